@@ -1,0 +1,87 @@
+"""The time of decode steps in closed form.
+
+While nothing joins or leaves a replica, every step adds one token to each of its b sequences, so the context
+total T grows by b a step. With a step time piecewise linear in T, the time of n steps is a sum of arithmetic
+series, and how many steps fit into a time is a quadratic equation per segment. Nothing here approximates: the sums equal stepping
+one token at a time to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+
+class DecodeCurve:
+    """Step time of `batch` sequences as a piecewise-linear function of T, the sum of their context tokens.
+
+    `context_tokens` are the knots (ascending, at least one), `step_s` the step times there. Beyond the first and last knot
+    the outermost segments continue. Raises `ValueError` for unsorted knots or lengths that differ.
+    """
+
+    __slots__ = ("_knots", "_slopes", "_values", "batch")
+
+    def __init__(self, batch: int, context_tokens: Sequence[float], step_s: Sequence[float]) -> None:
+        knots, values = [float(x) for x in context_tokens], [float(y) for y in step_s]
+        if not knots or len(knots) != len(values) or any(b <= a for a, b in zip(knots, knots[1:], strict=False)):
+            raise ValueError("a decode curve needs ascending knots and one step time for each")
+        self.batch = batch
+        self._knots = knots
+        self._values = values
+        rise = [(y1 - y0) / (x1 - x0) for x0, x1, y0, y1 in zip(knots, knots[1:], values, values[1:], strict=False)]
+        self._slopes = [*rise, rise[-1]] if rise else [0.0]
+
+    @property
+    def knots(self) -> list[float]:
+        """The context totals at which the slope changes, in tokens."""
+        return list(self._knots)
+
+    def step_s(self, context_tokens: float) -> float:
+        """Seconds of one step that starts with `context_tokens` in the cache."""
+        i = max(bisect_right(self._knots, context_tokens) - 1, 0)
+        return self._values[i] + self._slopes[i] * (context_tokens - self._knots[i])
+
+    def steps_s(self, context_tokens: float, steps: int) -> float:
+        """Seconds of `steps` steps, the first with `context_tokens` in the cache, each adding `batch` tokens."""
+        knots = self._knots
+        growth = self.batch
+        i = bisect_right(knots, context_tokens) - 1
+        if i < 0:
+            i = 0
+        last = len(knots) - 1
+        total = 0.0
+        while True:
+            slope = self._slopes[i]
+            first = self._values[i] + slope * (context_tokens - knots[i])
+            if i == last or context_tokens + growth * (steps - 1) < knots[i + 1]:
+                return total + steps * (first + 0.5 * slope * growth * (steps - 1))
+            n = math.ceil((knots[i + 1] - context_tokens) / growth)
+            total += n * (first + 0.5 * slope * growth * (n - 1))
+            context_tokens += n * growth
+            steps -= n
+            if steps <= 0:
+                return total
+            i += 1
+            while i < last and context_tokens >= knots[i + 1]:
+                i += 1
+
+    def steps_within(self, context_tokens: float, time_s: float) -> int:
+        """The fewest steps that take at least `time_s` (0 for a time of zero).
+
+        A sum that misses `time_s` by rounding (1e-12 relative) counts as reaching it. Never more than 2**62 steps.
+        """
+        if time_s <= 0.0:
+            return 0
+        low, high = 0, 1
+        while self.steps_s(context_tokens, high) * (1 + 1e-12) < time_s:
+            low, high = high, high * 2
+            if high > 2**62:
+                raise ValueError("the curve's step time is not positive")
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.steps_s(context_tokens, middle) * (1 + 1e-12) < time_s:
+                low = middle
+            else:
+                high = middle
+        return high

@@ -1,0 +1,136 @@
+"""The base of everything read from YAML, and YAML errors that name file, line and nearest valid key.
+
+`load` joins ruamel.yaml (YAML 1.2, keeps line numbers, refuses duplicate keys) with pydantic, and reports
+all mistakes of a file at once as `file:line:column: key: what was expected`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlsim.errors import ConfigError
+
+
+class Schema(BaseModel):
+    """A frozen record that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def read_yaml(path: Path) -> Any:
+    """The parsed YAML of `path`, with line numbers kept on every mapping and sequence.
+
+    Raises `ConfigError` if the file is missing, unreadable or not YAML.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    try:
+        data = YAML(typ="rt").load(io.StringIO(text))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error.context}") from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if data is None:
+        raise ConfigError(f"{path}: the file is empty")
+    return data
+
+
+def load(path: Path, model: type[S]) -> S:
+    """`path` read as YAML and validated as `model`; raises `ConfigError` with every mistake in it."""
+    return validate(read_yaml(path), model, source=str(path))
+
+
+def validate(data: Any, model: type[S], source: str = "") -> S:
+    """`data` (plain or with ruamel.yaml's line numbers) as `model`; raises `ConfigError` with every mistake in it."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(describe_errors(error, data, model, source))) from None
+
+
+def describe_errors(error: ValidationError, data: Any, model: type[BaseModel], source: str) -> list[str]:
+    """One line per mistake: `file:line:column: key.path: what was expected`."""
+    lines = []
+    for item in error.errors():
+        location = [part for part in item["loc"] if _is_key(part, item["loc"], data)]
+        where = _position(data, location)
+        prefix = ":".join(part for part in (source, where) if part)
+        key = ".".join(str(part) for part in location)
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = f"unknown key{_nearest(str(location[-1]), _fields_at(model, location[:-1]))}"
+        elif item["type"] == "missing":
+            message = "required, but missing"
+        elif "input" in item and not isinstance(item["input"], dict) and repr(item["input"]) not in message:
+            message += f" (got {_shown(item['input'])})"
+        lines.append(": ".join(part for part in (prefix, key, message) if part))
+    return lines
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_key(part: int | str, location: tuple[int | str, ...], data: Any) -> bool:
+    """Whether a pydantic location part is a key of the data, not the tag of a union member."""
+    for step in location:
+        if step == part:
+            return isinstance(part, int) or not isinstance(data, dict) or part in data or part is location[-1]
+        try:
+            data = data[step]
+        except (KeyError, IndexError, TypeError):
+            continue
+    return True
+
+
+def _position(data: Any, location: Sequence[int | str]) -> str:
+    """`line:column` (from 1) of the deepest part of `location` that the data knows the position of."""
+    where = ""
+    for part in location:
+        marks = getattr(data, "lc", None)
+        if marks is None:
+            break
+        try:
+            line, column = marks.item(part) if isinstance(part, int) else marks.key(part)
+            where = f"{line + 1}:{column + 1}"
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            break
+    return where
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    fields = model
+    for part in location:
+        info = fields.model_fields.get(str(part))
+        nested = info.annotation if info else None
+        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
+            return []
+        fields = nested
+    return list(fields.model_fields)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; expected one of: {', '.join(known)}" if known else ""
