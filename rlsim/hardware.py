@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from rlsim import catalogue
-from rlsim.errors import unknown_name
+from rlsim.errors import RlsimError, unknown_name
 from rlsim.schema import Schema, load, validate
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
@@ -31,19 +32,36 @@ class Link(Schema):
 
     name: str = Field(description="nvlink, pcie, ib or roce, with generation and width")
     bytes_per_s: BytesPerSecond = Field(gt=0, description="peak rate of one GPU in one direction")
-    latency_s: Seconds = Field(ge=0, description="time of an empty message")
+    latency_s: Seconds = Field(ge=0, description="time of one hop of an empty message")
+    shared_by_gpus: int = Field(default=1, gt=0, description="GPUs of a node that share one such port")
 
 
 class Cluster(Schema):
     """Identical nodes of identical GPUs; GPU g sits in node g // gpus_per_node."""
 
-    name: str
-    gpu: Gpu
+    name: str = Field(default="custom", description="catalogue name; an inline cluster needs none")
+    gpu: Gpu = Field(description="a catalogue name, or the fields of a GPU")
     nodes: int = Field(gt=0)
     gpus_per_node: int = Field(gt=0)
     intra: Link = Field(description="GPU to GPU inside a node")
     inter: Link | None = Field(default=None, description="GPU to GPU across nodes; none in a one-node cluster")
     host: Link = Field(description="GPU to host memory")
+
+    @field_validator("gpu", mode="before")
+    @classmethod
+    def _gpu_by_name(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return load_gpu(value)
+        except RlsimError as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _nodes_are_joined(self) -> Cluster:
+        if self.nodes > 1 and self.inter is None:
+            raise ValueError("a cluster of several nodes needs `inter`, the link between them")
+        return self
 
     @property
     def gpus(self) -> int:
@@ -53,3 +71,33 @@ class Cluster(Schema):
     def node_of(self, gpu: int) -> int:
         """The node that GPU number `gpu` sits in."""
         return gpu // self.gpus_per_node
+
+    def nodes_of(self, gpus: int, stride: int = 1) -> int:
+        """Nodes that GPUs number 0, `stride`, 2·`stride`, … sit in; rounded up until `gpus` spread evenly over them."""
+        nodes = min(math.ceil(gpus * stride / self.gpus_per_node), gpus)
+        return next(n for n in range(nodes, gpus + 1) if gpus % n == 0)
+
+
+def load_gpu(name: str) -> Gpu:
+    """The GPU of that name in the catalogue, e.g. `h100-sxm`; letter case does not matter.
+
+    Raises `CatalogueError` if there is none, and `ConfigError` if its file is damaged.
+    """
+    known = catalogue.names("gpus")
+    if name.lower() not in known:
+        raise unknown_name("GPU", name, known)
+    return load(known[name.lower()], Gpu)
+
+
+def load_cluster(cluster: str | Mapping[str, Any], source: str = "") -> Cluster:
+    """A cluster by its name in the catalogue, e.g. `8xh100`, or spelled out as a mapping (see `Cluster`).
+
+    `source` is the file that a mapping is from, for error messages. Raises `CatalogueError` for an unknown cluster, and
+    `ConfigError` for a mapping with mistakes (an unknown GPU among them).
+    """
+    if not isinstance(cluster, str):
+        return validate(cluster, Cluster, source)
+    known = catalogue.names("clusters")
+    if cluster.lower() not in known:
+        raise unknown_name("cluster", cluster, known)
+    return load(known[cluster.lower()], Cluster)

@@ -12,6 +12,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
+#: Two moments that differ by this share of the time between them are one moment (rounding of sums, nothing physical).
+REACHED = 1e-9
+
 
 class DecodeCurve:
     """Step time of `batch` sequences as a piecewise-linear function of T, the sum of their context tokens.
@@ -69,19 +72,24 @@ class DecodeCurve:
     def steps_within(self, context_tokens: float, time_s: float) -> int:
         """The fewest steps that take at least `time_s` (0 for a time of zero).
 
-        A sum that misses `time_s` by rounding (1e-12 relative) counts as reaching it. Never more than 2**62 steps.
+        A sum that misses `time_s` by rounding (1e-9 relative) counts as reaching it. Never more than 2**62 steps.
         """
         if time_s <= 0.0:
             return 0
         low, high = 0, 1
-        while self.steps_s(context_tokens, high) * (1 + 1e-12) < time_s:
+        while self.steps_s(context_tokens, high) * (1 + REACHED) < time_s:
             low, high = high, high * 2
             if high > 2**62:
                 raise ValueError("the curve's step time is not positive")
         while high - low > 1:
             middle = (low + high) // 2
-            if self.steps_s(context_tokens, middle) * (1 + 1e-12) < time_s:
+            if self.steps_s(context_tokens, middle) * (1 + REACHED) < time_s:
                 low = middle
             else:
                 high = middle
         return high
+
+    def steps_done(self, context_tokens: float, time_s: float) -> int:
+        """The most steps that are complete after `time_s` (up to rounding, as in `steps_within`)."""
+        steps = self.steps_within(context_tokens, time_s)
+        return steps if steps == 0 or self.steps_s(context_tokens, steps) <= time_s * (1 + REACHED) else steps - 1

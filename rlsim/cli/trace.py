@@ -1,0 +1,231 @@
+"""`rlsim trace`: import, describe, fit and generate response-length traces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlsim.errors import TraceError
+
+if TYPE_CHECKING:
+    from rlsim.trace.describe import Description
+    from rlsim.trace.facts import FactCheck
+    from rlsim.trace.fit import LengthFit
+
+app = typer.Typer(no_args_is_help=True, help="Response-length traces: import, describe, fit, generate.")
+
+CAP_HELP = "Response cap, such as 16K."
+
+
+def _tokens(option: str, text: str | None) -> int | None:
+    from rlsim.units import token_count
+
+    if text is None:
+        return None
+    try:
+        value = token_count(text)
+    except ValueError as error:
+        raise TraceError(f"{option}: {error}") from None
+    if value < 1:
+        raise TraceError(f"{option}: expected at least 1 token, got {text!r}")
+    return value
+
+
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True, markup=False).print(text)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="IN", help="Parquet, CSV or JSON Lines file, also .gz.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The .parquet file to write.")],
+    format: Annotated[  # noqa: A002 - the option's name
+        str | None, typer.Option(help="parquet, csv, jsonl, mooncake, vidur, azure, histogram or cdf; else recognised.")
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="OURS=THEIRS, such as response_tokens=output_len; may be repeated.")
+    ] = None,
+    cap: Annotated[str | None, typer.Option(help="Cap the responses were sampled under, such as 16K.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the trace (default: the file's).")] = None,
+    source: Annotated[str, typer.Option(help="Where the lengths come from.")] = "",
+) -> None:
+    """Read another program's trace and write it in rlsim's schema."""
+    from rlsim.trace.files import write_trace
+    from rlsim.trace.importers import import_trace
+
+    mapping = {}
+    for item in column or []:
+        ours, equals, theirs = item.partition("=")
+        if not (ours.strip() and equals and theirs.strip()):
+            raise TraceError(f"--column {item}: expected OURS=THEIRS, such as response_tokens=output_len")
+        mapping[ours.strip()] = theirs.strip()
+    trace = import_trace(
+        file, format=format, columns=mapping, cap_tokens=_tokens("--cap", cap), name=name, source=source
+    )
+    write_trace(trace, out)
+    prompts = trace.frame["prompt_id"].nunique()
+    _say(f"wrote {out}: {len(trace):,} responses of {prompts:,} prompts")
+    for note in trace.meta.notes:
+        _say(f"note: {note}")
+
+
+@app.command("describe")
+def describe_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace in rlsim's schema.")],
+    cap: Annotated[str | None, typer.Option(help=f"{CAP_HELP} Longer responses count as cut there.")] = None,
+    above: Annotated[str, typer.Option(help="Lengths to give the share above of, such as 8K,16K.")] = "",
+    chart: Annotated[Path | None, typer.Option(help="Draw the distribution to this .html, .svg or .png.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Print quantiles, share at the cap and correlation within prompts."""
+    from rlsim.trace.describe import describe
+    from rlsim.trace.files import read_trace
+
+    limits = [value for text in above.split(",") if text.strip() and (value := _tokens("--above", text.strip()))]
+    cap_tokens = _tokens("--cap", cap)
+    trace = read_trace(file)
+    description = describe(trace, cap_tokens, limits)
+    if chart is not None:
+        from rlsim.trace.chart import write_chart
+
+        write_chart(trace, chart, cap_tokens)
+    if json:
+        sys.stdout.write(description.model_dump_json(indent=2) + "\n")
+        return
+    _print_description(description)
+    if chart is not None:
+        _say(f"wrote {chart}")
+
+
+def _print_description(description: Description) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2%}"
+
+    def number(value: float | None, digits: int = 0) -> str:
+        return "–" if value is None else f"{value:,.{digits}f}"
+
+    table = Table(title=f"Response lengths of {description.name} (tokens)", title_justify="left")
+    table.add_column("")
+    first = description.parts[0]
+    rows: dict[str, list[str]] = {}
+    for part in description.parts:
+        table.add_column(part.part, justify="right")
+        sizes = ", ".join(f"{count:,} × {size}" for size, count in part.samples_per_prompt.items())
+        cells = {"responses": number(part.responses), "prompts × samples": sizes, "mean": number(part.mean_tokens)}
+        cells |= {name: number(value) for name, value in part.quantiles.items()}
+        cells |= {"longest": number(part.max_tokens), "longest / median": number(part.max_over_median, 1)}
+        at_cap = f"share at the cap of {first.cap_tokens:,}" if first.cap_tokens else "share marked as cut"
+        cells |= {at_cap: share(part.share_at_cap)}
+        cells |= {f"share above {limit:,}": share(value) for limit, value in part.share_above.items()}
+        cells |= {
+            "correlation within a prompt (log)": number(part.icc_log, 3),
+            "sd of log length within a prompt": number(part.within_sd_log, 3),
+            "prompts with a response in the longest 1%": share(part.straggling_prompts),
+            "  the same, responses shuffled": share(part.straggling_prompts_shuffled),
+            "median prompt": number(part.prompt_tokens_median),
+        }
+        for name, value in cells.items():
+            rows.setdefault(name, []).append(value)
+    for name, values in rows.items():
+        table.add_row(name, *values)
+    Console().print(table)
+    if description.source:
+        _say(f"source: {description.source}")
+    for note in description.notes:
+        _say(f"note: {note}")
+
+
+@app.command("fit")
+def fit_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A trace in rlsim's schema.")],
+    cap: Annotated[str | None, typer.Option(help=f"{CAP_HELP} Lengths there are taken as cut, not observed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the fit to this .yaml or .json.")] = None,
+    components: Annotated[int, typer.Option(min=1, max=3, help="Number of lognormals.")] = 2,
+) -> None:
+    """Fit a censored lognormal mixture with the share the prompt has in it."""
+    from rlsim.trace.files import read_trace
+    from rlsim.trace.fit import fit_trace, save_fit
+
+    fit = fit_trace(read_trace(file), _tokens("--cap", cap), components=components)
+    if out is not None:
+        save_fit(fit, out)
+    _print_fit(fit)
+    if out is not None:
+        _say(f"wrote {out}")
+
+
+def _print_fit(fit: LengthFit) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    parts = Table(title=f"Fit of {fit.provenance.trace}", title_justify="left")
+    for heading in ("component", "weight", "median (tokens)", "sd of log length", "share due to the prompt"):
+        parts.add_column(heading, justify="right")
+    for index, c in enumerate(fit.model.components, 1):
+        parts.add_row(
+            str(index), f"{c.weight:.3f}", f"{c.median_tokens:,.0f}", f"{c.sigma:.3f}", f"{c.prompt_share:.2f}"
+        )
+    table = Table("", "trace", "fit", title="How well it fits", title_justify="left")
+    good = fit.goodness
+
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.4f}"
+
+    table.add_row("share at the cap", number(good.share_at_cap_trace), number(good.share_at_cap_fit))
+    table.add_row("correlation within a prompt (log)", number(good.icc_trace), number(good.icc_fit))
+    table.add_row("sd of log length within a prompt", number(good.within_sd_trace), number(good.within_sd_fit))
+    table.add_row(
+        "prompts with a response in the longest 1%",
+        number(good.straggling_prompts_trace),
+        number(good.straggling_prompts_fit),
+    )
+    Console().print(parts)
+    if len(fit.model.components) > 1 and good.icc_trace is not None:
+        _say(f"share of the prompt in which component a response falls into: {fit.model.runaway_share:.2f}")
+    Console().print(table)
+    _say(f"KS distance {good.ks:.4f}; of a single lognormal {good.ks_single_lognormal:.4f}")
+    for note in fit.notes:
+        _say(f"note: {note}")
+
+
+@app.command("generate")
+def generate_(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write (default: beside the recipe, as .parquet).")] = None,
+    check_only: Annotated[bool, typer.Option("--check-only", help="Check the facts and write nothing.")] = False,
+) -> None:
+    """Generate a trace from a recipe, after checking that it meets the recipe's facts."""
+    from rlsim.trace.files import write_trace
+    from rlsim.trace.generate import check, draw_trace, load_recipe, require
+
+    loaded = load_recipe(recipe)
+    trace = draw_trace(loaded)
+    checks = check(loaded, trace)
+    _print_checks(checks)
+    require(loaded, checks)
+    if check_only:
+        return
+    target = out or recipe.with_suffix(".parquet")
+    write_trace(trace, target)
+    _say(f"wrote {target}: {len(trace):,} responses of {loaded.prompts:,} prompts")
+
+
+def _print_checks(checks: list[FactCheck]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not checks:
+        _say("the recipe states no facts to check")
+        return
+    table = Table("fact", "wanted", "got", "tolerance", "", title="Facts", title_justify="left")
+    for c in checks:
+        table.add_row(c.fact, f"{c.wanted:,.5g}", f"{c.got:,.5g}", f"{c.tolerance:,.2g}", "met" if c.ok else "NOT MET")
+    Console().print(table)

@@ -1,0 +1,265 @@
+"""The fitted constants of one GPU under one engine: `calibration/<gpu>-<engine>.yaml`.
+
+A calibration holds few numbers, each the outcome of a fit to measured kernels, and says where the measurements
+are from and how far off the fit is on shapes it has not seen. Efficiencies are relative to the data-sheet figures in
+`reference`, which travel with them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlsim import catalogue
+from rlsim.errors import CalibrationError, ConfigError, unknown_name
+from rlsim.schema import Schema, load
+from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
+
+Engine = Literal["sglang", "vllm", "trtllm"]
+Range = tuple[float, float]
+
+
+class Source(Schema):
+    """One set of measurements that a calibration is fitted to."""
+
+    project: str = Field(description="who measured")
+    commit: str = Field(description="version of the measured tables")
+    licence: str
+    files: tuple[str, ...] = Field(description="tables used, by their path in that project")
+    engine_version: str = Field(default="", description="engine release that was measured")
+
+
+class Provenance(Schema):
+    """Where the numbers come from."""
+
+    date: str = Field(description="day of the fit, ISO 8601")
+    script: str = Field(description="script that made the file")
+    sources: tuple[Source, ...] = Field(min_length=1)
+    notes: tuple[str, ...] = Field(default=(), description="what is derived or assumed rather than measured")
+
+
+class Reference(Schema):
+    """Data-sheet figures that the efficiencies are relative to."""
+
+    bf16_flop_per_s: FlopPerSecond = Field(gt=0, description="peak dense bf16 rate")
+    memory_bytes_per_s: BytesPerSecond = Field(gt=0, description="peak device-memory bandwidth")
+    sm_count: int = Field(gt=0, description="streaming multiprocessors")
+    l2_bytes: Bytes = Field(gt=0, description="L2 cache")
+    link_bytes_per_s: BytesPerSecond = Field(gt=0, description="GPU-to-GPU rate one way, in the measured node")
+
+
+class Tile(Schema):
+    """One block shape that a GEMM kernel may use."""
+
+    m: int = Field(gt=0)
+    n: int = Field(gt=0)
+    efficiency: float = Field(gt=0, le=1, description="share of an SM's peak while inside the main loop")
+
+
+class GemmFit(Schema):
+    """`launch + (compute^p + memory^p)^(1/p)`; compute = waves of the best tile shape and split of k."""
+
+    launch_s: Seconds = Field(ge=0, description="time of an empty kernel")
+    memory_efficiency: float = Field(gt=0, le=1, description="share of peak bandwidth, weights cold")
+    k_overhead: float = Field(ge=0, description="start and end of a tile, as extra depth in elements of k")
+    split_s: Seconds = Field(ge=0, description="cost of splitting k over blocks")
+    blend: float = Field(ge=1, description="p: how sharply the slower of compute and memory hides the other")
+    wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
+    tiles: tuple[Tile, ...] = Field(min_length=1)
+    splits: tuple[int, ...] = Field(min_length=1, description="numbers of blocks that k may be split over")
+
+
+class DecodeAttentionFit(Schema):
+    """`max(floor, stream)`: both grow with sequences and KV heads, stream also with the KV bytes."""
+
+    floor_s: Seconds = Field(ge=0, description="shortest kernel")
+    floor_tile_s: Seconds = Field(ge=0, description="per sequence and KV head, tiny contexts")
+    floor_sequence_s: Seconds = Field(ge=0, description="per sequence, tiny contexts")
+    stream_s: Seconds = Field(ge=0, description="fixed cost once the KV is split over blocks")
+    stream_tile_s: Seconds = Field(ge=0, description="per sequence and KV head")
+    stream_sequence_s: Seconds = Field(ge=0, description="per sequence")
+    parallelism: tuple[float, ...] = Field(min_length=1, description="knots: log2(sequences * KV heads)")
+    efficiency: tuple[float, ...] = Field(description="share of peak bandwidth at the knots, KV cold")
+    skew: float = Field(ge=0, le=1, description="share of the padding of unequal contexts that is paid for (derived)")
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if len(self.parallelism) != len(self.efficiency):
+            raise ValueError("parallelism and efficiency must have the same length")
+        return self
+
+
+class PrefillAttentionFit(Schema):
+    """`launch + (total^p + longest^p)^(1/p)`: all work over all SMs, and the longest block on one SM."""
+
+    launch_s: Seconds = Field(ge=0)
+    block_tokens: int = Field(gt=0, description="queries per block")
+    overhead_tokens: float = Field(ge=0, description="start and end of a block, as extra keys")
+    blend: float = Field(ge=1)
+    keys: tuple[float, ...] = Field(min_length=1, description="knots: mean keys per query")
+    efficiency: tuple[float, ...] = Field(description="share of peak FLOP/s at the knots, all SMs busy")
+    single_efficiency: float = Field(gt=0, le=1, description="share of an SM's peak that one lone block reaches")
+    memory_efficiency: float = Field(gt=0, le=1, description="share of peak bandwidth for q, k, v and output")
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if len(self.keys) != len(self.efficiency):
+            raise ValueError("keys and efficiency must have the same length")
+        return self
+
+
+class MemoryOpFit(Schema):
+    """`launch + bytes / (bandwidth * efficiency)`: norms, rotary embedding, activation."""
+
+    launch_s: Seconds = Field(ge=0)
+    efficiency: float = Field(gt=0, le=1)
+
+
+class OperatorFits(Schema):
+    """One record per kind of kernel. The LM head is a GEMM; a mixture's experts are one grouped GEMM."""
+
+    gemm: GemmFit
+    decode_attention: DecodeAttentionFit
+    prefill_attention: PrefillAttentionFit
+    memory_bound: MemoryOpFit
+
+
+class CollectiveFit(Schema):
+    """Time of one collective, linear in log-log between knots; flat below, proportional to the bytes above."""
+
+    message_bytes: tuple[Bytes, ...] = Field(min_length=2)
+    time_s: tuple[Seconds, ...]
+
+    @model_validator(mode="after")
+    def _knots(self) -> Self:
+        if len(self.message_bytes) != len(self.time_s):
+            raise ValueError("message_bytes and time_s must have the same length")
+        if list(self.message_bytes) != sorted(set(self.message_bytes)) or list(self.time_s) != sorted(self.time_s):
+            raise ValueError("message_bytes must ascend and time_s must not fall")
+        return self
+
+
+class CollectiveFits(Schema):
+    """Collectives inside a node by operation and GPUs, and the efficiency assumed across nodes."""
+
+    nccl: dict[str, dict[int, CollectiveFit]] = Field(description="operation -> GPUs -> fit")
+    custom_all_reduce: dict[int, CollectiveFit] = Field(
+        default={}, description="the engine's own all-reduce under CUDA graphs, by GPUs; taken where it is faster"
+    )
+    inter_efficiency: float = Field(gt=0, le=1, description="share of the inter-node link reached (assumed)")
+
+
+class HostFit(Schema):
+    """Time per engine step in which the GPU waits for the host."""
+
+    step_s: Seconds = Field(ge=0, description="per step")
+    sequence_s: Seconds = Field(ge=0, description="per running sequence and step")
+    prefill_s: Seconds = Field(default=0.0, ge=0, description="per prefill iteration, on top of step_s")
+    source: str = Field(description="what it is fitted to")
+
+
+class RuntimeFit(Schema):
+    """What changing the parallel layout costs besides moving bytes."""
+
+    graph_capture_s: Seconds = Field(ge=0, description="capture of one batch size's CUDA graph")
+    graph_batch_sizes: tuple[int, ...] = Field(description="batch sizes the engine captures")
+    switch_control_s: Seconds = Field(ge=0, description="pause, free, collect, resume at each switch")
+    group_create_s: Seconds = Field(ge=0, description="first use of a communication group")
+    reshard_bytes_per_s: BytesPerSecond | None = Field(
+        default=None, description="per rank, one way, while weights are resharded; none: from the collectives"
+    )
+    migrate_bytes_per_s: BytesPerSecond | None = Field(
+        default=None, description="per rank, one way, while KV migrates; none: from the collectives"
+    )
+    source: str
+
+
+class TrainingFit(Schema):
+    """Training efficiency, fitted elsewhere (see its source)."""
+
+    flop_efficiency: dict[str, float] = Field(description="framework -> share of peak bf16 FLOP/s in GEMMs")
+    source: str
+
+
+class Residual(Schema):
+    """How far a fit is off on shapes it has not seen: absolute relative errors, and the shapes' ranges."""
+
+    count: int = Field(ge=0)
+    median: float = Field(ge=0)
+    p90: float = Field(ge=0)
+    bias: float = Field(description="median signed relative error, positive = predicted too slow")
+    ranges: dict[str, Range] = Field(description="smallest and largest measured value of each variable")
+    note: str = ""
+
+
+class DecodeProfile(Schema):
+    """Whole decode steps as measured or sampled, for one model and TP: one list of contexts and times a batch size."""
+
+    model: str
+    tp: int = Field(gt=0)
+    batches: tuple[int, ...] = Field(min_length=1)
+    context_tokens: tuple[tuple[float, ...], ...] = Field(description="per batch: sum of contexts, ascending")
+    step_s: tuple[tuple[float, ...], ...]
+    prefill_tokens: tuple[float, ...] = Field(min_length=1, description="new tokens of one iteration, ascending")
+    prefill_lengths: tuple[float, ...] = Field(min_length=1, description="tokens per sequence, ascending")
+    prefill_s: tuple[tuple[float, ...], ...] = Field(description="seconds, one row per prefill_tokens")
+
+
+class Calibration(Schema):
+    """Everything that is fitted for one GPU under one engine."""
+
+    name: str
+    gpu: str = Field(description="GPU of the catalogue that was measured")
+    engine: Engine
+    provenance: Provenance
+    reference: Reference
+    operators: OperatorFits
+    collectives: CollectiveFits
+    host: HostFit
+    runtime: RuntimeFit
+    training: TrainingFit
+    residuals: dict[str, Residual] = Field(description="by operator, on held-out shapes")
+    decode_profile: tuple[DecodeProfile, ...] = ()
+
+    def profile(self, model: str, tp: int) -> DecodeProfile | None:
+        """The measured decode profile of `model` at `tp`, if the file carries one."""
+        return next((p for p in self.decode_profile if p.model == model and p.tp == tp), None)
+
+
+def calibration_names() -> dict[str, Path]:
+    """Every calibration of the catalogue, by full name, and its path."""
+    return catalogue.names("calibration")
+
+
+def _resolve(name: str) -> Path:
+    """The file of a full or short name: `h100-sglang` is `h100-sxm-sglang` if only one GPU begins that way."""
+    known = calibration_names()
+    wanted = name.lower()
+    if wanted in known:
+        return known[wanted]
+    gpu, _, engine = wanted.rpartition("-")
+    near = [full for full in known if gpu and full.startswith(f"{gpu}-") and full.endswith(f"-{engine}")]
+    if len(near) == 1:
+        return known[near[0]]
+    raise unknown_name("calibration", name, known)
+
+
+@lru_cache(maxsize=64)
+def _load(path: Path) -> Calibration:
+    try:
+        return load(path, Calibration)
+    except ConfigError as error:
+        raise CalibrationError(str(error)) from None
+
+
+def load_calibration(name_or_path: str | Path) -> Calibration:
+    """The calibration of that name (`h100-sxm-sglang`, or short `h100-sglang`), or of a `.yaml` path.
+
+    Raises `CatalogueError` if no calibration has the name, `CalibrationError` with all mistakes of a damaged file.
+    """
+    if isinstance(name_or_path, Path) or name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path:
+        return _load(Path(name_or_path))
+    return _load(_resolve(name_or_path))

@@ -1,0 +1,137 @@
+"""Seconds of communication between GPUs.
+
+Inside a node: curves fitted to NCCL and to the engine's own all-reduce. Across nodes nothing is measured: a
+hierarchical ring (reduce-scatter inside each node, ring between nodes, all-gather inside each node) at a stated
+share of the link.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from math import exp, log, log2
+from typing import Literal, get_args
+
+from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Reference
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
+OPERATIONS: tuple[str, ...] = get_args(Operation)
+
+
+class _Curve:
+    """One fitted collective: log-log linear between knots, flat below, proportional above."""
+
+    def __init__(self, fit: CollectiveFit, stretch: float) -> None:
+        self._x = [log(size) for size in fit.message_bytes]
+        self._y = [log(time) for time in fit.time_s]
+        # A slower link stretches the time above that of a tiny message, not the latency itself.
+        if stretch != 1.0:
+            base = fit.time_s[0]
+            self._y = [log(base + (time - base) * stretch) for time in fit.time_s]
+
+    def __call__(self, size: float) -> float:
+        x, y = self._x, self._y
+        if size <= 0.0:
+            return exp(y[0])
+        at = log(size)
+        if at <= x[0]:
+            return exp(y[0])
+        if at >= x[-1]:
+            return exp(y[-1] + at - x[-1])
+        i = bisect_right(x, at) - 1
+        return exp(y[i] + (y[i + 1] - y[i]) * (at - x[i]) / (x[i + 1] - x[i]))
+
+
+class Collectives:
+    """Communication on one cluster.
+
+    `message_bytes` is always the full tensor: what every GPU holds after an all-gather or before a reduce-scatter or
+    all-reduce, what one GPU sends in all to the others in an all-to-all, what travels in a broadcast or send.
+    Fits made on another link rate are stretched by the ratio of the rates.
+    """
+
+    def __init__(self, fits: CollectiveFits, reference: Reference, cluster: Cluster) -> None:
+        stretch = reference.link_bytes_per_s / cluster.intra.bytes_per_s
+        self.cluster = cluster
+        self._inter_efficiency = fits.inter_efficiency
+        self._nccl = {
+            op: {gpus: _Curve(fit, stretch) for gpus, fit in sorted(by_gpus.items())}
+            for op, by_gpus in fits.nccl.items()
+        }
+        self._custom = {gpus: _Curve(fit, stretch) for gpus, fit in sorted(fits.custom_all_reduce.items())}
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        """Seconds of `op` over `gpus` GPUs spread evenly over `nodes` nodes.
+
+        Zero for one GPU or no bytes. Raises `ValueError` for an unknown operation or GPUs that do not divide over the
+        nodes, `CalibrationError` if the cluster has no inter-node link.
+        """
+        if op not in OPERATIONS:
+            raise ValueError(f"unknown collective {op!r}; expected one of: {', '.join(OPERATIONS)}")
+        if gpus < 1 or nodes < 1 or gpus % nodes:
+            raise ValueError(f"{gpus} GPUs cannot be spread evenly over {nodes} nodes")
+        if gpus == 1 or message_bytes <= 0.0:
+            return 0.0
+        if nodes == 1:
+            return self._intra(op, message_bytes, gpus)
+        return self._across(op, message_bytes, gpus // nodes, nodes)
+
+    def _intra(self, op: str, size: float, gpus: int) -> float:
+        if gpus == 1:
+            return 0.0
+        if op == "send_recv":
+            # In an all-gather over two GPUs each sends half of the tensor while it receives the other half.
+            return self._nccl_s("all_gather", 2.0 * size, 2)
+        if op == "broadcast":
+            # A pipelined ring moves the whole tensor over each link, an all-gather only (gpus − 1) / gpus of it.
+            return self._nccl_s("all_gather", size * gpus / (gpus - 1), gpus)
+        time = self._nccl_s(op, size, gpus)
+        if op == "all_reduce" and gpus in self._custom:
+            time = min(time, self._custom[gpus](size))
+        return time
+
+    def _nccl_s(self, op: str, size: float, gpus: int) -> float:
+        curves = self._nccl.get(op)
+        if not curves:
+            raise CalibrationError(f"the calibration holds no measurement of {op!r}")
+        if gpus in curves:
+            return curves[gpus](size)
+        counts = list(curves)
+        if gpus < counts[0]:
+            return curves[counts[0]](size)
+        if gpus > counts[-1]:
+            # Ring inside one large node: the bytes each link carries hardly change, the number of hops does.
+            last, high = counts[-1], counts[-1]
+            latency, rest = curves[last](0.0), curves[last](size) - curves[last](0.0)
+            factor = ((gpus - 1) / gpus) / ((high - 1) / high)
+            return latency * log2(gpus) / log2(high) + rest * factor
+        i = bisect_right(counts, gpus) - 1
+        low, high = counts[i], counts[i + 1]
+        share = log(gpus / low) / log(high / low)
+        return curves[low](size) * (1.0 - share) + curves[high](size) * share
+
+    def _across(self, op: str, size: float, local: int, nodes: int) -> float:
+        """The hierarchical formula: `local` GPUs in each of `nodes` nodes, each with its share of the node's ports."""
+        link = self.cluster.inter
+        if link is None:
+            raise CalibrationError(
+                f"cluster {self.cluster.name!r} has no inter-node link, but {op!r} spans {nodes} nodes"
+            )
+        if op == "send_recv":
+            return link.latency_s + size / (link.bytes_per_s * self._inter_efficiency)
+        rate = link.bytes_per_s * self._inter_efficiency / min(link.shared_by_gpus, local)
+        share = size / local  # what each GPU carries over its rail
+        ring = (nodes - 1) * link.latency_s + share * (nodes - 1) / nodes / rate
+        tree = log2(nodes) * link.latency_s + share / rate
+        one_way = min(ring, tree)
+        if op == "all_reduce":
+            inside = self._intra("reduce_scatter", size, local) + self._intra("all_gather", size, local)
+            return inside + 2.0 * one_way
+        if op in ("all_gather", "reduce_scatter"):
+            return self._intra(op, size, local) + one_way
+        if op == "broadcast":
+            return self._intra("all_gather", size, local) + tree
+        # all-to-all: everything for other nodes leaves over the GPU's own rail
+        outside = size * (nodes - 1) / nodes
+        return self._intra("all_to_all", size / nodes, local) + link.latency_s + outside / rate

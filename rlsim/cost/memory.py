@@ -1,0 +1,276 @@
+"""Bytes on one GPU: what rollout and training keep there, and how many KV pages are left.
+
+Formulas: Rajbhandari et al. 2020 (ZeRO) for model states; Korthikanti et al. 2023 (activation recomputation) for which
+activations are kept, counted anew for llama-like layers; vLLM's memory profiling for the KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError
+from rlsim.hardware import Gpu
+from rlsim.models import Model
+
+BF16 = 2
+FP32 = 4
+
+#: CUDA context (about 0.5 GB), NCCL buffers (0.34–0.39 GiB measured for 2 to 8 GPUs by aiconfigurator) and captured
+#: decode graphs (of the order of 1 GB). An assumption of the right order, not a measurement of any one engine.
+RESERVED_BYTES = 2.0 * 2**30
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes on one GPU of a rollout replica; `pages` and `capacity_tokens` are the replica's."""
+
+    weight_bytes: float
+    activation_bytes: float
+    reserved_bytes: float
+    page_bytes: float
+    page_tokens: int
+    pages: int
+
+    @property
+    def kv_bytes(self) -> float:
+        """KV cache on this GPU."""
+        return self.pages * self.page_bytes
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Context tokens that the replica can hold."""
+        return self.pages * self.page_tokens
+
+
+def rollout_weight_bytes(model: Model, tp: int) -> float:
+    """Weights on one GPU of a replica: matrices, biases, embedding and head are sharded, norms and router replicated.
+
+    KV projections are replicated when there are fewer KV heads than GPUs. Raises `ConfigError` if `tp` does not fit.
+    """
+    kv = model.kv_heads_per_gpu(tp) * model.head_dim
+    layer = sum(linear.n_out * linear.k_in * linear.count for linear in model.linear_layers(tp))
+    experts = model.experts(tp)
+    if experts:
+        layer += 3 * experts.experts * experts.intermediate * experts.hidden
+    layer += model.norm_parameters + model.qkv_bias * (model.q_dim // tp + 2 * kv)
+    layer += model.attention_bias * model.hidden_size
+    layer += model.mlp_bias * (2 * model.intermediate_size // tp + model.hidden_size)
+    embedding = math.ceil(model.vocab_size / tp) * model.hidden_size
+    head = 0 if model.head_parameters == 0 else model.head(tp).n_out * model.hidden_size
+    return (model.num_hidden_layers * layer + embedding + head + model.hidden_size) * model.dtype_bytes
+
+
+def kv_page_bytes(model: Model, tp: int, page_tokens: int) -> float:
+    """One page of KV cache on one GPU: 2 · layers · KV heads here · head_dim · bytes · tokens."""
+    heads = model.kv_heads_per_gpu(tp)
+    return 2 * model.num_hidden_layers * heads * model.head_dim * model.dtype_bytes * page_tokens
+
+
+def rollout_activation_bytes(model: Model, tp: int, max_batched_tokens: int, max_sequences: int) -> float:
+    """Peak working memory of one engine iteration on one GPU, as vLLM's profiling run would meet it.
+
+    The larger of a layer's live tensors (residual, normed input, gate and up, their product) for `max_batched_tokens`,
+    and sampling's logits of `max_sequences` over the whole vocabulary (bf16, and two fp32 copies).
+    """
+    width = model.moe_intermediate_size * model.num_experts_per_tok if model.num_experts else model.intermediate_size
+    layer = max_batched_tokens * (2 * model.hidden_size + 3 * width / tp) * BF16
+    logits = 0 if model.scalar_head else max_sequences * model.vocab_size * (BF16 + 2 * FP32)
+    return float(max(layer, logits))
+
+
+def rollout_memory(
+    model: Model,
+    gpu: Gpu,
+    tp: int,
+    *,
+    page_tokens: int = 16,
+    memory_utilization: float = 0.9,
+    max_batched_tokens: int = 8192,
+    max_sequences: int = 256,
+    reserved_bytes: float = RESERVED_BYTES,
+    resident_bytes: float = 0.0,
+    min_tokens: int = 1,
+) -> RolloutMemory:
+    """What a rollout replica of `tp` GPUs keeps on each, and the KV pages left:
+
+    (`memory_utilization` · memory − weights − activations − reserved − resident) / page, rounded down (vLLM's rule).
+    `reserved_bytes` are the CUDA context, communication buffers and decode graphs, `resident_bytes` what others hold on
+    the GPU meanwhile (training states that are not offloaded), `min_tokens` the KV the replica must at least hold.
+
+    Raises `CapacityError`, with the bytes, if that does not fit, and `ConfigError` if `tp` does not split the model.
+    """
+    weights = rollout_weight_bytes(model, tp)
+    activations = rollout_activation_bytes(model, tp, max_batched_tokens, max_sequences)
+    page = kv_page_bytes(model, tp, page_tokens)
+    budget = memory_utilization * gpu.memory_bytes
+    pages = math.floor((budget - weights - activations - reserved_bytes - resident_bytes) / page)
+    if pages * page_tokens < min_tokens:
+        needed = math.ceil(min_tokens / page_tokens) * page
+        parts = {
+            "weights": weights,
+            "activations": activations,
+            "context, communication and graphs": reserved_bytes,
+            "other residents": resident_bytes,
+            f"KV cache of {min_tokens} tokens": needed,
+        }
+        raise _does_not_fit(f"{model.name} rollout at TP {tp}", parts, gpu, memory_utilization)
+    return RolloutMemory(weights, activations, reserved_bytes, page, page_tokens, pages)
+
+
+def kv_capacity_pages(
+    model: Model,
+    gpu: Gpu,
+    tp: int,
+    page_tokens: int = 16,
+    memory_utilization: float = 0.9,
+    max_batched_tokens: int = 8192,
+    max_sequences: int = 256,
+    reserved_bytes: float = RESERVED_BYTES,
+    resident_bytes: float = 0.0,
+    min_tokens: int = 1,
+) -> int:
+    """KV pages of `page_tokens` tokens that one replica of `tp` GPUs holds; see `rollout_memory`, also for errors."""
+    return rollout_memory(
+        model,
+        gpu,
+        tp,
+        page_tokens=page_tokens,
+        memory_utilization=memory_utilization,
+        max_batched_tokens=max_batched_tokens,
+        max_sequences=max_sequences,
+        reserved_bytes=reserved_bytes,
+        resident_bytes=resident_bytes,
+        min_tokens=min_tokens,
+    ).pages
+
+
+@dataclass(frozen=True)
+class TrainMemory:
+    """Peak bytes on the fullest GPU of a training call, by kind."""
+
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    gathered_bytes: float
+    activation_bytes: float
+    logits_bytes: float
+    reserved_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """The sum of all kinds."""
+        states = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return states + self.gathered_bytes + self.activation_bytes + self.logits_bytes + self.reserved_bytes
+
+    @property
+    def state_bytes(self) -> float:
+        """What outlives the call: parameters and optimizer states."""
+        return self.parameter_bytes + self.optimizer_bytes
+
+
+def stage_parameters(model: Model, strategy: TrainStrategy) -> float:
+    """Parameters of the fullest pipeline stage on one GPU after TP, before ZeRO shards them.
+
+    A stage holds ⌈layers / PP⌉ layers; the first also holds the embedding, the last the head and final norm.
+    """
+    layers = math.ceil(model.num_hidden_layers / strategy.pp) * model.layer_parameters
+    embedding, head = model.vocab_size * model.hidden_size, model.head_parameters + model.hidden_size
+    ends = embedding + head if strategy.pp == 1 else max(embedding, head)
+    return (layers + ends) / strategy.tp
+
+
+def activation_bytes_per_token(model: Model, strategy: TrainStrategy) -> tuple[float, float]:
+    """Bytes per token kept from forward to backward in one layer: (kept under `strategy.recompute`, all of a layer).
+
+    All of a layer, in elements: the inputs of both norms and their outputs (4 · hidden), q, k, v and the attention
+    output (2 · q_dim + 2 · kv_dim), gate, up and their product (3 · MLP width; times top-k for experts). TP divides the
+    last two groups, sequence parallelism the first too. `selective` keeps neither norm outputs nor the product; `full`
+    keeps one input. Elements are bf16, kernels fused: an eager implementation keeps more.
+    """
+    tp = strategy.tp
+    outside = tp if strategy.sequence_parallel else 1
+    width = model.moe_intermediate_size * model.num_experts_per_tok if model.num_experts else model.intermediate_size
+    attention = 2 * model.q_dim + 2 * model.kv_dim
+    everything = BF16 * (4 * model.hidden_size / outside + (attention + 3 * width) / tp)
+    if strategy.recompute == "full":
+        return BF16 * model.hidden_size / outside, everything
+    if strategy.recompute == "selective":
+        return BF16 * (2 * model.hidden_size / outside + (attention + 2 * width) / tp), everything
+    return everything, everything
+
+
+def training_memory(
+    model: Model,
+    strategy: TrainStrategy,
+    micro_batch_tokens: int | None = None,
+    *,
+    gradient_dtype_bytes: int = FP32,
+    reserved_bytes: float = RESERVED_BYTES,
+) -> TrainMemory:
+    """Peak bytes on the fullest GPU of one training call with micro-batches of `micro_batch_tokens` tokens.
+
+    Per parameter: 2 bytes of bf16 weight, `gradient_dtype_bytes` of gradient (4 where it is accumulated in fp32, as
+    Megatron and veRL's FSDP do), 12 of fp32 master and Adam moments; ZeRO stages 1, 2, 3 divide optimizer, gradients,
+    parameters by the data-parallel ranks. Stage 3 gathers two layers (one in use, one prefetched), or the embedding,
+    and holds that unit's whole gradient. A 1F1B pipeline keeps PP micro-batches on its first stage. Logits are vocab
+    × tokens in fp32 with their gradient. Host offload empties the GPU between calls, not while one runs: the peak is
+    the same, `resident_bytes` is what changes. Raises `ConfigError` if the strategy does not suit the model.
+    """
+    strategy.check_model(model)
+    tokens = (strategy.micro_batch_tokens if micro_batch_tokens is None else micro_batch_tokens) / strategy.cp
+    local, shards = stage_parameters(model, strategy), strategy.shards
+    zero = strategy.zero_stage
+    unit = max(model.layer_parameters, model.vocab_size * model.hidden_size) / strategy.tp
+    gathered = (2 * BF16 + gradient_dtype_bytes) * unit if zero == 3 and shards > 1 else 0.0
+    kept, everything = activation_bytes_per_token(model, strategy)
+    layers = math.ceil(model.num_hidden_layers / strategy.pp)
+    working = everything if strategy.recompute != "none" else 0.0
+    activations = tokens * (layers * strategy.pp * kept + working)
+    logits = 0.0 if model.scalar_head else 2 * FP32 * tokens * model.vocab_size / strategy.tp
+    return TrainMemory(
+        parameter_bytes=BF16 * local / (shards if zero == 3 else 1),
+        gradient_bytes=gradient_dtype_bytes * local / (shards if zero >= 2 else 1),
+        optimizer_bytes=3 * FP32 * local / (shards if zero >= 1 else 1),
+        gathered_bytes=gathered,
+        activation_bytes=activations,
+        logits_bytes=logits,
+        reserved_bytes=reserved_bytes,
+    )
+
+
+def resident_bytes(model: Model, strategy: TrainStrategy) -> float:
+    """Bytes that training leaves on each of its GPUs between calls: parameters and optimizer; nothing with offload.
+
+    Gradients are freed after the update. This is the `resident_bytes` of a rollout replica on the same GPUs.
+    """
+    return 0.0 if strategy.offload else training_memory(model, strategy).state_bytes
+
+
+def check_training(
+    model: Model, gpu: Gpu, strategy: TrainStrategy, micro_batch_tokens: int | None = None
+) -> TrainMemory:
+    """`training_memory`, after making sure that it fits: raises `CapacityError` with the bytes of every part if not."""
+    memory = training_memory(model, strategy, micro_batch_tokens)
+    if memory.total_bytes > gpu.memory_bytes:
+        parts = {
+            "parameters": memory.parameter_bytes,
+            "gradients": memory.gradient_bytes,
+            "optimizer states": memory.optimizer_bytes,
+            "gathered layers": memory.gathered_bytes,
+            "activations": memory.activation_bytes,
+            "logits": memory.logits_bytes,
+            "context and communication": memory.reserved_bytes,
+        }
+        layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, ZeRO {strategy.zero_stage}"
+        raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0)
+    return memory
+
+
+def _does_not_fit(what: str, parts: dict[str, float], gpu: Gpu, share: float) -> CapacityError:
+    listed = " + ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items() if size)
+    have = gpu.memory_bytes * share
+    of = f"{share:g} of {gpu.memory_bytes / 1e9:.2f} GB on {gpu.name}" if share != 1 else f"of {gpu.name}"
+    total = sum(parts.values())
+    return CapacityError(f"{what} does not fit: {listed} = {total / 1e9:.2f} GB > {have / 1e9:.2f} GB ({of})")

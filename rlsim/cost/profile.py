@@ -1,0 +1,161 @@
+"""A replica's iterations from whole-step measurements: PAT's offline profile, or one sampled from another step cost."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rlsim.cost.calibration import DecodeProfile
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.errors import CalibrationError
+
+
+def _segment(knots: Sequence[float], x: float) -> tuple[int, float]:
+    """The knot left of `x` and the share of the way to the next; outside, the edge segment continues."""
+    if len(knots) == 1:
+        return 0, 0.0
+    i = min(max(bisect_right(knots, x) - 1, 0), len(knots) - 2)
+    return i, (x - knots[i]) / (knots[i + 1] - knots[i])
+
+
+class ProfileStep(StepCost):
+    """Decode steps of a few batch sizes, piecewise linear in T each, linear in between along the batch size, as PAT
+    does.
+
+    `curves` are the decode curves at the profiled batch sizes (ascending). `prefill_s[i][j]` are the seconds of one
+    prefill of `prefill_tokens[i]` new tokens in sequences of `prefill_lengths[j]` tokens. Outside the profiled
+    region the edge slope continues and `extrapolated` counts the look-up. Raises `CalibrationError` for grids that
+    do not fit together.
+    """
+
+    def __init__(
+        self,
+        tp: int,
+        curves: Sequence[DecodeCurve],
+        prefill_tokens: Sequence[float],
+        prefill_lengths: Sequence[float],
+        prefill_s: Sequence[Sequence[float]],
+        *,
+        skew: float = 0.0,
+    ) -> None:
+        self.tp = tp
+        self.skew = skew
+        self.extrapolated = 0
+        self._curves = {curve.batch: curve for curve in curves}
+        self._batches = [float(curve.batch) for curve in curves]
+        if not curves or self._batches != sorted(set(self._batches)):
+            raise CalibrationError("a decode profile needs at least one batch size, in ascending order")
+        if len(prefill_s) != len(prefill_tokens) or any(len(row) != len(prefill_lengths) for row in prefill_s):
+            raise CalibrationError("a prefill profile needs one row per token count and one column per length")
+        for name, knots in (("prefill_tokens", prefill_tokens), ("prefill_lengths", prefill_lengths)):
+            if not knots or any(b <= a for a, b in pairwise(knots)):
+                raise CalibrationError(f"{name} of a prefill profile must ascend")
+        self._tokens = [float(x) for x in prefill_tokens]
+        self._lengths = [float(x) for x in prefill_lengths]
+        self._prefill = [[float(y) for y in row] for row in prefill_s]
+        self._cache: dict[int, DecodeCurve] = dict(self._curves)
+
+    @classmethod
+    def from_record(cls, record: DecodeProfile, *, skew: float = 0.0) -> ProfileStep:
+        """The profile that a calibration file carries."""
+        try:
+            curves = [
+                DecodeCurve(batch, contexts, times)
+                for batch, contexts, times in zip(record.batches, record.context_tokens, record.step_s, strict=True)
+            ]
+        except ValueError as error:
+            raise CalibrationError(f"decode profile of {record.model} at TP {record.tp}: {error}") from None
+        return cls(record.tp, curves, record.prefill_tokens, record.prefill_lengths, record.prefill_s, skew=skew)
+
+    def covers(self, batch: int, context_tokens: float) -> bool:
+        """Whether a decode step of `batch` sequences over `context_tokens` lies inside the profiled region."""
+        if not self._batches[0] <= batch <= self._batches[-1]:
+            return False
+        i, _ = _segment(self._batches, batch)
+        below = self._curves[int(self._batches[i])]
+        return below.knots[0] <= context_tokens <= below.knots[-1]
+
+    def decode(self, batch: int) -> DecodeCurve:
+        """The profiled curve of `batch`, or the blend of its neighbours at the same sum of contexts."""
+        if not self._batches[0] <= batch <= self._batches[-1]:
+            self.extrapolated += 1
+        known = self._cache.get(batch)
+        if known is not None:
+            return known
+        i, share = _segment(self._batches, batch)
+        low = self._curves[int(self._batches[i])]
+        high = self._curves[int(self._batches[min(i + 1, len(self._batches) - 1)])]
+        knots = sorted({*low.knots, *high.knots})
+        # Beyond its last knot a curve continues its last slope, so one extra point fixes the blend's slope there.
+        knots.append(knots[-1] + max(knots[-1] - knots[0], 1.0))
+        times = [(1.0 - share) * low.step_s(x) + share * high.step_s(x) for x in knots]
+        curve = DecodeCurve(batch, knots, times)
+        self._cache[batch] = curve
+        return curve
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        """Bilinear in the new tokens and the equivalent sequence length, which gives the same (query, key) pairs.
+
+        Equal prompts have their own length; unequal ones, or chunks on top of cached tokens,
+        `Σ new · (2 · prior + new) / Σ new`.
+        """
+        tokens = sum(chunk.new_tokens for chunk in chunks)
+        length = sum(chunk.new_tokens * (2.0 * chunk.prior_tokens + chunk.new_tokens) for chunk in chunks) / tokens
+        return self._prefill_at(tokens, length)
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        """A prefill of all tokens together, plus what the contexts add to a decode step.
+
+        Derived: a profile of separate decode and prefill steps says nothing about their mixture.
+        """
+        tokens = sum(chunk.new_tokens for chunk in chunks)
+        length = sum(chunk.new_tokens * (2.0 * chunk.prior_tokens + chunk.new_tokens) for chunk in chunks) / tokens
+        curve = self.decode(batch)
+        return self._prefill_at(tokens + batch, length) + curve.step_s(context_tokens) - curve.step_s(0.0)
+
+    def _prefill_at(self, tokens: float, length: float) -> float:
+        inside = self._tokens[0] <= tokens <= self._tokens[-1] and self._lengths[0] <= length <= self._lengths[-1]
+        self.extrapolated += not inside
+        i, u = _segment(self._tokens, tokens)
+        j, v = _segment(self._lengths, length)
+        i1, j1 = min(i + 1, len(self._tokens) - 1), min(j + 1, len(self._lengths) - 1)
+        grid = self._prefill
+        low = grid[i][j] + v * (grid[i][j1] - grid[i][j])
+        high = grid[i1][j] + v * (grid[i1][j1] - grid[i1][j])
+        return low + u * (high - low)
+
+
+def profile_of(
+    step: StepCost,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    kv_budget_tokens: float,
+    prefill_tokens: Sequence[int] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+) -> ProfileStep:
+    """PAT's offline profile of a replica: decode steps at every batch and context (tokens per sequence) within the
+    KV budget.
+
+    A batch with fewer than two points in the budget is left out, as is a context that never fits. The prefill grid
+    runs over `prefill_tokens` in both directions.
+    """
+    curves = []
+    for batch in sorted(set(batches)):
+        totals = [batch * context for context in sorted(set(contexts)) if batch * context <= kv_budget_tokens]
+        if len(totals) >= 2:
+            curve = step.decode(batch)
+            curves.append(DecodeCurve(batch, totals, [curve.step_s(total) for total in totals]))
+    if not curves:
+        raise CalibrationError(f"no batch size has two contexts within a KV budget of {kv_budget_tokens:g} tokens")
+    lengths = sorted(set(prefill_tokens))
+    grid = [[step.prefill_s(_prompts(tokens, length)) for length in lengths] for tokens in lengths]
+    return ProfileStep(step.tp, curves, lengths, lengths, grid, skew=step.skew)
+
+
+def _prompts(tokens: int, length: int) -> list[Chunk]:
+    """Chunks of `tokens` new tokens whose equivalent sequence length is `length`."""
+    if length >= tokens:
+        return [Chunk(tokens, (length - tokens) // 2)]
+    whole, rest = divmod(tokens, length)
+    return [Chunk(length, 0)] * whole + ([Chunk(rest, 0)] if rest else [])

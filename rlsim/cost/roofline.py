@@ -1,0 +1,185 @@
+"""A replica's iterations as the sum of their kernels, collectives and host time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.collectives import Collectives
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.operators import Operators
+from rlsim.cost.profile import ProfileStep
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.errors import CalibrationError, CapacityError
+from rlsim.hardware import Cluster
+
+if TYPE_CHECKING:
+    from rlsim.models import Model
+
+_BF16 = 2.0  # bytes
+
+
+def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
+    """Expected number of experts that `tokens` tokens hit when each picks `per_token` of `experts` at random."""
+    return experts * (1.0 - float((1.0 - per_token / experts) ** tokens))
+
+
+class RooflineStep(StepCost):
+    """One replica of `model` on `tp` GPUs of one node, in bf16, from a calibration's operators.
+
+    A layer is: add+norm, fused QKV product, rotary embedding and KV write, attention, output product, all-reduce,
+    add+norm, fused gate-up product, activation, down product, all-reduce. An iteration adds the embedding, a last
+    norm, the LM head (sharded over the vocabulary, last tokens only), the gather of its logits, and the host time
+    that is not hidden. Every decode batch is taken to run from a captured CUDA graph.
+
+    Raises `ConfigError` if the model does not split over `tp`, `CapacityError` if `tp` exceeds a node.
+    """
+
+    def __init__(self, model: Model, tp: int, cluster: Cluster, calibration: Calibration) -> None:
+        model.check_tp(tp)
+        if tp > cluster.gpus_per_node:
+            raise CapacityError(
+                f"TP {tp} exceeds the {cluster.gpus_per_node} GPUs of a node of cluster {cluster.name!r}"
+            )
+        self.tp = tp
+        self.skew = calibration.operators.decode_attention.skew
+        self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
+        self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
+        self._host = calibration.host
+        self._model = model
+        self._q_heads = model.num_attention_heads // tp
+        self._kv_heads = model.kv_heads_per_gpu(tp)
+        self._linears = model.linear_layers(tp)
+        self._experts = model.experts(tp)
+        self._head = model.head(tp)
+        self._curves: dict[int, DecodeCurve] = {}
+
+    def decode(self, batch: int) -> DecodeCurve:
+        """The decode curve of `batch` sequences; two segments where attention turns from fixed cost to streaming."""
+        known = self._curves.get(batch)
+        if known is not None:
+            return known
+        layers = self._model.num_hidden_layers
+        fixed = self._tokens_s(batch) + self._head_s(batch) + self._host.step_s + self._host.sequence_s * batch
+        self.operators.count_outside(
+            "decode_attention", batch=batch, kv_heads=self._kv_heads, group=self._q_heads / self._kv_heads
+        )
+        floor, stream, slope = self.operators.decode_attention_lines(batch, self._kv_heads, self._model.head_dim)
+        turn = (floor - stream) / slope
+        if turn > 0.0:
+            knots = [0.0, turn, 2.0 * turn]
+            times = [floor, floor, floor + slope * turn]
+        else:
+            knots, times = [0.0, 1.0], [stream, stream + slope]
+        curve = DecodeCurve(batch, knots, [fixed + layers * time for time in times])
+        self._curves[batch] = curve
+        return curve
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one prefill iteration over `chunks`, the LM head on each chunk's last token."""
+        tokens = sum(chunk.new_tokens for chunk in chunks)
+        return (
+            self._tokens_s(tokens)
+            + self._prefill_attention_s(chunks)
+            + self._head_s(len(chunks))
+            + self._host.step_s
+            + self._host.prefill_s
+            + self._host.sequence_s * len(chunks)
+        )
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one iteration in which the products run over decode and prefill tokens together."""
+        tokens = batch + sum(chunk.new_tokens for chunk in chunks)
+        decode_attention = self.operators.decode_attention_s(
+            batch, context_tokens, self._q_heads, self._kv_heads, self._model.head_dim
+        )
+        rows = batch + len(chunks)
+        return (
+            self._tokens_s(tokens)
+            + self._model.num_hidden_layers * decode_attention
+            + self._prefill_attention_s(chunks)
+            + self._head_s(rows)
+            + self._host.step_s
+            + self._host.prefill_s
+            + self._host.sequence_s * rows
+        )
+
+    def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
+        """Seconds of one decode step by kind: products, attention, elementwise, all_reduce, head, host."""
+        model, layers = self._model, self._model.num_hidden_layers
+        attention = self.operators.decode_attention_s(
+            batch, context_tokens, self._q_heads, self._kv_heads, model.head_dim
+        )
+        return {
+            "products": layers * self._products_s(batch),
+            "attention": layers * attention,
+            "elementwise": layers * self._elementwise_s(batch) + self._embedding_s(batch),
+            "all_reduce": (2 * layers + 1) * self._all_reduce_s(batch),
+            "head": self._head_s(batch),
+            "host": self._host.step_s + self._host.sequence_s * batch,
+        }
+
+    def _tokens_s(self, tokens: float) -> float:
+        """All that depends on the number of tokens alone: every layer's products, elementwise kernels and
+        all-reduces."""
+        layers = self._model.num_hidden_layers
+        layer = self._products_s(tokens) + self._elementwise_s(tokens)
+        return layers * layer + (2 * layers + 1) * self._all_reduce_s(tokens) + self._embedding_s(tokens)
+
+    def _products_s(self, tokens: float) -> float:
+        gemm = self.operators.gemm_s
+        total = sum(linear.count * gemm(tokens, linear.n_out, linear.k_in) for linear in self._linears)
+        experts = self._experts
+        if experts is not None:
+            hit = distinct_experts(tokens, experts.experts, experts.top_k)
+            rows = tokens * experts.top_k / hit
+            total += gemm(rows, 2 * experts.intermediate, experts.hidden, hit)
+            total += gemm(rows, experts.hidden, experts.intermediate, hit)
+        return total
+
+    def _elementwise_s(self, tokens: float) -> float:
+        model, move = self._model, self.operators.memory_bound_s
+        heads = self._q_heads + self._kv_heads
+        experts = self._experts
+        inner = experts.intermediate * experts.top_k if experts is not None else model.intermediate_size / self.tp
+        per_head_norm = model.model_type.startswith("qwen3")
+        norm = move(tokens * model.hidden_size * 4 * _BF16)  # read input and residual, write sum and norm
+        rotary = move(tokens * (2 * heads + self._kv_heads) * model.head_dim * _BF16)
+        activation = move(tokens * 3 * inner * _BF16)
+        head_norm = move(tokens * 2 * heads * model.head_dim * _BF16) if per_head_norm else 0.0
+        return 2 * norm + rotary + activation + head_norm
+
+    def _embedding_s(self, tokens: float) -> float:
+        return 2 * self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * _BF16)  # embedding, last norm
+
+    def _all_reduce_s(self, tokens: float) -> float:
+        return self.collectives.time_s("all_reduce", tokens * self._model.hidden_size * _BF16, self.tp)
+
+    def _head_s(self, rows: float) -> float:
+        product = self.operators.gemm_s(rows, self._head.n_out, self._head.k_in)
+        if self._model.scalar_head:
+            return product
+        return product + self.collectives.time_s("all_gather", rows * self._model.vocab_size * _BF16, self.tp)
+
+    def _prefill_attention_s(self, chunks: Sequence[Chunk]) -> float:
+        one = self.operators.prefill_attention_s(chunks, self._q_heads, self._kv_heads, self._model.head_dim)
+        return self._model.num_hidden_layers * one
+
+
+def step_cost(model: Model, tp: int, cluster: Cluster, calibration: Calibration | str) -> StepCost:
+    """The step cost of `model` at `tp`: the calibration's own decode profile if it has one, else the roofline.
+
+    Raises `CalibrationError` if the calibration was made for another GPU.
+    """
+    if isinstance(calibration, str):
+        calibration = load_calibration(calibration)
+    if calibration.gpu != cluster.gpu.name:
+        raise CalibrationError(
+            f"calibration {calibration.name!r} is for GPU {calibration.gpu!r}, "
+            f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
+        )
+    profile = calibration.profile(model.name, tp)
+    if profile is not None:
+        return ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew)
+    return RooflineStep(model, tp, cluster, calibration)

@@ -1,0 +1,70 @@
+"""How a training or inference call is spread over its GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlsim.errors import ConfigError
+from rlsim.models import Model
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStrategy:
+    """Degrees and switches of one call; GPUs are numbered with TP innermost, then CP, DP and PP (Megatron's order).
+
+    - `micro_batch_tokens`: most tokens in one micro-batch of one data-parallel rank, summed over its sequences
+      (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
+    - `micro_batch_sequences`: if given, micro-batches of that many sequences instead (veRL without dynamic batch size).
+    - `zero_stage`: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters
+      (3 is FSDP's full sharding).
+    - `recompute`: `full` keeps each layer's input only; `selective` recomputes norms and the MLP's activation function,
+      which costs next to no time. Attention is a flash kernel: its score matrix is never stored.
+    - `offload`: weights and optimizer states live in host memory between calls (veRL's `param_offload` and
+      `optimizer_offload`).
+    - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
+
+    Raises `ConfigError` for a degree below 1 or a combination that no framework offers.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    micro_batch_tokens: int = 16384
+    micro_batch_sequences: int | None = None
+    zero_stage: int = 0
+    recompute: Recompute = "full"
+    offload: bool = False
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("dp", "tp", "pp", "cp", "micro_batch_tokens"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"training strategy: {key} must be at least 1, got {getattr(self, key)}")
+        if self.micro_batch_sequences is not None and self.micro_batch_sequences < 1:
+            raise ConfigError("training strategy: micro_batch_sequences must be at least 1")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"training strategy: zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
+        if self.recompute not in ("none", "selective", "full"):
+            raise ConfigError(f"training strategy: recompute must be none, selective or full, got {self.recompute!r}")
+        if self.zero_stage >= 2 and self.pp > 1:
+            raise ConfigError("training strategy: ZeRO stages 2 and 3 do not go with pipeline parallelism")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the call occupies."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """GPUs that hold the same part of the model but for ZeRO, and reduce its gradients."""
+        return self.dp * self.cp
+
+    def check_model(self, model: Model) -> None:
+        """Raises `ConfigError` if `model` cannot be cut that way."""
+        model.check_tp(self.tp)
+        if self.pp > model.num_hidden_layers:
+            raise ConfigError(f"{model.name}: PP {self.pp} exceeds its {model.num_hidden_layers} layers")

@@ -1,0 +1,377 @@
+"""Seconds of training and of inference (log-probability) calls over sequences of uneven length.
+
+Sources of the formulas: FLOPs as in Megatron-LM (Narayanan et al. 2021) with the exact causal sum over every sequence;
+tensor, sequence and pipeline parallelism as there and in Korthikanti et al. 2023; ZeRO as in Rajbhandari et al. 2020
+with FSDP's prefetching of one layer; micro-batching by token budget as in veRL.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsim.cost.memory import BF16, FP32, stage_parameters
+from rlsim.cost.packing import Floats, deal, pack
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.transfer import CollectiveTime, host_copy_s
+from rlsim.errors import ConfigError
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+
+#: FLOPs of the backward pass over those of the forward pass. Flash attention recomputes the scores on the way back:
+#: five matrix products for the forward pass's two (Dao et al. 2022).
+BACKWARD_LINEAR = 2.0
+BACKWARD_ATTENTION = 2.5
+BACKWARD_MEMORY = 2.0
+
+#: Memory traffic of an Adam step per parameter: read gradient, master and two moments (16), write master and
+#: moments (12) and the bf16 weight (2); clipping reads the gradient (4) and scales it in place (8).
+OPTIMIZER_BYTES = 42.0
+
+#: Memory traffic per logit and pass: bf16 logits (4), an fp32 copy (8), log-softmax (4).
+LOGIT_BYTES = 16.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEfficiency:
+    """What share of the data-sheet peaks the kernels of a training framework reach.
+
+    `flop` is that of the linear layers and absorbs what the model leaves out (gaps between kernels, unfused
+    element-wise kernels); it is the one number fitted per framework. `attention` is flash attention's on long
+    sequences, and `overhead_tokens` the length at which half of that is reached: measured A100 0.66 and 290, H100 0.62
+    and 600 tokens (aiconfigurator commit 095f58a, context_attention, SGLang 0.5.10, forward). `memory` is that of
+    memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak bandwidth on A100 and H100 (Vidur
+    commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
+    """
+
+    flop: float
+    attention: float = 0.62
+    overhead_tokens: float = 400.0
+    memory: float = 0.55
+
+    def __post_init__(self) -> None:
+        for key in ("flop", "attention", "memory"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ConfigError(f"training efficiency: {key} must lie in (0, 1], got {getattr(self, key)}")
+
+
+@dataclass(frozen=True)
+class TrainTime:
+    """Seconds of one call; the parts add up to `total_s`.
+
+    `compute_s` is the mean over data-parallel ranks (of the slowest pipeline stage), `imbalance_s` what they wait for
+    the slowest rank, `communication_s` what is not hidden behind compute, `bubble_s` the pipeline's fill and drain.
+    """
+
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    bubble_s: float = 0.0
+    optimizer_s: float = 0.0
+    offload_s: float = 0.0
+    imbalance_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The call from start to end."""
+        work = self.compute_s + self.communication_s + self.bubble_s
+        return work + self.optimizer_s + self.offload_s + self.imbalance_s
+
+    def __add__(self, other: TrainTime) -> TrainTime:
+        """Both, one after the other."""
+        return TrainTime(*(a + b for a, b in zip(self._parts(), other._parts(), strict=True)))
+
+    def __mul__(self, times: float) -> TrainTime:
+        """The call, that many times over."""
+        return TrainTime(*(part * times for part in self._parts()))
+
+    def _parts(self) -> tuple[float, ...]:
+        parts = (self.compute_s, self.communication_s, self.bubble_s)
+        return (*parts, self.optimizer_s, self.offload_s, self.imbalance_s)
+
+
+def forward_flops(model: Model, lengths: npt.ArrayLike) -> float:
+    """FLOPs of one forward pass over sequences of `lengths` tokens, attention exactly causal.
+
+    2 per token and active weight of the linear layers and the head, and 4 · q_dim per layer for each of the n(n+1)/2
+    pairs of a query and a key not after it. A training step without recomputation costs three times the linear part
+    (and 3.5 times the attention part with a flash kernel).
+    """
+    n = np.asarray(lengths, dtype=np.float64)
+    pairs = float((n * (n + 1)).sum()) / 2
+    return float(n.sum()) * _linear_flops(model) + 4.0 * model.num_hidden_layers * model.q_dim * pairs
+
+
+def _layer_weights(model: Model) -> int:
+    """Weights of one layer's matrices that one token passes (biases and norms are not multiplications)."""
+    mlp = model.mlp_parameters
+    if model.num_experts:
+        mlp = model.hidden_size * (model.num_experts + 3 * model.moe_intermediate_size * model.num_experts_per_tok)
+    return model.hidden_size * (2 * model.q_dim + 2 * model.kv_dim) + mlp
+
+
+def _linear_flops(model: Model) -> float:
+    head = model.hidden_size * (1 if model.scalar_head else model.vocab_size)
+    return 2.0 * (model.num_hidden_layers * _layer_weights(model) + head)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """How often each kind of work is done in one micro-batch, relative to one forward pass."""
+
+    linear: float
+    attention: float
+    memory: float
+    tensor_parallel: float
+    head: float
+    backward: bool
+
+
+_FORWARD = _Passes(linear=1, attention=1, memory=1, tensor_parallel=1, head=1, backward=False)
+
+
+class TrainCost:
+    """Cost of one model's training and inference calls under one strategy.
+
+    `lengths` are tokens of prompt and response together, one per sequence, in the order in which they are trained on.
+    Raises `ConfigError` if the strategy suits neither model nor cluster.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        collectives: CollectiveTime,
+        strategy: TrainStrategy,
+        efficiency: TrainEfficiency,
+    ) -> None:
+        strategy.check_model(model)
+        if strategy.gpus > cluster.gpus:
+            raise ConfigError(f"training strategy needs {strategy.gpus} GPUs; {cluster.name} has {cluster.gpus}")
+        self.model, self.cluster, self.strategy, self.efficiency = model, cluster, strategy, efficiency
+        self._collectives = collectives
+        gpu = cluster.gpu
+        split = strategy.tp * strategy.cp
+        self._layers = math.ceil(model.num_hidden_layers / strategy.pp)
+        flops, memory = gpu.bf16_flop_per_s, gpu.memory_bytes_per_s * efficiency.memory
+        self._memory_bytes_per_s = memory
+        # Seconds per token (or per query-key pair) of one layer's forward pass on one GPU.
+        self._linear_s = 2.0 * _layer_weights(model) / split / (flops * efficiency.flop)
+        self._weights_s = model.layer_bytes / strategy.tp / memory
+        self._pair_s = 4.0 * model.q_dim / split / (flops * efficiency.attention)
+        self._memory_s = self._elementwise_bytes() / strategy.cp / memory
+        vocabulary = 1 if model.scalar_head else model.vocab_size
+        self._head_s = vocabulary / split * (2.0 * model.hidden_size / (flops * efficiency.flop) + LOGIT_BYTES / memory)
+
+    def _elementwise_bytes(self) -> float:
+        """Memory traffic per token of a layer's element-wise kernels, fused, forward.
+
+        Norms (4 hidden) and residual additions (6 hidden), rotary embedding (q and k read and written), gated
+        activation (3 MLP widths).
+        """
+        model, strategy = self.model, self.strategy
+        width = (
+            model.moe_intermediate_size * model.num_experts_per_tok if model.num_experts else model.intermediate_size
+        )
+        outside = 10 * model.hidden_size / (strategy.tp if strategy.sequence_parallel else 1)
+        return BF16 * (outside + (2 * (model.q_dim + model.kv_dim) + 3 * width) / strategy.tp)
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def forward_s(self, lengths: npt.ArrayLike) -> TrainTime:
+        """An inference call: log-probabilities (or a critic's values) of every token, no gradient."""
+        micro = self._micro_batches(np.asarray(lengths, dtype=np.float64), 1)
+        time = self._mini_batch(micro[0], _FORWARD)
+        return time + TrainTime(offload_s=self._offload_s(BF16))
+
+    def train_s(self, lengths: npt.ArrayLike, mini_batches: int = 1, epochs: int = 1) -> TrainTime:
+        """A training call: `epochs` passes over the batch in `mini_batches` optimizer steps each.
+
+        Sequences are dealt to data-parallel ranks once (equal counts, balanced work); each rank cuts its share into
+        mini-batches in the given order and packs those into micro-batches. Raises `ValueError` for counts below 1.
+        """
+        if mini_batches < 1 or epochs < 1:
+            raise ValueError("mini_batches and epochs must be at least 1")
+        passes = self._training_passes()
+        total = TrainTime()
+        update = self._reduce_s(), self._optimizer_s()
+        for micro in self._micro_batches(np.asarray(lengths, dtype=np.float64), mini_batches):
+            total += self._mini_batch(micro, passes) + TrainTime(communication_s=update[0], optimizer_s=update[1])
+        return total * epochs + TrainTime(offload_s=self._offload_s(BF16 + 3 * FP32))
+
+    # Work ------------------------------------------------------------------------------------------------------------
+
+    def _training_passes(self) -> _Passes:
+        again = 1 if self.strategy.recompute == "full" else 0
+        elementwise = 0 if self.strategy.recompute == "none" else 1
+        return _Passes(
+            linear=1 + BACKWARD_LINEAR + again,
+            attention=1 + BACKWARD_ATTENTION + again,
+            memory=1 + BACKWARD_MEMORY + elementwise,
+            tensor_parallel=2 + again,
+            head=3,
+            backward=True,
+        )
+
+    def _micro_batches(self, lengths: Floats, mini_batches: int) -> list[tuple[Floats, Floats]]:
+        """Tokens and query-key pairs of every micro-batch: per mini-batch two arrays (ranks, micro-batches).
+
+        All ranks run as many micro-batches as the one that needs most (veRL's rule; ZeRO-3 could not do otherwise).
+        """
+        if lengths.ndim != 1 or (len(lengths) and lengths.min() < 0):
+            raise ValueError("lengths must be a flat sequence of token counts")
+        strategy = self.strategy
+        pairs = 0.5 * lengths * (lengths + 1.0)
+        work = lengths * (_linear_flops(self.model) / (4.0 * self.model.num_hidden_layers * self.model.q_dim)) + pairs
+        shares = [np.array_split(indices, mini_batches) for indices in deal(work, strategy.dp)]
+        result = []
+        for step in range(mini_batches):
+            parts = [share[step] for share in shares]
+            if strategy.micro_batch_sequences:
+                count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
+            else:
+                count = max(math.ceil(float(lengths[part].sum()) / strategy.micro_batch_tokens) for part in parts)
+            count = max(count, 1)
+            tokens, pair_sums = np.zeros((strategy.dp, count)), np.zeros((strategy.dp, count))
+            for rank, part in enumerate(parts):
+                bins = self._bins(work[part], count)
+                tokens[rank] = np.bincount(bins, lengths[part], count)
+                pair_sums[rank] = np.bincount(bins, pairs[part], count)
+            result.append((tokens, pair_sums))
+        return result
+
+    def _bins(self, work: Floats, count: int) -> npt.NDArray[np.intp]:
+        """The micro-batch of each sequence: balanced, or every so many in their order if that is what is asked for."""
+        bins = np.zeros(len(work), dtype=np.intp)
+        if self.strategy.micro_batch_sequences:
+            return np.arange(len(work), dtype=np.intp) // self.strategy.micro_batch_sequences
+        for i, members in enumerate(pack(work.tolist(), count)):
+            bins[members] = i
+        return bins
+
+    def _mini_batch(self, micro: tuple[Floats, Floats], passes: _Passes) -> TrainTime:
+        tokens, pairs = micro
+        if not tokens.any():
+            return TrainTime()
+        strategy, layers = self.strategy, self._layers
+        compute, exposed = self._layer_s(tokens, pairs, passes)
+        busy = layers * compute + tokens * (self._head_s * passes.head)
+        communication = layers * exposed
+        if strategy.zero_stage == 3 and strategy.shards > 1:
+            # The ranks meet at every layer: each micro-batch takes as long as its slowest rank.
+            slowest_s = float((busy + communication).max(axis=0).sum())
+            late_s = self._late_gathers_s(tokens, pairs, compute + exposed, passes)
+            mean_s, talk_s = float(busy.mean(axis=0).sum()), float(communication.mean(axis=0).sum())
+            return TrainTime(compute_s=mean_s, communication_s=talk_s + late_s, imbalance_s=slowest_s - mean_s - talk_s)
+        # The ranks meet at the end of the mini-batch only.
+        slowest_s = float((busy + communication).sum(axis=1).max())
+        mean_s, talk_s = float(busy.sum(axis=1).mean()), float(communication.sum(axis=1).mean())
+        count = tokens.shape[1]
+        sends_s = self._stage_sends_s(tokens, passes) * (count + strategy.pp - 1) / count
+        return TrainTime(
+            compute_s=mean_s,
+            communication_s=talk_s + sends_s,
+            bubble_s=(strategy.pp - 1) / count * slowest_s,
+            imbalance_s=slowest_s - mean_s - talk_s,
+        )
+
+    def _late_gathers_s(self, tokens: Floats, pairs: Floats, layer: Floats, passes: _Passes) -> float:
+        """ZeRO-3: what gathers and scatters last longer than the compute of the layer they hide behind.
+
+        In the forward pass a layer's gather hides behind the layer before it; in the backward pass a gather and the
+        scatter of the gradient. The first layer, embedding and head are gathered, and scattered, in the open.
+        """
+        forward, exposed = self._layer_s(tokens, pairs, _FORWARD)
+        forward += exposed
+        gather, scatter = self._gather_s(self.model.layer_parameters), self._scatter_s(self.model.layer_parameters)
+        late = np.maximum(gather - forward.max(axis=0), 0.0)
+        opened = gather + self._gather_s(self.model.embedding_parameters)
+        if passes.backward:
+            late += np.maximum(gather + scatter - (layer - forward).max(axis=0), 0.0)
+            opened += self._scatter_s(self.model.embedding_parameters)
+        return float(late.sum() * self._layers + opened * tokens.shape[1])
+
+    def _layer_s(self, tokens: Floats, pairs: Floats, passes: _Passes) -> tuple[Floats, Floats]:
+        """One layer of every micro-batch: seconds of compute, and of TP and CP communication that nothing hides."""
+        model, strategy = self.model, self.strategy
+        linear = np.maximum(tokens * self._linear_s, self._weights_s * (tokens > 0))
+        overhead = 0.5 * self.efficiency.overhead_tokens * tokens
+        attention = (pairs + overhead) * (self._pair_s * passes.attention)
+        compute = linear * passes.linear + attention + tokens * (self._memory_s * passes.memory)
+        exposed = np.zeros_like(tokens)
+        local = tokens / strategy.cp
+        if strategy.tp > 1:
+            nodes = self.cluster.nodes_of(strategy.tp)
+            ops = ("all_gather", "reduce_scatter") if strategy.sequence_parallel else ("all_reduce",)
+            for op in ops:
+                time = self._interpolated(op, local * (model.hidden_size * BF16), strategy.tp, nodes)
+                exposed += 2 * passes.tensor_parallel * time
+        if strategy.cp > 1:
+            nodes = self.cluster.nodes_of(strategy.cp, stride=strategy.tp)
+            size = tokens * (2 * model.kv_dim * BF16 / strategy.tp)
+            exchange = self._interpolated("all_gather", size, strategy.cp, nodes) * passes.tensor_parallel
+            exposed += np.maximum(exchange - attention, 0.0)
+        return compute, exposed
+
+    def _interpolated(self, op: str, sizes: Floats, gpus: int, nodes: int) -> Floats:
+        """Seconds of `op` for every size, interpolated between 16 that span them (a look-up for each would be slow)."""
+        low, high = float(sizes[sizes > 0].min()), float(sizes.max())
+        grid = np.geomspace(low, high, 16) if high > low else np.array([high])
+        times = [self._collectives.time_s(op, float(size), gpus, nodes) for size in grid]
+        return np.where(sizes > 0, np.interp(sizes, grid, times), 0.0)
+
+    def _gather_s(self, parameters: float) -> float:
+        """ZeRO-3: gathering one unit of the model in bf16."""
+        return self._shard_collective("all_gather", parameters / self.strategy.tp * BF16)
+
+    def _scatter_s(self, parameters: float) -> float:
+        """ZeRO-3: reducing one unit's gradient in fp32 to its shards."""
+        return self._shard_collective("reduce_scatter", parameters / self.strategy.tp * FP32)
+
+    def _shard_collective(self, op: str, size: float) -> float:
+        strategy = self.strategy
+        nodes = self.cluster.nodes_of(strategy.shards, stride=strategy.tp)
+        return self._collectives.time_s(op, size, strategy.shards, nodes)
+
+    def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
+        """Sending a rank's micro-batches' activations (and gradients) over one boundary of the pipeline."""
+        strategy = self.strategy
+        if strategy.pp == 1:
+            return 0.0
+        stride = strategy.tp * strategy.shards
+        nodes = 2 if stride >= self.cluster.gpus_per_node else 1
+        width = self.model.hidden_size * BF16 / (strategy.tp if strategy.sequence_parallel else 1)
+        sends = self._interpolated("send_recv", tokens * (width / strategy.cp), 2, nodes)
+        return float(sends.sum(axis=1).mean()) * (2 if passes.backward else 1)
+
+    # Updates ---------------------------------------------------------------------------------------------------------
+
+    def _reduce_s(self) -> float:
+        """Gradient reduction of one optimizer step; under ZeRO-3 it has happened layer by layer."""
+        strategy = self.strategy
+        if strategy.shards == 1 or strategy.zero_stage == 3:
+            return 0.0
+        local = stage_parameters(self.model, strategy)
+        if strategy.zero_stage == 0:
+            return self._shard_collective("all_reduce", local * FP32)
+        return self._shard_collective("reduce_scatter", local * FP32) + self._shard_collective(
+            "all_gather", local * BF16
+        )
+
+    def _optimizer_s(self) -> float:
+        """One Adam step over this GPU's share, bound by memory."""
+        strategy = self.strategy
+        share = strategy.shards if strategy.zero_stage >= 1 else 1
+        return OPTIMIZER_BYTES * stage_parameters(self.model, strategy) / share / self._memory_bytes_per_s
+
+    def _offload_s(self, bytes_per_parameter: float) -> float:
+        """In from host memory before the call and out after it, of this GPU's share of the states."""
+        strategy = self.strategy
+        if not strategy.offload:
+            return 0.0
+        local = stage_parameters(self.model, strategy)
+        parameters = BF16 * local / (strategy.shards if strategy.zero_stage == 3 else 1)
+        optimizer = (bytes_per_parameter - BF16) * local / (strategy.shards if strategy.zero_stage >= 1 else 1)
+        return 2 * host_copy_s(parameters + optimizer, self.cluster.host)

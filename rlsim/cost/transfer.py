@@ -1,0 +1,260 @@
+"""Seconds and peak bytes of moving weights and KV cache: between layouts, replicas, nodes, and to the host.
+
+Every function is pure and takes what it needs: shapes from `Model`, rates as numbers or through a `CollectiveTime`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.hardware import Cluster, Link
+from rlsim.models import Model
+
+
+class CollectiveTime(Protocol):
+    """What these functions need of `rlsim.cost.collectives.Collectives`."""
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        """Seconds of one collective among `gpus` ranks spread over `nodes` nodes.
+
+        `op` is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_recv; `message_bytes` the whole
+        gathered tensor of an all_gather or reduce_scatter, else the tensor each rank holds or sends.
+        """
+        ...
+
+
+# Host memory --------------------------------------------------------------------------------------------------------
+
+
+def host_copy_s(bytes_per_gpu: float, host: Link) -> float:
+    """Offload or onload of `bytes_per_gpu` on every GPU at once, one way: latency + bytes / rate (0 for no bytes)."""
+    return host.latency_s + bytes_per_gpu * host.shared_by_gpus / host.bytes_per_s if bytes_per_gpu > 0 else 0.0
+
+
+# Weights ------------------------------------------------------------------------------------------------------------
+
+
+def weight_sync_s(
+    model: Model,
+    collectives: CollectiveTime,
+    cluster: Cluster,
+    strategy: TrainStrategy,
+    rollout_tp: int,
+) -> float:
+    """Training weights to rollout weights on the same GPUs, layer by layer: gather a layer, keep the rollout's slice.
+
+    As in veRL's hybrid engine. Under ZeRO-3 each layer (and the embedding and head) is all-gathered over the
+    data-parallel ranks; with PP it is broadcast from its stage to the others; with a training TP other than the
+    rollout's it is all-gathered over that TP group. Then every GPU writes its slice (read + write at memory bandwidth).
+    Raises `ConfigError` if a TP degree does not split the model.
+    """
+    model.check_tp(rollout_tp)
+    strategy.check_model(model)
+    tp, shards, pp = strategy.tp, strategy.shards, strategy.pp
+    shard_nodes = cluster.nodes_of(shards, stride=tp)
+    pipe_nodes = cluster.nodes_of(pp, stride=tp * shards)
+    tp_nodes = cluster.nodes_of(tp)
+
+    def unit_s(size: float) -> float:
+        total = 0.0
+        if strategy.zero_stage == 3 and shards > 1:
+            total += collectives.time_s("all_gather", size / tp, shards, shard_nodes)
+        if pp > 1:
+            total += collectives.time_s("broadcast", size / tp, pp, pipe_nodes)
+        if tp > 1 and tp != rollout_tp:
+            total += collectives.time_s("all_gather", size, tp, tp_nodes)
+        return total
+
+    copy_s = 2 * rollout_weight_bytes(model, rollout_tp) / cluster.gpu.memory_bytes_per_s
+    return _over_units(model, unit_s) + copy_s
+
+
+def reshard_s(
+    model: Model,
+    collectives: CollectiveTime,
+    tp_src: int,
+    tp_dst: int,
+    bytes_per_s: float | None = None,
+) -> float:
+    """Rollout weights from TP `tp_src` to `tp_dst` inside a node: all-gather in the source group layer by layer, slice.
+
+    With `bytes_per_s`, the measured rate at which one GPU receives what it lacks, the time is
+    weights · (1 − 1/tp_src) / `bytes_per_s`; otherwise the collectives give the time of every layer. Nothing moves from
+    TP 1 (every GPU has all weights), nor when the degree stays. Raises `ConfigError` if a degree does not split the
+    model.
+    """
+    model.check_tp(tp_src)
+    model.check_tp(tp_dst)
+    if tp_src in (1, tp_dst):
+        return 0.0
+    if bytes_per_s is not None:
+        return model.weight_bytes * (1 - 1 / tp_src) / bytes_per_s
+    return _over_units(model, lambda size: collectives.time_s("all_gather", size, tp_src, 1))
+
+
+def broadcast_weights_s(model: Model, collectives: CollectiveTime, gpus: int, nodes: int = 1, tp: int = 1) -> float:
+    """All weights from one source to `gpus` − 1 other ranks, layer by layer; with `tp`, each rank's 1/tp of them.
+
+    For training and rollout on disjoint GPUs (split placements): `tp` broadcasts run side by side.
+    """
+    return _over_units(model, lambda size: collectives.time_s("broadcast", size / tp, gpus, nodes)) if gpus > 1 else 0.0
+
+
+def _over_units(model: Model, unit_s: _UnitTime) -> float:
+    """The sum of `unit_s(bytes)` over all layers, the embedding and the head."""
+    embedding = model.vocab_size * model.hidden_size * model.dtype_bytes
+    head = model.head_parameters * model.dtype_bytes
+    total = model.num_hidden_layers * unit_s(model.layer_bytes) + unit_s(embedding)
+    return total + (unit_s(head) if head else 0.0)
+
+
+class _UnitTime(Protocol):
+    def __call__(self, size: float, /) -> float: ...
+
+
+# KV cache -----------------------------------------------------------------------------------------------------------
+
+
+def kv_rank_bytes(model: Model, context_tokens: float, tp_src: int) -> float:
+    """KV bytes that one rank of a TP switch handles (PAT): 2 · layers · kv_dim · bytes · Σ context / tp_src.
+
+    `context_tokens` is the sum over all sequences that move, in every replica that merges.
+    """
+    return model.kv_bytes_per_token * context_tokens / tp_src
+
+
+def kv_migrate_s(
+    model: Model,
+    collectives: CollectiveTime,
+    context_tokens: float,
+    tp_src: int,
+    tp_dst: int,
+    bytes_per_s: float | None = None,
+) -> float:
+    """KV cache of `context_tokens` tokens from TP `tp_src` to `tp_dst` inside a node, layer by layer.
+
+    With `bytes_per_s`, the measured one-way rate of a rank: `kv_rank_bytes` / rate (PAT's cost). Otherwise by
+    collectives: to a larger TP, ranks holding the same heads all-gather over the tp_dst / tp_src replicas that merge;
+    to a smaller one, the ranks of the source group exchange heads for sequences (all-to-all). Zero if the degree stays.
+    """
+    model.check_tp(tp_src)
+    model.check_tp(tp_dst)
+    if tp_src == tp_dst or context_tokens <= 0:
+        return 0.0
+    volume = kv_rank_bytes(model, context_tokens, tp_src)
+    if bytes_per_s is not None:
+        return volume / bytes_per_s
+    layers = model.num_hidden_layers
+    if tp_dst > tp_src:
+        return layers * collectives.time_s("all_gather", volume / layers, tp_dst // tp_src, 1)
+    return layers * collectives.time_s("all_to_all", volume / layers, tp_src, 1)
+
+
+def kv_send_s(model: Model, link: Link, context_tokens: float, tp: int, bytes_per_s: float | None = None) -> float:
+    """KV cache of `context_tokens` tokens from one replica to another of the same TP: every rank sends its heads.
+
+    The `tp` sends run side by side over `link` (PCIe or NVLink inside a node, the network across nodes) and share a
+    port if the link says so. `bytes_per_s` replaces the link's peak rate by a measured one of a rank.
+    """
+    if context_tokens <= 0:
+        return 0.0
+    per_rank = kv_page_bytes(model, tp, 1) * context_tokens
+    sharing = min(tp, link.shared_by_gpus)
+    return link.latency_s + per_rank * sharing / (bytes_per_s or link.bytes_per_s)
+
+
+def rms_context_tokens(contexts: Sequence[float]) -> float:
+    """√(mean(context²)): the length at which equally many sequences of one length cost as much attention (PAT)."""
+    return math.sqrt(sum(c * c for c in contexts) / len(contexts)) if contexts else 0.0
+
+
+# A TP switch as a whole ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SwitchCost:
+    """Seconds of one TP switch of one node, by part; the parts run one after another."""
+
+    weights_s: float
+    kv_s: float
+    graph_s: float
+    control_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The pause of decoding."""
+        return self.weights_s + self.kv_s + self.graph_s + self.control_s
+
+
+#: Batch sizes that decode graphs are captured for: SGLang's default list (vLLM's is 1, 2, 4 and every 8).
+GRAPH_BATCH_SIZES = (1, 2, 4, *range(8, 17, 4), *range(24, 161, 8))
+
+
+def captured_batch_sizes(largest: int, sizes: Sequence[int] = GRAPH_BATCH_SIZES) -> tuple[int, ...]:
+    """The ascending `sizes` up to the first that holds `largest` sequences (PAT captures for the tail only)."""
+    return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < largest)
+
+
+def switch_cost(
+    model: Model,
+    collectives: CollectiveTime,
+    *,
+    contexts: Sequence[float],
+    tp_src: int,
+    tp_dst: int,
+    recompute_s: float = math.inf,
+    graph_capture_s: float = 0.0,
+    graph_batch_sizes: Sequence[int] = GRAPH_BATCH_SIZES,
+    switch_control_s: float = 0.0,
+    group_create_s: float = 0.0,
+    reshard_bytes_per_s: float | None = None,
+    migrate_bytes_per_s: float | None = None,
+) -> SwitchCost:
+    """Cost of switching one node from TP `tp_src` to `tp_dst` with unfinished sequences of lengths `contexts`.
+
+    KV handling is the cheaper of migrating and recomputing (`recompute_s`: prefill of len(contexts) sequences at
+    `rms_context_tokens` under `tp_dst`). `graph_capture_s` is per captured batch size: those of `graph_batch_sizes` up
+    to all `contexts` in one replica. `switch_control_s`: memory free, GC, synchronisation. `group_create_s`: to be
+    given only when this layout's communication groups are used for the first time.
+    """
+    sequences = max(len(contexts), 1)
+    return SwitchCost(
+        weights_s=reshard_s(model, collectives, tp_src, tp_dst, reshard_bytes_per_s),
+        kv_s=min(
+            kv_migrate_s(model, collectives, float(sum(contexts)), tp_src, tp_dst, migrate_bytes_per_s),
+            recompute_s,
+        ),
+        graph_s=graph_capture_s * len(captured_batch_sizes(sequences, graph_batch_sizes)),
+        control_s=switch_control_s + group_create_s,
+    )
+
+
+def switch_peak_bytes(
+    model: Model, context_tokens: float, tp_src: int, tp_dst: int, *, layerwise: bool = True
+) -> float:
+    """Extra bytes on one GPU at the peak of a TP switch that moves valid KV only.
+
+    A full move first gathers all weights and all KV of the merging replicas, then slices: what is gathered beyond what
+    the GPU already holds. Layer-wise, only one layer of each is gathered at a time; a layer's old weight slice is
+    freed as its new one is written (growth to a smaller TP counts), while the new KV slices pile up until the old page
+    pool can be released. To a smaller TP nothing is gathered of the KV: heads are exchanged for sequences.
+    Raises `ConfigError` for an impossible degree.
+    """
+    model.check_tp(tp_src)
+    model.check_tp(tp_dst)
+    layers = model.num_hidden_layers
+    weights_held = rollout_weight_bytes(model, tp_src)
+    kv_gathered = kv_rank_bytes(model, context_tokens, tp_src)
+    kv_held = kv_gathered * min(tp_src / tp_dst, 1.0)
+    kv_new = model.kv_bytes_per_token * context_tokens / max(tp_src, tp_dst)
+    growth = max(rollout_weight_bytes(model, tp_dst) - weights_held, 0.0)
+    if not layerwise:
+        return model.weight_bytes - weights_held + max(kv_gathered - kv_held, kv_new)
+    one_layer = model.layer_bytes * (1 - 1 / tp_src) + (kv_gathered - kv_held) / layers
+    before_last_layer = max(growth - model.layer_bytes * max(1 / tp_dst - 1 / tp_src, 0.0), 0.0)
+    return one_layer + kv_new + before_last_layer

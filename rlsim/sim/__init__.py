@@ -1,0 +1,1 @@
+"""The clock: requests, replicas, rollouts, calls and the recorder. SimPy lives here and only here."""

@@ -1,0 +1,197 @@
+"""What a rollout control sees, and what it may ask for.
+
+A control is asked each time responses finish. It gets a read-only view of the rollout at that moment (never a response's
+length) and returns actions; the engine carries them out. docs/engine.md says exactly when each takes effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from typing import Literal, NamedTuple, Protocol
+
+from rlsim.cost.step import StepCost
+from rlsim.cost.transfer import SwitchCost
+
+KvHandling = Literal["migrate", "recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Give a whole node a new tensor-parallel degree, and say what becomes of the KV cache."""
+
+    node: int
+    tp: int
+    kv: KvHandling = "migrate"
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Move requests to another replica."""
+
+    requests: tuple[int, ...]
+    to: int
+    kv: KvHandling = "migrate"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Give up the GPUs of these replicas; their requests go to those that stay, to be recomputed."""
+
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Drop these requests unfinished."""
+
+    requests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the rollout; what is unfinished is handed back with its tokens."""
+
+
+Action = Reconfigure | Migrate | Release | Abort | Stop
+
+
+class RequestView(NamedTuple):
+    """An unfinished request as a scheduler may know it."""
+
+    id: int
+    prompt_id: int
+    prompt_tokens: int
+    generated_tokens: int
+    has_kv: bool  # running: its context is in the KV cache
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and generated tokens together."""
+        return self.prompt_tokens + self.generated_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica and its unfinished requests, in the order they were admitted, then those waiting."""
+
+    index: int  # names the replica in actions
+    node: int
+    tp: int
+    gpus: tuple[int, ...]
+    requests: tuple[RequestView, ...]
+
+
+class RolloutCosts(Protocol):
+    """What the engine needs to know about the machine; rlsim.cost provides it, tests make their own."""
+
+    def step(self, tp: int) -> StepCost:
+        """Iteration times of a replica at this TP."""
+
+    def capacity_pages(self, tp: int) -> int:
+        """KV pages of a replica at this TP."""
+
+    def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: KvHandling, first_use: bool) -> SwitchCost:
+        """Pause of a node whose requests hold `contexts` tokens of KV each.
+
+        With `kv` "recompute" the KV costs nothing here: the engine prefills it again. `first_use`: this run has not used
+        `to_tp` on this node before, so its communication groups must be created.
+        """
+
+    def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
+        """Time of moving the KV of these contexts from one replica to another."""
+
+
+class RolloutView(Protocol):
+    """The rollout at one moment, read-only. Building the details costs time, so they are made when asked for."""
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the rollout began."""
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node of this mesh."""
+
+    @property
+    def cap_tokens(self) -> int:
+        """The longest a response can get."""
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The nodes that have active replicas and are not switching."""
+
+    @property
+    def finished_nodes(self) -> tuple[int, ...]:
+        """Those of `nodes` on which responses have just finished."""
+
+    @property
+    def finished(self) -> int:
+        """Responses finished so far."""
+
+    @property
+    def total(self) -> int:
+        """Requests launched in this rollout."""
+
+    def unfinished(self, node: int | None = None) -> int:
+        """Requests neither finished nor aborted, on one node or on all. Cheap."""
+
+    def tp(self, node: int) -> int:
+        """The node's present tensor-parallel degree."""
+
+    def used_tps(self, node: int) -> frozenset[int]:
+        """Degrees that this node has used before in the run: their communication groups exist."""
+
+    def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
+        """The active replicas of one node or of all, with their requests."""
+
+
+@dataclass(frozen=True)
+class ControlContext:
+    """What a control learns once, before the run: the machine and the limits, no lengths."""
+
+    costs: RolloutCosts
+    feasible_tps: tuple[int, ...]  # degrees that divide the node and fit the model with room for one full sequence
+    infeasible: Mapping[int, str]  # the other degrees that divide the node, and why they do not fit
+    gpus_per_node: int
+    nodes: int
+    cap_tokens: int
+    page_tokens: int
+    requests: int  # responses launched per step
+    prompt_tokens: int  # longest prompt of the trace
+
+
+def deal(contexts: Sequence[int], replicas: int) -> list[list[int]]:
+    """How the engine deals requests to replicas after a reconfiguration: positions in `contexts`, by replica.
+
+    Longest context first (ties: earlier first), each to the replica with the least context so far (ties: lowest index).
+    """
+    loads = [(0, i) for i in range(replicas)]
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    for position in sorted(range(len(contexts)), key=lambda i: -contexts[i]):
+        load, index = loads[0]
+        shares[index].append(position)
+        heapreplace(loads, (load + contexts[position], index))
+    return shares
+
+
+class RolloutControl:
+    """Base of all rollout controls: never changes anything. Override what the system decides."""
+
+    def setup(self, context: ControlContext) -> None:
+        """Called once before the first step: the place to profile."""
+
+    def initial_tp(self, context: ControlContext) -> int:
+        """The layout every step starts with."""
+        raise NotImplementedError
+
+    def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
+        """Some responses have just finished: return actions, or None to go on."""
+        return None
+
+
+def decides(control: RolloutControl) -> bool:
+    """Whether the control overrides `on_finish`; one that does not need not be asked."""
+    method: Callable[..., object] = type(control).on_finish
+    return method is not RolloutControl.on_finish

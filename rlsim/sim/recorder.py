@@ -1,0 +1,30 @@
+"""Who held which GPUs when, and for what."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """GPUs busy with one kind of work from one moment to another (simulated seconds)."""
+
+    gpus: tuple[int, ...]
+    start_at: float
+    end_at: float
+    kind: str  # decode, prefill, mixed, switch, or the name of a call
+    tp: int
+    label: str  # which call or replica
+
+
+class Recorder:
+    """Collects spans; neighbouring spans of one holder and kind should be merged by whoever reports them."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def add(
+        self, gpus: tuple[int, ...], start_at: float, end_at: float, kind: str, tp: int = 1, label: str = ""
+    ) -> None:
+        """Record one span; one of no length is dropped."""
+        if end_at > start_at:
+            self.spans.append(Span(gpus, start_at, end_at, kind, tp, label))

@@ -1,0 +1,74 @@
+"""One response to generate, and the settings of the engine that generates it."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rlsim.schema import Schema
+from rlsim.units import Tokens
+
+
+class EngineConfig(Schema):
+    """Settings of the inference engine that every replica runs (names as vLLM and SGLang write them)."""
+
+    page_tokens: int = Field(default=16, ge=1, description="tokens of one KV-cache page")
+    max_num_seqs: int = Field(default=1024, ge=1, description="sequences running or prefilling together in a replica")
+    max_num_batched_tokens: Tokens = Field(default=8192, ge=1, description="token budget of one prefill iteration")
+    chunked_prefill: bool = Field(default=False, description="prefill in chunks that share iterations with decodes")
+    watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
+
+    def watermark_pages(self, capacity_pages: int) -> int:
+        """Pages kept free when admitting, of a replica with this many."""
+        return int(self.watermark * capacity_pages)
+
+
+class Request:
+    """One response: what is asked, how far it is, and when things happened (simulated seconds, NaN until they do)."""
+
+    __slots__ = (
+        "aborted",
+        "finished_at",
+        "first_token_at",
+        "generated",
+        "has_kv",
+        "id",
+        "offset",
+        "order",
+        "preemptions",
+        "prefill_left",
+        "prompt_id",
+        "prompt_tokens",
+        "replica",
+        "response_tokens",
+        "started_at",
+        "tps",
+    )
+
+    def __init__(self, id: int, prompt_id: int, prompt_tokens: int, response_tokens: int, generated: int = 0) -> None:  # noqa: A002
+        self.id = id
+        self.prompt_id = prompt_id
+        self.prompt_tokens = prompt_tokens
+        self.response_tokens = response_tokens  # the truth; no policy sees it
+        self.generated = generated  # brought up to date when the request leaves the running batch
+        self.order = 0  # admission number at its replica; 0 while waiting
+        self.offset = 0  # while running: context = offset + the replica's step counter
+        self.prefill_left = 0  # while prefilling: tokens still to process
+        self.has_kv = False  # while waiting: its KV has just arrived with it
+        self.replica = -1
+        self.tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order
+        self.preemptions = 0
+        self.aborted = False
+        self.started_at = self.first_token_at = self.finished_at = float("nan")
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and response so far (of a request that is not running)."""
+        return self.prompt_tokens + self.generated
+
+    @property
+    def finished(self) -> bool:
+        """Whether the whole response is there."""
+        return self.generated >= self.response_tokens
+
+    def __repr__(self) -> str:
+        return f"Request({self.id}, {self.generated}/{self.response_tokens})"

@@ -1,0 +1,354 @@
+"""One generation stage: replicas on a mesh, a control that is asked as responses finish, and the actions it returns.
+
+docs/engine.md is the specification.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Literal
+
+import simpy
+from simpy.events import EventPriority
+
+from rlsim.cost.curve import REACHED
+from rlsim.cost.transfer import SwitchCost
+from rlsim.errors import RlsimError
+from rlsim.sim.control import (
+    Abort,
+    Action,
+    KvHandling,
+    Migrate,
+    Reconfigure,
+    Release,
+    RolloutControl,
+    RolloutCosts,
+    RolloutView,
+    Stop,
+    decides,
+)
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.replica import Replica
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.view import LiveView
+
+Routing = Literal["contiguous", "round_robin"]
+_AFTER_ALL_ELSE = EventPriority(2)  # SimPy's own are 0 (urgent) and 1 (normal)
+
+
+class PolicyError(RlsimError):
+    """A policy returned an action that makes no sense at that moment."""
+
+
+class Rollout:
+    """Generates `requests` on the nodes of a mesh. `done` fires when no request is left, or a `Stop` has taken effect.
+
+    `used_tps` says, per node, which degrees this run has used before; the rollout adds to it.
+    Raises `PolicyError` for an action that names what is not there.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        *,
+        mesh: Sequence[tuple[int, ...]],
+        tp: int,
+        requests: Sequence[Request],
+        costs: RolloutCosts,
+        config: EngineConfig,
+        control: RolloutControl,
+        cap_tokens: int,
+        recorder: Recorder | None = None,
+        routing: Routing = "contiguous",
+        used_tps: dict[int, set[int]] | None = None,
+    ) -> None:
+        self.env = env
+        self.started_at = env.now
+        self.requests = list(requests)
+        self.cap_tokens = cap_tokens
+        self.gpus_per_node = len(mesh[0])
+        self.done = env.event()
+        self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
+        self.released_at: dict[int, float] = {}  # GPU: when it was given up
+        self.replicas: list[Replica] = []  # all there ever were, by index
+        self._mesh = mesh
+        self._costs = costs
+        self._config = config
+        self._control = control
+        self._recorder = recorder or Recorder()
+        self._used_tps = used_tps if used_tps is not None else {}
+        self._tp = dict.fromkeys(range(len(mesh)), tp)
+        self._active: dict[int, list[Replica]] = {}
+        self._switching: set[int] = set()
+        self._homeless: list[Request] = []
+        self._left = len(self.requests)
+        self._left_on = dict.fromkeys(range(len(mesh)), 0)
+        self._asks = decides(control)
+        self._bound_for = dict.fromkeys(range(len(mesh)), 0)  # requests migrating to the node
+        self._asking = self._stopping = False
+        self._just_finished: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._view = LiveView(self)
+
+        for node in range(len(mesh)):
+            self._used_tps.setdefault(node, set()).add(tp)
+            self._start_node(node, tp)
+        for replica, share in zip(self.replicas, _deal(self.requests, len(self.replicas), routing), strict=True):
+            self._give(replica, share)
+        if not self.requests:
+            self.done.succeed()
+
+    # ---- requests and replicas --------------------------------------------------------------------------------------
+
+    def _start_node(self, node: int, tp: int) -> list[Replica]:
+        gpus = self._mesh[node]
+        step, pages = self._costs.step(tp), self._costs.capacity_pages(tp)
+        started = []
+        for first in range(0, len(gpus), tp):
+            index = len(self.replicas)
+            replica = Replica(
+                self.env,
+                index,
+                node,
+                gpus[first : first + tp],
+                step,
+                pages,
+                self._config,
+                self._recorder,
+                self._finished,
+                self._numbers,
+            )
+            self.replicas.append(replica)
+            started.append(replica)
+        self._active[node] = started
+        self._tp[node] = tp
+        return started
+
+    def _give(self, replica: Replica, requests: Sequence[Request]) -> None:
+        self._left_on[replica.node] += len(requests)
+        if requests:
+            replica.receive(requests)
+
+    def _take(self, replica: Replica, ids: frozenset[int] | None = None) -> tuple[list[Request], list[Request]]:
+        """Take requests (all, unless named) out of a replica at its boundary: the running ones, and the others."""
+        running, others = replica.drain() if ids is None else replica.remove(ids)
+        self._left_on[replica.node] -= len(running) + len(others)
+        return running, others
+
+    def _deal_out(self, requests: Iterable[Request], load: dict[int, int]) -> dict[int, list[Request]]:
+        """Longest context first, each to the replica (by index) with the least context so far."""
+        shares: dict[int, list[Request]] = {index: [] for index in load}
+        for request in sorted(requests, key=lambda r: (-r.context, r.id)):
+            index = min(load, key=lambda i: (load[i], i))
+            load[index] += request.context
+            shares[index].append(request)
+        return shares
+
+    def _deal_to_active(self, requests: Sequence[Request]) -> None:
+        """Give requests without KV to the active replicas that hold the least context; keep them where there is none."""
+        active = self.active()
+        for request in requests:
+            request.has_kv = False
+        if not active:
+            self._homeless.extend(requests)
+            return
+        load = {r.index: sum(q.prompt_tokens + r.generated(q) for q in r.requests()) for r in active}
+        for index, share in self._deal_out(requests, load).items():
+            self._give(self.replicas[index], share)
+
+    def active(self, node: int | None = None) -> list[Replica]:
+        """Replicas that have not been told to stop, of one node or of all."""
+        nodes = self._active if node is None else (node,)
+        return [r for n in nodes for r in self._active[n] if r.stopped is None]
+
+    def close(self) -> None:
+        """Note down the spans of replicas that were still there at the end."""
+        for replica in self.active():
+            replica.close()
+
+    # ---- asking the control -----------------------------------------------------------------------------------------
+
+    def _finished(self, replica: Replica, finished: list[Request]) -> None:
+        self._left -= len(finished)
+        self._left_on[replica.node] -= len(finished)
+        if self._left == 0:
+            if not self.done.triggered:
+                self.done.succeed()
+        elif self._asks:
+            self._just_finished.add(replica.node)
+            if not self._asking:
+                self._asking = True
+                self._ask_at(self.env.now)
+
+    def _ask_at(self, moment: float) -> None:
+        event = self.env.event()
+        event._ok, event._value = True, None  # SimPy's way to schedule with a priority
+        event.callbacks.append(self._ask)
+        self.env.schedule(event, _AFTER_ALL_ELSE, max(moment - self.env.now, 0.0))
+
+    def _ask(self, _: simpy.Event) -> None:
+        following = self.env.peek()
+        if following <= self.env.now * (1 + REACHED) and following > self.env.now:
+            self._ask_at(following)
+            return
+        self._asking = False
+        if self.done.triggered or self._stopping:
+            return
+        view: RolloutView = self._view
+        answer = self._control.on_finish(view)
+        self._just_finished.clear()
+        if answer is None:
+            return
+        actions: Iterable[Action] = answer if isinstance(answer, Iterable) else (answer,)
+        for action in actions:
+            if not self._stopping:
+                self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Reconfigure(node, tp, kv):
+                self._check(node in self._active, action, f"there is no node {node}")
+                self._check(self.gpus_per_node % tp == 0, action, f"{tp} does not divide the node's GPUs")
+                self._check(tp != self._tp[node], action, "the node has that layout already")
+                old = self._active[node]
+                if node not in self._switching and len(self.active(node)) == len(old) > 0:
+                    self._switching.add(node)
+                    self.env.process(self._reconfigure(node, old, [replica.stop() for replica in old], tp, kv))
+            case Migrate(requests, to, kv):
+                self._check(0 <= to < len(self.replicas), action, f"there is no replica {to}")
+                if self.replicas[to].stopped is None:
+                    self._migrate(requests, self.replicas[to], kv)
+            case Release(replicas):
+                self._check(all(0 <= i < len(self.replicas) for i in replicas), action, "there is no such replica")
+                leaving = [self.replicas[i] for i in sorted(set(replicas)) if self.replicas[i].stopped is None]
+                if len(leaving) < len(self.active()):
+                    for replica in leaving:
+                        self.env.process(self._release(replica, replica.stop()))
+            case Abort(requests):
+                for replica, ids in self._where(requests):
+                    replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i), urgent=True)  # type: ignore[misc]
+            case Stop():
+                self._stopping = True
+                self.env.process(self._stop())
+            case _:
+                raise PolicyError(f"{type(self._control).__name__} returned {action!r}, which is not an action")
+
+    def _check(self, fine: bool, action: Action, why: str) -> None:
+        if not fine:
+            raise PolicyError(f"{type(self._control).__name__} returned {action!r}: {why}")
+
+    # ---- actions ----------------------------------------------------------------------------------------------------
+
+    def _reconfigure(
+        self, node: int, old: Sequence[Replica], stops: Sequence[simpy.Event], tp: int, kv: KvHandling
+    ) -> Generator[simpy.Event, Any, None]:
+        for event in stops:
+            yield event
+        if self._stopping:
+            return
+        drained = [self._take(replica) for replica in old]
+        holding = [r for running, _ in drained for r in running]
+        others = [r for _, rest in drained for r in rest]
+        if not (holding or others or self._bound_for[node] or self._homeless):
+            self._switching.discard(node)
+            return
+        old_tp = self._tp[node]
+        cost = self._costs.switch(old_tp, tp, [r.context for r in holding], kv, tp not in self._used_tps[node])
+        self._used_tps[node].add(tp)
+        self.switches.append((self.env.now, node, old_tp, tp, cost))
+        start = self.env.now
+        yield self.env.timeout(cost.total_s)
+        self._recorder.add(self._mesh[node], start, self.env.now, "switch", tp, f"TP{old_tp} to TP{tp}")
+        self._switching.discard(node)
+        new = self._start_node(node, tp)
+        for request in holding:
+            request.has_kv = kv == "migrate"
+        place = {r.id: i for i, r in enumerate([*holding, *others])}
+        for index, share in self._deal_out([*holding, *others], {r.index: 0 for r in new}).items():
+            self._give(self.replicas[index], sorted(share, key=lambda r: place[r.id]))
+        homeless, self._homeless = self._homeless, []
+        self._deal_to_active(homeless)
+
+    def _migrate(self, ids: Sequence[int], to: Replica, kv: KvHandling) -> None:
+        moving: list[tuple[Request, Replica, bool]] = []
+        sources = [(r, i) for r, i in self._where(ids) if r is not to]
+        waiting_for = len(sources)
+
+        def leave(source: Replica, wanted: frozenset[int]) -> None:
+            nonlocal waiting_for
+            running, others = self._take(source, wanted)
+            moving.extend((r, source, True) for r in running)
+            moving.extend((r, source, False) for r in others)
+            self._bound_for[to.node] += len(running) + len(others)
+            waiting_for -= 1
+            if waiting_for == 0 and moving:
+                self.env.process(self._transfer(moving, ids, to, kv))
+
+        for source, wanted in sources:
+            source.at_boundary(lambda s=source, w=wanted: leave(s, w))  # type: ignore[misc]
+
+    def _transfer(
+        self, moving: list[tuple[Request, Replica, bool]], ids: Sequence[int], to: Replica, kv: KvHandling
+    ) -> Generator[simpy.Event, Any, None]:
+        place = {id_: i for i, id_ in enumerate(ids)}
+        moving.sort(key=lambda item: place[item[0].id])
+        with_kv = [(r, source) for r, source, has in moving if has]
+        if kv == "migrate" and with_kv:
+            same_node = all(source.node == to.node for _, source in with_kv)
+            contexts = [r.context for r, _ in with_kv]
+            yield self.env.timeout(self._costs.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node))
+        arrivals = [r for r, _, _ in moving]
+        for request, _, has in moving:
+            request.has_kv = has and kv == "migrate"
+        self._bound_for[to.node] -= len(arrivals)
+        if to.stopped is None or not to.stopped.triggered:
+            self._give(to, arrivals)
+        else:
+            self._deal_to_active(arrivals)
+
+    def _release(self, replica: Replica, stopped: simpy.Event) -> Generator[simpy.Event, Any, None]:
+        yield stopped
+        if self._stopping:
+            return
+        self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
+        running, others = self._take(replica)
+        self._deal_to_active([*running, *others])
+
+    def _abort(self, replica: Replica, ids: frozenset[int]) -> None:
+        running, others = self._take(replica, ids)
+        for request in (*running, *others):
+            request.aborted = True
+            self._left -= 1
+        if self._left == 0 and not self.done.triggered:
+            self.done.succeed()
+
+    def _stop(self) -> Generator[simpy.Event, Any, None]:
+        for replica in self.active():
+            replica.stop()
+        for replica in self.replicas:
+            if replica.stopped is not None and not replica.stopped.processed:
+                yield replica.stopped
+        for replica in self.replicas:
+            self._take(replica)  # brings the tokens of what was running up to date
+        if not self.done.triggered:
+            self.done.succeed()
+
+    def _where(self, ids: Sequence[int]) -> list[tuple[Replica, frozenset[int]]]:
+        """The active replicas that hold some of these requests, and which."""
+        wanted = frozenset(ids)
+        found = [(r, frozenset(q.id for q in r.requests() if q.id in wanted)) for r in self.active()]
+        return [(r, i) for r, i in found if i]
+
+
+def _deal(requests: Sequence[Request], replicas: int, routing: Routing) -> list[Sequence[Request]]:
+    if routing == "round_robin":
+        return [requests[i::replicas] for i in range(replicas)]
+    size, extra = divmod(len(requests), replicas)
+    shares = []
+    first = 0
+    for i in range(replicas):
+        last = first + size + (i < extra)
+        shares.append(requests[first:last])
+        first = last
+    return shares

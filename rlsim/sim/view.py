@@ -1,0 +1,72 @@
+# ruff: noqa: D102 - documented on the protocol
+"""The live `RolloutView` that the engine hands to a control."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlsim.sim.control import ReplicaView, RequestView
+
+if TYPE_CHECKING:
+    from rlsim.sim.rollout import Rollout
+
+
+class LiveView:
+    """The `RolloutView` of a rollout; see there."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+
+    @property
+    def now_s(self) -> float:
+        return self._rollout.env.now - self._rollout.started_at
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self._rollout.gpus_per_node
+
+    @property
+    def cap_tokens(self) -> int:
+        return self._rollout.cap_tokens
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        rollout = self._rollout
+        return tuple(n for n in rollout._active if n not in rollout._switching and rollout.active(n))
+
+    @property
+    def finished_nodes(self) -> tuple[int, ...]:
+        return tuple(n for n in self.nodes if n in self._rollout._just_finished)
+
+    @property
+    def finished(self) -> int:
+        return sum(1 for r in self._rollout.requests if r.finished)
+
+    @property
+    def total(self) -> int:
+        return len(self._rollout.requests)
+
+    def unfinished(self, node: int | None = None) -> int:
+        rollout = self._rollout
+        return rollout._left if node is None else rollout._left_on[node]
+
+    def tp(self, node: int) -> int:
+        return self._rollout._tp[node]
+
+    def used_tps(self, node: int) -> frozenset[int]:
+        return frozenset(self._rollout._used_tps[node])
+
+    def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
+        return tuple(
+            ReplicaView(
+                r.index,
+                r.node,
+                r.tp,
+                r.gpus,
+                tuple(
+                    RequestView(q.id, q.prompt_id, q.prompt_tokens, r.generated(q), r.is_running(q))
+                    for q in r.requests()
+                ),
+            )
+            for r in self._rollout.active(node)
+        )

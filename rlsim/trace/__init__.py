@@ -1,0 +1,17 @@
+"""Response lengths: the schema of a trace, reading, importing, sampling, describing, fitting and generating."""
+
+from rlsim.trace.files import read_trace, write_trace
+from rlsim.trace.sampling import StepBatch, StepSampler
+from rlsim.trace.schema import COLUMNS, Column, Trace, TraceMeta, make_trace
+
+__all__ = [
+    "COLUMNS",
+    "Column",
+    "StepBatch",
+    "StepSampler",
+    "Trace",
+    "TraceMeta",
+    "make_trace",
+    "read_trace",
+    "write_trace",
+]

@@ -1,0 +1,94 @@
+"""What a trace looks like, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pydantic import Field
+
+from rlsim.schema import Schema
+from rlsim.trace.schema import Trace
+from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+
+
+class Summary(Schema):
+    """The numbers of a trace, or of one task or epoch in it. Lengths in tokens, cut at the cap if one is given."""
+
+    part: str = Field(description="'all', or the task or epoch")
+    responses: int = Field(description="number of responses")
+    prompts: int = Field(description="number of prompts")
+    samples_per_prompt: dict[int, int] = Field(description="number of prompts by number of samples")
+    mean_tokens: float = Field(description="mean length")
+    quantiles: dict[str, float] = Field(description="length by percentile: P5 to P99")
+    max_tokens: int = Field(description="longest response")
+    max_over_median: float = Field(description="longest response over the median")
+    cap_tokens: int | None = Field(description="cap, if known or given")
+    share_at_cap: float = Field(description="share of responses that reach the cap or are marked as cut")
+    share_above: dict[int, float] = Field(description="share of responses longer than so many tokens")
+    icc_log: float | None = Field(description="intra-prompt correlation of log length (ANOVA estimator)")
+    within_sd_log: float | None = Field(description="standard deviation of log length within a prompt")
+    straggling_prompts: float | None = Field(description="share of prompts with a response in the longest 1%")
+    straggling_prompts_shuffled: float | None = Field(description="the same with responses dealt out at random")
+    prompt_tokens_median: float | None = Field(description="median prompt length, if known")
+
+
+class Description(Schema):
+    """What `rlsim trace describe` prints: the whole trace, then each task and each epoch if there are several."""
+
+    name: str = Field(description="name of the trace")
+    source: str = Field(description="where its lengths come from")
+    notes: tuple[str, ...] = Field(description="what reading it assumed")
+    parts: tuple[Summary, ...] = Field(description="the whole, then each task, then each epoch")
+
+
+def describe(trace: Trace, cap_tokens: int | None = None, above: Sequence[int] = ()) -> Description:
+    """The numbers of `trace`, with lengths cut at `cap_tokens` (default: as they are) and shares above lengths."""
+    notes = list(trace.meta.notes)
+    own = trace.meta.cap_tokens
+    if cap_tokens is not None and bool((trace.capped & (trace.response_tokens < cap_tokens)).any()):
+        notes.append(f"the cap of {cap_tokens} tokens is above the trace's own ({own}): lengths there are not known")
+    frame = trace.frame.assign(code=trace.prompt_codes()[0])
+    parts = [_summary("all", frame, cap_tokens, own, above)]
+    for column in ("task", "epoch"):
+        if column in frame and frame[column].nunique() > 1:
+            groups: Any = frame.groupby(column, sort=True)
+            parts += [_summary(f"{column} {value}", rows, cap_tokens, own, above) for value, rows in groups]
+    return Description(name=trace.meta.name, source=trace.meta.source, notes=tuple(notes), parts=tuple(parts))
+
+
+def _summary(part: str, frame: pd.DataFrame, cap: int | None, own: int | None, above: Sequence[int]) -> Summary:
+    full = frame["response_tokens"].to_numpy(np.int64)
+    tokens = full if cap is None else np.minimum(full, cap)
+    cut = frame["capped"].to_numpy(np.bool_) | (tokens >= (cap or own or np.inf))
+    codes = np.unique(frame["code"].to_numpy(np.int64), return_inverse=True)[1]
+    sizes, counts = np.unique(np.bincount(codes), return_counts=True)
+    icc = icc_log(tokens, codes)
+    stragglers = straggling_groups(tokens, codes, int(np.quantile(tokens, 0.99))) if icc is not None else None
+    prompt: Any = frame.get("prompt_tokens")
+    return Summary(
+        part=part,
+        responses=len(tokens),
+        prompts=int(codes.max()) + 1,
+        samples_per_prompt={int(s): int(c) for s, c in zip(sizes, counts, strict=True)},
+        mean_tokens=round(float(tokens.mean()), 2),
+        quantiles={f"P{100 * q:g}": round(float(np.quantile(tokens, q)), 1) for q in QUANTILES},
+        max_tokens=int(tokens.max()),
+        max_over_median=round(float(tokens.max() / np.median(tokens)), 2),
+        cap_tokens=min(cap or own or 0, own or cap or 0) or None,
+        share_at_cap=round(float(cut.mean()), 6),
+        share_above={int(a): round(float((tokens > a).mean()), 6) for a in above},
+        icc_log=_round(icc),
+        within_sd_log=_round(within_sd_log(tokens, codes)),
+        straggling_prompts=_round(stragglers[0] if stragglers else None),
+        straggling_prompts_shuffled=_round(stragglers[1] if stragglers else None),
+        prompt_tokens_median=None if prompt is None or prompt.isna().all() else float(prompt.median()),
+    )
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,204 @@
+"""Reading and writing trace files: Parquet, CSV and JSON Lines (the last two also as .gz)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import tempfile
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from pydantic import ValidationError
+
+from rlsim.errors import TraceError
+from rlsim.trace.schema import BY_NAME, COLUMNS, Trace, TraceMeta, make_trace
+
+_SUFFIXES = {
+    ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".csv.gz": "csv",
+    ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl",
+}  # fmt: skip
+_META_KEY = b"rlsim.trace"
+_UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
+
+
+def read_trace(path: str | Path, *, cap_tokens: int | None = None) -> Trace:
+    """The trace in `path`, which must be in rlsim's schema (see `COLUMNS`); other layouts go through `import_trace`.
+
+    `cap_tokens`: the cap it was sampled under, if the file does not say it. Constant columns `model` and `source`
+    become the trace's source. Raises `TraceError` with file and row for anything that is not a valid trace.
+    """
+    path = Path(path)
+    frame, meta, row_name = read_table(path)
+    if cap_tokens is not None:
+        meta = meta.model_copy(update={"cap_tokens": cap_tokens})
+    frame, meta = absorb_source(frame, meta)
+    return make_trace(frame, meta, where=str(path), row_name=row_name)
+
+
+def write_trace(trace: Trace, path: str | Path) -> None:
+    """Writes `trace` to `path` as Parquet, whole or not at all; one trace gives the same bytes (per pyarrow version).
+
+    Name, source, cap, recipe and notes go into the file's key-value metadata, with unit and meaning per column.
+    """
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    path = Path(path)
+    if path.suffix not in (".parquet", ".pq"):
+        raise TraceError(f"{path}: a trace is written as Parquet; give a name that ends in .parquet")
+    fields = [_arrow_field(name, trace) for name in trace.frame.columns]
+    arrays = [pa.array(trace.frame[f.name], type=f.type, from_pandas=True) for f in fields]
+    metadata = {_META_KEY: trace.meta.model_dump_json(exclude_none=True).encode()}
+    table = pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
+    with atomic_path(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", compression_level=15, write_page_checksum=True)
+
+
+def _arrow_field(name: str, trace: Trace) -> Any:
+    import pyarrow as pa
+
+    column = BY_NAME[name]
+    kinds = {
+        "id": pa.string() if trace.frame[name].dtype == object else pa.int64(),
+        "tokens": pa.int32(), "index": pa.int32(), "number": pa.float64(), "flag": pa.bool_(),
+        "text": pa.string(), "numbers": pa.list_(pa.float64()),
+    }  # fmt: skip
+    notes = {b"unit": column.unit.encode(), b"meaning": column.meaning.encode()}
+    return pa.field(name, kinds[column.kind], metadata=notes)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`, moved onto it when the block ends well and removed when it does not."""
+    if not path.parent.is_dir():
+        raise TraceError(f"{path}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise TraceError(f"{path}: is a folder; give a file name")
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+        os.close(handle)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror}") from None
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_table(path: Path, kind: str | None = None) -> tuple[pd.DataFrame, TraceMeta, Callable[[int], str]]:
+    """The raw rows of a file, its metadata, and a function that names a row (`line 7` of text, `row 6` of Parquet).
+
+    `kind` (parquet, csv or jsonl) overrules the file's ending. Raises `TraceError` if it cannot be read.
+    """
+    if path.is_dir():
+        raise TraceError(f"{path}: is a folder, not a trace file")
+    if not path.exists():
+        raise TraceError(f"{path}: no such file")
+    if kind is None:
+        matches = [k for suffix, k in _SUFFIXES.items() if path.name.lower().endswith(suffix)]
+        if not matches:
+            raise TraceError(f"{path}: cannot tell the format from the name; expected one of: {', '.join(_SUFFIXES)}")
+        kind = matches[0]
+    if path.stat().st_size == 0:
+        raise TraceError(f"{path}: the file is empty")
+    name = path.name
+    for suffix in sorted(_SUFFIXES, key=len, reverse=True):
+        name = name.removesuffix(suffix)
+    meta = TraceMeta(name=name or "trace")
+    if kind == "parquet":
+        frame, meta = _read_parquet(path, meta)
+        return frame, meta, lambda i: f"row {i + 1}"
+    if kind == "csv":
+        frame = _read_csv(path)
+        lines = [i + 2 for i in frame.index]
+        return frame.reset_index(drop=True), meta, lambda i: f"line {lines[i]}"
+    frame, lines = _read_jsonl(path)
+    return frame, meta, lambda i: f"line {lines[i]}"
+
+
+def _read_parquet(path: Path, meta: TraceMeta) -> tuple[pd.DataFrame, TraceMeta]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise TraceError(f"{path}: not a readable Parquet file (truncated or damaged?): {reason}") from None
+    stored = (table.schema.metadata or {}).get(_META_KEY)
+    if stored is not None:
+        try:
+            meta = TraceMeta.model_validate_json(stored)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise TraceError(f"{path}: damaged rlsim metadata: {problem['loc']}: {problem['msg']}") from None
+    if len(set(table.column_names)) < table.num_columns:
+        raise TraceError(f"{path}: a column name appears twice: {', '.join(table.column_names)}")
+    return table.to_pandas(ignore_metadata=True, integer_object_nulls=True), meta
+
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    texts: dict[str, Any] = {c.name: str for c in COLUMNS if c.kind in ("id", "text", "numbers")}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row with too many fields
+            frame = pd.read_csv(path, dtype=texts, skip_blank_lines=False, low_memory=False, index_col=False)
+    except pd.errors.EmptyDataError:
+        raise TraceError(f"{path}: the file is empty") from None
+    except _UNREADABLE as error:
+        raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
+    except (pd.errors.ParserError, pd.errors.ParserWarning, ValueError) as error:
+        reason = str(error).strip().removeprefix("Error tokenizing data. ").removeprefix("C error: ")
+        raise TraceError(f"{path}: not valid CSV: {reason}") from None
+    frame = frame[~frame.isna().all(axis=1)]
+    whole = re.compile(r"0|-?[1-9]\d{0,17}")
+    if "prompt_id" in frame and all(isinstance(v, str) and whole.fullmatch(v) for v in frame["prompt_id"]):
+        frame["prompt_id"] = frame["prompt_id"].astype("int64")
+    return frame
+
+
+def _read_jsonl(path: Path) -> tuple[pd.DataFrame, list[int]]:
+    rows: list[dict[str, Any]] = []
+    lines: list[int] = []
+    opener: Any = gzip.open if path.name.endswith(".gz") else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise TraceError(f"{path}: line {number}: not valid JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise TraceError(f'{path}: line {number}: expected an object such as {{"response_tokens": 512}}')
+                rows.append(row)
+                lines.append(number)
+    except _UNREADABLE as error:
+        raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    columns = {n: pd.Series([row.get(n) for row in rows], dtype=object) for n in names}
+    return pd.DataFrame(columns), lines
+
+
+def absorb_source(frame: pd.DataFrame, meta: TraceMeta) -> tuple[pd.DataFrame, TraceMeta]:
+    """Takes constant columns `model` and `source` out of the rows and into the trace's source."""
+    parts = [meta.source] if meta.source else []
+    for name in ("source", "model"):
+        values = {str(v) for v in frame[name]} if name in frame else set()
+        if len(values) == 1 and not frame[name].isna().any():
+            parts.append(values.pop())
+            frame = frame.drop(columns=name)
+    return frame, meta.model_copy(update={"source": ", ".join(dict.fromkeys(parts))})

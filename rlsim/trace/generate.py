@@ -1,0 +1,229 @@
+"""Makes a trace from a recipe: a fit, or a few published facts, with groups, prompt lengths and growth over training.
+
+The lengths of an epoch are exactly the (i − ½)/n quantiles of the distribution (see `LengthModel.draw`), so the trace
+meets the facts to within one response; chance only decides which response gets which.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pydantic import Field, model_validator
+
+from rlsim.errors import TraceError
+from rlsim.schema import Schema, load
+from rlsim.trace.facts import Fact, FactCheck, check_facts, model_from_facts
+from rlsim.trace.fit import LengthFit, load_fit
+from rlsim.trace.mixture import Floats, LengthModel
+from rlsim.trace.schema import Trace, TraceMeta, make_trace
+from rlsim.trace.stats import icc_log
+from rlsim.units import Tokens
+
+
+class PromptTokens(Schema):
+    """Lengths of the prompts: lognormal, cut to a range."""
+
+    median: Tokens = Field(ge=1, description="median prompt length (tokens)")
+    p95: Tokens = Field(ge=1, description="length (tokens) that 95% of the prompts do not exceed")
+    min: Tokens = Field(default=1, ge=1, description="shortest prompt (tokens)")
+    max: Tokens = Field(default=4096, ge=1, description="longest prompt (tokens)")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PromptTokens:
+        if not self.min <= self.median <= self.p95 <= self.max:
+            raise ValueError("expected min <= median <= p95 <= max")
+        return self
+
+
+class GrowthPoint(Schema):
+    """One point of a curve of mean length over training."""
+
+    step: int = Field(ge=0, description="training step")
+    mean_tokens: float = Field(gt=0, description="mean response length then (tokens; only ratios matter)")
+
+
+class Growth(Schema):
+    """How lengths grow over training: a factor per epoch, or a curve over steps that the epochs are read off.
+
+    The facts hold in the first epoch; later epochs multiply every uncapped length.
+    """
+
+    factors: tuple[float, ...] = Field(default=(), description="length factor per epoch, such as [1.0, 1.2, 1.5]")
+    curve: tuple[GrowthPoint, ...] = Field(default=(), description="mean length by step; linear in between")
+    steps_per_epoch: int | None = Field(default=None, ge=1, description="steps in an epoch (with `curve`)")
+    epochs: int | None = Field(default=None, ge=1, description="number of epochs (with `curve`)")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Growth:
+        curve = bool(self.curve) and self.steps_per_epoch is not None and self.epochs is not None
+        if bool(self.factors) == curve or (self.factors and (self.curve or self.steps_per_epoch or self.epochs)):
+            raise ValueError("give either factors, or curve with steps_per_epoch and epochs")
+        if any(f <= 0 for f in self.factors):
+            raise ValueError("every factor must be above 0")
+        steps = [p.step for p in self.curve]
+        if any(b <= a for a, b in itertools.pairwise(steps)):
+            raise ValueError("the steps of the curve must increase")
+        return self
+
+    def per_epoch(self) -> Floats:
+        """The factor on length in each epoch; of a curve, its value at mid-epoch over that of the first epoch."""
+        if self.factors:
+            return np.array(self.factors)
+        assert self.steps_per_epoch is not None
+        assert self.epochs is not None
+        middle = (np.arange(self.epochs) + 0.5) * self.steps_per_epoch
+        mean = np.interp(middle, [p.step for p in self.curve], [p.mean_tokens for p in self.curve])
+        return np.asarray(mean / mean[0])
+
+
+class Groups(Schema):
+    """How alike the responses of one prompt are."""
+
+    icc: float = Field(ge=0, lt=1, description="intra-prompt correlation of the log of the (capped) length")
+    tolerance: float = Field(default=0.03, gt=0, description="how far the trace's own may be off")
+    source: str = Field(default="", description="where the value comes from")
+
+
+class Lengths(Schema):
+    """Where the distribution comes from: `facts`, a `fit` (inline, or the path of a file), or a `model` spelled out."""
+
+    facts: tuple[Fact, ...] = Field(default=(), description="published facts; with a fit or model only checked")
+    components: int | None = Field(default=None, ge=1, le=3, description="lognormals that facts are met with")
+    fit: LengthFit | str | None = Field(default=None, description="a fit, or the path of one beside the recipe")
+    model: LengthModel | None = Field(default=None, description="the distribution itself")
+
+    @model_validator(mode="after")
+    def _some(self) -> Lengths:
+        if self.fit is not None and self.model is not None:
+            raise ValueError("give either fit or model")
+        if self.fit is None and self.model is None and not self.facts:
+            raise ValueError("give facts, fit or model")
+        return self
+
+
+class Recipe(Schema):
+    """Everything needed to generate a trace, byte for byte."""
+
+    name: str = Field(min_length=1, description="name of the trace")
+    description: str = Field(default="", description="what it stands for and what is assumed")
+    source: str = Field(default="", description="where facts or fit come from")
+    task: str | None = Field(default=None, description="task of every response, such as math")
+    seed: int = Field(default=0, ge=0, description="seed of the only generator")
+    prompts: int = Field(ge=1, description="number of prompts")
+    responses: int = Field(ge=1, description="samples per prompt (and epoch)")
+    cap_tokens: Tokens = Field(ge=2, description="lengths are cut here (tokens)")
+    lengths: Lengths = Field(description="the distribution of response lengths")
+    groups: Groups | None = Field(
+        default=None, description="how alike responses of a prompt are; with a fit or model only checked"
+    )
+    prompt_tokens: PromptTokens | None = Field(default=None, description="prompt lengths; unknown if left out")
+    growth: Growth | None = Field(default=None, description="growth over training; one epoch if left out")
+
+    @model_validator(mode="after")
+    def _groups_known(self) -> Recipe:
+        if self.groups is None and self.lengths.fit is None and self.lengths.model is None and self.responses > 1:
+            raise ValueError("groups.icc is needed: facts about lengths do not say how alike responses of a prompt are")
+        return self
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """The recipe in a YAML file, a fit that it names by path read in. Raises `ConfigError` with every mistake in it."""
+    recipe = load(Path(path), Recipe)
+    if isinstance(recipe.lengths.fit, str):
+        fit = load_fit(Path(path).parent / recipe.lengths.fit)
+        recipe = recipe.model_copy(update={"lengths": recipe.lengths.model_copy(update={"fit": fit})})
+    return recipe
+
+
+def length_model(recipe: Recipe) -> LengthModel:
+    """The distribution that a recipe draws from. Raises `TraceError` if its facts contradict each other."""
+    lengths = recipe.lengths
+    if isinstance(lengths.fit, str):
+        raise TraceError(f"recipe {recipe.name}: fit {lengths.fit!r} is a path; read the recipe with load_recipe")
+    model = lengths.fit.model if lengths.fit else lengths.model
+    if model is not None:
+        return model
+    model = model_from_facts(lengths.facts, recipe.cap_tokens, lengths.components, f"recipe {recipe.name}")
+    return model if recipe.groups is None else _with_capped_icc(model, recipe)
+
+
+def _with_capped_icc(model: LengthModel, recipe: Recipe) -> LengthModel:
+    """Shares that give the wanted correlation of *capped* log length, which lies a little below the uncapped one's."""
+    assert recipe.groups is not None
+    wanted = aim = recipe.groups.icc
+    for _ in range(3):
+        trial = _capped(model.with_icc(aim).draw(4000, 8, 1, np.random.default_rng(0)), recipe.cap_tokens)[0]
+        aim = float(np.clip(aim + wanted - (icc_log(trial.ravel(), np.repeat(np.arange(4000), 8)) or 0.0), 0, 0.99))
+    return model.with_icc(round(aim, 3))
+
+
+def generate(recipe: Recipe) -> Trace:
+    """The trace of a recipe; the same recipe gives the same trace.
+
+    Raises `TraceError` if it does not meet the recipe's facts within their tolerance.
+    """
+    trace = draw_trace(recipe)
+    require(recipe, check(recipe, trace))
+    return trace
+
+
+def require(recipe: Recipe, checks: Sequence[FactCheck]) -> None:
+    """Raises `TraceError` naming every fact that is not met."""
+    lines = [f"  {c.fact}: wanted {c.wanted:g} ± {c.tolerance:g}, got {c.got:g}" for c in checks if not c.ok]
+    if lines:
+        raise TraceError(f"recipe {recipe.name}: the generated trace does not meet its facts:\n" + "\n".join(lines))
+
+
+def check(recipe: Recipe, trace: Trace) -> list[FactCheck]:
+    """Every fact of the recipe beside what the trace says."""
+    groups = recipe.groups
+    if groups is None or recipe.responses == 1:
+        return check_facts(trace, recipe.lengths.facts)
+    return check_facts(trace, recipe.lengths.facts, icc=groups.icc, icc_tolerance=groups.tolerance)
+
+
+def draw_trace(recipe: Recipe) -> Trace:
+    """The trace of a recipe, not yet checked against its facts."""
+    model = length_model(recipe)
+    factors = recipe.growth.per_epoch() if recipe.growth else np.ones(1)
+    length_seed, prompt_seed = np.random.SeedSequence(recipe.seed).spawn(2)
+    drawn = model.draw(recipe.prompts, recipe.responses, len(factors), np.random.default_rng(length_seed))
+    drawn = drawn * factors[:, None, None]
+    tokens = _capped(drawn, recipe.cap_tokens)
+    shape = tokens.shape
+    epoch, prompt, sample = (axis.ravel() for axis in np.indices(shape))
+    columns: dict[str, Any] = {"prompt_id": prompt, "sample_id": sample}
+    if recipe.prompt_tokens is not None:
+        columns["prompt_tokens"] = _prompt_lengths(recipe, np.random.default_rng(prompt_seed))[prompt]
+    columns |= {"response_tokens": tokens.ravel(), "capped": tokens.ravel() >= recipe.cap_tokens}
+    if len(factors) > 1:
+        columns["epoch"] = epoch
+    if recipe.task is not None:
+        columns["task"] = np.full(tokens.size, recipe.task, dtype=object)
+    meta = TraceMeta(
+        name=recipe.name,
+        source=f"generated by rlsim from its recipe; {recipe.source}".rstrip("; "),
+        cap_tokens=recipe.cap_tokens,
+        recipe=recipe.model_dump(mode="json", exclude_defaults=True),
+    )
+    return make_trace(pd.DataFrame(columns), meta, where=f"recipe {recipe.name}")
+
+
+def _capped(lengths: Floats, cap_tokens: int) -> Any:
+    """Whole tokens: at least 1, at most the cap; a length of cap − ½ and more reaches it."""
+    return np.clip(np.floor(lengths + 0.5), 1, cap_tokens).astype(np.int64)
+
+
+def _prompt_lengths(recipe: Recipe, rng: np.random.Generator) -> Any:
+    from scipy.special import ndtri
+
+    spec = recipe.prompt_tokens
+    assert spec is not None
+    strata = ndtri((np.arange(recipe.prompts) + 0.5) / recipe.prompts)
+    lengths = spec.median * np.exp(np.log(spec.p95 / spec.median) / ndtri(0.95) * strata)
+    return rng.permutation(np.clip(np.rint(lengths), spec.min, spec.max).astype(np.int64))

@@ -1,0 +1,224 @@
+"""Which responses each training step launches: a seeded permutation of the prompts per epoch.
+
+The k-th sample of a prompt in an epoch is the same row however many samples or prompts a step takes, so that systems
+which launch more of them (tail batching, overcommitment) are compared on common random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsim.errors import TraceError
+from rlsim.trace.schema import Trace
+
+Ints = npt.NDArray[np.int64]
+DEFAULT_PROMPT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The responses of one step; all arrays have one entry per response, a prompt's samples side by side.
+
+    `position` counts prompts over the whole training (a prompt comes again in the next epoch at another position),
+    `prompt` is a code into `StepSampler.prompt_ids`, `sample` runs from 0 within the prompt, `row` is the row of the
+    trace's frame (for reward and sandbox columns). Lengths in tokens, `response_tokens` already cut at the cap.
+    """
+
+    position: Ints
+    epoch: Ints
+    prompt: Ints
+    sample: Ints
+    row: Ints
+    prompt_tokens: Ints
+    response_tokens: Ints
+    capped: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        """Number of responses."""
+        return len(self.row)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """One epoch of the trace, rows sorted by prompt: `rows[first[i] : first[i] + count[i]]` are of `prompts[i]`."""
+
+    rows: Ints
+    prompts: Ints
+    first: Ints
+    count: Ints
+
+
+class StepSampler:
+    """Draws the prompts and responses of every training step from a trace.
+
+    `prompts` × `responses` a step; `cap_tokens` cuts responses (default: the trace's own cap); an unknown prompt length
+    is taken as `default_prompt_tokens`. Every prompt comes exactly once an epoch, in a permutation of its own; a step
+    that reaches the end of an epoch goes on with the next. A trace with epochs gives training epoch e its rows of
+    epoch e, and those of its last epoch afterwards.
+
+    A prompt with too few samples: with at least a quarter of `responses` (and two) it is kept and its samples are used
+    again, otherwise it is left out. If no prompt has enough, rows are grouped at random. Everything of this kind is
+    said in `notes`. Raises `TraceError` if a parameter is below 1 or the trace cannot fill one group.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        prompts: int,
+        responses: int,
+        cap_tokens: int | None = None,
+        seed: int = 0,
+        *,
+        default_prompt_tokens: int = DEFAULT_PROMPT_TOKENS,
+    ) -> None:
+        """See the class."""
+        for name, value in (("prompts", prompts), ("responses", responses), ("cap_tokens", cap_tokens),
+                            ("default_prompt_tokens", default_prompt_tokens)):  # fmt: skip
+            if value is not None and value < 1:
+                raise TraceError(f"{trace.meta.name}: {name} must be at least 1 (got {value})")
+        self.trace, self.prompts, self.responses, self.seed = trace, prompts, responses, seed
+        self.notes: list[str] = []
+        self._lengths(cap_tokens)
+        self._prompt_lengths(default_prompt_tokens)
+        codes, self.prompt_ids = trace.prompt_codes()
+        self._epochs = self._group(codes, trace.frame["epoch"].to_numpy(np.int64))
+        self._starts = [0]
+        self._orders: dict[int, tuple[Ints, Ints]] = {}
+        if prompts > self.epoch_size(0):
+            self.notes.append(
+                f"a step takes {prompts} prompts but the trace has {self.epoch_size(0)}: "
+                "the same prompt appears more than once in a step"
+            )
+
+    def epoch_size(self, epoch: int) -> int:
+        """Number of prompts in a training epoch."""
+        return len(self._rows_of(epoch).prompts)
+
+    def step(self, step: int) -> StepBatch:
+        """The responses of one training step (from 0): `prompts` × `responses` of them."""
+        return self.batch(step * self.prompts, self.prompts)
+
+    def steps(self, count: int) -> Iterator[StepBatch]:
+        """The first `count` steps."""
+        return (self.step(k) for k in range(count))
+
+    def batch(self, start: int, prompts: int, responses: int | None = None) -> StepBatch:
+        """`prompts` prompts from position `start` on, with the first `responses` samples of each (default: all)."""
+        take = self.responses if responses is None else responses
+        if not 1 <= take <= self.responses:
+            raise TraceError(f"{self.trace.meta.name}: {take} responses asked of groups of {self.responses}")
+        parts = list(self._parts(start, prompts, take))
+        rows = np.concatenate([p[2] for p in parts])
+        positions = np.arange(start, start + prompts)
+        return StepBatch(
+            position=np.repeat(positions, take),
+            epoch=np.repeat(np.concatenate([p[0] for p in parts]), take),
+            prompt=np.repeat(np.concatenate([p[1] for p in parts]), take),
+            sample=np.tile(np.arange(take), prompts),
+            row=rows,
+            prompt_tokens=self._prompt_tokens[rows],
+            response_tokens=self._response_tokens[rows],
+            capped=self._capped[rows],
+        )
+
+    def _parts(self, start: int, prompts: int, take: int) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """(epoch, prompt code, rows) of a run of positions, one part per epoch that it touches."""
+        end = start + prompts
+        while self._starts[-1] < end:
+            self._starts.append(self._starts[-1] + self.epoch_size(len(self._starts) - 1))
+        epoch = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < end:
+            first, stop = self._starts[epoch], min(end, self._starts[epoch + 1])
+            places, samples = self._order(epoch)
+            part = places[start - first : stop - first]
+            yield np.full(len(part), epoch), self._rows_of(epoch).prompts[part], samples[part, :take].ravel()
+            start, epoch = stop, epoch + 1
+
+    def _rows_of(self, epoch: int) -> _Epoch:
+        return self._epochs[min(epoch, len(self._epochs) - 1)]
+
+    def _order(self, epoch: int) -> tuple[Ints, Ints]:
+        """The order of prompts in an epoch, and for each prompt (unordered) the rows of its samples in order."""
+        if epoch not in self._orders:
+            rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
+            rows = self._rows_of(epoch)
+            if len(self._epochs) > 1 and epoch == len(self._epochs):
+                self.notes.append(f"training goes beyond the trace's {len(self._epochs)} epochs: the last is repeated")
+            owner = np.repeat(np.arange(len(rows.prompts)), rows.count)
+            shuffled = rows.rows[np.lexsort((rng.random(len(owner)), owner))]
+            turn = np.arange(self.responses)[None, :] % rows.count[:, None]
+            self._orders[epoch] = rng.permutation(len(rows.prompts)), shuffled[rows.first[:, None] + turn]
+        return self._orders[epoch]
+
+    def _lengths(self, cap_tokens: int | None) -> None:
+        trace, length = self.trace, self.trace.response_tokens
+        own = trace.meta.cap_tokens
+        self.cap_tokens = cap_tokens or own or int(length.max())
+        below = trace.capped & (length < self.cap_tokens)
+        if below.any():
+            at = f"its own cap of {own} tokens" if own else "a shorter cap"
+            self.notes.append(
+                f"the cap of {self.cap_tokens} tokens is above {at}: {below.mean():.2%} of the responses were cut "
+                "there, their true lengths are unknown and are taken as the cut ones (the tail is too short)"
+            )
+        self._response_tokens = np.minimum(length, self.cap_tokens)
+        self._capped = trace.capped | (length > self.cap_tokens)
+
+    def _prompt_lengths(self, default: int) -> None:
+        frame = self.trace.frame
+        known: Any = frame.get("prompt_tokens")
+        if known is None:
+            missing = np.ones(len(frame), np.bool_)
+            self._prompt_tokens = np.full(len(frame), default, np.int64)
+        else:
+            missing = known.isna().to_numpy(np.bool_)
+            self._prompt_tokens = known.fillna(default).to_numpy(np.int64)
+        if missing.any():
+            self.notes.append(f"{missing.mean():.1%} of the responses have no prompt length: taken as {default} tokens")
+
+    def _group(self, codes: Ints, epoch: Ints) -> list[_Epoch]:
+        need = 1 if self.responses == 1 else max(2, -(-self.responses // 4))
+        per_epoch = [_sorted_rows(np.flatnonzero(epoch == e), codes) for e in np.unique(epoch)]
+        if max(int(e.count.max()) for e in per_epoch) < need:
+            per_epoch = [self._regrouped(e, index) for index, e in enumerate(per_epoch)]
+            largest = max(int(np.bincount(codes[epoch == e]).max()) for e in np.unique(epoch))
+            self.prompt_ids = list(range(max(len(e.prompts) for e in per_epoch)))
+            self.notes.append(
+                f"no prompt has more than {largest} of the {self.responses} samples a group needs: groups are formed "
+                "from rows at random, so responses of one prompt are no more alike than others (real prompts explain "
+                "60-80% of the variance of log length, and stragglers cluster in fewer groups)"
+            )
+            return per_epoch
+        counts = np.concatenate([e.count for e in per_epoch])
+        short, few = int(((counts < self.responses) & (counts >= need)).sum()), int((counts < need).sum())
+        if few:
+            self.notes.append(f"{few} of {len(counts)} prompts have fewer than {need} samples and are left out")
+            kept = [e.rows[np.repeat(e.count >= need, e.count)] for e in per_epoch]
+            per_epoch = [_sorted_rows(rows, codes) for rows in kept if len(rows)]
+        if short:
+            self.notes.append(
+                f"{short} of {len(counts)} prompts have fewer than {self.responses} samples: theirs are used again"
+            )
+        return per_epoch
+
+    def _regrouped(self, rows: _Epoch, index: int) -> _Epoch:
+        groups = len(rows.rows) // self.responses
+        if groups == 0:
+            raise TraceError(
+                f"{self.trace.meta.name}: {len(rows.rows)} responses cannot form one group of {self.responses}"
+            )
+        rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(0, index)))
+        chosen = rng.permutation(rows.rows)[: groups * self.responses]
+        first = np.arange(groups) * self.responses
+        return _Epoch(chosen, np.arange(groups), first, np.full(groups, self.responses))
+
+
+def _sorted_rows(rows: Ints, codes: Ints) -> _Epoch:
+    ordered = rows[np.argsort(codes[rows], kind="stable")]
+    prompts, first, count = np.unique(codes[ordered], return_index=True, return_counts=True)
+    return _Epoch(ordered, prompts, first, count)

@@ -1,0 +1,291 @@
+"""The one schema of a trace, and `Trace`: response lengths that have passed every check.
+
+`COLUMNS` is the only list of columns: the checks, the reader, the writer and the reference page are made from it.
+Lengths are in tokens, times in seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from pydantic import Field
+
+from rlsim.errors import TraceError
+from rlsim.schema import Schema
+
+Kind = Literal["id", "tokens", "index", "number", "flag", "text", "numbers"]
+MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the schema: what it is called, holds and means."""
+
+    name: str
+    kind: Kind
+    unit: str
+    required: bool
+    meaning: str
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("prompt_id", "id", "", True, "the prompt; rows that share it are samples of one group"),
+    Column("sample_id", "index", "", True, "the sample within its prompt, from 0"),
+    Column("prompt_tokens", "tokens", "tokens", False, "length of the prompt; empty where unknown"),
+    Column("response_tokens", "tokens", "tokens", True, "length of the response as generated, at least 1"),
+    Column("epoch", "index", "", False, "pass over the prompts in which this response was sampled, from 0 (default 0)"),
+    Column("task", "text", "", False, "kind of task, such as math, code or judge"),
+    Column("finish_reason", "text", "", False, "why generation ended: 'stop', or 'length' for the cap"),
+    Column("capped", "flag", "", False, "the response was cut at the cap, so its true length is unknown"),
+    Column("correct", "flag", "", False, "the answer was judged right"),
+    Column("reward", "number", "", False, "score the reward call returned"),
+    Column("reward_time_s", "number", "s", False, "time of the reward call of this response, 0 or more"),
+    Column("test_run_s", "numbers", "s", False, "sandbox run time of each test case, 0 or more"),
+    Column("judge_tokens", "tokens", "tokens", False, "tokens an LLM judge generated for this response"),
+    Column("arrival_s", "number", "s", False, "when the request arrived, from the start of the recording"),
+)
+BY_NAME = {column.name: column for column in COLUMNS}
+_MAY_BE_NEGATIVE = {"reward"}
+
+
+class TraceMeta(Schema):
+    """What is known about a trace beside its rows."""
+
+    name: str = Field(default="trace", description="short name, used in results")
+    source: str = Field(default="", description="where the lengths come from")
+    cap_tokens: int | None = Field(default=None, ge=1, description="response cap in force when sampled (tokens)")
+    recipe: dict[str, Any] | None = Field(default=None, description="the recipe that generated it, if generated")
+    notes: tuple[str, ...] = Field(default=(), description="what reading or importing assumed or left out")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Checked response lengths: `frame` has the columns of `COLUMNS` that are known, always with epoch and capped.
+
+    Make one with `make_trace` or `read_trace`; treat `frame` as read-only.
+    """
+
+    frame: pd.DataFrame
+    meta: TraceMeta
+
+    def __len__(self) -> int:
+        """Number of responses."""
+        return len(self.frame)
+
+    @property
+    def response_tokens(self) -> npt.NDArray[np.int64]:
+        """Length of every response (tokens)."""
+        return self.frame["response_tokens"].to_numpy(np.int64)
+
+    @property
+    def capped(self) -> npt.NDArray[np.bool_]:
+        """Which responses were cut at the cap."""
+        return self.frame["capped"].to_numpy(np.bool_)
+
+    def prompt_codes(self) -> tuple[npt.NDArray[np.int64], list[Any]]:
+        """For every response a code of its prompt (from 0, in order of appearance), and the prompt id of each code."""
+        codes, ids = pd.factorize(self.frame["prompt_id"])
+        return codes.astype(np.int64), list(ids)
+
+    def digest(self) -> str:
+        """SHA-256 of the rows, whatever file they came from."""
+        rows = self.frame.to_csv(index=False, lineterminator="\n")
+        return hashlib.sha256(rows.encode()).hexdigest()
+
+    def with_meta(self, **changes: Any) -> Trace:
+        """The same rows with some metadata replaced."""
+        return replace(self, meta=TraceMeta.model_validate(self.meta.model_dump() | changes))
+
+
+def make_trace(
+    frame: pd.DataFrame,
+    meta: TraceMeta | None = None,
+    *,
+    where: str = "trace",
+    row_name: Callable[[int], str] = lambda i: f"row {i + 1}",
+) -> Trace:
+    """`frame` checked against the schema, with the dtypes of the schema and columns in its order.
+
+    `where` and `row_name` (from a row's position) are used in messages. Columns that the schema does not know are left
+    out with a note, unless they look like a misspelt one. Raises `TraceError` naming the first bad row.
+    """
+    meta = meta or TraceMeta()
+    notes = list(meta.notes)
+    frame = frame.reset_index(drop=True)
+    names = [str(c) for c in frame.columns]
+    check_names(names, where)
+    if len(frame) == 0:
+        raise TraceError(f"{where}: the trace holds no responses")
+    unknown = [n for n in names if n not in BY_NAME]
+    if unknown:
+        notes.append(f"columns left out: {', '.join(unknown)}")
+    out = {
+        column.name: _checked(frame[column.name], column, where, row_name)
+        for column in COLUMNS
+        if column.name in names and (column.required or not bool(frame[column.name].isna().all()))
+    }
+    checked = pd.DataFrame(out).reset_index(drop=True)
+    if "epoch" not in checked:
+        checked["epoch"] = np.zeros(len(checked), np.int64)
+    _check_duplicates(checked, where, row_name)
+    meta = _settle_caps(checked, meta, notes, where, row_name)
+    ordered = [c.name for c in COLUMNS if c.name in checked]
+    return Trace(checked[ordered], meta.model_copy(update={"notes": tuple(notes)}))
+
+
+def check_names(names: Sequence[str], where: str, *, optional: Sequence[str] = ()) -> None:
+    """Raises `TraceError` for a required column that is missing and for a near miss of any column.
+
+    Columns in `optional` may be missing although the schema requires them.
+    """
+    spare = [n for n in names if n not in BY_NAME]
+    for column in COLUMNS:
+        if column.name in names:
+            continue
+        near = [n for n in spare if _similar(n, column.name)]
+        if near:
+            raise TraceError(
+                f"{where}: unknown column {near[0]!r}; did you mean {column.name!r}? "
+                f"(rename it, or import with --column {column.name}={near[0]})"
+            )
+    missing = [c.name for c in COLUMNS if c.required and c.name not in names and c.name not in optional]
+    if missing:
+        need = " and ".join(repr(n) for n in missing)
+        near = difflib.get_close_matches(missing[-1], spare, n=1, cutoff=0.4)
+        example = f"--column {missing[-1]}={near[0] if near else 'THEIR_NAME'}"
+        raise TraceError(
+            f"{where}: no column {need}; it has {', '.join(repr(n) for n in names) or 'no columns'}. "
+            f"Another program's layout is read by `rlsim trace import IN OUT {example}`"
+        )
+
+
+def _similar(name: str, known: str) -> bool:
+    plain = name.lower().replace("-", "_").replace(" ", "_")
+    return plain == known or difflib.SequenceMatcher(None, plain, known).ratio() >= 0.85
+
+
+def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Callable[[int], str]) -> Any:
+    def refuse(bad: npt.NDArray[np.bool_], why: str) -> None:
+        if bad.any():
+            row = int(np.argmax(bad))
+            shown = series.iloc[row]
+            shown = shown.item() if isinstance(shown, np.generic) else shown
+            raise TraceError(f"{where}: {row_name(row)}: {column.name} {why} (got {shown!r})")
+
+    null = series.isna().to_numpy(np.bool_)
+    if column.required:
+        refuse(null, "is missing or NaN")
+    match column.kind:
+        case "id":
+            return _checked_ids(series, refuse)
+        case "text":
+            return series.astype("string").astype(object).where(~null, None)
+        case "flag":
+            return _checked_flags(series, null, refuse)
+        case "numbers":
+            return _checked_lists(series, null, refuse)
+    values = pd.to_numeric(series, errors="coerce").to_numpy(np.float64, na_value=np.nan)
+    refuse(np.isnan(values) & ~null, "is not a number")
+    refuse(np.isinf(values), "is infinite")
+    if column.kind == "number":
+        if column.name not in _MAY_BE_NEGATIVE:
+            refuse(values < 0, "is negative")
+        return values
+    refuse(values < 0, "is negative")
+    if column.kind == "tokens":
+        refuse(values == 0, "is zero; a length is at least 1 token")
+    refuse(~null & (values != np.floor(values)), "is not a whole number")
+    refuse(values > MAX_TOKENS, f"is above {MAX_TOKENS}")
+    if column.kind == "index" and null.any():
+        refuse(null, "is missing or NaN")
+    if not null.any():
+        return values.astype(np.int64)
+    return pd.array([pd.NA if n else int(v) for v, n in zip(values, null, strict=True)], dtype="Int64")
+
+
+def _checked_ids(series: pd.Series[Any], refuse: Callable[..., None]) -> Any:
+    """Whole numbers stay numbers if all are; otherwise everything becomes text."""
+    values = [v.item() if isinstance(v, np.generic) else v for v in series]
+    refuse(np.array([isinstance(v, bool) or not isinstance(v, int | float | str) for v in values]),
+           "is neither a whole number nor text")  # fmt: skip
+    refuse(np.array([isinstance(v, float) and not v.is_integer() for v in values]), "is not a whole number")
+    if all(not isinstance(v, str) and abs(v) < 2**63 for v in values):
+        return np.array([int(v) for v in values], np.int64)
+    return pd.Series([str(int(v) if isinstance(v, float) else v) for v in values], dtype=object)
+
+
+_FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
+
+def _checked_flags(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
+    if pd.api.types.is_bool_dtype(series.dtype) and not null.any():
+        return series.to_numpy(np.bool_)
+    values = [None if n else _FLAGS.get(str(v).lower()) for v, n in zip(series, null, strict=True)]
+    refuse(np.array([v is None for v in values]) & ~null, "is neither true nor false")
+    return np.array(values, np.bool_) if not null.any() else pd.array(values, dtype="boolean")
+
+
+def _checked_lists(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
+    import json
+
+    out: list[list[float] | None] = []
+    bad = np.zeros(len(series), np.bool_)
+    for i, value in enumerate(series):
+        if null[i]:
+            out.append(None)
+            continue
+        try:
+            parsed = json.loads(value) if isinstance(value, str) else value
+            numbers = [float(v) for v in parsed]
+            bad[i] = any(not np.isfinite(v) or v < 0 for v in numbers)
+        except (TypeError, ValueError):
+            numbers, bad[i] = [], True
+        out.append(numbers)
+    refuse(bad, "is not a list of finite numbers, 0 or more")
+    return pd.Series(out, dtype=object)
+
+
+def _check_duplicates(frame: pd.DataFrame, where: str, row_name: Callable[[int], str]) -> None:
+    keys = ["prompt_id", "sample_id", "epoch"]
+    again = frame.duplicated(keys).to_numpy(np.bool_)
+    if not again.any():
+        return
+    second = int(np.argmax(again))
+    same = (frame[keys] == frame.loc[second, keys]).all(axis=1).to_numpy(np.bool_)
+    first = int(np.argmax(same))
+    prompt, sample, epoch = (frame[k].iloc[second] for k in keys)
+    raise TraceError(
+        f"{where}: {row_name(second)}: prompt_id {prompt}, sample_id {sample}, epoch {epoch} stands already in "
+        f"{row_name(first)}; each response may appear once"
+    )
+
+
+def _settle_caps(
+    frame: pd.DataFrame, meta: TraceMeta, notes: list[str], where: str, row_name: Callable[[int], str]
+) -> TraceMeta:
+    """Fills `capped`, and the cap where the rows tell it; refuses a response above the cap."""
+    length = frame["response_tokens"].to_numpy(np.int64)
+    cap = meta.cap_tokens
+    if cap is not None and bool((length > cap).any()):
+        row = int(np.argmax(length > cap))
+        raise TraceError(f"{where}: {row_name(row)}: response_tokens {length[row]} is above the trace's cap {cap}")
+    if "capped" in frame:
+        capped = frame["capped"].fillna(False).to_numpy(np.bool_)
+    elif "finish_reason" in frame:
+        capped = (frame["finish_reason"] == "length").to_numpy(np.bool_)
+    else:
+        capped = np.zeros(len(frame), np.bool_)
+    if cap is None and capped.any() and len(np.unique(length[capped])) == 1 and length[capped][0] == length.max():
+        cap = int(length.max())
+        notes.append(f"cap {cap} tokens taken from the longest responses, which are marked as cut")
+    if cap is not None and "capped" not in frame:
+        capped = capped | (length >= cap)
+    frame["capped"] = capped
+    return meta.model_copy(update={"cap_tokens": cap})

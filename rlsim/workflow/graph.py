@@ -1,0 +1,104 @@
+"""A workflow: calls on named models, and edges that carry data or a parameter version from one call to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlsim.errors import ConfigError
+
+CallKind = Literal["generate", "inference", "train", "reward", "sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model function call of a training step.
+
+    `kind`: `generate` decodes responses, `inference` is a forward pass over them, `train` updates the model, `sync` brings
+    updated weights to the rollout engine, `reward` scores responses outside the models (CPU) and needs no GPU.
+    """
+
+    name: str
+    kind: CallKind
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """`target` needs what `source` produces: of the same step (`lag` 0), or of the one `lag` steps before.
+
+    The grain is a whole stage: all of it, then go.
+    """
+
+    source: str
+    target: str
+    lag: int = 0
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """The calls of one training step and their edges. Raises `ConfigError` if they do not form a runnable graph."""
+
+    name: str
+    calls: tuple[Call, ...]
+    edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        names = [call.name for call in self.calls]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"workflow {self.name}: two calls have the same name")
+        for edge in self.edges:
+            for end in (edge.source, edge.target):
+                if end not in names:
+                    raise ConfigError(f"workflow {self.name}: an edge names {end!r}, which is no call of it")
+            if edge.lag < 0:
+                raise ConfigError(f"workflow {self.name}: the edge {edge.source} -> {edge.target} has a negative lag")
+        self.order()
+
+    def call(self, name: str) -> Call:
+        """The call of that name; raises `ConfigError` if there is none."""
+        for call in self.calls:
+            if call.name == name:
+                return call
+        raise ConfigError(f"workflow {self.name} has no call {name!r}")
+
+    def into(self, name: str) -> tuple[Edge, ...]:
+        """The edges that end in the call `name`."""
+        return tuple(edge for edge in self.edges if edge.target == name)
+
+    def order(self) -> tuple[str, ...]:
+        """Call names, each after those it needs within a step; raises `ConfigError` if they wait for each other."""
+        needs = {c.name: {e.source for e in self.into(c.name) if e.lag == 0} for c in self.calls}
+        ordered: list[str] = []
+        while needs:
+            ready = [name for name, sources in needs.items() if sources <= set(ordered)]
+            if not ready:
+                raise ConfigError(f"workflow {self.name}: {', '.join(sorted(needs))} wait for each other")
+            ordered += ready
+            for name in ready:
+                del needs[name]
+        return tuple(ordered)
+
+
+def grpo(*, reference: bool = True, old_log_probs: bool = True) -> Workflow:
+    """GRPO as veRL runs it: generate, score, log-probs under the reference and the old policy, one update, weight sync.
+
+    GRPO (Shao et al. 2024) has no critic; `reference` off is training without a KL term (DAPO), `old_log_probs` off takes those of
+    the rollout engine.
+    """
+    calls = [
+        Call("generate", "generate", "actor"),
+        Call("reward", "reward", "reward"),
+        *([Call("old_log_prob", "inference", "actor")] if old_log_probs else []),
+        *([Call("ref_log_prob", "inference", "reference")] if reference else []),
+        Call("train", "train", "actor"),
+        Call("weight_sync", "sync", "actor"),
+    ]
+    prepare = [call.name for call in calls if call.kind in ("reward", "inference")]
+    edges = [
+        *(Edge("generate", name) for name in prepare),
+        *(Edge(name, "train") for name in prepare),
+        Edge("train", "weight_sync"),
+        Edge("weight_sync", "generate", lag=1),
+    ]
+    return Workflow("grpo", tuple(calls), tuple(edges))

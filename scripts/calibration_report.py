@@ -1,0 +1,250 @@
+"""The text of `docs/calibration.md`, made by `fit_calibrations.py`."""
+
+from __future__ import annotations
+
+from fit_calibrations import PAT_CONTEXT, PAT_LATENCIES, SCRIPT, Serving, error_of, percent
+
+from rlsim.cost.calibration import Calibration, HostFit, Residual
+from rlsim.cost.roofline import RooflineStep
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+
+INTRO = f"""# Calibration: what the kernel costs are fitted to, and how far off they are
+
+Written by `{SCRIPT}` from measured tables that are not part of this project (NVIDIA aiconfigurator,
+Apache-2.0; Microsoft Vidur, MIT). The files in `calibration/` hold fitted constants only. Errors below are absolute
+relative errors, `p90` the 90th percentile, `bias` the
+median signed error (positive: predicted too slow), on shapes that the fit has not seen unless a row says so.
+
+## Cold weights and KV
+
+A decode step reads every layer's weights and KV once, so by the time a layer comes round again, the others have
+displaced it from L2. Microbenchmarks repeat one small kernel and find its operands in L2. The fits therefore take
+bandwidths from footprints beyond L2 (GEMM: four times L2 for the bandwidth, 1.5 times for the rest; KV: 1.2 times)
+and use them for every size. The table "against L2-hot rows" shows what this changes: a positive bias is time that
+the hot measurement hides.
+
+TensorRT-LLM's grouped-query decode rows beyond L2 imply up to 1.3 times the peak bandwidth (1.5 times on L40S). No
+kernel can read its KV that fast, so these rows were served from L2 in part whatever their size; rows above 95% of
+peak are left out.
+"""
+
+NAMES = {
+    "gemm": "GEMM",
+    "decode_attention": "decode attention",
+    "prefill_attention": "prefill attention",
+    "prefill_attention_long": "prefill attention, 1K tokens and more",
+    "memory_bound": "elementwise, per layer",
+    "nccl": "NCCL (in sample)",
+    "custom_all_reduce": "engine all-reduce (in sample)",
+}
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _table(head: list[str], rows: list[str]) -> str:
+    return "\n".join([_row(*head), _row(*["---"] * len(head)), *rows])
+
+
+def _errors(item: Residual) -> tuple[str, str, str, int]:
+    return percent(item.median), percent(item.p90), percent(item.bias), item.count
+
+
+def _operators(made: dict[str, Calibration]) -> str:
+    rows = []
+    for name in sorted(made):
+        if any(note.startswith("derived") for note in made[name].provenance.notes):
+            continue
+        for key, item in made[name].residuals.items():
+            rows.append(_row(name, NAMES[key], *_errors(item)))
+    return "## Operators on held-out shapes\n\n" + _table(
+        ["calibration", "operator", "median", "p90", "bias", "rows"], rows
+    )
+
+
+def _hot(hot: dict[str, dict[str, Residual]]) -> str:
+    rows = [_row(name, NAMES[key], *_errors(item)) for name in sorted(hot) for key, item in hot[name].items()]
+    return "## Against L2-hot rows (not fitted)\n\n" + _table(
+        ["calibration", "operator", "median", "p90", "bias", "rows"], rows
+    )
+
+
+def _a40(calibration: Calibration) -> str:
+    model, cluster = load_model("llama-3.1-8b"), load_cluster("8xa40")
+    rows = []
+    for (tp, batch), measured in PAT_LATENCIES.items():
+        shown = RooflineStep(model, tp, cluster, calibration).decode(batch).step_s(batch * PAT_CONTEXT)
+        origin = "predicted" if tp == 2 else "used for the 8-GPU all-reduce"
+        rows.append(
+            _row(f"TP{tp}", batch, f"{measured * 1e3:.2f}", f"{shown * 1e3:.2f}", percent(shown / measured - 1), origin)
+        )
+    eight = calibration.collectives.nccl["all_reduce"][8]
+    latency = eight.time_s[0]
+    rate = (eight.message_bytes[-1] - eight.message_bytes[0]) / (eight.time_s[-1] - eight.time_s[0])
+    return f"""## A40: PAT's four decode latencies (LLaMA-3.1-8B, {PAT_CONTEXT} tokens of context)
+
+{_table(["layout", "sequences per replica", "PAT, ms", "rlsim, ms", "error", "role"], rows)}
+
+The kernels alone give the TP2 rows, so no host time is left to fit ({calibration.host.step_s * 1e3:.2f} ms a step).
+The two TP8 rows give the 8-GPU all-reduce: {latency * 1e6:.0f} us + bytes / {rate / 1e9:.2f} GB/s, which holds
+whatever else TP8 adds on that machine. Prefill attention has no A40 table: its efficiencies are the L40S's.
+"""
+
+
+def _sums(made: dict[str, Calibration], sums: dict[str, list[tuple[int, int, int, float]]]) -> str:
+    model = load_model("llama-3.1-8b")
+    rows = []
+    for name, cluster_name, gpu in (
+        ("a40-vllm", "8xa40", "a40"),
+        ("a100-sxm-80gb-vllm", "8xa100", "a100"),
+        ("h100-sxm-vllm", "8xh100", "h100"),
+    ):
+        cluster = load_cluster(cluster_name)
+        bare = made[name].model_copy(update={"host": HostFit(step_s=0.0, sequence_s=0.0, source="none")})
+        by_tp: dict[int, list[float]] = {}
+        for tp, batch, context, measured in sums.get(gpu, []):
+            shown = RooflineStep(model, tp, cluster, bare).decode(batch).step_s(batch * context)
+            by_tp.setdefault(tp, []).append(shown / measured - 1)
+        for tp, errors in sorted(by_tp.items()):
+            ordered = sorted(errors)
+            mean = sum(abs(e) for e in errors) / len(errors)
+            rows.append(_row(gpu, f"TP{tp}", len(errors), percent(mean), percent(ordered[len(ordered) // 2])))
+    return f"""## Against sums over Vidur's layers (LLaMA-3-8B decode with LM head, no host time)
+
+Differences, not errors: the sums take A40's linear layers from a third party and, for A40 at TP8, an all-reduce
+three times slower than PAT's figures allow; their all-reduce of small messages on A100 and H100 is a noisy floor of
+20 to 40 us that CUDA graphs and custom all-reduce do not have.
+
+{_table(["GPU", "layout", "points", "mean absolute difference", "median difference"], rows)}
+"""
+
+
+def _serving(serving: dict[str, Serving], variants: dict[str, Serving]) -> str:
+    none = HostFit(step_s=0.0, sequence_s=0.0, source="none")
+    treatment = [
+        "engine",
+        "kernels",
+        "no host time, share 1, all rows",
+        "with host time, share 1, test",
+        "fitted share, test",
+        "host, ms",
+    ]
+    head = [
+        "engine",
+        "rows fit / test",
+        "host per step, ms",
+        "per sequence, ms",
+        "share",
+        "test error",
+        "test bias",
+        "fit error",
+    ]
+    rows, compare, detail = [], [], []
+    for engine, item in serving.items():
+        train = [row for row in item.rows if row.fit]
+        test = [row for row in item.rows if not row.fit]
+        error, bias = error_of(test, item.host, item.share)
+        rows.append(
+            _row(
+                f"{engine} {item.version}",
+                f"{len(train)} / {len(test)}",
+                f"{item.host.step_s * 1e3:.3f}",
+                f"{item.host.sequence_s * 1e3:.4f}",
+                f"{item.share:.2f}",
+                percent(error),
+                percent(bias),
+                percent(error_of(train, item.host, item.share)[0]),
+            )
+        )
+        other = variants[engine]
+        for label, one in (("cold", item), ("hot rows included", other)):
+            unseen = [row for row in one.rows if not row.fit]
+            bare = error_of(one.rows, none)
+            plain_host = error_of(unseen, one.host, 1.0)
+            fitted = error_of(unseen, one.host, one.share)
+            compare.append(
+                _row(
+                    engine,
+                    label,
+                    f"{percent(bare[0])} ({percent(bare[1])})",
+                    f"{percent(plain_host[0])} ({percent(plain_host[1])})",
+                    f"{percent(fitted[0])} ({percent(fitted[1])})",
+                    f"{one.host.step_s * 1e3:.2f} + {one.host.sequence_s * 1e3:.4f} b",
+                )
+            )
+        for row in item.rows:
+            shown = row.predicted_s(item.host, item.share)
+            detail.append(
+                _row(
+                    engine,
+                    row.label,
+                    f"{row.measured_s * 1e3:.2f}",
+                    f"{row.predicted_s(none) * 1e3:.2f}",
+                    f"{shown * 1e3:.2f}",
+                    percent(shown / row.measured_s - 1),
+                    "fit" if row.fit else "test",
+                )
+            )
+    left = "; ".join(f"{engine}: {', '.join(item.left_out)}" for engine, item in serving.items() if item.left_out)
+    return f"""## Whole engines: time per output token on H100
+
+TPOT in closed form = decode step at mid context + share x concurrency / response length x what one prompt adds +
+host time. Every second run is fitted, the others are the test. *Share* is the part of the other requests' prompts
+that falls between a request's first and last token: 1 in steady arrivals, about half when requests of equal length
+run in waves. It belongs to the benchmark, or to prompts that are faster than the sum of their kernels; the two
+cannot be told apart, so it is fitted beside the host time and **not** put into the calibration. Precision of these
+runs is not stated; bf16 is assumed.
+
+{_table(head, rows)}
+
+Runs whose KV cannot hold all sequences at once queue (first-token times of seconds to a minute) and are left out:
+{left}.
+
+Mean absolute error, and bias in brackets, with each treatment of L2 (share 1 = the plain closed form):
+
+{_table(treatment, compare)}
+
+{_table(["engine", "run", "measured, ms", "kernels, share 1", "predicted", "error", ""], detail)}
+"""
+
+
+def report(
+    made: dict[str, Calibration],
+    hot: dict[str, dict[str, Residual]],
+    serving: dict[str, Serving],
+    variants: dict[str, Serving],
+    sums: dict[str, list[tuple[int, int, int, float]]],
+) -> str:
+    """The whole page."""
+    derived = sorted(name for name in made if any(note.startswith("derived") for note in made[name].provenance.notes))
+    skews = {name: made[name].operators.decode_attention.skew for name in sorted(made) if name not in derived}
+    skew = _table(["calibration", "skew"], [_row(name, f"{value:.2f}") for name, value in skews.items()])
+    end = f"""## Derived, not measured
+
+- {", ".join(derived)}: kernels of the H100 at their own data-sheet figures; H800's collectives are H100's with the
+part above
+  the latency stretched by the link rates. Their residuals are the H100's.
+- **Skew** (share of the padding of unequal contexts that decode attention pays for): list scheduling of split-KV
+blocks over
+  the SMs, lognormal contexts (sigma 0.6), a lone block at most twice its share of the bandwidth. No table measures
+  unequal contexts.
+
+{skew}
+
+- Chunks of a prompt on top of cached tokens; a mixture's grouped GEMM; broadcast, send/receive; everything across nodes
+  (hierarchical ring at 80% of the link).
+- Host time on GPUs other than H100 is H100's of the same engine. Graph capture and control of a layout change are
+  PAT's (A40, host-bound) everywhere; creating a communication group (1 s) is an assumption.
+"""
+    parts = [
+        INTRO,
+        _operators(made),
+        _hot(hot),
+        _a40(made["a40-vllm"]),
+        _sums(made, sums),
+        _serving(serving, variants),
+        end,
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -1,0 +1,708 @@
+"""A rollout token by token: the slow, plain reading of docs/engine.md that the engine is held to.
+
+No events and no jumps. Every replica executes one iteration at a time, and the loop goes on with whatever ends next.
+Sums, pages and loads are counted anew each time they are needed. Where the specification leaves a choice, the comment
+that begins with "Choice:" says what is done here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rlsim.cost.step import Chunk
+from rlsim.cost.transfer import SwitchCost
+from rlsim.sim.control import (
+    Abort,
+    Action,
+    KvHandling,
+    Migrate,
+    Reconfigure,
+    Release,
+    ReplicaView,
+    RequestView,
+    RolloutControl,
+    RolloutCosts,
+    Stop,
+)
+
+ONE_MOMENT = 1e-9
+
+
+def one_moment(a: float, b: float) -> bool:
+    """Moments closer than 1e-9 of their value are one."""
+    return abs(a - b) <= ONE_MOMENT * max(abs(a), abs(b))
+
+
+# ------------------------------------------------------------------------------------------ what goes in and out
+
+
+@dataclass
+class RefRequest:
+    id: int
+    prompt_id: int
+    prompt_tokens: int
+    response_tokens: int
+    generated: int = 0  # above 0: resumed
+
+
+@dataclass(frozen=True)
+class RefEngine:
+    page_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool
+    watermark_pages: int
+
+
+@dataclass(frozen=True)
+class RefSwitch:
+    node: int
+    from_tp: int
+    to_tp: int
+    begun_at: float  # when the last replica had stopped
+    cost: SwitchCost
+
+
+@dataclass
+class RefResult:
+    finish_at: dict[int, float] = field(default_factory=dict)  # finished only
+    first_token_at: dict[int, float] = field(default_factory=dict)  # first token generated in this rollout
+    preemptions: dict[int, int] = field(default_factory=dict)  # every request, 0 where none
+    generated: dict[int, int] = field(default_factory=dict)  # every request
+    finished: set[int] = field(default_factory=set)
+    aborted: set[int] = field(default_factory=set)
+    unfinished: set[int] = field(default_factory=set)
+    end_at: float = 0.0
+    peak_pages: dict[int, int] = field(default_factory=dict)  # by replica index, at the start of executed iterations
+    busy_s: dict[tuple[int, ...], float] = field(default_factory=dict)  # by the GPUs of a replica
+    actions: list[tuple[float, Action]] = field(default_factory=list)  # carried out, not ignored
+    released_at: dict[int, float] = field(default_factory=dict)  # by replica index
+    switches: list[RefSwitch] = field(default_factory=list)  # begun
+    iterations: list[tuple[float, float, int, str]] = field(default_factory=list)  # start, end, replica, kind
+
+
+def simulate(
+    requests: Sequence[RefRequest],
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    tp: int,
+    costs: RolloutCosts,
+    engine: RefEngine,
+    cap_tokens: int,
+    control: RolloutControl,
+    routing: Literal["contiguous", "round_robin"] = "contiguous",
+) -> RefResult:
+    """One rollout from its start to its end. The requests given are not changed."""
+    rollout = _Rollout(requests, nodes, gpus_per_node, tp, costs, engine, cap_tokens, control)
+    rollout.deal(routing)
+    rollout.run()
+    return rollout.result
+
+
+# -------------------------------------------------------------------------------------------- what it is made of
+
+
+@dataclass(eq=False)
+class _Request:
+    id: int
+    prompt_id: int
+    prompt_tokens: int
+    response_tokens: int
+    generated: int
+    state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving"] = "waiting"
+    arrived_kv: bool = False  # waiting, and its KV has just arrived with it
+    prefilled: int = 0  # prefilling: tokens already in the cache
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens + self.generated
+
+    @property
+    def left(self) -> bool:
+        return self.state not in ("finished", "aborted")
+
+    def lose_kv(self) -> None:
+        self.state, self.arrived_kv, self.prefilled = "waiting", False, 0
+
+
+@dataclass(eq=False)
+class _Iteration:
+    started_at: float
+    ends_at: float
+    kind: Literal["prefill", "mixed", "decode"]
+    decoding: list[_Request]  # each generates one token
+    chunks: list[tuple[_Request, int]]  # and the tokens that it prefills
+    fresh: list[_Request]  # admitted without KV at the boundary before
+    pages: int
+
+
+@dataclass(eq=False)
+class _Replica:
+    index: int
+    node: int
+    tp: int
+    gpus: tuple[int, ...]
+    admitted: list[_Request] = field(default_factory=list)  # running and prefilling, in admission order
+    waiting: list[_Request] = field(default_factory=list)
+    arrivals: list[_Request] = field(default_factory=list)  # not yet taken in at a boundary
+    iteration: _Iteration | None = None
+    stopping: Literal["no", "switch", "release", "stop"] = "no"
+    stopped: bool = False
+
+    @property
+    def active(self) -> bool:
+        return self.stopping == "no"
+
+    def requests(self) -> list[_Request]:
+        return [*self.admitted, *self.waiting, *self.arrivals]
+
+    def load(self) -> int:
+        return sum(r.context for r in self.requests())
+
+    def remove(self, request: _Request) -> None:
+        for place in (self.admitted, self.waiting, self.arrivals):
+            if request in place:
+                place.remove(request)
+
+
+@dataclass(eq=False)
+class _Move:
+    requests: list[_Request]
+    to: _Replica
+    kv: KvHandling
+    gone: list[_Request] = field(default_factory=list)  # have left their replica, on the way
+    held: list[tuple[_Request, _Replica]] = field(
+        default_factory=list
+    )  # those that held KV, and the replicas they left
+    arrives_at: float | None = None  # None until the last one has left
+
+
+@dataclass(eq=False)
+class _Switch:
+    node: int
+    to_tp: int
+    kv: KvHandling
+    old: list[_Replica]
+    ends_at: float | None = None  # None until the last replica has stopped
+
+
+class _View:
+    """The rollout as a control may see it. Good until the control returns."""
+
+    def __init__(self, rollout: _Rollout, finished_on: set[int]) -> None:
+        self._rollout = rollout
+        self._finished_on = finished_on
+
+    @property
+    def now_s(self) -> float:
+        return self._rollout.now
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self._rollout.gpus_per_node
+
+    @property
+    def cap_tokens(self) -> int:
+        return self._rollout.cap_tokens
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(sorted({replica.node for replica in self._rollout.active()}))
+
+    @property
+    def finished_nodes(self) -> tuple[int, ...]:
+        return tuple(node for node in self.nodes if node in self._finished_on)
+
+    @property
+    def finished(self) -> int:
+        return len(self._rollout.result.finished)
+
+    @property
+    def total(self) -> int:
+        return len(self._rollout.requests)
+
+    def unfinished(self, node: int | None = None) -> int:
+        # Choice: a request on its way between replicas is on no node; one on a node that switches, or on a replica that
+        # is being released, is on that node.
+        if node is None:
+            return sum(r.left for r in self._rollout.requests)
+        return sum(len(replica.requests()) for replica in self._rollout.replicas if replica.node == node)
+
+    def tp(self, node: int) -> int:
+        return self._rollout.tps[node]
+
+    def used_tps(self, node: int) -> frozenset[int]:
+        return frozenset(self._rollout.used_tps[node])
+
+    def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
+        # Choice: a replica that is to stop (its node switches, it is being released) is not active any more.
+        return tuple(
+            ReplicaView(
+                replica.index,
+                replica.node,
+                replica.tp,
+                replica.gpus,
+                tuple(
+                    RequestView(r.id, r.prompt_id, r.prompt_tokens, r.generated, r.state == "running")
+                    for r in replica.requests()
+                ),
+            )
+            for replica in self._rollout.active()
+            if node is None or replica.node == node
+        )
+
+
+# --------------------------------------------------------------------------------------------------- the rollout
+
+
+class _Rollout:
+    def __init__(
+        self,
+        requests: Sequence[RefRequest],
+        nodes: int,
+        gpus_per_node: int,
+        tp: int,
+        costs: RolloutCosts,
+        engine: RefEngine,
+        cap_tokens: int,
+        control: RolloutControl,
+    ) -> None:
+        self.now = 0.0
+        self.gpus_per_node, self.costs, self.engine = gpus_per_node, costs, engine
+        self.cap_tokens, self.control = cap_tokens, control
+        self.requests = [_Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
+        self.by_id = {r.id: r for r in self.requests}
+        self.tps = dict.fromkeys(range(nodes), tp)
+        self.used_tps = {node: {tp} for node in range(nodes)}
+        self.replicas: list[_Replica] = []  # all there have been, by index
+        self.moves: list[_Move] = []
+        self.switches: list[_Switch] = []  # not ended
+        self.homeless: list[_Request] = []  # their replica is gone, and none is active
+        self.aborting: set[_Request] = set()  # to leave at their replica's next boundary
+        self.stop_asked = False
+        self.result = RefResult(preemptions={r.id: 0 for r in self.requests})
+        if len(self.by_id) < len(self.requests):
+            raise ValueError("two requests have the same id")
+        for r in self.requests:
+            if not 0 <= r.generated < r.response_tokens:
+                raise ValueError(f"request {r.id} has nothing to generate")
+            if self.pages_of(r.prompt_tokens + r.response_tokens) > costs.capacity_pages(tp):
+                raise ValueError(f"request {r.id} does not fit an empty replica")
+        for node in range(nodes):
+            self.create_replicas(node)
+
+    # --- simple questions
+
+    def pages_of(self, context: int) -> int:
+        return -(-context // self.engine.page_tokens)
+
+    def pages(self, replica: _Replica) -> int:
+        return sum(self.pages_of(r.context) for r in replica.admitted)
+
+    def active(self) -> list[_Replica]:
+        return [replica for replica in self.replicas if replica.active]
+
+    def switching(self, node: int) -> bool:
+        return any(switch.node == node for switch in self.switches)
+
+    def replica_of(self, request: _Request) -> _Replica | None:
+        return next((replica for replica in self.replicas if request in replica.requests()), None)
+
+    # --- replicas and dealing
+
+    def create_replicas(self, node: int) -> list[_Replica]:
+        tp = self.tps[node]
+        if self.gpus_per_node % tp:
+            raise ValueError(f"a node of {self.gpus_per_node} GPUs cannot be divided into replicas of {tp}")
+        new = []
+        for first in range(node * self.gpus_per_node, (node + 1) * self.gpus_per_node, tp):
+            new.append(_Replica(len(self.replicas), node, tp, tuple(range(first, first + tp))))
+            self.replicas.append(new[-1])
+        return new
+
+    def deal(self, routing: Literal["contiguous", "round_robin"]) -> None:
+        if routing == "round_robin":
+            for i, r in enumerate(self.requests):
+                self.replicas[i % len(self.replicas)].arrivals.append(r)
+            return
+        each, more = divmod(len(self.requests), len(self.replicas))
+        rest = list(self.requests)
+        for i, replica in enumerate(self.replicas):
+            n = each + 1 if i < more else each
+            replica.arrivals, rest = rest[:n], rest[n:]
+
+    def deal_by_context(self, requests: list[_Request], targets: list[_Replica], put: Callable[..., None]) -> None:
+        """The longest context first (ties: lower id), to the replica with the least contexts (ties: lowest index)."""
+        for r in sorted(requests, key=lambda r: (-r.context, r.id)):
+            put(min(targets, key=lambda replica: (replica.load(), replica.index)), r)
+
+    # --- an iteration of a replica
+
+    def begin(self, replica: _Replica) -> None:
+        """Steps 1 to 4 of a boundary."""
+        assert replica.iteration is None
+        engine = self.engine
+        capacity = self.costs.capacity_pages(replica.tp)
+
+        # 1. arrivals
+        replica.waiting += replica.arrivals
+        replica.arrivals = []
+
+        # 2. evict
+        while self.pages(replica) > capacity:
+            victim = replica.admitted.pop()
+            victim.lose_kv()
+            replica.waiting.insert(0, victim)
+            self.result.preemptions[victim.id] += 1
+
+        # 3. admit, handing out the token budget on the way
+        chunks: list[tuple[_Request, int]] = []
+        fresh: list[_Request] = []
+        budget = max(1, engine.max_num_batched_tokens - sum(r.state == "running" for r in replica.admitted))
+
+        def budget_left() -> int:
+            return budget - sum(new for _, new in chunks)
+
+        for r in replica.admitted:
+            if r.state == "prefilling" and budget_left() > 0:
+                chunks.append((r, min(budget_left(), r.context - r.prefilled)))  # noqa: PERF401
+        while replica.waiting:
+            head = replica.waiting[0]
+            if len(replica.admitted) >= engine.max_num_seqs:
+                break
+            watermark = engine.watermark_pages if replica.admitted else 0
+            if self.pages_of(head.context) + self.pages(replica) + watermark > capacity:
+                break
+            if not head.arrived_kv:
+                if engine.chunked_prefill:
+                    if budget_left() <= 0:
+                        break
+                    chunks.append((head, min(budget_left(), head.context)))
+                else:
+                    if chunks and sum(new for _, new in chunks) + head.context > engine.max_num_batched_tokens:
+                        break
+                    chunks.append((head, head.context))
+                fresh.append(head)
+            replica.waiting.pop(0)
+            replica.admitted.append(head)
+            head.state = "running" if head.arrived_kv else "prefilling"
+            head.arrived_kv = False
+        for r in replica.waiting:
+            r.arrived_kv = False
+
+        # 4. iterate
+        step = self.costs.step(replica.tp)
+        running = [r for r in replica.admitted if r.state == "running"]
+        contexts = [r.context for r in running]
+        new_chunks = [Chunk(new, r.prefilled) for r, new in chunks]
+        kind: Literal["prefill", "mixed", "decode"]
+        if chunks and not engine.chunked_prefill:
+            kind, time_s, running = "prefill", step.prefill_s(new_chunks), []
+        elif chunks and not running:
+            kind, time_s = "mixed", step.prefill_s(new_chunks)
+        elif chunks:
+            padding = len(running) * max(contexts) - sum(contexts)
+            kind, time_s = "mixed", step.mixed_s(len(running), sum(contexts) + step.skew * padding, new_chunks)
+        elif running:
+            total = sum(contexts)
+            padding = len(running) * max(contexts) - total
+            kind, time_s = "decode", step.decode(len(running)).step_s(total + step.skew * padding)
+        else:
+            if replica.waiting:
+                raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")
+            return
+        pages = self.pages(replica)
+        replica.iteration = _Iteration(self.now, self.now + time_s, kind, running, chunks, fresh, pages)
+
+    def cancel(self, replica: _Replica) -> None:
+        """An iteration that has only just begun counts as not begun. What was evicted for it stays evicted."""
+        iteration = replica.iteration
+        assert iteration is not None
+        assert one_moment(iteration.started_at, self.now)
+        for r in iteration.fresh:
+            replica.admitted.remove(r)
+            r.lose_kv()
+        replica.waiting[:0] = iteration.fresh
+        replica.iteration = None
+
+    def end(self, replica: _Replica) -> bool:
+        """Step 5: tokens are there, finished requests leave. Says whether any has finished."""
+        iteration = replica.iteration
+        assert iteration is not None
+        replica.iteration = None
+        result = self.result
+        result.iterations.append((iteration.started_at, self.now, replica.index, iteration.kind))
+        busy_s = self.now - iteration.started_at
+        result.busy_s[replica.gpus] = result.busy_s.get(replica.gpus, 0.0) + busy_s
+        result.peak_pages[replica.index] = max(result.peak_pages.get(replica.index, 0), iteration.pages)
+        generating = list(iteration.decoding)
+        for r, new in iteration.chunks:
+            r.prefilled += new
+            if r.prefilled == r.context:
+                r.state, r.prefilled = "running", 0
+                generating.append(r)
+        for r in generating:
+            r.generated += 1
+            result.first_token_at.setdefault(r.id, self.now)
+        finished = [r for r in replica.admitted if r.generated == r.response_tokens]
+        for r in finished:
+            replica.admitted.remove(r)
+            r.state = "finished"
+            result.finished.add(r.id)
+            result.finish_at[r.id] = self.now
+        return bool(finished)
+
+    # --- actions: first noted, then settled at the boundaries of the replicas concerned
+
+    def note(self, action: Action) -> bool:
+        """Note what is to happen; False if the action is ignored."""
+        if self.stop_asked:
+            return False
+        match action:
+            case Reconfigure(node, tp, kv):
+                # Choice: a node that has given up replicas (or is about to) cannot be laid out anew.
+                old = [replica for replica in self.active() if replica.node == node]
+                if not old or self.switching(node) or len(old) * self.tps[node] < self.gpus_per_node:
+                    return False
+                if self.gpus_per_node % tp:
+                    raise ValueError(f"a node of {self.gpus_per_node} GPUs cannot be divided into replicas of {tp}")
+                for replica in old:
+                    replica.stopping = "switch"
+                self.switches.append(_Switch(node, tp, kv, old))
+                return True
+            case Migrate(ids, to, kv):
+                target = self.replicas[to]
+                if not target.active:
+                    return False
+                moving = []
+                for i in dict.fromkeys(ids):
+                    # Choice: the first Migrate of a request counts until it has arrived.
+                    source = self.replica_of(self.by_id[i])
+                    on_its_way = any(self.by_id[i] in move.requests for move in self.moves)
+                    if source is not None and source.active and source is not target and not on_its_way:
+                        moving.append(self.by_id[i])
+                if not moving:
+                    return False
+                self.moves.append(_Move(moving, target, kv))
+                return True
+            case Release(indices):
+                going = [replica for replica in self.active() if replica.index in indices]
+                # Choice: somebody must stay, or the whole action is ignored.
+                if not going or len(going) == len(self.active()):
+                    return False
+                for replica in going:
+                    replica.stopping = "release"
+                return True
+            case Abort(ids):
+                leaving = []
+                for i in ids:
+                    source = self.replica_of(self.by_id[i])
+                    if source is not None and source.active:
+                        leaving.append(self.by_id[i])
+                self.aborting.update(leaving)
+                return bool(leaving)
+            case Stop():
+                self.stop_asked = True
+                for replica in self.replicas:
+                    if not replica.stopped:
+                        replica.stopping = "stop"
+                return True
+
+    def settle(self) -> None:
+        """Everything that replicas at a boundary and arrivals of this moment entail, until nothing more follows."""
+        steps = (self.leave, self.arrive, self.stop_replicas, self.begin_switches, self.end_switches, self.house)
+        followed = True
+        while followed:
+            followed = sum(step() for step in steps) > 0  # every one of them
+
+    def at_boundary(self, replica: _Replica) -> bool:
+        """Whether something can be done to the replica now; it is only asked where there is something to do."""
+        if replica.iteration is not None and one_moment(replica.iteration.started_at, self.now):
+            self.cancel(replica)
+        return replica.iteration is None
+
+    def leave(self) -> bool:
+        """Requests to be aborted or migrated leave the replicas that are at a boundary."""
+        any_left = False
+        for replica in self.replicas:
+            for r in replica.requests():
+                move = next((move for move in self.moves if r in move.requests and r not in move.gone), None)
+                if (r in self.aborting or move is not None) and self.at_boundary(replica):
+                    any_left = True
+                    if r in self.aborting:
+                        replica.remove(r)
+                        r.state = "aborted"
+                        self.result.aborted.add(r.id)
+                    elif move is not None:
+                        if r.state == "running":
+                            move.held.append((r, replica))
+                        replica.remove(r)
+                        r.lose_kv()
+                        r.state = "moving"
+                        move.gone.append(r)
+        return any_left
+
+    def arrive(self) -> bool:
+        """Migrated requests arrive; the transfer begins when the last one has left."""
+        any_arrived = False
+        for move in list(self.moves):
+            if move.arrives_at is None and all(r in move.gone or not r.left for r in move.requests):
+                move.arrives_at = self.now
+                # Choice: only those that held KV have anything to transfer; the others travel with them.
+                held = sorted(move.held, key=lambda item: move.requests.index(item[0]))
+                if move.kv == "migrate" and held:
+                    same_node = all(source.node == move.to.node for _, source in held)
+                    contexts = [r.context for r, _ in held]
+                    move.arrives_at += self.costs.transfer_s(contexts, held[0][1].tp, move.to.tp, same_node)
+            if move.arrives_at is not None and self.reached(move.arrives_at):
+                self.moves.remove(move)
+                any_arrived = any_arrived or bool(move.gone)
+                arriving = [r for r in move.requests if r in move.gone]
+                for r in arriving:
+                    r.lose_kv()
+                if move.to.stopped:
+                    self.homeless += arriving
+                    self.house()
+                    continue
+                for r in arriving:
+                    r.arrived_kv = move.kv == "migrate" and any(r is q for q, _ in move.held)
+                    move.to.arrivals.append(r)
+        return any_arrived
+
+    def stop_replicas(self) -> bool:
+        any_stopped = False
+        for replica in self.replicas:
+            if replica.stopping != "no" and not replica.stopped and self.at_boundary(replica):
+                any_stopped = replica.stopped = True
+                if replica.stopping == "release":
+                    requests = replica.requests()
+                    replica.admitted, replica.waiting, replica.arrivals = [], [], []
+                    self.result.released_at[replica.index] = self.now
+                    for r in requests:
+                        r.lose_kv()
+                    self.homeless += requests
+                    self.house()
+        return any_stopped
+
+    def house(self) -> bool:
+        """Deal those whose replica is gone to the active replicas, or keep them while there is none."""
+        if not self.homeless or not self.active():
+            return False
+        self.deal_by_context(self.homeless, self.active(), lambda replica, r: replica.arrivals.append(r))
+        self.homeless = []
+        return True
+
+    def begin_switches(self) -> bool:
+        begun = False
+        for switch in self.switches:
+            if self.stop_asked or switch.ends_at is not None or not all(replica.stopped for replica in switch.old):
+                continue
+            # Choice: those on their way to the node are unfinished there. Without any, the node has no more replicas.
+            coming = any(move.to in switch.old for move in self.moves)
+            if not coming and not any(replica.requests() for replica in switch.old):
+                switch.ends_at = math.inf
+                continue
+            contexts = [r.context for replica in switch.old for r in replica.admitted if r.state == "running"]
+            from_tp = self.tps[switch.node]
+            first_use = switch.to_tp not in self.used_tps[switch.node]
+            cost = self.costs.switch(from_tp, switch.to_tp, contexts, switch.kv, first_use)
+            self.used_tps[switch.node].add(switch.to_tp)
+            switch.ends_at = self.now + cost.total_s
+            self.result.switches.append(RefSwitch(switch.node, from_tp, switch.to_tp, self.now, cost))
+            begun = True
+        return begun
+
+    def end_switches(self) -> bool:
+        ended = False
+        for switch in sorted(self.switches, key=lambda switch: switch.node):
+            if self.stop_asked or switch.ends_at is None or not self.reached(switch.ends_at):
+                continue
+            ended = True
+            self.switches.remove(switch)
+            held, others = [], []
+            for replica in switch.old:  # by index
+                held += [r for r in replica.admitted if r.state == "running"]
+                # Choice: those in the middle of their prefill come before those that waited.
+                others += [r for r in replica.requests() if r.state != "running"]
+                replica.admitted, replica.waiting, replica.arrivals = [], [], []
+            for r in [*held, *others]:
+                r.lose_kv()
+            self.tps[switch.node] = switch.to_tp
+            new = self.create_replicas(switch.node)
+            self.deal_by_context([*held, *others], new, lambda replica, r: replica.arrivals.append(r))
+            order = [*held, *others]
+            for replica in new:
+                replica.arrivals.sort(key=order.index)
+            if switch.kv == "migrate":
+                for r in held:
+                    r.arrived_kv = True
+        return ended
+
+    # --- the loop
+
+    def reached(self, moment: float) -> bool:
+        return moment <= self.now or one_moment(moment, self.now)
+
+    def moments(self) -> Iterable[float]:
+        for replica in self.replicas:
+            if replica.iteration is not None:
+                yield replica.iteration.ends_at
+        for move in self.moves:
+            if move.arrives_at is not None:
+                yield move.arrives_at
+        for switch in self.switches:
+            if switch.ends_at not in (None, math.inf) and not self.stop_asked:
+                yield switch.ends_at
+
+    def over(self) -> bool:
+        if self.stop_asked:
+            return all(replica.stopped for replica in self.replicas)
+        return not any(r.left for r in self.requests)
+
+    def begin_all(self) -> None:
+        for replica in self.replicas:
+            if not replica.stopped:
+                if replica.arrivals and replica.iteration is not None:
+                    self.at_boundary(replica)  # cancels what has only just begun, so that arrivals of this moment join
+                if replica.iteration is None:
+                    self.begin(replica)
+
+    def run(self) -> None:
+        self.begin_all()
+        while not self.over():
+            moments = list(self.moments())
+            if not moments:
+                raise RuntimeError("requests are left, but no replica will ever serve them")
+            self.now = min(moments)
+            ending = [
+                replica
+                for replica in self.replicas
+                if replica.iteration is not None and self.reached(replica.iteration.ends_at)
+            ]
+            finished_on = {replica.node for replica in ending if self.end(replica)}
+            self.settle()
+            self.begin_all()
+            if finished_on and not self.stop_asked:
+                # Choice: asked after the last finish too, though nothing can be done any more.
+                self.ask(finished_on)
+                if not self.over():
+                    self.settle()
+                    self.begin_all()
+        self.close()
+
+    def ask(self, finished_on: set[int]) -> None:
+        answer = self.control.on_finish(_View(self, finished_on))
+        if answer is None or self.over():
+            return
+        for action in [answer] if isinstance(answer, Reconfigure | Migrate | Release | Abort | Stop) else list(answer):
+            if self.note(action):
+                self.result.actions.append((self.now, action))
+
+    def close(self) -> None:
+        self.result.end_at = self.now
+        self.result.unfinished = {r.id for r in self.requests if r.left}
+        self.result.generated = {r.id: r.generated for r in self.requests}

@@ -1,0 +1,112 @@
+"""Calibration files: they load, say where they are from, and are as good as they claim."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlsim.cost.calibration import calibration_names, load_calibration
+from rlsim.cost.operators import Operators
+from rlsim.errors import CalibrationError, CatalogueError
+from rlsim.hardware import load_gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+NAMES = sorted(calibration_names())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_loads_and_states_its_provenance(name: str) -> None:
+    calibration = load_calibration(name)
+    assert calibration.name == name == f"{calibration.gpu}-{calibration.engine}"
+    assert calibration.provenance.date
+    for source in calibration.provenance.sources:
+        assert source.project
+        assert source.commit
+        assert source.licence
+        assert source.files
+    assert any("cold" in note for note in calibration.provenance.notes)
+    assert calibration.host.source
+    assert calibration.runtime.source
+    assert calibration.training.source
+    assert calibration.runtime.graph_batch_sizes == tuple(sorted(set(calibration.runtime.graph_batch_sizes)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_is_the_catalogues_data_sheet(name: str) -> None:
+    calibration = load_calibration(name)
+    gpu = load_gpu(calibration.gpu)
+    assert calibration.reference.bf16_flop_per_s == pytest.approx(gpu.bf16_flop_per_s, rel=1e-3)
+    assert calibration.reference.memory_bytes_per_s == pytest.approx(gpu.memory_bytes_per_s, rel=1e-3)
+    assert calibration.reference.sm_count == gpu.sm_count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_residuals_are_within_bounds(name: str) -> None:
+    residuals = load_calibration(name).residuals
+    slow = name.startswith("l40s")
+    assert residuals["gemm"].count >= 500
+    assert residuals["gemm"].median < (0.12 if slow else 0.06)
+    assert residuals["gemm"].p90 < (0.25 if slow else 0.16)
+    assert abs(residuals["gemm"].bias) < 0.03
+    if "decode_attention" in residuals:
+        assert residuals["decode_attention"].median < (0.06 if name.endswith("vllm") else 0.10)
+        assert abs(residuals["decode_attention"].bias) < 0.03
+    if "custom_all_reduce" in residuals:
+        assert residuals["custom_all_reduce"].p90 < 0.10
+
+
+def test_every_engine_covers_the_data_centre_gpus() -> None:
+    wanted = {
+        f"{gpu}-{e}"
+        for gpu in ("h100-sxm", "h200-sxm", "a100-sxm-80gb", "l40s", "h800-sxm")
+        for e in ("sglang", "vllm", "trtllm")
+    }
+    assert wanted | {"a40-vllm"} <= set(NAMES)
+
+
+def test_short_names() -> None:
+    assert load_calibration("h100-sglang").name == "h100-sxm-sglang"
+    assert load_calibration("A100-vLLM").name == "a100-sxm-80gb-vllm"
+    assert load_calibration("h800-trtllm").name == "h800-sxm-trtllm"
+    path = ROOT / "calibration" / "a40-vllm.yaml"
+    assert load_calibration(path) == load_calibration("a40-vllm") == load_calibration(str(path))
+
+
+def test_unknown_names_get_a_hint() -> None:
+    with pytest.raises(CatalogueError, match=r"unknown calibration 'h100-sglan'; did you mean .*'h100-sxm-sglang'"):
+        load_calibration("h100-sglan")
+
+
+def test_damaged_files_name_line_and_key(tmp_path: Path) -> None:
+    text = (ROOT / "calibration" / "a40-vllm.yaml").read_text(encoding="utf-8")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(text.replace("engine: vllm", "engine: vlm").replace("  gemm:", "  gem:", 1), encoding="utf-8")
+    with pytest.raises(CalibrationError) as caught:
+        load_calibration(broken)
+    message = str(caught.value)
+    assert "broken.yaml:4:1: engine" in message
+    assert "did you mean 'gemm'?" in message
+    assert "operators.gemm: required, but missing" in message
+    with pytest.raises(CalibrationError, match="no such file"):
+        load_calibration(tmp_path / "absent.yaml")
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
+def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sys.modules.pop("fit_calibrations", None)
+    import fit_calibrations as fitting
+
+    calibration = load_calibration("h100-sglang")
+    table = fitting.gemm_table(DATA / "kernels/aiconfigurator/h100_sxm/gemm/sglang/0.5.10/gemm_perf.parquet")
+    foot = 2.0 * table.n * table.k
+    cold = (foot > 1.5 * calibration.reference.l2_bytes) | (table.m > 64)
+    table = table[fitting.held_out(table.n.astype(str) + "x" + table.k.astype(str)) & cold]
+    operators = Operators(calibration.operators, calibration.reference)
+    shown = [operators.gemm_s(row.m, row.n, row.k) for row in table.itertuples()]
+    recorded = calibration.residuals["gemm"]
+    again = fitting.residual(shown, table.seconds, {"m": table.m})
+    assert again.count == recorded.count
+    assert again.median == pytest.approx(recorded.median, rel=0.01)
+    assert again.p90 == pytest.approx(recorded.p90, rel=0.01)

@@ -1,0 +1,72 @@
+import pytest
+
+from rlsim import catalogue
+from rlsim.errors import CatalogueError, ConfigError
+from rlsim.hardware import Cluster, load_cluster, load_gpu
+
+LINK = {"name": "pcie4x16", "bytes_per_s": "31.5 GB/s", "latency_s": "1 us"}
+INLINE = {"gpu": "a40", "nodes": 1, "gpus_per_node": 4, "intra": LINK, "host": LINK}
+
+
+@pytest.mark.parametrize("name", catalogue.names("gpus"))
+def test_every_gpu_loads_under_its_file_name(name: str) -> None:
+    gpu = load_gpu(name)
+    assert gpu.name == name
+    assert 40e9 < gpu.memory_bytes < 160e9
+    # FLOPs per byte of memory traffic: 37 (H20) to 420 (L40S); a slip of a prefix would show.
+    assert 30 < gpu.bf16_flop_per_s / gpu.memory_bytes_per_s < 500
+
+
+@pytest.mark.parametrize("name", catalogue.names("clusters"))
+def test_every_cluster_loads_under_its_file_name(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert (cluster.inter is not None) == (cluster.nodes > 1)
+    assert name.startswith(f"{cluster.nodes}x8x" if cluster.nodes > 1 else f"{cluster.gpus_per_node}x")
+
+
+def test_figures_of_the_data_sheets() -> None:
+    assert load_gpu("A40").bf16_flop_per_s == pytest.approx(149.7e12)
+    assert load_cluster("8xh100").intra.bytes_per_s == pytest.approx(450e9)
+    h800 = load_cluster("16x8xh800")
+    assert h800.gpus == 128
+    assert h800.intra.bytes_per_s == pytest.approx(200e9)
+    assert h800.inter is not None
+    assert h800.inter.bytes_per_s == pytest.approx(50e9)
+
+
+def test_node_of_and_nodes_of() -> None:
+    cluster = load_cluster("2x8xh100")
+    assert [cluster.node_of(g) for g in (0, 7, 8, 15)] == [0, 0, 1, 1]
+    assert cluster.nodes_of(8) == 1
+    assert cluster.nodes_of(16) == 2
+    assert cluster.nodes_of(2, stride=8) == 2
+    assert cluster.nodes_of(4, stride=4) == 2
+    assert cluster.nodes_of(3, stride=4) == 3  # three ranks do not spread evenly over two nodes
+
+
+def test_a_cluster_spelled_out() -> None:
+    cluster = load_cluster(INLINE)
+    assert cluster.name == "custom"
+    assert cluster.gpu == load_gpu("a40")
+    own = {**load_gpu("a40").model_dump(), "name": "mine", "memory_bytes": "24 GB"}
+    assert load_cluster({**INLINE, "gpu": own}).gpu.memory_bytes == 24e9
+    assert Cluster.model_validate(cluster.model_dump()) == cluster
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(CatalogueError, match=r"^unknown GPU 'h10'; did you mean .*'h100-sxm'"):
+        load_gpu("h10")
+    with pytest.raises(CatalogueError, match=r"^unknown cluster '9xh100'; did you mean '8xh100'"):
+        load_cluster("9xh100")
+    with pytest.raises(ConfigError, match=r"^run.yaml: gpu: unknown GPU 'a4O'; did you mean 'a40'"):
+        load_cluster({**INLINE, "gpu": "a4O"}, source="run.yaml")
+
+
+def test_mistakes_in_a_mapping() -> None:
+    with pytest.raises(ConfigError, match="needs `inter`"):
+        load_cluster({**INLINE, "nodes": 2})
+    with pytest.raises(ConfigError, match=r"^nods: unknown key; did you mean 'nodes'"):
+        load_cluster({**INLINE, "nods": 2})
+    with pytest.raises(ConfigError, match=r"^intra.bytes_per_s: unknown unit 'GBps'"):
+        load_cluster({**INLINE, "intra": {**LINK, "bytes_per_s": "31.5 GBps"}})

@@ -1,0 +1,162 @@
+from itertools import pairwise
+
+import pytest
+
+from rlsim.cost.memory import (
+    activation_bytes_per_token,
+    check_training,
+    kv_capacity_pages,
+    kv_page_bytes,
+    resident_bytes,
+    rollout_activation_bytes,
+    rollout_memory,
+    rollout_weight_bytes,
+    training_memory,
+)
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.hardware import load_gpu
+from rlsim.models import load_model
+
+LLAMA = load_model("llama-3.1-8b")
+A40 = load_gpu("a40")
+
+
+def test_rollout_weights_by_hand() -> None:
+    assert rollout_weight_bytes(LLAMA, 1) == LLAMA.weight_bytes == 16_060_522_496
+    matrices = 32 * 218_103_808 + 2 * 128_256 * 4096
+    norms = 65 * 4096
+    assert rollout_weight_bytes(LLAMA, 8) == 2 * (matrices / 8 + norms)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen2.5-3b", "qwen3-30b-a3b", "qwen3-8b"])
+def test_one_gpu_holds_all_weights(name: str) -> None:
+    model = load_model(name)
+    assert rollout_weight_bytes(model, 1) == model.weight_bytes
+    assert model.weight_bytes / 4 < rollout_weight_bytes(model, 4) < model.weight_bytes / 3.9
+
+
+def test_kv_pages_by_hand() -> None:
+    assert kv_page_bytes(LLAMA, 1, 16) == 131_072 * 16
+    assert kv_page_bytes(LLAMA, 8, 16) == 131_072 * 2
+    # 2 KV heads on 8 GPUs: each holds one, so all eight together hold each head four times
+    qwen = load_model("qwen2.5-3b")
+    assert 8 * kv_page_bytes(qwen, 8, 1) == 4 * qwen.kv_bytes_per_token
+
+
+def test_capacity_by_hand() -> None:
+    activations = 8192 * (2 * 4096 + 3 * 14336) * 2
+    assert rollout_activation_bytes(LLAMA, 1, 8192, 256) == activations
+    budget = 0.9 * 46068 * 2**20 - 16_060_522_496 - activations - 2 * 2**30
+    memory = rollout_memory(LLAMA, A40, 1)
+    assert memory.pages == int(budget // 2**21) == kv_capacity_pages(LLAMA, A40, 1)
+    assert memory.capacity_tokens == 16 * memory.pages
+    assert memory.kv_bytes <= budget < memory.kv_bytes + memory.page_bytes
+
+
+def test_pats_kv_budget_is_plausible() -> None:
+    """PAT keeps 128K KV tokens per A40 for LLaMA-3.1-8B: what 70 to 80% of its memory leaves at TP1."""
+    tokens = [rollout_memory(LLAMA, A40, 1, memory_utilization=u).capacity_tokens for u in (0.7, 0.8)]
+    assert tokens[0] < 128 * 1024 < tokens[1]
+
+
+def test_capacity_grows_with_tp_and_memory() -> None:
+    pages = [kv_capacity_pages(LLAMA, A40, tp) for tp in (1, 2, 4, 8)]
+    # Sharing the weights frees memory, so doubling TP more than doubles the replica's capacity.
+    assert all(b > 2 * a for a, b in pairwise(pages))
+    assert kv_capacity_pages(LLAMA, load_gpu("h100-sxm"), 1) > pages[0]
+    assert kv_capacity_pages(LLAMA, A40, 1, resident_bytes=1e9) < pages[0]
+    assert kv_capacity_pages(LLAMA, A40, 1, page_tokens=32) in (pages[0] // 2, (pages[0] - 1) // 2)
+
+
+def test_rollout_that_does_not_fit() -> None:
+    big = load_model("llama-3-70b")
+    with pytest.raises(
+        CapacityError, match=r"^llama-3-70b rollout at TP 1 does not fit: weights 141.11 GB \+ .*on a40"
+    ):
+        rollout_memory(big, A40, 1)
+    assert rollout_memory(big, A40, 8).pages > 0
+    with pytest.raises(CapacityError, match=r"KV cache of 10000000 tokens 1310\.72 GB"):
+        rollout_memory(LLAMA, A40, 1, min_tokens=10_000_000)
+    with pytest.raises(ConfigError, match="TP 3 does not divide"):
+        rollout_memory(LLAMA, A40, 3)
+
+
+@pytest.mark.parametrize(("stage", "per_parameter"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
+def test_zero_stages_as_in_its_paper(stage: int, per_parameter: float) -> None:
+    """Rajbhandari et al. 2020, figure 1: 16, 4.19, 2.22 and 0.25 bytes per parameter on 64 GPUs."""
+    memory = training_memory(LLAMA, TrainStrategy(dp=64, zero_stage=stage), gradient_dtype_bytes=2)
+    states = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
+    assert states == pytest.approx(per_parameter * LLAMA.parameters)
+    assert (memory.gathered_bytes > 0) == (stage == 3)
+
+
+def test_model_parallelism_divides_the_states() -> None:
+    one = training_memory(LLAMA, TrainStrategy())
+    tp = training_memory(LLAMA, TrainStrategy(tp=8))
+    assert tp.parameter_bytes == pytest.approx(one.parameter_bytes / 8)
+    assert tp.logits_bytes == pytest.approx(one.logits_bytes / 8)
+    pp = training_memory(LLAMA, TrainStrategy(pp=4))
+    stage = 8 * LLAMA.layer_parameters + 128_256 * 4096 + 4096  # eight layers, and the head with the final norm
+    assert pp.parameter_bytes == 2 * stage
+
+
+def test_activations_by_hand() -> None:
+    width = 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
+    assert activation_bytes_per_token(LLAMA, TrainStrategy(recompute="none")) == (2 * width, 2 * width)
+    kept, everything = activation_bytes_per_token(LLAMA, TrainStrategy(recompute="full"))
+    assert (kept, everything) == (8192, 2 * width)
+    memory = training_memory(LLAMA, TrainStrategy(recompute="full"), 1000)
+    assert memory.activation_bytes == 1000 * (32 * 8192 + 2 * width)
+    assert memory.logits_bytes == 1000 * 128_256 * 8
+    order = [training_memory(LLAMA, TrainStrategy(recompute=r)).activation_bytes for r in ("none", "selective", "full")]
+    assert order == sorted(order, reverse=True)
+
+
+def test_sequence_and_context_parallelism_cut_activations() -> None:
+    plain = training_memory(LLAMA, TrainStrategy(tp=8))
+    sequence = training_memory(LLAMA, TrainStrategy(tp=8, sequence_parallel=True))
+    assert sequence.activation_bytes == pytest.approx(training_memory(LLAMA, TrainStrategy()).activation_bytes / 8)
+    assert sequence.activation_bytes < plain.activation_bytes
+    halves = training_memory(LLAMA, TrainStrategy(cp=2)), training_memory(LLAMA, TrainStrategy())
+    assert halves[0].activation_bytes == halves[1].activation_bytes / 2
+
+
+def test_a_critic_has_no_logits() -> None:
+    assert training_memory(LLAMA.as_critic(), TrainStrategy()).logits_bytes == 0
+
+
+def test_offload_empties_the_gpu_between_calls() -> None:
+    strategy = TrainStrategy(dp=8, zero_stage=3)
+    assert resident_bytes(LLAMA, strategy) == pytest.approx(14 * LLAMA.parameters / 8)
+    offloaded = TrainStrategy(dp=8, zero_stage=3, offload=True)
+    assert resident_bytes(LLAMA, offloaded) == 0
+    assert training_memory(LLAMA, offloaded) == training_memory(LLAMA, strategy)
+
+
+def test_training_that_does_not_fit() -> None:
+    with pytest.raises(
+        CapacityError, match=r"^llama-3.1-8b training \(DP 8, TP 1, PP 1, ZeRO 0\) does not fit: parameters"
+    ):
+        check_training(LLAMA, A40, TrainStrategy(dp=8))
+    assert check_training(LLAMA, load_gpu("h100-sxm"), TrainStrategy(dp=8, zero_stage=3)).total_bytes < 80e9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dp": 0}, "dp must be at least 1, got 0"),
+        ({"zero_stage": 4}, "zero_stage must be 0, 1, 2 or 3, got 4"),
+        ({"zero_stage": 3, "pp": 2}, "do not go with pipeline parallelism"),
+        ({"recompute": "some"}, "recompute must be none, selective or full, got 'some'"),
+        ({"micro_batch_sequences": 0}, "micro_batch_sequences must be at least 1"),
+    ],
+)
+def test_strategies_that_make_no_sense(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainStrategy(**arguments)  # type: ignore[arg-type]
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ConfigError, match=r"llama-3.1-8b: PP 64 exceeds its 32 layers"):
+        training_memory(LLAMA, TrainStrategy(pp=64))

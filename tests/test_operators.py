@@ -1,0 +1,172 @@
+"""Single kernels: hand values, shape of the curves, and what is counted as outside the measured region."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from rlsim.cost.calibration import (
+    DecodeAttentionFit,
+    GemmFit,
+    MemoryOpFit,
+    OperatorFits,
+    PrefillAttentionFit,
+    Reference,
+    Residual,
+    Tile,
+    load_calibration,
+)
+from rlsim.cost.operators import Operators, interpolate
+
+REFERENCE = Reference(
+    bf16_flop_per_s=100e12, memory_bytes_per_s=1e12, sm_count=100, l2_bytes=40e6, link_bytes_per_s=100e9
+)
+
+
+def fits(**changes: object) -> OperatorFits:
+    parts = {
+        "gemm": GemmFit(
+            launch_s=1e-6,
+            memory_efficiency=0.5,
+            k_overhead=0.0,
+            split_s=0.0,
+            blend=50.0,
+            wave_rounding=1.0,
+            tiles=(Tile(m=100, n=100, efficiency=0.5),),
+            splits=(1,),
+        ),
+        "decode_attention": DecodeAttentionFit(
+            floor_s=20e-6,
+            floor_tile_s=0.0,
+            floor_sequence_s=0.0,
+            stream_s=10e-6,
+            stream_tile_s=1e-9,
+            stream_sequence_s=2e-9,
+            parallelism=(0.0, 4.0),
+            efficiency=(0.5, 0.8),
+            skew=0.1,
+        ),
+        "prefill_attention": PrefillAttentionFit(
+            launch_s=5e-6,
+            block_tokens=100,
+            overhead_tokens=0.0,
+            blend=50.0,
+            keys=(1.0,),
+            efficiency=(0.5,),
+            single_efficiency=0.5,
+            memory_efficiency=1.0,
+        ),
+        "memory_bound": MemoryOpFit(launch_s=2e-6, efficiency=0.5),
+    }
+    return OperatorFits(**{**parts, **changes})  # type: ignore[arg-type]
+
+
+def operators() -> Operators:
+    return Operators(fits(), REFERENCE)
+
+
+@pytest.fixture(scope="module", params=["h100-sglang", "a100-vllm", "l40s-trtllm", "a40-vllm"])
+def fitted(request: pytest.FixtureRequest) -> Operators:
+    calibration = load_calibration(request.param)
+    return Operators(calibration.operators, calibration.reference, calibration.residuals)
+
+
+def test_gemm_takes_the_slower_of_compute_and_memory() -> None:
+    # one row: 2 * (1000 * 1000 + ...) bytes at 0.5 TB/s take 4 us, a wave of 2 * 100 * 100 * 1000 FLOPs 40 us
+    assert operators().gemm_s(1, 1000, 1000) == pytest.approx(1e-6 + 40e-6, rel=1e-3)
+    # 10,000 blocks on 100 SMs are 100 waves of 4 us, but 2 * (1e7 + 1e5 + 1e8) bytes take 440 us
+    assert operators().gemm_s(1000, 100_000, 100) == pytest.approx(1e-6 + 440.4e-6, rel=0.01)
+
+
+def test_gemm_compute_counts_whole_waves() -> None:
+    one, two = operators().gemm_s(1000, 1000, 10_000), operators().gemm_s(1000, 1100, 10_000)
+    assert one == pytest.approx(1e-6 + 400e-6, rel=1e-3)  # 100 blocks, one wave of 2 * 100 * 100 * 10,000 / 0.5e12
+    assert two == pytest.approx(1e-6 + 800e-6, rel=1e-3)  # 110 blocks, two waves
+
+
+def test_grouped_gemm_is_one_gemm_per_group_in_one_launch() -> None:
+    one, two = operators().gemm_s(1000, 1000, 10_000), operators().gemm_s(1000, 1000, 10_000, groups=2)
+    assert two - 1e-6 == pytest.approx(2 * (one - 1e-6), rel=1e-3)  # 100 blocks each
+
+
+def test_decode_attention_is_floor_then_line() -> None:
+    o = operators()
+    floor, stream, slope = o.decode_attention_lines(batch=4, kv_heads=2, head_dim=128)
+    assert floor == 20e-6
+    assert stream == pytest.approx(10e-6 + 8e-9 + 8e-9)
+    # log2(8) = 3: efficiency 0.5 + 0.3 * 3/4
+    assert slope == pytest.approx(2 * 2 * 128 * 2 / (1e12 * 0.725))
+    assert o.decode_attention_s(4, 100, 8, 2, 128) == floor
+    assert o.decode_attention_s(4, 100_000, 8, 2, 128) == pytest.approx(stream + slope * 100_000)
+
+
+def test_prefill_attention_by_hand() -> None:
+    # 1000 tokens, 100 heads: 10 blocks of 100 queries over 100, 200, ... 1000 keys = 550,000 pairs a head
+    expected = 5e-6 + 4 * 128 * 100 * 550_000 / (100e12 * 0.5)
+    assert operators().prefill_attention_s([(1000, 0)], 100, 20, 128) == pytest.approx(expected, rel=0.02)
+    # with one head the last block runs alone on one SM: 100 queries x 1000 keys at 1 TFLOP/s x 0.5
+    alone = 5e-6 + 4 * 128 * 100_000 / (1e12 * 0.5)
+    assert operators().prefill_attention_s([(1000, 0)], 1, 1, 128) == pytest.approx(alone, rel=0.02)
+
+
+def test_memory_bound_is_launch_plus_bytes() -> None:
+    assert operators().memory_bound_s(1e6) == pytest.approx(2e-6 + 2e-6)
+
+
+def test_interpolate_is_constant_outside() -> None:
+    assert [interpolate((1.0, 3.0), (10.0, 20.0), x) for x in (0.0, 1.0, 2.0, 9.0)] == [10.0, 10.0, 15.0, 20.0]
+
+
+def test_fitted_gemm_never_falls_with_size(fitted: Operators) -> None:
+    for n, k in ((512, 4096), (6144, 4096), (4096, 14336), (16032, 4096)):
+        times = [fitted.gemm_s(m, n, k) for m in range(1, 2049, 7)]
+        assert all(b >= a * (1 - 1e-9) for a, b in pairwise(times))
+    for m in (1, 64, 300, 4096):
+        assert fitted.gemm_s(m, 4096, 4096) <= fitted.gemm_s(m, 8192, 4096)
+        assert fitted.gemm_s(m, 4096, 4096) <= fitted.gemm_s(m, 4096, 8192)
+
+
+def test_fitted_gemm_never_beats_the_data_sheet(fitted: Operators) -> None:
+    ref = fitted.reference
+    for m in (1, 16, 128, 1024, 8192):
+        for n, k in ((1024, 1024), (8192, 8192), (28672, 4096)):
+            assert fitted.gemm_s(m, n, k) > 2 * m * n * k / ref.bf16_flop_per_s
+            assert fitted.gemm_s(m, n, k) > 2 * n * k / ref.memory_bytes_per_s
+
+
+def test_fitted_decode_attention_grows_with_context_and_batch(fitted: Operators) -> None:
+    for kv_heads in (1, 2, 8):
+        by_context = [
+            fitted.decode_attention_s(16, 16 * c, 4 * kv_heads, kv_heads, 128) for c in (128, 1024, 8192, 65536)
+        ]
+        assert by_context == sorted(by_context)
+        by_batch = [
+            fitted.decode_attention_s(b, b * 4096, 4 * kv_heads, kv_heads, 128) for b in (1, 2, 4, 8, 16, 64, 256)
+        ]
+        assert by_batch == sorted(by_batch)
+
+
+def test_fitted_decode_attention_never_beats_the_memory(fitted: Operators) -> None:
+    for batch in (1, 8, 64, 512):
+        for context in (1024, 8192, 65536):
+            size = batch * context * 8 * 512
+            assert (
+                fitted.decode_attention_s(batch, batch * context, 32, 8, 128)
+                > size / fitted.reference.memory_bytes_per_s
+            )
+
+
+def test_fitted_prefill_attention_grows(fitted: Operators) -> None:
+    times = [fitted.prefill_attention_s([(n, 0)], 32, 8, 128) for n in (128, 512, 2048, 8192, 16384)]
+    assert times == sorted(times)
+    assert fitted.prefill_attention_s([(512, 4096)], 32, 8, 128) > fitted.prefill_attention_s([(512, 0)], 32, 8, 128)
+
+
+def test_look_ups_outside_the_measured_ranges_are_counted() -> None:
+    measured = Residual(count=1, median=0.0, p90=0.0, bias=0.0, ranges={"m": (1, 16), "n": (1, 4096), "k": (1, 4096)})
+    o = Operators(fits(), REFERENCE, {"gemm": measured})
+    o.gemm_s(16, 4096, 4096)
+    assert not o.outside
+    o.gemm_s(17, 4096, 4096)
+    assert o.outside == {"gemm": 1}
+    assert math.isfinite(o.gemm_s(17, 10**6, 10**6))

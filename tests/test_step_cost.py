@@ -1,0 +1,213 @@
+"""Steps of a replica: sums of their parts, linear in the context, and profiles against what they were sampled from."""
+
+from itertools import pairwise
+
+import pytest
+
+from rlsim.cost.calibration import Calibration, DecodeProfile, load_calibration
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.profile import ProfileStep, profile_of
+from rlsim.cost.roofline import RooflineStep, distinct_experts, step_cost
+from rlsim.cost.step import Chunk
+from rlsim.errors import CalibrationError, CapacityError, ConfigError
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+
+LLAMA = load_model("llama-3.1-8b")
+H100 = load_cluster("8xh100")
+
+
+def roofline(tp: int = 1, calibration: str = "h100-sglang", model: str = "llama-3.1-8b") -> RooflineStep:
+    cluster = load_cluster("8xa40") if calibration.startswith("a40") else H100
+    return RooflineStep(load_model(model), tp, cluster, load_calibration(calibration))
+
+
+@pytest.mark.parametrize("calibration", ["h100-sglang", "h100-vllm", "h100-trtllm", "a40-vllm"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_decode_curve_equals_direct_evaluation(calibration: str, tp: int) -> None:
+    step = roofline(tp, calibration)
+    for batch in (1, 7, 64, 300):
+        curve = step.decode(batch)
+        for context in (1, 90, 700, 5000, 60_000):
+            parts = step.breakdown(batch, batch * context)
+            assert curve.step_s(batch * context) == pytest.approx(sum(parts.values()), rel=1e-9)
+            assert all(value >= 0.0 for value in parts.values())
+
+
+def test_decode_curve_holds_every_change_of_slope() -> None:
+    curve = roofline().decode(64)
+    knots = curve.knots
+    for low, high in pairwise(knots):
+        middle = curve.step_s((low + high) / 2)
+        assert middle == pytest.approx((curve.step_s(low) + curve.step_s(high)) / 2, rel=1e-12)
+    far = [curve.step_s(x) for x in (1e6, 2e6, 3e6)]
+    assert far[2] - far[1] == pytest.approx(far[1] - far[0], rel=1e-9)
+
+
+def test_decode_time_grows_with_batch_and_context() -> None:
+    step = roofline(2)
+    for context in (200, 4000):
+        times = [step.decode(b).step_s(b * context) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
+        assert times == sorted(times)
+    curve = step.decode(32)
+    times = [curve.step_s(32 * c) for c in (10, 100, 1000, 10_000, 100_000)]
+    assert times == sorted(times)
+
+
+def test_a_decode_step_never_beats_reading_the_weights() -> None:
+    for tp in (1, 2, 4, 8):
+        floor = LLAMA.weight_bytes / tp / H100.gpu.memory_bytes_per_s * (1 - LLAMA.vocab_size * 4096 / LLAMA.parameters)
+        assert roofline(tp).decode(1).step_s(100) > floor
+
+
+def test_more_gpus_are_faster_but_not_by_their_number() -> None:
+    times = [roofline(tp).decode(8).step_s(8 * 4096) for tp in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    assert all(low > high / 2 for high, low in pairwise(times))
+
+
+def test_prefill_grows_and_chunks_pay_for_what_they_attend_to() -> None:
+    step = roofline(2)
+    times = [step.prefill_s([Chunk(n, 0)]) for n in (16, 128, 1024, 4096, 16384)]
+    assert times == sorted(times)
+    assert step.prefill_s([Chunk(1024, 8192)]) > step.prefill_s([Chunk(1024, 0)])
+    together = step.prefill_s([Chunk(512, 0), Chunk(512, 0)])
+    assert together < 2 * step.prefill_s([Chunk(512, 0)])
+    assert together < step.prefill_s([Chunk(1024, 0)]) * 1.02
+
+
+def test_prefill_flops_stay_below_the_peak() -> None:
+    tokens = 8192
+    flop = 2 * LLAMA.num_hidden_layers * LLAMA.layer_parameters * tokens
+    share = flop / roofline().prefill_s([Chunk(tokens, 0)]) / H100.gpu.bf16_flop_per_s
+    assert 0.4 < share < 0.8
+
+
+def test_mixed_step_shares_the_weights() -> None:
+    step, chunks = roofline(), [Chunk(512, 0)]
+    mixed = step.mixed_s(32, 32 * 1024, chunks)
+    decode, prefill = step.decode(32).step_s(32 * 1024), step.prefill_s(chunks)
+    assert max(decode, prefill) < mixed < decode + prefill
+
+
+def test_experts_that_no_token_hits_are_not_read() -> None:
+    assert distinct_experts(1, 128, 8) == pytest.approx(8)
+    assert distinct_experts(10_000, 128, 8) == pytest.approx(128)
+    moe = roofline(1, model="qwen3-30b-a3b")
+    times = [moe.decode(b).step_s(b * 512) for b in (1, 2, 4, 8, 16, 64)]
+    assert times == sorted(times)
+    model = load_model("qwen3-30b-a3b")
+    assert times[0] < model.weight_bytes / H100.gpu.memory_bytes_per_s / 3
+
+
+def test_replicated_kv_heads_do_not_shrink_further() -> None:
+    model = load_model("qwen2.5-3b")  # two KV heads
+    calibration = load_calibration("h100-sglang")
+    two, four = (RooflineStep(model, tp, H100, calibration) for tp in (2, 4))
+    slope = [step.decode(8).step_s(2e6) - step.decode(8).step_s(1e6) for step in (two, four)]
+    assert slope[0] == pytest.approx(slope[1], rel=1e-6)
+
+
+def test_impossible_layouts_are_one_clear_message() -> None:
+    with pytest.raises(ConfigError, match="TP 3 does not divide its 32 heads"):
+        roofline(3)
+    with pytest.raises(CapacityError, match="TP 16 exceeds the 8 GPUs of a node"):
+        RooflineStep(load_model("llama-3-70b"), 16, H100, load_calibration("h100-sglang"))
+    with pytest.raises(CalibrationError, match="'a40-vllm' is for GPU 'a40', cluster '8xh100' has 'h100-sxm'"):
+        step_cost(LLAMA, 1, H100, "a40-vllm")
+
+
+# --- profiles --------------------------------------------------------------------------------------------------------
+
+BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128), (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def test_profile_returns_what_was_sampled() -> None:
+    step = roofline(2)
+    profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=256 * 1024)
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            if batch * context <= 256 * 1024:
+                want = step.decode(batch).step_s(batch * context)
+                assert profile.decode(batch).step_s(batch * context) == pytest.approx(want)
+                assert profile.covers(batch, batch * context)
+    assert profile.prefill_s([Chunk(2048, 0)]) == pytest.approx(step.prefill_s([Chunk(2048, 0)]))
+    assert profile.extrapolated == 0
+    assert profile.tp == 2
+    assert profile.skew == step.skew
+
+
+def test_profile_is_close_between_its_points() -> None:
+    step = roofline(2)
+    profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=512 * 1024)
+    for batch in (3, 12, 50, 100):
+        for context in (300, 1500, 3000):
+            want = step.decode(batch).step_s(batch * context)
+            assert profile.decode(batch).step_s(batch * context) == pytest.approx(want, rel=0.1)
+
+
+def test_profile_blends_neighbouring_batches_at_the_same_total() -> None:
+    curves = [DecodeCurve(2, [0, 100], [1.0, 2.0]), DecodeCurve(4, [0, 50, 100], [2.0, 2.5, 5.0])]
+    profile = ProfileStep(1, curves, [1], [1], [[0.5]])
+    assert profile.decode(3).step_s(50) == pytest.approx((1.5 + 2.5) / 2)
+    assert profile.decode(3).step_s(200) == pytest.approx((3.0 + 10.0) / 2)
+    assert profile.extrapolated == 0
+    assert profile.decode(6).step_s(0) == pytest.approx(3.0)  # the slope along the batch goes on
+    assert profile.extrapolated == 1
+    assert not profile.covers(6, 10)
+    assert not profile.covers(3, 101)
+
+
+def test_profile_prefill_is_bilinear_and_counts_extrapolation() -> None:
+    grid = [[1.0, 2.0], [3.0, 5.0]]
+    profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100, 200], [100, 200], grid)
+    assert profile.prefill_s([Chunk(100, 0)]) == 1.0
+    assert profile.prefill_s([Chunk(100, 50)]) == 2.0  # each query sees as many keys as in a prompt of 200
+    assert profile.prefill_s([Chunk(150, 0)]) == pytest.approx((1.5 + 4.0) / 2)
+    assert profile.extrapolated == 0
+    assert profile.prefill_s([Chunk(300, 0)]) > 5.0
+    assert profile.extrapolated == 1
+
+
+def test_profile_mixed_adds_the_contexts_of_the_decodes() -> None:
+    step = roofline(2)
+    profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=512 * 1024)
+    want = step.mixed_s(32, 32 * 2048, [Chunk(992, 0)])
+    assert profile.mixed_s(32, 32 * 2048, [Chunk(992, 0)]) == pytest.approx(want, rel=0.2)
+
+
+def test_profile_mistakes() -> None:
+    with pytest.raises(CalibrationError, match="ascending order"):
+        ProfileStep(1, [], [1], [1], [[1.0]])
+    with pytest.raises(CalibrationError, match="one row per token count"):
+        ProfileStep(1, [DecodeCurve(1, [0], [1.0])], [1, 2], [1], [[1.0]])
+    with pytest.raises(CalibrationError, match="no batch size has two contexts"):
+        profile_of(roofline(), [64], [1024], kv_budget_tokens=1000)
+
+
+def test_step_cost_prefers_a_measured_profile() -> None:
+    base = load_calibration("h100-sglang")
+    record = DecodeProfile(
+        model="llama-3.1-8b",
+        tp=2,
+        batches=(1, 2),
+        context_tokens=((100.0, 200.0), (200.0, 400.0)),
+        step_s=((1.0, 2.0), (2.0, 3.0)),
+        prefill_tokens=(100.0,),
+        prefill_lengths=(100.0,),
+        prefill_s=((1.0,),),
+    )
+    calibration: Calibration = base.model_copy(update={"decode_profile": (record,)})
+    assert isinstance(step_cost(LLAMA, 2, H100, calibration), ProfileStep)
+    assert step_cost(LLAMA, 2, H100, calibration).decode(1).step_s(150) == pytest.approx(1.5)
+    assert isinstance(step_cost(LLAMA, 4, H100, calibration), RooflineStep)
+
+
+# --- against published latencies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "batch", "measured_s"), [(2, 1, 15.37e-3), (8, 1, 9.64e-3), (2, 32, 24.41e-3), (8, 128, 30.87e-3)]
+)
+def test_a40_latencies_published_by_pat(tp: int, batch: int, measured_s: float) -> None:
+    assert roofline(tp, "a40-vllm").decode(batch).step_s(batch * 1024) == pytest.approx(measured_s, rel=0.05)

@@ -1,0 +1,158 @@
+"""The command group `rlsim trace`, and the numbers and chart of `describe`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from rlsim.catalogue import data_dir
+from rlsim.cli.trace import app
+from rlsim.errors import RlsimError, TraceError
+from rlsim.trace import make_trace, read_trace
+from rlsim.trace.chart import write_chart
+from rlsim.trace.describe import describe
+
+SHIPPED = data_dir("traces") / "rollpacker-math.parquet"
+
+
+def run(*arguments: object) -> str:
+    """The command's output; its error is raised."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def small() -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    return pd.DataFrame(
+        {
+            "prompt_id": np.repeat(np.arange(40), 4),
+            "sample_id": np.tile(np.arange(4), 40),
+            "response_tokens": rng.integers(10, 900, 160),
+            "task": np.repeat(["math", "code"], 80),
+        }
+    )
+
+
+def test_import_writes_a_trace(tmp_path: Path) -> None:
+    rows = small().rename(columns={"response_tokens": "n_out"})
+    rows.to_csv(tmp_path / "in.csv", index=False)
+    out = run(
+        "import", tmp_path / "in.csv", tmp_path / "out.parquet", "--column", "response_tokens=n_out", "--cap", "1K"
+    )
+    assert "160 responses of 40 prompts" in out
+    assert read_trace(tmp_path / "out.parquet").meta.cap_tokens == 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--column", "response_tokens"], "--column response_tokens: expected OURS=THEIRS"),
+        (["--column", "response_tokens=n"], "no column 'n'"),
+        (["--cap", "16Q"], "--cap: unknown unit 'Q'"),
+        (["--cap", "0"], "--cap: expected at least 1 token"),
+        (["--format", "csvv"], "unknown format 'csvv'; did you mean 'csv'"),
+        ([], "no column 'response_tokens'"),
+    ],
+)
+def test_bad_imports_leave_no_file(tmp_path: Path, arguments: list[str], message: str) -> None:
+    small().rename(columns={"response_tokens": "n_out"}).to_csv(tmp_path / "in.csv", index=False)
+    with pytest.raises(RlsimError, match=message):
+        run("import", tmp_path / "in.csv", tmp_path / "out.parquet", *arguments)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.csv"]
+
+
+def test_describe_prints_a_table_or_json() -> None:
+    text = run("describe", SHIPPED, "--above", "4K,8K", "--cap", "8K")
+    assert "P90" in text
+    assert "share above 4,096" in text
+    found = json.loads(run("describe", SHIPPED, "--json", "--above", "4000"))["parts"][0]
+    assert found["share_above"]["4000"] == pytest.approx(0.053, abs=0.006)
+    assert found["samples_per_prompt"] == {"8": 1536}
+    with pytest.raises(TraceError, match="--above: expected a length"):
+        run("describe", SHIPPED, "--above", "x")
+
+
+def test_description_by_hand() -> None:
+    frame = pd.DataFrame({"prompt_id": [0, 0, 1, 1], "sample_id": [0, 1, 0, 1], "response_tokens": [10, 20, 30, 1000]})
+    part = describe(make_trace(frame), cap_tokens=100, above=(15, 100)).parts[0]
+    assert part.mean_tokens == 40
+    assert part.quantiles["P50"] == 25
+    assert part.max_over_median == 4
+    assert part.share_at_cap == 0.25
+    assert part.share_above == {15: 0.75, 100: 0.0}
+    assert part.samples_per_prompt == {2: 2}
+    tasks = describe(make_trace(small())).parts
+    assert [p.part for p in tasks] == ["all", "task code", "task math"]
+
+
+@pytest.mark.parametrize("suffix", [".html", ".svg", ".png"])
+def test_charts(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"c{suffix}"
+    run("describe", SHIPPED, "--chart", path)
+    data = path.read_bytes()
+    assert data[:4] == b"\x89PNG" if suffix == ".png" else b"Response lengths of rollpacker-math" in data
+    if suffix == ".html":
+        assert b"https://cdn" not in data
+    write_chart(make_trace(small()), path)
+    write_chart(make_trace(small().assign(response_tokens=5)), path)
+
+
+def test_bad_chart(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"a chart is written as one of \.html, \.svg, \.png"):
+        run("describe", SHIPPED, "--chart", tmp_path / "c.pdf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fit_prints_and_writes(tmp_path: Path) -> None:
+    text = run("fit", SHIPPED, "--out", tmp_path / "f.yaml", "--cap", "8K")
+    assert "KS distance" in text
+    assert "cap_tokens: 8192" in (tmp_path / "f.yaml").read_text()
+    with pytest.raises(TraceError, match="a fit is written as"):
+        run("fit", SHIPPED, "--out", tmp_path / "f.txt")
+
+
+RECIPE: dict[str, Any] = {
+    "name": "t", "prompts": 100, "responses": 4, "cap_tokens": 8192, "groups": {"icc": 0.7, "tolerance": 0.1},
+    "lengths": {"facts": [{"above": 1000, "share": 0.2, "tolerance": 0.01}]},
+}  # fmt: skip
+
+
+def test_generate_checks_then_writes(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(json.dumps(RECIPE))
+    assert "met" in run("generate", path, "--check-only")
+    assert [p.name for p in tmp_path.iterdir()] == ["t.yaml"]
+    assert "400 responses" in run("generate", path)
+    run("generate", path, "--out", tmp_path / "u.parquet")
+    assert (tmp_path / "u.parquet").read_bytes() == (tmp_path / "t.parquet").read_bytes()
+
+
+def test_generate_refuses_a_trace_that_misses_its_facts(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    facts = [{"above": 1000, "share": 0.2, "tolerance": 1e-9}]
+    path.write_text(json.dumps(RECIPE | {"prompts": 33, "responses": 1, "lengths": {"facts": facts}}))
+    with pytest.raises(TraceError, match=r"share above 1000 tokens: wanted 0\.2"):
+        run("generate", path)
+    path.write_text("name: t\nprompts: 3\nresponse: 4\n")
+    with pytest.raises(RlsimError, match=r"t\.yaml:3:1: response: unknown key; did you mean 'responses'"):
+        run("generate", path)
+    assert [p.name for p in tmp_path.iterdir()] == ["t.yaml"]
+
+
+def test_the_command_group_is_quick_to_import() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, rlsim.cli.trace; print([m for m in ('pandas', 'scipy', 'altair', 'pyarrow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

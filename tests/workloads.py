@@ -1,0 +1,442 @@
+"""Costs, controls and random whole rollouts for tests of the engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hypothesis import strategies as st
+from reference import RefEngine, RefRequest, RefResult, simulate
+
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.transfer import SwitchCost
+from rlsim.sim.control import (
+    Abort,
+    Action,
+    ControlContext,
+    KvHandling,
+    Migrate,
+    Reconfigure,
+    Release,
+    ReplicaView,
+    RequestView,
+    RolloutControl,
+    RolloutView,
+    Stop,
+)
+
+# --------------------------------------------------------------------------------------------------------- costs
+
+
+@dataclass(frozen=True)
+class LinearStep(StepCost):
+    """Iteration times that can be worked out by hand; all of them are multiplied by `scale`.
+
+    A decode step of s sequences with T context tokens takes `a + s·b + t·T`, and for each kink (T₀, extra) another
+    `extra·(T − T₀)` above T₀. A prefill takes `a + p·new + q·new·(prior + new/2)`, summed over the chunks but for `a`.
+    A mixed iteration takes both less one `a`.
+    """
+
+    a: float = 0.0
+    b: float = 0.0
+    t: float = 0.0
+    p: float = 0.0
+    q: float = 0.0
+    kinks: tuple[tuple[float, float], ...] = ()
+    scale: float = 1.0
+    tp: int = 1
+    skew: float = 0.0
+
+    def decode(self, batch: int) -> DecodeCurve:
+        knots = [0.0, *(at for at, _ in self.kinks)]
+        knots.append(knots[-1] + 1.0)
+        return DecodeCurve(batch, knots, [self.decode_s(batch, total) for total in knots])
+
+    def decode_s(self, batch: int, context_tokens: float) -> float:
+        """The decode curve as the docstring writes it."""
+        bent = sum(extra * max(0.0, context_tokens - at) for at, extra in self.kinks)
+        return self.scale * (self.a + batch * self.b + self.t * context_tokens + bent)
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        new = sum(chunk.new_tokens for chunk in chunks)
+        attention = sum(chunk.new_tokens * (chunk.prior_tokens + chunk.new_tokens / 2) for chunk in chunks)
+        return self.scale * (self.a + self.p * new + self.q * attention)
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        return self.decode_s(batch, context_tokens) + self.prefill_s(chunks) - self.scale * self.a
+
+
+@dataclass(frozen=True)
+class StubCosts:
+    """A machine for tests (a `RolloutCosts`).
+
+    A switch takes `weights_s` shared by the new degree, `capture_s`, `kv_per_token_s` shared by the old degree for each
+    token that migrates, and `first_use_s` where the degree is new to the node.
+    """
+
+    steps: Mapping[int, LinearStep]
+    pages: Mapping[int, int]
+    weights_s: float = 0.0
+    capture_s: float = 0.0
+    kv_per_token_s: float = 0.0
+    first_use_s: float = 0.0
+    transfer_base_s: float = 0.0
+    transfer_per_token_s: float = 0.0
+    other_node: float = 1.0  # times as long between nodes
+
+    def step(self, tp: int) -> LinearStep:
+        return self.steps[tp]
+
+    def capacity_pages(self, tp: int) -> int:
+        return self.pages[tp]
+
+    def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: KvHandling, first_use: bool) -> SwitchCost:
+        kv_s = self.kv_per_token_s * sum(contexts) / from_tp if kv == "migrate" else 0.0
+        return SwitchCost(self.weights_s / to_tp, kv_s, self.capture_s, self.first_use_s if first_use else 0.0)
+
+    def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
+        time_s = self.transfer_base_s + self.transfer_per_token_s * sum(contexts) / min(from_tp, to_tp)
+        return time_s if same_node else time_s * self.other_node
+
+
+# ------------------------------------------------------------------------------------------------------ controls
+# Each is a function of the view alone, without memory: however a rollout is simulated, the answers are the same.
+
+
+class Scripted(RolloutControl):
+    """Base of the controls here: not used by workflows, so without an initial layout."""
+
+    def initial_tp(self, context: ControlContext) -> int:
+        return context.gpus_per_node
+
+
+def load(replica: ReplicaView) -> int:
+    """Tokens of all the replica's requests."""
+    return sum(r.context_tokens for r in replica.requests)
+
+
+def by_length(requests: Iterable[RequestView]) -> list[RequestView]:
+    """The longest context first, ties by id."""
+    return sorted(requests, key=lambda r: (-r.context_tokens, r.id))
+
+
+@dataclass(frozen=True)
+class Nothing(Scripted):
+    """Never changes anything."""
+
+
+@dataclass(frozen=True)
+class SwitchAt(Scripted):
+    """When at most `unfinished` requests of a node are left, it gets that TP; of several rungs the last one applies."""
+
+    rungs: tuple[tuple[int, int], ...]  # (unfinished, tp), unfinished falling
+    kv: KvHandling
+    only_finished_nodes: bool = True
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        actions: list[Action] = []
+        for node in view.finished_nodes if self.only_finished_nodes else view.nodes:
+            tps = [tp for unfinished, tp in self.rungs if 0 < view.unfinished(node) <= unfinished]
+            if tps and tps[-1] != view.tp(node):
+                actions.append(Reconfigure(node, tps[-1], self.kv))
+        return actions
+
+
+@dataclass(frozen=True)
+class SwitchUnused(Scripted):
+    """Every node goes through these degrees, the next whenever `every` more have finished; each is used once."""
+
+    tps: tuple[int, ...]
+    every: int
+    kv: KvHandling
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        if view.finished % self.every:
+            return []
+        new = {node: [tp for tp in self.tps if tp not in view.used_tps(node)] for node in view.nodes}
+        return [Reconfigure(node, tps[0], self.kv) for node, tps in new.items() if tps]
+
+
+@dataclass(frozen=True)
+class Balance(Scripted):
+    """At every `every`-th finish, moves the `count` longest requests of the fullest replica to the emptiest."""
+
+    every: int
+    count: int
+    kv: KvHandling
+    running_only: bool
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        replicas = sorted(view.replicas(), key=lambda replica: (load(replica), replica.index))
+        if view.finished % self.every or len(replicas) < 2:
+            return None
+        source, target = replicas[-1], replicas[0]
+        moving = by_length(r for r in source.requests if r.has_kv or not self.running_only)[: self.count]
+        return Migrate(tuple(r.id for r in moving), target.index, self.kv) if moving else None
+
+
+@dataclass(frozen=True)
+class Gather(Scripted):
+    """When `unfinished` are left, moves one request of every other replica to the fullest, all in one action."""
+
+    unfinished: int
+    kv: KvHandling
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        if view.unfinished() > self.unfinished:
+            return None
+        replicas = [replica for replica in view.replicas() if replica.requests]
+        if len(replicas) < 2:
+            return None
+        target = max(replicas, key=lambda replica: (load(replica), -replica.index))
+        moving = [replica.requests[0].id for replica in reversed(replicas) if replica is not target]
+        return Migrate(tuple(moving), target.index, self.kv)
+
+
+@dataclass(frozen=True)
+class Shrink(Scripted):
+    """Once `finished` have finished, releases the `count` emptiest replicas at each finish, but keeps `keep`."""
+
+    finished: int
+    count: int
+    keep: int
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        replicas = sorted(view.replicas(), key=lambda replica: (load(replica), replica.index))
+        count = min(self.count, len(replicas) - self.keep)
+        if view.finished < self.finished or count < 1:
+            return None
+        return Release(tuple(replica.index for replica in replicas[:count]))
+
+
+@dataclass(frozen=True)
+class AbortLongest(Scripted):
+    """Once `unfinished` or fewer are left, drops the `count` longest contexts at each finish."""
+
+    unfinished: int
+    count: int
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        if view.unfinished() > self.unfinished:
+            return None
+        longest = by_length(r for replica in view.replicas() for r in replica.requests)[: self.count]
+        return Abort(tuple(r.id for r in longest)) if longest else None
+
+
+@dataclass(frozen=True)
+class StopAt(Scripted):
+    """Stops when `finished` responses are there."""
+
+    finished: int
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        return Stop() if view.finished >= self.finished else None
+
+
+@dataclass(frozen=True)
+class Together(Scripted):
+    """The actions of several controls, one after the other."""
+
+    controls: tuple[Scripted, ...]
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        actions: list[Action] = []
+        for control in self.controls:
+            answer = control.on_finish(view)
+            if isinstance(answer, Reconfigure | Migrate | Release | Abort | Stop):
+                actions.append(answer)
+            elif answer is not None:
+                actions += answer
+        return actions
+
+
+# ------------------------------------------------------------------------------------------------ whole rollouts
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All that `reference.simulate` needs."""
+
+    requests: tuple[RefRequest, ...]
+    nodes: int
+    gpus_per_node: int
+    tp: int
+    costs: StubCosts
+    engine: RefEngine
+    cap_tokens: int
+    control: Scripted
+    routing: Literal["contiguous", "round_robin"]
+
+    def simulate(self) -> RefResult:
+        """The reference's answer."""
+        return simulate(
+            self.requests,
+            nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            tp=self.tp,
+            costs=self.costs,
+            engine=self.engine,
+            cap_tokens=self.cap_tokens,
+            control=self.control,
+            routing=self.routing,
+        )
+
+
+def degrees(gpus: int) -> list[int]:
+    """All tensor-parallel degrees of a node."""
+    return [tp for tp in (1, 2, 4, 8) if tp <= gpus]
+
+
+def _steps(draw: st.DrawFn, gpus: int, ties: bool) -> dict[int, LinearStep]:
+    """Of the size of real ones. With `ties` all are multiples of 2⁻²⁰, so that sums have no rounding at all."""
+    skew = 0.0 if ties else draw(st.sampled_from([0.0, 0.3, 1.0]))
+    kinks_at = draw(st.lists(st.sampled_from([7, 64, 200, 500, 1500]), max_size=3, unique=True).map(sorted))
+    if ties:
+        grid = 2.0**-20
+        a, b, t, p, q, bend = 4096 * grid, 64 * grid, 2 * grid, 32 * grid, 0.0, 2 * grid
+        scales = {tp: 0.25 + 0.75 / tp for tp in degrees(gpus)}
+    else:
+        # Not drawn one by one: hypothesis would shrink them to round numbers, whose sums tie by accident.
+        rng = random.Random(draw(st.integers(0, 2**32)))
+        a, b, t = rng.uniform(2e-3, 2e-2), rng.uniform(1e-5, 1e-3), rng.uniform(1e-7, 1e-5)
+        p, q, bend = rng.uniform(1e-5, 1e-3), rng.uniform(1e-8, 1e-6), rng.uniform(1e-7, 1e-5)
+        scales = {tp: rng.uniform(0.9, 1.1) * (0.2 + 0.8 / tp) for tp in degrees(gpus)}
+    kinks = tuple((float(at), bend) for at in kinks_at)
+    return {tp: LinearStep(a, b, t, p, q, kinks, scale, tp, skew) for tp, scale in scales.items()}
+
+
+KV: st.SearchStrategy[KvHandling] = st.sampled_from(["migrate", "recompute"])
+COUNT = st.integers(1, 4)
+
+
+def _kinds(requests: int, gpus: int) -> dict[str, st.SearchStrategy[Scripted]]:
+    tps = st.sampled_from(degrees(gpus))
+    left = st.integers(1, max(1, requests - 1))
+    rungs = st.lists(st.tuples(left, tps), min_size=1, max_size=4)
+
+    def falling(rungs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted(rungs, key=lambda rung: -rung[0]))
+
+    return {
+        "nothing": st.just(Nothing()),
+        "switch": st.builds(SwitchAt, rungs.map(falling), KV, st.booleans()),
+        "unused": st.builds(SwitchUnused, st.permutations(degrees(gpus)).map(tuple), COUNT, KV),
+        "balance": st.builds(Balance, COUNT, COUNT, KV, st.booleans()),
+        "gather": st.builds(Gather, left, KV),
+        "shrink": st.builds(Shrink, st.integers(0, requests), COUNT, COUNT),
+        "abort": st.builds(AbortLongest, left, COUNT),
+        "stop": st.builds(StopAt, left),
+    }
+
+
+#: Every kind of control alone.
+ALONE = ("nothing", "switch", "unused", "balance", "gather", "shrink", "abort", "stop")
+
+#: Kinds whose mixtures the specification settles: nothing is on its way to a replica that goes away.
+MIXTURES = (
+    ("switch", "abort"),
+    ("unused", "stop"),
+    ("balance", "abort"),
+    ("balance", "stop"),
+    ("shrink", "abort"),
+    ("switch", "abort", "stop"),
+)
+
+
+def controls(
+    requests: int, gpus: int, kinds: Sequence[str] = ALONE, mixtures: bool = True
+) -> st.SearchStrategy[Scripted]:
+    """One control of these kinds, or a mixture of several."""
+    kind = _kinds(requests, gpus)
+    strategies: list[st.SearchStrategy[Scripted]] = [kind[name] for name in kinds]
+    if mixtures:
+        strategies += [st.tuples(*(kind[name] for name in names)).map(Together) for names in MIXTURES]
+    return st.one_of(strategies)
+
+
+def any_controls(requests: int, gpus: int) -> st.SearchStrategy[Scripted]:
+    """Mixtures of all kinds, also those where requests are on their way to a replica that goes away."""
+    kind = _kinds(requests, gpus)
+    some = st.lists(st.sampled_from(ALONE[1:]), min_size=2, max_size=3, unique=True)
+    return some.flatmap(lambda names: st.tuples(*(kind[name] for name in names)).map(Together))
+
+
+@st.composite
+def workloads(
+    draw: st.DrawFn,
+    *,
+    kinds: Sequence[str] = ALONE,
+    mixtures: bool = True,
+    everything: bool = False,
+    ties: bool = False,
+    max_requests: int = 40,
+) -> Workload:
+    """A whole rollout. Capacities are tight, so that preemption is frequent, but fit the longest request alone.
+
+    `kinds` and `mixtures` say which controls (`everything`: any mixture whatever). With `ties` all requests have equal
+    prompts and lengths (but for a few lengths in between), and all times but those of prefills and switches are exact.
+    """
+    n = draw(st.integers(1, max_requests))
+    lengths = st.one_of(st.integers(1, 300), st.integers(1, 30), st.just(1), st.sampled_from([16, 100]))
+    if ties:
+        usual, prompt = draw(st.integers(1, 120)), draw(st.integers(1, 60))
+        lengths = st.sampled_from([usual, usual, usual, usual // 2 + 1, 2 * usual])
+    prompts = st.just(prompt) if ties else st.integers(1, 60)
+    samples = draw(st.integers(1, 4))
+    resumed = draw(st.sampled_from([False, False, False, True]))
+    requests = []
+    for i in range(n):
+        length = draw(lengths)
+        done = draw(st.integers(0, length - 1)) if resumed else 0
+        requests.append(RefRequest(i, i // samples, draw(prompts), length, done))
+
+    nodes, gpus = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([2, 4, 8]))
+    tp = draw(st.sampled_from(degrees(gpus)))
+    engine = RefEngine(
+        page_tokens=draw(st.sampled_from([1, 4, 16])),
+        max_num_seqs=draw(st.sampled_from([1, 2, 3, 5, 8, 64, 256])),
+        max_num_batched_tokens=draw(st.sampled_from([1, 7, 32, 100, 512, 8192])),
+        chunked_prefill=draw(st.booleans()),
+        watermark_pages=draw(st.sampled_from([0, 0, 1, 3])),
+    )
+
+    def pages(tokens: int) -> int:
+        return -(-tokens // engine.page_tokens)
+
+    full = [pages(r.prompt_tokens + r.response_tokens) for r in requests]
+    room = st.one_of(st.integers(0, max(full)), st.integers(0, sum(full)))
+    capacities = {degree: max(full) + draw(room) for degree in degrees(gpus)}
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    moving = draw(st.sampled_from([1.0, 1.0, 1.0, 0.0]))  # 0: moving takes no time at all
+    costs = StubCosts(
+        steps=_steps(draw, gpus, ties),
+        pages=capacities,
+        weights_s=moving * rng.uniform(0.01, 1.0),
+        capture_s=moving * rng.uniform(0.01, 1.0),
+        kv_per_token_s=moving * rng.uniform(1e-6, 1e-3),
+        first_use_s=moving * rng.uniform(0.01, 1.0),
+        transfer_base_s=moving * rng.uniform(1e-3, 0.1),
+        transfer_per_token_s=moving * rng.uniform(1e-6, 1e-3),
+        other_node=rng.uniform(1.0, 5.0),
+    )
+    return Workload(
+        requests=tuple(requests),
+        nodes=nodes,
+        gpus_per_node=gpus,
+        tp=tp,
+        costs=costs,
+        engine=engine,
+        cap_tokens=max(r.response_tokens for r in requests),
+        control=draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures)),
+        routing=draw(st.sampled_from(["contiguous", "round_robin"])),
+    )
+
+
+def tied_workloads(
+    *, kinds: Sequence[str] = ALONE, mixtures: bool = True, max_requests: int = 40
+) -> st.SearchStrategy[Workload]:
+    """Rollouts in which many things happen at the very same moment."""
+    return workloads(kinds=kinds, mixtures=mixtures, ties=True, max_requests=max_requests)
