@@ -1,0 +1,1 @@
+"""Experiments: YAML to validated objects, to runs, to results."""

@@ -1,0 +1,89 @@
+"""An experiment from a file or a mapping, with overrides."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlsim import catalogue
+from rlsim.errors import ConfigError, unknown_name
+from rlsim.experiment.schema import Experiment
+from rlsim.schema import read_yaml, validate
+
+
+def load_experiment(
+    source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()
+) -> tuple[Experiment, str, Path]:
+    """The experiment, a name for it in messages, and the folder that its relative paths refer to.
+
+    `source` is a YAML file, the name of an experiment that ships with rlsim, or a mapping. `overrides` are `key.path=value` texts,
+    or a mapping of key paths to values. Raises `ConfigError` with file and line for anything that does not fit.
+    """
+    if isinstance(source, Mapping):
+        data, shown, folder = _copied(source), "experiment", Path.cwd()
+    else:
+        path = _find(Path(source))
+        data, shown, folder = read_yaml(path), str(source), path.resolve().parent
+    if not isinstance(data, dict):
+        raise ConfigError(f"{shown}: expected a mapping of keys to values")
+    pairs = overrides.items() if isinstance(overrides, Mapping) else (_parse_override(text) for text in overrides)
+    for key, value in pairs:
+        set_path(data, key, value)
+    return validate(data, Experiment, shown), shown, folder
+
+
+def with_settings(experiment: Experiment, settings: Mapping[str, Any], shown: str) -> Experiment:
+    """The experiment with some keys set to other values."""
+    data = experiment.model_dump()
+    for key, value in settings.items():
+        set_path(data, key, value)
+    return validate(data, Experiment, shown)
+
+
+def _find(path: Path) -> Path:
+    shipped = catalogue.names("experiments")
+    if path.exists() or path.suffix:
+        return path if path.exists() or path.stem not in shipped or path.parent.name not in ("", "experiments") else shipped[path.stem]
+    if str(path) in shipped:
+        return shipped[str(path)]
+    raise unknown_name("experiment", str(path), shipped)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text}: expected key.path=value")
+    try:
+        return key, YAML(typ="safe").load(io.StringIO(value))
+    except YAMLError:
+        return key, value
+
+
+def set_path(data: Any, key: str, value: Any) -> None:
+    """Set `a.b.0.c` in nested mappings and lists; raises `ConfigError` where the path leads nowhere."""
+    *path, last = key.split(".")
+    here = data
+    for part in path:
+        if isinstance(here, list | tuple) and part.isdigit() and int(part) < len(here):
+            here = here[int(part)]
+        elif isinstance(here, dict):
+            here = here.setdefault(part, {})
+        else:
+            raise ConfigError(f"--set {key}: {part!r} leads nowhere")
+    if isinstance(here, list) and last.isdigit() and int(last) < len(here):
+        here[int(last)] = value
+    elif isinstance(here, dict):
+        here[last] = value
+    else:
+        raise ConfigError(f"--set {key}: {last!r} leads nowhere")

@@ -1,0 +1,96 @@
+"""What an experiment file may say. Every field has a unit or meaning; the reference page is made from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from rlsim.cost.strategy import Recompute
+from rlsim.schema import Schema
+from rlsim.sim.request import EngineConfig
+from rlsim.units import Seconds, Tokens
+
+
+class TraceSpec(Schema):
+    """Which response lengths are replayed."""
+
+    path: str = Field(description="trace file, or the name of one that ships with rlsim")
+    cap: Annotated[Tokens, Field(ge=1)] = Field(description="maximum response length, tokens (K = 1,024); longer ones are cut")
+    default_prompt_tokens: Annotated[Tokens, Field(ge=1)] = Field(
+        default=256, description="prompt length where the trace has none, tokens"
+    )
+
+
+class RewardSpec(Schema):
+    """Rule-based reward on CPUs: every response is checked for `time_per_response` by one of `workers`."""
+
+    time_per_response: Seconds = Field(default=0.01, ge=0, description="CPU time of one check, s (assumed: 10 ms)")
+    workers: int = Field(default=16, ge=1, description="checks that run at once")
+
+
+class WorkflowSpec(Schema):
+    """The RL algorithm and its batch."""
+
+    algorithm: Literal["grpo"] = Field(default="grpo", description="which graph of calls")
+    prompts: int = Field(ge=1, description="prompts per step")
+    responses: int = Field(ge=1, description="responses per prompt")
+    steps: int = Field(ge=1, description="training steps to simulate")
+    reference: bool = Field(default=True, description="whether a frozen reference model scores the responses (KL term)")
+    old_log_probs: bool = Field(default=True, description="whether the trainer computes the old policy's log-probs anew")
+    reward: RewardSpec = RewardSpec()
+
+
+class TrainingSpec(Schema):
+    """How training and log-prob passes run on their GPUs; data parallelism takes what TP and PP leave."""
+
+    backend: Literal["fsdp", "megatron"] = Field(default="fsdp", description="framework; sets the fitted efficiency")
+    tp: int = Field(default=1, ge=1, description="tensor-parallel degree")
+    pp: int = Field(default=1, ge=1, description="pipeline-parallel degree")
+    cp: int = Field(default=1, ge=1, description="context-parallel degree")
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage; default 3 for fsdp, 1 for megatron")
+    micro_batch_tokens: Annotated[Tokens, Field(ge=1)] = Field(
+        default=16384, description="token budget of a micro-batch on one data-parallel rank"
+    )
+    recompute: Recompute = Field(default="full", description="activation recomputation")
+    offload: bool = Field(default=False, description="keep weights and optimizer states in host memory between calls")
+    mini_batches: int = Field(default=1, ge=1, description="optimizer steps per training step")
+    epochs: int = Field(default=1, ge=1, description="passes over a step's batch")
+
+
+class Experiment(Schema):
+    """One experiment file."""
+
+    name: str = Field(min_length=1, description="names the results")
+    description: str = Field(default="", description="what it asks, in a sentence")
+    cluster: str | dict[str, Any] = Field(description="a cluster of the catalogue, or one spelled out")
+    model: str = Field(description="a model of the catalogue, or the path of a Hugging Face config.json")
+    calibration: str = Field(description="<gpu>-<engine>: kernels, links and host time")
+    engine: EngineConfig = EngineConfig()
+    memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory for the rollout engine")
+    routing: Literal["contiguous", "round_robin"] = Field(
+        default="contiguous", description="how a step's responses are dealt to the replicas; veRL: contiguous"
+    )
+    trace: TraceSpec
+    workflow: WorkflowSpec
+    training: TrainingSpec = TrainingSpec()
+    seeds: int | tuple[int, ...] = Field(default=5, description="number of seeds, or the seeds themselves")
+    baseline: str | None = Field(default=None, description="system that speedups refer to; default: the first")
+    systems: tuple[Any, ...] = Field(min_length=1, description="what is compared; see docs/experiments.md")
+    cases: dict[str, dict[str, Any]] = Field(
+        default={}, description="settings to repeat everything under: name -> {key.path: value}"
+    )
+
+    @field_validator("seeds")
+    @classmethod
+    def _some_seeds(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        if value in (0, ()) or (isinstance(value, int) and value < 0):
+            raise ValueError("at least one seed is needed")
+        if isinstance(value, tuple) and len(set(value)) != len(value):
+            raise ValueError("the seeds must differ")
+        return value
+
+    @property
+    def seed_list(self) -> tuple[int, ...]:
+        """The seeds themselves: 0, 1, … unless they are given."""
+        return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
