@@ -62,45 +62,41 @@ class PAT(Schema, RolloutControl):
         now_tp = view.tp(node)
         if now_tp not in self._profiles:
             return None
-        replicas = view.replicas(node)
-        layout = [[r.context_tokens for r in replica.requests] for replica in replicas]
-        left = [[view.cap_tokens - r.generated_tokens for r in replica.requests] for replica in replicas]
-        contexts, remaining = sum(layout, []), sum(left, [])
-        if not contexts:
+        requests = [r for replica in view.replicas(node) for r in replica.requests]
+        if not requests:
             return None
+        batch = [(r.context_tokens, view.cap_tokens - r.generated_tokens) for r in requests]
         # 1. The remaining time if the layout stays.
-        best, best_s = None, self._drain_s(now_tp, layout, left)
-        # 2. For every candidate: merge the unfinished sequences over its replicas, and pay for the switch once.
-        held = [r.context_tokens for replica in replicas for r in replica.requests if r.has_kv]
+        best, best_s = None, self._remaining_s(now_tp, batch)
+        # 2. For every candidate: the unfinished sequences merged over its replicas, and the switch paid for once.
+        held = [r.context_tokens for r in requests if r.has_kv]
         for tp in self._profiles:
-            if tp == now_tp:
-                continue
-            shares = deal(contexts, view.gpus_per_node // tp)
-            stay_s = self._drain_s(
-                tp, [[contexts[i] for i in s] for s in shares], [[remaining[i] for i in s] for s in shares]
-            )
-            if stay_s >= best_s:
+            remaining_s = self._remaining_s(tp, batch)
+            if tp == now_tp or remaining_s >= best_s:
                 continue
             switch_s, kv = self._switch_s(now_tp, tp, held, tp not in view.used_tps(node))
             # 3. The cheapest, and only if it beats staying.
-            if stay_s + switch_s < best_s:
-                best, best_s = Reconfigure(node, tp, kv), stay_s + switch_s
+            if remaining_s + switch_s < best_s:
+                best, best_s = Reconfigure(node, tp, kv), remaining_s + switch_s
         return best
 
-    def _drain_s(self, tp: int, contexts: Sequence[Sequence[int]], remaining: Sequence[Sequence[int]]) -> float:
-        """Predicted time until every sequence has reached the length limit; the slowest replica decides."""
+    def _remaining_s(self, tp: int, batch: Sequence[tuple[int, int]]) -> float:
+        """Predicted time until every sequence, given as (context, tokens to its limit), has run to the length limit.
+
+        Layouts are compared with the sequences spread evenly over their replicas, the present one too: an imbalance of the
+        moment is no merit of another layout, and would be back a few finishes after a switch.
+        """
         profile = self._profiles[tp]
         slowest_s = 0.0
-        for replica_contexts, replica_remaining in zip(contexts, remaining, strict=True):
-            time_s, steps = 0.0, 0
-            batch, tokens = len(replica_contexts), sum(replica_contexts)
-            by_remaining = sorted(zip(replica_remaining, replica_contexts, strict=True))
-            for left, context in by_remaining:
+        for share in deal([context for context, _ in batch], self._context.gpus_per_node // tp):
+            sequences = sorted((batch[i][1], batch[i][0]) for i in share)
+            time_s, steps, tokens = 0.0, 0, sum(context for _, context in sequences)
+            for done, (left, context) in enumerate(sequences):
                 if left > steps:
-                    time_s += profile.decode(batch).steps_s(tokens, left - steps)
-                    tokens += batch * (left - steps)
+                    active = len(sequences) - done
+                    time_s += profile.decode(active).steps_s(tokens, left - steps)
+                    tokens += active * (left - steps)
                     steps = left
-                batch -= 1
                 tokens -= context + steps
             slowest_s = max(slowest_s, time_s)
         return slowest_s
