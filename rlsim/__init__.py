@@ -1,3 +1,44 @@
-"""Discrete-event cluster simulator for long-tail RLHF scheduling research."""
+"""Discrete-event cluster simulator for long-tail RLHF scheduling research.
+
+    import rlsim
+    result = rlsim.run("pat_vs_static")
+    result.summary()      # one row per system, a pandas frame
+    result.steps          # every step of every run
+
+Names are loaded when they are first used, so that `import rlsim` stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from rlsim.errors import RlsimError as RlsimError
+    from rlsim.experiment.result import Result as Result
+    from rlsim.experiment.result import read_result as read_result
+    from rlsim.experiment.run import run as run
+    from rlsim.sim.control import RolloutControl as RolloutControl
+
+_HOME = {
+    "Result": "rlsim.experiment.result",
+    "RlsimError": "rlsim.errors",
+    "RolloutControl": "rlsim.sim.control",
+    "read_result": "rlsim.experiment.result",
+    "run": "rlsim.experiment.run",
+}
+__all__ = ["Result", "RlsimError", "RolloutControl", "__version__", "read_result", "run"]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from where it lives."""
+    if name in _HOME:
+        from importlib import import_module
+
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'rlsim' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

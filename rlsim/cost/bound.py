@@ -18,10 +18,11 @@ class GenerationBound:
 
     The larger of two times that no schedule avoids:
 
-    - the *longest response*: alone on a replica, each token at the fastest TP for its context, its prompt's prefill not counted;
+    - the *longest response*: alone on a replica, each token at the fastest TP for its context, its prompt's prefill
+    not counted;
     - the *total work*: a token in the best company costs at least α GPU-seconds plus β per token of its context. With
-      `step(b, T) ≥ step(b, 0) + s_b · T`, α is the minimum over TP and b of `tp · step(b, 0) / b` and β that of `tp · s_b`. Steps are taken to
-      grow with b and T; between sampled batch sizes that makes α smaller, never larger.
+      `step(b, T) ≥ step(b, 0) + s_b · T`, α is the minimum over TP and b of `tp · step(b, 0) / b` and β that of `tp ·
+      s_b`. Steps are taken to grow with b and T; between sampled batch sizes that makes α smaller, never larger.
     """
 
     def __init__(self, steps: Mapping[int, StepCost], gpus: int, max_batch: int) -> None:

@@ -2,12 +2,13 @@
 
 While nothing joins or leaves a replica, every step adds one token to each of its b sequences, so the context
 total T grows by b a step. With a step time piecewise linear in T, the time of n steps is a sum of arithmetic
-series, and how many steps fit into a time is a quadratic equation per segment. Nothing here approximates: the sums equal stepping
-one token at a time to rounding.
+series, and how many steps fit into a time is a quadratic equation per segment. Nothing here approximates: the sums
+equal stepping one token at a time to rounding.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -19,15 +20,15 @@ REACHED = 1e-9
 class DecodeCurve:
     """Step time of `batch` sequences as a piecewise-linear function of T, the sum of their context tokens.
 
-    `context_tokens` are the knots (ascending, at least one), `step_s` the step times there. Beyond the first and last knot
-    the outermost segments continue. Raises `ValueError` for unsorted knots or lengths that differ.
+    `context_tokens` are the knots (ascending, at least one), `step_s` the step times there. Beyond the first and last
+    knot the outermost segments continue. Raises `ValueError` for unsorted knots or lengths that differ.
     """
 
     __slots__ = ("_knots", "_slopes", "_values", "batch")
 
     def __init__(self, batch: int, context_tokens: Sequence[float], step_s: Sequence[float]) -> None:
         knots, values = [float(x) for x in context_tokens], [float(y) for y in step_s]
-        if not knots or len(knots) != len(values) or any(b <= a for a, b in zip(knots, knots[1:], strict=False)):
+        if not knots or len(knots) != len(values) or any(b <= a for a, b in itertools.pairwise(knots)):
             raise ValueError("a decode curve needs ascending knots and one step time for each")
         self.batch = batch
         self._knots = knots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.memory import check_training, kv_capacity_pages, resident_bytes
-from rlsim.cost.roofline import step_cost
+from rlsim.cost.profile import ProfileStep
+from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency, TrainTime
@@ -31,11 +33,13 @@ from rlsim.models import Model
 class Machine:
     """Times and sizes of rollout, inference, training and weight movement. Pure: the same question has the same answer.
 
-    `train` is the training strategy and `inference` that of log-prob passes; `backend` names the training framework whose
-    efficiency the calibration gives. `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization`
-    the share of GPU memory it may use; training states that are not offloaded stay resident beside it.
+    `train` is the training strategy and `inference` that of log-prob passes; `backend` names the training framework
+    whose efficiency the calibration gives. `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's,
+    `memory_utilization` the share of GPU memory it may use; training states that are not offloaded stay resident
+    beside it.
 
-    Raises `CapacityError` if training does not fit, `ConfigError` for a strategy that the model or cluster does not allow.
+    Raises `CapacityError` if training does not fit, `ConfigError` for a strategy that the model or cluster does not
+    allow.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Machine:
     ) -> None:
         known = calibration.training.flop_efficiency
         if backend not in known:
-            raise ConfigError(f"calibration {calibration.name} has no training backend {backend!r}; it has: {', '.join(known)}")
+            raise ConfigError(
+                f"calibration {calibration.name} has no training backend {backend!r}; it has: {', '.join(known)}"
+            )
         check_training(model, cluster.gpu, train)
         self.model, self.cluster, self.calibration = model, cluster, calibration
         self.page_tokens = page_tokens
@@ -64,13 +70,26 @@ class Machine:
         self._train = TrainCost(model, cluster, self._collectives, train, efficiency)
         self._forward = TrainCost(model, cluster, self._collectives, inference, efficiency)
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
+        self._steps: list[StepCost] = []
         self.step = cache(self._step)
         self.capacity_pages = cache(self._capacity_pages)
+
+    def outside(self) -> Counter[str]:
+        """Look-ups so far that lay outside the calibration's measured ranges, by operator."""
+        total: Counter[str] = Counter()
+        for step in self._steps:
+            if isinstance(step, RooflineStep):
+                total += step.operators.outside
+            elif isinstance(step, ProfileStep):
+                total["decode profile"] += step.extrapolated
+        return total
 
     # Rollout ----------------------------------------------------------------------------------------------------------
 
     def _step(self, tp: int) -> StepCost:
-        return step_cost(self.model, tp, self.cluster, self.calibration)
+        step = step_cost(self.model, tp, self.cluster, self.calibration)
+        self._steps.append(step)
+        return step
 
     def _capacity_pages(self, tp: int, min_tokens: int = 1) -> int:
         """KV pages of a replica at `tp`; raises `CapacityError` if it cannot hold `min_tokens`."""
@@ -88,7 +107,7 @@ class Machine:
         )
 
     def feasible_tps(self, sequence_tokens: int) -> tuple[tuple[int, ...], dict[int, str]]:
-        """Power-of-two degrees inside a node whose replica holds one sequence of that many tokens; the others and why not."""
+        """Power-of-two degrees in a node whose replica holds one sequence of so many tokens; the others and why not."""
         feasible, infeasible = [], {}
         for tp in _degrees(self.cluster.gpus_per_node):
             try:
@@ -101,9 +120,9 @@ class Machine:
     def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: str, first_use: bool) -> SwitchCost:
         """Pause of one node that goes from one TP to another while its requests hold `contexts` tokens of KV each.
 
-        Weights are resharded layer by layer, KV migrates (`kv` = "migrate") or is left to be recomputed by the engine (then it costs
-        nothing here), decode graphs are captured anew for the batch sizes up to a target replica's share of the requests only,
-        and communication groups are created at their first use.
+        Weights are resharded layer by layer, KV migrates (`kv` = "migrate") or is left to be recomputed by the engine
+        (then it costs nothing here), decode graphs are captured anew for the batch sizes up to a target replica's
+        share of the requests only, and communication groups are created at their first use.
         """
         runtime = self.calibration.runtime
         per_replica = math.ceil(len(contexts) * to_tp / self.cluster.gpus_per_node)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-
-
 from rlsim import catalogue
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calibration import Calibration, load_calibration
@@ -58,7 +56,9 @@ class Setup:
         experiment, engine, training = self.experiment, self.experiment.engine, self.experiment.training
         share = training.tp * training.pp * training.cp
         if self.cluster.gpus % share:
-            raise ConfigError(f"training: tp × pp × cp = {share} does not divide the {self.cluster.gpus} GPUs of the cluster")
+            raise ConfigError(
+                f"training: tp × pp × cp = {share} does not divide the {self.cluster.gpus} GPUs of the cluster"
+            )
         default_zero = 3 if training.backend == "fsdp" else 1
         train = TrainStrategy(
             dp=self.cluster.gpus // share,
@@ -89,10 +89,14 @@ class Setup:
         """What policies learn before a run."""
         experiment, workflow = self.experiment, self.experiment.workflow
         longest = self.trace.frame["prompt_tokens"].max()
-        prompt_tokens = experiment.trace.default_prompt_tokens if longest != longest or longest is None else int(longest)
+        prompt_tokens = (
+            experiment.trace.default_prompt_tokens if longest != longest or longest is None else int(longest)
+        )
         feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap)
         if not feasible:
-            raise CapacityError("no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items()))
+            raise CapacityError(
+                "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())
+            )
         return ControlContext(
             costs=self.machine,
             feasible_tps=feasible,
@@ -109,7 +113,9 @@ class Setup:
     def bound(self) -> GenerationBound:
         """The generation stage at best."""
         steps = {tp: self.machine.step(tp) for tp in self.context.feasible_tps}
-        return GenerationBound(steps, self.cluster.gpus, min(self.context.requests, self.experiment.engine.max_num_seqs))
+        return GenerationBound(
+            steps, self.cluster.gpus, min(self.context.requests, self.experiment.engine.max_num_seqs)
+        )
 
     def sampler(self, seed: int) -> StepSampler:
         """The responses of every step under one seed; the same for every system."""
@@ -174,7 +180,7 @@ def _requests(sampler: StepSampler, step: int) -> list[Request]:
 
 
 def find_trace(name: str, folder: Path) -> Path:
-    """A trace by path (from `folder`, the working directory, or rlsim's own `traces/…`) or by its name in the catalogue."""
+    """A trace by path (from `folder` or the working directory) or by its name in the catalogue."""
     path = Path(name)
     for candidate in (folder / path, path):
         if candidate.is_file():

@@ -18,8 +18,9 @@ def load_experiment(
 ) -> tuple[Experiment, str, Path]:
     """The experiment, a name for it in messages, and the folder that its relative paths refer to.
 
-    `source` is a YAML file, the name of an experiment that ships with rlsim, or a mapping. `overrides` are `key.path=value` texts,
-    or a mapping of key paths to values. Raises `ConfigError` with file and line for anything that does not fit.
+    `source` is a YAML file, the name of an experiment that ships with rlsim, or a mapping. `overrides` are
+    `key.path=value` texts, or a mapping of key paths to values. Raises `ConfigError` with file and line for anything
+    that does not fit.
     """
     if isinstance(source, Mapping):
         data, shown, folder = _copied(source), "experiment", Path.cwd()
@@ -45,7 +46,11 @@ def with_settings(experiment: Experiment, settings: Mapping[str, Any], shown: st
 def _find(path: Path) -> Path:
     shipped = catalogue.names("experiments")
     if path.exists() or path.suffix:
-        return path if path.exists() or path.stem not in shipped or path.parent.name not in ("", "experiments") else shipped[path.stem]
+        return (
+            path
+            if path.exists() or path.stem not in shipped or path.parent.name not in ("", "experiments")
+            else shipped[path.stem]
+        )
     if str(path) in shipped:
         return shipped[str(path)]
     raise unknown_name("experiment", str(path), shipped)

@@ -16,7 +16,9 @@ class TraceSpec(Schema):
     """Which response lengths are replayed."""
 
     path: str = Field(description="trace file, or the name of one that ships with rlsim")
-    cap: Annotated[Tokens, Field(ge=1)] = Field(description="maximum response length, tokens (K = 1,024); longer ones are cut")
+    cap: Annotated[Tokens, Field(ge=1)] = Field(
+        description="maximum response length, tokens (K = 1,024); longer ones are cut"
+    )
     default_prompt_tokens: Annotated[Tokens, Field(ge=1)] = Field(
         default=256, description="prompt length where the trace has none, tokens"
     )
@@ -37,7 +39,9 @@ class WorkflowSpec(Schema):
     responses: int = Field(ge=1, description="responses per prompt")
     steps: int = Field(ge=1, description="training steps to simulate")
     reference: bool = Field(default=True, description="whether a frozen reference model scores the responses (KL term)")
-    old_log_probs: bool = Field(default=True, description="whether the trainer computes the old policy's log-probs anew")
+    old_log_probs: bool = Field(
+        default=True, description="whether the trainer computes the old policy's log-probs anew"
+    )
     reward: RewardSpec = RewardSpec()
 
 
@@ -48,7 +52,9 @@ class TrainingSpec(Schema):
     tp: int = Field(default=1, ge=1, description="tensor-parallel degree")
     pp: int = Field(default=1, ge=1, description="pipeline-parallel degree")
     cp: int = Field(default=1, ge=1, description="context-parallel degree")
-    zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage; default 3 for fsdp, 1 for megatron")
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(
+        default=None, description="ZeRO stage; default 3 for fsdp, 1 for megatron"
+    )
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] = Field(
         default=16384, description="token budget of a micro-batch on one data-parallel rank"
     )

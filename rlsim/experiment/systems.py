@@ -1,9 +1,9 @@
 """The `systems` of an experiment: names, parts, and the variants that lists of values make.
 
-    - pat                              a policy as it is
-    - verl: {tp: [1, 2, 4, 8, best]}   one system per value: verl-tp1, …, verl-best
-    - name: mine                       parts that work together under a name of their own
-      use: [pat]
+- pat                              a policy as it is
+- verl: {tp: [1, 2, 4, 8, best]}   one system per value: verl-tp1, …, verl-best
+- name: mine                       parts that work together under a name of their own
+  use: [pat]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlsim.schema import validate
 from rlsim.sim.control import RolloutControl
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SystemSpec:
     """One system to run. `make` gives a fresh policy: a policy may keep state during a run."""
 
@@ -29,6 +29,11 @@ class SystemSpec:
     policy: str
     parameters: Mapping[str, Any]
     variant: bool = False  # one of several values that a list gave
+
+    @property
+    def key(self) -> str:
+        """Systems with the same policy and parameters behave the same."""
+        return f"{self.policy} {sorted(self.parameters.items())}"
 
     def make(self) -> RolloutControl:
         """A new policy with these parameters; raises `ConfigError` if it does not take them."""
@@ -41,7 +46,7 @@ class SystemSpec:
 
 
 def parse_systems(entries: Sequence[Any], source: str = "") -> tuple[SystemSpec, ...]:
-    """All systems that these YAML entries stand for. Raises `ConfigError` for what it cannot read or for a name used twice."""
+    """All systems that these YAML entries stand for. Raises `ConfigError` for unreadable ones or a name used twice."""
     specs = [spec for entry in entries for spec in _parse(entry, source)]
     for spec in specs:
         spec.make()  # wrong parameters are found before anything runs
@@ -56,11 +61,17 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
     if isinstance(entry, Mapping) and "use" in entry:
         unknown = set(entry) - {"name", "use"}
         if unknown or "name" not in entry:
-            raise ConfigError(f"{source}: systems: a system with `use` has a `name` and nothing else, got {sorted(entry)}")
-        parts = entry["use"] if isinstance(entry["use"], Sequence) and not isinstance(entry["use"], str) else [entry["use"]]
+            raise ConfigError(
+                f"{source}: systems: a system with `use` has a `name` and nothing else, got {sorted(entry)}"
+            )
+        parts = (
+            entry["use"] if isinstance(entry["use"], Sequence) and not isinstance(entry["use"], str) else [entry["use"]]
+        )
         found = [list(_parse(part, source)) for part in parts]
         if len(found) != 1 or len(found[0]) != 1:
-            raise ConfigError(f"{source}: system {entry['name']!r}: exactly one rollout policy is needed, without lists")
+            raise ConfigError(
+                f"{source}: system {entry['name']!r}: exactly one rollout policy is needed, without lists"
+            )
         yield SystemSpec(str(entry["name"]), found[0][0].policy, found[0][0].parameters)
         return
     if isinstance(entry, str):
@@ -75,7 +86,9 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
         raise ConfigError(f"{source}: systems: expected a policy's name, or one with parameters, got {entry!r}")
     kind = load_policy(policy)
     label = policy.rpartition(":")[2].lower() if ":" in policy else policy
-    axes = [key for key, value in parameters.items() if isinstance(value, Sequence) and not _takes_list(kind, key, value)]
+    axes = [
+        key for key, value in parameters.items() if isinstance(value, Sequence) and not _takes_list(kind, key, value)
+    ]
     for values in itertools.product(*(parameters[key] for key in axes)):
         chosen = dict(zip(axes, values, strict=True))
         suffix = "".join(f"-{_label(key, value)}" for key, value in chosen.items())

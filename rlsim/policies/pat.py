@@ -1,8 +1,8 @@
 """PAT: adaptive tensor parallelism inside one generation stage.
 
-Small TP serves many sequences best, large TP the tail. As responses finish PAT predicts, for every layout, how long the unfinished
-ones would take if each ran to the length limit, adds the cost of switching there, and switches when that beats staying. The
-predictor knows an offline profile and the batch's state, never a response's length.
+Small TP serves many sequences best, large TP the tail. As responses finish PAT predicts, for every layout, how long
+the unfinished ones would take if each ran to the length limit, adds the cost of switching there, and switches when
+that beats staying. The predictor knows an offline profile and the batch's state, never a response's length.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class PAT(Schema, RolloutControl):
     def _remaining_s(self, tp: int, batch: Sequence[tuple[int, int]]) -> float:
         """Predicted time until every sequence, given as (context, tokens to its limit), has run to the length limit.
 
-        Layouts are compared with the sequences spread evenly over their replicas, the present one too: an imbalance of the
-        moment is no merit of another layout, and would be back a few finishes after a switch.
+        Layouts are compared with the sequences spread evenly over their replicas, the present one too: an imbalance
+        of the moment is no merit of another layout, and would be back a few finishes after a switch.
         """
         profile = self._profiles[tp]
         slowest_s = 0.0
@@ -102,7 +102,7 @@ class PAT(Schema, RolloutControl):
         return slowest_s
 
     def _switch_s(self, from_tp: int, to_tp: int, held: Sequence[int], first_use: bool) -> tuple[float, KvHandling]:
-        """Cost of the switch with the cheaper handling of the KV cache: migrate it, or recompute it under the target."""
+        """Cost of the switch, KV handled the cheaper way: migrated, or recomputed under the target."""
         costs = self._context.costs
         migrate_s = costs.switch(from_tp, to_tp, held, "migrate", first_use).total_s
         # One prefill of as many sequences of the RMS context, over the target's replicas.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -18,6 +19,10 @@ class VeRL(Schema, RolloutControl):
         default="best", description="tensor-parallel degree; best: the fastest feasible one"
     )
 
+    def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
+        """For `tp: best`, every degree that fits."""
+        return [{"tp": tp} for tp in context.feasible_tps] if self.tp == "best" else ()
+
     def initial_tp(self, context: ControlContext) -> int:
         """The given degree; raises if it does not divide the node or the model does not fit."""
         if self.tp == "best":
@@ -26,7 +31,7 @@ class VeRL(Schema, RolloutControl):
 
 
 def checked_tp(tp: int, context: ControlContext) -> int:
-    """`tp` if the node can run it. Raises `ConfigError` if it does not divide the node, `CapacityError` if it does not fit."""
+    """`tp` if the node can run it. Raises `ConfigError` if it does not divide the node, `CapacityError` if it is too small."""
     if tp < 1 or context.gpus_per_node % tp:
         raise ConfigError(f"tp {tp} does not divide the {context.gpus_per_node} GPUs of a node")
     if tp not in context.feasible_tps:

@@ -1,7 +1,8 @@
 """What a rollout control sees, and what it may ask for.
 
-A control is asked each time responses finish. It gets a read-only view of the rollout at that moment (never a response's
-length) and returns actions; the engine carries them out. docs/engine.md says exactly when each takes effect.
+A control is asked each time responses finish. It gets a read-only view of the rollout at that moment (never a
+response's length) and returns actions; the engine carries them out. docs/engine.md says exactly when each takes
+effect.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class RolloutCosts(Protocol):
     def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: KvHandling, first_use: bool) -> SwitchCost:
         """Pause of a node whose requests hold `contexts` tokens of KV each.
 
-        With `kv` "recompute" the KV costs nothing here: the engine prefills it again. `first_use`: this run has not used
-        `to_tp` on this node before, so its communication groups must be created.
+        With `kv` "recompute" the KV costs nothing here: the engine prefills it again. `first_use`: this run has not
+        used `to_tp` on this node before, so its communication groups must be created.
         """
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
@@ -178,6 +179,10 @@ def deal(contexts: Sequence[int], replicas: int) -> list[list[int]]:
 
 class RolloutControl:
     """Base of all rollout controls: never changes anything. Override what the system decides."""
+
+    def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
+        """Parameters to try where the system is to be tuned: the fastest of them is run. None if it needs no tuning."""
+        return ()
 
     def setup(self, context: ControlContext) -> None:
         """Called once before the first step: the place to profile."""

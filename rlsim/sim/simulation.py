@@ -83,8 +83,8 @@ class Outcome:
 class Simulation:
     """One system on one trace with one seed.
 
-    `launch(step)` gives the requests of a step. `control` decides during generation. Steps follow each other as the workflow's
-    edges allow; a call holds all GPUs of its placement from start to end.
+    `launch(step)` gives the requests of a step. `control` decides during generation. Steps follow each other as the
+    workflow's edges allow; a call holds all GPUs of its placement from start to end.
     """
 
     workflow: Workflow

@@ -47,8 +47,8 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
     Name, source, cap, recipe and notes go into the file's key-value metadata, with unit and meaning per column.
     """
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     path = Path(path)
     if path.suffix not in (".parquet", ".pq"):

@@ -14,8 +14,8 @@ CallKind = Literal["generate", "inference", "train", "reward", "sync"]
 class Call:
     """One model function call of a training step.
 
-    `kind`: `generate` decodes responses, `inference` is a forward pass over them, `train` updates the model, `sync` brings
-    updated weights to the rollout engine, `reward` scores responses outside the models (CPU) and needs no GPU.
+    `kind`: `generate` decodes responses, `inference` is a forward pass over them, `train` updates the model, `sync`
+    brings updated weights to the rollout engine, `reward` scores responses outside the models (CPU) and needs no GPU.
     """
 
     name: str
@@ -83,8 +83,8 @@ class Workflow:
 def grpo(*, reference: bool = True, old_log_probs: bool = True) -> Workflow:
     """GRPO as veRL runs it: generate, score, log-probs under the reference and the old policy, one update, weight sync.
 
-    GRPO (Shao et al. 2024) has no critic; `reference` off is training without a KL term (DAPO), `old_log_probs` off takes those of
-    the rollout engine.
+    GRPO (Shao et al. 2024) has no critic; `reference` off is training without a KL term (DAPO), `old_log_probs` off
+    takes those of the rollout engine.
     """
     calls = [
         Call("generate", "generate", "actor"),

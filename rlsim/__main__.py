@@ -1,0 +1,5 @@
+"""`python -m rlsim`."""
+
+from rlsim.cli import main
+
+main()

@@ -1,0 +1,54 @@
+"""The command line: arguments and printing only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from rlsim import __version__
+from rlsim.cli import listing, running, trace
+from rlsim.errors import RlsimError
+
+app = typer.Typer(
+    name="rlsim",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Simulate RLHF training steps under different schedulers: how long they take, and where the GPU time goes.",
+    epilog="Start with: rlsim run experiments/pat_vs_static.yaml",
+)
+app.command("run")(running.run)
+app.add_typer(listing.app, name="list")
+app.add_typer(trace.app, name="trace")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rlsim {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. A user's mistake ends in one message and exit code 2."""
+    try:
+        app()
+    except RlsimError as error:
+        typer.echo(f"rlsim: error: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of our output has gone (`rlsim … | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        typer.echo("rlsim: interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,141 @@
+"""`rlsim list`: what the catalogue holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Show what the catalogue holds.")
+
+
+@app.command()
+def gpus() -> None:
+    """GPUs and their data-sheet figures."""
+    from rlsim import catalogue
+    from rlsim.hardware import load_gpu
+
+    found = [load_gpu(name) for name in catalogue.names("gpus")]
+    rows = [
+        (
+            g.name,
+            f"{g.memory_bytes / 2**30:.1f}",
+            f"{g.memory_bytes_per_s / 1e12:.2f}",
+            f"{g.bf16_flop_per_s / 1e12:.0f}",
+            g.title,
+        )
+        for g in found
+    ]
+    _print(("name", "memory GiB", "TB/s", "bf16 TFLOP/s", "title"), rows)
+
+
+@app.command()
+def clusters() -> None:
+    """Clusters: nodes, GPUs and links."""
+    from rlsim import catalogue
+    from rlsim.hardware import load_cluster
+
+    found = [load_cluster(name) for name in catalogue.names("clusters")]
+    rows = [
+        (c.name, str(c.nodes), f"{c.gpus_per_node} x {c.gpu.name}", c.intra.name, c.inter.name if c.inter else "")
+        for c in found
+    ]
+    _print(("name", "nodes", "GPUs each", "inside a node", "between nodes"), rows)
+
+
+@app.command()
+def models() -> None:
+    """Models: parameters and KV cache."""
+    from rlsim import catalogue
+    from rlsim.models import load_model
+
+    found = [load_model(name) for name in catalogue.names("models")]
+    rows = [
+        (
+            m.name,
+            f"{m.parameters / 1e9:.2f}",
+            f"{m.active_parameters / 1e9:.2f}",
+            f"{m.kv_bytes_per_token / 1024:.0f}",
+            m.title,
+        )
+        for m in found
+    ]
+    _print(("name", "parameters G", "active G", "KV KiB/token", "title"), rows)
+
+
+@app.command()
+def calibrations() -> None:
+    """Calibrations: which GPU and engine, and how far off on held-out shapes."""
+    from rlsim.cost.calibration import calibration_names, load_calibration
+
+    rows = []
+    for name in calibration_names():
+        calibration = load_calibration(name)
+
+        def error(operator: str, of: object = calibration) -> str:
+            residual = of.residuals.get(operator)  # type: ignore[attr-defined]
+            return f"{residual.median:.1%}" if residual else "derived"
+
+        errors = [error(operator) for operator in ("gemm", "decode_attention", "prefill_attention")]
+        rows.append((name, calibration.gpu, calibration.engine, *errors, calibration.provenance.date))
+    _print(("name", "GPU", "engine", "GEMM", "decode attention", "prefill attention", "fitted"), rows)
+
+
+@app.command()
+def policies() -> None:
+    """Policies that an experiment's systems may use."""
+    from rlsim.policies.registry import load_policy, policy_names
+
+    rows = [
+        (name, (load_policy(name).__doc__ or "").strip().partition("\n")[0], where)
+        for name, where in sorted(policy_names().items())
+    ]
+    _print(("name", "what it does", "where"), rows)
+
+
+@app.command()
+def traces() -> None:
+    """Response-length traces that ship with rlsim."""
+    from rlsim import catalogue
+    from rlsim.trace import read_trace
+
+    rows = []
+    for name, path in catalogue.names("traces", ".parquet").items():
+        trace = read_trace(path)
+        lengths = trace.frame["response_tokens"]
+        rows.append(
+            (
+                name,
+                f"{len(lengths):,}",
+                f"{lengths.median():.0f}",
+                f"{lengths.quantile(0.99):.0f}",
+                f"{lengths.max()}",
+                trace.meta.source,
+            )
+        )
+    _print(("name", "responses", "P50", "P99", "max", "source"), rows)
+
+
+def _print(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    numbers = {
+        "memory GiB",
+        "TB/s",
+        "bf16 TFLOP/s",
+        "parameters G",
+        "active G",
+        "KV KiB/token",
+        "nodes",
+        "responses",
+        "P50",
+        "P99",
+        "max",
+    }
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column != columns[-1])
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,104 @@
+"""`rlsim run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlsim.experiment.result import Result
+    from rlsim.experiment.run import Progress
+
+
+def run(
+    experiment: Annotated[str, typer.Argument(help="Experiment file, or the name of one that ships with rlsim.")],
+    out: Annotated[Path | None, typer.Option(help="Results directory [default: results/NAME].")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a key of the experiment; repeatable."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
+) -> None:
+    """Run an experiment, print a comparison, write the results.
+
+    Example: rlsim run experiments/pat_vs_static.yaml --seeds 10 --set trace.cap=8K
+    """
+    from rlsim.experiment.load import load_experiment
+    from rlsim.experiment.run import run as run_experiment
+
+    target = out or Path("results") / load_experiment(experiment, settings or ())[0].name
+    with _progress(quiet) as progress:
+        result = run_experiment(experiment, overrides=settings or (), seeds=seeds, out=target, progress=progress)
+    if quiet:
+        typer.echo(str(target))
+        return
+    from rich.console import Console
+
+    console = Console()
+    for table in _tables(result):
+        console.print(table)
+    console = Console(soft_wrap=True)
+    for note in result.notes:
+        console.print(f"note: {note}", style="dim", highlight=False, markup=False)
+    console.print(f"results: {target}", highlight=False, markup=False)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress | None]:
+    """A bar on standard error, one update a run."""
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def update(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield update
+
+
+def _tables(result: Result) -> Iterator[Table]:
+    """Two tables per case: the comparison, and where the step's time goes."""
+    from rich.table import Table
+
+    baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
+    interval = "95% interval over paired seeds" if seeds > 1 else "no interval with one seed"
+    for case, rows in result.summary().groupby("case", sort=False):
+        title = " · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part)
+        compared = Table(title=title, caption=f"means of {seeds} seeds; speedup over {baseline}, {interval}")
+        parts = Table(
+            caption="seconds of a step, and share of GPU time idle; bound: lower bound of generation / generation"
+        )
+        compared.add_column("system", no_wrap=True)
+        parts.add_column("system", no_wrap=True)
+        for heading in ("step s", "gen s", "speedup of the step", "bubble", "switches"):
+            compared.add_column(heading, justify="right", no_wrap=True)
+        for heading in ("gen", "90% by", "prep", "train", "sync", "bubble", "bound"):
+            parts.add_column(heading, justify="right", no_wrap=True)
+        for row in rows.to_dict("records"):
+            system, low, high = str(row["system"]), row["speedup_low"], row["speedup_high"]
+            tuned = result.manifest["tuned"].get(case, {}).get(system)
+            speedup = "baseline" if system == baseline else f"{row['speedup']:.2f}"
+            if system != baseline and low == low:
+                speedup += f" [{low:.2f}, {high:.2f}]"
+            step, *parts_s = (
+                f"{row[f'{part}_time_s']:.1f}" for part in ("step", "gen", "gen_p90", "prep", "train", "sync")
+            )
+            bubble = f"{row['bubble_fraction']:.1%}"
+            name = f"{system} ({tuned})" if tuned else system
+            compared.add_row(name, step, parts_s[0], speedup, bubble, f"{row['switches']:.1f}")
+            parts.add_row(system, *parts_s, bubble, f"{row['bound_share']:.0%}")
+        yield compared
+        yield parts

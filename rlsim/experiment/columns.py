@@ -1,0 +1,100 @@
+"""Every column of every result table: name, type, unit, meaning. Feeds the tables, their metadata and the docs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Column(NamedTuple):
+    """One column of a result table."""
+
+    name: str
+    dtype: str  # as pandas names it
+    unit: str
+    meaning: str
+
+
+_RUN = (
+    Column("case", "string", "", "name of the case in the experiment; empty if it has none"),
+    Column("system", "string", "", "name of the system in the experiment, variants suffixed"),
+    Column("seed", "int64", "", "seed of the run; systems with the same case and seed see the same responses"),
+)
+_STEP = (*_RUN, Column("step", "int64", "", "training step, from 0"))
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "steps": (
+        *_STEP,
+        Column(
+            "step_time_s", "float64", "s", "from the end of the step before to the end of the last call of this one"
+        ),
+        Column("gen_time_s", "float64", "s", "generation, from the first request to the last response"),
+        Column("prep_time_s", "float64", "s", "time in which reward or log-prob calls ran (their union)"),
+        Column("train_time_s", "float64", "s", "training call"),
+        Column("sync_time_s", "float64", "s", "updated weights to the rollout engine"),
+        Column("tokens", "int64", "tokens", "prompt and response tokens that were trained on"),
+        Column("response_tokens", "int64", "tokens", "generated tokens, aborted ones included"),
+        Column("longest_tokens", "int64", "tokens", "longest response"),
+        Column("bubble_fraction", "float64", "", "share of GPU time within step_time_s in which the GPU did nothing"),
+        Column("gen_p90_time_s", "float64", "s", "from the start of generation until 90% of the responses were there"),
+        Column(
+            "gen_bound_s", "float64", "s", "no schedule generates these responses faster on these GPUs (lower bound)"
+        ),
+        Column("initial_tp", "int64", "", "tensor-parallel degree at the start of generation"),
+        Column("switches", "int64", "", "changes of a node's degree during generation"),
+        Column("switch_time_s", "float64", "s", "pauses of nodes for these changes, summed"),
+        Column("preemptions", "int64", "", "sequences that lost their KV cache for lack of pages and were recomputed"),
+        Column("kv_peak_tokens", "int64", "tokens", "most context tokens held by one replica at a time"),
+        Column("staleness", "int64", "steps", "weight updates between the weights that generated and those trained"),
+    ),
+    "responses": (
+        *_STEP,
+        Column("response", "int64", "", "number of the response within the step, from 0"),
+        Column("prompt_id", "string", "", "the trace's name of the prompt"),
+        Column("prompt_tokens", "int64", "tokens", "prompt length"),
+        Column("response_tokens", "int64", "tokens", "tokens generated"),
+        Column("start_at", "float64", "s", "moment it was first admitted; moments count from the start of the run"),
+        Column("first_token_at", "float64", "s", "moment of its first token"),
+        Column("finish_at", "float64", "s", "moment of its last token; missing if it never finished"),
+        Column("replica", "int64", "", "replica that finished it, numbered anew at each switch"),
+        Column("tp_history", "string", "", "degrees it ran under, in order, such as 2>8"),
+        Column("preemptions", "int64", "", "times it lost its KV cache and was recomputed"),
+        Column("aborted", "bool", "", "dropped unfinished"),
+    ),
+    "calls": (
+        *_STEP,
+        Column("call", "string", "", "call of the workflow"),
+        Column("kind", "string", "", "generate, inference, train, reward or sync"),
+        Column("model", "string", "", "model the call belongs to"),
+        Column("ready_at", "float64", "s", "moment its inputs were there"),
+        Column("start_at", "float64", "s", "moment it had its GPUs"),
+        Column("end_at", "float64", "s", "moment it was done"),
+        Column("gpus", "int64", "", "GPUs it held; 0 for CPU work"),
+        Column("compute_s", "float64", "s", "computation, mean over data-parallel ranks"),
+        Column("communication_s", "float64", "s", "communication that computation does not hide"),
+        Column("bubble_s", "float64", "s", "pipeline fill and drain"),
+        Column("optimizer_s", "float64", "s", "optimizer update"),
+        Column("offload_s", "float64", "s", "copies to and from host memory"),
+        Column("imbalance_s", "float64", "s", "waiting for the slowest data-parallel rank"),
+    ),
+    "switches": (
+        *_STEP,
+        Column("at", "float64", "s", "moment the last replica of the node had stopped"),
+        Column("node", "int64", "", "node that switched"),
+        Column("from_tp", "int64", "", "degree before"),
+        Column("to_tp", "int64", "", "degree after"),
+        Column("weights_s", "float64", "s", "resharding the weights"),
+        Column("kv_s", "float64", "s", "migrating the KV cache; 0 if it is recomputed"),
+        Column("graph_s", "float64", "s", "capturing decode graphs for the batch sizes of the tail"),
+        Column("control_s", "float64", "s", "freeing memory, synchronising, creating communication groups"),
+    ),
+    "spans": (
+        *_RUN,
+        Column("gpu", "int64", "", "first GPU of a contiguous run of GPUs"),
+        Column("gpus", "int64", "", "how many GPUs"),
+        Column("start_at", "float64", "s", "begin"),
+        Column("end_at", "float64", "s", "end"),
+        Column("kind", "string", "", "decode, prefill, mixed, switch, or the name of a call"),
+        Column("tp", "int64", "", "tensor-parallel degree (1 for calls)"),
+        Column("label", "string", "", "replica, switch or step it belongs to"),
+    ),
+}

@@ -1,0 +1,159 @@
+"""What happened in one run, as the rows of the result tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rlsim.cost.bound import GenerationBound
+from rlsim.experiment.columns import TABLES
+from rlsim.sim.recorder import Span
+from rlsim.sim.simulation import CallRecord, Outcome
+from rlsim.trace import StepSampler
+
+Frames = dict[str, pd.DataFrame]
+
+
+def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gpus: int) -> Frames:
+    """The tables of one run, without the columns that name the run."""
+    return {
+        "steps": _steps(outcome, bound, gpus),
+        "responses": _responses(outcome, sampler),
+        "calls": pd.DataFrame([_call_row(call) for call in sorted(outcome.calls, key=lambda c: (c.start_at, c.step))]),
+        "switches": pd.DataFrame(outcome.switches, columns=_own_columns("switches")),
+        "spans": pd.DataFrame(list(_span_rows(outcome.spans)), columns=_own_columns("spans")),
+    }
+
+
+def named(frames: Frames, case: str, system: str, seed: int) -> Frames:
+    """The tables of a run with the columns that name it, in the order and types of `columns`."""
+    result = {}
+    for table, frame in frames.items():
+        columns = TABLES[table]
+        complete = frame.assign(case=case, system=system, seed=seed)
+        result[table] = complete[[c.name for c in columns]].astype({c.name: c.dtype for c in columns})
+    return result
+
+
+def _own_columns(table: str) -> list[str]:
+    return [c.name for c in TABLES[table] if c.name not in ("case", "system", "seed")]
+
+
+def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
+    calls: dict[int, list[CallRecord]] = {}
+    for call in outcome.calls:
+        calls.setdefault(call.step, []).append(call)
+    syncs = sorted(call.end_at for call in outcome.calls if call.kind == "sync")
+    busy = _busy_gpu_s(outcome.spans, outcome.step_ends)
+    rows = []
+    start = 0.0
+    for step, end in enumerate(outcome.step_ends):
+        responses, summary = outcome.responses[step], outcome.rollouts[step]
+        generate = next(call for call in calls[step] if call.kind == "generate")
+        switches = [s for s in outcome.switches if s.step == step]
+        kept = ~responses.aborted
+        finished = np.sort(responses.finished_at[~np.isnan(responses.finished_at)])
+        p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else generate.end_at
+        rows.append(
+            {
+                "step": step,
+                "step_time_s": end - start,
+                "gen_time_s": generate.end_at - generate.start_at,
+                "prep_time_s": _union_s(c for c in calls[step] if c.kind in ("reward", "inference")),
+                "train_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "train"),
+                "sync_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "sync"),
+                "tokens": responses.total_tokens[kept].sum(),
+                "response_tokens": responses.response_tokens.sum(),
+                "longest_tokens": responses.response_tokens.max(),
+                "bubble_fraction": max(1.0 - busy[step] / (gpus * (end - start)), 0.0),
+                "gen_p90_time_s": p90_at - generate.start_at,
+                "gen_bound_s": bound.time_s(responses.prompt_tokens[kept], responses.response_tokens[kept]),
+                "initial_tp": summary.initial_tp,
+                "switches": len(switches),
+                "switch_time_s": sum(s.weights_s + s.kv_s + s.graph_s + s.control_s for s in switches),
+                "preemptions": summary.preemptions,
+                "kv_peak_tokens": summary.peak_kv_tokens,
+                "staleness": step - int(np.searchsorted(syncs, generate.start_at, side="right")),
+            }
+        )
+        start = end
+    return pd.DataFrame(rows)
+
+
+def _busy_gpu_s(spans: Sequence[Span], step_ends: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """GPU-seconds of work in each step; a span over a step's end counts on both sides."""
+    start = np.array([s.start_at for s in spans])
+    end = np.array([s.end_at for s in spans])
+    gpus = np.array([len(s.gpus) for s in spans], dtype=np.float64)
+    edges = np.array([0.0, *step_ends])
+    return np.array(
+        [
+            (np.clip(np.minimum(end, last) - np.maximum(start, first), 0.0, None) * gpus).sum()
+            for first, last in itertools.pairwise(edges)
+        ]
+    )
+
+
+def _union_s(calls: Iterable[CallRecord]) -> float:
+    """Length of the time in which at least one of the calls ran."""
+    total, reached = 0.0, float("-inf")
+    for call in sorted(calls, key=lambda c: c.start_at):
+        total += max(call.end_at - max(call.start_at, reached), 0.0)
+        reached = max(reached, call.end_at)
+    return total
+
+
+def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
+    frames = []
+    names = np.asarray([str(name) for name in sampler.prompt_ids])
+    for step, responses in enumerate(outcome.responses):
+        prompts = names[sampler.step(step).prompt]
+        frames.append(
+            pd.DataFrame(
+                {
+                    "step": step,
+                    "response": responses.id,
+                    "prompt_id": prompts[responses.id],
+                    "prompt_tokens": responses.prompt_tokens,
+                    "response_tokens": responses.response_tokens,
+                    "start_at": responses.started_at,
+                    "first_token_at": responses.first_token_at,
+                    "finish_at": responses.finished_at,
+                    "replica": responses.replica,
+                    "tp_history": [">".join(map(str, tps)) for tps in responses.tps],
+                    "preemptions": responses.preemptions,
+                    "aborted": responses.aborted,
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def _call_row(call: CallRecord) -> dict[str, Any]:
+    parts = dict.fromkeys(("compute", "communication", "bubble", "optimizer", "offload", "imbalance"), 0.0)
+    parts |= {name: seconds for name, seconds in call.parts if name in parts}
+    row = {name: value for name, value in call._asdict().items() if name != "parts"}
+    return {**row, **{f"{name}_s": seconds for name, seconds in parts.items()}}
+
+
+def _span_rows(spans: Iterable[Span]) -> Iterable[tuple[Any, ...]]:
+    for span in spans:
+        for first, count in _runs(span.gpus):
+            yield first, count, span.start_at, span.end_at, span.kind, span.tp, span.label
+
+
+def _runs(gpus: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Contiguous runs of GPU numbers: (first, how many)."""
+    first = previous = None
+    for gpu in sorted(gpus):
+        if previous is None or gpu != previous + 1:
+            if first is not None and previous is not None:
+                yield first, previous - first + 1
+            first = gpu
+        previous = gpu
+    if first is not None and previous is not None:
+        yield first, previous - first + 1

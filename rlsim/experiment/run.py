@@ -1,0 +1,185 @@
+"""Runs an experiment: every case × system × seed, paired on the same responses."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim import __version__
+from rlsim.errors import CapacityError, ConfigError, unknown_name
+from rlsim.experiment.build import Setup
+from rlsim.experiment.columns import TABLES
+from rlsim.experiment.frames import Frames, frames_of, named
+from rlsim.experiment.load import load_experiment, with_settings
+from rlsim.experiment.result import Result
+from rlsim.experiment.schema import Experiment
+from rlsim.experiment.systems import SystemSpec, parse_systems
+
+#: Called with (runs done, runs in all, what runs next).
+Progress = Callable[[int, int, str], None]
+
+
+def run(
+    source: str | Path | Mapping[str, Any],
+    *,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    seeds: int | None = None,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Run an experiment: a YAML file, the name of one that ships with rlsim, or a mapping.
+
+    `overrides` sets keys (`{"trace.cap": "8K"}` or `["trace.cap=8K"]`), `seeds` the number of seeds, `out` a
+    directory to write the results to. Nothing is written unless everything has run. Raises `RlsimError` for whatever
+    does not exist or fit.
+    """
+    experiment, shown, folder = load_experiment(source, overrides)
+    if seeds is not None:
+        experiment = with_settings(experiment, {"seeds": seeds}, shown)
+    cases = [_Case(name, case, folder, shown) for name, case in _cases(experiment, shown)]
+    total = sum(len(case.pending()) for case in cases)
+    done = 0
+    collected: list[Frames] = []
+    for case in cases:
+        for spec, seed in case.pending():
+            if progress:
+                progress(done, total, f"{case.name} {spec.name}".strip())
+            case.simulate(spec, seed)
+            done += 1
+        collected += case.tables()
+    if progress:
+        progress(done, total, "")
+    if not collected:
+        raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
+    tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
+    result = Result(**tables, manifest=_manifest(experiment, cases, collected))
+    if out is not None:
+        result.write(out)
+    return result
+
+
+def _cases(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
+    if not experiment.cases:
+        yield "", experiment
+    for name, settings in experiment.cases.items():
+        yield name, with_settings(experiment, {**settings, "cases": {}}, f"{shown}: case {name}")
+
+
+class _Case:
+    """One case: its loaded setup, its systems, and the runs so far."""
+
+    def __init__(self, name: str, experiment: Experiment, folder: Path, shown: str) -> None:
+        self.name = name
+        self.experiment = experiment
+        self.setup = Setup.of(experiment, folder, shown)
+        self.notes: list[str] = []
+        self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
+        specs = parse_systems(experiment.systems, shown)
+        names = [spec.name for spec in specs]
+        self.baseline = experiment.baseline or names[0]
+        if self.baseline not in names:
+            raise unknown_name("baseline system", self.baseline, names)
+        # A tuned system stands for several: the fastest of them is it.
+        self.systems = {spec: tuple(self._alternatives(spec)) for spec in specs if self._fits(spec)}
+        self._samplers = {seed: self.setup.sampler(seed) for seed in experiment.seed_list}
+        self._done: dict[tuple[str, int], Frames] = {}
+
+    def pending(self) -> list[tuple[SystemSpec, int]]:
+        """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
+        needed = {spec.key: spec for specs in self.systems.values() for spec in specs}
+        return [(spec, seed) for spec in needed.values() for seed in self._samplers]
+
+    def simulate(self, spec: SystemSpec, seed: int) -> None:
+        """Run one system on one seed."""
+        sampler = self._samplers[seed]
+        outcome = self.setup.simulate(spec.make(), sampler)
+        self._done[spec.key, seed] = frames_of(outcome, sampler, self.setup.bound, self.setup.cluster.gpus)
+
+    def tables(self) -> list[Frames]:
+        """The tables of every system and seed."""
+        collected = []
+        for spec, alternatives in self.systems.items():
+            best = min(alternatives, key=self._mean_step_s)
+            if len(alternatives) > 1:
+                self.chosen[spec.name] = ", ".join(f"{key} {value}" for key, value in best.parameters.items())
+            collected += [named(self._done[best.key, seed], self.name, spec.name, seed) for seed in self._samplers]
+        return collected
+
+    def _mean_step_s(self, spec: SystemSpec) -> float:
+        return sum(float(self._done[spec.key, seed]["steps"]["step_time_s"].mean()) for seed in self._samplers)
+
+    def _alternatives(self, spec: SystemSpec) -> Iterable[SystemSpec]:
+        """The parameter choices that a tuned system stands for; itself if it is not tuned."""
+        choices = spec.make().alternatives(self.setup.context)
+        return [replace(spec, parameters={**spec.parameters, **choice}) for choice in choices] or [spec]
+
+    def _fits(self, spec: SystemSpec) -> bool:
+        """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
+        context = self.setup.context
+        try:
+            for alternative in self._alternatives(spec):
+                control = alternative.make()
+                control.setup(context)
+                control.initial_tp(context)
+        except CapacityError as error:
+            if not spec.variant:
+                raise
+            self.notes.append(f"{spec.name} left out: {error}")
+            return False
+        except ConfigError as error:
+            raise ConfigError(f"system {spec.name}: {error}") from None
+        return True
+
+    def all_notes(self) -> list[str]:
+        """Everything worth knowing about this case's numbers."""
+        sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
+        outside = [
+            f"{count} look-ups of {what} lay outside the measured range"
+            for what, count in self.setup.machine.outside().items()
+        ]
+        tuned = [f"{name} is {what}" for name, what in self.chosen.items()]
+        infeasible = [f"TP{tp} is infeasible: {why}" for tp, why in self.setup.context.infeasible.items()]
+        prefix = f"{self.name}: " if self.name else ""
+        return [prefix + note for note in (*tuned, *infeasible, *self.notes, *sampled, *outside)]
+
+
+def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames]) -> dict[str, Any]:
+    setup = cases[0].setup
+    return {
+        "rlsim": __version__,
+        "experiment": experiment.model_dump(mode="json"),
+        "cluster": setup.cluster.model_dump(mode="json"),
+        "model": setup.model.model_dump(mode="json"),
+        "calibration": setup.calibration.model_dump(
+            mode="json", include={"name", "gpu", "engine", "provenance", "residuals"}
+        ),
+        "seeds": list(experiment.seed_list),
+        "baseline": cases[0].baseline,
+        "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
+        "tuned": {case.name: case.chosen for case in cases},
+        "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
+        "hashes": {"trace": _sha256(setup.trace_path), "results": _digest(collected)},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("numpy", "pandas", "pyarrow", "scipy", "simpy")},
+        },
+    }
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest(collected: list[Frames]) -> str:
+    """A hash of all step times: equal results have equal hashes, on any machine with the same library versions."""
+    digest = hashlib.sha256()
+    for frames in collected:
+        digest.update(frames["steps"]["step_time_s"].to_numpy().tobytes())
+    return digest.hexdigest()

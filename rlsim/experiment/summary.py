@@ -1,0 +1,60 @@
+"""One row per system: what a reader wants to know first, with intervals over paired seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+if TYPE_CHECKING:
+    from rlsim.experiment.result import Result
+
+CONFIDENCE = 0.95
+
+
+def summarise(result: Result) -> pd.DataFrame:
+    """Means over steps and seeds, and the speedup of the step over the baseline.
+
+    Columns: case, system, step_time_s, gen_time_s, gen_p90_time_s, prep_time_s, train_time_s, sync_time_s, speedup,
+    speedup_low, speedup_high, gen_speedup, bubble_fraction, switches (per step), bound_share (lower bound /
+    generation time). `speedup` is the geometric mean over seeds of baseline time / system time on the same responses;
+    its 95% interval is Student's t on the logarithms, missing with one seed.
+    """
+    times = ["step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s"]
+    rows = []
+    steps = result.steps
+    baseline = result.manifest["baseline"]
+    order = [(case, name) for case, names in result.manifest["systems"].items() for name in names]
+    by_seed = steps.groupby(["case", "system", "seed"], sort=False)[["step_time_s", "gen_time_s"]].mean()
+    for case, system in order:
+        mine = steps[(steps["case"] == case) & (steps["system"] == system)]
+        if mine.empty:
+            continue
+        row: dict[str, object] = {"case": case, "system": system}
+        row |= {column: float(mine[column].mean()) for column in times}
+        if baseline in result.manifest["systems"][case]:
+            reference, own = by_seed.loc[(case, baseline)], by_seed.loc[(case, system)]
+            ratios = (reference / own.reindex(reference.index)).dropna()
+            row["speedup"], row["speedup_low"], row["speedup_high"] = _mean_ratio(ratios["step_time_s"].tolist())
+            row["gen_speedup"] = _mean_ratio(ratios["gen_time_s"].tolist())[0]
+        row["bubble_fraction"] = float(
+            (mine["bubble_fraction"] * mine["step_time_s"]).sum() / mine["step_time_s"].sum()
+        )
+        row["switches"] = float(mine["switches"].mean())
+        row["bound_share"] = float(mine["gen_bound_s"].sum() / mine["gen_time_s"].sum())
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Geometric mean and its interval (NaN with a single value)."""
+    logs = np.log(ratios)
+    centre = float(logs.mean())
+    if len(logs) < 2:
+        return float(np.exp(centre)), float("nan"), float("nan")
+    from scipy.special import stdtrit
+
+    half = float(stdtrit(len(logs) - 1, 0.5 + CONFIDENCE / 2) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    return float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half))
