@@ -6,8 +6,8 @@
     python benchmarks/rollout.py            # a minute
     python benchmarks/rollout.py --quick    # seconds, a tenth of the size, for CI
 
-The contenders take turns, and medians are compared: a machine that is busy with other things slows them all. The last line
-of output is JSON.
+The contenders take turns, and medians of their CPU times are compared: a machine that is busy with other things slows
+them all. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -40,8 +39,8 @@ from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from reference import RefEngine, RefRequest  # noqa: E402
-from reference import simulate as step_token_by_token  # noqa: E402
+from reference import RefEngine, RefRequest, RefResult
+from reference import simulate as step_token_by_token
 
 CAP_TOKENS = 16_384
 CONFIG = EngineConfig()
@@ -67,17 +66,20 @@ def h800s(nodes: int) -> Machine:
     cluster = load_cluster("8x8xh800").model_copy(update={"nodes": nodes})
     strategy = TrainStrategy(dp=cluster.gpus, zero_stage=3, offload=True)
     calibration = load_calibration("h800-sxm-sglang")
-    return Machine(
-        load_model("qwen3-8b"), cluster, calibration, train=strategy, inference=strategy, backend="fsdp"
-    )
+    return Machine(load_model("qwen3-8b"), cluster, calibration, train=strategy, inference=strategy, backend="fsdp")
 
 
-def draw(steps: int, responses: int, *, median_tokens: float = 1_100, longer: int = 1, seed: int = 0) -> list[Lengths]:
-    """Long-tailed response lengths, `longer` times as long in the end, and prompts of about 500 tokens, by step."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.lognormal(np.log(median_tokens), 0.9, (steps, responses)).clip(1, CAP_TOKENS).astype(int) * longer
+def draw(steps: int, responses: int, *, median_tokens: int = 1_100, cap_tokens: int = CAP_TOKENS) -> list[Lengths]:
+    """Long-tailed response lengths and prompts of about 500 tokens, by step."""
+    rng = np.random.default_rng(0)
+    tokens = rng.lognormal(np.log(median_tokens), 0.9, (steps, responses)).clip(1, cap_tokens).astype(int)
     prompts = rng.integers(300, 700, (steps, responses))
-    return [list(zip(p, r, strict=True)) for p, r in zip(prompts.tolist(), drawn.tolist(), strict=True)]
+    return [list(zip(p, t, strict=True)) for p, t in zip(prompts.tolist(), tokens.tolist(), strict=True)]
+
+
+def times_as_long(lengths: Sequence[Lengths], factor: int) -> list[Lengths]:
+    """The same responses, each `factor` times as long."""
+    return [[(prompt, tokens * factor) for prompt, tokens in step] for step in lengths]
 
 
 def simulation(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = None) -> Simulation:
@@ -99,8 +101,6 @@ def simulation(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = 
         cap_tokens=max(tokens for step in lengths for _, tokens in step),
         steps=len(lengths),
     )
-
-
 
 
 def run_engine(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = None) -> Outcome:
@@ -135,11 +135,11 @@ def run_bare(delays: Sequence[float], processes: int) -> None:
     env.run()
 
 
-def run_token_by_token(machine: Machine, lengths: Lengths, nodes: int) -> dict[int, float]:
-    """When each response finishes, by the reference."""
-    result = step_token_by_token(
+def run_token_by_token(machine: Machine, lengths: Lengths) -> RefResult:
+    """The reference's answer, on all nodes of `machine`."""
+    return step_token_by_token(
         [RefRequest(i, i // 8, prompt, tokens) for i, (prompt, tokens) in enumerate(lengths)],
-        nodes=nodes,
+        nodes=machine.cluster.nodes,
         gpus_per_node=machine.cluster.gpus_per_node,
         tp=1,
         costs=machine,
@@ -150,7 +150,117 @@ def run_token_by_token(machine: Machine, lengths: Lengths, nodes: int) -> dict[i
             chunked_prefill=CONFIG.chunked_prefill,
             watermark_pages=CONFIG.watermark_pages(machine.capacity_pages(1)),
         ),
-        cap_tokens=max(tokens for _, tokens in lengths),
+        cap_tokens=CAP_TOKENS,
         control=OneGpuEach(),
     )
-    return result.finish_at
+
+
+def check_equal(outcome: Outcome, reference: RefResult) -> None:
+    """Both must have done the same work."""
+    finished_at = outcome.responses[0].finished_at
+    expected = [reference.finish_at[i] for i in range(len(finished_at))]
+    np.testing.assert_allclose(finished_at, expected, rtol=1e-9, atol=0)
+
+
+def peak_mb() -> float:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+
+
+def peak_mb_of_fresh_process(quick: bool) -> float:
+    """The same of a process that does nothing but the run."""
+    command = [sys.executable, __file__, "--peak-memory", *(["--quick"] if quick else [])]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def medians(contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """CPU seconds of each, the median of so many; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            gc.collect()
+            start = time.process_time()
+            run()
+            times[name].append(time.process_time() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description="How fast the engine is.")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the size, for CI")
+    parser.add_argument("--peak-memory", action="store_true", help="only do the run once and print this process's MB")
+    parser.add_argument("--repeats", type=int, default=5, help="medians of so many (5)")
+    arguments = parser.parse_args()
+    steps, responses, part = (4, 4_096, 1) if arguments.quick else (40, 4_096, 10)
+    small = 16 if arguments.quick else 64
+
+    if arguments.peak_memory:
+        run_engine(h800s(nodes=8), draw(steps, responses))
+        print(peak_mb())
+        return
+    peak = peak_mb_of_fresh_process(arguments.quick)  # first: on Linux a child's peak includes its parent's
+
+    machine, lengths = h800s(nodes=8), draw(steps, responses)
+    replicas = machine.cluster.gpus
+    delays = timeouts_of(machine, lengths)
+    short = draw(part, responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
+    twice = draw(part, 2 * responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
+    long = times_as_long(short, 8)
+    node, few = h800s(nodes=1), draw(1, small, median_tokens=4_000)
+    reference = run_token_by_token(node, few[0])
+    check_equal(run_engine(node, few), reference)
+    reruns = 20  # of what takes less than a millisecond
+
+    took = medians(
+        {
+            "engine": lambda: run_engine(machine, lengths),
+            "bare": lambda: run_bare(delays, replicas),
+            "one process": lambda: run_bare(delays, 1),
+            "short": lambda: run_engine(machine, short),
+            "twice": lambda: run_engine(machine, twice),
+            "long": lambda: run_engine(machine, long),
+            "few": lambda: [run_engine(node, few) for _ in range(reruns)],
+            "token by token": lambda: run_token_by_token(node, few[0]),
+        },
+        arguments.repeats,
+    )
+    few_s = took["few"] / reruns
+    result = {
+        "responses": steps * responses,
+        "tokens": sum(tokens for step in lengths for _, tokens in step),
+        "timeouts": len(delays),
+        "engine_s": took["engine"],
+        "bare_s": took["bare"],
+        "bare_one_process_s": took["one process"],
+        "ratio_to_bare_simpy": took["engine"] / took["bare"],
+        "ratio_to_bare_simpy_one_process": took["engine"] / took["one process"],
+        "time_ratio_2x_responses": took["twice"] / took["short"],
+        "time_ratio_8x_tokens": took["long"] / took["short"],
+        "token_by_token_iterations": len(reference.iterations),
+        "token_by_token_s": took["token by token"],
+        "speedup_over_token_by_token": took["token by token"] / few_s,
+        "peak_mb": peak,
+    }
+    print(
+        f"{steps} steps of {responses:,} responses on {replicas} replicas, {result['tokens']:,} tokens: "
+        f"{len(delays):,} timeouts, CPU time (median of {arguments.repeats})\n"
+        f"  engine                   {took['engine']:.3f} s, at most {peak:.0f} MB\n"
+        f"  bare SimPy, {replicas} processes {took['bare']:.3f} s: the engine takes "
+        f"{result['ratio_to_bare_simpy']:.1f} times that\n"
+        f"  bare SimPy, one process  {took['one process']:.3f} s: "
+        f"{result['ratio_to_bare_simpy_one_process']:.1f} times\n"
+        f"{part} of these with an eighth of the tokens\n"
+        f"  engine                   {took['short']:.3f} s\n"
+        f"  twice the responses      {took['twice']:.3f} s: {result['time_ratio_2x_responses']:.2f} times\n"
+        f"  8 times the tokens       {took['long']:.3f} s: {result['time_ratio_8x_tokens']:.2f} times\n"
+        f"{small} responses of up to {CAP_TOKENS:,} tokens on {node.cluster.gpus} replicas: "
+        f"{len(reference.iterations):,} iterations\n"
+        f"  engine                   {few_s:.5f} s\n"
+        f"  token by token           {took['token by token']:.3f} s: {result['speedup_over_token_by_token']:,.0f} times"
+    )
+    print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,31 +58,78 @@ def load(path: Path, model: type[S]) -> S:
     return validate(read_yaml(path), model, source=str(path))
 
 
-def validate(data: Any, model: type[S], source: str = "") -> S:
-    """`data` (plain or with ruamel.yaml's line numbers) as `model`; raises `ConfigError` with every mistake in it."""
+def validate(data: Any, model: type[S], source: str = "", elsewhere: Collection[str] = ()) -> S:
+    """`data` (plain or with ruamel.yaml's line numbers) as `model`; raises `ConfigError` with every mistake in it.
+
+    `elsewhere`: key paths whose values are not from the file `source`, so that its lines say nothing about them.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(describe_errors(error, data, model, source))) from None
+        raise ConfigError("\n".join(describe_errors(error, data, model, source, elsewhere))) from None
 
 
-def describe_errors(error: ValidationError, data: Any, model: type[BaseModel], source: str) -> list[str]:
+def describe_errors(
+    error: ValidationError, data: Any, model: type[BaseModel], source: str, elsewhere: Collection[str] = ()
+) -> list[str]:
     """One line per mistake: `file:line:column: key.path: what was expected`."""
-    lines = []
+    messages: dict[tuple[int | str, ...], list[str]] = {}
+    got: dict[tuple[int | str, ...], Any] = {}
     for item in error.errors():
-        location = [part for part in item["loc"] if _is_key(part, item["loc"], data)]
-        where = _position(data, location)
-        prefix = ":".join(part for part in (source, where) if part)
-        key = ".".join(str(part) for part in location)
+        location = _keys_of(item["loc"], data, missing=item["type"] == "missing")
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = f"unknown key{_nearest(str(location[-1]), _fields_at(model, location[:-1]))}"
         elif item["type"] == "missing":
             message = "required, but missing"
         elif "input" in item and not isinstance(item["input"], dict) and repr(item["input"]) not in message:
-            message += f" (got {_shown(item['input'])})"
+            got[location] = item["input"]
+        messages.setdefault(location, []).append(message)
+    lines = []
+    for location, found in messages.items():
+        if any(other[: len(location)] == location and other != location for other in messages):
+            continue  # one form of a value failed as a whole, another within: the latter says where
+        key = ".".join(str(part) for part in location)
+        if any(f"{key}.".startswith(f"{other}.") for other in elsewhere):
+            prefix = "as overridden"
+        else:
+            prefix = ":".join(part for part in (source, _position(data, location)) if part)
+        message = " or ".join([found[0], *(text.removeprefix("Input should be ") for text in found[1:])])
+        if location in got:
+            message += f" (got {_shown(got[location])})"
         lines.append(": ".join(part for part in (prefix, key, message) if part))
     return lines
+
+
+class PlacedText(str):
+    """Text of a YAML file that knows its `line:column`."""
+
+    place: str
+
+
+def placed(items: Any) -> Any:
+    """A sequence as read from YAML, its texts with their places; anything else as it is."""
+    marks = getattr(items, "lc", None)
+    if marks is None or not isinstance(items, list):
+        return items
+    result: list[Any] = []
+    for i, item in enumerate(items):
+        if isinstance(item, str):
+            text = PlacedText(item)
+            line, column = marks.item(i)
+            text.place = f"{line + 1}:{column + 1}"
+            result.append(text)
+        else:
+            result.append(item)
+    return result
+
+
+def place_of(value: Any) -> str:
+    """`line:column` (from 1) of a mapping, sequence or placed text of a YAML file; empty for any other value."""
+    if isinstance(value, PlacedText):
+        return value.place
+    marks = getattr(value, "lc", None)
+    return "" if marks is None or marks.line is None else f"{marks.line + 1}:{marks.col + 1}"
 
 
 def _shown(value: Any) -> str:
@@ -90,16 +137,17 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _is_key(part: int | str, location: tuple[int | str, ...], data: Any) -> bool:
-    """Whether a pydantic location part is a key of the data, not the tag of a union member."""
-    for step in location:
-        if step == part:
-            return isinstance(part, int) or not isinstance(data, dict) or part in data or part is location[-1]
+def _keys_of(location: Sequence[int | str], data: Any, missing: bool) -> tuple[int | str, ...]:
+    """A pydantic location without the tags of union members, which are no keys of the data."""
+    keys: list[int | str] = []
+    for i, part in enumerate(location):
         try:
-            data = data[step]
+            data = data[part]
         except (KeyError, IndexError, TypeError):
-            continue
-    return True
+            if not (missing and i == len(location) - 1):
+                continue
+        keys.append(part)
+    return tuple(keys)
 
 
 def _position(data: Any, location: Sequence[int | str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ def run(
     from rlsim.experiment.load import load_experiment
     from rlsim.experiment.run import run as run_experiment
 
+    # `module:Class` policies lie beside the experiment or in the working directory; they hide no installed module.
+    sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]
     target = out or Path("results") / load_experiment(experiment, settings or ())[0].name
     with _progress(quiet) as progress:
         result = run_experiment(experiment, overrides=settings or (), seeds=seeds, out=target, progress=progress)
@@ -60,7 +63,8 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def update(done: int, total: int, what: str) -> None:
@@ -77,7 +81,7 @@ def _tables(result: Result) -> Iterator[Table]:
     interval = "95% interval over paired seeds" if seeds > 1 else "no interval with one seed"
     for case, rows in result.summary().groupby("case", sort=False):
         title = " · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part)
-        compared = Table(title=title, caption=f"means of {seeds} seeds; speedup over {baseline}, {interval}")
+        compared = Table(title=title, caption=f"means of {seeds} seed{'s' * (seeds > 1)}; speedup over {baseline}, {interval}")
         parts = Table(
             caption="seconds of a step, and share of GPU time idle; bound: lower bound of generation / generation"
         )
@@ -90,7 +94,8 @@ def _tables(result: Result) -> Iterator[Table]:
         for row in rows.to_dict("records"):
             system, low, high = str(row["system"]), row["speedup_low"], row["speedup_high"]
             tuned = result.manifest["tuned"].get(case, {}).get(system)
-            speedup = "baseline" if system == baseline else f"{row['speedup']:.2f}"
+            speedup = f"{row['speedup']:.2f}" if row["speedup"] == row["speedup"] else "–"
+            speedup = "baseline" if system == baseline else speedup
             if system != baseline and low == low:
                 speedup += f" [{low:.2f}, {high:.2f}]"
             step, *parts_s = (

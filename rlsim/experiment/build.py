@@ -43,7 +43,7 @@ class Setup:
             model = str(folder / model)
         return cls(
             experiment,
-            load_cluster(experiment.cluster, source=shown),
+            load_cluster(experiment.cluster, source=f"{shown}: cluster"),
             load_model(model),
             load_calibration(experiment.calibration),
             read_trace(path),
@@ -88,10 +88,7 @@ class Setup:
     def context(self) -> ControlContext:
         """What policies learn before a run."""
         experiment, workflow = self.experiment, self.experiment.workflow
-        longest = self.trace.frame["prompt_tokens"].max()
-        prompt_tokens = (
-            experiment.trace.default_prompt_tokens if longest != longest or longest is None else int(longest)
-        )
+        prompt_tokens = self._longest_prompt()
         feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap)
         if not feasible:
             raise CapacityError(
@@ -108,6 +105,11 @@ class Setup:
             requests=workflow.prompts * workflow.responses,
             prompt_tokens=prompt_tokens,
         )
+
+    def _longest_prompt(self) -> int:
+        default = self.experiment.trace.default_prompt_tokens
+        known = self.trace.frame.get("prompt_tokens")
+        return default if known is None else int(known.fillna(default).max())
 
     @cached_property
     def bound(self) -> GenerationBound:
@@ -160,9 +162,9 @@ class _Times:
         self._training = setup.experiment.training
 
     def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:  # noqa: ARG002
-        lengths = responses.total_tokens
+        lengths = responses.total_tokens[~responses.aborted]  # what was aborted is neither scored nor trained on
         if call.kind == "reward":
-            rounds = -(-len(responses) // self._reward.workers)
+            rounds = -(-len(lengths) // self._reward.workers)
             return [("check", rounds * self._reward.time_per_response)]
         if call.kind == "sync":
             return [("weights", self._machine.sync_s(rollout_tp))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,17 +30,18 @@ def load_experiment(
         data, shown, folder = read_yaml(path), str(source), path.resolve().parent
     if not isinstance(data, dict):
         raise ConfigError(f"{shown}: expected a mapping of keys to values")
-    pairs = overrides.items() if isinstance(overrides, Mapping) else (_parse_override(text) for text in overrides)
-    for key, value in pairs:
-        set_path(data, key, value)
-    return validate(data, Experiment, shown), shown, folder
+    pairs = dict(overrides if isinstance(overrides, Mapping) else map(_parse_override, overrides))
+    for key, value in pairs.items():
+        set_path(data, key, value, "--set ")
+    return validate(data, Experiment, shown, elsewhere=pairs), shown, folder
 
 
 def with_settings(experiment: Experiment, settings: Mapping[str, Any], shown: str) -> Experiment:
     """The experiment with some keys set to other values."""
     data = experiment.model_dump()
+    data["systems"] = copy.deepcopy(list(experiment.systems))  # not dumped: they know their lines
     for key, value in settings.items():
-        set_path(data, key, value)
+        set_path(data, str(key), value, f"{shown}: ")
     return validate(data, Experiment, shown)
 
 
@@ -75,8 +77,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def set_path(data: Any, key: str, value: Any) -> None:
-    """Set `a.b.0.c` in nested mappings and lists; raises `ConfigError` where the path leads nowhere."""
+def set_path(data: Any, key: str, value: Any, shown: str = "") -> None:
+    """Set `a.b.0.c` in nested mappings and lists; raises `ConfigError` (beginning with `shown`) where that is nowhere."""
     *path, last = key.split(".")
     here = data
     for part in path:
@@ -85,10 +87,10 @@ def set_path(data: Any, key: str, value: Any) -> None:
         elif isinstance(here, dict):
             here = here.setdefault(part, {})
         else:
-            raise ConfigError(f"--set {key}: {part!r} leads nowhere")
+            raise ConfigError(f"{shown}{key}: there is no {part!r}")
     if isinstance(here, list) and last.isdigit() and int(last) < len(here):
         here[int(last)] = value
     elif isinstance(here, dict):
         here[last] = value
     else:
-        raise ConfigError(f"--set {key}: {last!r} leads nowhere")
+        raise ConfigError(f"{shown}{key}: there is no {last!r}")

@@ -46,8 +46,7 @@ class Result:
         An earlier results directory there is replaced; anything else is left alone and raises `ConfigError`.
         """
         target = Path(directory)
-        if target.exists() and not (target.is_dir() and (not any(target.iterdir()) or (target / MANIFEST).is_file())):
-            raise ConfigError(f"{target} exists and holds no rlsim results; choose another directory")
+        check_target(target)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -66,6 +65,13 @@ class Result:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         return target
+
+
+def check_target(directory: str | Path) -> None:
+    """Raises `ConfigError` if something is there that is neither results nor an empty directory."""
+    target = Path(directory)
+    if target.exists() and not (target.is_dir() and (not any(target.iterdir()) or (target / MANIFEST).is_file())):
+        raise ConfigError(f"{target} exists and holds no rlsim results; choose another directory")
 
 
 def read_result(directory: str | Path) -> Result:

@@ -18,9 +18,10 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.frames import Frames, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
-from rlsim.experiment.result import Result
+from rlsim.experiment.result import Result, check_target
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import SystemSpec, parse_systems
+from rlsim.schema import place_of
 
 #: Called with (runs done, runs in all, what runs next).
 Progress = Callable[[int, int, str], None]
@@ -41,6 +42,8 @@ def run(
     does not exist or fit.
     """
     experiment, shown, folder = load_experiment(source, overrides)
+    if out is not None:
+        check_target(out)  # before the work, not after it
     if seeds is not None:
         experiment = with_settings(experiment, {"seeds": seeds}, shown)
     cases = [_Case(name, case, folder, shown) for name, case in _cases(experiment, shown)]
@@ -69,7 +72,8 @@ def _cases(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment
     if not experiment.cases:
         yield "", experiment
     for name, settings in experiment.cases.items():
-        yield name, with_settings(experiment, {**settings, "cases": {}}, f"{shown}: case {name}")
+        where = ":".join(part for part in (shown, place_of(settings)) if part)
+        yield name, with_settings(experiment, {**settings, "cases": {}}, f"{where}: case {name!r}")
 
 
 class _Case:
@@ -83,11 +87,14 @@ class _Case:
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
         specs = parse_systems(experiment.systems, shown)
         names = [spec.name for spec in specs]
-        self.baseline = experiment.baseline or names[0]
-        if self.baseline not in names:
-            raise unknown_name("baseline system", self.baseline, names)
+        if experiment.baseline is not None and experiment.baseline not in names:
+            raise unknown_name("baseline system", experiment.baseline, names)
         # A tuned system stands for several: the fastest of them is it.
         self.systems = {spec: tuple(self._alternatives(spec)) for spec in specs if self._fits(spec)}
+        running = [spec.name for spec in self.systems]
+        self.baseline = experiment.baseline or next(iter(running), names[0])
+        if running and self.baseline not in running:
+            self.notes.append(f"no speedups: the baseline {self.baseline} was left out")
         self._samplers = {seed: self.setup.sampler(seed) for seed in experiment.seed_list}
         self._done: dict[tuple[str, int], Frames] = {}
 
@@ -130,11 +137,11 @@ class _Case:
                 control.initial_tp(context)
         except CapacityError as error:
             if not spec.variant:
-                raise
+                raise CapacityError(f"{spec.shown}: {error}") from None
             self.notes.append(f"{spec.name} left out: {error}")
             return False
         except ConfigError as error:
-            raise ConfigError(f"system {spec.name}: {error}") from None
+            raise ConfigError(f"{spec.shown}: {error}") from None
         return True
 
     def all_notes(self) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from rlsim.cost.strategy import Recompute
-from rlsim.schema import Schema
+from rlsim.schema import Schema, placed
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
 
@@ -83,7 +84,7 @@ class Experiment(Schema):
     seeds: int | tuple[int, ...] = Field(default=5, description="number of seeds, or the seeds themselves")
     baseline: str | None = Field(default=None, description="system that speedups refer to; default: the first")
     systems: tuple[Any, ...] = Field(min_length=1, description="what is compared; see docs/experiments.md")
-    cases: dict[str, dict[str, Any]] = Field(
+    cases: dict[str, Any] = Field(
         default={}, description="settings to repeat everything under: name -> {key.path: value}"
     )
 
@@ -94,6 +95,21 @@ class Experiment(Schema):
             raise ValueError("at least one seed is needed")
         if isinstance(value, tuple) and len(set(value)) != len(value):
             raise ValueError("the seeds must differ")
+        if isinstance(value, tuple) and min(value) < 0:
+            raise ValueError("a seed is 0 or more")
+        return value
+
+    @field_validator("systems", mode="before")
+    @classmethod
+    def _with_places(cls, value: Any) -> Any:
+        return placed(value)
+
+    @field_validator("cases")
+    @classmethod
+    def _cases_are_settings(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, settings in value.items():
+            if not isinstance(settings, Mapping):
+                raise ValueError(f"case {name!r}: expected settings such as {{trace.cap: 8K}}, got {settings!r}")
         return value
 
     @property

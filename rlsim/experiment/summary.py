@@ -20,7 +20,8 @@ def summarise(result: Result) -> pd.DataFrame:
     Columns: case, system, step_time_s, gen_time_s, gen_p90_time_s, prep_time_s, train_time_s, sync_time_s, speedup,
     speedup_low, speedup_high, gen_speedup, bubble_fraction, switches (per step), bound_share (lower bound /
     generation time). `speedup` is the geometric mean over seeds of baseline time / system time on the same responses;
-    its 95% interval is Student's t on the logarithms, missing with one seed.
+    its 95% interval is Student's t on the logarithms, missing with one
+    seed; all are missing where the baseline did not run.
     """
     times = ["step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s"]
     rows = []
@@ -34,11 +35,13 @@ def summarise(result: Result) -> pd.DataFrame:
             continue
         row: dict[str, object] = {"case": case, "system": system}
         row |= {column: float(mine[column].mean()) for column in times}
+        step = gen = (float("nan"),) * 3
         if baseline in result.manifest["systems"][case]:
             reference, own = by_seed.loc[(case, baseline)], by_seed.loc[(case, system)]
             ratios = (reference / own.reindex(reference.index)).dropna()
-            row["speedup"], row["speedup_low"], row["speedup_high"] = _mean_ratio(ratios["step_time_s"].tolist())
-            row["gen_speedup"] = _mean_ratio(ratios["gen_time_s"].tolist())[0]
+            step, gen = _mean_ratio(ratios["step_time_s"].tolist()), _mean_ratio(ratios["gen_time_s"].tolist())
+        row["speedup"], row["speedup_low"], row["speedup_high"] = step
+        row["gen_speedup"] = gen[0]
         row["bubble_fraction"] = float(
             (mine["bubble_fraction"] * mine["step_time_s"]).sum() / mine["step_time_s"].sum()
         )

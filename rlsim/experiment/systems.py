@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from rlsim.errors import ConfigError
+from rlsim.errors import ConfigError, RlsimError
 from rlsim.policies.registry import load_policy
-from rlsim.schema import validate
+from rlsim.schema import place_of, placed, validate
 from rlsim.sim.control import RolloutControl
 
 
@@ -29,6 +29,7 @@ class SystemSpec:
     policy: str
     parameters: Mapping[str, Any]
     variant: bool = False  # one of several values that a list gave
+    shown: str = ""  # for messages: file, line and name
 
     @property
     def key(self) -> str:
@@ -39,40 +40,40 @@ class SystemSpec:
         """A new policy with these parameters; raises `ConfigError` if it does not take them."""
         kind = load_policy(self.policy)
         if issubclass(kind, BaseModel):
-            return validate(self.parameters, kind, source=self.name)
+            return validate(dict(self.parameters), kind, source=self.shown)
         if self.parameters:
-            raise ConfigError(f"system {self.name}: {kind.__name__} takes no parameters")
+            raise ConfigError(f"{self.shown}: {kind.__name__} takes no parameters")
         return kind()
 
 
 def parse_systems(entries: Sequence[Any], source: str = "") -> tuple[SystemSpec, ...]:
-    """All systems that these YAML entries stand for. Raises `ConfigError` for unreadable ones or a name used twice."""
+    """All systems that these YAML entries stand for, `source` being their file.
+
+    Raises `ConfigError` for unreadable ones or a name used twice, `CatalogueError` for an unknown policy.
+    """
     specs = [spec for entry in entries for spec in _parse(entry, source)]
     for spec in specs:
         spec.make()  # wrong parameters are found before anything runs
     names = [spec.name for spec in specs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{source}: systems: two systems are named {name!r}; give one a `name`")
+    for spec in reversed(specs):
+        if names.count(spec.name) > 1:
+            raise ConfigError(f"{spec.shown}: two systems have this name; give one a `name`, and `use: [...]`")
     return tuple(specs)
 
 
 def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
+    where = ":".join(part for part in (source, place_of(entry)) if part)
     if isinstance(entry, Mapping) and "use" in entry:
         unknown = set(entry) - {"name", "use"}
         if unknown or "name" not in entry:
-            raise ConfigError(
-                f"{source}: systems: a system with `use` has a `name` and nothing else, got {sorted(entry)}"
-            )
-        parts = (
-            entry["use"] if isinstance(entry["use"], Sequence) and not isinstance(entry["use"], str) else [entry["use"]]
-        )
-        found = [list(_parse(part, source)) for part in parts]
+            raise ConfigError(f"{where}: a system with `use` has a `name` and nothing else, got {sorted(entry)}")
+        used = entry["use"]
+        parts = used if isinstance(used, Sequence) and not isinstance(used, str) else [used]
+        found = [list(_parse(part, source)) for part in placed(parts)]
         if len(found) != 1 or len(found[0]) != 1:
-            raise ConfigError(
-                f"{source}: system {entry['name']!r}: exactly one rollout policy is needed, without lists"
-            )
-        yield SystemSpec(str(entry["name"]), found[0][0].policy, found[0][0].parameters)
+            raise ConfigError(f"{where}: system {entry['name']!r}: exactly one rollout policy is needed, without lists")
+        name = str(entry["name"])
+        yield replace(found[0][0], name=name, variant=False, shown=f"{where}: system {name!r}")
         return
     if isinstance(entry, str):
         policy = str(entry)
@@ -81,18 +82,25 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
         policy, parameters = next(iter(entry.items()))
         parameters = {} if parameters is None else parameters
         if not isinstance(parameters, Mapping):
-            raise ConfigError(f"{source}: system {policy!r}: expected parameters such as {{tp: 2}}, got {parameters!r}")
+            raise ConfigError(f"{where}: system {policy!r}: expected parameters such as {{tp: 2}}, got {parameters!r}")
     else:
-        raise ConfigError(f"{source}: systems: expected a policy's name, or one with parameters, got {entry!r}")
-    kind = load_policy(policy)
+        raise ConfigError(f"{where}: systems: expected a policy's name, or one with parameters, got {entry!r}")
+    try:
+        kind = load_policy(str(policy))
+    except RlsimError as error:
+        raise type(error)(f"{where}: {error}") from None
     label = policy.rpartition(":")[2].lower() if ":" in policy else policy
     axes = [
         key for key, value in parameters.items() if isinstance(value, Sequence) and not _takes_list(kind, key, value)
     ]
+    for key in axes:
+        if not parameters[key]:
+            raise ConfigError(f"{where}: system {policy!r}: {key}: the list is empty")
     for values in itertools.product(*(parameters[key] for key in axes)):
         chosen = dict(zip(axes, values, strict=True))
-        suffix = "".join(f"-{_label(key, value)}" for key, value in chosen.items())
-        yield SystemSpec(label + suffix, policy, {**parameters, **chosen}, variant=bool(axes))
+        name = label + "".join(f"-{_label(key, value)}" for key, value in chosen.items())
+        shown = f"{where}: system {name!r}"
+        yield SystemSpec(name, policy, {**parameters, **chosen}, variant=bool(axes), shown=shown)
 
 
 def _takes_list(kind: type, key: str, value: Any) -> bool:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import Field, PrivateAttr
 
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import rms_context_tokens
+from rlsim.errors import CapacityError
 from rlsim.policies.verl import checked_tp
 from rlsim.schema import Schema
-from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView, deal
+from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
 
 #: The profile's grid: about 10 batch sizes, contexts denser below a few K tokens.
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -27,18 +29,20 @@ CONTEXTS = (1, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 1
 class PAT(Schema, RolloutControl):
     """Switch a node's TP whenever the predicted gain beats the cost of switching."""
 
-    start_tp: int | str = Field(
+    start_tp: int | Literal["auto"] = Field(
         default="auto", description="first layout; auto: the fastest decode step with all active"
     )
-    candidates: tuple[int, ...] = Field(default=(1, 2, 4, 8), description="degrees that may be switched to")
+    candidates: tuple[int, ...] = Field(
+        default=(1, 2, 4, 8), min_length=1, description="degrees that may be switched to"
+    )
 
     _context: ControlContext = PrivateAttr()
     _profiles: dict[int, ProfileStep] = PrivateAttr(default_factory=dict)
 
     def setup(self, context: ControlContext) -> None:
-        """Profile every candidate layout, within its KV budget."""
+        """Profile every candidate layout, and the first one, within its KV budget."""
         self._context = context
-        for tp in self.candidates:
+        for tp in dict.fromkeys((*self.candidates, self.start_tp)):
             if tp in context.feasible_tps:
                 budget = context.costs.capacity_pages(tp) * context.page_tokens
                 self._profiles[tp] = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, budget)
@@ -46,7 +50,12 @@ class PAT(Schema, RolloutControl):
     def initial_tp(self, context: ControlContext) -> int:
         """The layout whose decode step is shortest while the whole batch is active."""
         if self.start_tp != "auto":
-            return checked_tp(int(self.start_tp), context)
+            return checked_tp(self.start_tp, context)
+        if not self._profiles:
+            raise CapacityError(
+                f"none of the candidates TP {', '.join(map(str, self.candidates))} is feasible; "
+                f"feasible: TP {', '.join(map(str, context.feasible_tps))}"
+            )
 
         def step_s(tp: int) -> float:
             batch = math.ceil(context.requests * tp / (context.gpus_per_node * context.nodes))
@@ -65,14 +74,17 @@ class PAT(Schema, RolloutControl):
         requests = [r for replica in view.replicas(node) for r in replica.requests]
         if not requests:
             return None
-        batch = [(r.context_tokens, view.cap_tokens - r.generated_tokens) for r in requests]
+        left = sorted((view.cap_tokens - r.generated_tokens for r in requests), reverse=True)
+        context = sum(r.context_tokens for r in requests) / len(requests)
         # 1. The remaining time if the layout stays.
-        best, best_s = None, self._remaining_s(now_tp, batch)
+        best, best_s = None, self._remaining_s(now_tp, left, context)
         # 2. For every candidate: the unfinished sequences merged over its replicas, and the switch paid for once.
         held = [r.context_tokens for r in requests if r.has_kv]
         for tp in self._profiles:
-            remaining_s = self._remaining_s(tp, batch)
-            if tp == now_tp or remaining_s >= best_s:
+            if tp == now_tp or tp not in self.candidates:
+                continue
+            remaining_s = self._remaining_s(tp, left, context)
+            if remaining_s >= best_s:
                 continue
             switch_s, kv = self._switch_s(now_tp, tp, held, tp not in view.used_tps(node))
             # 3. The cheapest, and only if it beats staying.
@@ -80,26 +92,31 @@ class PAT(Schema, RolloutControl):
                 best, best_s = Reconfigure(node, tp, kv), remaining_s + switch_s
         return best
 
-    def _remaining_s(self, tp: int, batch: Sequence[tuple[int, int]]) -> float:
-        """Predicted time until every sequence, given as (context, tokens to its limit), has run to the length limit.
+    def _remaining_s(self, tp: int, left: Sequence[int], context: float) -> float:
+        """Predicted time until every sequence has run to the length limit, `left` tokens away (in descending order).
 
-        Layouts are compared with the sequences spread evenly over their replicas, the present one too: an imbalance
-        of the moment is no merit of another layout, and would be back a few finishes after a switch.
+        Layouts are compared with the sequences spread evenly over their replicas, the present one too, each sequence
+        with the mean `context`: an imbalance of the moment is no merit of another layout, and would be back a few
+        finishes after a switch. For the same reason n sequences on d replicas count as n / d on each, linearly between
+        the whole numbers, but never as less than one.
         """
+        replicas = self._context.gpus_per_node // tp
+        fuller = self._drain_s(tp, left[::replicas], context)
+        if len(left) <= replicas or len(left) % replicas == 0:
+            return fuller
+        share = len(left) % replicas / replicas
+        return share * fuller + (1 - share) * self._drain_s(tp, left[replicas - 1 :: replicas], context)
+
+    def _drain_s(self, tp: int, left: Sequence[int], context: float) -> float:
+        """Time of one replica until each of its sequences is at the limit."""
         profile = self._profiles[tp]
-        slowest_s = 0.0
-        for share in deal([context for context, _ in batch], self._context.gpus_per_node // tp):
-            sequences = sorted((batch[i][1], batch[i][0]) for i in share)
-            time_s, steps, tokens = 0.0, 0, sum(context for _, context in sequences)
-            for done, (left, context) in enumerate(sequences):
-                if left > steps:
-                    active = len(sequences) - done
-                    time_s += profile.decode(active).steps_s(tokens, left - steps)
-                    tokens += active * (left - steps)
-                    steps = left
-                tokens -= context + steps
-            slowest_s = max(slowest_s, time_s)
-        return slowest_s
+        time_s, steps = 0.0, 0
+        for active in range(len(left), 0, -1):  # the sequence nearest to its limit leaves first
+            more = left[active - 1] - steps
+            if more:
+                time_s += profile.decode(active).steps_s(active * (context + steps), more)
+                steps += more
+        return time_s
 
     def _switch_s(self, from_tp: int, to_tp: int, held: Sequence[int], first_use: bool) -> tuple[float, KvHandling]:
         """Cost of the switch, KV handled the cheaper way: migrated, or recomputed under the target."""

@@ -33,7 +33,7 @@ def load_policy(name: str) -> type[RolloutControl]:
     module_name, _, class_name = known.get(name, name).partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"policy {name!r} cannot be loaded: {error}") from None
     if not (isinstance(found, type) and issubclass(found, RolloutControl)):
         raise ConfigError(f"policy {name!r} is not a rlsim.RolloutControl")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 from typing import Literal, NamedTuple, Protocol
 
 from rlsim.cost.step import StepCost
@@ -161,20 +160,6 @@ class ControlContext:
     page_tokens: int
     requests: int  # responses launched per step
     prompt_tokens: int  # longest prompt of the trace
-
-
-def deal(contexts: Sequence[int], replicas: int) -> list[list[int]]:
-    """How the engine deals requests to replicas after a reconfiguration: positions in `contexts`, by replica.
-
-    Longest context first (ties: earlier first), each to the replica with the least context so far (ties: lowest index).
-    """
-    loads = [(0, i) for i in range(replicas)]
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    for position in sorted(range(len(contexts)), key=lambda i: -contexts[i]):
-        load, index = loads[0]
-        shares[index].append(position)
-        heapreplace(loads, (load + contexts[position], index))
-    return shares
 
 
 class RolloutControl:

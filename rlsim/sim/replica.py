@@ -1,13 +1,14 @@
 """One replica of an inference engine: continuous batching over a paged KV cache, jumping from event to event.
 
-docs/engine.md is the specification. `_run` is the loop: at each iteration boundary carry out orders, evict, admit; then iterate
-once (prefill) or as many times as nothing can change (decode), and let go of what has finished.
+docs/engine.md is the specification. `_run` is the loop: at each iteration boundary carry out orders, evict, admit; then
+iterate once (prefill) or as many times as nothing can change (decode), and let go of what has finished.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from heapq import heappop, heappush
 from typing import Any
 
@@ -21,6 +22,45 @@ from rlsim.sim.request import EngineConfig, Request
 
 class Replica:
     """`tp` GPUs of one node that decode together. Starts with nothing to do; `receive` gives it requests."""
+
+    __slots__ = (  # above 30 attributes a `__dict__` is slower to reach
+        "_admitted",
+        "_arrivals",
+        "_asleep",
+        "_batch",
+        "_config",
+        "_finishing",
+        "_jump",
+        "_kv_arrived",
+        "_longest",
+        "_numbers",
+        "_on_finish",
+        "_orders",
+        "_page_tokens",
+        "_prefill_pages",
+        "_prefilling",
+        "_process",
+        "_recorder",
+        "_residues",
+        "_span_end",
+        "_span_kind",
+        "_span_start",
+        "_step",
+        "_tokens",
+        "_tps",
+        "_waiting",
+        "_watermark_pages",
+        "capacity_pages",
+        "cost",
+        "env",
+        "gpus",
+        "index",
+        "node",
+        "peak_tokens",
+        "preemptions",
+        "stopped",
+        "tp",
+    )
 
     def __init__(
         self,
@@ -40,6 +80,7 @@ class Replica:
         self.node = node
         self.gpus = gpus
         self.tp = len(gpus)
+        self._tps = (self.tp,)
         self.cost = cost
         self.capacity_pages = capacity_pages
         self.preemptions = 0
@@ -49,6 +90,7 @@ class Replica:
         self._recorder = recorder
         self._on_finish = on_finish
         self._numbers = numbers  # of admissions, unique over all replicas that a request may move between
+        self._page_tokens = config.page_tokens
         self._watermark_pages = config.watermark_pages(capacity_pages)
         self._orders: deque[Callable[[], None]] = deque()
         self._waiting: deque[Request] = deque()
@@ -100,8 +142,7 @@ class Replica:
     def remove(self, ids: frozenset[int]) -> tuple[list[Request], list[Request]]:
         """Take requests out, at a boundary: those that were running, in admission order, and those that were not."""
         running = [r for r in self._running() if r.id in ids]
-        for request in running:
-            self._leave(request)
+        self._leave(running)
         others = [r for r in (*self._prefilling, *self._waiting, *self._arrivals) if r.id in ids]
         for request in others:
             request.has_kv = False
@@ -157,9 +198,8 @@ class Replica:
                 yield from self._prefill(chunks)
             elif self._batch:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
-                batch, tokens = self._batch, self._padded_tokens()
+                batch, tokens, steps = self._batch, self._padded_tokens(), self._steps_ahead()
                 curve = self.cost.decode(batch)
-                steps = self._steps_ahead()
                 start = env.now
                 self._jump = start, curve, tokens
                 self._asleep = True
@@ -181,10 +221,8 @@ class Replica:
             else:
                 self.close()
                 self._asleep = True
-                try:
+                with suppress(simpy.Interrupt):
                     yield env.event()
-                except simpy.Interrupt:
-                    pass
 
     def _only_just(self, start: float) -> bool:
         """Whether an iteration that began at `start` began at this very moment."""
@@ -215,16 +253,18 @@ class Replica:
             self._step += 1
             self._tokens += decodes
         self._note("mixed" if decodes else "prefill", start)
+        now, complete = env.now, []
         for request, tokens in chunks:
             request.prefill_left -= tokens
             if request.prefill_left:
                 continue
-            self._prefill_pages -= self._pages_of(request.prompt_tokens + request.generated)
+            self._prefill_pages -= self._pages_of(request.context)
             request.generated += 1
             if request.first_token_at != request.first_token_at:
-                request.first_token_at = env.now
-            self._join(request)
+                request.first_token_at = now
+            complete.append(request)
         self._prefilling = [request for request in self._prefilling if request.prefill_left]
+        self._join(complete)
         self.peak_tokens = max(self.peak_tokens, self._tokens)
         self._finish()
 
@@ -232,7 +272,7 @@ class Replica:
 
     def _evict(self) -> None:
         """Preempt the most recently admitted until the pages suffice."""
-        page = self._config.page_tokens
+        page = self._page_tokens
         if not self._prefill_pages and self._tokens + self._batch * (page - 1) <= self.capacity_pages * page:
             return
         while self._pages() + self._prefill_pages > self.capacity_pages:
@@ -244,7 +284,7 @@ class Replica:
                 self._prefill_pages -= self._pages_of(request.context)
                 request.prefill_left = request.order = 0
             else:
-                self._leave(request)
+                self._leave([request])
             request.preemptions += 1
             self.preemptions += 1
             self._waiting.appendleft(request)
@@ -257,28 +297,30 @@ class Replica:
             budget = max(budget - self._batch, 1)
         left = budget - sum(r.prefill_left for r in self._prefilling)
         used = self._pages() + self._prefill_pages
-        page, waiting = config.page_tokens, self._waiting
-        while waiting and self._batch + len(self._prefilling) < config.max_num_seqs:
+        places = config.max_num_seqs - self._batch - len(self._prefilling)
+        now, page, capacity, waiting = self.env.now, self._page_tokens, self.capacity_pages, self._waiting
+        while waiting and places > 0:
             request = waiting[0]
             context = request.prompt_tokens + request.generated
             pages = -(-context // page)
             spare = self._watermark_pages if used else 0
-            if used + pages + spare > self.capacity_pages:
+            if used + pages + spare > capacity:
                 break
             if not request.has_kv and (left <= 0 if chunked else left < context and left < budget):
                 break
             waiting.popleft()
+            places -= 1
             used += pages
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))
             if request.started_at != request.started_at:
-                request.started_at = self.env.now
+                request.started_at = now
             request.replica = self.index
             if not request.tps or request.tps[-1] != self.tp:
-                request.tps = (*request.tps, self.tp)
+                request.tps += self._tps
             if request.has_kv:
                 request.has_kv = False
-                self._join(request)
+                self._join([request])
             else:
                 request.prefill_left = context
                 self._prefilling.append(request)
@@ -288,9 +330,11 @@ class Replica:
             self._kv_arrived = False
             for request in waiting:
                 request.has_kv = False
+        if not chunked:
+            return [(request, request.prefill_left) for request in self._prefilling]
         work, left = [], budget
         for request in self._prefilling:
-            tokens = min(request.prefill_left, left) if chunked else request.prefill_left
+            tokens = min(request.prefill_left, left)
             if tokens <= 0:
                 break
             work.append((request, tokens))
@@ -306,26 +350,31 @@ class Replica:
             request.prefill_left = request.order = 0
             self._waiting.appendleft(request)
 
-    def _join(self, request: Request) -> None:
-        """Put a request whose context is in the KV cache into the running batch."""
-        step = self._step
-        context = request.prompt_tokens + request.generated
-        offset = request.offset = context - step
-        self._batch += 1
-        self._tokens += context
-        self._residues[offset % len(self._residues)] += 1
-        heappush(self._finishing, (step + request.response_tokens - request.generated, request.order, request))
-        if self.cost.skew:
-            heappush(self._longest, (-offset, request.order, request))
+    def _join(self, requests: Sequence[Request]) -> None:
+        """Put requests whose context is in the KV cache into the running batch."""
+        step, page, residues, finishing = self._step, self._page_tokens, self._residues, self._finishing
+        longest = self._longest if self.cost.skew else None
+        for request in requests:
+            order, generated = request.order, request.generated
+            context = request.prompt_tokens + generated
+            offset = request.offset = context - step
+            self._tokens += context
+            residues[offset % page] += 1
+            heappush(finishing, (step + request.response_tokens - generated, order, request))
+            if longest is not None:
+                heappush(longest, (-offset, order, request))
+        self._batch += len(requests)
 
-    def _leave(self, request: Request) -> None:
-        """Take a request out of the running batch, its tokens brought up to date."""
-        context = request.offset + self._step
-        request.generated = context - request.prompt_tokens
-        request.order = 0
-        self._batch -= 1
-        self._tokens -= context
-        self._residues[request.offset % len(self._residues)] -= 1
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """Take requests out of the running batch, their tokens brought up to date."""
+        step, page, residues = self._step, self._page_tokens, self._residues
+        for request in requests:
+            offset = request.offset
+            request.generated = offset + step - request.prompt_tokens
+            request.order = 0
+            self._tokens -= offset + step
+            residues[offset % page] -= 1
+        self._batch -= len(requests)
 
     def _finish(self) -> None:
         """Let go of every running request whose response is complete."""
@@ -334,10 +383,10 @@ class Replica:
         while heap and heap[0][0] <= step:
             _, order, request = heappop(heap)
             if request.order == order:
-                self._leave(request)
                 request.finished_at = now
                 finished.append(request)
         if finished:
+            self._leave(finished)
             self._on_finish(self, finished)
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
@@ -346,12 +395,11 @@ class Replica:
         return [r for _, order, r in sorted(self._finishing, key=lambda item: item[1]) if r.order == order]
 
     def _pages_of(self, context: int) -> int:
-        return -(-context // self._config.page_tokens)
+        return -(-context // self._page_tokens)
 
     def _pages(self, ahead: int = 0) -> int:
         """KV pages of the running batch, `ahead` steps from now."""
-        residues, moment = self._residues, self._step + ahead
-        page = len(residues)
+        page, residues, moment = self._page_tokens, self._residues, self._step + ahead
         padding = sum(count * (-(i + moment) % page) for i, count in enumerate(residues) if count)
         return (self._tokens + self._batch * ahead + padding) // page
 
@@ -361,7 +409,7 @@ class Replica:
         while heap[0][2].order != heap[0][1]:
             heappop(heap)
         steps = heap[0][0] - self._step
-        page, capacity = self._config.page_tokens, self.capacity_pages
+        page, capacity = self._page_tokens, self.capacity_pages
         if self._tokens + self._batch * (steps + page - 2) <= capacity * page or self._pages(steps - 1) <= capacity:
             return steps
         low, high = 1, steps  # steps that fit, steps that don't
@@ -400,3 +448,13 @@ class Replica:
                 self.gpus, self._span_start, self._span_end, self._span_kind, self.tp, f"replica {self.index}"
             )
             self._span_kind = ""
+
+    def retire(self) -> None:
+        """Let go of the requests and of the rollout, which is over: what is not in a cycle is freed at once."""
+        self.close()
+        self._admitted, self._finishing, self._longest = [], [], []
+        self._on_finish = _nobody
+
+
+def _nobody(replica: Replica, finished: list[Request]) -> None:
+    """Whom a retired replica reports to."""

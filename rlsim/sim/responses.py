@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,10 @@ class Responses:
         """The columns of these requests, in their order."""
 
         def ints(name: str) -> NDArray[np.int64]:
-            return np.array([getattr(r, name) for r in requests], dtype=np.int64)
+            return np.fromiter(map(attrgetter(name), requests), np.int64, len(requests))
 
         def floats(name: str) -> NDArray[np.float64]:
-            return np.array([getattr(r, name) for r in requests], dtype=np.float64)
+            return np.fromiter(map(attrgetter(name), requests), np.float64, len(requests))
 
         return cls(
             id=ints("id"),
@@ -47,8 +48,8 @@ class Responses:
             finished_at=floats("finished_at"),
             preemptions=ints("preemptions"),
             replica=ints("replica"),
-            tps=tuple(r.tps for r in requests),
-            aborted=np.array([r.aborted for r in requests], dtype=np.bool_),
+            tps=tuple(map(attrgetter("tps"), requests)),
+            aborted=np.fromiter(map(attrgetter("aborted"), requests), np.bool_, len(requests)),
         )
 
     def __len__(self) -> int:

@@ -89,7 +89,6 @@ class Rollout:
         self._asking = self._stopping = False
         self._just_finished: set[int] = set()
         self._numbers = itertools.count(1)
-        self._view = LiveView(self)
 
         for node in range(len(mesh)):
             self._used_tps.setdefault(node, set()).add(tp)
@@ -146,7 +145,7 @@ class Rollout:
         return shares
 
     def _deal_to_active(self, requests: Sequence[Request]) -> None:
-        """Give requests without KV to the active replicas that hold the least context; keep them where there is none."""
+        """Give requests without KV to the active replicas with the least context; keep them while there is none."""
         active = self.active()
         for request in requests:
             request.has_kv = False
@@ -163,9 +162,9 @@ class Rollout:
         return [r for n in nodes for r in self._active[n] if r.stopped is None]
 
     def close(self) -> None:
-        """Note down the spans of replicas that were still there at the end."""
-        for replica in self.active():
-            replica.close()
+        """The rollout is over: note down the spans of replicas that were still there, and let go of the requests."""
+        for replica in self.replicas:
+            replica.retire()
 
     # ---- asking the control -----------------------------------------------------------------------------------------
 
@@ -195,7 +194,7 @@ class Rollout:
         self._asking = False
         if self.done.triggered or self._stopping:
             return
-        view: RolloutView = self._view
+        view: RolloutView = LiveView(self)
         answer = self._control.on_finish(view)
         self._just_finished.clear()
         if answer is None:
@@ -243,7 +242,7 @@ class Rollout:
     def _reconfigure(
         self, node: int, old: Sequence[Replica], stops: Sequence[simpy.Event], tp: int, kv: KvHandling
     ) -> Generator[simpy.Event, Any, None]:
-        for event in stops:
+        for event in stops:  # noqa: UP028 - what SimPy sends back is for us, a list could not take it
             yield event
         if self._stopping:
             return

@@ -1,0 +1,1 @@
+"""Published and measured figures beside what rlsim says."""

@@ -1,0 +1,115 @@
+"""The page `docs/validation.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlsim.experiment.result import Result
+from rlsim.validate import pat
+from rlsim.validate.pat_settings import STATIC, Outcome, outcomes
+from rlsim.validate.rows import markdown, table
+
+_INTRODUCTION = """\
+# Published figures and what rlsim says
+
+Written by `python -m rlsim.validate docs/validation.md`; CI fails if it is stale. *Inputs* may be used to calibrate
+(the remark says which were), *outputs* are predicted and never fitted. Error = rlsim / published − 1. Kernel errors
+are in [calibration.md](calibration.md).
+
+## PAT (LLaMA-3.1-8B, GRPO, 128 responses a step)
+
+"""
+
+_READING = """
+How to read it:
+
+- **The baseline.** PAT's authors compare with a tuned static TP without naming it. On eight H100s the static TP whose
+  generation time is near the published 134.3 s is TP2, and PAT's published 87.9 s is near what rlsim gives for
+  switching away from TP2. Measured kernels say that static TP4 and TP8 are much faster than TP2 there, so against the
+  *tuned* best little of the gain remains (next table). On A40s the published latencies themselves favour larger TP in
+  the tail.
+- **Time outside generation.** The published step leaves 38 s for log-probs, training and weight sync. Its training
+  setup (packing, offload, micro-batches, mini-batches) is not described, and rlsim's default, packed sequences with
+  FSDP at the efficiency of measured veRL steps, is faster. That moves step times, tokens/s, shares and step speedups;
+  generation times are not touched by it.
+- **Tokens per step** are not fitted either: they check the shape of the trace, of which two exceedances are published.
+- **Layer-wise switch memory**: which buffers count was decided with the published figures in view, so this row is no
+  blind prediction.
+- **Predictor**: rlsim's PAT interpolates a profile of rlsim's own step times, so its error has no measurement noise
+in it.
+"""
+
+_STATIC = """
+## PAT beside every static TP
+
+Seconds a step; speedup > 1 means that PAT is faster. `bubble` is the share of GPU time in which a GPU does nothing:
+at TP8 there is one replica, so no GPU is idle while the tail runs, however badly it is used.
+
+"""
+
+_DECIDES = """
+## What decides between PAT and the tuned static TP
+
+The H100 experiment with one setting changed at a time: generation time in seconds a step, and PAT's speedup over the
+fastest static TP and over TP2.
+
+"""
+
+_FINDING = """
+PAT gains over a well-chosen static TP where the best TP differs much between the full batch and the tail, and the
+switch is cheap beside the tail: large batches (a small TP is far better at the start), engines with host time per
+sequence (which a large TP cannot shrink), long caps. Where the largest TP is best from the first step on (short host
+time, fast links, few sequences per GPU), PAT has nothing to switch to and ties with static TP8.
+"""
+
+
+def page() -> str:
+    """The whole page; runs every experiment it needs (about a minute)."""
+    h100, a40 = pat.run_experiments()
+    return "".join(
+        (
+            _INTRODUCTION,
+            table(pat.rows(h100, a40)),
+            _READING,
+            _STATIC,
+            _static((h100, a40)),
+            _DECIDES,
+            _decides(outcomes()),
+            _FINDING,
+        )
+    )
+
+
+def _static(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        cluster = str(result.manifest["cluster"]["name"])
+        mean = pat.means(result)
+        for (case, system), own in mean.items():
+            best = mean[case, "pat"]
+            rows.append(
+                (
+                    f"{cluster}, cap {case or result.manifest['experiment']['trace']['cap'] // 1024}"
+                    + ("" if case else "K"),
+                    system,
+                    f"{own['gen_time_s']:.1f}",
+                    f"{own['step_time_s']:.1f}",
+                    f"{own['gen_time_s'] / best['gen_time_s']:.2f}",
+                    f"{own['step_time_s'] / best['step_time_s']:.2f}",
+                    f"{own['bubble_fraction']:.0%}",
+                    f"{own['switches']:.1f}",
+                )
+            )
+    headings = ("setting", "system", "gen s", "step s", "PAT's gen speedup", "PAT's step speedup", "bubble", "switches")
+    return markdown(headings, rows)
+
+
+def _decides(found: Iterable[Outcome]) -> str:
+    rows = []
+    for outcome in found:
+        times = outcome.gen_time_s
+        static = [f"{times[name]:.1f}" if name in times else "—" for name in STATIC]
+        over_tp2 = f"{times['verl-tp2'] / times['pat']:.2f}" if "verl-tp2" in times else "—"
+        over_best = f"{outcome.best_static_s / times['pat']:.2f}"
+        rows.append((outcome.setting, *static, f"{times['pat']:.1f}", over_best, over_tp2, f"{outcome.switches:.1f}"))
+    return markdown(("setting", "TP1", "TP2", "TP4", "TP8", "PAT", "over best", "over TP2", "switches"), rows)

@@ -1,0 +1,76 @@
+"""Every calibration by name, made on demand: what it needs of others is made first, and nothing twice."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from calibration.a40 import fit_a40
+from calibration.derived import derive
+from calibration.gpus import DERIVED, GPUS, Gpu
+from calibration.host import SERVED, Serving, fit_serving
+from calibration.measured import fit_measured, with_hot_rows
+from rlsim.cost.calibration import Calibration, Engine, Residual
+
+ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
+SERVED_ON = "h100-sxm"  # the GPU of the serving runs
+
+
+class Catalogue:
+    """The calibrations that the tables in `data` give."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self._kernels = cache(self._fit_kernels)
+        self.serving = cache(self._serving)
+        self.calibration = cache(self._calibration)
+
+    @staticmethod
+    def names() -> list[str]:
+        """Every calibration."""
+        gpus = (*(gpu.name for gpu in GPUS), *DERIVED)
+        return sorted(["a40-vllm", *(f"{gpu}-{engine}" for gpu in gpus for engine in ENGINES)])
+
+    def all(self) -> dict[str, Calibration]:
+        """Every calibration by name."""
+        return {name: self.calibration(name) for name in self.names()}
+
+    def hot(self) -> dict[str, dict[str, Residual]]:
+        """How the kernels of the measured GPUs compare with L2-hot rows, by calibration and operator."""
+        names = sorted((gpu.name, engine) for gpu in GPUS for engine in ENGINES)
+        return {f"{gpu}-{engine}": self._kernels(gpu, engine)[1] for gpu, engine in names}
+
+    def servings(self) -> dict[Engine, Serving]:
+        """The serving runs by engine."""
+        return {engine: self.serving(engine) for engine in SERVED}
+
+    def servings_hot(self) -> dict[Engine, Serving]:
+        """The serving runs predicted with kernels that are fitted to L2-hot rows too."""
+        return {
+            engine: fit_serving(
+                self.data, with_hot_rows(self.data, _gpu(SERVED_ON), self._kernels(SERVED_ON, engine)[0])
+            )
+            for engine in SERVED
+        }
+
+    def _fit_kernels(self, gpu: str, engine: Engine) -> tuple[Calibration, dict[str, Residual]]:
+        return fit_measured(self.data, _gpu(gpu), engine)
+
+    def _serving(self, engine: Engine) -> Serving:
+        return fit_serving(self.data, self._kernels(SERVED_ON, engine)[0])
+
+    def _calibration(self, name: str) -> Calibration:
+        gpu, _, suffix = name.rpartition("-")
+        engine = next(engine for engine in ENGINES if engine == suffix)
+        if gpu == "a40":
+            return fit_a40(self.data, self.calibration(f"l40s-{engine}"))
+        if gpu in DERIVED:
+            return derive(self.calibration(f"{DERIVED[gpu].source}-{engine}"), gpu)
+        host = self.serving(engine).host
+        reused = "" if gpu == SERVED_ON else "; reused from H100, host CPUs may differ"
+        host = host.model_copy(update={"source": host.source + reused})
+        return self._kernels(gpu, engine)[0].model_copy(update={"host": host})
+
+
+def _gpu(name: str) -> Gpu:
+    return next(gpu for gpu in GPUS if gpu.name == name)

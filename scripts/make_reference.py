@@ -1,0 +1,310 @@
+"""Write the generated parts of the documentation pages from the schemas and column lists that the code uses.
+
+    python scripts/make_reference.py            rewrite docs/*.md in place
+    python scripts/make_reference.py --check    change nothing, exit 1 if a page is stale
+
+A generated part lies between `<!-- generated: NAME -->` and `<!-- end generated -->`. The tests fail if one is stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rlsim import units
+from rlsim.cost.calibration import calibration_names, load_calibration
+from rlsim.experiment.columns import TABLES, Column
+from rlsim.experiment.schema import Experiment
+from rlsim.policies.registry import BUILTIN, load_policy
+from rlsim.sim import control
+from rlsim.trace.fit import LengthFit
+from rlsim.trace.generate import Recipe
+from rlsim.trace.mixture import LengthModel
+from rlsim.trace.schema import COLUMNS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+
+#: How a value with a unit is written in YAML, by the function that reads it: type, unit inside rlsim.
+UNITS: dict[Callable[..., Any], tuple[str, str]] = {
+    units.seconds: ("time", "s"),
+    units.byte_count: ("size", "bytes"),
+    units.bandwidth: ("bandwidth", "bytes/s"),
+    units.flop_rate: ("compute rate", "FLOP/s"),
+    units.token_count: ("length", "tokens"),
+}
+PLAIN = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "nothing", Any: "any"}
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+ROWS = {
+    "steps": "one row per case, system, seed and step",
+    "responses": "one row per response",
+    "calls": "one row per call of a step",
+    "switches": "one row per change of a node's degree",
+    "spans": "one row per stretch of work of neighbouring GPUs",
+}
+
+
+# ---- pydantic schemas ------------------------------------------------------------------------------------------------
+
+
+def schema_tables(model: type[BaseModel], title: str, leave_out: Sequence[type[BaseModel]] = ()) -> str:
+    """One table per nested model (but for those left out), its keys dotted from the top."""
+    return "\n\n".join(_schema_tables(model, "", title, leave_out))
+
+
+def _schema_tables(
+    model: type[BaseModel], prefix: str, title: str, leave_out: Sequence[type[BaseModel]]
+) -> Iterator[str]:
+    nested: list[tuple[type[BaseModel], str]] = []
+    rows = []
+    for name, field in model.model_fields.items():
+        key = prefix + name
+        inner, marker = _nested(field.annotation)
+        if inner is not None and inner not in leave_out:
+            nested.append((inner, f"{key}{marker}."))
+        kind, unit = _type(field.annotation, field.metadata)
+        if inner in leave_out:
+            kind = f"`{inner.__name__}`"
+        elif inner is not None:
+            kind = f"list of `{key}{marker}.…`" if marker else f"keys `{key}.…`"
+        meaning = field.description or (_first_line(inner) if inner is not None else "")
+        rows.append((f"`{key}`", kind, unit, _default(field, inner is not None), meaning))
+    yield f"### {title}\n\n{_first_line(model)}\n\n" + _table(("key", "type", "unit", "default", "meaning"), rows)
+    for inner, path in nested:
+        yield from _schema_tables(inner, path, f"`{path.rstrip('.')}`", leave_out)
+
+
+def _nested(annotation: Any) -> tuple[type[BaseModel] | None, str]:
+    """The model that a field holds, if it holds one, and `[]` if it holds a list of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, ""
+    for inner in get_args(annotation):
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            return inner, "[]" if get_origin(annotation) is tuple else ""
+    return None, ""
+
+
+def _type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, str]:
+    """How a field's type reads, and its unit."""
+    unit = ""
+    text = ""
+    if get_origin(annotation) is Annotated:
+        annotation, *more = get_args(annotation)
+        metadata = [*more, *metadata]
+    for item in metadata:
+        known = UNITS.get(getattr(item, "func", None))  # type: ignore[arg-type]
+        if known:
+            text, unit = known
+    if not text:
+        text, unit = _plain(annotation)
+    limits = [
+        f"{sign} {getattr(item, bound):g}"
+        for item in metadata
+        for bound, sign in BOUNDS.items()
+        if hasattr(item, bound)
+    ]
+    return " ".join([text, ", ".join(limits)]).strip(), unit
+
+
+def _plain(annotation: Any) -> tuple[str, str]:
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inside), ""
+    if origin in (Union, types.UnionType):
+        kinds = [_type(part) for part in inside if part is not type(None)]
+        return ", or ".join(text for text, _ in kinds), next((unit for _, unit in kinds if unit), "")
+    if origin is tuple:
+        return (f"list of {_many(_type(inside[0])[0])}", "") if inside[-1] is Ellipsis else ("list", "")
+    if origin in (dict, Mapping):
+        return "mapping", ""
+    return PLAIN.get(annotation, str(annotation)), ""
+
+
+def _many(kind: str) -> str:
+    return {"whole number": "whole numbers", "number": "numbers", "text": "texts", "any": "entries"}.get(kind, kind)
+
+
+def _default(field: FieldInfo, nested: bool) -> str:
+    value = field.default
+    if value is PydanticUndefined and field.default_factory is None:
+        return "**required**"
+    if value is None:
+        return "none"
+    if nested or isinstance(value, BaseModel) or value in ("", (), {}):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def policies() -> str:
+    """The parameters of rlsim's own policies."""
+    parts = []
+    for name in sorted(BUILTIN):
+        kind = load_policy(name)
+        text = f"### `{name}`\n\n{_first_line(kind)} Class `{BUILTIN[name]}`."
+        if issubclass(kind, BaseModel):
+            rows = []
+            for key, field in kind.model_fields.items():
+                value_type, unit = _type(field.annotation, field.metadata)
+                rows.append((f"`{key}`", value_type, unit, _default(field, False), field.description or ""))
+            text += "\n\n" + _table(("parameter", "type", "unit", "default", "meaning"), rows)
+        parts.append(text)
+    return "\n\n".join(parts)
+
+
+# ---- columns, view and actions ---------------------------------------------------------------------------------------
+
+
+def result_tables() -> str:
+    """Every column of every result table; those that all tables have come first, once."""
+    head = ("column", "type", "unit", "meaning")
+    shared = [c for c in next(iter(TABLES.values())) if all(c in columns for columns in TABLES.values())]
+
+    def table_of(columns: Iterable[Column]) -> str:
+        return _table(head, [(f"`{c.name}`", c.dtype, c.unit, c.meaning) for c in columns])
+
+    parts = ["### Every table\n\nAll tables begin with these columns, which name the run.\n\n" + table_of(shared)]
+    for table, columns in TABLES.items():
+        rows = ROWS.get(table)
+        about = f"{rows[0].upper()}{rows[1:]}.\n\n" if rows else ""
+        parts.append(f"### `{table}.parquet`\n\n{about}" + table_of(c for c in columns if c not in shared))
+    return "\n\n".join(parts)
+
+
+def trace_columns() -> str:
+    """Every column of a trace."""
+    rows = [(f"`{c.name}`", c.kind, c.unit, "yes" if c.required else "", c.meaning) for c in COLUMNS]
+    return _table(("column", "kind", "unit", "required", "meaning"), rows)
+
+
+def view() -> str:
+    """What a policy sees."""
+    rows = []
+    for name, member in vars(control.RolloutView).items():
+        function = member.fget if isinstance(member, property) else member
+        if name.startswith("_") or not inspect.isfunction(function):
+            continue
+        shown = f"`view.{name}`" if isinstance(member, property) else f"`view.{name}{_arguments(function)}`"
+        rows.append((shown, _returns(function), (inspect.getdoc(function) or "").replace("\n", " ")))
+    parts = [_table(("view", "type", "meaning"), rows)]
+    for record, plain in ((control.ReplicaView, "a replica"), (control.RequestView, "a request")):
+        fields = ", ".join(f"`{name}`" for name in _field_names(record))
+        parts.append(f"Fields of {plain} (`{record.__name__}`): {fields}.")
+    return "\n\n".join(parts)
+
+
+def context() -> str:
+    """What a policy learns before a run."""
+    source = inspect.getsource(control.ControlContext)
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
+    rows = [
+        (f"`context.{field.name}`", f"`{field.type}`", comments.get(field.name, COSTS if field.name == "costs" else ""))
+        for field in dataclasses.fields(control.ControlContext)
+    ]
+    return _table(("context", "type", "meaning"), rows)
+
+
+COSTS = "the machine: `step(tp)`, `capacity_pages(tp)`, `switch(…)` and `transfer_s(…)`, in seconds and pages"
+
+
+def actions() -> str:
+    """What a policy may return."""
+    rows = []
+    for action in get_args(control.Action):
+        fields = [
+            field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default!r}"
+            for field in dataclasses.fields(action)
+        ]
+        rows.append((f"`{action.__name__}({', '.join(fields)})`", _first_line(action)))
+    return _table(("action", "meaning"), rows)
+
+
+def training_efficiency() -> str:
+    """Share of peak FLOP/s in training, by framework, as the calibrations give it."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in calibration_names():
+        fit = load_calibration(name).training
+        for framework, share in fit.flop_efficiency.items():
+            groups.setdefault((framework, f"{share:.3g}", fit.source), []).append(f"`{name}`")
+    everything = len(calibration_names())
+    rows = [
+        (framework, share, "all" if len(names) == everything else ", ".join(names), source)
+        for (framework, share, source), names in sorted(groups.items())
+    ]
+    return _table(("framework", "efficiency", "calibrations", "source"), rows)
+
+
+def _arguments(function: Callable[..., Any]) -> str:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return f"({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})"
+
+
+def _returns(function: Callable[..., Any]) -> str:
+    return f"`{function.__annotations__.get('return', '')}`"
+
+
+def _field_names(record: Any) -> list[str]:
+    known = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
+    return [*known, *(name for name, member in vars(record).items() if isinstance(member, property))]
+
+
+def _first_line(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "experiment": lambda: schema_tables(Experiment, "The file"),
+    "recipe": lambda: schema_tables(Recipe, "The recipe", leave_out=(LengthFit, LengthModel)),
+    "policies": policies,
+    "results": result_tables,
+    "trace-columns": trace_columns,
+    "view": view,
+    "context": context,
+    "actions": actions,
+    "training-efficiency": training_efficiency,
+}
+
+
+def refreshed(text: str) -> str:
+    """A page with its generated parts made anew."""
+    return PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n\n{found[3]}", text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrite the pages, or check them."""
+    stale = []
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        new = refreshed(text)
+        if new != text:
+            stale.append(page.name)
+            if "--check" not in arguments:
+                page.write_text(new, encoding="utf-8")
+    print("stale:" if "--check" in arguments else "rewritten:", ", ".join(stale) or "none")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""The documentation is true: generated parts are fresh, examples run, links and named files exist.
+
+Every fenced block of a page says what it is. In one temporary folder a page, from top to bottom:
+
+- `<!-- file: NAME -->` before a block writes it there; a Python file is only written, not run.
+- ```sh blocks run, line by line; ```python blocks run as scripts.
+- `<!-- run with: OPTIONS -->` adds options to the `rlsim run` lines of a block (small sizes).
+- `<!-- in a checkout -->` runs a block in the repository; `<!-- fails -->` expects exit code 2.
+- `<!-- output -->` before a ```text block: each of its lines occurs in the output of the block before.
+- `<!-- same as: FILE -->`: the block is that file of the repository; `<!-- systems -->`: it is the `systems` of an experiment.
+- `<!-- not run: WHY -->` leaves a block alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+import rlsim
+from rlsim.experiment.systems import parse_systems
+from rlsim.schema import read_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+NAMES = [page.name for page in PAGES]
+FENCE = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+ROOMS = r"(?:rlsim|docs|scripts|traces|calibration|experiments|tests)/[\w./-]+\w"
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its text, what the comment before it says, and the line it begins on."""
+
+    language: str
+    text: str
+    kind: str
+    value: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        kind, _, value = (match["mark"] or "").partition(": ")
+        line = text.count("\n", 0, match.start("language")) + 1
+        found.append(Block(match["language"], match["text"], kind, value, line))
+    return found
+
+
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "scripts" / "make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Runner:
+    """Runs the blocks of one page in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "page"
+        self.folder.mkdir()
+        self.output = ""
+        tools = folder / "bin"
+        tools.mkdir()
+        self._tool(tools / "rlsim", "-P -m rlsim")  # -P: as an installed script, without the working directory
+        self._tool(tools / "python", "")
+        self.environment = os.environ | {
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+            "COLUMNS": "120",
+            "PYTHONIOENCODING": "utf-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        self.environment.pop("PYTHONPATH", None)
+
+    @staticmethod
+    def _tool(path: Path, options: str) -> None:
+        path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {options} "$@"\n', encoding="utf-8")
+        path.chmod(0o755)
+
+    def run(self, block: Block) -> None:
+        match block.language, block.kind:
+            case _, "not run":
+                pass
+            case _, "file":
+                (self.folder / block.value).write_text(block.text, encoding="utf-8")
+            case _, "same as":
+                assert block.text == (ROOT / block.value).read_text(encoding="utf-8")
+            case "yaml", "systems":
+                path = self.folder / "systems-of-the-page.yaml"
+                path.write_text(block.text, encoding="utf-8")
+                assert parse_systems(read_yaml(path)["systems"], str(path))
+            case "text", "output":
+                shown = " ".join(self.output.split())
+                for line in block.text.splitlines():
+                    assert " ".join(line.split()) in shown, f"not in the output: {line}\n{self.output}"
+            case "sh", _:
+                self.output = "".join(self.shell(line, block) for line in block.text.splitlines() if line.strip())
+            case "python", "":
+                self.output = self.call(["python", "-c", block.text], self.folder, 0)
+            case _:
+                pytest.fail(f"a block of {block.language or 'no language'} that no comment explains")
+
+    def shell(self, line: str, block: Block) -> str:
+        if block.kind == "run with" and line.startswith("rlsim run "):
+            command, hash_, comment = line.partition("#")
+            line = f"{command} {block.value} {hash_}{comment}"
+        folder = ROOT if block.kind == "in a checkout" else self.folder
+        return self.call(["sh", "-c", line], folder, 2 if block.kind == "fails" else 0)
+
+    def call(self, command: list[str], folder: Path, expected: int) -> str:
+        done = subprocess.run(
+            command, cwd=folder, env=self.environment, capture_output=True, text=True, encoding="utf-8", timeout=300
+        )
+        assert done.returncode == expected, f"{command[-1]}\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_run(name: str, tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    for block in blocks(ROOT / "docs" / name):
+        try:
+            runner.run(block)
+        except AssertionError as error:
+            pytest.fail(f"docs/{name}:{block.line}: {error}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generated_parts_are_fresh(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert reference().refreshed(text) == text, "run `python scripts/make_reference.py`"
+
+
+def test_every_generated_part_stands_in_a_page() -> None:
+    everything = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall(r"<!-- generated: ([\w-]+) -->", everything)) == set(reference().PARTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        page = ROOT / "docs" / (path or name)
+        assert page.is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}, target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_files_exist(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for path in re.findall(rf"`({ROOMS})`", text):
+        if "NAME" not in path and not path.endswith(("-", ".")):
+            assert (ROOT / path).exists(), path
+
+
+def test_index_names_every_page() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert {name for name in NAMES if f"({name})" not in text} == {"index.md"}
+
+
+def test_results_page_names_every_key_of_the_manifest_and_column_of_the_summary() -> None:
+    result = rlsim.run(
+        {
+            "name": "tiny",
+            "cluster": "8xh100",
+            "model": "llama-3.1-8b",
+            "calibration": "h100-vllm",
+            "trace": {"path": "rollpacker-math", "cap": 512},
+            "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+            "systems": [{"verl": {"tp": 8}}],
+            "seeds": 2,
+        }
+    )
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
+    for section, names in (("Manifest", result.manifest), ("Summary", result.summary().columns)):
+        first_cells = "".join(re.findall(r"^\|([^|]*)\|", sections[section], re.MULTILINE))
+        assert set(re.findall(r"`(\w+)`", first_cells)) == set(names)
