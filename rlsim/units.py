@@ -39,7 +39,7 @@ def _parse(value: Any, units: dict[str, float], what: str, example: str) -> floa
             raise ValueError(f"unknown unit {unit!r} in {value!r}; {what} takes one of: {known}")
         number = float(match[1]) * (units[unit] if unit else 1.0)
     if not math.isfinite(number):
-        raise ValueError(f"expected a finite {what}, got {value!r}")
+        raise ValueError(f"expected {what} that is finite, got {value!r}")
     return number
 
 

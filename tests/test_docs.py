@@ -7,7 +7,7 @@ Every fenced block of a page says what it is. In one temporary folder a page, fr
 - `<!-- run with: OPTIONS -->` adds options to the `rlsim run` lines of a block (small sizes).
 - `<!-- in a checkout -->` runs a block in the repository; `<!-- fails -->` expects exit code 2.
 - `<!-- output -->` before a ```text block: each of its lines occurs in the output of the block before.
-- `<!-- same as: FILE -->`: the block is that file of the repository; `<!-- systems -->`: it is the `systems` of an experiment.
+- `<!-- same as: FILE -->`: the block is that file of the repository; `<!-- systems -->`: an experiment's `systems`.
 - `<!-- not run: WHY -->` leaves a block alone.
 """
 

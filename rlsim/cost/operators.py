@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from math import ceil, log2
+from math import ceil, inf, log2
 
 from rlsim.cost.calibration import OperatorFits, Reference, Residual
 
@@ -127,8 +127,13 @@ class Operators:
         fit, ref = self.fits.prefill_attention, self.reference
         block = fit.block_tokens
         work = longest = queries = size = 0.0
+        measured = self._ranges.get("prefill_attention", {})
+        (shortest_new, longest_new), (shortest, longest_context) = (
+            measured.get(name, (0.0, inf)) for name in ("new", "context")
+        )
         for new, prior in chunks:
-            self.count_outside("prefill_attention", new=new, context=new + prior)
+            if not (shortest_new <= new <= longest_new and shortest <= new + prior <= longest_context):
+                self.outside["prefill_attention"] += 1
             blocks = ceil(new / block)
             keys = prior + block * (blocks + 1) / 2
             work += blocks * block * (keys + fit.overhead_tokens)

@@ -163,15 +163,17 @@ class Replica:
         admitted = sorted([*self._running(), *self._prefilling], key=lambda r: r.order)
         return [*admitted, *self._waiting, *self._arrivals]
 
-    def generated(self, request: Request) -> int:
-        """Tokens this request of ours has by now, in whole iterations."""
-        if not self.is_running(request):
-            return request.generated
-        steps = 0
-        if self._jump is not None:
-            start, curve, tokens = self._jump
-            steps = curve.steps_done(tokens, self.env.now - start)
-        return request.offset + self._step + steps - request.prompt_tokens
+    def progress(self) -> int:
+        """Value of the step counter by now: what running requests have generated, in whole iterations."""
+        if self._jump is None:
+            return self._step
+        start, curve, tokens = self._jump
+        return self._step + curve.steps_done(tokens, self.env.now - start)
+
+    def contexts(self) -> list[tuple[Request, int, bool]]:
+        """Every request here as in `requests`, its context tokens by now, and whether it is running."""
+        step = self.progress()
+        return [(r, r.offset + step, True) if self.is_running(r) else (r, r.context, False) for r in self.requests()]
 
     def is_running(self, request: Request) -> bool:
         """Whether the request is in the decoding batch (its context is in the KV cache)."""

@@ -82,6 +82,7 @@ class Rollout:
         self._active: dict[int, list[Replica]] = {}
         self._switching: set[int] = set()
         self._homeless: list[Request] = []
+        self.finished = 0  # responses finished so far
         self._left = len(self.requests)
         self._left_on = dict.fromkeys(range(len(mesh)), 0)
         self._asks = decides(control)
@@ -152,7 +153,7 @@ class Rollout:
         if not active:
             self._homeless.extend(requests)
             return
-        load = {r.index: sum(q.prompt_tokens + r.generated(q) for q in r.requests()) for r in active}
+        load = {r.index: sum(context for _, context, _ in r.contexts()) for r in active}
         for index, share in self._deal_out(requests, load).items():
             self._give(self.replicas[index], share)
 
@@ -169,6 +170,7 @@ class Rollout:
     # ---- asking the control -----------------------------------------------------------------------------------------
 
     def _finished(self, replica: Replica, finished: list[Request]) -> None:
+        self.finished += len(finished)
         self._left -= len(finished)
         self._left_on[replica.node] -= len(finished)
         if self._left == 0:

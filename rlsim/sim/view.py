@@ -40,7 +40,7 @@ class LiveView:
 
     @property
     def finished(self) -> int:
-        return sum(1 for r in self._rollout.requests if r.finished)
+        return self._rollout.finished
 
     @property
     def total(self) -> int:
@@ -59,14 +59,14 @@ class LiveView:
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
         return tuple(
             ReplicaView(
-                r.index,
-                r.node,
-                r.tp,
-                r.gpus,
+                replica.index,
+                replica.node,
+                replica.tp,
+                replica.gpus,
                 tuple(
-                    RequestView(q.id, q.prompt_id, q.prompt_tokens, r.generated(q), r.is_running(q))
-                    for q in r.requests()
+                    RequestView(r.id, r.prompt_id, r.prompt_tokens, context - r.prompt_tokens, running)
+                    for r, context, running in replica.contexts()
                 ),
             )
-            for r in self._rollout.active(node)
+            for replica in self._rollout.active(node)
         )

@@ -1,10 +1,17 @@
-"""The text of `docs/calibration.md`, made by `fit_calibrations.py`."""
+"""The text of `docs/calibration.md`."""
 
 from __future__ import annotations
 
-from fit_calibrations import PAT_CONTEXT, PAT_LATENCIES, SCRIPT, Serving, error_of, percent
-
-from rlsim.cost.calibration import Calibration, HostFit, Residual
+from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
+from calibration.catalogue import Catalogue
+from calibration.derived import is_derived
+from calibration.fitting import percent
+from calibration.host import NO_HOST, Serving, error_of
+from calibration.markdown import row, table
+from calibration.provenance import SCRIPT
+from calibration.tables import DecodePoint, decode_sums
+from calibration.training_report import training_section
+from rlsim.cost.calibration import Calibration, Engine, Residual
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
@@ -40,14 +47,6 @@ NAMES = {
 }
 
 
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
-
-
-def _table(head: list[str], rows: list[str]) -> str:
-    return "\n".join([_row(*head), _row(*["---"] * len(head)), *rows])
-
-
 def _errors(item: Residual) -> tuple[str, str, str, int]:
     return percent(item.median), percent(item.p90), percent(item.bias), item.count
 
@@ -55,18 +54,18 @@ def _errors(item: Residual) -> tuple[str, str, str, int]:
 def _operators(made: dict[str, Calibration]) -> str:
     rows = []
     for name in sorted(made):
-        if any(note.startswith("derived") for note in made[name].provenance.notes):
+        if is_derived(made[name]):
             continue
         for key, item in made[name].residuals.items():
-            rows.append(_row(name, NAMES[key], *_errors(item)))
-    return "## Operators on held-out shapes\n\n" + _table(
+            rows.append(row(name, NAMES[key], *_errors(item)))
+    return "## Operators on held-out shapes\n\n" + table(
         ["calibration", "operator", "median", "p90", "bias", "rows"], rows
     )
 
 
 def _hot(hot: dict[str, dict[str, Residual]]) -> str:
-    rows = [_row(name, NAMES[key], *_errors(item)) for name in sorted(hot) for key, item in hot[name].items()]
-    return "## Against L2-hot rows (not fitted)\n\n" + _table(
+    rows = [row(name, NAMES[key], *_errors(item)) for name in sorted(hot) for key, item in hot[name].items()]
+    return "## Against L2-hot rows (not fitted)\n\n" + table(
         ["calibration", "operator", "median", "p90", "bias", "rows"], rows
     )
 
@@ -78,14 +77,14 @@ def _a40(calibration: Calibration) -> str:
         shown = RooflineStep(model, tp, cluster, calibration).decode(batch).step_s(batch * PAT_CONTEXT)
         origin = "predicted" if tp == 2 else "used for the 8-GPU all-reduce"
         rows.append(
-            _row(f"TP{tp}", batch, f"{measured * 1e3:.2f}", f"{shown * 1e3:.2f}", percent(shown / measured - 1), origin)
+            row(f"TP{tp}", batch, f"{measured * 1e3:.2f}", f"{shown * 1e3:.2f}", percent(shown / measured - 1), origin)
         )
     eight = calibration.collectives.nccl["all_reduce"][8]
     latency = eight.time_s[0]
     rate = (eight.message_bytes[-1] - eight.message_bytes[0]) / (eight.time_s[-1] - eight.time_s[0])
     return f"""## A40: PAT's four decode latencies (LLaMA-3.1-8B, {PAT_CONTEXT} tokens of context)
 
-{_table(["layout", "sequences per replica", "PAT, ms", "rlsim, ms", "error", "role"], rows)}
+{table(["layout", "sequences per replica", "PAT, ms", "rlsim, ms", "error", "role"], rows)}
 
 The kernels alone give the TP2 rows, so no host time is left to fit ({calibration.host.step_s * 1e3:.2f} ms a step).
 The two TP8 rows give the 8-GPU all-reduce: {latency * 1e6:.0f} us + bytes / {rate / 1e9:.2f} GB/s, which holds
@@ -93,7 +92,7 @@ whatever else TP8 adds on that machine. Prefill attention has no A40 table: its 
 """
 
 
-def _sums(made: dict[str, Calibration], sums: dict[str, list[tuple[int, int, int, float]]]) -> str:
+def _sums(made: dict[str, Calibration], sums: list[DecodePoint]) -> str:
     model = load_model("llama-3.1-8b")
     rows = []
     for name, cluster_name, gpu in (
@@ -102,27 +101,28 @@ def _sums(made: dict[str, Calibration], sums: dict[str, list[tuple[int, int, int
         ("h100-sxm-vllm", "8xh100", "h100"),
     ):
         cluster = load_cluster(cluster_name)
-        bare = made[name].model_copy(update={"host": HostFit(step_s=0.0, sequence_s=0.0, source="none")})
+        bare = made[name].model_copy(update={"host": NO_HOST})
         by_tp: dict[int, list[float]] = {}
-        for tp, batch, context, measured in sums.get(gpu, []):
-            shown = RooflineStep(model, tp, cluster, bare).decode(batch).step_s(batch * context)
-            by_tp.setdefault(tp, []).append(shown / measured - 1)
+        for point in sums:
+            if point.gpu == gpu:
+                curve = RooflineStep(model, point.tp, cluster, bare).decode(point.batch)
+                shown = curve.step_s(point.batch * point.context)
+                by_tp.setdefault(point.tp, []).append(shown / point.seconds - 1)
         for tp, errors in sorted(by_tp.items()):
             ordered = sorted(errors)
             mean = sum(abs(e) for e in errors) / len(errors)
-            rows.append(_row(gpu, f"TP{tp}", len(errors), percent(mean), percent(ordered[len(ordered) // 2])))
+            rows.append(row(gpu, f"TP{tp}", len(errors), percent(mean), percent(ordered[len(ordered) // 2])))
     return f"""## Against sums over Vidur's layers (LLaMA-3-8B decode with LM head, no host time)
 
 Differences, not errors: the sums take A40's linear layers from a third party and, for A40 at TP8, an all-reduce
 three times slower than PAT's figures allow; their all-reduce of small messages on A100 and H100 is a noisy floor of
 20 to 40 us that CUDA graphs and custom all-reduce do not have.
 
-{_table(["GPU", "layout", "points", "mean absolute difference", "median difference"], rows)}
+{table(["GPU", "layout", "points", "mean absolute difference", "median difference"], rows)}
 """
 
 
-def _serving(serving: dict[str, Serving], variants: dict[str, Serving]) -> str:
-    none = HostFit(step_s=0.0, sequence_s=0.0, source="none")
+def _serving(serving: dict[Engine, Serving], variants: dict[Engine, Serving]) -> str:
     treatment = [
         "engine",
         "kernels",
@@ -143,11 +143,11 @@ def _serving(serving: dict[str, Serving], variants: dict[str, Serving]) -> str:
     ]
     rows, compare, detail = [], [], []
     for engine, item in serving.items():
-        train = [row for row in item.rows if row.fit]
-        test = [row for row in item.rows if not row.fit]
+        train = [run for run in item.rows if run.fit]
+        test = [run for run in item.rows if not run.fit]
         error, bias = error_of(test, item.host, item.share)
         rows.append(
-            _row(
+            row(
                 f"{engine} {item.version}",
                 f"{len(train)} / {len(test)}",
                 f"{item.host.step_s * 1e3:.3f}",
@@ -160,12 +160,12 @@ def _serving(serving: dict[str, Serving], variants: dict[str, Serving]) -> str:
         )
         other = variants[engine]
         for label, one in (("cold", item), ("hot rows included", other)):
-            unseen = [row for row in one.rows if not row.fit]
-            bare = error_of(one.rows, none)
+            unseen = [run for run in one.rows if not run.fit]
+            bare = error_of(one.rows, NO_HOST)
             plain_host = error_of(unseen, one.host, 1.0)
             fitted = error_of(unseen, one.host, one.share)
             compare.append(
-                _row(
+                row(
                     engine,
                     label,
                     f"{percent(bare[0])} ({percent(bare[1])})",
@@ -174,17 +174,17 @@ def _serving(serving: dict[str, Serving], variants: dict[str, Serving]) -> str:
                     f"{one.host.step_s * 1e3:.2f} + {one.host.sequence_s * 1e3:.4f} b",
                 )
             )
-        for row in item.rows:
-            shown = row.predicted_s(item.host, item.share)
+        for run in item.rows:
+            shown = run.predicted_s(item.host, item.share)
             detail.append(
-                _row(
+                row(
                     engine,
-                    row.label,
-                    f"{row.measured_s * 1e3:.2f}",
-                    f"{row.predicted_s(none) * 1e3:.2f}",
+                    run.label,
+                    f"{run.measured_s * 1e3:.2f}",
+                    f"{run.predicted_s(NO_HOST) * 1e3:.2f}",
                     f"{shown * 1e3:.2f}",
-                    percent(shown / row.measured_s - 1),
-                    "fit" if row.fit else "test",
+                    percent(shown / run.measured_s - 1),
+                    "fit" if run.fit else "test",
                 )
             )
     left = "; ".join(f"{engine}: {', '.join(item.left_out)}" for engine, item in serving.items() if item.left_out)
@@ -197,31 +197,24 @@ run in waves. It belongs to the benchmark, or to prompts that are faster than th
 cannot be told apart, so it is fitted beside the host time and **not** put into the calibration. Precision of these
 runs is not stated; bf16 is assumed.
 
-{_table(head, rows)}
+{table(head, rows)}
 
 Runs whose KV cannot hold all sequences at once queue (first-token times of seconds to a minute) and are left out:
 {left}.
 
 Mean absolute error, and bias in brackets, with each treatment of L2 (share 1 = the plain closed form):
 
-{_table(treatment, compare)}
+{table(treatment, compare)}
 
-{_table(["engine", "run", "measured, ms", "kernels, share 1", "predicted", "error", ""], detail)}
+{table(["engine", "run", "measured, ms", "kernels, share 1", "predicted", "error", ""], detail)}
 """
 
 
-def report(
-    made: dict[str, Calibration],
-    hot: dict[str, dict[str, Residual]],
-    serving: dict[str, Serving],
-    variants: dict[str, Serving],
-    sums: dict[str, list[tuple[int, int, int, float]]],
-) -> str:
-    """The whole page."""
-    derived = sorted(name for name in made if any(note.startswith("derived") for note in made[name].provenance.notes))
+def _derived(made: dict[str, Calibration]) -> str:
+    derived = [name for name in sorted(made) if is_derived(made[name])]
     skews = {name: made[name].operators.decode_attention.skew for name in sorted(made) if name not in derived}
-    skew = _table(["calibration", "skew"], [_row(name, f"{value:.2f}") for name, value in skews.items()])
-    end = f"""## Derived, not measured
+    skew = table(["calibration", "skew"], [row(name, f"{value:.2f}") for name, value in skews.items()])
+    return f"""## Derived, not measured
 
 - {", ".join(derived)}: kernels of the H100 at their own data-sheet figures; H800's collectives are H100's with the
 part above
@@ -238,13 +231,19 @@ blocks over
 - Host time on GPUs other than H100 is H100's of the same engine. Graph capture and control of a layout change are
   PAT's (A40, host-bound) everywhere; creating a communication group (1 s) is an assumption.
 """
+
+
+def report(catalogue: Catalogue) -> str:
+    """The whole page."""
+    made = catalogue.all()
     parts = [
         INTRO,
         _operators(made),
-        _hot(hot),
+        _hot(catalogue.hot()),
         _a40(made["a40-vllm"]),
-        _sums(made, sums),
-        _serving(serving, variants),
-        end,
+        _sums(made, decode_sums(catalogue.data)),
+        _serving(catalogue.servings(), catalogue.servings_hot()),
+        training_section(catalogue.data, made),
+        _derived(made),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -1,0 +1,137 @@
+"""The page's section on training efficiency."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from calibration.derived import is_derived
+from calibration.gpus import A40_VIDUR, GPUS
+from calibration.markdown import row, table
+from calibration.real import CALLS, check_real
+from calibration.tables import aiconfigurator, all_gemms, training_runs, vidur_gemm_table, vidur_layers
+from calibration.training import LARGE_GEMMS, SHARES, large_gemm_share
+from calibration.verl import Timing, TrainingEfficiencies, fit_training
+from rlsim.cost.calibration import Calibration
+from rlsim.hardware import load_gpu
+
+
+def training_section(data: Path, made: dict[str, Calibration]) -> str:
+    """Shares, what they are fitted to, and how they do on rows they have not seen."""
+    found = fit_training(training_runs(data))
+    real = made["h100-sxm-sglang"].training.flop_efficiency["megatron"]
+    return f"""## Training efficiency
+
+No backward pass, optimizer or whole training step is in the operator tables. The one free number of the training
+model, the share of peak bf16 that the linear layers of a framework reach (gaps between kernels and unfused
+elementwise kernels included), is fitted to the step times of real veRL runs on 8xA100/A800: **fsdp
+{SHARES["fsdp"].value:.2f}** and **megatron {SHARES["megatron"].value:.2f}** of what that GPU's own large GEMMs
+reach ({LARGE_GEMMS}, SGLang's tables). Each calibration multiplies these shares by its GPU's own large-GEMM share of
+peak; only the A100's are fitted to a training run.
+
+{_gpus(data, made)}
+
+SGLang's tables are used on every GPU, so that the shares keep their meaning; the other engines' tables of the same
+GPU, measured at other times, differ by up to a third (L40S). A40's come from Vidur's layers: 4,096 tokens only, other
+software. GPUs without tables (H800, GH200, H20) carry over the H100's shares of peak, in which a GPU with little
+compute for its bandwidth (H20) is probably sold short.
+
+### Measured veRL steps
+
+Response lengths are drawn from a lognormal with the row's mean, its cap and an assumed spread of 0.7. The logs name no
+interconnect. At NVLink's bus rate one efficiency cannot give both FSDP rows, so the bus rate is fitted beside it: two
+numbers from four timings of one model on one machine. Seconds are predicted / measured.
+
+{_verl(found)}
+
+- **The fsdp share rests on the fitted bus rate.** {found.bus_bytes_per_s / 1e9:.0f} GB/s is a guess about that
+  machine; were it NVLink after all, the share would be {_share(data, found.cases[0].efficiency):.2f} and the
+  rows {_spread(_fsdp_errors(found))} off. The rate also takes part in both "alone" cases, so the row called not fitted
+  is not wholly unseen there. Row 2 alone, the shorter responses, would put row 3 27% too slow.
+- **The megatron share rests on one timing**, the update of row 4. Log-probabilities of the same run come out 44% too
+  fast: what slows them there is not in the model.
+- **H20: log-probabilities are 43 to 77% too fast**, and the more so the more GPUs share them: the measured time falls
+  by half from 32 to 128 GPUs, the predicted by four. Something that does not shrink with the GPUs is missing, perhaps
+  the waiting for the rollout's slowest rank, or gathers at these small batches. Updates are within -28% to +24%, with
+  the mean response, which is not stated, chosen on row 10. These rows use the A100's efficiency; with the one in the
+  H20 files ({made["h20-sglang"].training.flop_efficiency["fsdp"]:.2f}) they change by four points at most.
+- Rows 22, 28 and 29 state neither lengths nor a layout and are not used. Nothing here is checked on L40S, H200, A40,
+  GH200 or H800.
+
+### REAL's calls
+
+The same Megatron share on H100 (efficiency {real:.2f}) against the {len(CALLS)} per-call times that REAL publishes for
+7B actors and critics, nothing fitted. They bracket the model badly: layouts of one model differ more in it than in the
+measurements, tensor parallelism over 8 comes out too fast and pipelines of 4 stages too slow. Do not read differences
+between training layouts off this model without a measurement of your own.
+
+{_real(real)}
+"""
+
+
+def _gpus(data: Path, made: dict[str, Calibration]) -> str:
+    rows = []
+    for gpu in GPUS:
+        shares = [
+            f"{large_gemm_share(all_gemms(aiconfigurator(data, gpu.gemm(engine))), _peak(gpu.name)):.2f}"
+            for engine in gpu.versions
+        ]
+        rows.append(row(gpu.name, *shares, *_efficiencies(made[f"{gpu.name}-sglang"])))
+    a40 = large_gemm_share(vidur_gemm_table(vidur_layers(data, A40_VIDUR)), _peak("a40"))
+    rows.append(row("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-vllm"])))
+    for calibration in made.values():
+        if is_derived(calibration) and calibration.engine == "sglang":
+            rows.append(row(calibration.gpu, "carried over", "", "", *_efficiencies(calibration)))
+    engines = [f"GEMM, {engine}" for engine in GPUS[0].versions]
+    return table(["GPU", *engines, *SHARES], rows)
+
+
+def _peak(gpu: str) -> float:
+    return load_gpu(gpu).bf16_flop_per_s
+
+
+def _efficiencies(calibration: Calibration) -> list[str]:
+    return [f"{calibration.training.flop_efficiency[name]:.3f}" for name in SHARES]
+
+
+def _share(data: Path, efficiency: float) -> float:
+    """A share of A100's peak as a share of its large-GEMM rate."""
+    gpu = next(gpu for gpu in GPUS if gpu.name == "a100-sxm-80gb")
+    return efficiency / large_gemm_share(all_gemms(aiconfigurator(data, gpu.gemm("sglang"))), _peak(gpu.name))
+
+
+def _fsdp_errors(found: TrainingEfficiencies) -> list[float]:
+    return [timing.error for item in found.cases[0].predictions for timing in (item.old_log_prob, item.update_actor)]
+
+
+def _spread(errors: list[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    return f"{100 * min(sizes):.0f} to {100 * max(sizes):.0f}%"
+
+
+def _timing(timing: Timing) -> str:
+    return f"{timing.predicted_s:.1f} / {timing.measured_s:.1f} ({timing.error:+.0%})"
+
+
+def _verl(found: TrainingEfficiencies) -> str:
+    rows = [
+        row(
+            case.title,
+            f"{case.efficiency:.3f}",
+            item.label,
+            _timing(item.old_log_prob),
+            _timing(item.update_actor),
+            item.role,
+        )
+        for case in found.cases
+        for item in case.predictions
+    ]
+    return table(["case", "share of peak", "row", "old_log_prob, s", "update_actor, s", "role"], rows)
+
+
+def _real(efficiency: float) -> str:
+    rows = [
+        row(call.name, "TP{} PP{} DP{}".format(*call.layout), *(_timing(timing) for timing in timings), *[""] * missing)
+        for call, timings in check_real(efficiency)
+        for missing in (2 - len(timings),)
+    ]
+    return table(["call", "layout", "s", "with recomputation, s"], rows)

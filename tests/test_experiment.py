@@ -1,0 +1,466 @@
+"""Running experiments: tables, pairing, tuned systems, cases, what is written, and the command line around it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from pydantic import Field
+
+import rlsim
+from rlsim.cli import main
+from rlsim.errors import CatalogueError, ConfigError
+from rlsim.experiment.columns import TABLES
+from rlsim.experiment.result import Result, read_result
+from rlsim.schema import Schema
+from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "small",
+    "cluster": "8xh100",
+    "model": "llama-3.1-8b",
+    "calibration": "h100-vllm",
+    "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "8K"},
+    "workflow": {"prompts": 8, "responses": 4, "steps": 2},
+    "seeds": 2,
+    "baseline": "verl-best",
+    "systems": [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, "pat", {"pat": {"start_tp": [1]}}],
+}
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(EXPERIMENT), **changes}
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return rlsim.run(experiment())
+
+
+# ------------------------------------------------------------------------------------------------------ the tables
+
+
+def test_every_table_has_exactly_its_columns_in_order_and_type(result: Result) -> None:
+    for table, columns in TABLES.items():
+        frame: pd.DataFrame = getattr(result, table)
+        assert list(frame.columns) == [c.name for c in columns]
+        assert [str(t) for t in frame.dtypes] == [str(pd.Series([], dtype=c.dtype).dtype) for c in columns]
+        assert len(frame) > 0, table
+
+
+def test_runs_and_names(result: Result) -> None:
+    names = ["verl-tp1", "verl-tp2", "verl-tp4", "verl-tp8", "verl-best", "pat", "pat-tp1"]
+    assert result.manifest["systems"] == {"": names}
+    assert list(result.steps["system"].unique()) == names
+    assert len(result.steps) == len(names) * 2 * 2
+    assert len(result.responses) == len(names) * 2 * 2 * 32
+    assert set(result.steps["case"]) == {""}
+
+
+def test_summary(result: Result) -> None:
+    summary = result.summary()
+    assert list(summary.columns) == [
+        "case", "system", "step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s",
+        "speedup", "speedup_low", "speedup_high", "gen_speedup", "bubble_fraction", "switches", "bound_share",
+    ]  # fmt: skip
+    rows = summary.set_index("system")
+    assert rows.loc["verl-best", "speedup"] == 1.0
+    for system, row in rows.iterrows():
+        means = result.steps.groupby(["system", "seed"])["step_time_s"].mean()
+        ratios = means["verl-best"] / means[system]
+        assert row["speedup"] == pytest.approx(np.exp(np.log(ratios).mean()), rel=1e-12)
+        assert row["speedup_low"] <= row["speedup"] <= row["speedup_high"]
+        assert 0 < row["bound_share"] <= 1
+
+
+def test_one_seed_has_no_interval() -> None:
+    summary = rlsim.run(experiment(systems=["verl", "pat"], baseline=None), seeds=1).summary()
+    assert summary["speedup"].notna().all()
+    assert summary[["speedup_low", "speedup_high"]].isna().all(axis=None)
+
+
+def test_systems_are_paired(result: Result) -> None:
+    what = ["step", "response", "prompt_id", "prompt_tokens", "response_tokens"]
+    for _, of_seed in result.responses.groupby("seed"):
+        first = None
+        for _, mine in of_seed.groupby("system"):
+            rows = mine[what].reset_index(drop=True)
+            first = rows if first is None else first
+            pd.testing.assert_frame_equal(rows, first)
+    by_seed = [list(f["response_tokens"]) for _, f in result.responses.groupby("seed")]
+    assert by_seed[0] != by_seed[1]
+
+
+def test_best_is_the_fastest_static_degree(result: Result) -> None:
+    steps = result.steps[result.steps["system"].str.startswith("verl-tp")]
+    fastest = steps.groupby("system")["step_time_s"].mean().idxmin()
+    assert result.manifest["tuned"][""] == {"verl-best": f"tp {fastest.removeprefix('verl-tp')}"}
+    for table in TABLES:
+        frame: pd.DataFrame = getattr(result, table)
+        best = frame[frame["system"] == "verl-best"].drop(columns="system").reset_index(drop=True)
+        same = frame[frame["system"] == fastest].drop(columns="system").reset_index(drop=True)
+        pd.testing.assert_frame_equal(best, same)
+    assert any(note.startswith("verl-best is tp ") for note in result.notes)
+
+
+def test_responses_are_complete(result: Result) -> None:
+    responses = result.responses
+    assert (responses["response_tokens"] <= 8192).all()
+    assert (responses["response_tokens"] >= 1).all()
+    assert not responses["aborted"].any()
+    assert (responses["start_at"] < responses["first_token_at"]).all()
+    assert (responses["first_token_at"] <= responses["finish_at"]).all()
+    sums = responses.groupby(["system", "seed", "step"])["response_tokens"].agg(["sum", "max"]).reset_index()
+    merged = result.steps.merge(sums, on=["system", "seed", "step"])
+    assert (merged["sum"] == merged["response_tokens"]).all()
+    assert (merged["max"] == merged["longest_tokens"]).all()
+    assert (result.steps["staleness"] == 0).all()
+    assert (result.steps["gen_time_s"] >= result.steps["gen_bound_s"]).all()
+
+
+# ------------------------------------------------------------------------------------------ where GPU time goes
+
+
+def _per_gpu(spans: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    for gpu in range(8):
+        mine = spans[(spans["gpu"] <= gpu) & (gpu < spans["gpu"] + spans["gpus"])]
+        yield gpu, mine.sort_values("start_at")
+
+
+def test_spans_partition_the_time_of_every_gpu(result: Result) -> None:
+    for (system, seed), spans in result.spans.groupby(["system", "seed"]):
+        steps = result.steps[(result.steps["system"] == system) & (result.steps["seed"] == seed)]
+        calls = result.calls[(result.calls["system"] == system) & (result.calls["seed"] == seed)]
+        makespan = calls["end_at"].max()
+        assert steps["step_time_s"].sum() == pytest.approx(makespan, rel=1e-12)
+        edges = np.concatenate([[0.0], np.cumsum(steps["step_time_s"])])
+        busy = np.zeros(len(steps))
+        for _, mine in _per_gpu(spans):
+            start, end = mine["start_at"].to_numpy(), mine["end_at"].to_numpy()
+            assert (end > start).all()
+            assert (start[1:] >= end[:-1] - 1e-9 * makespan).all(), "a GPU does two things at once"
+            assert end[-1] <= makespan * (1 + 1e-12)
+            gaps = np.diff(np.concatenate([[0.0], np.ravel(np.column_stack([start, end])), [makespan]]))[::2].sum()
+            assert (end - start).sum() + gaps == pytest.approx(makespan, rel=1e-9)
+            for i, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+                busy[i] += np.clip(np.minimum(end, last) - np.maximum(start, first), 0, None).sum()
+        bubble = 1 - busy / (8 * steps["step_time_s"].to_numpy())
+        assert steps["bubble_fraction"].to_numpy() == pytest.approx(bubble, abs=1e-9)
+
+
+def test_call_times_add_up(result: Result) -> None:
+    calls = result.calls
+    parts = ["compute_s", "communication_s", "bubble_s", "optimizer_s", "offload_s", "imbalance_s"]
+    passes = calls[calls["kind"].isin(["train", "inference"])]
+    assert passes[parts].sum(axis=1).to_numpy() == pytest.approx(
+        (passes["end_at"] - passes["start_at"]).to_numpy(), rel=1e-9
+    )
+    assert (calls["ready_at"] <= calls["start_at"]).all()
+    per_step = result.steps[["gen_time_s", "prep_time_s", "train_time_s", "sync_time_s"]].sum(axis=1)
+    assert per_step.to_numpy() == pytest.approx(result.steps["step_time_s"].to_numpy(), rel=1e-9)
+    switched = result.switches.groupby(["system", "seed", "step"]).size()
+    counted = result.steps.set_index(["system", "seed", "step"])["switches"]
+    assert (counted[counted > 0] == switched).all()
+
+
+# --------------------------------------------------------------------------------------------- asking for a run
+
+
+def test_overrides_as_texts_or_as_a_mapping(tmp_path: Path) -> None:
+    small = experiment(systems=["verl"], baseline=None)
+    texts = rlsim.run(small, overrides=["trace.cap=1K", "workflow.steps=1"], seeds=1)
+    mapping = rlsim.run(small, overrides={"trace.cap": "1K", "workflow.steps": 1}, seeds=1)
+    assert texts.manifest == mapping.manifest
+    assert texts.steps["longest_tokens"].tolist() == [1024]
+    assert small == experiment(systems=["verl"], baseline=None), "the caller's mapping is left alone"
+    path = tmp_path / "x.yaml"
+    path.write_text(json.dumps(small))
+    from_file = rlsim.run(path, overrides={"trace.cap": "1K", "workflow.steps": 1}, seeds=1)
+    assert from_file.manifest == texts.manifest
+
+
+def test_seeds_by_number_or_by_name() -> None:
+    small = experiment(systems=["verl"], baseline=None, seeds=[7, 3])
+    some = rlsim.run(small)
+    assert list(some.steps["seed"].unique()) == [7, 3]
+    again = rlsim.run(experiment(systems=["verl"], baseline=None, seeds=4))
+    mine, theirs = (r.responses[r.responses["seed"] == 3]["finish_at"].tolist() for r in (some, again))
+    if some.manifest["tuned"] == again.manifest["tuned"]:
+        assert mine == theirs
+    with pytest.raises(ConfigError, match="at least one seed"):
+        rlsim.run(small, seeds=0)
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    small = experiment(systems=[{"verl": {"tp": 2}}, "pat"], baseline=None)
+    one = rlsim.run(small, out=tmp_path / "one")
+    rlsim.run(small, out=tmp_path / "two")
+    names = sorted(p.name for p in (tmp_path / "one").iterdir())
+    assert names == sorted(["manifest.json", *(f"{t}.parquet" for t in TABLES)])
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    back = read_result(tmp_path / "one")
+    assert back.manifest == one.manifest
+    for table in TABLES:
+        pd.testing.assert_frame_equal(getattr(back, table), getattr(one, table))
+    pd.testing.assert_frame_equal(back.summary(), one.summary())
+    for table, columns in TABLES.items():
+        schema = pq.read_schema(tmp_path / "one" / f"{table}.parquet")
+        assert schema.names == [c.name for c in columns]
+        for column in columns:
+            metadata = schema.field(column.name).metadata
+            assert metadata == {b"unit": column.unit.encode(), b"meaning": column.meaning.encode()}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_results_replace_results_but_nothing_else(tmp_path: Path) -> None:
+    small = experiment(systems=["verl"], baseline=None, seeds=1)
+    (tmp_path / "out").mkdir()
+    rlsim.run(small, out=tmp_path / "out")
+    rlsim.run(small, overrides={"name": "other"}, out=tmp_path / "out")
+    assert read_result(tmp_path / "out").manifest["experiment"]["name"] == "other"
+    with pytest.raises(ConfigError, match="holds no rlsim results"):
+        read_result(tmp_path)
+    (tmp_path / "out" / "steps.parquet").write_bytes(b"no")
+    with pytest.raises(ConfigError, match="the results are damaged"):
+        read_result(tmp_path / "out")
+
+
+@pytest.mark.parametrize("what", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("where", ["rlsim.experiment.build.Setup.simulate", "rlsim.experiment.result._write_parquet"])
+def test_a_run_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: type[BaseException]
+) -> None:
+    def fail(*_: object) -> None:
+        raise what
+
+    monkeypatch.setattr(where, fail)
+    with pytest.raises(what):
+        rlsim.run(experiment(systems=["verl"], baseline=None, seeds=1), out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_told_once_a_run() -> None:
+    told: list[tuple[int, int, str]] = []
+    rlsim.run(experiment(seeds=1), progress=lambda *a: told.append(a))
+    # The tuned system and the variants share their runs: four static degrees, PAT from two layouts.
+    assert told == [
+        (0, 6, "verl-tp1"), (1, 6, "verl-tp2"), (2, 6, "verl-tp4"), (3, 6, "verl-tp8"), (4, 6, "pat"),
+        (5, 6, "pat-tp1"), (6, 6, ""),
+    ]  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- systems
+
+
+def test_a_system_under_a_name_of_its_own() -> None:
+    small = experiment(seeds=1, baseline="a", systems=[{"name": "a", "use": ["pat"]}, {"name": "b", "use": "pat"}, "pat"])
+    result = rlsim.run(small)
+    times = result.steps.groupby("system")["step_time_s"].sum()
+    assert list(times.index) == ["a", "b", "pat"]
+    assert times.nunique() == 1
+    tuned = rlsim.run(experiment(seeds=1, baseline=None, systems=[{"name": "mine", "use": [{"verl": {"tp": 2}}]}]))
+    assert set(tuned.steps["initial_tp"]) == {2}
+
+
+class Impatient(Schema, RolloutControl):
+    """Starts at a degree and drops whatever is left at the first finish."""
+
+    tp: int = Field(default=4, description="degree")
+
+    def initial_tp(self, context: ControlContext) -> int:
+        return self.tp
+
+    def on_finish(self, view: RolloutView) -> Action:
+        return Abort(tuple(r.id for replica in view.replicas() for r in replica.requests))
+
+
+class Plain(RolloutControl):
+    def initial_tp(self, context: ControlContext) -> int:
+        return 2
+
+
+def test_a_policy_by_module_and_class() -> None:
+    mine = f"{__name__}:Impatient"
+    result = rlsim.run(experiment(seeds=1, baseline=None, systems=[mine, {mine: {"tp": [2, 8]}}, f"{__name__}:Plain"]))
+    assert list(result.manifest["systems"][""]) == ["impatient", "impatient-tp2", "impatient-tp8", "plain"]
+    impatient = result.responses[result.responses["system"] == "impatient"]
+    assert 0 < impatient["aborted"].sum() < len(impatient)
+    assert (impatient["finish_at"].isna() == impatient["aborted"]).all()
+    # What was aborted is not trained on.
+    rows = result.steps.groupby("system")[["tokens", "train_time_s", "prep_time_s"]].sum()
+    kept = impatient[~impatient["aborted"]]
+    assert rows.loc["impatient", "tokens"] == (kept["prompt_tokens"] + kept["response_tokens"]).sum()
+    assert rows.loc["impatient", "train_time_s"] < rows.loc["plain", "train_time_s"]
+    with pytest.raises(ConfigError, match="Plain takes no parameters"):
+        rlsim.run(experiment(baseline=None, systems=[{f"{__name__}:Plain": {"tp": 2}}]))
+
+
+class AbortAll(Plain):
+    """Keeps one response of each step."""
+
+    on_finish = Impatient.on_finish
+
+
+def test_a_policy_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    points = [EntryPoint("impatient", f"{__name__}:Impatient", "rlsim.policies")]
+    monkeypatch.setattr("rlsim.policies.registry.entry_points", lambda group: points)
+    result = rlsim.run(experiment(seeds=1, baseline=None, systems=["impatient", {"impatient": {"tp": [2]}}]))
+    assert result.manifest["systems"] == {"": ["impatient", "impatient-tp2"]}
+    with pytest.raises(CatalogueError, match="did you mean 'impatient'"):
+        rlsim.run(experiment(baseline=None, systems=["impatent"]))
+    assert "drops whatever is left" in _output(monkeypatch, capsys, "list", "policies")
+
+
+def test_cases() -> None:
+    cases = {"1K": {"trace.cap": "1K"}, "2K": {"trace.cap": "2K", "workflow.steps": 1}}
+    result = rlsim.run(experiment(seeds=1, cases=cases, baseline="verl", systems=["verl", "pat"]))
+    longest = result.steps.groupby("case")["longest_tokens"].max()
+    assert longest.to_dict() == {"1K": 1024, "2K": 2048}
+    assert result.steps.groupby("case").size().to_dict() == {"1K": 4, "2K": 2}
+    summary = result.summary()
+    assert summary[["case", "system"]].to_numpy().tolist() == [["1K", "verl"], ["1K", "pat"], ["2K", "verl"], ["2K", "pat"]]
+    alone = rlsim.run(experiment(seeds=1, baseline="verl", systems=["verl", "pat"]), overrides=cases["2K"])
+    assert alone.steps["step_time_s"].tolist() == result.steps[result.steps["case"] == "2K"]["step_time_s"].tolist()
+    assert any(note.startswith("1K: verl is tp ") for note in result.notes)
+
+
+# --------------------------------------------------------------------------------------------------------- traces
+
+
+def _trace(path: Path, groups: int, **columns: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {"prompt_id": np.arange(64) // groups, "sample_id": np.arange(64) % groups, "response_tokens": rng.integers(1, 900, 64)}
+    )  # fmt: skip
+    frame.assign(**columns).to_csv(path, index=False)
+    return experiment(
+        seeds=1, baseline=None, systems=["verl"], trace={"path": str(path), "cap": 512}, workflow={"prompts": 4, "responses": 4, "steps": 1}
+    )  # fmt: skip
+
+
+def test_a_trace_without_groups_or_prompt_lengths(tmp_path: Path) -> None:
+    result = rlsim.run(_trace(tmp_path / "flat.csv", groups=1))
+    assert any("no prompt has more than 1 of the 4 samples" in note for note in result.notes)
+    assert any("have no prompt length: taken as 256 tokens" in note for note in result.notes)
+    assert set(result.responses["prompt_tokens"]) == {256}
+    assert result.steps["longest_tokens"].max() == 512
+    short = rlsim.run(_trace(tmp_path / "flat.csv", groups=4), overrides={"trace.default_prompt_tokens": "1K"})
+    assert set(short.responses["prompt_tokens"]) == {1024}
+    assert not any("samples" in note for note in short.notes)
+
+
+def test_a_trace_with_some_prompt_lengths(tmp_path: Path) -> None:
+    known = [None if i < 32 else 100 for i in range(64)]
+    result = rlsim.run(_trace(tmp_path / "some.csv", groups=4, prompt_tokens=known))
+    assert any("50.0% of the responses have no prompt length" in note for note in result.notes)
+    assert set(result.responses["prompt_tokens"]) <= {100, 256}
+
+
+def test_a_cap_above_the_traces_own_is_noted() -> None:
+    trace = {"path": "rollpacker-math", "cap": "32K"}
+    result = rlsim.run(experiment(seeds=1, baseline=None, systems=[{"verl": {"tp": 2}}], trace=trace))
+    assert any("the cap of 32768 tokens is above its own cap of 16384 tokens" in note for note in result.notes)
+
+
+def test_infeasible_degrees_are_named() -> None:
+    small = experiment(seeds=1, baseline=None, systems=["verl"], model="llama-3-70b", cluster="16x8xh100")
+    result = rlsim.run(small, overrides={"workflow.prompts": 64, "trace.cap": "1K", "workflow.steps": 1})
+    assert [n for n in result.notes if "infeasible" in n][0].startswith("TP1 is infeasible: llama-3-70b rollout at TP 1")
+    assert (result.steps["initial_tp"] > 1).all()
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def _output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["rlsim", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    try:
+        main()
+    except SystemExit as leaving:
+        assert not leaving.code, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("what", "some"),
+    [
+        ("gpus", "h100-sxm"),
+        ("clusters", "2x8xh100"),
+        ("models", "qwen2.5-7b"),
+        ("calibrations", "a40-vllm"),
+        ("policies", "rlsim.policies.pat:PAT"),
+        ("traces", "rollpacker-judge"),
+    ],
+)
+def test_listings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, some: str) -> None:
+    assert some in _output(monkeypatch, capsys, "list", what)
+
+
+def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _output(monkeypatch, capsys, "--version") == f"rlsim {rlsim.__version__}\n"
+    assert "Start with: rlsim run" in _output(monkeypatch, capsys, "--help")
+    for command in (["run"], ["list"], ["trace"], ["trace", "describe"]):
+        assert "Usage: rlsim" in _output(monkeypatch, capsys, *command, "--help")
+
+
+def test_run_prints_a_comparison_and_writes_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "x.yaml").write_text(json.dumps(experiment(systems=["verl", "pat"], baseline=None)))
+    printed = _output(monkeypatch, capsys, "run", "x.yaml", "--set", "trace.cap=1K")
+    assert "speedup over verl, 95% interval over paired seeds" in printed
+    assert "results: results/small" in printed
+    assert set(read_result("results/small").steps["system"]) == {"verl", "pat"}
+    assert _output(monkeypatch, capsys, "run", "x.yaml", "-q", "--seeds", "1", "--out", "o") == "o\n"
+
+
+def test_a_policy_file_beside_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "my_idea.py").write_text(
+        "import rlsim\n\n\nclass Idea(rlsim.RolloutControl):\n    def initial_tp(self, context):\n        return 8\n"
+    )
+    (tmp_path / "exp" / "x.yaml").write_text(json.dumps(experiment(systems=["my_idea:Idea"], baseline=None, seeds=1)))
+    assert _output(monkeypatch, capsys, "run", "exp/x.yaml", "-q", "--out", "o") == "o\n"
+    assert set(read_result("o").steps["initial_tp"]) == {8}
+    monkeypatch.delitem(sys.modules, "my_idea")
+
+
+def test_as_a_module_in_a_process() -> None:
+    done = subprocess.run([sys.executable, "-m", "rlsim", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"rlsim {rlsim.__version__}\n"
+
+
+def test_importing_rlsim_loads_nothing_heavy() -> None:
+    heavy = ["pandas", "scipy", "simpy", "numpy", "pydantic", "pyarrow", "altair"]
+    code = f"import sys, rlsim; dir(rlsim); print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    code = f"import sys, rlsim.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_public_names() -> None:
+    assert sorted(dir(rlsim)) == sorted(rlsim.__all__)
+    for name in rlsim.__all__:
+        assert getattr(rlsim, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        rlsim.nonsense  # noqa: B018
