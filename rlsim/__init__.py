@@ -19,16 +19,41 @@ if TYPE_CHECKING:
     from rlsim.experiment.result import Result as Result
     from rlsim.experiment.result import read_result as read_result
     from rlsim.experiment.run import run as run
+    from rlsim.schema import Schema as Schema
+    from rlsim.sim.control import Abort as Abort
+    from rlsim.sim.control import ControlContext as ControlContext
+    from rlsim.sim.control import Migrate as Migrate
+    from rlsim.sim.control import Reconfigure as Reconfigure
+    from rlsim.sim.control import Release as Release
     from rlsim.sim.control import RolloutControl as RolloutControl
+    from rlsim.sim.control import RolloutView as RolloutView
+    from rlsim.sim.control import Stop as Stop
 
+_CONTROL = ("Abort", "ControlContext", "Migrate", "Reconfigure", "Release", "RolloutControl", "RolloutView", "Stop")
 _HOME = {
     "Result": "rlsim.experiment.result",
     "RlsimError": "rlsim.errors",
-    "RolloutControl": "rlsim.sim.control",
+    "Schema": "rlsim.schema",
     "read_result": "rlsim.experiment.result",
     "run": "rlsim.experiment.run",
+    **dict.fromkeys(_CONTROL, "rlsim.sim.control"),
 }
-__all__ = ["Result", "RlsimError", "RolloutControl", "__version__", "read_result", "run"]
+__all__ = [
+    "Abort",
+    "ControlContext",
+    "Migrate",
+    "Reconfigure",
+    "Release",
+    "Result",
+    "RlsimError",
+    "RolloutControl",
+    "RolloutView",
+    "Schema",
+    "Stop",
+    "__version__",
+    "read_result",
+    "run",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -15,6 +15,7 @@ from calibration.real import check_real
 from calibration.tables import DATA, aiconfigurator, all_gemms, training_runs
 from calibration.training import large_gemm_share
 from calibration.verl import Timing, fit_training
+
 from rlsim.hardware import load_gpu
 
 
@@ -44,7 +45,7 @@ def main() -> None:
     print(f"share of the GPU's own large-GEMM rate: fsdp {fsdp:.2f}, megatron {megatron:.2f}")
     for name, share in own.items():
         print(f"  {name:14s} GEMM {share:.2f}  fsdp {share * fsdp:.2f}  megatron {share * megatron:.2f}")
-    efficiency = megatron * own["h100-sxm"]
+    efficiency = round(megatron, 2) * own["h100-sxm"]
     print(f"REAL, H100, Megatron-like calls, efficiency {efficiency:.2f}: the share of row 4 carried over")
     for call, timings in check_real(efficiency):
         ways = "   without / with recompute" * call.train

@@ -22,9 +22,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rlsim import units
-from rlsim.cost.calibration import calibration_names, load_calibration
 from rlsim.experiment.columns import TABLES, Column
 from rlsim.experiment.schema import Experiment
+from rlsim.hardware import Cluster
 from rlsim.policies.registry import BUILTIN, load_policy
 from rlsim.sim import control
 from rlsim.trace.fit import LengthFit
@@ -65,13 +65,13 @@ def schema_tables(model: type[BaseModel], title: str, leave_out: Sequence[type[B
 def _schema_tables(
     model: type[BaseModel], prefix: str, title: str, leave_out: Sequence[type[BaseModel]]
 ) -> Iterator[str]:
-    nested: list[tuple[type[BaseModel], str]] = []
+    nested: dict[type[BaseModel], list[str]] = {}
     rows = []
     for name, field in model.model_fields.items():
         key = prefix + name
         inner, marker = _nested(field.annotation)
         if inner is not None and inner not in leave_out:
-            nested.append((inner, f"{key}{marker}."))
+            nested.setdefault(inner, []).append(f"{key}{marker}")
         kind, unit = _type(field.annotation, field.metadata)
         if inner in leave_out:
             kind = f"`{inner.__name__}`"
@@ -80,8 +80,9 @@ def _schema_tables(
         meaning = field.description or (_first_line(inner) if inner is not None else "")
         rows.append((f"`{key}`", kind, unit, _default(field, inner is not None), meaning))
     yield f"### {title}\n\n{_first_line(model)}\n\n" + _table(("key", "type", "unit", "default", "meaning"), rows)
-    for inner, path in nested:
-        yield from _schema_tables(inner, path, f"`{path.rstrip('.')}`", leave_out)
+    for inner, paths in nested.items():  # the same record under several keys gets one table
+        heading = ", ".join(f"`{path}`" for path in paths)
+        yield from _schema_tables(inner, f"{paths[0]}." if len(paths) == 1 else "*.", heading, leave_out)
 
 
 def _nested(annotation: Any) -> tuple[type[BaseModel] | None, str]:
@@ -232,21 +233,6 @@ def actions() -> str:
     return _table(("action", "meaning"), rows)
 
 
-def training_efficiency() -> str:
-    """Share of peak FLOP/s in training, by framework, as the calibrations give it."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in calibration_names():
-        fit = load_calibration(name).training
-        for framework, share in fit.flop_efficiency.items():
-            groups.setdefault((framework, f"{share:.3g}", fit.source), []).append(f"`{name}`")
-    everything = len(calibration_names())
-    rows = [
-        (framework, share, "all" if len(names) == everything else ", ".join(names), source)
-        for (framework, share, source), names in sorted(groups.items())
-    ]
-    return _table(("framework", "efficiency", "calibrations", "source"), rows)
-
-
 def _arguments(function: Callable[..., Any]) -> str:
     parameters = list(inspect.signature(function).parameters.values())[1:]
     return f"({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})"
@@ -276,6 +262,7 @@ def _cell(text: str) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "experiment": lambda: schema_tables(Experiment, "The file"),
+    "cluster": lambda: schema_tables(Cluster, "A cluster spelled out"),
     "recipe": lambda: schema_tables(Recipe, "The recipe", leave_out=(LengthFit, LengthModel)),
     "policies": policies,
     "results": result_tables,
@@ -283,7 +270,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "view": view,
     "context": context,
     "actions": actions,
-    "training-efficiency": training_efficiency,
 }
 
 

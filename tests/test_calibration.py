@@ -1,6 +1,5 @@
 """Calibration files: they load, say where they are from, and are as good as they claim."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +72,14 @@ def test_short_names() -> None:
     assert load_calibration(path) == load_calibration("a40-vllm") == load_calibration(str(path))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_training_shares_are_below_what_gemms_reach(name: str) -> None:
+    training = load_calibration(name).training
+    assert set(training.flop_efficiency) == {"fsdp", "megatron"}
+    assert 0.2 < training.flop_efficiency["megatron"] < training.flop_efficiency["fsdp"] < 0.6
+    assert "placeholder" not in training.source
+
+
 def test_unknown_names_get_a_hint() -> None:
     with pytest.raises(CatalogueError, match=r"unknown calibration 'h100-sglan'; did you mean .*'h100-sxm-sglang'"):
         load_calibration("h100-sglan")
@@ -95,18 +102,18 @@ def test_damaged_files_name_line_and_key(tmp_path: Path) -> None:
 @pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
 def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    sys.modules.pop("fit_calibrations", None)
-    import fit_calibrations as fitting
+    from calibration.fitting import held_out, residual
+    from calibration.tables import gemm_table
 
     calibration = load_calibration("h100-sglang")
-    table = fitting.gemm_table(DATA / "kernels/aiconfigurator/h100_sxm/gemm/sglang/0.5.10/gemm_perf.parquet")
+    table = gemm_table(DATA / "kernels/aiconfigurator/h100_sxm/gemm/sglang/0.5.10/gemm_perf.parquet")
     foot = 2.0 * table.n * table.k
     cold = (foot > 1.5 * calibration.reference.l2_bytes) | (table.m > 64)
-    table = table[fitting.held_out(table.n.astype(str) + "x" + table.k.astype(str)) & cold]
+    table = table[held_out(table.n.astype(str) + "x" + table.k.astype(str)) & cold]
     operators = Operators(calibration.operators, calibration.reference)
     shown = [operators.gemm_s(row.m, row.n, row.k) for row in table.itertuples()]
     recorded = calibration.residuals["gemm"]
-    again = fitting.residual(shown, table.seconds, {"m": table.m})
+    again = residual(shown, table.seconds, {"m": table.m})
     assert again.count == recorded.count
     assert again.median == pytest.approx(recorded.median, rel=0.01)
     assert again.p90 == pytest.approx(recorded.p90, rel=0.01)

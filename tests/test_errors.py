@@ -106,7 +106,7 @@ def edited(*pairs: tuple[str, str]) -> str:
         ("seeds: 1", "seeds: many", "base.yaml:7:1: seeds: Input should be a valid integer"),
         ("seeds: 1", "seeds: [1, many]", "base.yaml:7:12: seeds.1: Input should be a valid integer"),
         ("seeds: 1", "memory_utilization: 2", "base.yaml:7:1: memory_utilization: Input should be less than or equal"),
-        ("seeds: 1", "memory_utilization: .nan", "base.yaml:7:1: memory_utilization: Input should be less than or equal"),
+        ("seeds: 1", "memory_utilization: .nan", "base.yaml:7:1: memory_utilization: Input should be less than"),
         ("seeds: 1", "cases: 3", "base.yaml:7:1: cases: Input should be a valid dictionary (got 3)"),
         ("seeds: 1", "cases: {a: 3}", "case 'a': expected settings such as {trace.cap: 8K}, got 3"),
         ("seeds: 1", "cases: {a: {trace.cpa: 3}}", "base.yaml:7:12: case 'a': trace.cpa: unknown key"),
@@ -114,7 +114,7 @@ def edited(*pairs: tuple[str, str]) -> str:
         ("seeds: 1", "cases: {a: {trace.path: no}}", "unknown trace 'no'"),
         ("8xh100", "8xh10", "unknown cluster '8xh10'; did you mean '8xh100'"),
         ("8xh100", "{gpu: h10}", "base.yaml: cluster: gpu: unknown GPU 'h10'"),
-        ("cluster: 8xh100", "cluster: 3", "base.yaml:2:1: cluster: Input should be a valid string or a valid dictionary"),
+        ("cluster: 8xh100", "cluster: 3", "base.yaml:2:1: cluster: Input should be a valid string or a valid dict"),
         ("llama-3.1-8b", "llama-3.1-8", "unknown model 'llama-3.1-8'; did you mean 'llama-3.1-8b'"),
         ("llama-3.1-8b", "config.json", "config.json: no such file"),
         ("h100-vllm", "h100-vlm", "unknown calibration 'h100-vlm'; did you mean"),
@@ -126,7 +126,7 @@ def edited(*pairs: tuple[str, str]) -> str:
         ("  - pat", "  - [pat]", "systems: expected a policy's name, or one with parameters"),
         ("  - pat", "  - pat: 3", "base.yaml:10:5: system 'pat': expected parameters such as {tp: 2}, got 3"),
         ("  - pat", "  - pat: {tp: 3}", "base.yaml:10:5: system 'pat': tp: unknown key"),
-        ("  - pat", "  - pat: {start_tp: x}", "base.yaml:10:5: system 'pat': start_tp: Input should be a valid integer"),
+        ("  - pat", "  - pat: {start_tp: x}", "base.yaml:10:5: system 'pat': start_tp: Input should be a valid int"),
         ("  - pat", "  - pat: {start_tp: 3}", "base.yaml:10:5: system 'pat': tp 3 does not divide the 8 GPUs"),
         ("  - pat", "  - pat: {start_tp: [1, 3]}", "base.yaml:10:5: system 'pat-tp3': tp 3 does not divide"),
         ("  - pat", "  - pat: {start_tp: []}", "base.yaml:10:5: system 'pat': start_tp: the list is empty"),
@@ -139,7 +139,7 @@ def edited(*pairs: tuple[str, str]) -> str:
         ("  - pat", "baseline: tp8", "unknown baseline system 'tp8'; known: verl"),
         ("{tp: 4}", "{tp: 3}", "base.yaml:9:5: system 'verl': tp 3 does not divide the 8 GPUs of a node"),
         ("seeds: 1", "training: {tp: 3}", "training: tp × pp × cp = 3 does not divide the 8 GPUs"),
-        ("seeds: 1", "training: {backend: x}", "base.yaml:7:12: training.backend: Input should be 'fsdp' or 'megatron'"),
+        ("seeds: 1", "training: {backend: x}", "base.yaml:7:12: training.backend: Input should be 'fsdp' or"),
         ("llama-3.1-8b", "llama-3-70b", "llama-3-70b training (DP 8, TP 1, PP 1, ZeRO 3) does not fit: parameters"),
         ("seeds: 1", "memory_utilization: 0.05", "no TP degree is feasible:\nTP1: "),
     ],
@@ -206,7 +206,9 @@ def test_a_trace_with_a_mistake(failing: Failing, folder: Path, rows: str, messa
 def test_damaged_trace_files(failing: Failing, folder: Path) -> None:
     whole = (data_dir("traces") / "rollpacker-math.parquet").read_bytes()
     (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    assert "cut.parquet: not a readable Parquet file (truncated or damaged?)" in failing("--set", "trace.path=cut.parquet")
+    assert "cut.parquet: not a readable Parquet file (truncated or damaged?)" in failing(
+        "--set", "trace.path=cut.parquet"
+    )
     (folder / "lengths.csv").write_text("")
     assert "lengths.csv: the file is empty" in failing()
     (folder / "lengths.csv").write_text("a,b\n1,2\n")
@@ -240,7 +242,9 @@ def test_a_system_too_big_is_an_error_but_one_of_several_is_left_out(
     assert message.startswith("base.yaml:9:5: system 'verl': llama-3-70b rollout at TP 1 does not fit: weights 141")
     assert "no system could run" in failing(base=big.replace("{tp: 4}", "{tp: [1]}").replace("  - pat\n", ""))
 
-    (folder / "base.yaml").write_text(big.replace("{tp: 4}", "{tp: [1, 8]}").replace("  - pat\n", "baseline: verl-tp1\n"))
+    (folder / "base.yaml").write_text(
+        big.replace("{tp: 4}", "{tp: [1, 8]}").replace("  - pat\n", "baseline: verl-tp1\n")
+    )
     assert rlsim(monkeypatch, "run", "base.yaml", "--out", "out") == 0
     printed = capsys.readouterr().out
     assert "note: verl-tp1 left out: llama-3-70b rollout at TP 1 does not fit: weights 141" in printed
@@ -248,7 +252,9 @@ def test_a_system_too_big_is_an_error_but_one_of_several_is_left_out(
     assert "verl-tp8" in printed
 
 
-def test_the_output_is_never_written_over_other_files(failing: Failing, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_is_never_written_over_other_files(
+    failing: Failing, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("nothing runs before the output directory is known to be free")
 
@@ -267,7 +273,9 @@ def test_an_output_that_cannot_be_made(failing: Failing, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--seeds", "0"), ("--seeds", "x"), ("--nonsense",), ("--out",)])
-def test_bad_options(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+def test_bad_options(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
     assert rlsim(monkeypatch, "run", "base.yaml", *arguments) == 2
     assert arguments[0] in capsys.readouterr().err
     assert not (folder / "results").exists()

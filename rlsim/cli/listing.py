@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import typer
 
@@ -26,7 +26,7 @@ def gpus() -> None:
         )
         for g in found
     ]
-    _print(("name", "memory GiB", "TB/s", "bf16 TFLOP/s", "title"), rows)
+    _print(("name", "GiB", "TB/s", "TFLOP/s", "title"), rows)
 
 
 @app.command()
@@ -60,7 +60,7 @@ def models() -> None:
         )
         for m in found
     ]
-    _print(("name", "parameters G", "active G", "KV KiB/token", "title"), rows)
+    _print(("name", "params G", "active G", "KV KiB/token", "title"), rows)
 
 
 @app.command()
@@ -77,8 +77,8 @@ def calibrations() -> None:
             return f"{residual.median:.1%}" if residual else "derived"
 
         errors = [error(operator) for operator in ("gemm", "decode_attention", "prefill_attention")]
-        rows.append((name, calibration.gpu, calibration.engine, *errors, calibration.provenance.date))
-    _print(("name", "GPU", "engine", "GEMM", "decode attention", "prefill attention", "fitted"), rows)
+        rows.append((name, *errors, calibration.provenance.date))
+    _print(("name", "GEMM", "decode attn", "prefill attn", "fitted"), rows)
 
 
 @app.command()
@@ -116,26 +116,18 @@ def traces() -> None:
     _print(("name", "responses", "P50", "P99", "max", "source"), rows)
 
 
-def _print(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+_NUMBERS = {"GiB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "nodes", "responses", "P50", "P99", "max"}
+
+
+def _print(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table whose first column, the name to type, is never cut or folded."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    numbers = {
-        "memory GiB",
-        "TB/s",
-        "bf16 TFLOP/s",
-        "parameters G",
-        "active G",
-        "KV KiB/token",
-        "nodes",
-        "responses",
-        "P50",
-        "P99",
-        "max",
-    }
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column != columns[-1])
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+    table.columns[0].min_width = max(len(row[0]) for row in rows)
     for row in rows:
         table.add_row(*row)
     Console().print(table)

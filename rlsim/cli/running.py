@@ -78,18 +78,17 @@ def _tables(result: Result) -> Iterator[Table]:
     from rich.table import Table
 
     baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
-    interval = "95% interval over paired seeds" if seeds > 1 else "no interval with one seed"
+    interval = "95% interval over paired seeds" if seeds > 1 else "no interval"
     for case, rows in result.summary().groupby("case", sort=False):
         title = " · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part)
-        compared = Table(title=title, caption=f"means of {seeds} seed{'s' * (seeds > 1)}; speedup over {baseline}, {interval}")
-        parts = Table(
-            caption="seconds of a step, and share of GPU time idle; bound: lower bound of generation / generation"
-        )
+        means = f"means of {seeds} seeds" if seeds > 1 else "one seed"
+        compared = Table(title=title, caption=f"{means}; speedup over {baseline}, {interval}")
+        parts = Table(caption="seconds of a step; bound: lower bound of gen / gen")
         compared.add_column("system", no_wrap=True)
         parts.add_column("system", no_wrap=True)
         for heading in ("step s", "gen s", "speedup of the step", "bubble", "switches"):
             compared.add_column(heading, justify="right", no_wrap=True)
-        for heading in ("gen", "90% by", "prep", "train", "sync", "bubble", "bound"):
+        for heading in ("gen", "90% by", "prep", "train", "sync", "tokens/s", "bound"):
             parts.add_column(heading, justify="right", no_wrap=True)
         for row in rows.to_dict("records"):
             system, low, high = str(row["system"]), row["speedup_low"], row["speedup_high"]
@@ -104,6 +103,6 @@ def _tables(result: Result) -> Iterator[Table]:
             bubble = f"{row['bubble_fraction']:.1%}"
             name = f"{system} ({tuned})" if tuned else system
             compared.add_row(name, step, parts_s[0], speedup, bubble, f"{row['switches']:.1f}")
-            parts.add_row(system, *parts_s, bubble, f"{row['bound_share']:.0%}")
+            parts.add_row(system, *parts_s, f"{row['tokens_per_s']:,.0f}", f"{row['bound_share']:.0%}")
         yield compared
         yield parts

@@ -162,7 +162,7 @@ class _Times:
         self._training = setup.experiment.training
 
     def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:  # noqa: ARG002
-        lengths = responses.total_tokens[~responses.aborted]  # what was aborted is neither scored nor trained on
+        lengths = responses.total_tokens[responses.finished]  # what is incomplete is neither scored nor trained on
         if call.kind == "reward":
             rounds = -(-len(lengths) // self._reward.workers)
             return [("check", rounds * self._reward.time_per_response)]

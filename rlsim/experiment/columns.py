@@ -31,8 +31,11 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("prep_time_s", "float64", "s", "time in which reward or log-prob calls ran (their union)"),
         Column("train_time_s", "float64", "s", "training call"),
         Column("sync_time_s", "float64", "s", "updated weights to the rollout engine"),
-        Column("tokens", "int64", "tokens", "prompt and response tokens that were trained on"),
+        Column(
+            "tokens", "int64", "tokens", "prompt and response tokens that were trained on: those of complete responses"
+        ),
         Column("response_tokens", "int64", "tokens", "generated tokens, aborted ones included"),
+        Column("finished", "int64", "", "responses completed, and so trained on"),
         Column("longest_tokens", "int64", "tokens", "longest response"),
         Column("bubble_fraction", "float64", "", "share of GPU time within step_time_s in which the GPU did nothing"),
         Column("gen_p90_time_s", "float64", "s", "from the start of generation until 90% of the responses were there"),
@@ -55,7 +58,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("start_at", "float64", "s", "moment it was first admitted; moments count from the start of the run"),
         Column("first_token_at", "float64", "s", "moment of its first token"),
         Column("finish_at", "float64", "s", "moment of its last token; missing if it never finished"),
-        Column("replica", "int64", "", "replica that finished it, numbered anew at each switch"),
+        Column("replica", "int64", "", "replica it ran on last; numbers run on over the switches of a step"),
         Column("tp_history", "string", "", "degrees it ran under, in order, such as 2>8"),
         Column("preemptions", "int64", "", "times it lost its KV cache and was recomputed"),
         Column("aborted", "bool", "", "dropped unfinished"),
@@ -88,13 +91,13 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("control_s", "float64", "s", "freeing memory, synchronising, creating communication groups"),
     ),
     "spans": (
-        *_RUN,
+        *_STEP,
         Column("gpu", "int64", "", "first GPU of a contiguous run of GPUs"),
         Column("gpus", "int64", "", "how many GPUs"),
         Column("start_at", "float64", "s", "begin"),
         Column("end_at", "float64", "s", "end"),
         Column("kind", "string", "", "decode, prefill, mixed, switch, or the name of a call"),
         Column("tp", "int64", "", "tensor-parallel degree (1 for calls)"),
-        Column("label", "string", "", "replica, switch or step it belongs to"),
+        Column("label", "string", "", "replica or switch it belongs to"),
     ),
 }

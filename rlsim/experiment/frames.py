@@ -55,7 +55,7 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
         responses, summary = outcome.responses[step], outcome.rollouts[step]
         generate = next(call for call in calls[step] if call.kind == "generate")
         switches = [s for s in outcome.switches if s.step == step]
-        kept = ~responses.aborted
+        kept = responses.finished
         finished = np.sort(responses.finished_at[~np.isnan(responses.finished_at)])
         p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else generate.end_at
         rows.append(
@@ -68,6 +68,7 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
                 "sync_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "sync"),
                 "tokens": responses.total_tokens[kept].sum(),
                 "response_tokens": responses.response_tokens.sum(),
+                "finished": kept.sum(),
                 "longest_tokens": responses.response_tokens.max(),
                 "bubble_fraction": max(1.0 - busy[step] / (gpus * (end - start)), 0.0),
                 "gen_p90_time_s": p90_at - generate.start_at,
@@ -143,7 +144,7 @@ def _call_row(call: CallRecord) -> dict[str, Any]:
 def _span_rows(spans: Iterable[Span]) -> Iterable[tuple[Any, ...]]:
     for span in spans:
         for first, count in _runs(span.gpus):
-            yield first, count, span.start_at, span.end_at, span.kind, span.tp, span.label
+            yield span.step, first, count, span.start_at, span.end_at, span.kind, span.tp, span.label
 
 
 def _runs(gpus: Sequence[int]) -> Iterable[tuple[int, int]]:

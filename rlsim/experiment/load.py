@@ -78,7 +78,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 
 def set_path(data: Any, key: str, value: Any, shown: str = "") -> None:
-    """Set `a.b.0.c` in nested mappings and lists; raises `ConfigError` (beginning with `shown`) where that is nowhere."""
+    """Set `a.b.0.c` in nested mappings and lists; a `ConfigError` about a path to nowhere begins with `shown`."""
     *path, last = key.split(".")
     here = data
     for part in path:

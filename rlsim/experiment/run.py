@@ -100,7 +100,10 @@ class _Case:
 
     def pending(self) -> list[tuple[SystemSpec, int]]:
         """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
-        needed = {spec.key: spec for specs in self.systems.values() for spec in specs}
+        needed: dict[str, SystemSpec] = {}
+        for specs in self.systems.values():
+            for spec in specs:
+                needed.setdefault(spec.key, spec)
         return [(spec, seed) for spec in needed.values() for seed in self._samplers]
 
     def simulate(self, spec: SystemSpec, seed: int) -> None:
@@ -144,6 +147,14 @@ class _Case:
             raise ConfigError(f"{spec.shown}: {error}") from None
         return True
 
+    def _finished_shares(self) -> Iterable[tuple[SystemSpec, float]]:
+        for spec, alternatives in self.systems.items():
+            steps = pd.concat(
+                self._done[min(alternatives, key=self._mean_step_s).key, s]["steps"] for s in self._samplers
+            )
+            workflow = self.experiment.workflow
+            yield spec, float(steps["finished"].sum()) / (len(steps) * workflow.prompts * workflow.responses)
+
     def all_notes(self) -> list[str]:
         """Everything worth knowing about this case's numbers."""
         sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
@@ -151,10 +162,15 @@ class _Case:
             f"{count} look-ups of {what} lay outside the measured range"
             for what, count in self.setup.machine.outside().items()
         ]
-        tuned = [f"{name} is {what}" for name, what in self.chosen.items()]
+        tuned = [f"{name} is {what}, the fastest on these same seeds" for name, what in self.chosen.items()]
+        partial = [
+            f"{spec.name} finishes {share:.1%} of the responses it launches: compare tokens_per_s, not step times"
+            for spec, share in self._finished_shares()
+            if share < 1
+        ]
         infeasible = [f"TP{tp} is infeasible: {why}" for tp, why in self.setup.context.infeasible.items()]
         prefix = f"{self.name}: " if self.name else ""
-        return [prefix + note for note in (*tuned, *infeasible, *self.notes, *sampled, *outside)]
+        return [prefix + note for note in (*tuned, *partial, *infeasible, *self.notes, *sampled, *outside)]
 
 
 def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames]) -> dict[str, Any]:

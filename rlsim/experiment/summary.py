@@ -18,10 +18,10 @@ def summarise(result: Result) -> pd.DataFrame:
     """Means over steps and seeds, and the speedup of the step over the baseline.
 
     Columns: case, system, step_time_s, gen_time_s, gen_p90_time_s, prep_time_s, train_time_s, sync_time_s, speedup,
-    speedup_low, speedup_high, gen_speedup, bubble_fraction, switches (per step), bound_share (lower bound /
-    generation time). `speedup` is the geometric mean over seeds of baseline time / system time on the same responses;
-    its 95% interval is Student's t on the logarithms, missing with one
-    seed; all are missing where the baseline did not run.
+    speedup_low, speedup_high, gen_speedup, tokens_per_s (trained on), bubble_fraction, switches (per step), bound_share
+    (lower bound / generation time). `speedup` is the geometric mean over seeds of baseline time / system time on the
+    same responses; its 95% interval is Student's t on the logarithms, missing with one seed; all are missing where the
+    baseline did not run.
     """
     times = ["step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s"]
     rows = []
@@ -42,6 +42,7 @@ def summarise(result: Result) -> pd.DataFrame:
             step, gen = _mean_ratio(ratios["step_time_s"].tolist()), _mean_ratio(ratios["gen_time_s"].tolist())
         row["speedup"], row["speedup_low"], row["speedup_high"] = step
         row["gen_speedup"] = gen[0]
+        row["tokens_per_s"] = float(mine["tokens"].sum() / mine["step_time_s"].sum())
         row["bubble_fraction"] = float(
             (mine["bubble_fraction"] * mine["step_time_s"]).sum() / mine["step_time_s"].sum()
         )

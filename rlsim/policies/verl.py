@@ -31,7 +31,7 @@ class VeRL(Schema, RolloutControl):
 
 
 def checked_tp(tp: int, context: ControlContext) -> int:
-    """`tp` if the node can run it. Raises `ConfigError` if it does not divide the node, `CapacityError` if it is too small."""
+    """`tp` if the node can run it; raises `ConfigError` if it does not divide the node, `CapacityError` if too few."""
     if tp < 1 or context.gpus_per_node % tp:
         raise ConfigError(f"tp {tp} does not divide the {context.gpus_per_node} GPUs of a node")
     if tp not in context.feasible_tps:

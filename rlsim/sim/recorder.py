@@ -13,18 +13,20 @@ class Span(NamedTuple):
     end_at: float
     kind: str  # decode, prefill, mixed, switch, or the name of a call
     tp: int
+    step: int
     label: str  # which call or replica
 
 
 class Recorder:
-    """Collects spans; neighbouring spans of one holder and kind should be merged by whoever reports them."""
+    """Collects the spans of one step into a list that several steps may share."""
 
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
+    def __init__(self, spans: list[Span] | None = None, step: int = 0) -> None:
+        self.spans: list[Span] = [] if spans is None else spans
+        self._step = step
 
     def add(
         self, gpus: tuple[int, ...], start_at: float, end_at: float, kind: str, tp: int = 1, label: str = ""
     ) -> None:
         """Record one span; one of no length is dropped."""
         if end_at > start_at:
-            self.spans.append(Span(gpus, start_at, end_at, kind, tp, label))
+            self.spans.append(Span(gpus, start_at, end_at, kind, tp, self._step, label))

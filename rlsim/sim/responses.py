@@ -59,3 +59,8 @@ class Responses:
     def total_tokens(self) -> NDArray[np.int64]:
         """Prompt and response tokens of each: what inference and training process."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def finished(self) -> NDArray[np.bool_]:
+        """Which responses are complete: those that are trained on."""
+        return ~np.isnan(self.finished_at)

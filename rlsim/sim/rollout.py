@@ -6,7 +6,7 @@ docs/engine.md is the specification.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal
 
 import simpy
@@ -44,7 +44,8 @@ class PolicyError(RlsimError):
 class Rollout:
     """Generates `requests` on the nodes of a mesh. `done` fires when no request is left, or a `Stop` has taken effect.
 
-    `used_tps` says, per node, which degrees this run has used before; the rollout adds to it.
+    `used_tps` says, per node, which degrees this run has used before; the rollout adds to it. `on_release` is told of GPUs
+    that are given up before the end.
     Raises `PolicyError` for an action that names what is not there.
     """
 
@@ -60,6 +61,7 @@ class Rollout:
         control: RolloutControl,
         cap_tokens: int,
         recorder: Recorder | None = None,
+        on_release: Callable[[Iterable[int]], None] | None = None,
         routing: Routing = "contiguous",
         used_tps: dict[int, set[int]] | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class Rollout:
         self._config = config
         self._control = control
         self._recorder = recorder or Recorder()
+        self._on_release = on_release
         self._used_tps = used_tps if used_tps is not None else {}
         self._tp = dict.fromkeys(range(len(mesh)), tp)
         self._active: dict[int, list[Replica]] = {}
@@ -313,6 +316,8 @@ class Rollout:
         if self._stopping:
             return
         self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
+        if self._on_release:
+            self._on_release(replica.gpus)
         running, others = self._take(replica)
         self._deal_to_active([*running, *others])
 

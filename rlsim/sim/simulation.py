@@ -111,8 +111,7 @@ class _Run:
         self.what = what
         self.env = simpy.Environment()
         self.pool = GpuPool(self.env)
-        self.recorder = Recorder()
-        self.outcome = Outcome(spans=self.recorder.spans)
+        self.outcome = Outcome()
         self.used_tps: dict[int, set[int]] = {}
         self.responses: dict[int, Responses] = {}
         self.done: dict[tuple[str, int], simpy.Process] = {}
@@ -133,19 +132,21 @@ class _Run:
         yield self.pool.acquire(placement.gpus)
         start_at = env.now
         parts: tuple[tuple[str, float], ...] = ()
+        held = set(placement.gpus)
         if call.kind == "generate":
-            yield from self._generate(step, placement)
+            held -= yield from self._generate(step, placement)
         else:
             parts = tuple(self.what.times.parts(call, placement, self.responses[step], self.what.initial_tp))
             yield env.timeout(sum(seconds for _, seconds in parts))
             if placement.gpus:
-                self.recorder.add(placement.gpus, start_at, env.now, call.name, label=f"step {step}")
-        self.pool.release(placement.gpus)
+                Recorder(self.outcome.spans, step).add(placement.gpus, start_at, env.now, call.name)
+        self.pool.release(held)
         self.outcome.calls.append(
             CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, len(placement.gpus), parts)
         )
 
-    def _generate(self, step: int, placement: Placement) -> Generator[simpy.Event, Any, None]:
+    def _generate(self, step: int, placement: Placement) -> Generator[simpy.Event, Any, set[int]]:
+        """Run the generation stage; returns the GPUs that it gave up before its end."""
         what = self.what
         rollout = Rollout(
             self.env,
@@ -156,7 +157,8 @@ class _Run:
             config=what.config,
             control=what.control,
             cap_tokens=what.cap_tokens,
-            recorder=self.recorder,
+            recorder=Recorder(self.outcome.spans, step),
+            on_release=self.pool.release,
             routing=what.routing,
             used_tps=self.used_tps,
         )
@@ -175,6 +177,7 @@ class _Run:
             )
         )
         rollout.close()
+        return set(rollout.released_at)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from calibration.fitting import Array, Fitted, held_out, operators_with, percent
 from rlsim.cost.calibration import DecodeAttentionFit, PrefillAttentionFit, Reference, Residual
 from rlsim.schema import validate
 
-
 PARALLELISM = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 11.0)
 
 PLAUSIBLE = 0.95  # rows that would need more of the peak bandwidth were served from L2 in part
@@ -44,10 +43,12 @@ def fit_decode_attention(
     def floor(p: Array, i: NDArray[Any]) -> Array:
         return np.asarray(np.exp(p[0]) + np.exp(p[1]) * b[i] * kv[i] + np.exp(p[2]) * b[i])
 
-    rows = np.flatnonzero(tiny & ~test)
-    low = least_squares(
-        lambda p: np.log(floor(p, rows) / (y[rows] * 1e6)), np.log([9.0, 0.02, 0.01]), loss="soft_l1", f_scale=0.1
-    ).x
+    short = np.flatnonzero(tiny & ~test)
+
+    def floor_error(p: Array) -> Array:
+        return np.asarray(np.log(floor(p, short) / (y[short] * 1e6)))
+
+    low = least_squares(floor_error, np.log([9.0, 0.02, 0.01]), loss="soft_l1", f_scale=0.1).x
     knots = np.array(PARALLELISM)
 
     def stream(p: Array, i: NDArray[Any]) -> Array:

@@ -12,7 +12,6 @@ from calibration.fitting import Array, residual, rounded
 from calibration.tables import CollectiveTable
 from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Residual
 
-
 Residuals = dict[str, Residual]
 
 #: Names in NCCL's tables and in rlsim.
@@ -37,13 +36,12 @@ def fit_collective(table: pd.DataFrame) -> tuple[CollectiveFit, Array]:
     start = np.maximum(np.diff(np.maximum.accumulate(np.interp(knots, x, y)), prepend=y.min()), 1e-3)
     lower = np.concatenate([[-np.inf], np.zeros(len(knots) - 1)])
     start[0] = y[0]
-    fitted = least_squares(
-        lambda v: hats @ (rises @ v) - y,
-        start,
-        loss="soft_l1",
-        f_scale=0.02,
-        bounds=(lower, np.full(len(knots), np.inf)),
-    )
+
+    def error(v: Array) -> Array:
+        return np.asarray(hats @ (rises @ v) - y)
+
+    upper = np.full(len(knots), np.inf)
+    fitted = least_squares(error, start, loss="soft_l1", f_scale=0.02, bounds=(lower, upper))
     values = np.maximum.accumulate(rises @ fitted.x)
     fit = CollectiveFit(
         message_bytes=tuple(float(round(math.exp(k))) for k in knots), time_s=tuple(rounded(np.exp(values).tolist()))

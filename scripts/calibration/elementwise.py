@@ -28,7 +28,11 @@ def fit_elementwise(table: pd.DataFrame, ref: Reference) -> Fitted[MemoryOpFit]:
         return np.asarray(4.0 * np.exp(p[0]) * 1e-6 + x[i] / (ref.memory_bytes_per_s * squash(p[1])))
 
     train = np.flatnonzero(~test)
-    p = least_squares(lambda p: np.log(shown(p, train) / y[train]), np.array([1.0, 1.0]), loss="soft_l1", f_scale=0.1).x
+
+    def error(p: Array) -> Array:
+        return np.asarray(np.log(shown(p, train) / y[train]))
+
+    p = least_squares(error, np.array([1.0, 1.0]), loss="soft_l1", f_scale=0.1).x
     fit = validate(rounded({"launch_s": math.exp(p[0]) * 1e-6, "efficiency": float(squash(p[1]))}), MemoryOpFit)
     score = np.flatnonzero(test)
     predicted = 4.0 * fit.launch_s + x[score] / (ref.memory_bytes_per_s * fit.efficiency)

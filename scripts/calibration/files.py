@@ -15,7 +15,6 @@ from calibration.provenance import SCRIPT
 from rlsim.cost.calibration import Calibration
 
 
-
 def write_yaml(calibration: Calibration, folder: Path) -> None:
     """One calibration as YAML: four significant digits, keys in schema order, lists of numbers on one line."""
     yaml = YAML()

@@ -117,6 +117,7 @@ def percent(value: float) -> str:
     """A share as text."""
     return f"{100 * value:.1f}%"
 
+
 _NEUTRAL = {
     "gemm": {
         "launch_s": 0.0,

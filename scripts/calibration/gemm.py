@@ -12,7 +12,6 @@ from calibration.fitting import Array, Fitted, descend, held_out, operators_with
 from rlsim.cost.calibration import GemmFit, Reference, Tile
 from rlsim.schema import validate
 
-
 TILES = ((64, 64), (64, 128), (128, 64), (64, 256), (128, 128), (128, 256), (256, 128))
 
 SPLITS = (1, 2, 4, 8)
@@ -65,7 +64,7 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> 
     def loss(p: Array) -> float:
         # a launch under 0.5 us or a blend above 20 is not told apart by the data
         guard = max(0.0, -p[0] - 0.7) + max(0.0, p[3] - 3.0)
-        return robust(np.log(gemm_time(p, efficiency, *args)) - target) + 0.1 * guard
+        return float(robust(np.log(gemm_time(p, efficiency, *args)) - target) + 0.1 * guard)
 
     best, best_loss = None, math.inf
     for seed in range(3):

@@ -53,6 +53,11 @@ class Derived:
     note: str
 
 
+#: Vidur's layer tables, by GPU and model; the only tables there are of the A40.
+H100_VIDUR = ("h100/meta-llama/Llama-2-7b-hf", "h100/meta-llama/Llama-2-70b-hf")
+A100_VIDUR = ("a100/meta-llama/Meta-Llama-3-8B", "a100/meta-llama/Meta-Llama-3-70B")
+A40_VIDUR = ("a40/meta-llama/Llama-2-7b-hf", "a40/meta-llama/Llama-2-70b-hf")
+
 _RELEASES = {"sglang": "0.5.10", "vllm": "0.14.0"}
 
 GPUS = (
@@ -62,7 +67,7 @@ GPUS = (
         cluster="8xh100",
         versions={**_RELEASES, "trtllm": "1.2.0rc5"},
         nccl="2.29.2",
-        vidur=("h100/meta-llama/Llama-2-7b-hf", "h100/meta-llama/Llama-2-70b-hf"),
+        vidur=H100_VIDUR,
     ),
     Gpu(
         name="h200-sxm",
@@ -70,7 +75,7 @@ GPUS = (
         cluster="8xh200",
         versions={**_RELEASES, "trtllm": "1.2.0rc5"},
         nccl="2.29.2",
-        vidur=("h100/meta-llama/Llama-2-7b-hf", "h100/meta-llama/Llama-2-70b-hf"),
+        vidur=H100_VIDUR,
     ),
     Gpu(
         name="a100-sxm-80gb",
@@ -78,7 +83,7 @@ GPUS = (
         cluster="8xa100",
         versions={**_RELEASES, "trtllm": "1.0.0"},
         nccl="2.27.3",
-        vidur=("a100/meta-llama/Meta-Llama-3-8B", "a100/meta-llama/Meta-Llama-3-70B"),
+        vidur=A100_VIDUR,
     ),
     Gpu(
         name="l40s",
@@ -86,12 +91,9 @@ GPUS = (
         cluster="8xl40s",
         versions={**_RELEASES, "trtllm": "1.0.0"},
         nccl="2.27.3",
-        vidur=("a40/meta-llama/Llama-2-7b-hf", "a40/meta-llama/Llama-2-70b-hf"),
+        vidur=A40_VIDUR,
     ),
 )
-
-#: A40 has Vidur's layer tables only.
-A40_VIDUR = ("a40/meta-llama/Llama-2-7b-hf", "a40/meta-llama/Llama-2-70b-hf")
 
 DERIVED = {
     "h800-sxm": Derived(

@@ -45,9 +45,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> tuple[Calibration, dic
     ref = reference_of(load_cluster(gpu.cluster))
     gemm = _gemm(data, gpu, engine, ref)
     decode = _decode(data, gpu, engine, ref, skew=derived_skew(ref, uniform=engine == "trtllm"))
-    prefill = fit_prefill_attention(
-        prefill_attention_table(aiconfigurator(data, gpu.prefill_attention(engine))), ref
-    )
+    prefill = fit_prefill_attention(prefill_attention_table(aiconfigurator(data, gpu.prefill_attention(engine))), ref)
     memory = _elementwise(data, gpu)
     collectives, collective_residuals = fit_collectives(
         nccl_tables(aiconfigurator(data, gpu.collectives())),

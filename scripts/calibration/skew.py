@@ -10,7 +10,6 @@ from calibration.fitting import Array
 from rlsim.cost.calibration import Reference
 
 
-
 def derived_skew(ref: Reference, uniform: bool) -> float:
     """Share of the padding of unequal contexts that a split-KV kernel pays for, by list scheduling (nothing is
     measured).

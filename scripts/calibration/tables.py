@@ -22,11 +22,16 @@ def vidur_layers(data: Path, names: Iterable[str]) -> list[Path]:
     return [data / "kernels/vidur/head/data/profiling/compute" / name / "mlp.csv" for name in names]
 
 
+def _median_seconds(table: pd.DataFrame, keys: list[str], value: str = "latency") -> pd.DataFrame:
+    """`keys` and seconds: medians over the rows of the same keys. `value` is in milliseconds."""
+    medians = table.groupby(keys, as_index=False)[[value]].median()
+    return medians.assign(seconds=medians[value] * MS)[[*keys, "seconds"]]
+
+
 def all_gemms(path: Path) -> pd.DataFrame:
     """bf16 products of every size measured: m, n, k, seconds."""
     table = pd.read_parquet(path)
-    table = table[table.gemm_dtype == "bfloat16"].groupby(["m", "n", "k"], as_index=False).latency.median()
-    return table.assign(seconds=table.latency * MS)
+    return _median_seconds(table[table.gemm_dtype == "bfloat16"], ["m", "n", "k"])
 
 
 def gemm_table(path: Path) -> pd.DataFrame:
@@ -53,14 +58,12 @@ def _attention(path: Path) -> pd.DataFrame:
 
 def decode_attention_table(path: Path) -> pd.DataFrame:
     """Decode attention: batch, context, q_heads, kv_heads, seconds."""
-    table = _attention(path).groupby(["batch", "context", "q_heads", "kv_heads"], as_index=False).latency.median()
-    return table.assign(seconds=table.latency * MS)
+    return _median_seconds(_attention(path), ["batch", "context", "q_heads", "kv_heads"])
 
 
 def prefill_attention_table(path: Path) -> pd.DataFrame:
     """Prompt attention: batch, new, q_heads, kv_heads, seconds."""
-    table = _attention(path).groupby(["batch", "new", "q_heads", "kv_heads"], as_index=False).latency.median()
-    return table.assign(seconds=table.latency * MS)
+    return _median_seconds(_attention(path), ["batch", "new", "q_heads", "kv_heads"])
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,8 @@ class CollectiveTable:
 
 def _messages(op: str, gpus: object, rows: pd.DataFrame) -> CollectiveTable:
     """Medians by message; sizes are elements of 2 bytes."""
-    rows = rows.groupby("message_size", as_index=False).latency.median()
-    table = pd.DataFrame({"bytes": rows.message_size.astype(float) * 2.0, "seconds": rows.latency * MS})
-    return CollectiveTable(op, int(str(gpus)), table)
+    table = _median_seconds(rows, ["message_size"])
+    return CollectiveTable(op, int(str(gpus)), table.assign(bytes=table.message_size * 2.0))
 
 
 def nccl_tables(path: Path) -> list[CollectiveTable]:
@@ -99,8 +101,8 @@ def a40_all_reduce_tables(data: Path) -> list[CollectiveTable]:
     table = pd.read_csv(data / "kernels/vidur/history/a40_all_reduce_6d98aa8.csv")
     found = []
     for gpus in (2, 4):
-        rows = table[table.num_workers == gpus].groupby("size", as_index=False)["time_stats.all_reduce.median"].median()
-        rows = pd.DataFrame({"bytes": rows["size"], "seconds": rows["time_stats.all_reduce.median"] * MS})
+        rows = _median_seconds(table[table.num_workers == gpus], ["size"], "time_stats.all_reduce.median")
+        rows = rows.assign(bytes=rows["size"])
         found.append(CollectiveTable("all_reduce", gpus, rows[rows.seconds > 0]))
     return found
 
@@ -129,7 +131,7 @@ def vidur_gemm_table(paths: Iterable[Path]) -> pd.DataFrame:
             parts.append(pd.DataFrame({"m": table.num_tokens, "n": n.round(), "k": k.round(), "seconds": seconds}))
     joined = pd.concat(parts, ignore_index=True).astype(float)
     joined = joined[(joined.m >= 1) & (joined.k >= 256)]
-    return joined.groupby(["m", "n", "k"], as_index=False).seconds.median().astype({"n": int, "k": int})
+    return joined.groupby(["m", "n", "k"], as_index=False)[["seconds"]].median().astype({"n": int, "k": int})
 
 
 def elementwise_table(paths: Iterable[Path]) -> pd.DataFrame:
@@ -186,7 +188,8 @@ def serving_runs(data: Path, engine: str) -> list[ServingRun]:
     table = pd.read_csv(data / "engine/h100_serving.csv")
     table = table.assign(prompt=table.prompt_tokens, response=table.response_tokens, tpot_s=table.tpot_ms * MS)
     columns = ["model", "tp", "prompt", "response", "concurrency", "tpot_s"]
-    rows = table[table.backend == engine][columns].sort_values(columns[1:5]).to_dict("records")
+    table = table[table.backend == engine][columns].astype(dict.fromkeys(columns[1:5], int))
+    rows = table.sort_values(columns[1:5]).to_dict("records")
     return [ServingRun(**{str(key): value for key, value in row.items()}) for row in rows]
 
 

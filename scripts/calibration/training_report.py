@@ -19,21 +19,24 @@ def training_section(data: Path, made: dict[str, Calibration]) -> str:
     """Shares, what they are fitted to, and how they do on rows they have not seen."""
     found = fit_training(training_runs(data))
     real = made["h100-sxm-sglang"].training.flop_efficiency["megatron"]
+    h20 = made["h20-sglang"].training.flop_efficiency["fsdp"]
+    nvlink = _share(data, found.cases[0].efficiency)
     return f"""## Training efficiency
 
 No backward pass, optimizer or whole training step is in the operator tables. The one free number of the training
 model, the share of peak bf16 that the linear layers of a framework reach (gaps between kernels and unfused
-elementwise kernels included), is fitted to the step times of real veRL runs on 8xA100/A800: **fsdp
-{SHARES["fsdp"].value:.2f}** and **megatron {SHARES["megatron"].value:.2f}** of what that GPU's own large GEMMs
-reach ({LARGE_GEMMS}, SGLang's tables). Each calibration multiplies these shares by its GPU's own large-GEMM share of
-peak; only the A100's are fitted to a training run.
+elementwise kernels included), is fitted to the step times of real veRL runs on 8xA100/A800:
+**fsdp {SHARES["fsdp"].value:.2f}** and **megatron {SHARES["megatron"].value:.2f}** (low confidence) of what the GPU's
+own large GEMMs reach in SGLang's tables ({LARGE_GEMMS}).
+Each calibration multiplies these shares by its GPU's own large-GEMM share of peak; only the A100's are fitted to a
+training run.
 
 {_gpus(data, made)}
 
-SGLang's tables are used on every GPU, so that the shares keep their meaning; the other engines' tables of the same
-GPU, measured at other times, differ by up to a third (L40S). A40's come from Vidur's layers: 4,096 tokens only, other
-software. GPUs without tables (H800, GH200, H20) carry over the H100's shares of peak, in which a GPU with little
-compute for its bandwidth (H20) is probably sold short.
+SGLang's tables are used on every GPU, so that the shares keep their meaning; other engines' tables of the same GPU
+give up to 1.4 times as much (L40S), so L40S may train faster than this. A40's GEMMs are Vidur's layers: 4,096 tokens
+only, other software. GPUs without tables (H800, GH200, H20) carry over the H100's shares of peak; H20, with little
+compute for its bandwidth, probably reaches more of it.
 
 ### Measured veRL steps
 
@@ -43,26 +46,25 @@ numbers from four timings of one model on one machine. Seconds are predicted / m
 
 {_verl(found)}
 
-- **The fsdp share rests on the fitted bus rate.** {found.bus_bytes_per_s / 1e9:.0f} GB/s is a guess about that
-  machine; were it NVLink after all, the share would be {_share(data, found.cases[0].efficiency):.2f} and the
-  rows {_spread(_fsdp_errors(found))} off. The rate also takes part in both "alone" cases, so the row called not fitted
-  is not wholly unseen there. Row 2 alone, the shorter responses, would put row 3 27% too slow.
+- **The fsdp share rests on the fitted bus rate** of {found.bus_bytes_per_s / 1e9:.0f} GB/s, a guess about that machine.
+  Were it NVLink after all, the share would be {nvlink:.2f} and the rows {_spread(found)} off.
+  The rate, fitted to both rows, also takes part in the two "alone" cases, so their other row is not wholly unseen.
+  From row 2 alone, whose responses are short, row 3 comes out 27% too slow.
 - **The megatron share rests on one timing**, the update of row 4. Log-probabilities of the same run come out 44% too
   fast: what slows them there is not in the model.
-- **H20: log-probabilities are 43 to 77% too fast**, and the more so the more GPUs share them: the measured time falls
-  by half from 32 to 128 GPUs, the predicted by four. Something that does not shrink with the GPUs is missing, perhaps
-  the waiting for the rollout's slowest rank, or gathers at these small batches. Updates are within -28% to +24%, with
-  the mean response, which is not stated, chosen on row 10. These rows use the A100's efficiency; with the one in the
-  H20 files ({made["h20-sglang"].training.flop_efficiency["fsdp"]:.2f}) they change by four points at most.
+- **H20: log-probabilities come out 44 to 77% too fast**, and the more so the more GPUs share them. The measured times
+  follow 36 s + 2,300 s / GPUs within 3%: a part of half a minute that more GPUs do not shorten is missing in the model.
+  Updates are within -28% to +24%, with the mean response, which is not stated, chosen on row 10. These rows use the
+  A100's efficiency; with the H20 files' {h20:.2f} they change by four points at most.
 - Rows 22, 28 and 29 state neither lengths nor a layout and are not used. Nothing here is checked on L40S, H200, A40,
   GH200 or H800.
 
 ### REAL's calls
 
-The same Megatron share on H100 (efficiency {real:.2f}) against the {len(CALLS)} per-call times that REAL publishes for
-7B actors and critics, nothing fitted. They bracket the model badly: layouts of one model differ more in it than in the
-measurements, tensor parallelism over 8 comes out too fast and pipelines of 4 stages too slow. Do not read differences
-between training layouts off this model without a measurement of your own.
+The same Megatron share on H100 (efficiency {real:.2f}) against the {len(CALLS)} times per call that REAL publishes for
+7B actors and critics, nothing fitted. The model spreads layouts further apart than the measurements do: tensor
+parallelism over 8 comes out too fast, a pipeline of 4 stages too slow. Do not compare training layouts with this model
+without a measurement of your own.
 
 {_real(real)}
 """
@@ -78,9 +80,8 @@ def _gpus(data: Path, made: dict[str, Calibration]) -> str:
         rows.append(row(gpu.name, *shares, *_efficiencies(made[f"{gpu.name}-sglang"])))
     a40 = large_gemm_share(vidur_gemm_table(vidur_layers(data, A40_VIDUR)), _peak("a40"))
     rows.append(row("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-vllm"])))
-    for calibration in made.values():
-        if is_derived(calibration) and calibration.engine == "sglang":
-            rows.append(row(calibration.gpu, "carried over", "", "", *_efficiencies(calibration)))
+    derived = [item for item in made.values() if is_derived(item) and item.engine == "sglang"]
+    rows += [row(item.gpu, "carried over", "", "", *_efficiencies(item)) for item in derived]
     engines = [f"GEMM, {engine}" for engine in GPUS[0].versions]
     return table(["GPU", *engines, *SHARES], rows)
 
@@ -99,12 +100,10 @@ def _share(data: Path, efficiency: float) -> float:
     return efficiency / large_gemm_share(all_gemms(aiconfigurator(data, gpu.gemm("sglang"))), _peak(gpu.name))
 
 
-def _fsdp_errors(found: TrainingEfficiencies) -> list[float]:
-    return [timing.error for item in found.cases[0].predictions for timing in (item.old_log_prob, item.update_actor)]
-
-
-def _spread(errors: list[float]) -> str:
-    sizes = [abs(error) for error in errors]
+def _spread(found: TrainingEfficiencies) -> str:
+    """Errors of the case that assumes NVLink."""
+    rows = found.cases[0].predictions
+    sizes = [abs(timing.error) for item in rows for timing in (item.old_log_prob, item.update_actor)]
     return f"{100 * min(sizes):.0f} to {100 * max(sizes):.0f}%"
 
 

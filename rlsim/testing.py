@@ -1,0 +1,343 @@
+"""The contract of a rollout policy, checked: what the author of a policy runs in their own tests.
+
+    from rlsim.testing import check_policy
+    check_policy(MyPolicy)
+    check_policy(MyPolicy, threshold=8)
+
+A policy must be deterministic, must end every rollout with no request lost, must not know how long responses will
+get, must cope with odd batches (one request, equal lengths, nothing but preemptions), and returns nothing but actions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
+
+import numpy as np
+import simpy
+
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.machine import Machine
+from rlsim.cost.step import StepCost
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.transfer import SwitchCost
+from rlsim.errors import RlsimError
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+from rlsim.sim.control import Action, ControlContext, KvHandling, RolloutControl, RolloutView, Stop
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.rollout import Rollout
+
+_ACTIONS: tuple[type, ...] = get_args(Action)
+_VIEW = frozenset(name for name in vars(RolloutView) if not name.startswith("_"))
+_PAGE = 16
+
+
+class ContractError(AssertionError):
+    """A policy breaks the contract; the text says on which batch, and how."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A generation stage to try a policy on: every response's prompt and length, in tokens."""
+
+    name: str
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    cap_tokens: int  # the limit that policies are told; no length is above it
+    nodes: int = 1
+    kv_tokens: int | None = None  # per replica, where the memory is to be short
+
+
+def batches(seed: int = 0) -> tuple[Batch, ...]:
+    """What `check_policy` tries: a long tail, and batches in which there is little or nothing to decide."""
+    rng = np.random.default_rng(seed)
+    tail = tuple(int(x) for x in np.clip(rng.lognormal(6.5, 1.2, 64), 1, 12_000))
+    return (
+        Batch("a long tail", 200, tail, 16_384),
+        Batch("a long tail on two nodes", 200, tail, 16_384, nodes=2),
+        Batch("one request", 100, (3000,), 8192),
+        Batch("fewer requests than GPUs", 100, (50, 4000, 60), 4096),
+        Batch("equal lengths", 300, (1500,) * 48, 2048),
+        Batch("all of length 1", 300, (1,) * 24, 1024),
+        Batch("one long response among the shortest", 10, (*(1,) * 31, 20_000), 20_480),
+        Batch("too little memory: everything preempts", 100, (700, 900, 1500, 1100) * 12, 3072, kv_tokens=3200),
+    )
+
+
+def check_policy(policy: Callable[..., RolloutControl], **parameters: Any) -> None:
+    """Raise `ContractError` if a rollout policy breaks the contract.
+
+    `policy(**parameters)` makes one: a class, or any function. A policy that is to be tuned (see
+    `RolloutControl.alternatives`) is checked with each of its choices. Takes a few seconds; the machine is the
+    catalogue's 8xh100 with LLaMA-3.1-8B.
+    """
+    machine = _machine()
+    for batch in batches():
+        for choice in _choices(policy, parameters, _context(machine, batch)):
+            _check(lambda choice=choice: _made(policy, choice), batch, machine)  # type: ignore[misc]
+
+
+def _check(make: Callable[[], RolloutControl], batch: Batch, machine: Machine) -> None:
+    first = _play(make(), batch, machine, rollouts=2)
+    _same(first, _play(make(), batch, machine, rollouts=2), batch)
+    for other in _other_futures(batch):
+        # Both rollouts are the same until a response finishes in either that is not in the other as it is here.
+        second = _play(make(), other, machine)
+        changed = [i for i, (a, b) in enumerate(zip(batch.lengths, other.lengths, strict=True)) if a != b]
+        until_s = min(min(run.left_at_s[i] for i in changed) for run in (first, second)) if changed else np.inf
+        _no_peeking(first, second, until_s, batch)
+
+
+# ---- one rollout under observation -----------------------------------------------------------------------------------
+
+
+_Answer = tuple[float, tuple[Action, ...]]  # at which moment, and what
+
+
+@dataclass
+class _Run:
+    """What a policy did: its first layout, its answers by rollout, and when each request of the first one was done."""
+
+    initial_tp: int
+    answers: list[list[_Answer]]
+    left_at_s: list[float]
+
+
+class _Window:
+    """A `RolloutView` through which nothing can be reached but what the protocol offers."""
+
+    __slots__ = ("_Window__batch", "_Window__view")
+
+    def __init__(self, view: RolloutView, batch: Batch) -> None:
+        object.__setattr__(self, "_Window__view", view)
+        object.__setattr__(self, "_Window__batch", batch)
+
+    def __getattribute__(self, name: str) -> Any:
+        get = object.__getattribute__
+        if name in _VIEW:
+            return getattr(get(self, "_Window__view"), name)
+        if name.startswith("__") and name.endswith("__"):
+            return get(self, name)
+        batch: Batch = get(self, "_Window__batch")
+        raise _broken(batch, f"the policy reached for `view.{name}`; a RolloutView offers: {', '.join(sorted(_VIEW))}")
+
+    def __setattr__(self, name: str, _: object) -> None:
+        raise _broken(object.__getattribute__(self, "_Window__batch"), f"the policy set `view.{name}`: it is read-only")
+
+
+class _Watched(RolloutControl):
+    """Passes questions on to a policy and keeps its answers."""
+
+    def __init__(self, policy: RolloutControl, batch: Batch) -> None:
+        self.policy, self.batch = policy, batch
+        self.answers: list[_Answer] = []
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        """The policy's answer, checked to be actions."""
+        answer: Any = self.policy.on_finish(cast("RolloutView", _Window(view, self.batch)))
+        if answer is None:
+            actions: list[Any] = []
+        elif isinstance(answer, Iterable) and not isinstance(answer, str):
+            actions = list(answer)
+        else:
+            actions = [answer]
+        for action in actions:
+            if not isinstance(action, _ACTIONS):
+                known = ", ".join(kind.__name__ for kind in _ACTIONS)
+                raise _broken(self.batch, f"on_finish returned {action!r}; it returns actions ({known}) or None")
+        self.answers.append((view.now_s, tuple(actions)))
+        return actions
+
+
+def _play(policy: RolloutControl, batch: Batch, machine: Machine, rollouts: int = 1) -> _Run:
+    """Rollouts of the same batch one after the other, as the steps of a training run."""
+    context = _context(machine, batch)
+    used_tps: dict[int, set[int]] = {}
+    answers, left_at_s = [], []
+    try:
+        policy.setup(context)
+        tp = policy.initial_tp(context)
+        if tp not in context.feasible_tps:
+            raise _broken(
+                batch, f"initial_tp returned {tp!r}; feasible are {', '.join(map(str, context.feasible_tps))}"
+            )
+        for _ in range(rollouts):
+            named = type(type(policy).__name__, (_Watched,), {})  # as the policy, for the engine's messages
+            watched: _Watched = named(policy, batch)
+            requests = _rollout(watched, tp, batch, context, used_tps)
+            answers.append(watched.answers)
+            ended = max((r.finished_at for r in requests if r.finished), default=0.0)
+            left_at_s.append([r.finished_at if r.finished else ended for r in requests])
+    except ContractError:
+        raise
+    except Exception as error:
+        raise _broken(batch, f"{type(error).__name__}: {error}") from error
+    return _Run(tp, answers, left_at_s[0])
+
+
+def _rollout(
+    control: _Watched, tp: int, batch: Batch, context: ControlContext, used_tps: dict[int, set[int]]
+) -> list[Request]:
+    """The requests of one rollout at its end, none of them lost or tampered with."""
+    env = simpy.Environment()
+    gpus = context.gpus_per_node
+    requests = [Request(i, i // 4, batch.prompt_tokens, length) for i, length in enumerate(batch.lengths)]
+    rollout = Rollout(
+        env,
+        mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(batch.nodes)],
+        tp=tp,
+        requests=requests,
+        costs=context.costs,
+        config=EngineConfig(page_tokens=_PAGE),
+        control=control,
+        cap_tokens=batch.cap_tokens,
+        used_tps=used_tps,
+    )
+    try:
+        env.run(rollout.done)
+    except RuntimeError as error:
+        if rollout.done.triggered or env.peek() != float("inf"):
+            raise
+        left = sum(not (r.finished or r.aborted) for r in requests)
+        raise _broken(
+            batch, f"the rollout comes to a halt with {left} requests unfinished and nobody at work"
+        ) from error
+    rollout.close()
+    stopped = any(isinstance(action, Stop) for _, actions in control.answers for action in actions)
+    for request, length in zip(requests, batch.lengths, strict=True):
+        if request.response_tokens != length or not 0 <= request.generated <= length:
+            raise _broken(batch, f"request {request.id} was tampered with: {request!r}, launched with {length} tokens")
+        if not (request.finished or request.aborted or stopped):
+            raise _broken(
+                batch, f"request {request.id} is lost: neither finished nor aborted, and no Stop was returned"
+            )
+    return requests
+
+
+# ---- comparing rollouts ----------------------------------------------------------------------------------------------
+
+
+def _same(first: _Run, second: _Run, batch: Batch) -> None:
+    if first.initial_tp != second.initial_tp:
+        raise _broken(
+            batch,
+            f"it is not deterministic: it began at TP {first.initial_tp}, the second time at TP {second.initial_tp}",
+        )
+    for a, b in itertools.zip_longest(*(list(itertools.chain(*run.answers)) for run in (first, second))):
+        if a != b:
+            raise _broken(batch, f"it is not deterministic: it answered {_told(a)}, the second time {_told(b)}")
+
+
+def _no_peeking(first: _Run, second: _Run, until_s: float, batch: Batch) -> None:
+    if first.initial_tp != second.initial_tp:
+        raise _broken(
+            batch,
+            f"it knows lengths in advance: it begins at TP {first.initial_tp} or {second.initial_tp}, by the lengths",
+        )
+    early = [[a for a in run.answers[0] if a[0] < until_s * (1 - 1e-9)] for run in (first, second)]
+    for a, b in itertools.zip_longest(*early):
+        if a is None or b is None or a[1] != b[1] or abs(a[0] - b[0]) > 1e-9 * a[0]:
+            raise _broken(
+                batch,
+                f"it knows lengths in advance: it answered {_told(a)} but {_told(b)} where responses that had not "
+                f"finished by then were going to have other lengths (the first at {until_s:.6g} s)",
+            )
+
+
+def _other_futures(batch: Batch) -> Iterator[Batch]:
+    """The same batch but for the lengths of the longer responses: shuffled, as long as may be, or drawn anew."""
+    rng = np.random.default_rng(1)
+    order = np.argsort(batch.lengths, kind="stable")
+    for share in (0.5, 0.1):
+        late = order[-max(int(share * len(order)), 2) :]
+        for lengths in (
+            rng.permutation([batch.lengths[i] for i in late]),
+            np.full(len(late), batch.cap_tokens),
+            rng.integers(batch.lengths[late[0]], batch.cap_tokens, len(late), endpoint=True),
+        ):
+            changed = list(batch.lengths)
+            for i, length in zip(late, lengths, strict=True):
+                changed[i] = int(length)
+            yield replace(batch, lengths=tuple(changed))
+
+
+def _told(answer: _Answer | None) -> str:
+    if answer is None:
+        return "nothing"
+    at_s, actions = answer
+    return f"[{', '.join(map(repr, actions))}] at {at_s:.6g} s"
+
+
+def _broken(batch: Batch, why: str) -> ContractError:
+    return ContractError(f"batch {batch.name!r}: {why}")
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Short:
+    """A machine whose replicas have `tokens` of KV cache each."""
+
+    machine: Machine
+    tokens: int
+
+    def step(self, tp: int) -> StepCost:
+        return self.machine.step(tp)
+
+    def capacity_pages(self, tp: int) -> int:
+        return min(self.machine.capacity_pages(tp), self.tokens // _PAGE)
+
+    def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: KvHandling, first_use: bool) -> SwitchCost:
+        return self.machine.switch(from_tp, to_tp, contexts, kv, first_use)
+
+    def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
+        return self.machine.transfer_s(contexts, from_tp, to_tp, same_node)
+
+
+def _machine() -> Machine:
+    train = TrainStrategy(dp=16, tp=1, pp=1, cp=1, micro_batch_tokens=16384, zero_stage=3, recompute="full")
+    return Machine(
+        load_model("llama-3.1-8b"),
+        load_cluster("2x8xh100"),
+        load_calibration("h100-vllm"),
+        train=train,
+        inference=train,
+        backend="fsdp",
+        page_tokens=_PAGE,
+    )
+
+
+def _context(machine: Machine, batch: Batch) -> ControlContext:
+    feasible, infeasible = machine.feasible_tps(batch.prompt_tokens + batch.cap_tokens)
+    return ControlContext(
+        costs=machine if batch.kv_tokens is None else _Short(machine, batch.kv_tokens),
+        feasible_tps=feasible,
+        infeasible=infeasible,
+        gpus_per_node=machine.cluster.gpus_per_node,
+        nodes=batch.nodes,
+        cap_tokens=batch.cap_tokens,
+        page_tokens=_PAGE,
+        requests=len(batch.lengths),
+        prompt_tokens=batch.prompt_tokens,
+    )
+
+
+def _made(policy: Callable[..., RolloutControl], parameters: Mapping[str, Any]) -> RolloutControl:
+    made: object = policy(**parameters)
+    if not isinstance(made, RolloutControl):
+        raise ContractError(f"{policy!r} makes a {type(made).__name__}, which is no rlsim.RolloutControl")
+    return made
+
+
+def _choices(
+    policy: Callable[..., RolloutControl], parameters: Mapping[str, Any], context: ControlContext
+) -> list[Mapping[str, Any]]:
+    try:
+        choices = _made(policy, parameters).alternatives(context)
+    except RlsimError as error:
+        raise ContractError(f"alternatives: {error}") from error
+    return [{**parameters, **choice} for choice in choices] or [parameters]

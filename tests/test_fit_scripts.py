@@ -1,0 +1,174 @@
+"""The calibration scripts: what is written is what was fitted, and fits find what generated their data."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rlsim.cost.calibration import calibration_names, load_calibration
+from rlsim.hardware import load_gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from calibration.catalogue import Catalogue  # noqa: E402
+from calibration.collectives import fit_collective  # noqa: E402
+from calibration.derived import derive  # noqa: E402
+from calibration.files import write_yaml  # noqa: E402
+from calibration.fitting import held_out, operators_with, residual, rounded  # noqa: E402
+from calibration.gemm import fit_gemm  # noqa: E402
+from calibration.gpus import DERIVED  # noqa: E402
+from calibration.real import check_real  # noqa: E402
+from calibration.tables import DATA, aiconfigurator, all_gemms, training_runs  # noqa: E402
+from calibration.training import SHARES, large_gemm_share, training_fit  # noqa: E402
+from calibration.verl import TrainingEfficiencies, fit_training  # noqa: E402
+
+NAMES = sorted(calibration_names())
+tables = pytest.mark.skipif(
+    not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project"
+)
+
+
+def test_the_scripts_make_every_shipped_calibration_and_no_other() -> None:
+    assert Catalogue.names() == NAMES
+    assert Catalogue.names() == sorted(path.stem for path in (ROOT / "calibration").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_read_and_written_again_says_the_same(name: str, tmp_path: Path) -> None:
+    write_yaml(load_calibration(name), tmp_path)
+    assert load_calibration(tmp_path / f"{name}.yaml") == load_calibration(name)
+
+
+@pytest.mark.parametrize("gpu", sorted(DERIVED))
+def test_derived_files_are_what_deriving_gives(gpu: str, tmp_path: Path) -> None:
+    for engine in ("sglang", "vllm", "trtllm"):
+        derived = derive(load_calibration(f"{DERIVED[gpu].source}-{engine}"), gpu)
+        write_yaml(derived, tmp_path)
+        assert (tmp_path / f"{derived.name}.yaml").read_bytes() == (
+            ROOT / f"calibration/{derived.name}.yaml"
+        ).read_bytes()
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_is_a_share_of_the_gpus_own_gemms(name: str) -> None:
+    training = load_calibration(name).training
+    gpu = name.rpartition("-")[0]
+    gemm = {"h200-sxm": 0.68, "a100-sxm-80gb": 0.79, "l40s": 0.54, "a40": 0.75}.get(gpu, 0.74)
+    for framework, share in SHARES.items():
+        assert training.flop_efficiency[framework] == pytest.approx(share.value * gemm, abs=0.01)
+        assert f"{framework} reaches {share.value:.2f}" in training.source
+    assert ("carried over from h100-sxm" in training.source) == (gpu in DERIVED)
+
+
+def test_large_gemm_share_is_the_median_of_large_products() -> None:
+    shapes = [(4096, 4096, 4096, 0.5), (8192, 4096, 8192, 0.6), (4096, 3584, 3584, 0.7)]
+    small = [(2048, 4096, 4096, 0.1), (4096, 1024, 4096, 0.1), (4096, 4096, 1024, 0.1), (4096, 128256, 4096, 0.9)]
+    rows = [(m, n, k, 2.0 * m * n * k / (1e15 * share)) for m, n, k, share in shapes + small]
+    table = pd.DataFrame(rows, columns=["m", "n", "k", "seconds"])
+    assert large_gemm_share(table, 1e15) == pytest.approx(0.6)
+
+
+def test_training_section_states_rows_and_errors() -> None:
+    fit = training_fit(0.5, "some table")
+    assert fit.flop_efficiency == {"fsdp": 0.36, "megatron": 0.25}
+    for words in ("0.500 of peak", "some table", "rows 2 and 3", "row 4", "low confidence", "-44%", "-77%", "+181%"):
+        assert words in fit.source
+
+
+@pytest.fixture(scope="module")
+def verl() -> TrainingEfficiencies:
+    return fit_training(training_runs(DATA))
+
+
+@tables
+def test_shares_are_what_the_verl_rows_give(verl: TrainingEfficiencies) -> None:
+    peak = load_gpu("a100-sxm-80gb").bf16_flop_per_s
+    own = large_gemm_share(all_gemms(aiconfigurator(DATA, "a100_sxm/gemm/sglang/0.5.10/gemm_perf.parquet")), peak)
+    assert verl.fsdp / own == pytest.approx(SHARES["fsdp"].value, abs=0.005)
+    assert verl.megatron / own == pytest.approx(SHARES["megatron"].value, abs=0.005)
+    assert verl.bus_bytes_per_s == 18e9
+    assert verl.cases[0].efficiency / own == pytest.approx(0.56, abs=0.005)  # NVLink assumed
+
+
+@tables
+def test_quoted_errors_are_what_the_verl_rows_give(verl: TrainingEfficiencies) -> None:
+    """The percentages that `SHARES` quotes."""
+    row3_alone, row2_alone, _, megatron, *h20 = verl.cases[2:]
+    for case, update, forward in ((row3_alone, -0.03, 0.05), (row2_alone, 0.27, 0.27), (megatron, 0.0, -0.44)):
+        assert case.predictions[0].update_actor.error == pytest.approx(update, abs=0.005)
+        assert case.predictions[0].old_log_prob.error == pytest.approx(forward, abs=0.005)
+    rows = [row for case in h20 for row in case.predictions]
+    assert min(row.update_actor.error for row in rows) == pytest.approx(-0.28, abs=0.005)
+    assert max(row.update_actor.error for row in rows) == pytest.approx(0.24, abs=0.005)
+    assert min(row.old_log_prob.error for row in rows) == pytest.approx(-0.77, abs=0.005)
+    assert max(row.old_log_prob.error for row in rows) == pytest.approx(-0.44, abs=0.005)
+
+
+@tables
+def test_quoted_errors_of_reals_calls() -> None:
+    calls = check_real(load_calibration("h100-sglang").training.flop_efficiency["megatron"])
+    errors = [timing.error for _, timings in calls for timing in timings]
+    assert min(errors) == pytest.approx(-0.51, abs=0.005)
+    assert max(errors) == pytest.approx(1.81, abs=0.005)
+
+
+# Fits -----------------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_is_a_fixed_quarter_of_the_keys() -> None:
+    keys = pd.Series(np.repeat([f"shape {i}" for i in range(100)], 3))
+    chosen = held_out(keys)
+    assert chosen.sum() == 75
+    assert keys[chosen].nunique() == 25
+    assert (chosen == held_out(keys)).all()
+
+
+def test_residual_of_known_errors() -> None:
+    found = residual([1.1, 0.9, 1.2], [1.0, 1.0, 1.0], {"x": np.array([3.0, 1.0, 2.0])})
+    assert (found.count, found.ranges) == (3, {"x": (1.0, 3.0)})
+    assert (found.median, found.bias) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_rounding_keeps_four_digits() -> None:
+    assert rounded({"a": 0.123456, "b": [12345.678, 2.0], "c": 3e12}) == {"a": 0.1235, "b": [12350.0, 2.0], "c": 3e12}
+
+
+def test_collective_knots_follow_latency_and_rate() -> None:
+    sizes = 2.0 ** np.arange(9, 30)
+    times = 1e-5 + sizes / 100e9
+    fit, error = fit_collective(pd.DataFrame({"bytes": sizes, "seconds": times}))
+    assert np.abs(error).max() < 0.1
+    assert fit.time_s[0] == pytest.approx(1e-5, rel=0.01)
+    assert fit.time_s[-1] == pytest.approx(times[-1], rel=0.01)
+
+
+def test_gemm_fit_finds_what_made_its_data() -> None:
+    """Times from `Operators` itself: the fit must describe held-out shapes, and the bandwidth must come back."""
+    ref = load_calibration("h100-sglang").reference
+    known = load_calibration("h100-sglang").operators.gemm
+    operators = operators_with(ref, gemm=known)
+    widths = (1024, 2048, 4096, 6144, 8192, 16384, 28672)
+    tokens = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    rows = [(m, n, k, operators.gemm_s(m, n, k)) for n in widths for k in widths for m in tokens]
+    fitted = fit_gemm(pd.DataFrame(rows, columns=["m", "n", "k", "seconds"]), ref)
+    assert fitted.fit.memory_efficiency == pytest.approx(known.memory_efficiency, rel=0.03)
+    assert fitted.residual.median < 0.02
+    assert fitted.residual.p90 < 0.06
+
+
+@tables
+def test_one_calibration_on_request(tmp_path: Path) -> None:
+    """`--only` writes the shipped bytes, of a GPU that borrows its host time, and nothing else."""
+    script = str(SCRIPTS / "fit_calibrations.py")
+    subprocess.run([sys.executable, script, "--only", "l40s-sglang", "--out", str(tmp_path)], check=True)
+    written = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert written == [Path("calibration/l40s-sglang.yaml")]
+    assert (tmp_path / written[0]).read_bytes() == (ROOT / written[0]).read_bytes()

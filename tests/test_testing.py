@@ -1,0 +1,154 @@
+"""The contract checker: every registered policy passes, and policies that break it do not."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlsim.policies.registry import load_policy, policy_names
+from rlsim.sim.control import Abort, ControlContext, Reconfigure, Release, RolloutControl, RolloutView, Stop
+from rlsim.sim.rollout import Rollout
+from rlsim.testing import ContractError, check_policy
+
+
+@pytest.mark.parametrize("name", sorted(policy_names()))
+def test_every_policy_keeps_the_contract(name: str) -> None:
+    check_policy(load_policy(name))
+
+
+def test_parameters_are_passed_on() -> None:
+    check_policy(load_policy("pat"), start_tp=2, candidates=(8,))
+    with pytest.raises(ContractError, match="'a long tail': ConfigError: tp 3 does not divide the 8 GPUs of a node"):
+        check_policy(load_policy("verl"), tp=3)
+
+
+class Base(RolloutControl):
+    def initial_tp(self, context: ControlContext) -> int:
+        return 2
+
+
+class Fine(Base):
+    """Does a bit of everything."""
+
+    def on_finish(self, view: RolloutView) -> Any:
+        if view.unfinished() == 1 and view.now_s > 60:
+            return Stop()
+        if view.unfinished() < view.total // 8:
+            return [Reconfigure(node, 8, "recompute") for node in view.finished_nodes if view.tp(node) != 8]
+        if view.unfinished() == view.total // 2 and len(view.replicas()) > 2:
+            return Release((view.replicas()[-1].index,))
+        return None
+
+
+def test_a_policy_that_stops_and_releases() -> None:
+    check_policy(Fine)
+    check_policy(lambda: Fine())
+
+
+class Peeks(Base):
+    """Looks behind the view."""
+
+    def on_finish(self, view: RolloutView) -> None:
+        max(r.response_tokens for r in view._rollout.requests)  # type: ignore[attr-defined]
+
+
+class Clairvoyant(Base):
+    """Finds the true lengths somewhere else, and switches early if there is a long response to come."""
+
+    def on_finish(self, view: RolloutView) -> Any:
+        frame: Any = sys._getframe()
+        while not isinstance(rollout := frame.f_locals.get("self"), Rollout):
+            frame = frame.f_back
+        left = max(r.response_tokens for r in rollout.requests if not r.finished)
+        return [Reconfigure(n, 8) for n in view.finished_nodes if view.tp(n) != 8] if left > 9000 else []
+
+
+class KnowsBefore(Base):
+    """Chooses its first layout by the lengths to come."""
+
+    def setup(self, context: ControlContext) -> None:
+        KnowsBefore.calls += 1
+
+    calls = 0
+
+    def initial_tp(self, context: ControlContext) -> int:
+        return 2 if KnowsBefore.calls <= 2 else 4
+
+
+class Random(Base):
+    """Throws dice."""
+
+    dice = random.Random(0)
+
+    def on_finish(self, view: RolloutView) -> Any:
+        requests = view.replicas()[0].requests
+        return Abort((requests[0].id,)) if requests and self.dice.random() < 0.3 else None
+
+
+class Remembers(Base):
+    """Keeps state in the class, so that one run changes the next."""
+
+    count = itertools.count()
+
+    def on_finish(self, view: RolloutView) -> Any:
+        if next(self.count) == 20:
+            return [Reconfigure(n, 8) for n in view.finished_nodes]
+        return None
+
+
+class Chatty(Base):
+    def on_finish(self, view: RolloutView) -> Any:
+        return "switch to 8"
+
+
+class Absent(Base):
+    def on_finish(self, view: RolloutView) -> Any:
+        return Reconfigure(7, 8)
+
+
+class Frail(Base):
+    """Fails where nothing finishes twice."""
+
+    def on_finish(self, view: RolloutView) -> Any:
+        return None if view.finished > 1 else 1 / 0
+
+
+class Tampers(Base):
+    def on_finish(self, view: RolloutView) -> Any:
+        view.total = 3  # type: ignore[misc]
+
+
+class Wide(Base):
+    def initial_tp(self, context: ControlContext) -> int:
+        return 16
+
+
+class Unfinished(RolloutControl):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (Peeks, r"batch 'a long tail': the policy reached for `view._rollout`; a RolloutView offers: cap_tokens, "),
+        (Clairvoyant, r"it knows lengths in advance: it answered \[.*\] at .* s but .* other lengths"),
+        (KnowsBefore, "it knows lengths in advance: it begins at TP 2 or 4"),
+        (Random, r"it is not deterministic: it answered \[.*\] at .* s, the second time \["),
+        (Remembers, "it is not deterministic"),
+        (Chatty, "on_finish returned 'switch to 8'; it returns actions"),
+        (Absent, r"PolicyError: Absent returned Reconfigure\(node=7, .*there is no node 7"),
+        (Frail, "ZeroDivisionError: division by zero"),
+        (Tampers, "the policy set `view.total`: it is read-only"),
+        (Wide, "initial_tp returned 16; feasible are 1, 2, 4, 8"),
+        (Unfinished, "NotImplementedError"),
+        (dict, "makes a dict, which is no rlsim.RolloutControl"),
+    ],
+)
+def test_policies_that_break_it(policy: Callable[..., RolloutControl], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        check_policy(policy)
