@@ -33,6 +33,10 @@ class CapacityError(RlsimError):
     """Something does not fit into GPU memory."""
 
 
+class PolicyError(RlsimError):
+    """A policy asked for something that makes no sense at that moment."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> CatalogueError:
     """The error for a name that no catalogue holds, with the nearest valid names."""
     names = sorted(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -79,7 +80,7 @@ def check_invariants(work: Workload, rollout: Rollout, recorder: Recorder) -> No
             by_gpu.setdefault(gpu, []).append((span.start_at, span.end_at))
     for spans in by_gpu.values():
         spans.sort()
-        for (_, before), (after, _) in zip(spans, spans[1:], strict=False):
+        for (_, before), (after, _) in itertools.pairwise(spans):
             assert after >= before - CLOSE * end
         assert sum(b - a for a, b in spans) <= end * (1 + CLOSE)
     # Tokens launched = finished + aborted + carried over; the KV cache never overflows.

@@ -72,7 +72,8 @@ def test_summary(result: Result) -> None:
     summary = result.summary()
     assert list(summary.columns) == [
         "case", "system", "step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s",
-        "speedup", "speedup_low", "speedup_high", "gen_speedup", "bubble_fraction", "switches", "bound_share",
+        "speedup", "speedup_low", "speedup_high", "gen_speedup", "tokens_per_s", "bubble_fraction", "switches",
+        "bound_share",
     ]  # fmt: skip
     rows = summary.set_index("system")
     assert rows.loc["verl-best", "speedup"] == 1.0

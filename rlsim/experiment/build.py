@@ -142,7 +142,7 @@ class Setup:
             plan=colocated(graph, self.cluster, strategy, strategy),
             cluster=self.cluster,
             control=control,
-            initial_tp=control.initial_tp(self.context),
+            initial_tp=self.context.check_tp(control.initial_tp(self.context)),
             launch=lambda step: _requests(sampler, step),
             costs=self.machine,
             times=_Times(self),

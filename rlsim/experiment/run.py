@@ -137,7 +137,7 @@ class _Case:
             for alternative in self._alternatives(spec):
                 control = alternative.make()
                 control.setup(context)
-                control.initial_tp(context)
+                context.check_tp(control.initial_tp(context))
         except CapacityError as error:
             if not spec.variant:
                 raise CapacityError(f"{spec.shown}: {error}") from None

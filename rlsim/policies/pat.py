@@ -17,7 +17,6 @@ from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import rms_context_tokens
 from rlsim.errors import CapacityError
-from rlsim.policies.verl import checked_tp
 from rlsim.schema import Schema
 from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
 
@@ -50,7 +49,7 @@ class PAT(Schema, RolloutControl):
     def initial_tp(self, context: ControlContext) -> int:
         """The layout whose decode step is shortest while the whole batch is active."""
         if self.start_tp != "auto":
-            return checked_tp(self.start_tp, context)
+            return context.check_tp(self.start_tp)
         if not self._profiles:
             raise CapacityError(
                 f"none of the candidates TP {', '.join(map(str, self.candidates))} is feasible; "
@@ -101,11 +100,13 @@ class PAT(Schema, RolloutControl):
         the whole numbers, but never as less than one.
         """
         replicas = self._context.gpus_per_node // tp
-        fuller = self._drain_s(tp, left[::replicas], context)
-        if len(left) <= replicas or len(left) % replicas == 0:
-            return fuller
-        share = len(left) % replicas / replicas
-        return share * fuller + (1 - share) * self._drain_s(tp, left[replicas - 1 :: replicas], context)
+        fullest = left[::replicas]
+        time_s = self._drain_s(tp, fullest, context)
+        beyond = len(left) % replicas
+        if beyond == 0 or len(left) < replicas:
+            return time_s
+        share = beyond / replicas
+        return share * time_s + (1 - share) * self._drain_s(tp, fullest[:-1], context)
 
     def _drain_s(self, tp: int, left: Sequence[int], context: float) -> float:
         """Time of one replica until each of its sequences is at the limit."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import ConfigError
 from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext, RolloutControl
 
@@ -27,13 +27,4 @@ class VeRL(Schema, RolloutControl):
         """The given degree; raises if it does not divide the node or the model does not fit."""
         if self.tp == "best":
             raise ConfigError("tp: best must be resolved by running every feasible degree")
-        return checked_tp(self.tp, context)
-
-
-def checked_tp(tp: int, context: ControlContext) -> int:
-    """`tp` if the node can run it; raises `ConfigError` if it does not divide the node, `CapacityError` if too few."""
-    if tp < 1 or context.gpus_per_node % tp:
-        raise ConfigError(f"tp {tp} does not divide the {context.gpus_per_node} GPUs of a node")
-    if tp not in context.feasible_tps:
-        raise CapacityError(context.infeasible.get(tp, f"tp {tp} is not feasible"))
-    return tp
+        return context.check_tp(self.tp)

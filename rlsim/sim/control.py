@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
+from rlsim.errors import CapacityError, ConfigError, PolicyError
 
 KvHandling = Literal["migrate", "recompute"]
 
@@ -161,6 +162,14 @@ class ControlContext:
     requests: int  # responses launched per step
     prompt_tokens: int  # longest prompt of the trace
 
+    def check_tp(self, tp: int) -> int:
+        """`tp` if a node can run it; raises `ConfigError` if it does not divide the node, `CapacityError` if too small."""
+        if tp < 1 or self.gpus_per_node % tp:
+            raise ConfigError(f"tp {tp} does not divide the {self.gpus_per_node} GPUs of a node")
+        if tp not in self.feasible_tps:
+            raise CapacityError(self.infeasible.get(tp, f"tp {tp} is not feasible"))
+        return tp
+
 
 class RolloutControl:
     """Base of all rollout controls: never changes anything. Override what the system decides."""
@@ -172,9 +181,9 @@ class RolloutControl:
     def setup(self, context: ControlContext) -> None:
         """Called once before the first step: the place to profile."""
 
-    def initial_tp(self, context: ControlContext) -> int:
+    def initial_tp(self, context: ControlContext) -> int:  # noqa: ARG002
         """The layout every step starts with."""
-        raise NotImplementedError
+        raise PolicyError(f"{type(self).__name__} does not say which layout it starts with: define initial_tp")
 
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
         """Some responses have just finished: return actions, or None to go on."""

@@ -14,7 +14,7 @@ from simpy.events import EventPriority
 
 from rlsim.cost.curve import REACHED
 from rlsim.cost.transfer import SwitchCost
-from rlsim.errors import RlsimError
+from rlsim.errors import PolicyError, RlsimError
 from rlsim.sim.control import (
     Abort,
     Action,
@@ -37,15 +37,11 @@ Routing = Literal["contiguous", "round_robin"]
 _AFTER_ALL_ELSE = EventPriority(2)  # SimPy's own are 0 (urgent) and 1 (normal)
 
 
-class PolicyError(RlsimError):
-    """A policy returned an action that makes no sense at that moment."""
-
-
 class Rollout:
     """Generates `requests` on the nodes of a mesh. `done` fires when no request is left, or a `Stop` has taken effect.
 
-    `used_tps` says, per node, which degrees this run has used before; the rollout adds to it. `on_release` is told of GPUs
-    that are given up before the end.
+    `used_tps` says, per node, which degrees this run has used before; the rollout adds to it. `on_release` is told of
+    GPUs that are given up before the end.
     Raises `PolicyError` for an action that names what is not there.
     """
 
@@ -85,6 +81,7 @@ class Rollout:
         self._active: dict[int, list[Replica]] = {}
         self._switching: set[int] = set()
         self._homeless: list[Request] = []
+        self._ids = frozenset(r.id for r in self.requests)
         self.finished = 0  # responses finished so far
         self._left = len(self.requests)
         self._left_on = dict.fromkeys(range(len(mesh)), 0)
@@ -213,14 +210,17 @@ class Rollout:
         match action:
             case Reconfigure(node, tp, kv):
                 self._check(node in self._active, action, f"there is no node {node}")
-                self._check(self.gpus_per_node % tp == 0, action, f"{tp} does not divide the node's GPUs")
+                divides = isinstance(tp, int) and tp >= 1 and self.gpus_per_node % tp == 0
+                self._check(divides, action, f"{tp} does not divide the {self.gpus_per_node} GPUs of a node")
                 self._check(tp != self._tp[node], action, "the node has that layout already")
+                self._check_room(tp, action)
                 old = self._active[node]
                 if node not in self._switching and len(self.active(node)) == len(old) > 0:
                     self._switching.add(node)
                     self.env.process(self._reconfigure(node, old, [replica.stop() for replica in old], tp, kv))
             case Migrate(requests, to, kv):
                 self._check(0 <= to < len(self.replicas), action, f"there is no replica {to}")
+                self._check(self._ids.issuperset(requests), action, "there is no such request")
                 if self.replicas[to].stopped is None:
                     self._migrate(requests, self.replicas[to], kv)
             case Release(replicas):
@@ -230,6 +230,7 @@ class Rollout:
                     for replica in leaving:
                         self.env.process(self._release(replica, replica.stop()))
             case Abort(requests):
+                self._check(self._ids.issuperset(requests), action, "there is no such request")
                 for replica, ids in self._where(requests):
                     replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i), urgent=True)  # type: ignore[misc]
             case Stop():
@@ -237,6 +238,15 @@ class Rollout:
                 self.env.process(self._stop())
             case _:
                 raise PolicyError(f"{type(self._control).__name__} returned {action!r}, which is not an action")
+
+    def _check_room(self, tp: int, action: Action) -> None:
+        """A layout must be able to hold every unfinished response at its full length."""
+        try:
+            room = self._costs.capacity_pages(tp) * self._config.page_tokens
+        except RlsimError as error:
+            self._check(False, action, str(error))
+        longest = max(r.prompt_tokens + r.response_tokens for r in self.requests if not r.finished)
+        self._check(longest <= room, action, f"a replica holds {room} tokens of KV, too few for a whole response")
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:

@@ -29,14 +29,17 @@ How to read it:
   *tuned* best little of the gain remains (next table). On A40s the published latencies themselves favour larger TP in
   the tail.
 - **Time outside generation.** The published step leaves 38 s for log-probs, training and weight sync. Its training
-  setup (packing, offload, micro-batches, mini-batches) is not described, and rlsim's default, packed sequences with
-  FSDP at the efficiency of measured veRL steps, is faster. That moves step times, tokens/s, shares and step speedups;
+  setup (packing, offload, micro-batches, mini-batches) is not described; rlsim's default, packed sequences under FSDP
+  at the efficiency of measured veRL steps, is faster, and that efficiency rests on few rows
+  ([calibration.md](calibration.md#training-efficiency)). It moves step times, tokens/s, shares and step speedups;
   generation times are not touched by it.
 - **Tokens per step** are not fitted either: they check the shape of the trace, of which two exceedances are published.
+- **Back to the first layout.** Every step starts in PAT's first layout again. That is charged as part of the weight
+  sync; whether the decode graphs of that layout survive the switch is not published. If they did not, each step would
+  pay for their capture and another pause: about 3 s with the constants of these experiments.
 - **Layer-wise switch memory**: which buffers count was decided with the published figures in view, so this row is no
   blind prediction.
-- **Predictor**: rlsim's PAT interpolates a profile of rlsim's own step times, so its error has no measurement noise
-in it.
+- **Predictor**: rlsim's PAT interpolates a profile of rlsim's own step times, so its error has no measurement noise.
 """
 
 _STATIC = """

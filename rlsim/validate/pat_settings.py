@@ -58,8 +58,8 @@ def _settings(scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "512 responses a step", {"workflow.prompts": 64}
     yield "2,048 responses a step", {"workflow.prompts": 256, "seeds": 2, "workflow.steps": 2}
     yield (
-        "KV cache scarce (37% of memory)",
-        {"memory_utilization": 0.37, "training.offload": True, "workflow.prompts": 64},
+        "512 responses, KV cache scarce (27% of memory)",
+        {"memory_utilization": 0.27, "training.offload": True, "workflow.prompts": 64},
     )
     yield "lengths: lognormal through the two published facts", {"trace.path": _lengths(scratch, "lognormal")}
     yield "lengths: no correlation within a prompt", {"trace.path": _lengths(scratch, "ungrouped")}
