@@ -145,7 +145,7 @@ class Unfinished(RolloutControl):
         (Frail, "ZeroDivisionError: division by zero"),
         (Tampers, "the policy set `view.total`: it is read-only"),
         (Wide, "initial_tp returned 16; feasible are 1, 2, 4, 8"),
-        (Unfinished, "NotImplementedError"),
+        (Unfinished, "PolicyError: Unfinished does not say"),
         (dict, "makes a dict, which is no rlsim.RolloutControl"),
     ],
 )

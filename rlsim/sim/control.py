@@ -163,7 +163,7 @@ class ControlContext:
     prompt_tokens: int  # longest prompt of the trace
 
     def check_tp(self, tp: int) -> int:
-        """`tp` if a node can run it; raises `ConfigError` if it does not divide the node, `CapacityError` if too small."""
+        """`tp` if a node can run it; else `ConfigError` (does not divide the node) or `CapacityError` (too small)."""
         if tp < 1 or self.gpus_per_node % tp:
             raise ConfigError(f"tp {tp} does not divide the {self.gpus_per_node} GPUs of a node")
         if tp not in self.feasible_tps:
