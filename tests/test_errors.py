@@ -224,7 +224,7 @@ def test_experiment_files_that_are_not_there(
     for name, message in (
         ("nope.yaml", "nope.yaml: no such file"),
         ("pat_vs_statik", "unknown experiment 'pat_vs_statik'; did you mean 'pat_vs_static'"),
-        (".", ".: cannot be read"),
+        (".", "unknown experiment '.'"),
         ("empty.yaml", "empty.yaml: the file is empty"),
         ("list.yaml", "list.yaml: expected a mapping of keys to values"),
         ("binary.yaml", "binary.yaml: cannot be read"),

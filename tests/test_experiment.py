@@ -22,6 +22,7 @@ import rlsim
 from rlsim.cli import main
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.columns import TABLES
+from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result, read_result
 from rlsim.schema import Schema
 from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
@@ -476,3 +477,11 @@ def test_public_names() -> None:
         assert getattr(rlsim, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         rlsim.nonsense  # noqa: B018
+
+
+def test_a_shipped_name_is_found_beside_a_directory_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pat_vs_static").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_experiment("pat_vs_static")[0].name == "pat-vs-static"

@@ -46,15 +46,14 @@ def with_settings(experiment: Experiment, settings: Mapping[str, Any], shown: st
 
 
 def _find(path: Path) -> Path:
+    """A file as it is; else an experiment that ships with rlsim, by its name or as `experiments/name.yaml`."""
+    if path.is_file():
+        return path
     shipped = catalogue.names("experiments")
-    if path.exists() or path.suffix:
-        return (
-            path
-            if path.exists() or path.stem not in shipped or path.parent.name not in ("", "experiments")
-            else shipped[path.stem]
-        )
-    if str(path) in shipped:
-        return shipped[str(path)]
+    if path.parent.name in ("", "experiments") and path.stem in shipped:
+        return shipped[path.stem]
+    if path.suffix or len(path.parts) > 1:
+        return path  # reading it says what is wrong
     raise unknown_name("experiment", str(path), shipped)
 
 
