@@ -291,8 +291,10 @@ class _Short:
     def capacity_pages(self, tp: int) -> int:
         return min(self.machine.capacity_pages(tp), self.tokens // _PAGE)
 
-    def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: KvHandling, first_use: bool) -> SwitchCost:
-        return self.machine.switch(from_tp, to_tp, contexts, kv, first_use)
+    def switch(
+        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+    ) -> SwitchCost:
+        return self.machine.switch(from_tp, to_tp, contexts, sequences, kv, first_use)
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
         return self.machine.transfer_s(contexts, from_tp, to_tp, same_node)

@@ -225,6 +225,12 @@ class _View:
     def total(self) -> int:
         return len(self._rollout.requests)
 
+    @property
+    def finished_tokens(self) -> tuple[int, int]:
+        finished = self._rollout.result.finished
+        lengths = [r.response_tokens for r in self._rollout.requests if r.id in finished] or [0]
+        return min(lengths), max(lengths)
+
     def unfinished(self, node: int | None = None) -> int:
         # Choice: a request on its way between replicas is on no node; one on a node that switches, or on a replica that
         # is being released, is on that node.
@@ -609,7 +615,8 @@ class _Rollout:
             contexts = [r.context for replica in switch.old for r in replica.admitted if r.state == "running"]
             from_tp = self.tps[switch.node]
             first_use = switch.to_tp not in self.used_tps[switch.node]
-            cost = self.costs.switch(from_tp, switch.to_tp, contexts, switch.kv, first_use)
+            sequences = sum(len(replica.requests()) for replica in switch.old)
+            cost = self.costs.switch(from_tp, switch.to_tp, contexts, sequences, switch.kv, first_use)
             self.used_tps[switch.node].add(switch.to_tp)
             switch.ends_at = self.now + cost.total_s
             self.result.switches.append(RefSwitch(switch.node, from_tp, switch.to_tp, self.now, cost))

@@ -95,6 +95,23 @@ def test_pat_does_nothing_where_all_are_equally_long(cluster: str, calibration: 
     assert pat.env.now == static.env.now
 
 
+@both
+@pytest.mark.parametrize(("requests", "length"), [(101, 500), (101, 4000), (126, 500), (130, 4000)])
+def test_pat_does_nothing_where_all_are_equally_long_and_short_of_the_limit(
+    cluster: str, calibration: str, requests: int, length: int
+) -> None:
+    """Replicas of unequal share finish one after the other, which is no tail to switch for."""
+    known = context(machine(cluster, calibration), requests, cap=16384)
+    assert generate(PAT(), known, [length] * requests).switches == []
+
+
+def test_spread_actual_takes_the_replicas_as_they_are() -> None:
+    known = context(machine("8xh100", "h100-vllm"), 64)
+    lengths = long_tail(64, 16384, 0)
+    even, actual = (generate(PAT(spread=spread), known, lengths) for spread in ("even", "actual"))
+    assert len(actual.switches) > len(even.switches)
+
+
 def start_of_pat(known: ControlContext) -> int:
     """The layout that PAT begins with."""
     pat = PAT()
@@ -157,8 +174,10 @@ class Priced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.machine, name)
 
-    def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: KvHandling, first_use: bool) -> SwitchCost:
-        cost: SwitchCost = self.machine.switch(from_tp, to_tp, contexts, kv, first_use)
+    def switch(
+        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+    ) -> SwitchCost:
+        cost: SwitchCost = self.machine.switch(from_tp, to_tp, contexts, sequences, kv, first_use)
         return dataclasses.replace(cost, kv_s=cost.kv_s * self.kv_times)
 
 
@@ -192,7 +211,7 @@ def test_pat_compares_migration_and_recomputation(cluster: str, calibration: str
     for action, requests in SEEN:
         held = [r.context_tokens for r in requests if r.has_kv]
         each = [Chunk(round(rms_context_tokens(held)), 0)] * -(-len(held) * action.tp // 8)
-        moved_s = known.costs.switch(2, action.tp, held, "migrate", False).kv_s
+        moved_s = known.costs.switch(2, action.tp, held, len(held), "migrate", False).kv_s
         again_s = known.costs.step(action.tp).prefill_s(each)
         if not 0.9 < moved_s / again_s < 1.1:  # the profile of prefills interpolates
             assert action.kv == ("migrate" if moved_s < again_s else "recompute")
@@ -246,7 +265,7 @@ def test_the_predictor_follows_a_real_trajectory(cluster: str, calibration: str,
     began = max(r.first_token_at for r in rollout.requests)
     pat = PAT(candidates=(tp,))
     pat.setup(known)
-    predicted_s = pat._remaining_s(tp, sorted((length - 1 for length in lengths), reverse=True), PROMPT + 1)
+    predicted_s = pat._remaining_s(tp, sorted(((length - 1, PROMPT + 1.0) for length in lengths), reverse=True))
     error = predicted_s / (rollout.env.now - began) - 1
     assert abs(error) < 0.03
 
@@ -294,5 +313,7 @@ def test_verl_best_stands_for_every_degree_that_fits() -> None:
 
 def test_a_policy_prints_as_what_makes_it() -> None:
     assert repr(VeRL(tp=2)) == "VeRL(tp=2)"
-    assert repr(PAT()) == "PAT(start_tp='auto', candidates=(1, 2, 4, 8))"
+    assert repr(PAT()) == (
+        "PAT(start_tp='auto', candidates=(1, 2, 4, 8), profile_tokens_per_gpu=131072, spread='even')"
+    )
     assert Reconfigure(0, 8) == Reconfigure(node=0, tp=8, kv="migrate")

@@ -130,7 +130,6 @@ def test_profile_returns_what_was_sampled() -> None:
             if batch * context <= 256 * 1024:
                 want = step.decode(batch).step_s(batch * context)
                 assert profile.decode(batch).step_s(batch * context) == pytest.approx(want)
-                assert profile.covers(batch, batch * context)
     assert profile.prefill_s([Chunk(2048, 0)]) == pytest.approx(step.prefill_s([Chunk(2048, 0)]))
     assert profile.extrapolated == 0
     assert profile.tp == 2
@@ -154,8 +153,6 @@ def test_profile_blends_neighbouring_batches_at_the_same_total() -> None:
     assert profile.extrapolated == 0
     assert profile.decode(6).step_s(0) == pytest.approx(3.0)  # the slope along the batch goes on
     assert profile.extrapolated == 1
-    assert not profile.covers(6, 10)
-    assert not profile.covers(3, 101)
 
 
 def test_profile_prefill_is_bilinear_and_counts_extrapolation() -> None:

@@ -12,7 +12,6 @@ from rlsim.cost.transfer import (
     kv_send_s,
     reshard_s,
     rms_context_tokens,
-    switch_cost,
     switch_peak_bytes,
     weight_sync_s,
 )
@@ -123,28 +122,9 @@ def test_captured_batch_sizes() -> None:
 
 
 def test_pats_measured_switch_from_its_inputs() -> None:
-    """8×A40, TP2 -> TP8: the rates that PAT's weight and KV times imply give those times back, and the sum 5.52 s."""
-    cost = switch_cost(
-        LLAMA,
-        PerByte(),
-        contexts=TAIL,
-        tp_src=2,
-        tp_dst=8,
-        graph_capture_s=0.73 / 5,
-        switch_control_s=1.40,
-        reshard_bytes_per_s=7.796e9,
-        migrate_bytes_per_s=3.071e9,
-    )
-    assert cost.weights_s == pytest.approx(1.03, rel=1e-3)
-    assert cost.kv_s == pytest.approx(2.36, rel=1e-3)
-    assert cost.graph_s == pytest.approx(0.73)
-    assert cost.total_s == pytest.approx(5.52, rel=1e-3)
-
-
-def test_recomputation_when_it_is_cheaper() -> None:
-    cost = switch_cost(LLAMA, PerByte(), contexts=TAIL, tp_src=2, tp_dst=8, recompute_s=0.5, group_create_s=2.0)
-    assert cost.kv_s == 0.5
-    assert cost.control_s == 2.0
+    """8×A40, TP2 -> TP8: the rates that PAT's weight and KV times imply give those times back."""
+    assert reshard_s(LLAMA, PerByte(), 2, 8, 7.796e9) == pytest.approx(1.03, rel=1e-3)
+    assert kv_migrate_s(LLAMA, PerByte(), sum(TAIL), 2, 8, 3.071e9) == pytest.approx(2.36, rel=1e-3)
 
 
 def test_peak_memory_of_a_switch_against_pat() -> None:

@@ -93,7 +93,9 @@ class StubCosts:
     def capacity_pages(self, tp: int) -> int:
         return self.pages[tp]
 
-    def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: KvHandling, first_use: bool) -> SwitchCost:
+    def switch(
+        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+    ) -> SwitchCost:
         kv_s = self.kv_per_token_s * sum(contexts) / from_tp if kv == "migrate" else 0.0
         return SwitchCost(self.weights_s / to_tp, kv_s, self.capture_s, self.first_use_s if first_use else 0.0)
 

@@ -75,20 +75,23 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
 
 def _tables(result: Result) -> Iterator[Table]:
     """Two tables per case: the comparison, and where the step's time goes."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
-    interval = "95% interval over paired seeds" if seeds > 1 else "no interval"
+    interval = "paired by seed" if seeds > 1 else "no interval"
     for case, rows in result.summary().groupby("case", sort=False):
         title = " · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part)
-        means = f"means of {seeds} seeds" if seeds > 1 else "one seed"
-        compared = Table(title=title, caption=f"{means}; speedup over {baseline}, {interval}")
-        parts = Table(caption="seconds of a step; bound: lower bound of gen / gen")
+        means = f"means of {seeds} seeds ± half their 95% interval" if seeds > 1 else "one seed"
+        compared = Table(box=SIMPLE_HEAD, title=title, caption=f"{means}; speedup over {baseline}, {interval}")
+        parts = Table(
+            box=SIMPLE_HEAD, caption="seconds of a step; paused: for switches; bound: lower bound of gen / gen"
+        )
         compared.add_column("system", no_wrap=True)
         parts.add_column("system", no_wrap=True)
-        for heading in ("step s", "gen s", "speedup of the step", "bubble", "switches"):
+        for heading in ("step s", "gen s", "speedup", "bubble", "switches"):
             compared.add_column(heading, justify="right", no_wrap=True)
-        for heading in ("gen", "90% by", "prep", "train", "sync", "tokens/s", "bound"):
+        for heading in ("gen", "90% by", "prep", "train", "sync", "paused", "tokens/s", "bound"):
             parts.add_column(heading, justify="right", no_wrap=True)
         for row in rows.to_dict("records"):
             system, low, high = str(row["system"]), row["speedup_low"], row["speedup_high"]
@@ -98,11 +101,13 @@ def _tables(result: Result) -> Iterator[Table]:
             if system != baseline and low == low:
                 speedup += f" [{low:.2f}, {high:.2f}]"
             step, *parts_s = (
-                f"{row[f'{part}_time_s']:.1f}" for part in ("step", "gen", "gen_p90", "prep", "train", "sync")
+                f"{row[f'{part}_time_s']:.1f}" for part in ("step", "gen", "gen_p90", "prep", "train", "sync", "switch")
             )
             bubble = f"{row['bubble_fraction']:.1%}"
             name = f"{system} ({tuned})" if tuned else system
-            compared.add_row(name, step, parts_s[0], speedup, bubble, f"{row['switches']:.1f}")
+            half = row["gen_time_s_half"]
+            gen = parts_s[0] + (f" ±{half:.1f}" if half == half else "")
+            compared.add_row(name, step, gen, speedup, bubble, f"{row['switches']:.1f}")
             parts.add_row(system, *parts_s, f"{row['tokens_per_s']:,.0f}", f"{row['bound_share']:.0%}")
         yield compared
         yield parts

@@ -11,6 +11,7 @@ from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.step import StepCost
 
 _RATIO = 1.03  # of neighbouring batch sizes in the search for the cheapest
+_STEP_TOKENS = 32  # contexts are looked up this coarsely; step times grow with the context
 
 
 class GenerationBound:
@@ -18,21 +19,23 @@ class GenerationBound:
 
     The larger of two times that no schedule avoids:
 
-    - the *longest response*: alone on a replica, each token at the fastest TP for its context, its prompt's prefill
-    not counted;
+    - the *longest response*: each token at the fastest TP for its context, alone or in the company of others (some
+      kernels run one long sequence faster beside short ones); its prompt's prefill is not counted;
     - the *total work*: a token in the best company costs at least α GPU-seconds plus β per token of its context. With
-      `step(b, T) ≥ step(b, 0) + s_b · T`, α is the minimum over TP and b of `tp · step(b, 0) / b` and β that of `tp ·
-      s_b`. Steps are taken to grow with b and T; between sampled batch sizes that makes α smaller, never larger.
+      `step(b, T) ≥ step(b, 0) + s_b · T`, α is the minimum over TP and b of `tp · step(b, 0) / b` and β that of
+      `tp · s_b`. Empty steps are taken to grow with b; between sampled batch sizes that makes α smaller, never larger.
     """
 
     def __init__(self, steps: Mapping[int, StepCost], gpus: int, max_batch: int) -> None:
         self._gpus = gpus
-        self._single = [step.decode(1) for step in steps.values()]
+        self._curves: list[DecodeCurve] = []
+        self._fastest = np.empty(0)
         alpha = beta = float("inf")
+        batches = _batches(max_batch)
         for tp, step in steps.items():
-            batches = _batches(max_batch)
             for batch, following in zip(batches, [*batches[1:], max_batch + 1], strict=True):
                 curve = step.decode(batch)
+                self._curves.append(curve)
                 empty_s = curve.step_s(0.0)
                 alpha = min(alpha, tp * empty_s / (following - 1))
                 far = [*(x for x in curve.knots if x > 0), 2.0 * curve.knots[-1] + 1e6]
@@ -49,8 +52,16 @@ class GenerationBound:
         work_s = (self._alpha * decoded.sum() + self._beta * contexts.sum()) / self._gpus
         longest = int(np.argmax(lengths))
         along = prompts[longest] + 1 + np.arange(int(decoded[longest]))
-        fastest = np.min([_at(curve, along) for curve in self._single], axis=0)
-        return float(max(work_s, fastest.sum()))
+        return float(max(work_s, self._fastest_s(along).sum()))
+
+    def _fastest_s(self, contexts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The fastest step of any TP and batch at each context, rounded down to a multiple of `_STEP_TOKENS`."""
+        index = (contexts // _STEP_TOKENS).astype(np.int64)
+        needed = int(index.max(initial=-1)) + 1
+        if needed > len(self._fastest):
+            grid = np.arange(2 * needed, dtype=np.float64) * _STEP_TOKENS
+            self._fastest = np.min([_at(curve, grid) for curve in self._curves], axis=0)
+        return self._fastest[index]
 
 
 def _batches(largest: int) -> list[int]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.memory import check_training, kv_capacity_pages, resident_bytes
+from rlsim.cost.memory import check_training, kv_capacity_pages, kv_page_bytes, resident_bytes
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import StepCost
@@ -117,20 +117,22 @@ class Machine:
                 infeasible[tp] = str(error)
         return tuple(feasible), infeasible
 
-    def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: str, first_use: bool) -> SwitchCost:
-        """Pause of one node that goes from one TP to another while its requests hold `contexts` tokens of KV each.
+    def switch(
+        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: str, first_use: bool
+    ) -> SwitchCost:
+        """Pause of a node that goes to another TP with `sequences` unfinished requests, some holding `contexts` of KV.
 
-        Weights are resharded layer by layer, KV migrates (`kv` = "migrate") or is left to be recomputed by the engine
-        (then it costs nothing here), decode graphs are captured anew for the batch sizes up to a target replica's
-        share of the requests only, and communication groups are created at their first use.
+        Weights are resharded layer by layer. KV migrates (`kv` = "migrate") inside groups of max(from, to) GPUs side by
+        side, each moving its share, or is left to be recomputed by the engine (then it costs nothing here). Decode
+        graphs are captured for the batch sizes up to a target replica's share of the requests only. Communication
+        groups are created at their first use.
         """
-        runtime = self.calibration.runtime
-        per_replica = math.ceil(len(contexts) * to_tp / self.cluster.gpus_per_node)
-        graphs = captured_batch_sizes(max(per_replica, 1), runtime.graph_batch_sizes)
+        runtime, gpus = self.calibration.runtime, self.cluster.gpus_per_node
+        graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), runtime.graph_batch_sizes)
         moved_s = 0.0
         if kv == "migrate":
-            total = float(sum(contexts))
-            moved_s = kv_migrate_s(self.model, self._collectives, total, from_tp, to_tp, runtime.migrate_bytes_per_s)
+            share = sum(contexts) * max(from_tp, to_tp) / gpus
+            moved_s = kv_migrate_s(self.model, self._collectives, share, from_tp, to_tp, runtime.migrate_bytes_per_s)
         return SwitchCost(
             weights_s=reshard_s(self.model, self._collectives, from_tp, to_tp, runtime.reshard_bytes_per_s),
             kv_s=moved_s,
@@ -139,9 +141,16 @@ class Machine:
         )
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
-        """Seconds to move the KV of these contexts from one replica to another."""
-        link = self.cluster.intra if same_node or self.cluster.inter is None else self.cluster.inter
-        return kv_send_s(self.model, link, float(sum(contexts)), min(from_tp, to_tp))
+        """Seconds to move the KV of these contexts from one replica to another: every rank sends its heads.
+
+        At the measured rate of a migrating rank where the calibration has one, else as NCCL's send and receive.
+        """
+        tp = min(from_tp, to_tp)
+        rate = self.calibration.runtime.migrate_bytes_per_s
+        if same_node and rate is not None:
+            return kv_send_s(self.model, self.cluster.intra, float(sum(contexts)), tp, rate)
+        per_rank = kv_page_bytes(self.model, tp, 1) * sum(contexts)
+        return self._collectives.time_s("send_recv", per_rank, 2, 1 if same_node else 2) if per_rank else 0.0
 
     # Inference, training, weights -------------------------------------------------------------------------------------
 

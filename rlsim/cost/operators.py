@@ -126,26 +126,34 @@ class Operators:
         """
         fit, ref = self.fits.prefill_attention, self.reference
         block = fit.block_tokens
-        work = longest = queries = size = 0.0
         measured = self._ranges.get("prefill_attention", {})
         (shortest_new, longest_new), (shortest, longest_context) = (
             measured.get(name, (0.0, inf)) for name in ("new", "context")
         )
+        blocks = pairs = last = tokens = context = 0.0  # sums over the chunks; of `last`, where a chunk's blocks end
         for new, prior in chunks:
-            if not (shortest_new <= new <= longest_new and shortest <= new + prior <= longest_context):
+            length = prior + new
+            if not (shortest_new <= new <= longest_new and shortest <= length <= longest_context):
                 self.outside["prefill_attention"] += 1
-            blocks = ceil(new / block)
-            keys = prior + block * (blocks + 1) / 2
-            work += blocks * block * (keys + fit.overhead_tokens)
-            longest = max(longest, block * (prior + blocks * block + fit.overhead_tokens))
-            queries += blocks * block
-            size += new * q_heads * 2 + (new + prior) * kv_heads * 2
+            n = -(-new // block)
+            end = prior + n * block
+            blocks += n
+            pairs += n * (prior + end)
+            tokens += new
+            context += length
+            if end > last:
+                last = end
+        queries = blocks * block
+        # A chunk's blocks see prior + block, prior + 2 · block, …, end keys.
+        work = block * pairs / 2 + queries * (block / 2 + fit.overhead_tokens)
+        longest = block * (last + fit.overhead_tokens)
         flop = 4.0 * head_dim
         rate = ref.bf16_flop_per_s * interpolate(fit.keys, fit.efficiency, work / queries)
         total_s = flop * q_heads * work / rate
         longest_s = flop * longest / (ref.bf16_flop_per_s / ref.sm_count * fit.single_efficiency)
         p = fit.blend
         compute = float((total_s**p + longest_s**p) ** (1.0 / p))
+        size = tokens * q_heads * 2 + context * kv_heads * 2
         memory = size * head_dim * _BF16 / (ref.memory_bytes_per_s * fit.memory_efficiency)
         return fit.launch_s + max(compute, memory)
 

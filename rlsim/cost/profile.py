@@ -69,14 +69,6 @@ class ProfileStep(StepCost):
             raise CalibrationError(f"decode profile of {record.model} at TP {record.tp}: {error}") from None
         return cls(record.tp, curves, record.prefill_tokens, record.prefill_lengths, record.prefill_s, skew=skew)
 
-    def covers(self, batch: int, context_tokens: float) -> bool:
-        """Whether a decode step of `batch` sequences over `context_tokens` lies inside the profiled region."""
-        if not self._batches[0] <= batch <= self._batches[-1]:
-            return False
-        i, _ = _segment(self._batches, batch)
-        below = self._curves[int(self._batches[i])]
-        return below.knots[0] <= context_tokens <= below.knots[-1]
-
     def decode(self, batch: int) -> DecodeCurve:
         """The profiled curve of `batch`, or the blend of its neighbours at the same sum of contexts."""
         if not self._batches[0] <= batch <= self._batches[-1]:

@@ -54,6 +54,8 @@ class RooflineStep(StepCost):
         self._experts = model.experts(tp)
         self._head = model.head(tp)
         self._curves: dict[int, DecodeCurve] = {}
+        self._known_tokens_s: dict[float, float] = {}
+        self._known_head_s: dict[float, float] = {}
 
     def decode(self, batch: int) -> DecodeCurve:
         """The decode curve of `batch` sequences; two segments where attention turns from fixed cost to streaming."""
@@ -123,9 +125,14 @@ class RooflineStep(StepCost):
     def _tokens_s(self, tokens: float) -> float:
         """All that depends on the number of tokens alone: every layer's products, elementwise kernels and
         all-reduces."""
+        known = self._known_tokens_s.get(tokens)
+        if known is not None:
+            return known
         layers = self._model.num_hidden_layers
         layer = self._products_s(tokens) + self._elementwise_s(tokens)
-        return layers * layer + (2 * layers + 1) * self._all_reduce_s(tokens) + self._embedding_s(tokens)
+        time = layers * layer + (2 * layers + 1) * self._all_reduce_s(tokens) + self._embedding_s(tokens)
+        self._known_tokens_s[tokens] = time
+        return time
 
     def _products_s(self, tokens: float) -> float:
         gemm = self.operators.gemm_s
@@ -157,10 +164,14 @@ class RooflineStep(StepCost):
         return self.collectives.time_s("all_reduce", tokens * self._model.hidden_size * _BF16, self.tp)
 
     def _head_s(self, rows: float) -> float:
-        product = self.operators.gemm_s(rows, self._head.n_out, self._head.k_in)
-        if self._model.scalar_head:
-            return product
-        return product + self.collectives.time_s("all_gather", rows * self._model.vocab_size * _BF16, self.tp)
+        known = self._known_head_s.get(rows)
+        if known is not None:
+            return known
+        time = self.operators.gemm_s(rows, self._head.n_out, self._head.k_in)
+        if not self._model.scalar_head:
+            time += self.collectives.time_s("all_gather", rows * self._model.vocab_size * _BF16, self.tp)
+        self._known_head_s[rows] = time
+        return time
 
     def _prefill_attention_s(self, chunks: Sequence[Chunk]) -> float:
         one = self.operators.prefill_attention_s(chunks, self._q_heads, self._kv_heads, self._model.head_dim)

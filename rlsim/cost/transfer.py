@@ -200,40 +200,6 @@ def captured_batch_sizes(largest: int, sizes: Sequence[int] = GRAPH_BATCH_SIZES)
     return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < largest)
 
 
-def switch_cost(
-    model: Model,
-    collectives: CollectiveTime,
-    *,
-    contexts: Sequence[float],
-    tp_src: int,
-    tp_dst: int,
-    recompute_s: float = math.inf,
-    graph_capture_s: float = 0.0,
-    graph_batch_sizes: Sequence[int] = GRAPH_BATCH_SIZES,
-    switch_control_s: float = 0.0,
-    group_create_s: float = 0.0,
-    reshard_bytes_per_s: float | None = None,
-    migrate_bytes_per_s: float | None = None,
-) -> SwitchCost:
-    """Cost of switching one node from TP `tp_src` to `tp_dst` with unfinished sequences of lengths `contexts`.
-
-    KV handling is the cheaper of migrating and recomputing (`recompute_s`: prefill of len(contexts) sequences at
-    `rms_context_tokens` under `tp_dst`). `graph_capture_s` is per captured batch size: those of `graph_batch_sizes` up
-    to all `contexts` in one replica. `switch_control_s`: memory free, GC, synchronisation. `group_create_s`: to be
-    given only when this layout's communication groups are used for the first time.
-    """
-    sequences = max(len(contexts), 1)
-    return SwitchCost(
-        weights_s=reshard_s(model, collectives, tp_src, tp_dst, reshard_bytes_per_s),
-        kv_s=min(
-            kv_migrate_s(model, collectives, float(sum(contexts)), tp_src, tp_dst, migrate_bytes_per_s),
-            recompute_s,
-        ),
-        graph_s=graph_capture_s * len(captured_batch_sizes(sequences, graph_batch_sizes)),
-        control_s=switch_control_s + group_create_s,
-    )
-
-
 def switch_peak_bytes(
     model: Model, context_tokens: float, tp_src: int, tp_dst: int, *, layerwise: bool = True
 ) -> float:

@@ -36,9 +36,9 @@ class WorkflowSpec(Schema):
     """The RL algorithm and its batch."""
 
     algorithm: Literal["grpo"] = Field(default="grpo", description="which graph of calls")
-    prompts: int = Field(ge=1, description="prompts per step")
-    responses: int = Field(ge=1, description="responses per prompt")
-    steps: int = Field(ge=1, description="training steps to simulate")
+    prompts: int = Field(ge=1, le=1_000_000, description="prompts per step")
+    responses: int = Field(ge=1, le=10_000, description="responses per prompt")
+    steps: int = Field(ge=1, le=100_000, description="training steps to simulate")
     reference: bool = Field(default=True, description="whether a frozen reference model scores the responses (KL term)")
     old_log_probs: bool = Field(
         default=True, description="whether the trainer computes the old policy's log-probs anew"

@@ -18,10 +18,11 @@ def summarise(result: Result) -> pd.DataFrame:
     """Means over steps and seeds, and the speedup of the step over the baseline.
 
     Columns: case, system, step_time_s, gen_time_s, gen_p90_time_s, prep_time_s, train_time_s, sync_time_s, speedup,
-    speedup_low, speedup_high, gen_speedup, tokens_per_s (trained on), bubble_fraction, switches (per step), bound_share
-    (lower bound / generation time). `speedup` is the geometric mean over seeds of baseline time / system time on the
-    same responses; its 95% interval is Student's t on the logarithms, missing with one seed; all are missing where the
-    baseline did not run.
+    speedup_low, speedup_high, gen_speedup, tokens_per_s (trained on), bubble_fraction, switches and switch_time_s (per
+    step), bound_share (lower bound / generation time); step_time_s_half and gen_time_s_half are half the width of the
+    95% interval of these means over seeds. `speedup` is the geometric mean over seeds of baseline time / system time on
+    the same responses; its 95% interval is Student's t on the logarithms, missing with one seed; all are missing where
+    the baseline did not run.
     """
     times = ["step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s"]
     rows = []
@@ -35,6 +36,8 @@ def summarise(result: Result) -> pd.DataFrame:
             continue
         row: dict[str, object] = {"case": case, "system": system}
         row |= {column: float(mine[column].mean()) for column in times}
+        for column in ("step_time_s", "gen_time_s"):
+            row[f"{column}_half"] = _half_interval(mine.groupby("seed")[column].mean().tolist())
         step = gen = (float("nan"),) * 3
         if baseline in result.manifest["systems"][case]:
             reference, own = by_seed.loc[(case, baseline)], by_seed.loc[(case, system)]
@@ -47,18 +50,24 @@ def summarise(result: Result) -> pd.DataFrame:
             (mine["bubble_fraction"] * mine["step_time_s"]).sum() / mine["step_time_s"].sum()
         )
         row["switches"] = float(mine["switches"].mean())
+        row["switch_time_s"] = float(mine["switch_time_s"].mean())
         row["bound_share"] = float(mine["gen_bound_s"].sum() / mine["gen_time_s"].sum())
         rows.append(row)
     return pd.DataFrame(rows)
 
 
+def _half_interval(values: Sequence[float]) -> float:
+    """Half the width of Student's 95% interval of the mean; NaN with a single value."""
+    if len(values) < 2:
+        return float("nan")
+    from scipy.special import stdtrit
+
+    quantile = float(stdtrit(len(values) - 1, 0.5 + CONFIDENCE / 2))
+    return float(quantile * np.std(values, ddof=1) / np.sqrt(len(values)))
+
+
 def _mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Geometric mean and its interval (NaN with a single value)."""
     logs = np.log(ratios)
-    centre = float(logs.mean())
-    if len(logs) < 2:
-        return float(np.exp(centre)), float("nan"), float("nan")
-    from scipy.special import stdtrit
-
-    half = float(stdtrit(len(logs) - 1, 0.5 + CONFIDENCE / 2) * logs.std(ddof=1) / np.sqrt(len(logs)))
+    centre, half = float(logs.mean()), _half_interval(logs.tolist())
     return float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half))

@@ -93,8 +93,10 @@ class RolloutCosts(Protocol):
     def capacity_pages(self, tp: int) -> int:
         """KV pages of a replica at this TP."""
 
-    def switch(self, from_tp: int, to_tp: int, contexts: Sequence[int], kv: KvHandling, first_use: bool) -> SwitchCost:
-        """Pause of a node whose requests hold `contexts` tokens of KV each.
+    def switch(
+        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+    ) -> SwitchCost:
+        """Pause of a node with `sequences` unfinished requests, some of which hold `contexts` tokens of KV each.
 
         With `kv` "recompute" the KV costs nothing here: the engine prefills it again. `first_use`: this run has not
         used `to_tp` on this node before, so its communication groups must be created.
@@ -134,6 +136,10 @@ class RolloutView(Protocol):
     @property
     def total(self) -> int:
         """Requests launched in this rollout."""
+
+    @property
+    def finished_tokens(self) -> tuple[int, int]:
+        """Lengths of the shortest and the longest response finished so far; (0, 0) before the first."""
 
     def unfinished(self, node: int | None = None) -> int:
         """Requests neither finished nor aborted, on one node or on all. Cheap."""

@@ -15,6 +15,11 @@ class EngineConfig(Schema):
     max_num_seqs: int = Field(default=1024, ge=1, description="sequences running or prefilling together in a replica")
     max_num_batched_tokens: Tokens = Field(default=8192, ge=1, description="token budget of one prefill iteration")
     chunked_prefill: bool = Field(default=False, description="prefill in chunks that share iterations with decodes")
+    first_layout_kept: bool = Field(
+        default=True,
+        description="whether decode graphs of a step's first layout survive a switch; if not, the next step begins by "
+        "capturing them again, with the pause of a switch",
+    )
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
 
     def watermark_pages(self, capacity_pages: int) -> int:

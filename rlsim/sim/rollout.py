@@ -82,6 +82,7 @@ class Rollout:
         self._switching: set[int] = set()
         self._homeless: list[Request] = []
         self._ids = frozenset(r.id for r in self.requests)
+        self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
         self.finished = 0  # responses finished so far
         self._left = len(self.requests)
         self._left_on = dict.fromkeys(range(len(mesh)), 0)
@@ -171,6 +172,10 @@ class Rollout:
 
     def _finished(self, replica: Replica, finished: list[Request]) -> None:
         self.finished += len(finished)
+        if self._asks:
+            lengths = [request.generated for request in finished]
+            shortest, longest = self.finished_tokens
+            self.finished_tokens = min(shortest or lengths[0], *lengths), max(longest, *lengths)
         self._left -= len(finished)
         self._left_on[replica.node] -= len(finished)
         if self._left == 0:
@@ -268,7 +273,8 @@ class Rollout:
             self._switching.discard(node)
             return
         old_tp = self._tp[node]
-        cost = self._costs.switch(old_tp, tp, [r.context for r in holding], kv, tp not in self._used_tps[node])
+        contexts, sequences = [r.context for r in holding], len(holding) + len(others)
+        cost = self._costs.switch(old_tp, tp, contexts, sequences, kv, tp not in self._used_tps[node])
         self._used_tps[node].add(tp)
         self.switches.append((self.env.now, node, old_tp, tp, cost))
         start = self.env.now

@@ -113,6 +113,7 @@ class _Run:
         self.pool = GpuPool(self.env)
         self.outcome = Outcome()
         self.used_tps: dict[int, set[int]] = {}
+        self.last_tp: dict[int, int] = {}  # nodes that switched during the last generation stage, and where to
         self.responses: dict[int, Responses] = {}
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
@@ -148,11 +149,14 @@ class _Run:
     def _generate(self, step: int, placement: Placement) -> Generator[simpy.Event, Any, set[int]]:
         """Run the generation stage; returns the GPUs that it gave up before its end."""
         what = self.what
+        mesh, requests = placement.nodes(what.cluster), what.launch(step)
+        if not what.config.first_layout_kept:
+            yield from self._return_to_first_layout(step, mesh, len(requests))
         rollout = Rollout(
             self.env,
-            mesh=placement.nodes(what.cluster),
+            mesh=mesh,
             tp=what.initial_tp,
-            requests=what.launch(step),
+            requests=requests,
             costs=what.costs,
             config=what.config,
             control=what.control,
@@ -165,6 +169,7 @@ class _Run:
         yield rollout.done
         self.responses[step] = Responses.of(rollout.requests)
         for at, node, from_tp, to_tp, time in rollout.switches:
+            self.last_tp[node] = to_tp
             self.outcome.switches.append(
                 SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
             )
@@ -178,6 +183,24 @@ class _Run:
         )
         rollout.close()
         return set(rollout.released_at)
+
+    def _return_to_first_layout(
+        self, step: int, mesh: Sequence[tuple[int, ...]], requests: int
+    ) -> Generator[simpy.Event, Any, None]:
+        """Pause the nodes that ended the last step in another layout; the weight sync has brought their weights."""
+        what, start, longest_s = self.what, self.env.now, 0.0
+        for node, last_tp in self.last_tp.items():
+            if last_tp != what.initial_tp:
+                cost = what.costs.switch(last_tp, what.initial_tp, (), -(-requests // len(mesh)), "recompute", False)
+                record = SwitchRecord(
+                    step, start, node, last_tp, what.initial_tp, 0.0, 0.0, cost.graph_s, cost.control_s
+                )
+                self.outcome.switches.append(record)
+                pause_s = cost.graph_s + cost.control_s
+                Recorder(self.outcome.spans, step).add(mesh[node], start, start + pause_s, "switch", what.initial_tp)
+                longest_s = max(longest_s, pause_s)
+        self.last_tp.clear()
+        yield self.env.timeout(longest_s)
 
 
 @contextmanager

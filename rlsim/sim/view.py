@@ -46,6 +46,10 @@ class LiveView:
     def total(self) -> int:
         return len(self._rollout.requests)
 
+    @property
+    def finished_tokens(self) -> tuple[int, int]:
+        return self._rollout.finished_tokens
+
     def unfinished(self, node: int | None = None) -> int:
         rollout = self._rollout
         return rollout._left if node is None else rollout._left_on[node]

@@ -49,9 +49,12 @@ def _settings(scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "as shipped (vLLM, cap 24K, 128 responses), 4 seeds of 3 steps", {}
     yield "engine: SGLang", {"calibration": "h100-sglang"}
     yield "engine: TensorRT-LLM", {"calibration": "h100-trtllm"}
-    yield "host time 0", {"calibration": _host_time(scratch, 0.0)}
-    yield "host time doubled", {"calibration": _host_time(scratch, 2.0)}
+    yield "host time 0", {"calibration": _host_time(scratch, 0.0, 0.0)}
+    yield "host time doubled", {"calibration": _host_time(scratch, 2.0, 2.0)}
     yield "GPU links at a quarter of the rate", {"cluster": _slow_links(0.25)}
+    yield "host time per sequence halved", {"calibration": _host_time(scratch, 1.0, 0.5)}
+    yield "PAT recaptures its first layout's graphs each step", {"engine.first_layout_kept": False}
+    yield "PAT predicts with the replicas as they are", {"systems": [SYSTEMS[0], {"pat": {"spread": "actual"}}]}
     yield "cap 8K", {"trace.cap": "8K"}
     yield "cap 16K", {"trace.cap": "16K"}
     yield "32 responses a step", {"workflow.prompts": 4}
@@ -64,21 +67,22 @@ def _settings(scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "lengths: lognormal through the two published facts", {"trace.path": _lengths(scratch, "lognormal")}
     yield "lengths: no correlation within a prompt", {"trace.path": _lengths(scratch, "ungrouped")}
     yield "lengths: RollPacker's math task", {"trace.path": "rollpacker-math"}
+    yield "lengths: RollPacker's judge task (far below the cap)", {"trace.path": "rollpacker-judge"}
     yield "lengths: long reasoning (AIME-like)", {"trace.path": "aime-r1-distill-like"}
 
 
-def _host_time(scratch: Path, factor: float) -> str:
-    """The shipped calibration with other host time, as a file."""
+def _host_time(scratch: Path, step: float, sequence: float) -> str:
+    """The shipped calibration with host time per step and per sequence multiplied, as a file."""
     from ruamel.yaml import YAML
 
     calibration = load_calibration("h100-vllm")
     host = calibration.host
     changed = {
-        "step_s": host.step_s * factor,
-        "sequence_s": host.sequence_s * factor,
-        "prefill_s": host.prefill_s * factor,
+        "step_s": host.step_s * step,
+        "sequence_s": host.sequence_s * sequence,
+        "prefill_s": host.prefill_s * step,
     }
-    path = scratch / f"host-{factor:g}.yaml"
+    path = scratch / f"host-{step:g}-{sequence:g}.yaml"
     data = calibration.model_copy(update={"host": host.model_copy(update=changed)}).model_dump(mode="json")
     with path.open("w", encoding="utf-8") as file:
         YAML(typ="safe").dump(data, file)
