@@ -73,8 +73,8 @@ def test_summary(result: Result) -> None:
     summary = result.summary()
     assert list(summary.columns) == [
         "case", "system", "step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s",
-        "speedup", "speedup_low", "speedup_high", "gen_speedup", "tokens_per_s", "bubble_fraction", "switches",
-        "bound_share",
+        "step_time_s_half", "gen_time_s_half", "speedup", "speedup_low", "speedup_high", "gen_speedup", "tokens_per_s",
+        "bubble_fraction", "switches", "switch_time_s", "bound_share",
     ]  # fmt: skip
     rows = summary.set_index("system")
     assert rows.loc["verl-best", "speedup"] == 1.0
@@ -435,7 +435,7 @@ def test_run_prints_a_comparison_and_writes_the_results(
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "x.yaml").write_text(json.dumps(experiment(systems=["verl", "pat"], baseline=None)))
     printed = _output(monkeypatch, capsys, "run", "x.yaml", "--set", "trace.cap=1K")
-    assert "speedup over verl, 95% interval over paired seeds" in printed
+    assert "speedup over verl, paired by seed" in printed
     assert "results: results/small" in printed
     assert set(read_result("results/small").steps["system"]) == {"verl", "pat"}
     assert _output(monkeypatch, capsys, "run", "x.yaml", "-q", "--seeds", "1", "--out", "o") == "o\n"
@@ -485,3 +485,32 @@ def test_a_shipped_name_is_found_beside_a_directory_of_that_name(
     (tmp_path / "pat_vs_static").mkdir()
     monkeypatch.chdir(tmp_path)
     assert load_experiment("pat_vs_static")[0].name == "pat-vs-static"
+
+
+def test_return_to_the_first_layout_is_charged_where_its_graphs_are_lost() -> None:
+    short = {"seeds": 1, "systems": [{"pat": {"start_tp": 2}}], "baseline": None, "workflow.steps": 2}
+    kept, lost = (rlsim.run("pat_vs_static", overrides={**short, "engine.first_layout_kept": k}) for k in (True, False))
+    back = lost.switches[lost.switches["to_tp"] == 2]
+    assert len(lost.switches) == len(kept.switches) + 1
+    assert back["step"].tolist() == [1]
+    assert back[["weights_s", "kv_s"]].to_numpy().sum() == 0
+    pause_s = float(back["graph_s"].iloc[0] + back["control_s"].iloc[0])
+    assert lost.steps["gen_time_s"].iloc[1] - kept.steps["gen_time_s"].iloc[1] == pytest.approx(pause_s)
+
+
+def test_policies_that_finish_less_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quitter.py").write_text(
+        "from rlsim import RolloutControl, Stop\n"
+        "class Quitter(RolloutControl):\n"
+        "    def initial_tp(self, context):\n        return context.feasible_tps[-1]\n"
+        "    def on_finish(self, view):\n        return Stop() if view.finished >= view.total // 2 else None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = rlsim.run(
+        "pat_vs_static",
+        overrides={"seeds": 1, "workflow.steps": 1, "systems": ["verl", "quitter:Quitter"], "baseline": "verl"},
+    )
+    steps = result.steps.set_index("system")
+    assert steps.loc["quitter", "finished"] < 128
+    assert steps.loc["quitter", "tokens"] < steps.loc["verl", "tokens"]
+    assert any(note.startswith("quitter finishes") for note in result.notes)

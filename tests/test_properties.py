@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import simpy
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest
@@ -14,6 +15,11 @@ from test_engine import simulate
 from workloads import LinearStep, Nothing, StubCosts, Workload, workloads
 
 from rlsim.cost.bound import GenerationBound
+from rlsim.cost.roofline import step_cost
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.rollout import Rollout
 
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=60)
 
@@ -84,6 +90,28 @@ def test_no_rollout_beats_the_bound(lengths: list[int], tp: int, seed: int) -> N
     rollout, _ = simulate(work)
     bound = GenerationBound(work.costs.steps, 8, len(lengths))
     assert rollout.env.now >= bound.time_s([20] * len(lengths), lengths) * (1 - 1e-9)
+
+
+def test_a_long_sequence_beside_short_ones_does_not_beat_the_bound() -> None:
+    """Some decode kernels run one long sequence faster with a few short ones beside it."""
+    prompts, lengths = [100_000, 100, 100, 100], [4000, 4000, 4000, 4000]
+    model, cluster = load_model("llama-3.1-8b"), load_cluster("8xh100")
+    steps = {tp: step_cost(model, tp, cluster, "h100-vllm") for tp in (1, 2, 4, 8)}
+    bound_s = GenerationBound(steps, 8, 128).time_s(prompts, lengths)
+    for tp, step in steps.items():
+        env = simpy.Environment()
+        rollout = Rollout(
+            env,
+            mesh=[tuple(range(8))],
+            tp=tp,
+            requests=[Request(i, i, p, n) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))],
+            costs=StubCosts({tp: step}, {tp: 10**6}),  # type: ignore[dict-item]
+            config=EngineConfig(),
+            control=Nothing(),
+            cap_tokens=4000,
+        )
+        env.run(rollout.done)
+        assert env.now >= bound_s
 
 
 @settings(relaxed)

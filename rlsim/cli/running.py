@@ -47,6 +47,7 @@ def run(
     console = Console()
     for table in _tables(result):
         console.print(table)
+        console.print()
     console = Console(soft_wrap=True)
     for note in result.notes:
         console.print(f"note: {note}", style="dim", highlight=False, markup=False)
@@ -75,7 +76,6 @@ def _progress(quiet: bool) -> Iterator[Progress | None]:
 
 def _tables(result: Result) -> Iterator[Table]:
     """Two tables per case: the comparison, and where the step's time goes."""
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
@@ -83,9 +83,18 @@ def _tables(result: Result) -> Iterator[Table]:
     for case, rows in result.summary().groupby("case", sort=False):
         title = " · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part)
         means = f"means of {seeds} seeds ± half their 95% interval" if seeds > 1 else "one seed"
-        compared = Table(box=SIMPLE_HEAD, title=title, caption=f"{means}; speedup over {baseline}, {interval}")
+        compared = Table(
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+            title=title,
+            caption=f"{means};\nspeedup over {baseline}, {interval}",
+        )
         parts = Table(
-            box=SIMPLE_HEAD, caption="seconds of a step; paused: for switches; bound: lower bound of gen / gen"
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+            caption="seconds of a step; paused: for switches; bound: lower bound / gen",
         )
         compared.add_column("system", no_wrap=True)
         parts.add_column("system", no_wrap=True)

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from math import ceil, inf, log2
+from operator import add
 
 from rlsim.cost.calibration import OperatorFits, Reference, Residual
 
@@ -130,22 +131,30 @@ class Operators:
         (shortest_new, longest_new), (shortest, longest_context) = (
             measured.get(name, (0.0, inf)) for name in ("new", "context")
         )
-        blocks = pairs = last = tokens = context = 0.0  # sums over the chunks; of `last`, where a chunk's blocks end
-        for new, prior in chunks:
-            length = prior + new
-            if not (shortest_new <= new <= longest_new and shortest <= length <= longest_context):
-                self.outside["prefill_attention"] += 1
-            n = -(-new // block)
-            end = prior + n * block
+        new, prior = zip(*chunks, strict=True)
+        context = [*map(add, new, prior)]
+        if not (
+            shortest_new <= min(new)
+            and max(new) <= longest_new
+            and shortest <= min(context)
+            and max(context) <= longest_context
+        ):
+            self.outside["prefill_attention"] += sum(
+                not (shortest_new <= n <= longest_new and shortest <= c <= longest_context)
+                for n, c in zip(new, context, strict=True)
+            )
+        blocks: float = 0
+        keys: float = 0  # of all blocks, doubled: a chunk's have between `prior + block` and `end`
+        last: float = 0  # where the longest chunk's blocks end
+        for tokens, start in chunks:
+            n = -(-tokens // block)
+            end = start + n * block
             blocks += n
-            pairs += n * (prior + end)
-            tokens += new
-            context += length
+            keys += n * (start + block + end)
             if end > last:
                 last = end
         queries = blocks * block
-        # A chunk's blocks see prior + block, prior + 2 · block, …, end keys.
-        work = block * pairs / 2 + queries * (block / 2 + fit.overhead_tokens)
+        work = block * (keys / 2 + blocks * fit.overhead_tokens)
         longest = block * (last + fit.overhead_tokens)
         flop = 4.0 * head_dim
         rate = ref.bf16_flop_per_s * interpolate(fit.keys, fit.efficiency, work / queries)
@@ -153,7 +162,7 @@ class Operators:
         longest_s = flop * longest / (ref.bf16_flop_per_s / ref.sm_count * fit.single_efficiency)
         p = fit.blend
         compute = float((total_s**p + longest_s**p) ** (1.0 / p))
-        size = tokens * q_heads * 2 + context * kv_heads * 2
+        size = sum(new) * q_heads * 2 + sum(context) * kv_heads * 2
         memory = size * head_dim * _BF16 / (ref.memory_bytes_per_s * fit.memory_efficiency)
         return fit.launch_s + max(compute, memory)
 

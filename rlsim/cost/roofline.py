@@ -80,7 +80,7 @@ class RooflineStep(StepCost):
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of one prefill iteration over `chunks`, the LM head on each chunk's last token."""
-        tokens = sum(chunk.new_tokens for chunk in chunks)
+        tokens = sum([chunk.new_tokens for chunk in chunks])
         return (
             self._tokens_s(tokens)
             + self._prefill_attention_s(chunks)

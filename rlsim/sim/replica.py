@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
+from operator import mul
 from typing import Any
 
 import simpy
@@ -28,6 +29,7 @@ class Replica:
         "_arrivals",
         "_asleep",
         "_batch",
+        "_capacity_tokens",
         "_config",
         "_finishing",
         "_jump",
@@ -36,12 +38,14 @@ class Replica:
         "_numbers",
         "_on_finish",
         "_orders",
+        "_padding",
         "_page_tokens",
         "_prefill_pages",
         "_prefilling",
         "_process",
         "_recorder",
         "_residues",
+        "_short",
         "_span_end",
         "_span_kind",
         "_span_start",
@@ -91,6 +95,8 @@ class Replica:
         self._on_finish = on_finish
         self._numbers = numbers  # of admissions, unique over all replicas that a request may move between
         self._page_tokens = config.page_tokens
+        self._padding = config.page_tokens - 1  # the most that one request's last page is short of being full
+        self._capacity_tokens = capacity_pages * config.page_tokens
         self._watermark_pages = config.watermark_pages(capacity_pages)
         self._orders: deque[Callable[[], None]] = deque()
         self._waiting: deque[Request] = deque()
@@ -104,6 +110,7 @@ class Replica:
         self._batch = 0
         self._tokens = 0  # sum of the running contexts
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it finishes at, admission number, request)
+        self._short = [-i % config.page_tokens for i in range(2 * config.page_tokens)]  # tokens missing in a last page
         self._residues = [0] * config.page_tokens  # how many running requests have offset % page_tokens == i
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
@@ -194,7 +201,8 @@ class Replica:
                 self._kv_arrived = any(r.has_kv for r in self._arrivals)
                 self._waiting.extend(self._arrivals)
                 self._arrivals.clear()
-            self._evict()
+            if self._prefill_pages or self._tokens + self._batch * self._padding > self._capacity_tokens:
+                self._evict()
             chunks = self._admit() if self._waiting or self._prefilling else None
             if chunks:
                 yield from self._prefill(chunks)
@@ -216,10 +224,7 @@ class Replica:
                 self._jump = None
                 self._step += steps
                 self._tokens += steps * batch
-                if self._tokens > self.peak_tokens:
-                    self.peak_tokens = self._tokens
-                self._note("decode", start)
-                self._finish()
+                self._finish("decode", start)
             else:
                 self.close()
                 self._asleep = True
@@ -235,10 +240,9 @@ class Replica:
         if moment > self.env.now:
             yield self.env.timeout(moment - self.env.now)
 
-    def _prefill(self, chunks: list[tuple[Request, int]]) -> Generator[simpy.Event, Any, None]:
-        """One iteration with prefill in it; decodes take part only in chunked mode."""
+    def _prefill(self, work: list[Chunk]) -> Generator[simpy.Event, Any, None]:
+        """One iteration with a chunk of each of the first prefilling in it; decodes take part only in chunked mode."""
         env = self.env
-        work = [Chunk(n, r.context - r.prefill_left) for r, n in chunks]
         decodes = self._batch if self._config.chunked_prefill else 0
         time_s = self.cost.mixed_s(decodes, self._padded_tokens(), work) if decodes else self.cost.prefill_s(work)
         start = env.now
@@ -254,29 +258,24 @@ class Replica:
         if decodes:
             self._step += 1
             self._tokens += decodes
-        self._note("mixed" if decodes else "prefill", start)
         now, complete = env.now, []
-        for request, tokens in chunks:
-            request.prefill_left -= tokens
+        for request, chunk in zip(self._prefilling, work, strict=False):
+            request.prefill_left -= chunk.new_tokens
             if request.prefill_left:
                 continue
-            self._prefill_pages -= self._pages_of(request.context)
             request.generated += 1
             if request.first_token_at != request.first_token_at:
                 request.first_token_at = now
             complete.append(request)
         self._prefilling = [request for request in self._prefilling if request.prefill_left]
+        self._prefill_pages = sum(self._pages_of(request.context) for request in self._prefilling)
         self._join(complete)
-        self.peak_tokens = max(self.peak_tokens, self._tokens)
-        self._finish()
+        self._finish("mixed" if decodes else "prefill", start)
 
     # ---- at a boundary ----------------------------------------------------------------------------------------------
 
     def _evict(self) -> None:
         """Preempt the most recently admitted until the pages suffice."""
-        page = self._page_tokens
-        if not self._prefill_pages and self._tokens + self._batch * (page - 1) <= self.capacity_pages * page:
-            return
         while self._pages() + self._prefill_pages > self.capacity_pages:
             order, request = self._admitted.pop()
             if request.order != order:
@@ -291,8 +290,8 @@ class Replica:
             self.preemptions += 1
             self._waiting.appendleft(request)
 
-    def _admit(self) -> list[tuple[Request, int]]:
-        """Admit from the waiting queue and return this iteration's prefill work: requests and tokens."""
+    def _admit(self) -> list[Chunk]:
+        """Admit from the waiting queue and return this iteration's work: a chunk of each of the first prefilling."""
         config, chunked = self._config, self._config.chunked_prefill
         budget = config.max_num_batched_tokens
         if chunked:
@@ -300,13 +299,13 @@ class Replica:
         left = budget - sum(r.prefill_left for r in self._prefilling)
         used = self._pages() + self._prefill_pages
         places = config.max_num_seqs - self._batch - len(self._prefilling)
-        now, page, capacity, waiting = self.env.now, self._page_tokens, self.capacity_pages, self._waiting
+        now, page, waiting = self.env.now, self._page_tokens, self._waiting
+        room = self.capacity_pages - self._watermark_pages
         while waiting and places > 0:
             request = waiting[0]
             context = request.prompt_tokens + request.generated
             pages = -(-context // page)
-            spare = self._watermark_pages if used else 0
-            if used + pages + spare > capacity:
+            if used + pages > (room if used else self.capacity_pages):
                 break
             if not request.has_kv and (left <= 0 if chunked else left < context and left < budget):
                 break
@@ -318,7 +317,7 @@ class Replica:
             if request.started_at != request.started_at:
                 request.started_at = now
             request.replica = self.index
-            if not request.tps or request.tps[-1] != self.tp:
+            if request.tps[-1:] != self._tps:
                 request.tps += self._tps
             if request.has_kv:
                 request.has_kv = False
@@ -333,13 +332,13 @@ class Replica:
             for request in waiting:
                 request.has_kv = False
         if not chunked:
-            return [(request, request.prefill_left) for request in self._prefilling]
+            return [Chunk(request.prefill_left, 0) for request in self._prefilling]
         work, left = [], budget
         for request in self._prefilling:
             tokens = min(request.prefill_left, left)
             if tokens <= 0:
                 break
-            work.append((request, tokens))
+            work.append(Chunk(tokens, request.context - request.prefill_left))
             left -= tokens
         return work
 
@@ -356,15 +355,17 @@ class Replica:
         """Put requests whose context is in the KV cache into the running batch."""
         step, page, residues, finishing = self._step, self._page_tokens, self._residues, self._finishing
         longest = self._longest if self.cost.skew else None
+        tokens = 0
         for request in requests:
             order, generated = request.order, request.generated
             context = request.prompt_tokens + generated
             offset = request.offset = context - step
-            self._tokens += context
+            tokens += context
             residues[offset % page] += 1
             heappush(finishing, (step + request.response_tokens - generated, order, request))
             if longest is not None:
                 heappush(longest, (-offset, order, request))
+        self._tokens += tokens
         self._batch += len(requests)
 
     def _leave(self, requests: Sequence[Request]) -> None:
@@ -378,9 +379,17 @@ class Replica:
             residues[offset % page] -= 1
         self._batch -= len(requests)
 
-    def _finish(self) -> None:
-        """Let go of every running request whose response is complete."""
-        heap, step, now = self._finishing, self._step, self.env.now
+    def _finish(self, kind: str, start: float) -> None:
+        """End iterations of one kind that began at `start`: let go of every request whose response is complete."""
+        now = self.env.now
+        if kind != self._span_kind or start != self._span_end:
+            self.close()
+            self._span_kind = kind
+            self._span_start = start
+        self._span_end = now
+        if self._tokens > self.peak_tokens:
+            self.peak_tokens = self._tokens
+        heap, step = self._finishing, self._step
         finished = []
         while heap and heap[0][0] <= step:
             _, order, request = heappop(heap)
@@ -401,18 +410,20 @@ class Replica:
 
     def _pages(self, ahead: int = 0) -> int:
         """KV pages of the running batch, `ahead` steps from now."""
-        page, residues, moment = self._page_tokens, self._residues, self._step + ahead
-        padding = sum(count * (-(i + moment) % page) for i, count in enumerate(residues) if count)
+        page = self._page_tokens
+        padding: int = sum(map(mul, self._residues, self._short[(self._step + ahead) % page :]))
         return (self._tokens + self._batch * ahead + padding) // page
 
     def _steps_ahead(self) -> int:
         """Decode steps until the first response finishes or the next step's pages are missing."""
         heap = self._finishing
-        while heap[0][2].order != heap[0][1]:
+        finish, order, request = heap[0]
+        while request.order != order:
             heappop(heap)
-        steps = heap[0][0] - self._step
-        page, capacity = self._page_tokens, self.capacity_pages
-        if self._tokens + self._batch * (steps + page - 2) <= capacity * page or self._pages(steps - 1) <= capacity:
+            finish, order, request = heap[0]
+        steps, capacity = finish - self._step, self.capacity_pages
+        most = self._tokens + self._batch * (steps - 1 + self._padding)
+        if most <= self._capacity_tokens or self._pages(steps - 1) <= capacity:
             return steps
         low, high = 1, steps  # steps that fit, steps that don't
         while high - low > 1:
@@ -429,19 +440,13 @@ class Replica:
         if not skew or not self._batch:
             return self._tokens
         heap = self._longest
-        while heap[0][2].order != heap[0][1]:
+        least, order, request = heap[0]
+        while request.order != order:
             heappop(heap)
-        return self._tokens + skew * (self._batch * (self._step - heap[0][0]) - self._tokens)
+            least, order, request = heap[0]
+        return self._tokens + skew * (self._batch * (self._step - least) - self._tokens)
 
     # ---- spans ------------------------------------------------------------------------------------------------------
-
-    def _note(self, kind: str, start: float) -> None:
-        """Work of one kind from `start` to now, joined to the span before it where that was the same."""
-        if kind != self._span_kind or start != self._span_end:
-            self.close()
-            self._span_kind = kind
-            self._span_start = start
-        self._span_end = self.env.now
 
     def close(self) -> None:
         """Record the span that is still open."""

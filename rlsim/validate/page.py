@@ -35,8 +35,16 @@ How to read it:
   generation times are not touched by it.
 - **Tokens per step** are not fitted either: they check the shape of the trace, of which two exceedances are published.
 - **Back to the first layout.** Every step starts in PAT's first layout again. That is charged as part of the weight
-  sync; whether the decode graphs of that layout survive the switch is not published. If they did not, each step would
-  pay for their capture and another pause: about 3 s with the constants of these experiments.
+  sync; whether the decode graphs of that layout survive the switch is not published. If they do not, each step begins
+  with another pause (third table, "recaptures"), which takes most of the gain over the tuned best away.
+- **PAT's comparison.** The published rule predicts the remaining time "under the current layout". rlsim compares
+layouts
+  with the sequences spread evenly over their replicas, the present one too. Taking the replicas as they happen to be
+  (`spread: actual`) makes an imbalance of the moment look like a reason to switch: many more switches, and a loss
+  (third table, "as they are"). This reading is rlsim's, not the paper's.
+- **A40 links.** The all-reduce of 2 and 4 GPUs is Vidur's, from another machine; that of 8 GPUs is solved from PAT's
+own
+  latencies. The order of TP4 and TP8 there, and with it PAT's preference for TP4, is no better than that.
 - **Layer-wise switch memory**: which buffers count was decided with the published figures in view, so this row is no
   blind prediction.
 - **Predictor**: rlsim's PAT interpolates a profile of rlsim's own step times, so its error has no measurement noise.
@@ -59,10 +67,13 @@ fastest static TP and over TP2.
 """
 
 _FINDING = """
-PAT gains over a well-chosen static TP where the best TP differs much between the full batch and the tail, and the
-switch is cheap beside the tail: large batches (a small TP is far better at the start), engines with host time per
-sequence (which a large TP cannot shrink), long caps. Where the largest TP is best from the first step on (short host
-time, fast links, few sequences per GPU), PAT has nothing to switch to and ties with static TP8.
+What it comes to: PAT gains over a well-chosen static TP only where the full batch and the tail want different TPs,
+and by more than the switches cost. On eight H100s that hangs on host time per sequence, which a large TP cannot
+shrink: with vLLM's as fitted here PAT gains 1 to 7% at 128 responses a step and lengths that reach the cap, and 12 to
+16% at 512 and 2,048; with half of it, or with SGLang's or TensorRT-LLM's, static TP8 is best from the first step on
+and PAT at most ties, at 512 responses too. Going back to the first layout, if its graphs must be captured again,
+takes about half of the smaller gain. Scarce KV takes the larger one. Where lengths stay far below the cap PAT loses
+what its switches cost (18% on the shortest lengths here), for it assumes that every sequence runs to the cap.
 """
 
 

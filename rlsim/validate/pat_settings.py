@@ -59,6 +59,7 @@ def _settings(scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "cap 16K", {"trace.cap": "16K"}
     yield "32 responses a step", {"workflow.prompts": 4}
     yield "512 responses a step", {"workflow.prompts": 64}
+    yield "512 responses a step, SGLang", {"workflow.prompts": 64, "calibration": "h100-sglang"}
     yield "2,048 responses a step", {"workflow.prompts": 256, "seeds": 2, "workflow.steps": 2}
     yield (
         "512 responses, KV cache scarce (27% of memory)",

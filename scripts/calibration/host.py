@@ -27,6 +27,7 @@ class EngineRow:
     """One measured serving run and what the kernels say about it."""
 
     label: str
+    model: str
     measured_s: float
     decode_s: float  # kernels of a decode step at mid context
     prompt_s: float  # kernels that the prompts of later requests add to it
@@ -77,6 +78,7 @@ def engine_rows(data: Path, calibration: Calibration) -> tuple[list[EngineRow], 
         rows.append(
             EngineRow(
                 label=label,
+                model=model.name,
                 measured_s=run.tpot_s,
                 decode_s=decode,
                 prompt_s=batch / response * added,
@@ -107,7 +109,9 @@ def fit_serving(data: Path, calibration: Calibration) -> Serving:
     """The serving runs of an H100 calibration's engine and the host time that they leave over its kernels."""
     rows, left_out = engine_rows(data, calibration)
     version = SERVED[calibration.engine]
-    about = f"every second of {len(rows)} serving runs on 8xH100, {calibration.engine} {version} (docs/calibration.md)"
+    runs = serving_runs(data, calibration.engine)
+    models = ", ".join(sorted({f"{MODELS[run.model]} at TP{run.tp}" for run in runs}))
+    about = f"every second of {len(rows)} serving runs on H100 ({models}), {calibration.engine} {version}"
     host, share = fit_host(rows, about)
     return Serving(version, rows, left_out, host, share)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -191,6 +192,22 @@ def serving_runs(data: Path, engine: str) -> list[ServingRun]:
     table = table[table.backend == engine][columns].astype(dict.fromkeys(columns[1:5], int))
     rows = table.sort_values(columns[1:5]).to_dict("records")
     return [ServingRun(**{str(key): value for key, value in row.items()}) for row in rows]
+
+
+def cpu_overheads(data: Path) -> list[tuple[str, str, int, float, float]]:
+    """Vidur's measured CPU time of a vLLM-like engine: GPU, model, TP, seconds per step and per sequence.
+
+    The sum of scheduling, input preparation and output processing (medians), a straight line over 8 to 128 sequences.
+    """
+    found = []
+    for gpu in ("a100", "a40"):
+        table = pd.read_csv(data / f"kernels/vidur/history/{gpu}_cpu_overheads_6d98aa8.csv")
+        parts = ["schedule_median", "prepare_inputs_e2e_median", "process_model_outputs_median"]
+        table = table.assign(host_s=table[parts].sum(axis=1) * MS)[table.batch_size <= 128]
+        for (model, tp), group in table.groupby(["model_name", "tensor_parallel_degree"]):
+            sequence_s, step_s = np.polyfit(group.batch_size, group.host_s, 1)
+            found.append((gpu, str(model), int(tp), float(step_s), float(sequence_s)))
+    return found
 
 
 @dataclass(frozen=True)
