@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from math import ceil, inf, log2
-from operator import add
 
 from rlsim.cost.calibration import OperatorFits, Reference, Residual
 
@@ -131,26 +130,21 @@ class Operators:
         (shortest_new, longest_new), (shortest, longest_context) = (
             measured.get(name, (0.0, inf)) for name in ("new", "context")
         )
-        new, prior = zip(*chunks, strict=True)
-        context = [*map(add, new, prior)]
-        if not (
-            shortest_new <= min(new)
-            and max(new) <= longest_new
-            and shortest <= min(context)
-            and max(context) <= longest_context
-        ):
-            self.outside["prefill_attention"] += sum(
-                not (shortest_new <= n <= longest_new and shortest <= c <= longest_context)
-                for n, c in zip(new, context, strict=True)
-            )
+        tokens: float = 0
+        context: float = 0
         blocks: float = 0
         keys: float = 0  # of all blocks, doubled: a chunk's have between `prior + block` and `end`
         last: float = 0  # where the longest chunk's blocks end
-        for tokens, start in chunks:
-            n = -(-tokens // block)
-            end = start + n * block
+        for new, prior in chunks:
+            length = prior + new
+            if not (shortest_new <= new <= longest_new and shortest <= length <= longest_context):
+                self.outside["prefill_attention"] += 1
+            n = -(-new // block)
+            end = prior + n * block
             blocks += n
-            keys += n * (start + block + end)
+            keys += n * (prior + block + end)
+            tokens += new
+            context += length
             if end > last:
                 last = end
         queries = blocks * block
@@ -162,7 +156,7 @@ class Operators:
         longest_s = flop * longest / (ref.bf16_flop_per_s / ref.sm_count * fit.single_efficiency)
         p = fit.blend
         compute = float((total_s**p + longest_s**p) ** (1.0 / p))
-        size = sum(new) * q_heads * 2 + sum(context) * kv_heads * 2
+        size = tokens * q_heads * 2 + context * kv_heads * 2
         memory = size * head_dim * _BF16 / (ref.memory_bytes_per_s * fit.memory_efficiency)
         return fit.launch_s + max(compute, memory)
 
