@@ -5,7 +5,6 @@ import pytest
 from rlsim.cost.memory import (
     activation_bytes_per_token,
     check_training,
-    kv_capacity_pages,
     kv_page_bytes,
     resident_bytes,
     rollout_activation_bytes,
@@ -49,7 +48,7 @@ def test_capacity_by_hand() -> None:
     assert rollout_activation_bytes(LLAMA, 1, 8192, 256) == activations
     budget = 0.9 * 46068 * 2**20 - 16_060_522_496 - activations - 2 * 2**30
     memory = rollout_memory(LLAMA, A40, 1)
-    assert memory.pages == int(budget // 2**21) == kv_capacity_pages(LLAMA, A40, 1)
+    assert memory.pages == int(budget // 2**21)
     assert memory.capacity_tokens == 16 * memory.pages
     assert memory.kv_bytes <= budget < memory.kv_bytes + memory.page_bytes
 
@@ -61,12 +60,12 @@ def test_pats_kv_budget_is_plausible() -> None:
 
 
 def test_capacity_grows_with_tp_and_memory() -> None:
-    pages = [kv_capacity_pages(LLAMA, A40, tp) for tp in (1, 2, 4, 8)]
+    pages = [rollout_memory(LLAMA, A40, tp).pages for tp in (1, 2, 4, 8)]
     # Sharing the weights frees memory, so doubling TP more than doubles the replica's capacity.
     assert all(b > 2 * a for a, b in pairwise(pages))
-    assert kv_capacity_pages(LLAMA, load_gpu("h100-sxm"), 1) > pages[0]
-    assert kv_capacity_pages(LLAMA, A40, 1, resident_bytes=1e9) < pages[0]
-    assert kv_capacity_pages(LLAMA, A40, 1, page_tokens=32) in (pages[0] // 2, (pages[0] - 1) // 2)
+    assert rollout_memory(LLAMA, load_gpu("h100-sxm"), 1).pages > pages[0]
+    assert rollout_memory(LLAMA, A40, 1, resident_bytes=1e9).pages < pages[0]
+    assert rollout_memory(LLAMA, A40, 1, page_tokens=32).pages in (pages[0] // 2, (pages[0] - 1) // 2)
 
 
 def test_rollout_that_does_not_fit() -> None:

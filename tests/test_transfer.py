@@ -4,7 +4,6 @@ import pytest
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import (
-    broadcast_weights_s,
     captured_batch_sizes,
     host_copy_s,
     kv_migrate_s,
@@ -72,12 +71,6 @@ def test_reshard() -> None:
     assert reshard_s(LLAMA, PerByte(), 8, 2, bytes_per_s=1e9) == pytest.approx(LLAMA.weight_bytes * 7 / 8 / 1e9)
     with pytest.raises(ConfigError, match="TP 3"):
         reshard_s(LLAMA, PerByte(), 2, 3)
-
-
-def test_broadcast_to_other_gpus() -> None:
-    assert broadcast_weights_s(LLAMA, PerByte(), 1) == 0.0
-    whole = broadcast_weights_s(LLAMA, PerByte(), 16, 2)
-    assert broadcast_weights_s(LLAMA, PerByte(), 16, 2, tp=4) == pytest.approx(whole / 4)
 
 
 def test_kv_volume_by_hand() -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.memory import check_training, kv_capacity_pages, kv_page_bytes, resident_bytes
+from rlsim.cost.memory import check_training, kv_page_bytes, resident_bytes, rollout_memory
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import StepCost
@@ -94,7 +94,7 @@ class Machine:
     def _capacity_pages(self, tp: int, min_tokens: int = 1) -> int:
         """KV pages of a replica at `tp`; raises `CapacityError` if it cannot hold `min_tokens`."""
         utilization, batched, sequences = self._limits
-        return kv_capacity_pages(
+        return rollout_memory(
             self.model,
             self.cluster.gpu,
             tp,
@@ -104,7 +104,7 @@ class Machine:
             max_sequences=sequences,
             resident_bytes=resident_bytes(self.model, self.train_strategy),
             min_tokens=min_tokens,
-        )
+        ).pages
 
     def feasible_tps(self, sequence_tokens: int) -> tuple[tuple[int, ...], dict[int, str]]:
         """Power-of-two degrees in a node whose replica holds one sequence of so many tokens; the others and why not."""

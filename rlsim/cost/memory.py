@@ -119,33 +119,6 @@ def rollout_memory(
     return RolloutMemory(weights, activations, reserved_bytes, page, page_tokens, pages)
 
 
-def kv_capacity_pages(
-    model: Model,
-    gpu: Gpu,
-    tp: int,
-    page_tokens: int = 16,
-    memory_utilization: float = 0.9,
-    max_batched_tokens: int = 8192,
-    max_sequences: int = 256,
-    reserved_bytes: float = RESERVED_BYTES,
-    resident_bytes: float = 0.0,
-    min_tokens: int = 1,
-) -> int:
-    """KV pages of `page_tokens` tokens that one replica of `tp` GPUs holds; see `rollout_memory`, also for errors."""
-    return rollout_memory(
-        model,
-        gpu,
-        tp,
-        page_tokens=page_tokens,
-        memory_utilization=memory_utilization,
-        max_batched_tokens=max_batched_tokens,
-        max_sequences=max_sequences,
-        reserved_bytes=reserved_bytes,
-        resident_bytes=resident_bytes,
-        min_tokens=min_tokens,
-    ).pages
-
-
 @dataclass(frozen=True)
 class TrainMemory:
     """Peak bytes on the fullest GPU of a training call, by kind."""

@@ -97,14 +97,6 @@ def reshard_s(
     return _over_units(model, lambda size: collectives.time_s("all_gather", size, tp_src, 1))
 
 
-def broadcast_weights_s(model: Model, collectives: CollectiveTime, gpus: int, nodes: int = 1, tp: int = 1) -> float:
-    """All weights from one source to `gpus` − 1 other ranks, layer by layer; with `tp`, each rank's 1/tp of them.
-
-    For training and rollout on disjoint GPUs (split placements): `tp` broadcasts run side by side.
-    """
-    return _over_units(model, lambda size: collectives.time_s("broadcast", size / tp, gpus, nodes)) if gpus > 1 else 0.0
-
-
 def _over_units(model: Model, unit_s: _UnitTime) -> float:
     """The sum of `unit_s(bytes)` over all layers, the embedding and the head."""
     embedding = model.vocab_size * model.hidden_size * model.dtype_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -98,10 +98,6 @@ class Trace:
         """SHA-256 of the rows, whatever file they came from."""
         rows = self.frame.to_csv(index=False, lineterminator="\n")
         return hashlib.sha256(rows.encode()).hexdigest()
-
-    def with_meta(self, **changes: Any) -> Trace:
-        """The same rows with some metadata replaced."""
-        return replace(self, meta=TraceMeta.model_validate(self.meta.model_dump() | changes))
 
 
 def make_trace(
