@@ -14,10 +14,11 @@ import argparse
 from pathlib import Path
 
 from calibration.catalogue import Catalogue
-from calibration.files import write_yaml
-from calibration.fitting import percent
 from calibration.report import report
 from calibration.tables import DATA
+
+from rlsim.calibrate.fit.common import percent
+from rlsim.calibrate.write import write_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -102,8 +102,9 @@ def test_damaged_files_name_line_and_key(tmp_path: Path) -> None:
 @pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
 def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from calibration.fitting import held_out, residual
     from calibration.tables import gemm_table
+
+    from rlsim.calibrate.fit.common import held_out, residual
 
     calibration = load_calibration("h100-sglang")
     table = gemm_table(DATA / "kernels/aiconfigurator/h100_sxm/gemm/sglang/0.5.10/gemm_perf.parquet")

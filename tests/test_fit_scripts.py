@@ -16,16 +16,17 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from calibration.catalogue import Catalogue  # noqa: E402
-from calibration.collectives import fit_collective  # noqa: E402
 from calibration.derived import derive  # noqa: E402
-from calibration.files import write_yaml  # noqa: E402
-from calibration.fitting import held_out, operators_with, residual, rounded  # noqa: E402
-from calibration.gemm import fit_gemm  # noqa: E402
 from calibration.gpus import DERIVED  # noqa: E402
 from calibration.real import check_real  # noqa: E402
 from calibration.tables import DATA, aiconfigurator, all_gemms, training_runs  # noqa: E402
 from calibration.training import SHARES, large_gemm_share, training_fit  # noqa: E402
 from calibration.verl import TrainingEfficiencies, fit_training  # noqa: E402
+
+from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
+from rlsim.calibrate.fit.common import held_out, operators_with, residual, rounded  # noqa: E402
+from rlsim.calibrate.fit.gemm import fit_gemm  # noqa: E402
+from rlsim.calibrate.write import write_yaml  # noqa: E402
 
 NAMES = sorted(calibration_names())
 tables = pytest.mark.skipif(

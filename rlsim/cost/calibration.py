@@ -18,7 +18,7 @@ from rlsim.errors import CalibrationError, ConfigError, unknown_name
 from rlsim.schema import Schema, load
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
-Engine = Literal["sglang", "vllm", "trtllm"]
+Engine = Literal["sglang", "vllm", "trtllm", "torch"]
 Range = tuple[float, float]
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibration.collectives import INTER_EFFICIENCY, fit_collective
-from calibration.elementwise import fit_elementwise
-from calibration.fitting import rounded
-from calibration.gemm import fit_gemm
 from calibration.gpus import A40_VIDUR, reference_of
 from calibration.host import NO_HOST
 from calibration.provenance import COMMON, pat_source, provenance, vidur_source
 from calibration.runtime import runtime_of
-from calibration.skew import derived_skew
 from calibration.tables import a40_all_reduce_tables, elementwise_table, vidur_gemm_table, vidur_layers
 from calibration.training import large_gemm_share, training_fit
+from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, fit_collective
+from rlsim.calibrate.fit.common import rounded
+from rlsim.calibrate.fit.elementwise import fit_elementwise
+from rlsim.calibrate.fit.gemm import fit_gemm
+from rlsim.calibrate.fit.skew import derived_skew
 from rlsim.cost.calibration import (
     Calibration,
     CollectiveFit,

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
-from calibration.fitting import rounded
 from calibration.tables import serving_runs
+from rlsim.calibrate.fit.common import rounded
 from rlsim.cost.calibration import Calibration, Engine, HostFit
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import Chunk

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibration.attention import fit_decode_attention, fit_prefill_attention
-from calibration.collectives import fit_collectives
-from calibration.elementwise import fit_elementwise
-from calibration.fitting import Fitted
-from calibration.gemm import fit_gemm
 from calibration.gpus import Gpu, reference_of
 from calibration.host import NO_HOST
 from calibration.provenance import COMMON, aiconfigurator_source, provenance, vidur_source
 from calibration.runtime import runtime_of
-from calibration.skew import derived_skew
 from calibration.tables import (
     aiconfigurator,
     all_gemms,
@@ -26,6 +20,12 @@ from calibration.tables import (
     vidur_layers,
 )
 from calibration.training import large_gemm_share, training_fit
+from rlsim.calibrate.fit.attention import fit_decode_attention, fit_prefill_attention
+from rlsim.calibrate.fit.collectives import fit_collectives
+from rlsim.calibrate.fit.common import Fitted
+from rlsim.calibrate.fit.elementwise import fit_elementwise
+from rlsim.calibrate.fit.gemm import fit_gemm
+from rlsim.calibrate.fit.skew import derived_skew
 from rlsim.cost.calibration import (
     Calibration,
     DecodeAttentionFit,

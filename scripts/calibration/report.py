@@ -5,12 +5,12 @@ from __future__ import annotations
 from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
 from calibration.catalogue import Catalogue
 from calibration.derived import is_derived
-from calibration.fitting import percent
 from calibration.host import NO_HOST, Serving, error_of
 from calibration.markdown import row, table
 from calibration.provenance import SCRIPT
 from calibration.tables import DecodePoint, cpu_overheads, decode_sums
 from calibration.training_report import training_section
+from rlsim.calibrate.fit.common import percent
 from rlsim.cost.calibration import Calibration, Engine, Residual
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster

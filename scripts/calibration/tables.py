@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from rlsim.calibrate.fit.common import CollectiveTable
+
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 MS = 1e-3
 
@@ -65,15 +67,6 @@ def decode_attention_table(path: Path) -> pd.DataFrame:
 def prefill_attention_table(path: Path) -> pd.DataFrame:
     """Prompt attention: batch, new, q_heads, kv_heads, seconds."""
     return _median_seconds(_attention(path), ["batch", "new", "q_heads", "kv_heads"])
-
-
-@dataclass(frozen=True)
-class CollectiveTable:
-    """One collective on some GPUs: message bytes and seconds."""
-
-    op: str
-    gpus: int
-    table: pd.DataFrame
 
 
 def _messages(op: str, gpus: object, rows: pd.DataFrame) -> CollectiveTable:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 
-from calibration.fitting import Array
 from calibration.tables import TrainingRun
+from rlsim.calibrate.fit.common import Array
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.hardware import Cluster, Link, load_cluster

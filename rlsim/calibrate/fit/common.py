@@ -41,6 +41,15 @@ class Fitted(Generic[Fit]):
     long: Residual | None = None
 
 
+@dataclass(frozen=True)
+class CollectiveTable:
+    """One collective on some GPUs: message bytes and seconds."""
+
+    op: str
+    gpus: int
+    table: pd.DataFrame
+
+
 def held_out(keys: pd.Series) -> NDArray[np.bool_]:
     """True for the rows of a fixed random quarter of the distinct keys."""
     distinct = np.unique(keys.to_numpy())

@@ -10,20 +10,24 @@ import numpy as np
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from calibration.fitting import rounded
-from calibration.provenance import SCRIPT
+from rlsim.calibrate.fit.common import rounded
 from rlsim.cost.calibration import Calibration
 
 
-def write_yaml(calibration: Calibration, folder: Path) -> None:
-    """One calibration as YAML: four significant digits, keys in schema order, lists of numbers on one line."""
+def write_yaml(calibration: Calibration, folder: Path) -> Path:
+    """One calibration as `folder/NAME.yaml`: four significant digits, keys in schema order, lists of numbers on one
+    line. The file appears whole or not at all."""
     yaml = YAML()
     yaml.width = 120
     yaml.indent(mapping=2, sequence=4, offset=2)
     text = io.StringIO()
-    text.write(f"# Fitted by {SCRIPT}; change that, not this. Units: seconds, bytes, FLOP/s.\n")
+    text.write(f"# Fitted by {calibration.provenance.script}; change that, not this. Units: seconds, bytes, FLOP/s.\n")
     yaml.dump(_plain(rounded(calibration.model_dump(exclude_defaults=True))), text)
-    (folder / f"{calibration.name}.yaml").write_text(text.getvalue(), encoding="utf-8")
+    path = folder / f"{calibration.name}.yaml"
+    partial = path.with_suffix(".yaml.part")
+    partial.write_text(text.getvalue(), encoding="utf-8")
+    partial.replace(path)
+    return path
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,17 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from calibration.fitting import Array, Fitted, descend, held_out, operators_with, residual, robust, rounded, squash
+from rlsim.calibrate.fit.common import (
+    Array,
+    Fitted,
+    descend,
+    held_out,
+    operators_with,
+    residual,
+    robust,
+    rounded,
+    squash,
+)
 from rlsim.cost.calibration import GemmFit, Reference, Tile
 from rlsim.schema import validate
 

@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from calibration.fitting import Array, residual, rounded
-from calibration.tables import CollectiveTable
+from rlsim.calibrate.fit.common import Array, CollectiveTable, residual, rounded
 from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Residual
 
 Residuals = dict[str, Residual]

@@ -10,7 +10,17 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from calibration.fitting import Array, Fitted, held_out, operators_with, percent, residual, rounded, squash, unsquash
+from rlsim.calibrate.fit.common import (
+    Array,
+    Fitted,
+    held_out,
+    operators_with,
+    percent,
+    residual,
+    rounded,
+    squash,
+    unsquash,
+)
 from rlsim.cost.calibration import DecodeAttentionFit, PrefillAttentionFit, Reference, Residual
 from rlsim.schema import validate
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from calibration.fitting import Array
+from rlsim.calibrate.fit.common import Array
 from rlsim.cost.calibration import Reference
 
 

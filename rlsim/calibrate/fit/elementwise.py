@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from calibration.fitting import Array, Fitted, held_out, residual, rounded, squash
+from rlsim.calibrate.fit.common import Array, Fitted, held_out, residual, rounded, squash
 from rlsim.cost.calibration import MemoryOpFit, Reference
 from rlsim.schema import validate
 

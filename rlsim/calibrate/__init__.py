@@ -1,0 +1,1 @@
+"""Measurements in, a calibration out: microbenchmarks, importers of public tables, fits, and a user's own run."""

@@ -1,0 +1,80 @@
+"""What every source of measurements delivers: one table per operator, in SI units.
+
+A microbenchmark run, an imported set of tables and a journal read back are all `Measurements`; the fits know no other
+form. Times are medians of one launch (or one whole step) in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from rlsim.cost.calibration import Source
+from rlsim.errors import CalibrationError
+
+#: Operators and the columns that identify a point. Every table has `seconds` besides, and may have `spread`: half the
+#: interquartile range of the repeats over their median.
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "copy": ("kind", "bytes"),  # device, host_to_device or device_to_host; bytes copied (read once, written once)
+    "gemm": ("m", "n", "k"),  # tokens x (n, k) weight, after tensor-parallel sharding
+    "decode_attention": ("batch", "context", "longest", "q_heads", "kv_heads", "head_dim"),  # mean and longest context
+    "prefill_attention": ("batch", "new", "prior", "q_heads", "kv_heads", "head_dim"),  # per sequence: new, cached
+    "memory_bound": ("kernels", "bytes"),  # launches in the row, bytes moved by all of them
+    "collective": ("op", "gpus", "bytes"),  # full tensor; the engine's own all-reduce is `custom_all_reduce`
+    "decode_step": ("model", "tp", "mode", "batch", "context_tokens"),  # whole step; sum of contexts; graph or eager
+    "prefill_step": ("model", "tp", "tokens", "length"),  # whole prefill: new tokens in all, tokens per sequence
+    "graph_capture": ("model", "tp", "batch"),
+    "train_block": ("model", "direction", "tokens", "length"),  # one layer: forward or forward_backward
+    "optimizer": ("parameters",),
+    "reshard": ("model", "from_tp", "to_tp", "bytes"),  # bytes a rank receives, all layers
+    "migrate": ("model", "from_tp", "to_tp", "bytes"),  # KV bytes a rank handles
+    "control": ("what",),  # pause and resume of a switch, creation of a communication group
+}
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Measured times by operator, and where they are from. Raises `CalibrationError` for tables of another form."""
+
+    tables: Mapping[str, pd.DataFrame]
+    sources: tuple[Source, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for operator, table in self.tables.items():
+            _check(operator, table)
+
+    def table(self, operator: str) -> pd.DataFrame:
+        """The table of `operator`, empty if nothing of it was measured."""
+        found = self.tables.get(operator)
+        return pd.DataFrame(columns=[*KEYS[operator], "seconds"]) if found is None else found
+
+    def __contains__(self, operator: str) -> bool:
+        return len(self.table(operator)) > 0
+
+    @staticmethod
+    def merge(parts: Iterable[Measurements]) -> Measurements:
+        """All rows of all parts; points measured more than once have the median of their times."""
+        parts = list(parts)
+        tables = {}
+        for operator in KEYS:
+            found = [part.tables[operator] for part in parts if operator in part]
+            if found:
+                rows = pd.concat(found, ignore_index=True)
+                tables[operator] = rows.groupby(list(KEYS[operator]), as_index=False).median(numeric_only=True)
+        notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
+        return Measurements(tables, tuple(source for part in parts for source in part.sources), notes)
+
+
+def _check(operator: str, table: pd.DataFrame) -> None:
+    if operator not in KEYS:
+        raise CalibrationError(f"unknown operator {operator!r}; one of: {', '.join(KEYS)}")
+    missing = [name for name in (*KEYS[operator], "seconds") if name not in table]
+    if missing:
+        raise CalibrationError(f"the {operator} table lacks: {', '.join(missing)}")
+    seconds = table.seconds.to_numpy(float)
+    if not np.all(np.isfinite(seconds) & (seconds > 0.0)):
+        raise CalibrationError(f"the {operator} table has times that are not positive numbers")
