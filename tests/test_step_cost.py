@@ -40,7 +40,7 @@ def test_decode_curve_holds_every_change_of_slope() -> None:
     for low, high in pairwise(knots):
         middle = curve.step_s((low + high) / 2)
         assert middle == pytest.approx((curve.step_s(low) + curve.step_s(high)) / 2, rel=1e-12)
-    far = [curve.step_s(x) for x in (1e6, 2e6, 3e6)]
+    far = [curve.step_s(x) for x in (1e7, 2e7, 3e7)]
     assert far[2] - far[1] == pytest.approx(far[1] - far[0], rel=1e-9)
 
 
@@ -131,7 +131,7 @@ def test_profile_returns_what_was_sampled() -> None:
                 want = step.decode(batch).step_s(batch * context)
                 assert profile.decode(batch).step_s(batch * context) == pytest.approx(want)
     assert profile.prefill_s([Chunk(2048, 0)]) == pytest.approx(step.prefill_s([Chunk(2048, 0)]))
-    assert profile.extrapolated == 0
+    assert not profile.lookups().examples
     assert profile.tp == 2
     assert profile.skew == step.skew
 
@@ -150,9 +150,16 @@ def test_profile_blends_neighbouring_batches_at_the_same_total() -> None:
     profile = ProfileStep(1, curves, [1], [1], [[0.5]])
     assert profile.decode(3).step_s(50) == pytest.approx((1.5 + 2.5) / 2)
     assert profile.decode(3).step_s(200) == pytest.approx((3.0 + 10.0) / 2)
-    assert profile.extrapolated == 0
+    assert profile.lookups().table() == {}  # nothing has run yet
+    profile.decode(3).steps_s(50, 3)
+    assert profile.lookups().table()["decode profile"] == {"exact": 0, "interpolated": 1, "extrapolated": 0}
     assert profile.decode(6).step_s(0) == pytest.approx(3.0)  # the slope along the batch goes on
-    assert profile.extrapolated == 1
+    profile.decode(6).steps_s(1, 1)
+    profile.decode(2).steps_s(50, 3)
+    assert profile.lookups().table()["decode profile"] == {"exact": 1, "interpolated": 1, "extrapolated": 1}
+    assert profile.lookups().examples == {"decode profile": "batch 6, measured 2 to 4"}
+    profile.decode(2).steps_s(99, 3)
+    assert profile.lookups().table()["decode profile"]["extrapolated"] == 2
 
 
 def test_profile_prefill_is_bilinear_and_counts_extrapolation() -> None:
@@ -161,9 +168,9 @@ def test_profile_prefill_is_bilinear_and_counts_extrapolation() -> None:
     assert profile.prefill_s([Chunk(100, 0)]) == 1.0
     assert profile.prefill_s([Chunk(100, 50)]) == 2.0  # each query sees as many keys as in a prompt of 200
     assert profile.prefill_s([Chunk(150, 0)]) == pytest.approx((1.5 + 4.0) / 2)
-    assert profile.extrapolated == 0
+    assert profile.lookups().table()["prefill profile"] == {"exact": 2, "interpolated": 1, "extrapolated": 0}
     assert profile.prefill_s([Chunk(300, 0)]) > 5.0
-    assert profile.extrapolated == 1
+    assert profile.lookups().table()["prefill profile"]["extrapolated"] == 1
 
 
 def test_profile_mixed_adds_the_contexts_of_the_decodes() -> None:

@@ -22,7 +22,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k"),  # tokens x (n, k) weight, after tensor-parallel sharding
     "decode_attention": ("batch", "context", "longest", "q_heads", "kv_heads", "head_dim"),  # mean and longest context
     "prefill_attention": ("batch", "new", "prior", "q_heads", "kv_heads", "head_dim"),  # per sequence: new, cached
-    "memory_bound": ("kernels", "bytes"),  # launches in the row, bytes moved by all of them
+    "memory_bound": ("kernels", "tokens", "bytes"),  # launches in the row, bytes moved by all of them
     "collective": ("op", "gpus", "bytes"),  # full tensor; the engine's own all-reduce is `custom_all_reduce`
     "decode_step": ("model", "tp", "mode", "batch", "context_tokens"),  # whole step; sum of contexts; graph or eager
     "prefill_step": ("model", "tp", "tokens", "length"),  # whole prefill: new tokens in all, tokens per sequence

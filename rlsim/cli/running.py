@@ -25,6 +25,9 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a key of the experiment; repeatable."),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse costs of shapes outside what the calibration was measured at.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
 ) -> None:
     """Run an experiment, print a comparison, write the results.
@@ -38,7 +41,9 @@ def run(
     sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]
     target = out or Path("results") / load_experiment(experiment, settings or ())[0].name
     with _progress(quiet) as progress:
-        result = run_experiment(experiment, overrides=settings or (), seeds=seeds, out=target, progress=progress)
+        result = run_experiment(
+            experiment, overrides=settings or (), seeds=seeds, out=target, strict=strict, progress=progress
+        )
     if quiet:
         typer.echo(str(target))
         return

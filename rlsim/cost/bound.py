@@ -21,26 +21,31 @@ class GenerationBound:
 
     - the *longest response*: each token at the fastest TP for its context, alone or in the company of others (some
       kernels run one long sequence faster beside short ones); its prompt's prefill is not counted;
-    - the *total work*: a token in the best company costs at least α GPU-seconds plus β per token of its context. With
-      `step(b, T) ≥ step(b, 0) + s_b · T`, α is the minimum over TP and b of `tp · step(b, 0) / b` and β that of
-      `tp · s_b`. Empty steps are taken to grow with b; between sampled batch sizes that makes α smaller, never larger.
+    - the *total work*: in the best company a token with t tokens of context costs at least
+      g(t) = min over TP and b of `tp · step(b, b·t) / b` GPU-seconds. A step's cost depends on its contexts by their
+      sum only, so every straight line below g bounds the sum over all tokens; the best line at their mean context is
+      the lower convex hull of g there. Steps are taken to grow with b; between sampled batch sizes that makes g
+      smaller, never larger.
     """
 
     def __init__(self, steps: Mapping[int, StepCost], gpus: int, max_batch: int) -> None:
         self._gpus = gpus
         self._curves: list[DecodeCurve] = []
         self._fastest = np.empty(0)
-        alpha = beta = float("inf")
         batches = _batches(max_batch)
+        shares = []  # GPUs that a token of a batch pays for: of at most as many sequences as the next size has less one
         for tp, step in steps.items():
             for batch, following in zip(batches, [*batches[1:], max_batch + 1], strict=True):
-                curve = step.decode(batch)
-                self._curves.append(curve)
-                empty_s = curve.step_s(0.0)
-                alpha = min(alpha, tp * empty_s / (following - 1))
-                far = [*(x for x in curve.knots if x > 0), 2.0 * curve.knots[-1] + 1e6]
-                beta = min(beta, *(tp * (curve.step_s(x) - empty_s) / x for x in far))
-        self._alpha, self._beta = alpha, max(beta, 0.0)
+                self._curves.append(step.decode(batch))
+                shares.append(tp / (following - 1))
+        # Between the knots of all curves each is a straight line, so the hull of g at the knots is that of g.
+        contexts = np.unique([knot / curve.batch for curve in self._curves for knot in (0.0, *curve.knots)])
+        contexts = np.append(contexts, 2.0 * contexts[-1] + 1e6)
+        least = np.min(
+            [share * _at(curve, contexts * curve.batch) for share, curve in zip(shares, self._curves, strict=True)],
+            axis=0,
+        )
+        self._hull = _lower_hull(contexts, least)
 
     def time_s(self, prompt_tokens: ArrayLike, response_tokens: ArrayLike) -> float:
         """Seconds for these responses (one prompt and one response length each, in tokens); 0 for none."""
@@ -49,7 +54,9 @@ class GenerationBound:
             return 0.0
         decoded = lengths - 1  # the prefill gives the first token
         contexts = decoded * (prompts + 1) + decoded * (decoded - 1) / 2
-        work_s = (self._alpha * decoded.sum() + self._beta * contexts.sum()) / self._gpus
+        tokens = float(decoded.sum())
+        mean = float(contexts.sum()) / tokens if tokens else 0.0
+        work_s = tokens * float(np.interp(mean, *self._hull)) / self._gpus
         longest = int(np.argmax(lengths))
         along = prompts[longest] + 1 + np.arange(int(decoded[longest]))
         return float(max(work_s, self._fastest_s(along).sum()))
@@ -69,6 +76,21 @@ def _batches(largest: int) -> list[int]:
     while found[-1] < largest:
         found.append(min(max(found[-1] + 1, int(found[-1] * _RATIO)), largest))
     return found
+
+
+def _lower_hull(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[list[float], list[float]]:
+    """The lower convex hull of points in ascending order of x."""
+    kept: list[tuple[float, float]] = []
+    for point in zip(x.tolist(), y.tolist(), strict=True):
+        while len(kept) > 1 and _rises_less(kept[-2], kept[-1], point):
+            kept.pop()
+        kept.append(point)
+    return [a for a, _ in kept], [b for _, b in kept]
+
+
+def _rises_less(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+    """Whether `middle` lies on or above the line from `first` to `last`."""
+    return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])
 
 
 def _at(curve: DecodeCurve, contexts: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ are from and how far off the fit is on shapes it has not seen. Efficiencies are 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Self
@@ -51,6 +52,27 @@ class Reference(Schema):
     link_bytes_per_s: BytesPerSecond = Field(gt=0, description="GPU-to-GPU rate one way, in the measured node")
 
 
+class Correction(Schema):
+    """A factor on a formula: multilinear in the logarithms of the axes and the factor, constant beyond them.
+
+    What the formula's few constants leave over, smoothed on a coarse grid. Between and beyond the knots the formula
+    keeps its shape.
+    """
+
+    axes: dict[str, tuple[float, ...]] = Field(min_length=1, description="name -> knots, ascending")
+    factor: tuple[float, ...] = Field(description="measured / formula at every knot, the last axis running fastest")
+
+    @model_validator(mode="after")
+    def _grid(self) -> Self:
+        for name, knots in self.axes.items():
+            if not knots or knots[0] <= 0 or list(knots) != sorted(set(knots)):
+                raise ValueError(f"the knots of {name} must be positive and ascend")
+        size = math.prod(len(knots) for knots in self.axes.values())
+        if len(self.factor) != size or min(self.factor) <= 0:
+            raise ValueError(f"factor must hold {size} positive numbers, one for each combination of knots")
+        return self
+
+
 class Tile(Schema):
     """One block shape that a GEMM kernel may use."""
 
@@ -70,6 +92,7 @@ class GemmFit(Schema):
     wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
     tiles: tuple[Tile, ...] = Field(min_length=1)
     splits: tuple[int, ...] = Field(min_length=1, description="numbers of blocks that k may be split over")
+    correction: Correction | None = Field(default=None, description="over m, n, k")
 
 
 class DecodeAttentionFit(Schema):
@@ -84,6 +107,7 @@ class DecodeAttentionFit(Schema):
     parallelism: tuple[float, ...] = Field(min_length=1, description="knots: log2(sequences * KV heads)")
     efficiency: tuple[float, ...] = Field(description="share of peak bandwidth at the knots, KV cold")
     skew: float = Field(ge=0, le=1, description="share of the padding of unequal contexts that is paid for (derived)")
+    correction: Correction | None = Field(default=None, description="over batch, context, kv_heads")
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
@@ -103,6 +127,7 @@ class PrefillAttentionFit(Schema):
     efficiency: tuple[float, ...] = Field(description="share of peak FLOP/s at the knots, all SMs busy")
     single_efficiency: float = Field(gt=0, le=1, description="share of an SM's peak that one lone block reaches")
     memory_efficiency: float = Field(gt=0, le=1, description="share of peak bandwidth for q, k, v and output")
+    correction: Correction | None = Field(default=None, description="over sequences, new, q_heads, group")
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
@@ -116,6 +141,7 @@ class MemoryOpFit(Schema):
 
     launch_s: Seconds = Field(ge=0)
     efficiency: float = Field(gt=0, le=1)
+    correction: Correction | None = Field(default=None, description="over tokens, bytes (of one kernel)")
 
 
 class OperatorFits(Schema):

@@ -12,6 +12,7 @@ from math import exp, log, log2
 from typing import Literal, get_args
 
 from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Reference
+from rlsim.cost.lookups import Lookups
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 
@@ -29,6 +30,10 @@ class _Curve:
         if stretch != 1.0:
             base = fit.time_s[0]
             self._y = [log(base + (time - base) * stretch) for time in fit.time_s]
+
+    def measured(self, size: float) -> bool:
+        """Whether messages of so many bytes lie within what was measured; rounding aside."""
+        return size <= exp(self._x[-1]) * (1 + 1e-9)
 
     def __call__(self, size: float) -> float:
         x, y = self._x, self._y
@@ -54,6 +59,8 @@ class Collectives:
     def __init__(self, fits: CollectiveFits, reference: Reference, cluster: Cluster) -> None:
         stretch = reference.link_bytes_per_s / cluster.intra.bytes_per_s
         self.cluster = cluster
+        self.lookups = Lookups()
+        self._seen: set[tuple[str, float, int]] = set()
         self._inter_efficiency = fits.inter_efficiency
         self._nccl = {
             op: {gpus: _Curve(fit, stretch) for gpus, fit in sorted(by_gpus.items())}
@@ -95,9 +102,19 @@ class Collectives:
         curves = self._nccl.get(op)
         if not curves:
             raise CalibrationError(f"the calibration holds no measurement of {op!r}")
+        counts = list(curves)
+        nearest = curves[min(counts, key=lambda count: abs(count - gpus))]
+        if (op, size, gpus) in self._seen:
+            pass
+        elif not counts[0] <= gpus <= counts[-1]:
+            self.lookups.add(op, "extrapolated", f"{gpus} GPUs of a node, measured {counts[0]} to {counts[-1]}")
+        elif not nearest.measured(size):
+            self.lookups.add(op, "extrapolated", f"{size:g} bytes over {gpus} GPUs, beyond what was measured")
+        else:
+            self.lookups.add(op, "interpolated")
+        self._seen.add((op, size, gpus))
         if gpus in curves:
             return curves[gpus](size)
-        counts = list(curves)
         if gpus < counts[0]:
             return curves[counts[0]](size)
         if gpus > counts[-1]:
@@ -118,6 +135,9 @@ class Collectives:
             raise CalibrationError(
                 f"cluster {self.cluster.name!r} has no inter-node link, but {op!r} spans {nodes} nodes"
             )
+        if (op, size, -nodes) not in self._seen:
+            self._seen.add((op, size, -nodes))
+            self.lookups.add(f"{op} across nodes", "extrapolated", f"{nodes} nodes; nothing across nodes is measured")
         if op == "send_recv":
             return link.latency_s + size / (link.bytes_per_s * self._inter_efficiency)
         rate = link.bytes_per_s * self._inter_efficiency / min(link.shared_by_gpus, local)

@@ -21,16 +21,18 @@ class DecodeCurve:
     """Step time of `batch` sequences as a piecewise-linear function of T, the sum of their context tokens.
 
     `context_tokens` are the knots (ascending, at least one), `step_s` the step times there. Beyond the first and last
-    knot the outermost segments continue. Raises `ValueError` for unsorted knots or lengths that differ.
+    knot the outermost segments continue. `furthest_tokens` is the largest T that `steps_s` was asked about.
+    Raises `ValueError` for unsorted knots or lengths that differ.
     """
 
-    __slots__ = ("_knots", "_slopes", "_values", "batch")
+    __slots__ = ("_knots", "_slopes", "_values", "batch", "furthest_tokens")
 
     def __init__(self, batch: int, context_tokens: Sequence[float], step_s: Sequence[float]) -> None:
         knots, values = [float(x) for x in context_tokens], [float(y) for y in step_s]
         if not knots or len(knots) != len(values) or any(b <= a for a, b in itertools.pairwise(knots)):
             raise ValueError("a decode curve needs ascending knots and one step time for each")
         self.batch = batch
+        self.furthest_tokens = 0.0
         self._knots = knots
         self._values = values
         rise = [(y1 - y0) / (x1 - x0) for x0, x1, y0, y1 in zip(knots, knots[1:], values, values[1:], strict=False)]
@@ -48,6 +50,12 @@ class DecodeCurve:
 
     def steps_s(self, context_tokens: float, steps: int) -> float:
         """Seconds of `steps` steps, the first with `context_tokens` in the cache, each adding `batch` tokens."""
+        end = context_tokens + self.batch * (steps - 1)
+        if end > self.furthest_tokens:
+            self.furthest_tokens = end
+        return self._sum_s(context_tokens, steps)
+
+    def _sum_s(self, context_tokens: float, steps: int) -> float:
         knots = self._knots
         growth = self.batch
         i = bisect_right(knots, context_tokens) - 1
@@ -78,13 +86,13 @@ class DecodeCurve:
         if time_s <= 0.0:
             return 0
         low, high = 0, 1
-        while self.steps_s(context_tokens, high) * (1 + REACHED) < time_s:
+        while self._sum_s(context_tokens, high) * (1 + REACHED) < time_s:
             low, high = high, high * 2
             if high > 2**62:
                 raise ValueError("the curve's step time is not positive")
         while high - low > 1:
             middle = (low + high) // 2
-            if self.steps_s(context_tokens, middle) * (1 + REACHED) < time_s:
+            if self._sum_s(context_tokens, middle) * (1 + REACHED) < time_s:
                 low = middle
             else:
                 high = middle
@@ -93,4 +101,4 @@ class DecodeCurve:
     def steps_done(self, context_tokens: float, time_s: float) -> int:
         """The most steps that are complete after `time_s` (up to rounding, as in `steps_within`)."""
         steps = self.steps_within(context_tokens, time_s)
-        return steps if steps == 0 or self.steps_s(context_tokens, steps) <= time_s * (1 + REACHED) else steps - 1
+        return steps if steps == 0 or self._sum_s(context_tokens, steps) <= time_s * (1 + REACHED) else steps - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 
@@ -11,9 +10,9 @@ import numpy.typing as npt
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import check_training, kv_page_bytes, resident_bytes, rollout_memory
-from rlsim.cost.profile import ProfileStep
-from rlsim.cost.roofline import RooflineStep, step_cost
+from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency, TrainTime
@@ -74,15 +73,9 @@ class Machine:
         self.step = cache(self._step)
         self.capacity_pages = cache(self._capacity_pages)
 
-    def outside(self) -> Counter[str]:
-        """Look-ups so far that lay outside the calibration's measured ranges, by operator."""
-        total: Counter[str] = Counter()
-        for step in self._steps:
-            if isinstance(step, RooflineStep):
-                total += step.operators.outside
-            elif isinstance(step, ProfileStep):
-                total["decode profile"] += step.extrapolated
-        return total
+    def lookups(self) -> Lookups:
+        """The shapes asked for so far, by operator and by how far they rest on measurements."""
+        return self._collectives.lookups.merge(step.lookups() for step in self._steps)
 
     # Rollout ----------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Seconds of single kernels on one GPU, from a calibration's few fitted constants.
 
 Every formula is a roofline, `launch + max(FLOPs / rate, bytes / bandwidth)`, refined by what decides how
-much of the peak a kernel reaches: whole waves of blocks over the SMs for GEMMs, parallelism for attention.
+much of the peak a kernel reaches: whole waves of blocks over the SMs for GEMMs, parallelism for attention. What the
+formula's constants leave over is a factor fitted on a coarse grid (`Correction`), constant beyond its edges.
 
 Weights and KV are taken as **cold**: in a real decode step every layer's weights stream from device memory, because
 the other layers have displaced them from L2 since the step before. Kernel microbenchmarks repeat one small kernel
@@ -11,11 +12,13 @@ and find its operands in L2, so bandwidths are fitted on footprints well beyond 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
-from math import ceil, inf, log2
+from math import ceil, log2
 
-from rlsim.cost.calibration import OperatorFits, Reference, Residual
+from rlsim.cost.calibration import Correction, OperatorFits, Reference, Residual
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.lookups import Lookups
+from rlsim.cost.surface import Surface
 
 _BF16 = 2.0  # bytes
 
@@ -30,29 +33,39 @@ def interpolate(knots: Sequence[float], values: Sequence[float], x: float) -> fl
     return values[i] + (values[i + 1] - values[i]) * (x - knots[i]) / (knots[i + 1] - knots[i])
 
 
+#: Axes of the corrections, in order.
+GEMM_AXES = ("m", "n", "k")
+DECODE_AXES = ("batch", "context", "kv_heads")
+MEMORY_AXES = ("tokens", "bytes")
+PREFILL_AXES = ("sequences", "new", "q_heads", "group")
+
+
 class Operators:
     """The kernels of one GPU. bf16 throughout; sizes are those one GPU sees, after tensor-parallel sharding.
 
-    `outside` counts look-ups beyond the measured ranges of the calibration, by operator: the formula still holds its
-    shape there, but its error is not known.
+    `lookups` counts the shapes that were asked for, and which of them lay beyond the measured ranges of the
+    calibration: the formula still holds its shape there, but its error is not known. Raises `CalibrationError` for a
+    correction over other axes than the operator's.
     """
 
     def __init__(self, fits: OperatorFits, reference: Reference, residuals: dict[str, Residual] | None = None) -> None:
         self.fits = fits
         self.reference = reference
-        self.outside: Counter[str] = Counter()
+        self.lookups = Lookups()
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
         self._gemm: dict[tuple[float, int, int, float], float] = {}
+        self._gemm_factor = _surface(fits.gemm.correction, GEMM_AXES)
+        self._decode_factor = _surface(fits.decode_attention.correction, DECODE_AXES)
+        self._memory_factor = _surface(fits.memory_bound.correction, MEMORY_AXES)
+        self._prefill_factor = _surface(fits.prefill_attention.correction, PREFILL_AXES)
 
-    def count_outside(self, operator: str, **values: float) -> None:
-        """Counts a look-up of `operator` if any of its named values lies outside the measured range."""
-        ranges = self._ranges.get(operator)
-        if ranges is None:
-            return
-        for name, value in values.items():
-            if name in ranges and not ranges[name][0] <= value <= ranges[name][1]:
-                self.outside[operator] += 1
-                return
+    def count(self, operator: str, **values: float) -> None:
+        """Counts a look-up of `operator` at these values."""
+        self.lookups.add_within(operator, self._ranges.get(operator), **values)
+
+    def ranges(self, operator: str) -> dict[str, tuple[float, float]] | None:
+        """The measured ranges of `operator` by variable, if they are known."""
+        return self._ranges.get(operator)
 
     def gemm_s(self, m: float, n: int, k: int, groups: float = 1) -> float:
         """Seconds of `groups` products of an m×k activation and a k×n weight in one kernel.
@@ -66,7 +79,7 @@ class Operators:
         known = self._gemm.get(key)
         if known is not None:
             return known
-        self.count_outside("gemm", m=m * groups, n=n, k=k)
+        self.count("gemm", m=m * groups, n=n, k=k)
         fit, ref = self.fits.gemm, self.reference
         rounding = fit.wave_rounding
         sms, per_sm = ref.sm_count, ref.bf16_flop_per_s / ref.sm_count
@@ -86,35 +99,55 @@ class Operators:
         memory = size / (ref.memory_bytes_per_s * fit.memory_efficiency)
         high, low = (compute, memory) if compute > memory else (memory, compute)
         time = fit.launch_s + high * float((1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend))
+        if self._gemm_factor is not None:
+            fastest = max(2.0 * m * n * k * groups / ref.bf16_flop_per_s, size / ref.memory_bytes_per_s)
+            time = max(time * self._gemm_factor(m, n, k), fastest)
         self._gemm[key] = time
         return time
 
-    def decode_attention_lines(self, batch: int, kv_heads: int, head_dim: int) -> tuple[float, float, float]:
-        """`(floor_s, stream_s, stream_s_per_token)`: decode attention takes `max(floor, stream + slope · T)` seconds.
+    def decode_attention_curve(self, batch: int, kv_heads: int, head_dim: int) -> tuple[list[float], list[float]]:
+        """Knots of T, the sum of the batch's context tokens, and one layer's seconds there; linear in between, the
+        last slope continues.
 
-        T is the sum of the batch's context tokens.
+        The formula is `max(floor, stream + slope · T)`; a correction bends it at its own contexts. Times never fall
+        with T and never beat the data sheet's bandwidth.
         """
-        fit = self.fits.decode_attention
+        fit, ref = self.fits.decode_attention, self.reference
         tiles = batch * kv_heads
         floor = fit.floor_s + fit.floor_tile_s * tiles + fit.floor_sequence_s * batch
         stream = fit.stream_s + fit.stream_tile_s * tiles + fit.stream_sequence_s * batch
         efficiency = interpolate(fit.parallelism, fit.efficiency, log2(tiles))
-        bytes_per_token = 2.0 * kv_heads * head_dim * _BF16
-        return floor, stream, bytes_per_token / (self.reference.memory_bytes_per_s * efficiency)
+        token_bytes = 2.0 * kv_heads * head_dim * _BF16
+        slope = token_bytes / (ref.memory_bytes_per_s * efficiency)
+        turn = (floor - stream) / slope
+        knots = {0.0, turn} if turn > 0.0 else {0.0}
+        factor = self._decode_factor
+        if factor is None or fit.correction is None:
+            ordered = [*sorted(knots), max(turn, 0.0) + 1.0]
+            return ordered, [max(floor, stream + slope * total) for total in ordered]
+        contexts = fit.correction.axes["context"]
+        knots.update(batch * context for context in contexts)
+        ordered, times, longest = sorted(knots), [], 0.0
+        for total in ordered:
+            time = max(floor, stream + slope * total) * factor(batch, max(total / batch, contexts[0]), kv_heads)
+            longest = max(longest, time, total * token_bytes / ref.memory_bytes_per_s)
+            times.append(longest)
+        # beyond the last knot the formula goes on under the factor of that knot
+        last = factor(batch, contexts[-1], kv_heads)
+        return [*ordered, ordered[-1] * 2.0], [*times, longest + slope * last * ordered[-1]]
 
     def decode_attention_s(
         self, batch: int, context_tokens: float, q_heads: int, kv_heads: int, head_dim: int
     ) -> float:
         """Seconds of one layer's attention of `batch` new tokens over `context_tokens` cached tokens in all.
 
-        Convex and piecewise linear in `context_tokens`. `q_heads` only bounds what was measured: the cached keys and
-        values are read once per KV head whatever the number of queries that share them.
+        `q_heads` only bounds what was measured: the cached keys and values are read once per KV head whatever the
+        number of queries that share them.
         """
-        self.count_outside(
+        self.count(
             "decode_attention", batch=batch, context=context_tokens / batch, kv_heads=kv_heads, group=q_heads / kv_heads
         )
-        floor, stream, slope = self.decode_attention_lines(batch, kv_heads, head_dim)
-        return max(floor, stream + slope * context_tokens)
+        return DecodeCurve(batch, *self.decode_attention_curve(batch, kv_heads, head_dim)).step_s(context_tokens)
 
     def prefill_attention_s(
         self, chunks: Sequence[tuple[float, float]], q_heads: int, kv_heads: int, head_dim: int
@@ -126,25 +159,19 @@ class Operators:
         """
         fit, ref = self.fits.prefill_attention, self.reference
         block = fit.block_tokens
-        measured = self._ranges.get("prefill_attention", {})
-        (shortest_new, longest_new), (shortest, longest_context) = (
-            measured.get(name, (0.0, inf)) for name in ("new", "context")
-        )
         tokens: float = 0
         context: float = 0
         blocks: float = 0
         keys: float = 0  # of all blocks, doubled: a chunk's have between `prior + block` and `end`
         last: float = 0  # where the longest chunk's blocks end
         for new, prior in chunks:
-            length = prior + new
-            if not (shortest_new <= new <= longest_new and shortest <= length <= longest_context):
-                self.outside["prefill_attention"] += 1
+            self.count("prefill_attention", new=new, context=prior + new)
             n = -(-new // block)
             end = prior + n * block
             blocks += n
             keys += n * (prior + block + end)
             tokens += new
-            context += length
+            context += prior + new
             if end > last:
                 last = end
         queries = blocks * block
@@ -158,9 +185,23 @@ class Operators:
         compute = float((total_s**p + longest_s**p) ** (1.0 / p))
         size = tokens * q_heads * 2 + context * kv_heads * 2
         memory = size * head_dim * _BF16 / (ref.memory_bytes_per_s * fit.memory_efficiency)
-        return fit.launch_s + max(compute, memory)
+        time = fit.launch_s + max(compute, memory)
+        if self._prefill_factor is not None:
+            time = max(
+                time * self._prefill_factor(len(chunks), tokens / len(chunks), q_heads, q_heads / kv_heads),
+                size * head_dim * _BF16 / ref.memory_bytes_per_s,
+            )
+        return time
 
-    def memory_bound_s(self, size_bytes: float) -> float:
-        """Seconds of an elementwise kernel or norm that moves `size_bytes` to and from device memory."""
-        fit = self.fits.memory_bound
-        return fit.launch_s + size_bytes / (self.reference.memory_bytes_per_s * fit.efficiency)
+    def memory_bound_s(self, size_bytes: float, tokens: float) -> float:
+        """Seconds of an elementwise kernel or norm over `tokens` tokens that moves `size_bytes` to and from memory."""
+        fit, ref = self.fits.memory_bound, self.reference
+        self.count("memory_bound", bytes=size_bytes)
+        time = fit.launch_s + size_bytes / (ref.memory_bytes_per_s * fit.efficiency)
+        if self._memory_factor is not None:
+            time = max(time * self._memory_factor(tokens, size_bytes), size_bytes / ref.memory_bytes_per_s)
+        return time
+
+
+def _surface(correction: Correction | None, axes: Sequence[str]) -> Surface | None:
+    return None if correction is None else Surface(correction, axes)

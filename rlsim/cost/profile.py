@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from rlsim.cost.calibration import DecodeProfile
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.lookups import Lookups
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError
 
@@ -26,7 +27,7 @@ class ProfileStep(StepCost):
 
     `curves` are the decode curves at the profiled batch sizes (ascending). `prefill_s[i][j]` are the seconds of one
     prefill of `prefill_tokens[i]` new tokens in sequences of `prefill_lengths[j]` tokens. Outside the profiled
-    region the edge slope continues and `extrapolated` counts the look-up. Raises `CalibrationError` for grids that
+    region the edge slope continues, and the look-up counts as extrapolated. Raises `CalibrationError` for grids that
     do not fit together.
     """
 
@@ -42,7 +43,7 @@ class ProfileStep(StepCost):
     ) -> None:
         self.tp = tp
         self.skew = skew
-        self.extrapolated = 0
+        self._prefills = Lookups()
         self._curves = {curve.batch: curve for curve in curves}
         self._batches = [float(curve.batch) for curve in curves]
         if not curves or self._batches != sorted(set(self._batches)):
@@ -55,7 +56,7 @@ class ProfileStep(StepCost):
         self._tokens = [float(x) for x in prefill_tokens]
         self._lengths = [float(x) for x in prefill_lengths]
         self._prefill = [[float(y) for y in row] for row in prefill_s]
-        self._cache: dict[int, DecodeCurve] = dict(self._curves)
+        self._used: dict[int, DecodeCurve] = {}
 
     @classmethod
     def from_record(cls, record: DecodeProfile, *, skew: float = 0.0) -> ProfileStep:
@@ -71,11 +72,12 @@ class ProfileStep(StepCost):
 
     def decode(self, batch: int) -> DecodeCurve:
         """The profiled curve of `batch`, or the blend of its neighbours at the same sum of contexts."""
-        if not self._batches[0] <= batch <= self._batches[-1]:
-            self.extrapolated += 1
-        known = self._cache.get(batch)
+        known = self._used.get(batch)
         if known is not None:
             return known
+        if batch in self._curves:
+            self._used[batch] = self._curves[batch]
+            return self._used[batch]
         i, share = _segment(self._batches, batch)
         low = self._curves[int(self._batches[i])]
         high = self._curves[int(self._batches[min(i + 1, len(self._batches) - 1)])]
@@ -84,8 +86,28 @@ class ProfileStep(StepCost):
         knots.append(knots[-1] + max(knots[-1] - knots[0], 1.0))
         times = [(1.0 - share) * low.step_s(x) + share * high.step_s(x) for x in knots]
         curve = DecodeCurve(batch, knots, times)
-        self._cache[batch] = curve
+        self._used[batch] = curve
         return curve
+
+    def lookups(self) -> Lookups:
+        """Prefills, and every batch size decoded so far: measured itself, between two that were, or outside in its
+        size or in the largest sum of contexts it was used at."""
+        own = Lookups()
+        for batch, curve in self._used.items():
+            if not curve.furthest_tokens:
+                continue  # looked at, by a policy or a bound, but never run
+            i, _ = _segment(self._batches, batch)
+            around = {self._batches[i], self._batches[min(i + 1, len(self._batches) - 1)]}
+            measured = max(self._curves[int(b)].knots[-1] for b in around)
+            if batch not in self._curves and not self._batches[0] <= batch <= self._batches[-1]:
+                example = f"batch {batch}, measured {self._batches[0]:g} to {self._batches[-1]:g}"
+                own.add("decode profile", "extrapolated", example)
+            elif curve.furthest_tokens > measured:
+                example = f"{curve.furthest_tokens:g} context tokens at batch {batch}, measured up to {measured:g}"
+                own.add("decode profile", "extrapolated", example)
+            else:
+                own.add("decode profile", "exact" if batch in self._curves else "interpolated")
+        return own.merge([self._prefills])
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Bilinear in the new tokens and the equivalent sequence length, which gives the same (query, key) pairs.
@@ -109,7 +131,9 @@ class ProfileStep(StepCost):
 
     def _prefill_at(self, tokens: float, length: float) -> float:
         inside = self._tokens[0] <= tokens <= self._tokens[-1] and self._lengths[0] <= length <= self._lengths[-1]
-        self.extrapolated += not inside
+        where = f"{tokens:g} tokens in sequences of {length:g}"
+        exact = tokens in self._tokens and length in self._lengths
+        self._prefills.add("prefill profile", "exact" if exact else "interpolated" if inside else "extrapolated", where)
         i, u = _segment(self._tokens, tokens)
         j, v = _segment(self._lengths, length)
         i1, j1 = min(i + 1, len(self._tokens) - 1), min(j + 1, len(self._lengths) - 1)

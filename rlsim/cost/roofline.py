@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.step import Chunk, StepCost
@@ -58,22 +59,13 @@ class RooflineStep(StepCost):
         self._known_head_s: dict[float, float] = {}
 
     def decode(self, batch: int) -> DecodeCurve:
-        """The decode curve of `batch` sequences; two segments where attention turns from fixed cost to streaming."""
+        """The decode curve of `batch` sequences; its knots are those of decode attention."""
         known = self._curves.get(batch)
         if known is not None:
             return known
         layers = self._model.num_hidden_layers
         fixed = self._tokens_s(batch) + self._head_s(batch) + self._host.step_s + self._host.sequence_s * batch
-        self.operators.count_outside(
-            "decode_attention", batch=batch, kv_heads=self._kv_heads, group=self._q_heads / self._kv_heads
-        )
-        floor, stream, slope = self.operators.decode_attention_lines(batch, self._kv_heads, self._model.head_dim)
-        turn = (floor - stream) / slope
-        if turn > 0.0:
-            knots = [0.0, turn, 2.0 * turn]
-            times = [floor, floor, floor + slope * turn]
-        else:
-            knots, times = [0.0, 1.0], [stream, stream + slope]
+        knots, times = self.operators.decode_attention_curve(batch, self._kv_heads, self._model.head_dim)
         curve = DecodeCurve(batch, knots, [fixed + layers * time for time in times])
         self._curves[batch] = curve
         return curve
@@ -106,6 +98,20 @@ class RooflineStep(StepCost):
             + self._host.prefill_s
             + self._host.sequence_s * rows
         )
+
+    def lookups(self) -> Lookups:
+        """Every shape asked for so far. A decode curve counts once, by the longest mean context it was used at."""
+        own = Lookups()
+        group = self._q_heads / self._kv_heads
+        ranges = self.operators.ranges("decode_attention")
+        for batch, curve in self._curves.items():
+            if not curve.furthest_tokens:
+                continue  # looked at, by a policy or a bound, but never run
+            context = curve.furthest_tokens / batch
+            own.add_within(
+                "decode_attention", ranges, batch=batch, kv_heads=self._kv_heads, group=group, context=context
+            )
+        return own.merge([self.operators.lookups, self.collectives.lookups])
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one decode step by kind: products, attention, elementwise, all_reduce, head, host."""
@@ -151,14 +157,15 @@ class RooflineStep(StepCost):
         experts = self._experts
         inner = experts.intermediate * experts.top_k if experts is not None else model.intermediate_size / self.tp
         per_head_norm = model.model_type.startswith("qwen3")
-        norm = move(tokens * model.hidden_size * 4 * _BF16)  # read input and residual, write sum and norm
-        rotary = move(tokens * (2 * heads + self._kv_heads) * model.head_dim * _BF16)
-        activation = move(tokens * 3 * inner * _BF16)
-        head_norm = move(tokens * 2 * heads * model.head_dim * _BF16) if per_head_norm else 0.0
+        norm = move(tokens * model.hidden_size * 4 * _BF16, tokens)  # read input and residual, write sum and norm
+        rotary = move(tokens * (2 * heads + self._kv_heads) * model.head_dim * _BF16, tokens)
+        activation = move(tokens * 3 * inner * _BF16, tokens)
+        head_norm = move(tokens * 2 * heads * model.head_dim * _BF16, tokens) if per_head_norm else 0.0
         return 2 * norm + rotary + activation + head_norm
 
     def _embedding_s(self, tokens: float) -> float:
-        return 2 * self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * _BF16)  # embedding, last norm
+        one = self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * _BF16, tokens)
+        return 2 * one  # embedding, last norm
 
     def _all_reduce_s(self, tokens: float) -> float:
         return self.collectives.time_s("all_reduce", tokens * self._model.hidden_size * _BF16, self.tp)

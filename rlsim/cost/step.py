@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.lookups import Lookups
 
 
 class Chunk(NamedTuple):
@@ -41,3 +42,7 @@ class StepCost(ABC):
     @abstractmethod
     def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
         """Seconds of one iteration that decodes `batch` ≥ 1 sequences and prefills `chunks` (at least one)."""
+
+    def lookups(self) -> Lookups:
+        """The distinct shapes asked for so far, by how far they rest on measurements; empty if nobody counts."""
+        return Lookups()

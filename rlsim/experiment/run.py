@@ -33,13 +33,15 @@ def run(
     overrides: Iterable[str] | Mapping[str, Any] = (),
     seeds: int | None = None,
     out: str | Path | None = None,
+    strict: bool = False,
     progress: Progress | None = None,
 ) -> Result:
     """Run an experiment: a YAML file, the name of one that ships with rlsim, or a mapping.
 
     `overrides` sets keys (`{"trace.cap": "8K"}` or `["trace.cap=8K"]`), `seeds` the number of seeds, `out` a
-    directory to write the results to. Nothing is written unless everything has run. Raises `RlsimError` for whatever
-    does not exist or fit.
+    directory to write the results to. Nothing is written unless everything has run. With `strict`, a run that needed
+    costs of shapes outside what its calibration was measured at raises `CalibrationError` and names them; without, the
+    manifest counts them. Raises `RlsimError` for whatever does not exist or fit.
     """
     experiment, shown, folder = load_experiment(source, overrides)
     if out is not None:
@@ -57,6 +59,8 @@ def run(
             case.simulate(spec, seed)
             done += 1
         collected += case.tables()
+        if strict:
+            case.setup.machine.lookups().refuse_extrapolated(case.setup.calibration.name)
     if progress:
         progress(done, total, "")
     if not collected:
@@ -158,10 +162,7 @@ class _Case:
     def all_notes(self) -> list[str]:
         """Everything worth knowing about this case's numbers."""
         sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
-        outside = [
-            f"{count} look-ups of {what} lay outside the measured range"
-            for what, count in self.setup.machine.outside().items()
-        ]
+        outside = self.setup.machine.lookups().note()
         tuned = [f"{name} is {what}, the fastest on these same seeds" for name, what in self.chosen.items()]
         partial = [
             f"{spec.name} finishes {share:.1%} of the responses it launches: compare tokens_per_s, not step times"
@@ -187,6 +188,7 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
         "baseline": cases[0].baseline,
         "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
         "tuned": {case.name: case.chosen for case in cases},
+        "lookups": {case.name: case.setup.machine.lookups().table() for case in cases},
         "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
         "hashes": {"trace": _sha256(setup.trace_path), "results": _digest(collected)},
         "versions": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from calibration.derived import without_corrections
 from calibration.gpus import A40_VIDUR, reference_of
 from calibration.host import NO_HOST
 from calibration.provenance import COMMON, pat_source, provenance, vidur_source
@@ -48,7 +49,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
     layers = vidur_layers(data, A40_VIDUR)
     gemms = vidur_gemm_table(layers)
     gemm, memory = fit_gemm(gemms, ref), fit_elementwise(elementwise_table(layers), ref)
-    small = {item.gpus: fit_collective(item.table)[0] for item in a40_all_reduce_tables(data)}
+    small = {item.gpus: fit_collective(item.table) for item in a40_all_reduce_tables(data)}
     version = "vLLM-era kernels of 2024"
     all_reduce = "A40 all_reduce.csv of commit 6d98aa8 (2 and 4 GPUs)"
     notes = (
@@ -67,7 +68,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
         operators=OperatorFits(
             gemm=gemm.fit,
             decode_attention=_decode_attention(ref),
-            prefill_attention=donor.operators.prefill_attention,
+            prefill_attention=without_corrections(donor.operators).prefill_attention,
             memory_bound=memory.fit,
         ),
         collectives=_collectives(small, 60e-6, 4e9),

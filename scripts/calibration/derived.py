@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from calibration.gpus import DERIVED, reference_of
 from calibration.training import carried_over
-from rlsim.cost.calibration import Calibration
+from rlsim.cost.calibration import Calibration, OperatorFits
 from rlsim.hardware import load_cluster
 
 
@@ -17,7 +17,11 @@ def derive(source: Calibration, gpu: str) -> Calibration:
         key: value.model_copy(update={"note": f"of {source.gpu}; not measured on {gpu}. {value.note}".strip()})
         for key, value in source.residuals.items()
     }
+    operators = source.operators
+    if reference.sm_count != source.reference.sm_count:
+        operators = without_corrections(operators)
     update = {
+        "operators": operators,
         "name": f"{gpu}-{source.engine}",
         "gpu": gpu,
         "reference": reference.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s}),
@@ -26,6 +30,15 @@ def derive(source: Calibration, gpu: str) -> Calibration:
         "training": carried_over(source.training, source.gpu, gpu),
     }
     return source.model_copy(update=update)
+
+
+def without_corrections(operators: OperatorFits) -> OperatorFits:
+    """The formulas alone: what they leave over on one GPU says little about another with other SMs."""
+    bare = {
+        name: getattr(operators, name).model_copy(update={"correction": None})
+        for name in ("gemm", "decode_attention", "prefill_attention")
+    }
+    return operators.model_copy(update=bare)
 
 
 def is_derived(calibration: Calibration) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from calibration.gpus import Gpu, reference_of
 from calibration.host import NO_HOST
-from calibration.provenance import COMMON, aiconfigurator_source, provenance, vidur_source
+from calibration.provenance import COMMON, GROUPED, aiconfigurator_source, provenance, vidur_source
 from calibration.runtime import runtime_of
 from calibration.tables import (
     aiconfigurator,
@@ -52,6 +52,8 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> tuple[Calibration, dic
         custom_all_reduce_tables(aiconfigurator(data, gpu.all_reduce(engine))),
     )
     notes = list(COMMON)
+    if engine == "trtllm":
+        notes.append(GROUPED)
     donor = gpu.elementwise_donor()
     if not gpu.name.startswith(donor):
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
@@ -106,6 +108,8 @@ def _decode(
     data: Path, gpu: Gpu, engine: str, ref: Reference, skew: float, include_hot: bool = False
 ) -> Fitted[DecodeAttentionFit]:
     table = decode_attention_table(aiconfigurator(data, gpu.decode_attention(engine)))
+    if engine == "trtllm":
+        table = table[table.q_heads == table.kv_heads]  # its grouped-query rows outrun the memory (GROUPED)
     return fit_decode_attention(table, ref, skew, include_hot)
 
 

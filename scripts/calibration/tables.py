@@ -40,7 +40,7 @@ def all_gemms(path: Path) -> pd.DataFrame:
 def gemm_table(path: Path) -> pd.DataFrame:
     """bf16 products of the sizes that RL runs use."""
     table = all_gemms(path)
-    return table[table.m.between(1, 16384) & table.n.between(256, 65536) & table.k.between(256, 32768)]
+    return table[table.m.between(1, 32768) & table.n.between(256, 65536) & table.k.between(256, 32768)]
 
 
 def _attention(path: Path) -> pd.DataFrame:
@@ -129,7 +129,8 @@ def vidur_gemm_table(paths: Iterable[Path]) -> pd.DataFrame:
 
 
 def elementwise_table(paths: Iterable[Path]) -> pd.DataFrame:
-    """A layer's four elementwise kernels together in Vidur's tables: size (bytes), seconds, key (model and tokens)."""
+    """A layer's four elementwise kernels together in Vidur's tables: kernels, tokens, bytes, seconds, and as key the
+    model and tokens."""
     parts = []
     for path in paths:
         table = _medians(path)
@@ -141,7 +142,9 @@ def elementwise_table(paths: Iterable[Path]) -> pd.DataFrame:
         names = ("input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act")
         seconds = sum(table[f"time_stats.{name}.median"] for name in names) * MS
         key = path.parent.name + "/" + tokens.astype(str)
-        parts.append(pd.DataFrame({"size": size, "seconds": seconds, "key": key}))
+        parts.append(
+            pd.DataFrame({"kernels": len(names), "tokens": tokens, "bytes": size, "seconds": seconds, "key": key})
+        )
     rows = pd.concat(parts, ignore_index=True)
     return rows[rows.seconds > 0]
 

@@ -21,7 +21,9 @@ from rlsim.calibrate.fit.common import (
     squash,
     unsquash,
 )
+from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.cost.calibration import DecodeAttentionFit, PrefillAttentionFit, Reference, Residual
+from rlsim.cost.operators import DECODE_AXES, PREFILL_AXES
 from rlsim.schema import validate
 
 PARALLELISM = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 11.0)
@@ -29,6 +31,18 @@ PARALLELISM = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 11.0)
 PLAUSIBLE = 0.95  # rows that would need more of the peak bandwidth were served from L2 in part
 
 GROUP = 8  # query heads per KV head in the models RL runs use
+
+DECODE_KNOTS = {
+    "batch": [2.0**e for e in range(12)],
+    "context": [2.0, *(4.0**e for e in range(2, 9)), 2.0**17],
+    "kv_heads": [1.0, 2.0, 4.0, 8.0, 16.0],
+}
+PREFILL_KNOTS = {
+    "sequences": [4.0**e for e in range(5)],
+    "new": [2.0**e for e in range(4, 15)],
+    "q_heads": [1.0, 4.0, 16.0, 64.0],
+    "group": [1.0, 2.0, 8.0],
+}
 
 KEYS = (128.0, 192.0, 320.0, 576.0, 1088.0, 2112.0, 4160.0, 8256.0)
 
@@ -90,9 +104,15 @@ def fit_decode_attention(
     def predict(i: NDArray[Any]) -> list[float]:
         return [check.decode_attention_s(int(b[j]), b[j] * s[j], int(q[j]), int(kv[j]), 128) for j in i]
 
-    score = np.flatnonzero(cold & test & (b <= 512))
+    rows = np.flatnonzero((cold | tiny) & ~test)
+    columns = dict(zip(DECODE_AXES, (b[rows], s[rows], kv[rows]), strict=True))
+    correction = fit_correction(columns, DECODE_KNOTS, np.log(y[rows] / predict(rows)))
+    fit = fit.model_copy(update={"correction": correction})
+    check = operators_with(ref, decode=fit)
+    score = np.flatnonzero((cold | tiny) & test)
     dropped = np.mean(((size > 1.2 * ref.l2_bytes) & ~plausible)[size > 1.2 * ref.l2_bytes])
-    note = f"(batch, heads) not fitted; KV beyond L2; {percent(float(dropped))} of such rows dropped as impossible"
+    note = "(batch, heads) not fitted; KV beyond L2 or contexts of at most 64 tokens; "
+    note += f"{percent(float(dropped))} of the former dropped as impossible"
     ranges = {"batch": b, "context": s, "kv_heads": kv, "group": q / kv}
     hot = np.flatnonzero(~cold & (size <= 1.2 * ref.l2_bytes) & (s >= 128) & test & (b <= 512))
     return Fitted(
@@ -103,9 +123,8 @@ def fit_decode_attention(
 
 
 def fit_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAttentionFit]:
-    """Fit causal prompt attention. `table`: batch, new, q_heads, kv_heads, seconds (head size 128); 4 query heads
-    and more."""
-    table = table[(table.q_heads >= 4) & (table.q_heads <= GROUP * table.kv_heads) & (table.new >= 64)]
+    """Fit causal prompt attention. `table`: batch, new, q_heads, kv_heads, seconds (head size 128)."""
+    table = table[(table.q_heads <= GROUP * table.kv_heads) & (table.new >= 16)]
     b, s, q, kv, y = (table[c].to_numpy(float) for c in ("batch", "new", "q_heads", "kv_heads", "seconds"))
     test = held_out(table.batch.astype(str) + "/" + table.q_heads.astype(str) + "/" + table.kv_heads.astype(str))
     block, memory_efficiency = 128, 0.8
@@ -141,6 +160,12 @@ def fit_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[Prefill
         memory_efficiency=memory_efficiency,
     )
     fit = validate(rounded(fit.model_dump()), PrefillAttentionFit)
+    formula = operators_with(ref, prefill=fit)
+    rows = np.flatnonzero(~test)
+    expected = [formula.prefill_attention_s([(s[i], 0)] * int(b[i]), int(q[i]), int(kv[i]), 128) for i in rows]
+    columns = dict(zip(PREFILL_AXES, (b[rows], s[rows], q[rows], q[rows] / kv[rows]), strict=True))
+    correction = fit_correction(columns, PREFILL_KNOTS, np.log(y[rows] / expected))
+    fit = fit.model_copy(update={"correction": correction})
     check = operators_with(ref, prefill=fit)
     ranges = {"new": s, "context": s, "group": q / kv}
 
@@ -148,6 +173,6 @@ def fit_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[Prefill
         values = [check.prefill_attention_s([(s[i], 0)] * int(b[i]), int(q[i]), int(kv[i]), 128) for i in rows]
         return residual(values, y[rows], ranges, f"(batch, heads) not fitted; {note}")
 
-    every = score(np.flatnonzero(test), "4 heads or more")
-    long = score(np.flatnonzero(test & (s >= 1024)), "4 heads or more, prompts of 1024 tokens or more")
+    every = score(np.flatnonzero(test), "prompts of 16 tokens or more")
+    long = score(np.flatnonzero(test & (s >= 1024)), "prompts of 1024 tokens or more")
     return Fitted(fit, every, long=long)

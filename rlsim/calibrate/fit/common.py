@@ -168,8 +168,9 @@ def operators_with(
     gemm: GemmFit | None = None,
     decode: DecodeAttentionFit | None = None,
     prefill: PrefillAttentionFit | None = None,
+    memory: MemoryOpFit | None = None,
 ) -> Operators:
     """Operators in which only the given fit matters: residuals are computed by the code that the simulator runs."""
     fits = validate(_NEUTRAL, OperatorFits)
-    parts = {"gemm": gemm, "decode_attention": decode, "prefill_attention": prefill}
+    parts = {"gemm": gemm, "decode_attention": decode, "prefill_attention": prefill, "memory_bound": memory}
     return Operators(fits.model_copy(update={name: part for name, part in parts.items() if part is not None}), ref)

@@ -19,12 +19,22 @@ from rlsim.calibrate.fit.common import (
     rounded,
     squash,
 )
+from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.cost.calibration import GemmFit, Reference, Tile
+from rlsim.cost.operators import GEMM_AXES
 from rlsim.schema import validate
 
 TILES = ((64, 64), (64, 128), (128, 64), (64, 256), (128, 128), (128, 256), (256, 128))
 
 SPLITS = (1, 2, 4, 8)
+
+CORRECTED_SHAPES = 100  # distinct weights (n, k): with fewer, a correction says more about them than about others
+
+KNOTS = {
+    "m": [4.0**e for e in range(8)],
+    "n": [4.0**e for e in range(4, 9)],
+    "k": [4.0**e for e in range(4, 8)],
+}
 
 
 def gemm_time(p: Array, memory_efficiency: float, m: Array, n: Array, k: Array, ref: Reference) -> Array:
@@ -94,6 +104,12 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> 
         splits=SPLITS,
     )
     fit = validate(rounded(fit.model_dump()), GemmFit)
+    rows = np.flatnonzero(~test & ~hot)
+    if len(table[["n", "k"]].drop_duplicates()) >= CORRECTED_SHAPES:
+        formula = operators_with(ref, gemm=fit)
+        shown = np.array([formula.gemm_s(m[i], int(n[i]), int(k[i])) for i in rows])
+        columns = dict(zip(GEMM_AXES, (m[rows], n[rows], k[rows]), strict=True))
+        fit = fit.model_copy(update={"correction": fit_correction(columns, KNOTS, np.log(y[rows] / shown))})
     check = operators_with(ref, gemm=fit)
     score = np.flatnonzero(test & ~hot)
     values = [check.gemm_s(m[i], int(n[i]), int(k[i])) for i in score]
