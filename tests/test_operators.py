@@ -18,6 +18,7 @@ from rlsim.cost.calibration import (
     load_calibration,
 )
 from rlsim.cost.operators import Operators, interpolate
+from rlsim.cost.surface import Surface
 from rlsim.errors import CalibrationError
 
 REFERENCE = Reference(
@@ -114,6 +115,14 @@ def test_a_correction_is_a_factor_between_its_knots_and_constant_beyond() -> Non
     assert o.gemm_s(1, 1000, 1000) == pytest.approx(plain.gemm_s(1, 1000, 1000))
     assert o.gemm_s(10, 1000, 1000) == pytest.approx(2.0 * plain.gemm_s(10, 1000, 1000))  # half way in the logs
     assert o.gemm_s(1000, 5000, 500) == pytest.approx(4.0 * plain.gemm_s(1000, 5000, 500))
+
+
+def test_a_sliced_correction_is_the_same_factor() -> None:
+    axes = {"a": (1.0, 4.0, 9.0), "b": (2.0, 8.0), "c": (1.0, 3.0), "d": (1.0, 2.0)}
+    surface = Surface(Correction(axes=axes, factor=tuple(1.0 + 0.1 * i for i in range(24))), ("a", "b", "c", "d"))
+    cut = surface.sliced(2.0, 1.5)
+    for a, b in ((0.5, 1.0), (2.0, 3.0), (9.0, 8.0), (20.0, 5.0)):
+        assert cut(a, b) == pytest.approx(surface(a, b, 2.0, 1.5))
 
 
 def test_no_correction_beats_the_data_sheet() -> None:

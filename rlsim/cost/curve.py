@@ -50,14 +50,11 @@ class DecodeCurve:
 
     def steps_s(self, context_tokens: float, steps: int) -> float:
         """Seconds of `steps` steps, the first with `context_tokens` in the cache, each adding `batch` tokens."""
-        end = context_tokens + self.batch * (steps - 1)
-        if end > self.furthest_tokens:
-            self.furthest_tokens = end
-        return self._sum_s(context_tokens, steps)
-
-    def _sum_s(self, context_tokens: float, steps: int) -> float:
         knots = self._knots
         growth = self.batch
+        end = context_tokens + growth * (steps - 1)
+        if end > self.furthest_tokens:
+            self.furthest_tokens = end
         i = bisect_right(knots, context_tokens) - 1
         if i < 0:
             i = 0
@@ -66,7 +63,7 @@ class DecodeCurve:
         while True:
             slope = self._slopes[i]
             first = self._values[i] + slope * (context_tokens - knots[i])
-            if i == last or context_tokens + growth * (steps - 1) < knots[i + 1]:
+            if i == last or end < knots[i + 1]:
                 return total + steps * (first + 0.5 * slope * growth * (steps - 1))
             n = math.ceil((knots[i + 1] - context_tokens) / growth)
             total += n * (first + 0.5 * slope * growth * (n - 1))
@@ -85,20 +82,22 @@ class DecodeCurve:
         """
         if time_s <= 0.0:
             return 0
+        furthest = self.furthest_tokens  # the search goes beyond what is asked for
         low, high = 0, 1
-        while self._sum_s(context_tokens, high) * (1 + REACHED) < time_s:
+        while self.steps_s(context_tokens, high) * (1 + REACHED) < time_s:
             low, high = high, high * 2
             if high > 2**62:
                 raise ValueError("the curve's step time is not positive")
         while high - low > 1:
             middle = (low + high) // 2
-            if self._sum_s(context_tokens, middle) * (1 + REACHED) < time_s:
+            if self.steps_s(context_tokens, middle) * (1 + REACHED) < time_s:
                 low = middle
             else:
                 high = middle
+        self.furthest_tokens = furthest
         return high
 
     def steps_done(self, context_tokens: float, time_s: float) -> int:
         """The most steps that are complete after `time_s` (up to rounding, as in `steps_within`)."""
         steps = self.steps_within(context_tokens, time_s)
-        return steps if steps == 0 or self._sum_s(context_tokens, steps) <= time_s * (1 + REACHED) else steps - 1
+        return steps if steps == 0 or self.steps_s(context_tokens, steps) <= time_s * (1 + REACHED) else steps - 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import ceil, log2
+from math import ceil, inf, log2
 
 from rlsim.cost.calibration import Correction, OperatorFits, Reference, Residual
 from rlsim.cost.curve import DecodeCurve
@@ -58,6 +58,10 @@ class Operators:
         self._decode_factor = _surface(fits.decode_attention.correction, DECODE_AXES)
         self._memory_factor = _surface(fits.memory_bound.correction, MEMORY_AXES)
         self._prefill_factor = _surface(fits.prefill_attention.correction, PREFILL_AXES)
+        self._prefill_factors: dict[tuple[int, int], Surface] = {}
+        measured = self._ranges.get("prefill_attention", {})
+        new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
+        self._prefill_range = (*new, context[1])
 
     def count(self, operator: str, **values: float) -> None:
         """Counts a look-up of `operator` at these values."""
@@ -159,13 +163,16 @@ class Operators:
         """
         fit, ref = self.fits.prefill_attention, self.reference
         block = fit.block_tokens
+        shortest, longest_new, longest_context = self._prefill_range
+        outside: tuple[float, float] | None = None
         tokens: float = 0
         context: float = 0
         blocks: float = 0
         keys: float = 0  # of all blocks, doubled: a chunk's have between `prior + block` and `end`
         last: float = 0  # where the longest chunk's blocks end
         for new, prior in chunks:
-            self.count("prefill_attention", new=new, context=prior + new)
+            if not (shortest <= new <= longest_new and prior + new <= longest_context):
+                outside = (new, prior)
             n = -(-new // block)
             end = prior + n * block
             blocks += n
@@ -174,6 +181,10 @@ class Operators:
             context += prior + new
             if end > last:
                 last = end
+        if outside is None:
+            self.lookups.add("prefill_attention", "interpolated")
+        else:
+            self.count("prefill_attention", new=outside[0], context=sum(outside))
         queries = blocks * block
         work = block * (keys / 2 + blocks * fit.overhead_tokens)
         longest = block * (last + fit.overhead_tokens)
@@ -187,8 +198,12 @@ class Operators:
         memory = size * head_dim * _BF16 / (ref.memory_bytes_per_s * fit.memory_efficiency)
         time = fit.launch_s + max(compute, memory)
         if self._prefill_factor is not None:
+            factor = self._prefill_factors.get((q_heads, kv_heads))
+            if factor is None:
+                factor = self._prefill_factor.sliced(q_heads, q_heads / kv_heads)
+                self._prefill_factors[q_heads, kv_heads] = factor
             time = max(
-                time * self._prefill_factor(len(chunks), tokens / len(chunks), q_heads, q_heads / kv_heads),
+                time * factor(len(chunks), tokens / len(chunks)),
                 size * head_dim * _BF16 / ref.memory_bytes_per_s,
             )
         return time

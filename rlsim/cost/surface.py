@@ -26,9 +26,24 @@ class Surface:
             values = [values[i : i + len(knots)] for i in range(0, len(values), len(knots))]
         self._values = values
 
+    def sliced(self, *coordinates: float) -> Surface:
+        """The factor over the first axes alone, at these coordinates of the last ones."""
+        x = [log(value) for value in coordinates]
+        first = len(self._axes) - len(x)
+        cut = Surface.__new__(Surface)
+        cut._axes = self._axes[:first]
+        cut._values = _sliced(self._values, self._axes[first:], x, first)
+        return cut
+
     def __call__(self, *coordinates: float) -> float:
         """The factor there; beyond an axis' knots, that at its end."""
         return exp(_at(self._axes, self._values, [log(x) for x in coordinates], 0))
+
+
+def _sliced(values: list[Any], axes: list[list[float]], x: list[float], depth: int) -> list[Any]:
+    if depth == 1:
+        return [_at(axes, value, x, 0) for value in values]
+    return [_sliced(value, axes, x, depth - 1) for value in values]
 
 
 def _at(axes: list[list[float]], values: list[Any], x: list[float], axis: int) -> float:
