@@ -105,7 +105,7 @@ def test_decode_attention_is_floor_then_line() -> None:
 
 def corrected(operator: str, axes: dict[str, tuple[float, ...]], factor: tuple[float, ...]) -> Operators:
     plain = fits()
-    fit = getattr(plain, operator).model_copy(update={"correction": Correction(axes=axes, factor=factor)})
+    fit = getattr(plain, operator).model_copy(update={"correction": Correction.over(axes, factor)})
     return Operators(plain.model_copy(update={operator: fit}), REFERENCE)
 
 
@@ -119,7 +119,7 @@ def test_a_correction_is_a_factor_between_its_knots_and_constant_beyond() -> Non
 
 def test_a_sliced_correction_is_the_same_factor() -> None:
     axes = {"a": (1.0, 4.0, 9.0), "b": (2.0, 8.0), "c": (1.0, 3.0), "d": (1.0, 2.0)}
-    surface = Surface(Correction(axes=axes, factor=tuple(1.0 + 0.1 * i for i in range(24))), ("a", "b", "c", "d"))
+    surface = Surface(Correction.over(axes, tuple(1.0 + 0.1 * i for i in range(24))), ("a", "b", "c", "d"))
     cut = surface.sliced(2.0, 1.5)
     for a, b in ((0.5, 1.0), (2.0, 3.0), (9.0, 8.0), (20.0, 5.0)):
         assert cut(a, b) == pytest.approx(surface(a, b, 2.0, 1.5))
@@ -149,9 +149,9 @@ def test_a_correction_over_other_axes_is_refused() -> None:
     with pytest.raises(CalibrationError, match="expected m, n, k"):
         corrected("gemm", {"m": (1.0,), "k": (1.0,), "n": (1.0,)}, (1.0,))
     with pytest.raises(ValueError, match="must hold 2 positive numbers"):
-        Correction(axes={"m": (1.0, 2.0)}, factor=(1.0,))
+        Correction.over({"m": (1.0, 2.0)}, (1.0,))
     with pytest.raises(ValueError, match="must be positive and ascend"):
-        Correction(axes={"m": (2.0, 1.0)}, factor=(1.0, 1.0))
+        Correction.over({"m": (2.0, 1.0)}, (1.0, 1.0))
 
 
 def test_prefill_attention_by_hand() -> None:

@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
     """Only what YAML knows; numbers of one list, and a tile's three numbers, stay on one line."""
     if isinstance(value, dict):
         mapping = CommentedMap({key: _plain(item) for key, item in value.items()})
-        if set(value) == {"m", "n", "efficiency"}:
+        if set(value) in ({"m", "n", "efficiency"}, {"name", "knots"}):
             mapping.fa.set_flow_style()
         return mapping
     if isinstance(value, list | tuple):

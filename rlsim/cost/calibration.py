@@ -8,6 +8,7 @@ are from and how far off the fit is on shapes it has not seen. Efficiencies are 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Self
@@ -52,6 +53,19 @@ class Reference(Schema):
     link_bytes_per_s: BytesPerSecond = Field(gt=0, description="GPU-to-GPU rate one way, in the measured node")
 
 
+class Axis(Schema):
+    """One axis of a correction."""
+
+    name: str
+    knots: tuple[float, ...] = Field(min_length=1, description="positive, ascending")
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if self.knots[0] <= 0 or list(self.knots) != sorted(set(self.knots)):
+            raise ValueError(f"the knots of {self.name} must be positive and ascend")
+        return self
+
+
 class Correction(Schema):
     """A factor on a formula: multilinear in the logarithms of the axes and the factor, constant beyond them.
 
@@ -59,18 +73,26 @@ class Correction(Schema):
     keeps its shape.
     """
 
-    axes: dict[str, tuple[float, ...]] = Field(min_length=1, description="name -> knots, ascending")
+    axes: tuple[Axis, ...] = Field(min_length=1)
     factor: tuple[float, ...] = Field(description="measured / formula at every knot, the last axis running fastest")
 
     @model_validator(mode="after")
     def _grid(self) -> Self:
-        for name, knots in self.axes.items():
-            if not knots or knots[0] <= 0 or list(knots) != sorted(set(knots)):
-                raise ValueError(f"the knots of {name} must be positive and ascend")
-        size = math.prod(len(knots) for knots in self.axes.values())
+        size = math.prod(len(axis.knots) for axis in self.axes)
         if len(self.factor) != size or min(self.factor) <= 0:
             raise ValueError(f"factor must hold {size} positive numbers, one for each combination of knots")
         return self
+
+    @classmethod
+    def over(cls, axes: Mapping[str, Sequence[float]], factor: Sequence[float]) -> Correction:
+        """The correction over these knots by axis."""
+        return cls(
+            axes=tuple(Axis(name=name, knots=tuple(knots)) for name, knots in axes.items()), factor=tuple(factor)
+        )
+
+    def knots(self, name: str) -> tuple[float, ...]:
+        """The knots of one axis; raises `KeyError` if it has no such axis."""
+        return {axis.name: axis.knots for axis in self.axes}[name]
 
 
 class Tile(Schema):
@@ -179,11 +201,14 @@ class CollectiveFits(Schema):
 
 
 class HostFit(Schema):
-    """Time per engine step in which the GPU waits for the host."""
+    """The host's time per engine step, and whatever else a step takes that is in no kernel of the tables."""
 
     step_s: Seconds = Field(ge=0, description="per step")
     sequence_s: Seconds = Field(ge=0, description="per running sequence and step")
     prefill_s: Seconds = Field(default=0.0, ge=0, description="per prefill iteration, on top of step_s")
+    overlapped: bool = Field(
+        default=False, description="the host prepares a step while the GPU works: the longer of the two, not their sum"
+    )
     source: str = Field(description="what it is fitted to")
 
 

@@ -129,7 +129,7 @@ class Operators:
         if factor is None or fit.correction is None:
             ordered = [*sorted(knots), max(turn, 0.0) + 1.0]
             return ordered, [max(floor, stream + slope * total) for total in ordered]
-        contexts = fit.correction.axes["context"]
+        contexts = fit.correction.knots("context")
         knots.update(batch * context for context in contexts)
         ordered, times, longest = sorted(knots), [], 0.0
         for total in ordered:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.host import HostedStep
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
 from rlsim.cost.profile import ProfileStep
@@ -200,4 +201,8 @@ def step_cost(model: Model, tp: int, cluster: Cluster, calibration: Calibration 
     profile = calibration.profile(model.name, tp)
     if profile is not None:
         return ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew)
+    host = calibration.host
+    if host.overlapped:
+        alone = host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
+        return HostedStep(RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": alone})), host)
     return RooflineStep(model, tp, cluster, calibration)

@@ -18,9 +18,10 @@ class Surface:
     """
 
     def __init__(self, correction: Correction, names: Sequence[str]) -> None:
-        if tuple(correction.axes) != tuple(names):
-            raise CalibrationError(f"a correction over {', '.join(correction.axes)}; expected {', '.join(names)}")
-        self._axes = [[log(knot) for knot in knots] for knots in correction.axes.values()]
+        found = [axis.name for axis in correction.axes]
+        if found != list(names):
+            raise CalibrationError(f"a correction over {', '.join(found)}; expected {', '.join(names)}")
+        self._axes = [[log(knot) for knot in axis.knots] for axis in correction.axes]
         values: list[Any] = [log(factor) for factor in correction.factor]
         for knots in reversed(self._axes[1:]):
             values = [values[i : i + len(knots)] for i in range(0, len(values), len(knots))]
