@@ -1,4 +1,4 @@
-"""The page `docs/validation.md`."""
+"""Part `published`: every figure of SYSTEMS whose system exists, inputs and outputs marked."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Iterable
 
 from rlsim.experiment.result import Result
 from rlsim.validate import pat
+from rlsim.validate.charts import errors_chart
+from rlsim.validate.parts import Options, Section
 from rlsim.validate.pat_settings import STATIC, Outcome, outcomes
-from rlsim.validate.rows import markdown, table
+from rlsim.validate.rows import markdown, summarise, table
 
 _INTRODUCTION = """\
-# Published figures and what rlsim says
+Figures that papers print, and what rlsim says. *Inputs* may be used to calibrate (the remark says which were),
+*outputs* are predicted and never fitted. Error = rlsim / published − 1.
 
-Written by `python -m rlsim.validate docs/validation.md`; CI fails if it is stale. *Inputs* may be used to calibrate
-(the remark says which were), *outputs* are predicted and never fitted. Error = rlsim / published − 1. Kernel errors
-are in [calibration.md](calibration.md).
-
-## PAT (LLaMA-3.1-8B, GRPO, 128 responses a step)
+### PAT (LLaMA-3.1-8B, GRPO, 128 responses a step)
 
 """
 
@@ -51,7 +50,7 @@ own
 """
 
 _STATIC = """
-## PAT beside every static TP
+### PAT beside every static TP
 
 Seconds a step; speedup > 1 means that PAT is faster. `bubble` is the share of GPU time in which a GPU does nothing:
 at TP8 there is one replica, so no GPU is idle while the tail runs, however badly it is used.
@@ -59,7 +58,7 @@ at TP8 there is one replica, so no GPU is idle while the tail runs, however badl
 """
 
 _DECIDES = """
-## What decides between PAT and the tuned static TP
+### What decides between PAT and the tuned static TP
 
 The H100 experiment with one setting changed at a time: generation time in seconds a step, and PAT's speedup over the
 fastest static TP and over TP2.
@@ -77,21 +76,14 @@ what its switches cost (18% on the shortest lengths here), for it assumes that e
 """
 
 
-def page() -> str:
-    """The whole page; runs every experiment it needs (about a minute)."""
+def run(options: Options) -> Section:  # noqa: ARG001 - needs nothing but rlsim
+    """The figures of every system; runs every experiment they need (about a minute)."""
     h100, a40 = pat.run_experiments()
-    return "".join(
-        (
-            _INTRODUCTION,
-            table(pat.rows(h100, a40)),
-            _READING,
-            _STATIC,
-            _static((h100, a40)),
-            _DECIDES,
-            _decides(outcomes()),
-            _FINDING,
-        )
+    rows = tuple(pat.rows(h100, a40))
+    text = "".join(
+        (_INTRODUCTION, table(rows), _READING, _STATIC, _static((h100, a40)), _DECIDES, _decides(outcomes()), _FINDING)
     )
+    return Section(rows, tuple(summarise(rows, depth=2)), text, chart=errors_chart(rows))
 
 
 def _static(results: Iterable[Result]) -> str:

@@ -1,10 +1,12 @@
-"""One comparison, and tables of them."""
+"""One comparison, summaries of many, and tables of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 #: An input may be used to calibrate; an output is predicted, never fitted.
 Kind = Literal["input", "output"]
@@ -15,7 +17,7 @@ class Row:
     """One figure: where it is from, what it was published or measured as, and what rlsim gives."""
 
     part: str
-    case: str  # begins with the system's name: pat/h100-24k
+    case: str  # begins with what it is about: pat/h100-24k, h100-sxm-sglang/..., vllm/qwen3-32b/...
     quantity: str  # with its unit: gen_time_s, speedup
     kind: Kind
     reference: float
@@ -27,6 +29,41 @@ class Row:
         """simulated / reference − 1."""
         return self.simulated / self.reference - 1
 
+    def record(self) -> dict[str, Any]:
+        """The row as JSON has it, numbers to six significant digits."""
+        texts = {name: getattr(self, name) for name in ("part", "case", "quantity", "kind")}
+        numbers = {"reference": self.reference, "simulated": self.simulated, "error": self.error}
+        return texts | {name: float(f"{value:.6g}") for name, value in numbers.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The errors of all rows of one group and quantity, as shares."""
+
+    part: str
+    group: str
+    quantity: str
+    kind: Kind
+    count: int
+    mean: float  # of the absolute errors
+    median: float  # of the absolute errors
+    p90: float  # of the absolute errors
+    bias: float  # mean signed error: positive, rlsim says more than was measured
+
+
+def summarise(rows: Iterable[Row], depth: int) -> list[Summary]:
+    """One summary for each quantity, kind and first `depth` components of the case, in order of appearance."""
+    groups: dict[tuple[str, str, str, Kind], list[float]] = {}
+    for row in rows:
+        group = "/".join(row.case.split("/")[:depth])
+        groups.setdefault((row.part, group, row.quantity, row.kind), []).append(row.error)
+    found = []
+    for key, errors in groups.items():
+        size = np.abs(errors)
+        mean, median, p90 = float(np.mean(size)), float(np.median(size)), float(np.quantile(size, 0.9))
+        found.append(Summary(*key, len(errors), mean, median, p90, float(np.mean(errors))))
+    return found
+
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
@@ -34,12 +71,30 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def table(rows: Iterable[Row]) -> str:
+def table(rows: Iterable[Row], reference: str = "published") -> str:
     """Rows as a Markdown table, numbers to three significant digits."""
     cells = [
         (r.case, r.quantity, r.kind, number(r.reference), number(r.simulated), f"{r.error:+.1%}", r.note) for r in rows
     ]
-    return markdown(("case", "quantity", "kind", "published", "rlsim", "error", "remark"), cells)
+    return markdown(("case", "quantity", "kind", reference, "rlsim", "error", "remark"), cells)
+
+
+def summary_table(summaries: Iterable[Summary]) -> str:
+    """Summaries as a Markdown table."""
+    cells = [
+        (
+            s.group,
+            s.quantity,
+            s.kind,
+            f"{s.count:,}",
+            f"{s.mean:.1%}",
+            f"{s.median:.1%}",
+            f"{s.p90:.1%}",
+            f"{s.bias:+.1%}",
+        )
+        for s in summaries
+    ]
+    return markdown(("what", "quantity", "kind", "rows", "mean error", "median", "p90", "bias"), cells)
 
 
 def number(value: float) -> str:

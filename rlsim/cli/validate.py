@@ -1,0 +1,115 @@
+"""`rlsim validate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rlsim.validate.parts import Section
+
+#: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
+_ROWS_SHOWN = 80
+_WIDTH = 120  # where there is no terminal
+REPEATABLE = ("kernels", "serving", "published")
+
+
+def validate(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(help="kernels, serving, rollout, published [default: all].", show_default=False),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of measured tables [default: $RLSIM_DATA, or ../shared/data].")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the parts' sections and charts of this Markdown page.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Fail if the parts' sections of this page are stale.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes for the real rollouts.")] = False,
+    device: Annotated[str, typer.Option(help="Device of the real rollouts: cpu or cuda.")] = "cpu",
+) -> None:
+    """Compare rlsim with what was measured: kernels, whole engines, real rollouts, published figures.
+
+    Exit code 1 if an error is beyond its bound or the checked page is stale.
+
+    Example: rlsim validate published --json published.json
+    """
+    from rich.console import Console
+
+    from rlsim.errors import ConfigError
+    from rlsim.validate.page import stale, write_page
+    from rlsim.validate.parts import PARTS, Options, Skipped, data_folder, run_part
+
+    console, log = Console(), Console(stderr=True)
+    wanted = parts or list(PARTS)
+    for target in (json_file, page):
+        if target is not None and not target.resolve().parent.is_dir():
+            raise ConfigError(f"{target}: the folder {target.parent} does not exist")
+    options = Options(data_folder(data), quick, device, lambda text: log.print(text, style="dim", highlight=False))
+    found: dict[str, Section] = {}
+    fine = True
+    for name in wanted:
+        result = run_part(name, options)
+        if isinstance(result, Skipped):
+            console.print(f"{name}: skipped: {result.reason}", highlight=False, markup=False)
+            continue
+        found[name] = result
+        fine &= _print(name, result)
+    if json_file is not None:
+        records = [row.record() for section in found.values() for row in section.rows]
+        lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+        json_file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    if page is not None:
+        write_page(page, found)
+    if check is not None:
+        for name in stale(check, found, [part for part in REPEATABLE if part in found]):
+            fine = False
+            typer.echo(f"{check}: section {name} is stale; run: rlsim validate {name} --page {check}", err=True)
+    if not found:
+        raise ConfigError("no part of the validation could run here")
+    if not fine:
+        raise typer.Exit(1)
+
+
+def _print(name: str, section: Section) -> bool:
+    """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlsim.validate.bounds import checked
+    from rlsim.validate.rows import number
+
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDTH)
+    table = Table(box=None, pad_edge=False, header_style="bold", title=f"{name}", title_justify="left")
+    few = len(section.rows) <= _ROWS_SHOWN
+    headings = ("measured", "rlsim", "error") if few else ("rows", "mean |error|", "median", "p90", "bias")
+    for heading in ("what", "quantity", "kind"):
+        table.add_column(heading)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if few:
+        for r in section.rows:
+            table.add_row(r.case, r.quantity, r.kind, number(r.reference), number(r.simulated), f"{r.error:+.1%}")
+    else:
+        for s in section.summaries:
+            errors = [f"{value:.1%}" for value in (s.mean, s.median, s.p90)]
+            table.add_row(s.group, s.quantity, s.kind, f"{s.count:,}", *errors, f"{s.bias:+.1%}")
+    console.print(table)
+    bounds = list(checked(section.summaries))
+    beyond = [
+        f"{s.group} {s.quantity}: {bound.statistic} error {value:.1%} is beyond its bound of {bound.limit:.1%}"
+        for s, bound, value, within in bounds
+        if not within
+    ]
+    if bounds:
+        console.print(f"{len(bounds) - len(beyond)} of {len(bounds)} bounds kept", highlight=False)
+    for line in beyond:
+        console.print(line, style="bold red", highlight=False, markup=False)
+    console.print()
+    return not beyond

@@ -1,0 +1,108 @@
+"""Part `kernels`: every operator at measured shapes that its fit has not seen, by GPU and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from rlsim.calibrate.importers import aiconfigurator, vidur
+from rlsim.calibrate.kernels import (
+    kernel_collectives,
+    kernel_decode_attention,
+    kernel_gemm,
+    kernel_memory_bound,
+    kernel_prefill_attention,
+)
+from rlsim.calibrate.node import measured_node
+from rlsim.calibrate.points import join
+from rlsim.cost.calibration import Calibration, calibration_names, load_calibration
+from rlsim.validate.charts import error_panels
+from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.rows import Row, summarise, summary_table
+
+_CHART_ROWS = 80  # of each operator and calibration, or points hide each other
+
+_TEXT = """\
+Each operator is fitted to three quarters of its measured shapes and looked up at the others. Left out are whole weights
+(n, k) of a GEMM, whole (sequences, heads) of attention, whole token counts of the elementwise kernels; of a collective
+every third message size at a time, judged by its neighbours at half and twice the size, a wider gap than any look-up
+has to bridge. GEMM rows that are bound by memory and whose weights fit L2, and decode attention on a KV cache that
+fits L2, are not judged here: in a real step these bytes come from memory, and rlsim takes them so
+([calibration.md](calibration.md#against-l2-hot-rows-not-fitted) shows how much that changes). TensorRT-LLM's decode
+attention is fitted to rows with one query head per KV head: its grouped-query rows imply up to 1.7 times the peak
+bandwidth however large the cache, so they cannot have read what they state.
+
+"""
+
+
+def run(options: Options) -> Section | Skipped:
+    """Fit every calibration that has tables of its own anew (a minute) and look up what was left out."""
+    if options.data is None:
+        return Skipped(
+            "the measured tables are not here (they are no part of rlsim); --data FOLDER says where they are"
+        )
+    points = []
+    for name in _with_tables():
+        options.progress(f"kernels: {name}")
+        found = _left_out(options.data, load_calibration(name))
+        points.append(found.assign(calibration=name))
+    frame = pd.concat(points, ignore_index=True)
+    rows = tuple(
+        Row("kernels", f"{calibration}/{label}", f"{operator}_s", "output", measured, fitted)
+        for calibration, label, operator, measured, fitted in frame[
+            ["calibration", "label", "operator", "measured_s", "fitted_s"]
+        ].itertuples(index=False)
+    )
+    summaries = tuple(summarise(rows, depth=1))
+    return Section(rows, summaries, _TEXT + summary_table(summaries), _chart(frame))
+
+
+def _with_tables() -> list[str]:
+    """Calibrations fitted to aiconfigurator's tables of their own GPU."""
+    found = []
+    for name in sorted(calibration_names()):
+        calibration = load_calibration(name)
+        source = calibration.provenance.sources[0]
+        own = source.files[0].split("/")[0].replace("_", "-") if source.project == "NVIDIA aiconfigurator" else ""
+        if own and calibration.gpu.startswith(own):
+            found.append(name)
+    return found
+
+
+def _left_out(data: Path, calibration: Calibration) -> pd.DataFrame:
+    """The held-out points of one calibration's operators, refitted from its own tables."""
+    tables, layers = calibration.provenance.sources
+    gpu, _, backend, version = tables.files[0].split("/")[:4]
+    folder = data / "kernels" / "aiconfigurator" / gpu
+    ref = calibration.reference
+    measured = aiconfigurator.read(folder, backend, version, gpu=calibration.gpu, reference=ref)
+    decode = measured.table("decode_attention")
+    if calibration.engine == "trtllm":
+        decode = decode[decode.q_heads == decode.kv_heads]
+    parts = [
+        kernel_gemm(aiconfigurator.used_sizes(measured.table("gemm")), ref, cold=False).points,
+        kernel_decode_attention(decode, ref, calibration.engine, cold=False).points,
+        kernel_prefill_attention(measured.table("prefill_attention"), ref).points,
+        kernel_collectives(measured.table("collective"), ref, measured_node(calibration.gpu, ref)).points,
+    ]
+    if layers.files[0].split("/")[3] == calibration.gpu.split("-")[0]:
+        paths = [data / "kernels" / "vidur" / "head" / file for file in layers.files]
+        parts.append(kernel_memory_bound(vidur.elementwise_table(paths), ref).points)
+    points = join(parts)
+    return points[points.held_out]
+
+
+def _chart(frame: pd.DataFrame) -> object:
+    shown = pd.concat(list(_sampled(frame)), ignore_index=True)
+    shown = shown.assign(measured=shown.measured_s * 1e6, simulated=shown.fitted_s * 1e6)
+    shown = shown.assign(GPU=shown.calibration.str.rpartition("-")[0], operator=shown.operator.str.replace("_", " "))
+    return error_panels(shown, "Kernels at left-out shapes", facet="operator", colour="GPU", unit="µs")
+
+
+def _sampled(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    for _, rows in frame.groupby(["operator", "calibration"], sort=False):
+        chosen = np.linspace(0, len(rows) - 1, min(_CHART_ROWS, len(rows))).astype(int)
+        yield rows.iloc[chosen]

@@ -1,0 +1,86 @@
+"""The page `docs/validation.md`: one section a part, each between markers, so that a part can be run anew alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rlsim.errors import ConfigError
+from rlsim.validate.bounds import checked
+from rlsim.validate.parts import PARTS, Section
+from rlsim.validate.rows import markdown
+
+TITLES = {
+    "kernels": "Kernels at shapes that no fit has seen",
+    "serving": "Whole engines: closed-loop serving",
+    "rollout": "Real rollouts",
+    "published": "Published figures",
+}
+INTRODUCTION = """\
+# How far rlsim is from what was measured
+
+Written by `rlsim validate --page docs/validation.md`; CI fails if a section is stale or an error is beyond its bound.
+Four parts that build on each other: kernels, whole engines, real rollouts run for the purpose, and figures that papers
+print. Errors are relative, rlsim / measured − 1.
+"""
+
+
+def section_text(name: str, section: Section) -> str:
+    """A part as it stands on the page: its text, its chart, and its bounds."""
+    parts = [f"## {TITLES[name]}\n", section.text.strip() + "\n"]
+    if section.chart is not None:
+        parts.append(f"![{TITLES[name]}](validation/{name}.png)\n")
+    bounds = [
+        (
+            s.group,
+            s.quantity,
+            bound.statistic,
+            f"{value:.1%}",
+            f"{bound.limit:.1%}" + (" **exceeded**" if not fine else ""),
+            bound.missed,
+        )
+        for s, bound, value, fine in checked(section.summaries)
+    ]
+    if bounds:
+        headings = ("what", "quantity", "of the errors", "now", "bound", "where a target is missed: why")
+        parts += ["Bounds:\n", markdown(headings, bounds)]
+    return "\n".join(parts)
+
+
+def read_sections(page: Path) -> dict[str, str]:
+    """The sections of a page by part. Raises `ConfigError` if it cannot be read."""
+    if not page.is_file():
+        return {}
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^<!-- part: (\w+) -->\n(.*?)^<!-- end -->$", text, re.MULTILINE | re.DOTALL)
+    if not found and text:
+        raise ConfigError(f"{page}: not a validation page (no `<!-- part: ... -->` in it)")
+    return dict(found)
+
+
+def page_text(sections: Mapping[str, str]) -> str:
+    """The whole page from its sections, in the parts' order."""
+    marked = [f"<!-- part: {name} -->\n{sections[name]}<!-- end -->\n" for name in PARTS if name in sections]
+    return "\n".join([INTRODUCTION, *marked])
+
+
+def write_page(page: Path, sections: Mapping[str, Section]) -> None:
+    """Put these parts on the page and keep the others that stand there; charts go to `validation/` beside it."""
+    texts = read_sections(page) | {name: section_text(name, section) for name, section in sections.items()}
+    for name, section in sections.items():
+        if section.chart is not None:
+            folder = page.parent / "validation"
+            folder.mkdir(parents=True, exist_ok=True)
+            section.chart.save(folder / f"{name}.png", format="png", scale_factor=1.5)
+    page.write_text(page_text(texts), encoding="utf-8")
+
+
+def stale(page: Path, sections: Mapping[str, Section], repeatable: Iterable[str]) -> list[str]:
+    """The repeatable parts whose section is not what would be written now, and parts that are not on the page."""
+    written = read_sections(page)
+    changed = [
+        name for name in repeatable if name in sections and written.get(name) != section_text(name, sections[name])
+    ]
+    missing = [name for name in PARTS if name not in written]
+    return [*changed, *(name for name in missing if name not in changed)]

@@ -1,0 +1,66 @@
+"""The parts of the validation: what each needs, and what each gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rlsim.errors import ConfigError, unknown_name
+from rlsim.validate.rows import Row, Summary
+
+#: In the order in which they build on each other: kernels make steps, steps make engines, engines make rollouts.
+PARTS = ("kernels", "serving", "rollout", "published")
+_SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one
+
+
+@dataclass(frozen=True)
+class Options:
+    """`data`: the folder of measured tables, None if there is none. `quick`: small sizes, as CI has them."""
+
+    data: Path | None = None
+    quick: bool = False
+    device: str = "cpu"
+    progress: Callable[[str], None] = field(default=lambda _: None)
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a part found: every comparison, their summaries, the part of the page, and its chart (altair)."""
+
+    rows: tuple[Row, ...]
+    summaries: tuple[Summary, ...]
+    text: str
+    chart: Any = None
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A part that cannot run here, and why."""
+
+    reason: str
+
+
+def run_part(name: str, options: Options) -> Section | Skipped:
+    """Run one part. Raises `CatalogueError` for a name that is none, `RlsimError` for what goes wrong in it."""
+    if name not in PARTS:
+        raise unknown_name("part of the validation", name, PARTS)
+    found: Section | Skipped = import_module(f"rlsim.validate.{name}").run(options)
+    return found
+
+
+def data_folder(given: Path | None) -> Path | None:
+    """The folder of measured tables: as given, from RLSIM_DATA, or `../shared/data` beside a checkout; None if absent.
+
+    Raises `ConfigError` if a folder that was asked for does not hold them.
+    """
+    asked = given or (Path(os.environ["RLSIM_DATA"]) if os.environ.get("RLSIM_DATA") else None)
+    folder = asked or _SOURCE.parent / "shared" / "data"
+    if (folder / "kernels").is_dir():
+        return folder
+    if asked is not None:
+        raise ConfigError(f"{asked}: no measured tables there; expected the folders kernels and engine")
+    return None

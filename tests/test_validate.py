@@ -1,0 +1,151 @@
+"""The validation: rows, summaries, bounds, the page and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlsim.cli import app
+from rlsim.errors import ConfigError
+from rlsim.validate import parts
+from rlsim.validate.bounds import BOUNDS, Bound, checked
+from rlsim.validate.page import page_text, read_sections, section_text, stale, write_page
+from rlsim.validate.parts import PARTS, Options, Section, Skipped, data_folder
+from rlsim.validate.rows import Row, summarise
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rows(*errors: float, case: str = "vllm/qwen") -> tuple[Row, ...]:
+    return tuple(Row("serving", f"{case}/{i}", "tpot_s", "output", 2.0, 2.0 * (1 + e)) for i, e in enumerate(errors))
+
+
+def section(*errors: float) -> Section:
+    found = rows(*errors)
+    return Section(found, tuple(summarise(found, depth=2)), "Some text.\n")
+
+
+def test_an_error_is_simulated_over_reference_less_one() -> None:
+    row = Row("published", "pat/x", "speedup", "output", 1.25, 1.0)
+    assert row.error == pytest.approx(-0.2)
+    assert row.record() == {
+        "part": "published",
+        "case": "pat/x",
+        "quantity": "speedup",
+        "kind": "output",
+        "reference": 1.25,
+        "simulated": 1.0,
+        "error": -0.2,
+    }
+
+
+def test_summaries_by_hand() -> None:
+    (found,) = summarise(rows(0.1, -0.3, 0.2), depth=2)
+    assert (found.group, found.count) == ("vllm/qwen", 3)
+    assert (found.mean, found.median, found.bias) == (pytest.approx(0.2), pytest.approx(0.2), pytest.approx(0.0))
+    assert found.p90 == pytest.approx(0.28)
+    assert [s.group for s in summarise((*rows(0.1), *rows(0.2, case="sglang/qwen")), depth=1)] == ["vllm", "sglang"]
+
+
+def test_the_first_bound_of_a_statistic_counts() -> None:
+    bounds = (
+        Bound("serving", "vllm/*", "tpot_s", "mean", 0.3, missed="a reason"),
+        Bound("serving", "*", "*", "mean", 0.1),
+        Bound("serving", "*", "*", "median", 0.1),
+        Bound("serving", "*", "*", "mean", 0.1, kind="input"),
+    )
+    found = [
+        (b.statistic, round(value, 3), fine) for _, b, value, fine in checked(section(0.1, -0.3).summaries, bounds)
+    ]
+    assert found == [("mean", 0.2, True), ("median", 0.2, False)]
+
+
+def test_every_missed_target_says_what_it_was_and_why() -> None:
+    for bound in BOUNDS:
+        assert not bound.missed or ("%" in bound.missed and ":" in bound.missed)
+
+
+def test_a_page_keeps_the_sections_that_are_not_written(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    write_page(page, {"serving": section(0.1)})
+    write_page(page, {"kernels": section(0.2)})
+    assert list(read_sections(page)) == ["kernels", "serving"]
+    assert page.read_text() == page_text(read_sections(page))
+    assert "## Whole engines" in page.read_text()
+    assert stale(page, {"serving": section(0.1)}, ["serving"]) == ["rollout", "published"]
+    changed = Section((), (), "Other text.\n")
+    assert stale(page, {"serving": changed}, ["serving"]) == ["serving", "rollout", "published"]
+    assert stale(page, {"serving": changed}, []) == ["rollout", "published"]
+
+
+def test_what_is_no_validation_page_is_not_overwritten(tmp_path: Path) -> None:
+    page = tmp_path / "notes.md"
+    page.write_text("my notes\n")
+    with pytest.raises(ConfigError, match="not a validation page"):
+        write_page(page, {"serving": section(0.1)})
+    assert page.read_text() == "my notes\n"
+
+
+def test_an_exceeded_bound_stands_out_on_the_page() -> None:
+    found = rows(0.5)
+    summaries = summarise((Row("kernels", "h100-sxm-vllm/x", "gemm_s", "output", 1.0, 1.5),), depth=1)
+    assert "**exceeded**" in section_text("kernels", Section(found, tuple(summaries), "text"))
+
+
+def test_the_committed_page_has_every_part() -> None:
+    assert list(read_sections(ROOT / "docs" / "validation.md")) == list(PARTS)
+
+
+def test_measured_tables_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no measured tables there"):
+        data_folder(tmp_path)
+    monkeypatch.setenv("RLSIM_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match="no measured tables there"):
+        data_folder(None)
+    (tmp_path / "kernels").mkdir()
+    assert data_folder(None) == tmp_path
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Section | Skipped]:
+    found: dict[str, Section | Skipped] = {"serving": section(0.01), "kernels": Skipped("no tables")}
+    monkeypatch.setattr(parts, "run_part", lambda name, options: found[name])
+    return found
+
+
+def test_the_command_writes_json_and_a_page(stub: dict[str, Section | Skipped], tmp_path: Path) -> None:
+    target, page = tmp_path / "rows.json", tmp_path / "page.md"
+    done = CliRunner().invoke(
+        app, ["validate", "kernels", "serving", "--json", str(target), "--page", str(page)], catch_exceptions=False
+    )
+    assert done.exit_code == 0
+    assert "kernels: skipped: no tables" in done.output
+    (record,) = json.loads(target.read_text())
+    assert set(record) == {"part", "case", "quantity", "kind", "reference", "simulated", "error"}
+    assert list(read_sections(page)) == ["serving"]
+
+
+def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
+    stub: dict[str, Section | Skipped], tmp_path: Path
+) -> None:
+    found = (Row("kernels", "h100-sxm-vllm/x", "gemm_s", "output", 1.0, 1.5),)
+    stub["kernels"] = Section(found, tuple(summarise(found, depth=1)), "text")
+    done = CliRunner().invoke(app, ["validate", "kernels"])
+    assert done.exit_code == 1
+    assert "h100-sxm-vllm gemm_s: median error 50.0% is beyond its bound of 5.0%" in done.output
+    page = tmp_path / "page.md"
+    write_page(page, {"serving": Section((), (), "Older text.\n")})
+    done = CliRunner().invoke(app, ["validate", "serving", "--check", str(page)])
+    assert done.exit_code == 1
+    assert "section serving is stale" in done.output
+
+
+def test_an_unknown_part_is_named_with_the_nearest() -> None:
+    with pytest.raises(Exception, match="unknown part of the validation 'kernel'; did you mean 'kernels'"):
+        parts.run_part("kernel", Options())
