@@ -54,6 +54,7 @@ class Operators:
         self.lookups = Lookups()
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
         self._gemm: dict[tuple[float, int, int, float], float] = {}
+        self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
         self._gemm_factor = _surface(fits.gemm.correction, GEMM_AXES)
         self._decode_factor = _surface(fits.decode_attention.correction, DECODE_AXES)
         self._memory_factor = _surface(fits.memory_bound.correction, MEMORY_AXES)
@@ -151,7 +152,11 @@ class Operators:
         self.count(
             "decode_attention", batch=batch, context=context_tokens / batch, kv_heads=kv_heads, group=q_heads / kv_heads
         )
-        return DecodeCurve(batch, *self.decode_attention_curve(batch, kv_heads, head_dim)).step_s(context_tokens)
+        key = (batch, kv_heads, head_dim)
+        curve = self._decode.get(key)
+        if curve is None:
+            curve = self._decode[key] = DecodeCurve(batch, *self.decode_attention_curve(*key))
+        return curve.step_s(context_tokens)
 
     def prefill_attention_s(
         self, chunks: Sequence[tuple[float, float]], q_heads: int, kv_heads: int, head_dim: int

@@ -1,8 +1,8 @@
-"""The measured tables: where they lie in the data folder, which rows count, and columns in SI units."""
+"""The measured tables: where they lie in the data folder, and what of them is fitted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 
 from rlsim.calibrate.fit.common import CollectiveTable
+from rlsim.calibrate.importers import aiconfigurator as operators
+from rlsim.calibrate.importers import vidur
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 MS = 1e-3
@@ -25,128 +27,60 @@ def vidur_layers(data: Path, names: Iterable[str]) -> list[Path]:
     return [data / "kernels/vidur/head/data/profiling/compute" / name / "mlp.csv" for name in names]
 
 
-def _median_seconds(table: pd.DataFrame, keys: list[str], value: str = "latency") -> pd.DataFrame:
-    """`keys` and seconds: medians over the rows of the same keys. `value` is in milliseconds."""
-    medians = table.groupby(keys, as_index=False)[[value]].median()
-    return medians.assign(seconds=medians[value] * MS)[[*keys, "seconds"]]
-
-
 def all_gemms(path: Path) -> pd.DataFrame:
     """bf16 products of every size measured: m, n, k, seconds."""
-    table = pd.read_parquet(path)
-    return _median_seconds(table[table.gemm_dtype == "bfloat16"], ["m", "n", "k"])
+    return operators.gemms(path)
 
 
 def gemm_table(path: Path) -> pd.DataFrame:
     """bf16 products of the sizes that RL runs use."""
-    table = all_gemms(path)
-    return table[table.m.between(1, 32768) & table.n.between(256, 65536) & table.k.between(256, 32768)]
+    return operators.used_sizes(operators.gemms(path))
 
 
-def _attention(path: Path) -> pd.DataFrame:
-    """bf16 attention with heads of 128, no sliding window; a KV-head count of 0 stands for one per head."""
-    table = pd.read_parquet(path)
-    table = table[(table.attn_dtype == "bfloat16") & (table.kv_cache_dtype == "bfloat16") & (table.head_dim == 128)]
-    if "window_size" in table:
-        table = table[table.window_size == 0]
-    table = table.assign(
-        kv_heads=table.num_key_value_heads.where(table.num_key_value_heads > 0, table.num_heads),
-        q_heads=table.num_heads,
-        batch=table.batch_size,
-        context=table.step + 1,
-        new=table.isl,
-    )
-    return table[table.q_heads <= 64]
+def _heads_of_128(table: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    return table[table.head_dim == 128][[*columns, "seconds"]].reset_index(drop=True)
 
 
 def decode_attention_table(path: Path) -> pd.DataFrame:
     """Decode attention: batch, context, q_heads, kv_heads, seconds."""
-    return _median_seconds(_attention(path), ["batch", "context", "q_heads", "kv_heads"])
+    return _heads_of_128(operators.decode_attention(path), ["batch", "context", "q_heads", "kv_heads"])
 
 
 def prefill_attention_table(path: Path) -> pd.DataFrame:
     """Prompt attention: batch, new, q_heads, kv_heads, seconds."""
-    return _median_seconds(_attention(path), ["batch", "new", "q_heads", "kv_heads"])
+    return _heads_of_128(operators.prefill_attention(path), ["batch", "new", "q_heads", "kv_heads"])
 
 
-def _messages(op: str, gpus: object, rows: pd.DataFrame) -> CollectiveTable:
-    """Medians by message; sizes are elements of 2 bytes."""
-    table = _median_seconds(rows, ["message_size"])
-    return CollectiveTable(op, int(str(gpus)), table.assign(bytes=table.message_size * 2.0))
+def _by_gpus(table: pd.DataFrame, names: Mapping[str, str]) -> list[CollectiveTable]:
+    groups = table.assign(op=table.op.replace(dict(names))).groupby(["op", "gpus"])
+    return [CollectiveTable(str(op), int(str(gpus)), rows) for (op, gpus), rows in groups]
 
 
 def nccl_tables(path: Path) -> list[CollectiveTable]:
     """NCCL by operation and GPUs."""
-    table = pd.read_parquet(path)
-    table = table[table.nccl_dtype == "half"]
-    return [_messages(str(op), gpus, rows) for (op, gpus), rows in table.groupby(["op_name", "num_gpus"])]
+    return _by_gpus(operators.nccl(path), {"all_to_all": "alltoall"})
 
 
 def custom_all_reduce_tables(path: Path) -> list[CollectiveTable]:
     """An engine's own all-reduce by GPUs, as captured in a graph."""
-    table = pd.read_parquet(path)
-    if "backend" in table:
-        table = table[table.backend.str.endswith("_graph")]
-    return [_messages("all_reduce", gpus, rows) for gpus, rows in table.groupby("num_gpus")]
+    return _by_gpus(operators.custom_all_reduce(path), {"custom_all_reduce": "all_reduce"})
 
 
 def a40_all_reduce_tables(data: Path) -> list[CollectiveTable]:
     """Vidur's A40 all-reduce on 2 and 4 GPUs; zeros are messages too short for its clock."""
-    table = pd.read_csv(data / "kernels/vidur/history/a40_all_reduce_6d98aa8.csv")
-    found = []
-    for gpus in (2, 4):
-        rows = _median_seconds(table[table.num_workers == gpus], ["size"], "time_stats.all_reduce.median")
-        rows = rows.assign(bytes=rows["size"])
-        found.append(CollectiveTable("all_reduce", gpus, rows[rows.seconds > 0]))
-    return found
-
-
-def _medians(path: Path) -> pd.DataFrame:
-    """One of Vidur's layer tables, one row for each TP and token count."""
-    table = pd.read_csv(path)
-    return table.groupby(["num_tensor_parallel_workers", "num_tokens"], as_index=False).median(numeric_only=True)
+    table = vidur.collectives(data / "kernels/vidur/history/a40_all_reduce_6d98aa8.csv", "all_reduce")
+    return _by_gpus(table[table.gpus <= 4], {})
 
 
 def vidur_gemm_table(paths: Iterable[Path]) -> pd.DataFrame:
     """The four products of a layer in Vidur's tables: m, n, k, seconds."""
-    parts = []
-    for path in paths:
-        table = _medians(path)
-        tp, hidden, width = table.num_tensor_parallel_workers, table.n_embd, table.n_expanded_embd
-        head = hidden / table.n_head
-        shapes = {
-            "attn_pre_proj": ((table.n_head + 2 * table.n_kv_head) * head / tp, hidden),
-            "attn_post_proj": (hidden, hidden / tp),
-            "mlp_up_proj": (2 * width / tp, hidden),
-            "mlp_down_proj": (hidden, width / tp),
-        }
-        for name, (n, k) in shapes.items():
-            seconds = table[f"time_stats.{name}.median"] * MS
-            parts.append(pd.DataFrame({"m": table.num_tokens, "n": n.round(), "k": k.round(), "seconds": seconds}))
-    joined = pd.concat(parts, ignore_index=True).astype(float)
-    joined = joined[(joined.m >= 1) & (joined.k >= 256)]
-    return joined.groupby(["m", "n", "k"], as_index=False)[["seconds"]].median().astype({"n": int, "k": int})
+    return vidur.gemm_table(paths)
 
 
 def elementwise_table(paths: Iterable[Path]) -> pd.DataFrame:
     """A layer's four elementwise kernels together in Vidur's tables: kernels, tokens, bytes, seconds, and as key the
     model and tokens."""
-    parts = []
-    for path in paths:
-        table = _medians(path)
-        tokens, tp = table.num_tokens, table.num_tensor_parallel_workers
-        head = table.n_embd / table.n_head
-        size = tokens * (
-            table.n_embd * 8.0 + (table.n_head + table.n_kv_head) / tp * head * 4.0 + table.n_expanded_embd / tp * 6.0
-        )
-        names = ("input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act")
-        seconds = sum(table[f"time_stats.{name}.median"] for name in names) * MS
-        key = path.parent.name + "/" + tokens.astype(str)
-        parts.append(
-            pd.DataFrame({"kernels": len(names), "tokens": tokens, "bytes": size, "seconds": seconds, "key": key})
-        )
-    rows = pd.concat(parts, ignore_index=True)
-    return rows[rows.seconds > 0]
+    return vidur.elementwise_table(paths)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""An engine's host time, beside or after the GPU's work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rlsim.cost.calibration import HostFit
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.lookups import Lookups
+from rlsim.cost.step import Chunk, StepCost
+
+_BEYOND_TOKENS = 1e6  # where a knot is put beyond the last one, to keep the slope there
+
+
+class HostedStep(StepCost):
+    """`kernels` (a step cost without host time) as an engine with this host time runs them.
+
+    The host takes `step_s + sequence_s · sequences`, and `prefill_s` more in an iteration that prefills. An engine that
+    prepares the next step while the GPU works (`overlapped`) takes the longer of the two, any other their sum.
+    """
+
+    def __init__(self, kernels: StepCost, host: HostFit) -> None:
+        self.tp = kernels.tp
+        self.skew = kernels.skew
+        self._kernels = kernels
+        self._host = host
+        self._curves: dict[int, DecodeCurve] = {}
+
+    def decode(self, batch: int) -> DecodeCurve:
+        """The decode curve of `batch` sequences."""
+        known = self._curves.get(batch)
+        if known is None:
+            kernels, host_s = self._kernels.decode(batch), self._host_s(batch)
+            knots = kernels.knots
+            if self._host.overlapped:
+                known = at_least(kernels, host_s)
+            else:
+                knots.append(knots[-1] + _BEYOND_TOKENS)
+                known = DecodeCurve(batch, knots, [kernels.step_s(knot) + host_s for knot in knots])
+            self._curves[batch] = known
+        return known
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one prefill iteration over `chunks`."""
+        return self._both_s(self._kernels.prefill_s(chunks), self._host_s(len(chunks)) + self._host.prefill_s)
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one iteration that decodes `batch` sequences and prefills `chunks`."""
+        host_s = self._host_s(batch + len(chunks)) + self._host.prefill_s
+        return self._both_s(self._kernels.mixed_s(batch, context_tokens, chunks), host_s)
+
+    def lookups(self) -> Lookups:
+        """The kernels' look-ups."""
+        for batch, curve in self._curves.items():
+            kernels = self._kernels.decode(batch)
+            kernels.furthest_tokens = max(kernels.furthest_tokens, curve.furthest_tokens)
+        return self._kernels.lookups()
+
+    def _host_s(self, sequences: int) -> float:
+        return self._host.step_s + self._host.sequence_s * sequences
+
+    def _both_s(self, kernels_s: float, host_s: float) -> float:
+        return max(kernels_s, host_s) if self._host.overlapped else kernels_s + host_s
+
+
+def at_least(curve: DecodeCurve, floor_s: float) -> DecodeCurve:
+    """`curve` where it takes longer than `floor_s`, else `floor_s`; for context totals of zero and more."""
+    knots = sorted({0.0, *curve.knots})
+    knots.append(knots[-1] + _BEYOND_TOKENS)
+    turns = []
+    for i, (left, right) in enumerate(pairwise(knots)):
+        start_s, slope = curve.step_s(left), (curve.step_s(right) - curve.step_s(left)) / (right - left)
+        if slope:
+            turn = left + (floor_s - start_s) / slope
+            if left < turn and (turn < right or i == len(knots) - 2):  # the last segment has no end
+                turns.append(turn)
+    knots = sorted({*knots, *turns})
+    knots.append(knots[-1] + _BEYOND_TOKENS)
+    return DecodeCurve(curve.batch, knots, [max(curve.step_s(knot), floor_s) for knot in knots])

@@ -1,0 +1,290 @@
+"""Part `serving` of the validation: the closed loop by hand, host time beside and after the GPU, reading the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlsim.cost.calibration import HostFit, load_calibration
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.host import HostedStep, at_least
+from rlsim.cost.roofline import step_cost
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.errors import CalibrationError, CapacityError
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+from rlsim.sim.request import EngineConfig
+from rlsim.validate.parts import Options, Section, Skipped, data_folder
+from rlsim.validate.rows import Row
+from rlsim.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run, serving_rows
+from rlsim.validate.serving_loop import Load, Served, closed_loop
+
+DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
+HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
+LLAMA, QWEN = "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-32B"
+
+
+class FixedTimes(StepCost):
+    """Every decode, prefill and mixed iteration takes the same time, whatever is in it."""
+
+    tp = 1
+
+    def decode(self, batch: int) -> DecodeCurve:
+        return DecodeCurve(batch, [0.0], [DECODE_S])
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return PREFILL_S
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        return MIXED_S
+
+
+def loop(load: Load, *, pages: int = 100, front_end_s: float = 0.0, **engine: object) -> Served:
+    """A closed loop with fixed times."""
+    settings = {"page_tokens": 1, "watermark": 0.0, "max_num_batched_tokens": 100, **engine}
+    return closed_loop(FixedTimes(), pages, EngineConfig.model_validate(settings), load, front_end_s=front_end_s)
+
+
+# ---- the loop, by hand ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_first_in_one_iteration() -> None:
+    """Both prompts 0 to 0.1 s, two more tokens each; two rounds alike."""
+    served = loop(Load(10, 3, concurrency=2, requests=4))
+    assert served == Served(pytest.approx(0.1), pytest.approx(0.01), 0)
+
+
+def test_prompts_first_one_at_a_time() -> None:
+    """First tokens at 0.1 and 0.2 s, both end at 0.22 s: the first request waits for the second one's prompt."""
+    served = loop(Load(10, 3, concurrency=2, requests=4), max_num_batched_tokens=10)
+    assert served.ttft_s == pytest.approx((0.1 + 0.2) / 2)
+    assert served.tpot_s == pytest.approx((0.12 / 2 + 0.02 / 2) / 2)
+
+
+def test_prompts_share_iterations_with_decodes() -> None:
+    """Budget 10: A alone to 0.1; B's 9 + 1 tokens beside A's two decodes to 0.2, A ends; C's 9 + 1 beside B's to 0.3, B
+    ends; C goes on alone."""
+    served = loop(Load(10, 3, concurrency=2, requests=3), max_num_batched_tokens=10, chunked_prefill=True)
+    assert served.ttft_s == pytest.approx((0.1 + 0.2 + 0.1) / 3)
+    assert served.tpot_s == pytest.approx((0.05 + 0.05 + 0.01) / 3)
+
+
+def test_a_user_without_a_place_waits_for_a_response() -> None:
+    """One place: 0.12 s a response. The first of three waits 0.1 s for its token, the others a response more."""
+    served = loop(Load(10, 3, concurrency=2, requests=3), max_num_seqs=1)
+    assert served.ttft_s == pytest.approx((0.1 + 0.22 + 0.22) / 3)
+    assert served.tpot_s == pytest.approx(0.01)
+
+
+def test_front_end_handles_one_request_at_a_time() -> None:
+    """Arrivals at 0.5 and 1.0 s: each is alone in the engine."""
+    served = loop(Load(10, 3, concurrency=2, requests=2), front_end_s=0.5)
+    assert served.ttft_s == pytest.approx((0.6 + 1.1) / 2)
+    assert served.tpot_s == pytest.approx(0.01)
+
+
+def test_scarce_kv_makes_a_queue() -> None:
+    """13 pages hold one request of 10 + 3 tokens: as with one place."""
+    assert loop(Load(10, 3, 2, 3), pages=13) == loop(Load(10, 3, 2, 3), max_num_seqs=1)
+    with pytest.raises(CapacityError, match="13 KV pages, the replica has 12"):
+        loop(Load(10, 3, 2, 3), pages=12)
+
+
+def test_fewer_requests_than_users_and_one_token() -> None:
+    served = loop(Load(10, 1, concurrency=8, requests=2))
+    assert served.ttft_s == pytest.approx(0.1)
+    assert np.isnan(served.tpot_s)
+
+
+# ---- host time ------------------------------------------------------------------------------------------------------
+
+CURVES = {
+    "rising": DecodeCurve(4, [0.0, 100.0], [1.0, 2.0]),
+    "bent": DecodeCurve(4, [0.0, 100.0, 200.0], [1.0, 1.0, 3.0]),
+    "one knot": DecodeCurve(4, [0.0], [1.0]),
+    "falling first": DecodeCurve(4, [10.0, 50.0, 90.0], [2.0, 1.0, 4.0]),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("floor_s", [0.5, 1.0, 1.5, 2.5, 100.0])
+def test_at_least(name: str, floor_s: float) -> None:
+    """The raised curve is the larger of the two everywhere, also beyond the last knot."""
+    curve = CURVES[name]
+    raised = at_least(curve, floor_s)
+    for tokens in (0, 10, 30, 49, 50, 77, 100, 133, 200, 201, 5_000, 20_000, 3_000_000):
+        assert raised.step_s(tokens) == pytest.approx(max(curve.step_s(tokens), floor_s), rel=1e-9)
+    one_by_one = sum(max(curve.step_s(40 + 4 * i), floor_s) for i in range(50))
+    assert raised.steps_s(40, 50) == pytest.approx(one_by_one)
+
+
+def test_host_after_the_gpu_is_what_the_roofline_adds() -> None:
+    calibration = load_calibration("h100-vllm")
+    host = HostFit(step_s=1e-3, sequence_s=2e-5, prefill_s=3e-3, source="test")
+    cluster, model = load_cluster("8xh100"), load_model("llama-3.1-8b")
+    none = host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
+    own, bare = (step_cost(model, 2, cluster, calibration.model_copy(update={"host": item})) for item in (host, none))
+    hosted = HostedStep(bare, host)
+    chunks = [Chunk(512, 0), Chunk(100, 412)]
+    assert hosted.prefill_s(chunks) == pytest.approx(own.prefill_s(chunks))
+    assert hosted.mixed_s(7, 9_000, chunks) == pytest.approx(own.mixed_s(7, 9_000, chunks))
+    for tokens in (7, 20_000, 900_000):
+        assert hosted.decode(7).step_s(tokens) == pytest.approx(own.decode(7).step_s(tokens))
+    assert (hosted.tp, hosted.skew) == (own.tp, own.skew)
+
+
+def test_overlapped_host_shows_only_where_the_gpu_is_faster() -> None:
+    calibration = load_calibration("h100-trtllm")
+    host = HostFit(step_s=8e-3, sequence_s=0.0, prefill_s=10e-3, overlapped=True, source="test")
+    cluster, model = load_cluster("8xh100"), load_model("llama-3.1-8b")
+    none = HostFit(step_s=0.0, sequence_s=0.0, source="test")
+    bare = step_cost(model, 1, cluster, calibration.model_copy(update={"host": none}))
+    own = step_cost(model, 1, cluster, calibration.model_copy(update={"host": host}))
+    assert own.decode(1).step_s(100) == pytest.approx(8e-3)
+    assert own.decode(128).step_s(1e6) == pytest.approx(bare.decode(128).step_s(1e6))
+    assert own.prefill_s([Chunk(16, 0)]) == pytest.approx(18e-3)
+    assert own.prefill_s([Chunk(8192, 0)]) == pytest.approx(bare.prefill_s([Chunk(8192, 0)]))
+    own.decode(128).steps_s(128 * 1e7, 10)
+    assert own.lookups().counts["decode_attention"]["extrapolated"] == 1, "the kernels' counts see how far it went"
+
+
+# ---- reading the runs -----------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, *lines: str, headings: str = HEADINGS) -> Path:
+    """A table of serving runs in `folder`."""
+    path = folder / TABLE
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join((headings, *lines)) + "\n", encoding="utf-8")
+    return folder
+
+
+def line(backend: str, tp: int, prompt: int, response: int, users: int, ttft: object = 50.0, tpot: float = 8.0) -> str:
+    model = LLAMA if backend == "trtllm" else QWEN
+    return f"{model},h100_sxm,{backend},1,{tp},{prompt},{response},{users},{ttft},{tpot}"
+
+
+def test_every_second_run_is_fitted_in_a_checkerboard(tmp_path: Path) -> None:
+    lines = [line("vllm", 2, prompt, 8, users) for prompt in (64, 128) for users in (1, 2, 4)]
+    runs = read_runs(write(tmp_path, *reversed(lines)))
+    assert [(r.prompt_tokens, r.concurrency, r.fitted) for r in runs] == [
+        (64, 1, True),
+        (64, 2, False),
+        (64, 4, True),
+        (128, 1, False),
+        (128, 2, True),
+        (128, 4, False),
+    ]
+    assert runs[0].case == "vllm/qwen3-32b/tp2/64+8x1"
+    assert (runs[0].ttft_s, runs[0].tpot_s) == (pytest.approx(0.05), pytest.approx(0.008))
+
+
+@pytest.mark.parametrize(
+    ("lines", "headings", "message"),
+    [
+        ((), HEADINGS, "holds no serving run"),
+        ((), HEADINGS.replace("ttft_ms", "ttft_s"), "no column ttft_ms"),
+        (
+            (line("vllm", 2, 64, 8, 1), line("vlm", 2, 64, 8, 2)),
+            HEADINGS,
+            "row 3: unknown backend 'vlm'; known: sglang",
+        ),
+        ((line("vllm", 2, 64, 8, 1, ttft="fast"),), HEADINGS, "row 2: ttft_ms is fast, expected a positive number"),
+        ((line("vllm", 2, 64, 8, 1, ttft=-3.0),), HEADINGS, "ttft_ms is -3.0, expected a positive number"),
+        ((line("vllm", 2, 64, 8, 1), line("vllm", 2, 64, 8, 0)), HEADINGS, "row 3: concurrency is 0"),
+    ],
+)
+def test_damaged_tables(tmp_path: Path, lines: tuple[str, ...], headings: str, message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        read_runs(write(tmp_path, *lines, headings=headings))
+
+
+def test_no_table(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="cannot be read as a table of serving runs"):
+        read_runs(tmp_path)
+    assert isinstance(run(Options(data=None)), Skipped)
+    assert isinstance(run(Options(data=tmp_path)), Skipped)
+
+
+# ---- the part -------------------------------------------------------------------------------------------------------
+
+
+def a_run(engine: str, users: int, prompt: int = 1024) -> ServingRun:
+    return ServingRun(engine, "qwen3-32b", 4, prompt, 512, users, 1.0, 1.0, True)  # type: ignore[arg-type]
+
+
+def test_protocol() -> None:
+    protocol = Protocol()
+    assert [protocol.load(a_run("vllm", users)).requests for users in (8, 128)] == [80, 1280]
+    assert [protocol.load(a_run("sglang", users)).requests for users in (8, 128)] == [160, 2000]
+    assert Protocol(rounds=3).load(a_run("sglang", 128)).requests == 384
+    vllm, trtllm = protocol.config(a_run("vllm", 64)), protocol.config(a_run("trtllm", 64))
+    assert (vllm.chunked_prefill, vllm.max_num_batched_tokens, vllm.max_num_seqs) == (True, 64 + 1024 + 1500, 64)
+    assert trtllm.max_num_seqs == 63
+    assert Protocol(idle_slots=0).config(a_run("trtllm", 64)).max_num_seqs == 64
+    budgets = [protocol.config(a_run("sglang", 64, prompt)).max_num_batched_tokens for prompt in (1024, 2048, 4096)]
+    assert budgets == [3 * 1024, 2 * 2048, 2 * 4096]
+    assert not protocol.config(a_run("sglang", 64)).chunked_prefill
+
+
+def test_part_on_a_small_table(tmp_path: Path) -> None:
+    """Two runs: rows, kinds and names; more users are slower; host time adds to each token."""
+    data = write(tmp_path, *(line("vllm", 2, 64, 8, users) for users in (1, 4)))
+    section = run(Options(data=data, quick=True))
+    assert isinstance(section, Section)
+    case = "vllm/qwen3-32b/tp2/64+8x"
+    found = [(row.part, row.case, row.quantity, row.kind) for row in section.rows]
+    assert found == [
+        ("serving", f"{case}{users}", quantity, kind)
+        for users, kind in ((1, "input"), (4, "output"))
+        for quantity in ("tpot_s", "ttft_s")
+    ]
+    assert [(s.group, s.quantity, s.kind, s.count) for s in section.summaries] == [
+        ("vllm/qwen3-32b", quantity, kind, 1) for kind in ("input", "output") for quantity in ("tpot_s", "ttft_s")
+    ]
+    assert section.chart is not None
+    assert case in section.text
+    none = HostFit(step_s=0.0, sequence_s=0.0, source="test")
+    later = HostFit(step_s=2e-3, sequence_s=0.0, source="test")
+    (fast, *_), (slow, *_) = (serving_rows(data, {"vllm": host}) for host in (none, later))
+    assert slow.simulated - fast.simulated == pytest.approx(2e-3, rel=1e-6)  # one user: pure decode steps
+
+
+DATA = data_folder(None)
+
+
+@pytest.mark.skipif(DATA is None or not (DATA / TABLE).is_file(), reason="no measured serving runs here")
+def test_measured_runs() -> None:
+    """48 runs in halves that each have every concurrency; the numbers of requests agree with the means' digits:
+    N times a mean of N whole nanoseconds is whole."""
+    assert DATA is not None
+    runs = read_runs(DATA)
+    assert len(runs) == 48
+    for engine in SERVED:
+        own = [r for r in runs if r.engine == engine]
+        users = [{r.concurrency for r in own if r.fitted == half} for half in (True, False)]
+        assert users[0] == users[1]
+        whole = 0
+        for r in own:
+            for measured_s in (r.ttft_s, r.tpot_s):
+                total_ns = measured_s * 1e9 * Protocol().load(r).requests
+                whole += abs(total_ns - round(total_ns)) < 0.02
+        assert whole > 0.5 * 2 * len(own)  # by chance 4%; runs with failed requests have a few fewer
+
+
+@pytest.mark.skipif(DATA is None or not (DATA / TABLE).is_file(), reason="no measured serving runs here")
+def test_kernels_alone_come_near() -> None:
+    """Without any host time at all the loop gives TPOT within 10% and TTFT within 30% on average, engine by engine."""
+    assert DATA is not None
+    rows = serving_rows(DATA, dict.fromkeys(SERVED, HostFit(step_s=0.0, sequence_s=0.0, source="none")))
+
+    def mean(engine: str, quantity: str) -> float:
+        own: list[Row] = [r for r in rows if r.case.startswith(f"{engine}/") and r.quantity == quantity]
+        return float(np.mean([abs(r.error) for r in own]))
+
+    for engine in SERVED:
+        assert mean(engine, "tpot_s") < 0.10
+        assert mean(engine, "ttft_s") < 0.30
