@@ -31,6 +31,7 @@ OVERLAPPED: dict[Engine, bool] = {"trtllm": True, "vllm": False, "sglang": False
 
 _UNIT_S = np.array([1e-3, 2e-5, 5e-3])  # of the order of step_s, sequence_s and prefill_s
 _EVALUATIONS = 12
+_NOTHING_S = 1e-8  # less is none
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Serving:
         parallel = OVERLAPPED[self.engine] if overlapped is None else overlapped
 
         def host_of(x: npt.NDArray[np.float64]) -> HostFit:
-            step, sequence, prefill = (rounded(float(value)) for value in x * _UNIT_S)
+            step, sequence, prefill = (rounded(float(value)) if value > _NOTHING_S else 0.0 for value in x * _UNIT_S)
             return HostFit(step_s=step, sequence_s=sequence, prefill_s=prefill, overlapped=parallel, source=source)
 
         def residuals(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
