@@ -1,0 +1,111 @@
+"""Public measurement sets as `Measurements`, and straight to a calibration file."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import get_args
+
+from rlsim import catalogue
+from rlsim.calibrate.build import build_calibration
+from rlsim.calibrate.chart import write_chart
+from rlsim.calibrate.importers import aiconfigurator, nccl_tests, vidur
+from rlsim.calibrate.importers.reading import nearest
+from rlsim.calibrate.measurements import Measurements
+from rlsim.calibrate.write import write_yaml
+from rlsim.cost.calibration import Engine, Reference, load_calibration
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster, Gpu, load_cluster, load_gpu
+
+FORMATS = ("aiconfigurator", "vidur", "nccl-tests")
+SCRIPT = "rlsim calibrate import"
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+
+def import_calibration(
+    format: str,  # noqa: A002 - the word of the command line
+    paths: list[Path],
+    *,
+    gpu: str,
+    engine: str,
+    version: str | None = None,
+    base: str | None = None,
+    name: str | None = None,
+    out: Path,
+) -> Path:
+    """Reads tables of one of `FORMATS`, fits them, and writes `out/NAME.yaml` and beside it the chart `NAME.html`.
+
+    `gpu` and `engine` say what was measured, `version` which release of the engine to take (aiconfigurator), `base` the
+    calibration that what was not measured comes from. The name is `<gpu>-<engine>` by default. Returns the path of the
+    calibration. Raises `CalibrationError` (and `CatalogueError` for an unknown GPU or base) with one message; then
+    nothing is written.
+    """
+    if format not in FORMATS:
+        raise CalibrationError(f"unknown format {format!r}{nearest(format, FORMATS)}")
+    known_engine = next((one for one in ENGINES if one == engine), None)
+    if known_engine is None:
+        raise CalibrationError(f"unknown engine {engine!r}{nearest(engine, ENGINES)}")
+    if not paths:
+        raise CalibrationError(f"no files or folders of {format} given")
+    if not out.is_dir():
+        raise CalibrationError(f"{out}: no such folder to write to")
+    donor = load_calibration(base) if base is not None else None
+    described = load_gpu(gpu)
+    measured, reference = read_format(format, paths, described, known_engine, version)
+    built = build_calibration(
+        measured,
+        name=name or f"{described.name}-{known_engine}",
+        gpu=described.name,
+        engine=known_engine,
+        reference=reference,
+        base=donor,
+        date=datetime.date.today().isoformat(),
+        script=SCRIPT,
+        cold=False,
+    )
+    path = out / f"{built.calibration.name}.yaml"
+    write_chart(built.points, path.with_suffix(".html"))
+    return write_yaml(built.calibration, out)
+
+
+def read_format(
+    format: str,  # noqa: A002 - the word of the command line
+    paths: list[Path],
+    gpu: Gpu,
+    engine: Engine,
+    version: str | None,
+) -> tuple[Measurements, Reference]:
+    """The tables of one of `FORMATS` joined, and the data-sheet figures that their efficiencies are relative to."""
+    node = _node_of(gpu)
+    link = node.intra.bytes_per_s if node is not None else None
+    if format == "aiconfigurator":
+        parts, reference = [], None
+        for path in paths:
+            folder = aiconfigurator.gpu_folder(path, gpu.name)
+            reference = aiconfigurator.reference(folder, gpu, link)
+            parts.append(aiconfigurator.read(folder, engine, version, gpu=gpu.name, reference=reference))
+        assert reference is not None
+        joined = Measurements.merge(parts)
+        used = aiconfigurator.used_sizes(joined.table("gemm"))
+        return Measurements({**joined.tables, "gemm": used}, joined.sources, joined.notes), reference
+    if version is not None:
+        raise CalibrationError(f"{format} tables have no engine versions; leave --version out")
+    if link is None:
+        raise CalibrationError(f"no cluster of {gpu.name} in the catalogue, so its link is not known")
+    reference = Reference(
+        bf16_flop_per_s=gpu.bf16_flop_per_s,
+        memory_bytes_per_s=gpu.memory_bytes_per_s,
+        sm_count=gpu.sm_count,
+        l2_bytes=gpu.l2_bytes,
+        link_bytes_per_s=link,
+    )
+    if format == "vidur":
+        return Measurements.merge(vidur.read(path, gpu.name, reference=reference) for path in paths), reference
+    return nccl_tests.read(paths, gpu=gpu.name, reference=reference), reference
+
+
+def _node_of(gpu: Gpu) -> Cluster | None:
+    """The catalogue's smallest cluster of several such GPUs: its nodes are taken as the measured one."""
+    clusters = [load_cluster(name) for name in catalogue.names("clusters")]
+    own = [one for one in clusters if one.gpu.name == gpu.name and one.gpus_per_node > 1]
+    return min(own, key=lambda one: one.nodes, default=None)

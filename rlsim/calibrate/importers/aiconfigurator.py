@@ -1,0 +1,335 @@
+"""NVIDIA aiconfigurator's operator tables, in their own layout.
+
+Current: `<gpu>/<family>/<backend>/<version>/<op>_perf.parquet` with families gemm, attention and comm; a version may
+say in its `reuse.yaml` which other one a table is taken from. Older: `<gpu>/<backend>/<version>/<op>_perf.txt`, the
+same columns separated by commas. Latency is milliseconds of one launch; message sizes count elements; n and k are
+after tensor-parallel sharding, heads those of one GPU; no KV heads means one for each query head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from rlsim.calibrate.importers.reading import (
+    MS,
+    check_device,
+    check_kernels,
+    check_messages,
+    choose,
+    nearest,
+    numbers,
+    read_table,
+    subfolders,
+    version_key,
+)
+from rlsim.calibrate.measurements import KEYS, Measurements
+from rlsim.cost.calibration import Reference, Source
+from rlsim.errors import CalibrationError, ConfigError
+from rlsim.hardware import Gpu
+from rlsim.schema import read_yaml
+
+SUFFIXES = (".parquet", ".txt", ".csv")
+KERNEL_TABLES = {"gemm_perf": "gemm", "generation_attention_perf": "attention", "context_attention_perf": "attention"}
+BF16 = ("bfloat16", "float16")  # older tables call every 16-bit float float16
+OPERATIONS = {"alltoall": "all_to_all"}  # where the names differ
+ELEMENT_BYTES = 2.0
+#: Products and heads of the sizes that RL runs use.
+SIZES = {"m": (1, 32768), "n": (256, 65536), "k": (256, 32768)}
+MOST_HEADS = 64
+
+
+def read(
+    folder: Path, backend: str, version: str | None = None, *, gpu: str = "", reference: Reference | None = None
+) -> Measurements:
+    """GEMM, decode and prompt attention of `backend`, its own all-reduce, and NCCL's collectives, from the folder of
+    one GPU.
+
+    `version` is a release of the backend, the newest one with all three kernel tables by default; NCCL is the newest.
+    With `gpu` (a catalogue name) and `reference`, tables of another GPU or in other units are refused. Raises
+    `CalibrationError` for an unknown backend or version and for damaged tables.
+    """
+    roots = {family: _root(folder, family, backend) for family in ("gemm", "attention")}
+    version = _version(folder, backend, version)
+    sources = {table: _table(roots[family], version, table) for table, family in KERNEL_TABLES.items()}
+    paths = {table: path for table, path in sources.items() if path is not None}
+    notes: list[str] = []
+    tables = {
+        "gemm": gemms(paths["gemm_perf"], reference, notes),
+        "decode_attention": decode_attention(paths["generation_attention_perf"], reference, notes),
+        "prefill_attention": prefill_attention(paths["context_attention_perf"], reference, notes),
+    }
+    collectives = []
+    nccl_root = _existing(folder / "comm" / "nccl", folder / "nccl")
+    nccl_version = _newest(nccl_root, "nccl_perf")
+    if nccl_root is not None and nccl_version is not None:
+        paths["nccl_perf"] = _found(nccl_root, nccl_version, "nccl_perf")
+        collectives.append(nccl(paths["nccl_perf"], reference))
+    own_root = _existing(folder / "comm" / backend, folder / backend)
+    own_version = (
+        version if _table(own_root, version, "custom_allreduce_perf") else _newest(own_root, "custom_allreduce_perf")
+    )
+    if own_root is not None and own_version is not None:
+        paths["custom_allreduce_perf"] = _found(own_root, own_version, "custom_allreduce_perf")
+        collectives.append(custom_all_reduce(paths["custom_allreduce_perf"], reference))
+        if own_version != version:
+            notes.append(f"the engine's all-reduce is {backend} {own_version}'s; {version} has no table of it")
+    else:
+        notes.append(f"no all-reduce of {backend}'s own is measured: NCCL's alone")
+    if collectives:
+        tables["collective"] = pd.concat(collectives, ignore_index=True)
+    for path in paths.values():
+        for device in read_table(path, ["device"]).device.unique():
+            check_device(path, str(device), gpu)
+    source = Source(
+        project="NVIDIA aiconfigurator",
+        commit="as imported",
+        licence="Apache-2.0",
+        files=tuple(str(path.relative_to(folder.parent)) for path in paths.values()),
+        engine_version=f"{backend} {version}" + (f", NCCL {nccl_version}" if nccl_version else ""),
+    )
+    return Measurements(tables, (source,), tuple(notes))
+
+
+def gpu_folder(folder: Path, gpu: str) -> Path:
+    """The folder of a GPU's tables: `folder` itself, or the one in it (or in its `data`) named like `gpu`."""
+    if not folder.is_dir():
+        raise CalibrationError(f"{folder}: no such folder; expected a GPU's tables, <family>/<backend>/<version>/")
+    if any((folder / family).is_dir() for family in ("gemm", "attention", "comm", "trtllm", "vllm", "sglang", "nccl")):
+        return folder
+    wanted, names = gpu.replace("-", "_"), []
+    for parent in (folder, folder / "data"):
+        for name in subfolders(parent):
+            names.append(name)
+            if name == wanted or wanted.startswith(f"{name}_"):
+                return parent / name
+    raise CalibrationError(f"{folder}: no tables of GPU {wanted!r}{nearest(wanted, names)}")
+
+
+def reference(folder: Path, gpu: Gpu, link_bytes_per_s: float | None) -> Reference:
+    """The data-sheet figures of `gpu`: peak rates as the project publishes them in `systems/<gpu>.yaml`, if that lies
+    near `folder`, SMs and L2 from the catalogue. The link is `link_bytes_per_s`, or the project's if None.
+
+    Raises `CalibrationError` if the two differ by more than a tenth: then the tables are another GPU's.
+    """
+    rates = {"bf16_flop_per_s": gpu.bf16_flop_per_s, "memory_bytes_per_s": gpu.memory_bytes_per_s}
+    for parent in (folder.parent, folder.parent.parent):
+        for path in (parent / "systems" / f"{folder.name}.yaml", parent / f"{folder.name}.yaml"):
+            if path.is_file():
+                published = _published(path)
+                for key, value in rates.items():
+                    if abs(published[key] / value - 1.0) > 0.1:
+                        raise CalibrationError(
+                            f"{path}: {key} {published[key]:.4g}, but {gpu.name} has {value:.4g}: another GPU's tables?"
+                        )
+                link = published["link_bytes_per_s"] if link_bytes_per_s is None else link_bytes_per_s
+                return Reference(
+                    bf16_flop_per_s=published["bf16_flop_per_s"],
+                    memory_bytes_per_s=published["memory_bytes_per_s"],
+                    sm_count=gpu.sm_count,
+                    l2_bytes=gpu.l2_bytes,
+                    link_bytes_per_s=link,
+                )
+    if link_bytes_per_s is None:
+        raise CalibrationError(
+            f"{folder}: no systems/{folder.name}.yaml that tells the link, and no cluster of {gpu.name}"
+        )
+    return Reference(
+        bf16_flop_per_s=gpu.bf16_flop_per_s,
+        memory_bytes_per_s=gpu.memory_bytes_per_s,
+        sm_count=gpu.sm_count,
+        l2_bytes=gpu.l2_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+    )
+
+
+def _published(path: Path) -> dict[str, float]:
+    """The figures of a `systems` file in bytes/s and FLOP/s."""
+    try:
+        data = read_yaml(path)
+        return {
+            "bf16_flop_per_s": float(data["gpu"]["bfloat16_tc_flops"]),
+            "memory_bytes_per_s": float(data["gpu"]["mem_bw"]),
+            "link_bytes_per_s": float(data["node"]["intra_node_bw"]),
+        }
+    except ConfigError as error:
+        raise CalibrationError(str(error)) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CalibrationError(
+            f"{path}: expected gpu.mem_bw, gpu.bfloat16_tc_flops, node.intra_node_bw: {error}"
+        ) from None
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def gemms(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
+    """bf16 products: m, n, k, seconds."""
+    table = read_table(path, ["gemm_dtype", "m", "n", "k", "latency"])
+    table = _timed(path, choose(path, table, "gemm_dtype", BF16), ["m", "n", "k"])
+    m, n, k = (table[name].to_numpy(float) for name in ("m", "n", "k"))
+    table = check_kernels(path, table, 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), ref, notes)
+    return _medians(table, KEYS["gemm"])
+
+
+def used_sizes(table: pd.DataFrame) -> pd.DataFrame:
+    """Products of the sizes that RL runs use."""
+    inside = [table[name].between(*bounds) for name, bounds in SIZES.items()]
+    return table[inside[0] & inside[1] & inside[2]]
+
+
+def decode_attention(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
+    """bf16 decode attention of equal contexts without a sliding window; columns of `KEYS` and seconds."""
+    table = _attention(path)
+    table = table.assign(context=table.step + 1, longest=table.step + 1)
+    size = 4.0 * table.batch * table.context * table.kv_heads * table.head_dim
+    flops = 4.0 * table.batch * table.context * table.q_heads * table.head_dim
+    table = check_kernels(path, table, flops, size, ref, notes)
+    return _medians(table, KEYS["decode_attention"])
+
+
+def prefill_attention(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
+    """bf16 causal prompt attention without a sliding window; columns of `KEYS` and seconds."""
+    table = _attention(path)
+    table = table.assign(new=table.isl, prior=table.step)
+    pairs = table.new * (table.prior + 0.5 * table.new)
+    size = 4.0 * table.batch * table.head_dim * (table.new * table.q_heads + (table.new + table.prior) * table.kv_heads)
+    flops = 4.0 * table.batch * pairs * table.q_heads * table.head_dim
+    table = check_kernels(path, table, flops, size, ref, notes)
+    return _medians(table, KEYS["prefill_attention"])
+
+
+def nccl(path: Path, ref: Reference | None = None) -> pd.DataFrame:
+    """NCCL's collectives: op, gpus, bytes, seconds."""
+    table = read_table(path, ["nccl_dtype", "op_name", "num_gpus", "message_size", "latency"])
+    table = choose(path, table, "nccl_dtype", ("half", "bfloat16"))
+    return _collectives(path, table.assign(op=table.op_name.replace(OPERATIONS)), ref)
+
+
+def custom_all_reduce(path: Path, ref: Reference | None = None) -> pd.DataFrame:
+    """An engine's own all-reduce, as captured in a graph where both kinds were measured: op, gpus, bytes, seconds."""
+    table = read_table(path, ["num_gpus", "message_size", "latency"])
+    if "backend" in table:
+        table = table[table.backend.astype(str).str.endswith("_graph")]
+        if table.empty:
+            raise CalibrationError(f"{path}: no rows whose backend ends in _graph")
+    return _collectives(path, table.assign(op="custom_all_reduce"), ref)
+
+
+def _attention(path: Path) -> pd.DataFrame:
+    needed = [
+        "attn_dtype",
+        "kv_cache_dtype",
+        "head_dim",
+        "num_heads",
+        "num_key_value_heads",
+        "batch_size",
+        "isl",
+        "step",
+    ]
+    table = read_table(path, [*needed, "latency"])
+    table = choose(path, choose(path, table, "attn_dtype", BF16), "kv_cache_dtype", BF16)
+    if "window_size" in table:
+        table = table[table.window_size == 0]
+    table = _timed(path, table, needed[2:])
+    table = table.assign(
+        kv_heads=table.num_key_value_heads.where(table.num_key_value_heads > 0, table.num_heads),
+        q_heads=table.num_heads,
+        batch=table.batch_size,
+    )
+    return table[table.q_heads <= MOST_HEADS]
+
+
+def _collectives(path: Path, table: pd.DataFrame, ref: Reference | None) -> pd.DataFrame:
+    table = _timed(path, table, ["num_gpus", "message_size"])
+    table = table.assign(gpus=table.num_gpus.astype(int), bytes=table.message_size * ELEMENT_BYTES)
+    check_messages(path, table, ref, "elements", "milliseconds")
+    return _medians(table, KEYS["collective"])
+
+
+def _timed(path: Path, table: pd.DataFrame, whole: Sequence[str]) -> pd.DataFrame:
+    """Checked numbers, `whole` as integers, and seconds beside the latency."""
+    table = numbers(path, table, whole)
+    table = numbers(path, table, ["latency"], positive=True)
+    return table.astype(dict.fromkeys(whole, int)).assign(seconds=table.latency * MS)
+
+
+def _medians(table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    return table.groupby(list(keys), as_index=False)[["seconds"]].median()
+
+
+# Layout ---------------------------------------------------------------------------------------------------------------
+
+
+def _existing(*folders: Path) -> Path | None:
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def _root(folder: Path, family: str, backend: str) -> Path:
+    """Where the versions of a backend lie, in the current layout or the older one."""
+    found = _existing(folder / family / backend, folder / backend)
+    if found is None:
+        known = {*subfolders(folder / family), *(set(subfolders(folder)) - {"gemm", "attention", "comm", "nccl"})}
+        raise CalibrationError(f"{folder}: no {family} tables of backend {backend!r}{nearest(backend, known)}")
+    return found
+
+
+def _version(folder: Path, backend: str, version: str | None) -> str:
+    """`version` if it has all kernel tables, or the newest that does."""
+    roots = {table: _root(folder, family, backend) for table, family in KERNEL_TABLES.items()}
+    known = sorted({name for root in roots.values() for name in subfolders(root)}, key=version_key)
+    if version is not None and version not in known:
+        raise CalibrationError(f"{folder}: no {backend} version {version!r}{nearest(version, known)}")
+    for name in [version] if version is not None else reversed(known):
+        lacking = [table for table, root in roots.items() if _table(root, name, table) is None]
+        if not lacking:
+            return name
+        if version is not None:
+            whole = [v for v in known if all(_table(root, v, table) for table, root in roots.items())]
+            raise CalibrationError(
+                f"{folder}: {backend} {version} has no {' and no '.join(lacking)}; "
+                f"complete versions: {', '.join(whole) or 'none'}"
+            )
+    raise CalibrationError(
+        f"{folder}: no version of {backend} has all of {', '.join(roots)}; there are: {', '.join(known)}"
+    )
+
+
+def _newest(root: Path | None, table: str) -> str | None:
+    if root is None:
+        return None
+    with_table = [name for name in subfolders(root) if _table(root, name, table) is not None]
+    return max(with_table, key=version_key, default=None)
+
+
+def _found(root: Path, version: str, table: str) -> Path:
+    path = _table(root, version, table)
+    assert path is not None
+    return path
+
+
+def _table(root: Path | None, version: str, table: str) -> Path | None:
+    """The file of a version's table, its own or the one that `reuse.yaml` points to."""
+    if root is None:
+        return None
+    for name in (version, *_reused(root / version, table)):
+        for suffix in SUFFIXES:
+            path = root / name / f"{table}{suffix}"
+            if path.is_file():
+                return path
+    return None
+
+
+def _reused(folder: Path, table: str) -> list[str]:
+    path = folder / "reuse.yaml"
+    if not path.is_file():
+        return []
+    try:
+        entries = read_yaml(path)["reuse"]
+        return [str(entry["from_version"]) for entry in entries if entry["table"] == table]
+    except ConfigError as error:
+        raise CalibrationError(str(error)) from None
+    except (KeyError, TypeError):
+        raise CalibrationError(f"{path}: expected a list `reuse` of table and from_version") from None

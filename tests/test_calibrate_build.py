@@ -1,0 +1,399 @@
+"""From measurements to a calibration: fits on small and large tables, what is borrowed, what is missing, the chart."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rlsim.calibrate.build import Built, build_calibration
+from rlsim.calibrate.chart import MOST, calibration_chart, write_chart
+from rlsim.calibrate.fit.common import operators_with
+from rlsim.calibrate.measurements import Measurements
+from rlsim.calibrate.points import COLUMNS
+from rlsim.calibrate.steps import fit_profiles
+from rlsim.calibrate.write import write_yaml
+from rlsim.cost.calibration import Calibration, Reference, Source, load_calibration
+from rlsim.cost.profile import ProfileStep
+from rlsim.errors import CalibrationError
+from rlsim.models import load_model
+
+CPU = Reference(bf16_flop_per_s=1e11, memory_bytes_per_s=1e10, sm_count=1, l2_bytes=3e7, link_bytes_per_s=5e9)
+TINY = load_model("qwen2.5-1.5b").model_copy(
+    update={
+        "name": "tiny",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+    }
+)
+OWN = Source(project="this machine", commit="as measured", licence="own", files=("journal",))
+H100 = load_calibration("h100-vllm")
+
+
+def frame(columns: str, rows: list[tuple[object, ...]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=columns.split())
+
+
+def small_gemms() -> pd.DataFrame:
+    """5% from a plain law, 24 rows of 6 shapes."""
+    noise = np.random.default_rng(0)
+    shapes = ((512, 128), (128, 128), (256, 128), (128, 256), (192, 128), (1024, 128))
+    rows = [(m, n, k, 2e-6 + 2 * m * n * k / 5e10 + 2 * n * k / 8e9) for m in (1, 4, 16, 64) for n, k in shapes]
+    return frame("m n k seconds", [(m, n, k, s * np.exp(noise.normal(0, 0.02))) for m, n, k, s in rows])
+
+
+def small_tables() -> dict[str, pd.DataFrame]:
+    """Everything a small CPU run measures, each from a simple law."""
+    decode = [(b, c, c, 4, 2, 32, 3e-6 + 1e-6 * b + b * c * 256 / 5e9) for b in (1, 4, 8) for c in (64, 128, 256, 512)]
+    unequal = [(8, 100, 400, 4, 2, 32, 3e-6 + 8e-6 + 8 * (100 + 0.5 * 300) * 256 / 5e9)]
+    prompts = [(b, n, 0, 4, 2, 32, 5e-6 + b * 256 * n * n / 3e10) for b in (1, 4) for n in (16, 64, 128, 256)]
+    steps = [
+        ("tiny", tp, "eager", b, b * c, (3e-4 + 1e-5 * b + b * c * 2e-8) / tp**0.5)
+        for tp in (1, 2)
+        for b in (1, 4, 8, 16)
+        for c in (64, 256, 512)
+    ]
+    prefills = [("tiny", 1, t, n, 1e-4 + t * 1e-6 + t * n * 1e-9) for t in (64, 256, 512) for n in (64, 256) if n <= t]
+    sizes = (256, 1024, 4096, 16384, 65536, 2**20)
+    moves = frame("model from_tp to_tp bytes seconds", [("tiny", 1, 2, 1e6, 1e-3), ("tiny", 2, 1, 2e6, 2e-3)])
+    return {
+        "copy": frame("kind bytes seconds", [("device", 1e6, 2.5e-4), ("host_to_device", 1e6, 2e-4)]),
+        "gemm": small_gemms(),
+        "decode_attention": frame("batch context longest q_heads kv_heads head_dim seconds", decode + unequal),
+        "prefill_attention": frame("batch new prior q_heads kv_heads head_dim seconds", prompts),
+        "memory_bound": frame(
+            "kernels tokens bytes seconds", [(1, t, t * 512, 1e-6 + t * 512 / 4e9) for t in (1, 4, 16, 64, 256)]
+        ),
+        "collective": frame(
+            "op gpus bytes seconds", [(op, 2, s, 3e-5 + s / 2e9) for op in ("all_reduce", "all_gather") for s in sizes]
+        ),
+        "decode_step": frame("model tp mode batch context_tokens seconds", steps),
+        "prefill_step": frame("model tp tokens length seconds", prefills),
+        "train_block": frame(
+            "model direction tokens length seconds",
+            [("tiny", "forward", t, t, t * 15e-6) for t in (64, 256, 512)]
+            + [("tiny", "forward_backward", t, t, t * 45e-6) for t in (64, 256, 512)],
+        ),
+        "optimizer": frame("parameters seconds", [(1e6, 2e-3)]),
+        "reshard": moves,
+        "migrate": moves,
+        "control": frame("what seconds", [("pause", 1e-3), ("resume", 2e-3), ("create_group", 5e-2)]),
+    }
+
+
+def build(tables: dict[str, pd.DataFrame], **more: object) -> Built:
+    options: dict[str, object] = {
+        "name": "cpu-torch",
+        "gpu": "cpu",
+        "engine": "torch",
+        "reference": CPU,
+        "date": "2026-11-21",
+        "script": "a test",
+        "models": {"tiny": TINY},
+        **more,
+    }
+    return build_calibration(Measurements(tables, (OWN,)), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    return build(small_tables())
+
+
+# Small tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_run_gives_a_whole_calibration(built: Built, tmp_path: Path) -> None:
+    calibration = built.calibration
+    assert load_calibration(write_yaml(calibration, tmp_path)) == calibration
+    assert calibration.provenance.sources == (OWN,)
+    assert not any("not measured, from" in note for note in calibration.provenance.notes)
+    assert "measured device copy: 8 GB/s (80.0% of the reference)" in calibration.provenance.notes
+
+
+def test_points_hold_every_row_and_say_what_was_held_out(built: Built) -> None:
+    assert tuple(built.points.columns) == COLUMNS
+    counts = built.points.groupby("operator").size()
+    assert (counts["gemm"], counts["decode_attention"], counts["decode_step"]) == (24, 12, 24)
+    error = built.points.fitted_s / built.points.measured_s - 1.0
+    assert np.allclose(built.points.error, error)
+    for operator in ("gemm", "decode_attention", "prefill_attention", "memory_bound", "nccl", "train_block"):
+        unseen = built.points[(built.points.operator == operator) & built.points.held_out]
+        residual = built.calibration.residuals[operator]
+        assert residual.count == len(unseen) > 0
+        assert residual.median == pytest.approx(unseen.error.abs().median(), rel=1e-3, abs=1e-9)
+
+
+def test_small_fits_predict_what_they_have_not_seen(built: Built) -> None:
+    residuals = built.calibration.residuals
+    assert residuals["gemm"].median < 0.15
+    assert residuals["decode_attention"].p90 < 0.02
+    assert residuals["prefill_attention"].median < 0.15
+    assert residuals["memory_bound"].p90 < 0.02
+
+
+def test_held_out_rows_do_not_move_a_fit() -> None:
+    """Wrong times in the held-out rows alone leave the fit as it is, and show in the residual."""
+    table = small_gemms()
+    first = build({"gemm": table}, base=H100)
+    unseen = set(first.points[(first.points.operator == "gemm") & first.points.held_out].label)
+    labels = [f"{m} x {n} x {k}" for m, n, k in zip(table.m, table.n, table.k, strict=True)]
+    spoilt = table.assign(seconds=table.seconds * [3.0 if label in unseen else 1.0 for label in labels])
+    second = build({"gemm": spoilt}, base=H100)
+    assert second.calibration.operators.gemm == first.calibration.operators.gemm
+    assert second.calibration.residuals["gemm"].median > 0.5
+
+
+def test_unequal_contexts_give_the_skew(built: Built) -> None:
+    assert built.calibration.operators.decode_attention.skew == pytest.approx(0.5, abs=0.02)
+    tables = small_tables()
+    tables["decode_attention"] = tables["decode_attention"].query("longest == context")
+    derived = build(tables).calibration
+    assert any("skew of unequal contexts is derived" in note for note in derived.provenance.notes)
+
+
+def test_heads_of_another_size_keep_their_bytes(built: Built) -> None:
+    """The law moves 256 bytes a token at 5 GB/s, whatever head size the fit's formula was written for."""
+    fit = built.calibration.operators.decode_attention
+    slow, fast = (operators_with(CPU, decode=fit).decode_attention_s(4, 4.0 * c, 4, 2, 32) for c in (480, 96))
+    assert slow - fast == pytest.approx(4 * 384 * 256 / 5e9, rel=0.1)
+
+
+# Whole steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_whole_steps_become_profiles_that_give_the_measured_times(built: Built) -> None:
+    table = small_tables()["decode_step"]
+    assert {(p.model, p.tp) for p in built.calibration.decode_profile} == {("tiny", 1), ("tiny", 2)}
+    for row in table.to_dict("records"):
+        record = built.calibration.profile("tiny", row["tp"])
+        assert record is not None
+        step = ProfileStep.from_record(record)
+        assert step.decode(row["batch"]).step_s(row["context_tokens"]) == pytest.approx(row["seconds"], rel=1e-3)
+    assert built.calibration.residuals["decode_step"].p90 < 0.02
+
+
+def test_steps_from_graphs_are_preferred() -> None:
+    tables = small_tables()
+    graphs = tables["decode_step"].assign(mode="graph", seconds=lambda t: t.seconds / 2)
+    tables["decode_step"] = pd.concat([tables["decode_step"], graphs])
+    tables["graph_capture"] = frame("model tp batch seconds", [("tiny", 1, b, 0.02) for b in (1, 4, 8)])
+    calibration = build(tables).calibration
+    record = calibration.profile("tiny", 1)
+    assert record is not None
+    first = graphs.query("tp == 1 and batch == 1").seconds.min()
+    assert record.step_s[0][0] == pytest.approx(first, rel=1e-3)
+    assert calibration.runtime.graph_capture_s == 0.02
+    assert calibration.runtime.graph_batch_sizes == (1, 4, 8)
+
+
+def test_prefill_cells_that_were_not_measured_are_filled_and_noted(built: Built) -> None:
+    record = built.calibration.profile("tiny", 1)
+    assert record is not None
+    assert record.prefill_s[0][1] == pytest.approx(1e-4 + 64e-6 + 64 * 256e-9, rel=0.05)
+    notes = built.calibration.provenance.notes
+    assert any("1 of 6 cells not measured" in note for note in notes)
+    assert any("TP2: not measured; the operators' sum" in note for note in notes)
+
+
+def test_host_time_is_what_steps_leave_over_the_operators() -> None:
+    """Steps made of the operators' own sum and a known host time give that host time back."""
+    tables = {name: table for name, table in small_tables().items() if name not in ("decode_step", "prefill_step")}
+    bare = build(tables, base=H100).calibration
+    host = H100.host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
+    bare = bare.model_copy(update={"host": host, "decode_profile": ()})
+    batches = (1, 2, 4, 8, 16, 32)
+    empty = Measurements({"decode_step": frame("model tp mode batch context_tokens seconds", [])}, (OWN,))
+    assert fit_profiles(empty, bare, lambda _: TINY).profiles == ()
+    from rlsim.calibrate.node import measured_node
+    from rlsim.cost.roofline import step_cost
+
+    step = step_cost(TINY, 1, measured_node("cpu", CPU), bare)
+    rows = [
+        ("tiny", 1, "eager", b, b * c, step.decode(b).step_s(b * c) + 2e-3 + 5e-5 * b)
+        for b in batches
+        for c in (64, 256)
+    ]
+    tables["decode_step"] = frame("model tp mode batch context_tokens seconds", rows)
+    found = build(tables).calibration.host
+    assert found.step_s == pytest.approx(2e-3, rel=0.02)
+    assert found.sequence_s == pytest.approx(5e-5, rel=0.02)
+
+
+# Runtime and training -------------------------------------------------------------------------------------------------
+
+
+def test_layout_changes(built: Built) -> None:
+    runtime = built.calibration.runtime
+    assert (runtime.graph_capture_s, runtime.graph_batch_sizes) == (0.0, ())
+    assert (runtime.switch_control_s, runtime.group_create_s) == (3e-3, 5e-2)
+    assert (runtime.reshard_bytes_per_s, runtime.migrate_bytes_per_s) == (1e9, 1e9)
+
+
+def test_training_joins_the_frameworks_of_the_base() -> None:
+    calibration = build(small_tables(), base=H100).calibration
+    assert {**H100.training.flop_efficiency, "torch": calibration.training.flop_efficiency["torch"]} == (
+        calibration.training.flop_efficiency
+    )
+    assert 0.0 < calibration.training.flop_efficiency["torch"] < 1.0
+
+
+# What is not measured -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_listed_with_the_nearest_remedy() -> None:
+    with pytest.raises(CalibrationError) as error:
+        build({"gemm": small_gemms()}, name="mine", gpu="h100-sxm", engine="vllm")
+    text = str(error.value)
+    for word in ("decode_attention", "prefill_attention", "memory_bound", "collective", "host time", "train_block"):
+        assert word in text
+    assert text.endswith("--base h100-sxm-vllm")
+    assert " gemm" not in text
+
+
+def test_what_is_not_measured_comes_from_the_base_and_says_so() -> None:
+    built = build({"gemm": small_gemms()}, base=H100, gpu="h100-sxm", engine="vllm", reference=H100.reference)
+    calibration = built.calibration
+    assert calibration.operators.decode_attention == H100.operators.decode_attention
+    assert calibration.operators.gemm != H100.operators.gemm
+    assert set(built.points.operator) == {"gemm"}
+    assert calibration.residuals["decode_attention"].note.startswith("of h100-sxm-vllm, not measured here")
+    assert calibration.host.source.startswith("not measured, from h100-sxm-vllm")
+    assert calibration.provenance.sources == (OWN, *H100.provenance.sources)
+    assert any("not measured, from h100-sxm-vllm: decode_attention" in note for note in calibration.provenance.notes)
+
+
+def test_another_gpus_corrections_are_not_taken_over() -> None:
+    assert H100.operators.decode_attention.correction is not None
+    assert build({"gemm": small_gemms()}, base=H100).calibration.operators.decode_attention.correction is None
+
+
+def test_collectives_keep_the_bases_group_sizes() -> None:
+    rows = [("all_reduce", 2, s, 1e-3 + s / 1e9) for s in (1024, 65536, 2**20, 2**24)]
+    few = [("all_gather", 2, 1024, 1e-3)]
+    calibration = build({"collective": frame("op gpus bytes seconds", rows + few)}, base=H100).calibration
+    nccl = calibration.collectives.nccl
+    assert nccl["all_gather"] == H100.collectives.nccl["all_gather"]
+    assert any("all_gather on 2 GPUs: 1 message sizes" in note for note in calibration.provenance.notes)
+    assert nccl["all_reduce"][2].time_s[0] > 9e-4
+    assert nccl["all_reduce"][8] == H100.collectives.nccl["all_reduce"][8]
+    assert any("all_reduce on 4, 8 GPUs" in note for note in calibration.provenance.notes)
+
+
+def test_one_device_has_no_collectives() -> None:
+    tables = small_tables()
+    tables["decode_step"] = tables["decode_step"].query("tp == 1")
+    del tables["collective"]
+    calibration = build(tables).calibration
+    assert calibration.collectives.nccl == {}
+    assert any("no TP beyond 1" in note for note in calibration.provenance.notes)
+
+
+@pytest.mark.parametrize(
+    ("operator", "rows"),
+    [("gemm", 7), ("decode_attention", 5), ("prefill_attention", 4), ("memory_bound", 3), ("collective", 2)],
+)
+def test_too_few_rows_name_the_operator_and_how_many_are_needed(operator: str, rows: int) -> None:
+    table = small_tables()[operator].head(rows)
+    with pytest.raises(CalibrationError, match=rf"{operator}.*at least {rows + 1} are needed"):
+        build({operator: table}, base=H100)
+
+
+def test_nothing_measured() -> None:
+    with pytest.raises(CalibrationError, match="nothing was measured"):
+        build({})
+
+
+# Large tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_large_tables_get_the_full_fits_and_their_held_out_rows() -> None:
+    """Times from the formulas of the H100: the points' held-out rows are those that the fits' residuals count."""
+    formulas = {"gemm": "gemm", "decode": "decode_attention", "prefill": "prefill_attention"}
+    plain = {
+        key: getattr(H100.operators, name).model_copy(update={"correction": None}) for key, name in formulas.items()
+    }
+    operators = operators_with(H100.reference, **plain)
+    widths, tokens = (1024, 4096, 6144, 8192, 16384, 28672), (1, 4, 16, 64, 256, 1024, 4096)
+    gemm = [(m, n, k, operators.gemm_s(m, n, k)) for n in widths for k in widths for m in tokens]
+    heads = ((8, 1), (16, 2), (32, 4), (32, 8))
+    decode = [
+        (b, c, c, q, kv, 128, operators.decode_attention_s(b, b * c, q, kv, 128))
+        for b in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+        for c in (16, 64, 1024, 4096, 8192, 16384, 65536)
+        for q, kv in heads
+    ]
+    prefill = [
+        (b, n, 0, q, kv, 128, operators.prefill_attention_s([(n, 0)] * b, q, kv, 128))
+        for b in (1, 4, 16)
+        for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+        for q, kv in heads
+    ]
+    tables = {
+        "gemm": frame("m n k seconds", gemm),
+        "decode_attention": frame("batch context longest q_heads kv_heads head_dim seconds", decode),
+        "prefill_attention": frame("batch new prior q_heads kv_heads head_dim seconds", prefill),
+    }
+    for cold in (True, False):
+        built = build(tables, base=H100, gpu="h100-sxm", engine="vllm", reference=H100.reference, cold=cold)
+        for operator in tables:
+            points = built.points[(built.points.operator == operator) & built.points.held_out]
+            residual = built.calibration.residuals[operator]
+            assert "few-constant" not in residual.note
+            assert residual.count == len(points)
+            assert residual.median == pytest.approx(points.error.abs().median(), rel=0.02, abs=1e-4)
+            assert residual.median < 0.06
+
+
+# The report and the chart ---------------------------------------------------------------------------------------------
+
+
+def test_report_rows(built: Built) -> None:
+    rows = {row[0]: row for row in built.report_rows()}
+    assert rows["gemm"][1] == built.calibration.residuals["gemm"].count
+    assert rows["gemm"][2].endswith("%")
+
+
+def test_chart_has_a_panel_for_every_operator(built: Built) -> None:
+    spec = calibration_chart(built.points).to_dict()
+    assert len(spec["concat"]) == built.points.operator.nunique()
+
+
+def test_chart_thins_out_large_tables_but_keeps_the_worst() -> None:
+    rng = np.random.default_rng(1)
+    measured = np.exp(rng.uniform(-14, -3, 6000))
+    error = rng.normal(0, 0.02, 6000)
+    error[17] = 4.0
+    points = pd.DataFrame({"operator": "gemm", "label": [f"row {i}" for i in range(6000)], "measured_s": measured})
+    points = points.assign(fitted_s=measured * (1 + error), error=error, held_out=np.arange(6000) % 4 == 0)
+    spec = calibration_chart(points).to_dict()
+    drawn = max(spec["datasets"].values(), key=len)
+    assert len(drawn) <= MOST
+    assert "row 17" in {row["label"] for row in drawn}
+
+
+def test_charts_are_written_whole_or_not_at_all(built: Built, tmp_path: Path) -> None:
+    few = built.points[built.points.operator == "gemm"]
+    write_chart(few, tmp_path / "a.svg")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    write_chart(few, tmp_path / "a.html")
+    assert "vega" in (tmp_path / "a.html").read_text().lower()
+    with pytest.raises(CalibrationError, match=r"one of \.html"):
+        write_chart(few, tmp_path / "a.pdf")
+    with pytest.raises(CalibrationError, match="does not exist"):
+        write_chart(few, tmp_path / "no" / "a.svg")
+    with pytest.raises(CalibrationError, match="no points"):
+        write_chart(few.head(0), tmp_path / "b.svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.svg"]
+
+
+def test_building_warns_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(build(small_tables()).calibration, Calibration)

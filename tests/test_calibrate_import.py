@@ -1,0 +1,776 @@
+"""Importers: each project's own layout and units, and one clear error for every way in which tables break."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rlsim.calibrate.build import Built, build_calibration
+from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests, read_format, vidur
+from rlsim.calibrate.importers.reading import version_key
+from rlsim.calibrate.measurements import Measurements
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.operators import Operators
+from rlsim.errors import CalibrationError, CatalogueError
+from rlsim.hardware import load_gpu
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "kernels"
+tables = pytest.mark.skipif(
+    not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project"
+)
+H100 = load_calibration("h100-vllm")
+OPERATORS = Operators(H100.operators, H100.reference)
+DEVICE = "NVIDIA H100 80GB HBM3"
+
+
+def told(error: pytest.ExceptionInfo[CalibrationError], *words: str) -> None:
+    text = str(error.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+# aiconfigurator -------------------------------------------------------------------------------------------------------
+
+
+def gemm_rows(version: str = "0.14.0") -> pd.DataFrame:
+    rows = [
+        ("VLLM", version, DEVICE, "gemm", "vllm_default", dtype, m, n, k, OPERATORS.gemm_s(m, n, k) * 1e3 * scale)
+        for dtype, scale in (("bfloat16", 1.0), ("fp8", 0.5))
+        for m in (1, 16, 128, 1024, 4096)
+        for n in (1024, 4096, 8192)
+        for k in (1024, 4096, 8192)
+    ]
+    columns = ["framework", "version", "device", "op_name", "kernel_source", "gemm_dtype", "m", "n", "k", "latency"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def attention_rows(kind: str) -> pd.DataFrame:
+    decode = kind == "generation_attention"
+    rows = []
+    for dim in (128, 64):
+        for batch in (1, 8, 32, 128):
+            for tokens in (31, 1023, 8191) if decode else (64, 1024, 4096):
+                for heads, kv_heads in ((8, 1), (32, 8), (32, 0)):
+                    kv = kv_heads or heads
+                    if decode:
+                        time = OPERATORS.decode_attention_s(batch, batch * (tokens + 1), heads, kv, dim)
+                    else:
+                        time = OPERATORS.prefill_attention_s([(tokens, 0)] * batch, heads, kv, dim)
+                    shape = (batch, 1 if decode else tokens, heads, kv_heads, dim, 1)
+                    rows.append((*shape, "bfloat16", "bfloat16", tokens if decode else 0, time * 1e3))
+    columns = "batch_size isl num_heads num_key_value_heads head_dim beam_width attn_dtype kv_cache_dtype step latency"
+    table = pd.DataFrame(rows, columns=columns.split())
+    return table.assign(
+        framework="VLLM", version="0.14.0", device=DEVICE, op_name=kind, kernel_source="vllm_flash_attn"
+    )
+
+
+def collective_rows(custom: bool) -> pd.DataFrame:
+    rows = []
+    for op in ("all_reduce",) if custom else ("all_reduce", "all_gather", "reduce_scatter", "alltoall"):
+        for gpus in (2, 4, 8):
+            for elements in (256, 4096, 65536, 2**20, 2**24, 2**27):
+                latency = 0.008 + elements * 2 / 300e9 * 1e3
+                rows.append(("vLLM", "0.14.0", DEVICE, op, "NCCL", gpus, elements, latency))
+    columns = ["framework", "version", "device", "op_name", "kernel_source", "num_gpus", "message_size", "latency"]
+    table = pd.DataFrame(rows, columns=columns)
+    if not custom:
+        return table.assign(nccl_dtype="half")
+    eager = table.assign(backend="vllm_eager", latency=table.latency * 3)
+    return pd.concat([table.assign(backend="vllm_graph"), eager]).assign(allreduce_dtype="bfloat16")
+
+
+@pytest.fixture
+def systems(tmp_path: Path) -> Path:
+    """The project's folder of measured systems with one GPU in the current layout."""
+    gpu = tmp_path / "aic" / "h100_sxm"
+    files = {
+        "gemm/vllm/0.14.0/gemm_perf": gemm_rows(),
+        "attention/vllm/0.14.0/generation_attention_perf": attention_rows("generation_attention"),
+        "attention/vllm/0.14.0/context_attention_perf": attention_rows("context_attention"),
+        "comm/vllm/0.14.0/custom_allreduce_perf": collective_rows(custom=True),
+        "comm/nccl/2.29.2/nccl_perf": collective_rows(custom=False),
+        "comm/nccl/2.3/nccl_perf": collective_rows(custom=False).assign(latency=1.0),
+    }
+    for name, table in files.items():
+        path = gpu / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table.to_parquet(path)
+    (tmp_path / "aic" / "systems").mkdir()
+    (tmp_path / "aic" / "systems" / "h100_sxm.yaml").write_text(
+        "data_dir: data/h100_sxm\ngpu:\n  mem_bw: 3350000000000\n  bfloat16_tc_flops: 989000000000000\n"
+        "node:\n  num_gpus_per_node: 8\n  intra_node_bw: 450000000000\n"
+    )
+    return tmp_path / "aic"
+
+
+def gpu_read(systems: Path, version: str | None = None) -> Measurements:
+    folder = systems / "h100_sxm"
+    reference = aiconfigurator.reference(folder, load_gpu("h100-sxm"), 450e9)
+    return aiconfigurator.read(folder, "vllm", version, gpu="h100-sxm", reference=reference)
+
+
+def test_aiconfigurator_units_and_rows(systems: Path) -> None:
+    read = gpu_read(systems)
+    gemm = read.table("gemm")
+    assert len(gemm) == 45  # bfloat16 alone
+    row = gemm.query("m == 1024 and n == 4096 and k == 8192").iloc[0]
+    assert row.seconds == pytest.approx(OPERATORS.gemm_s(1024, 4096, 8192))
+    decode = read.table("decode_attention")
+    assert sorted(decode.context.unique()) == [32, 1024, 8192]
+    assert (decode.longest == decode.context).all()
+    assert set(decode.kv_heads) == {1, 8, 32}  # no KV heads: one for each query head
+    collective = read.table("collective")
+    assert set(collective.op) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "custom_all_reduce"}
+    assert collective.bytes.max() == 2**28  # elements of two bytes
+    own = collective.query("op == 'custom_all_reduce' and gpus == 2 and bytes == 512").seconds.item()
+    assert own == pytest.approx(8e-6, rel=0.01)  # from graphs, not eager
+    nccl = collective.query("op == 'all_reduce' and gpus == 2 and bytes == 512").seconds.item()
+    assert nccl == pytest.approx(8e-6, rel=0.01)  # of NCCL 2.29.2, which is newer than 2.3
+    assert read.sources[0].engine_version == "vllm 0.14.0, NCCL 2.29.2"
+    assert "h100_sxm/gemm/vllm/0.14.0/gemm_perf.parquet" in read.sources[0].files
+
+
+def test_aiconfigurator_published_rates(systems: Path) -> None:
+    reference = aiconfigurator.reference(systems / "h100_sxm", load_gpu("h100-sxm"), None)
+    assert reference.memory_bytes_per_s == 3.35e12
+    assert (reference.link_bytes_per_s, reference.sm_count) == (450e9, 132)
+    with pytest.raises(CalibrationError) as error:
+        aiconfigurator.reference(systems / "h100_sxm", load_gpu("a100-sxm-80gb"), None)
+    told(error, "h100_sxm.yaml", "another GPU's tables")
+
+
+def test_aiconfigurator_older_layout(systems: Path, tmp_path: Path) -> None:
+    """Comma-separated .txt files under the backend, every 16-bit float called float16, no device column checks lost."""
+    new = gpu_read(systems)
+    old = tmp_path / "old" / "h100_sxm"
+    for path in systems.rglob("*_perf.parquet"):
+        family, backend, version = path.parts[-4:-1]
+        if version == "2.3":
+            continue
+        target = old / backend / version / f"{path.stem}.txt"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        table = pd.read_parquet(path).replace("bfloat16", "float16")
+        table.to_csv(target, index=False)
+        assert family in ("gemm", "attention", "comm")
+    read = aiconfigurator.read(old, "vllm")
+    for operator, table in new.tables.items():
+        pd.testing.assert_frame_equal(read.tables[operator], table, rtol=1e-9)
+
+
+def test_aiconfigurator_follows_reuse(systems: Path) -> None:
+    folder = systems / "h100_sxm"
+    newer = folder / "gemm" / "vllm" / "0.22.0"
+    newer.mkdir()
+    gemm_rows("0.22.0").assign(latency=lambda t: t.latency * 2).to_parquet(newer / "gemm_perf.parquet")
+    reuse = folder / "attention" / "vllm" / "0.22.0"
+    reuse.mkdir()
+    lines = ["schema_version: 1", "reuse:"]
+    for table in ("context_attention_perf", "generation_attention_perf"):
+        lines += [f"- table: {table}", "  from_version: 0.14.0"]
+    (reuse / "reuse.yaml").write_text("\n".join(lines))
+    read = gpu_read(systems)
+    assert read.sources[0].engine_version.startswith("vllm 0.22.0")
+    assert any("0.14.0's; 0.22.0 has no table of it" in note for note in read.notes)
+    assert read.table("gemm").seconds.sum() == pytest.approx(
+        2 * gpu_read(systems, "0.14.0").table("gemm").seconds.sum()
+    )
+
+
+def test_releases_sort_as_releases() -> None:
+    names = ["0.9.1", "0.14.0rc2", "0.14.0", "0.14.0.post1", "0.14.1", "1.3.0rc10", "1.3.0rc20"]
+    assert sorted(sorted(names), key=version_key) == names
+
+
+def spoil(systems: Path, table: str, change: object) -> Path:
+    path = next(systems.rglob(f"{table}.parquet"))
+    change(pd.read_parquet(path)).to_parquet(path)  # type: ignore[operator]
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda t: t.assign(latency=t.latency / 1e3),
+            ["row ", "times faster", "expected in milliseconds", "longer unit"],
+        ),
+        (
+            lambda t: t.assign(latency=t.latency * 1e3),
+            ["of the GPU's peak", "expected in milliseconds", "shorter unit"],
+        ),
+        (lambda t: t.head(0), ["no rows"]),
+        (lambda t: t.rename(columns={"latency": "latency_ms"}), ["no column 'latency'", "did you mean 'latency_ms'"]),
+        (lambda t: t.assign(latency=t.latency.where(t.index != 3)), ["row 4", "latency is nan"]),
+        (lambda t: t.assign(latency=t.latency.where(t.index != 5, -1.0)), ["row 6", "latency is -1.0"]),
+        (lambda t: t.assign(latency=t.latency.where(t.index != 5, 0.0)), ["row 6", "positive"]),
+        (lambda t: t.assign(gemm_dtype="int4"), ["no rows with gemm_dtype", "int4"]),
+        (lambda t: t.assign(device="NVIDIA A100-SXM4-80GB"), ["measured on NVIDIA A100", "h100-sxm"]),
+    ],
+)
+def test_aiconfigurator_broken_tables(systems: Path, change: object, words: list[str]) -> None:
+    path = spoil(systems, "gemm_perf", change)
+    with pytest.raises(CalibrationError) as error:
+        gpu_read(systems)
+    told(error, str(path), *words)
+
+
+def test_aiconfigurator_attention_in_seconds(systems: Path) -> None:
+    path = spoil(systems, "generation_attention_perf", lambda t: t.assign(latency=t.latency / 1e3))
+    with pytest.raises(CalibrationError) as error:
+        gpu_read(systems)
+    told(error, str(path), "longer unit")
+
+
+def test_aiconfigurator_single_faults_are_left_out_and_noted(systems: Path) -> None:
+    spoil(systems, "gemm_perf", lambda t: t.assign(latency=t.latency.where(t.index != 44, 1e-5)))
+    read = gpu_read(systems)
+    assert len(read.table("gemm")) == 44
+    assert "gemm_perf.parquet: 1 rows far beyond the GPU's peak rates are left out" in read.notes
+
+
+def test_aiconfigurator_message_sizes_in_bytes(systems: Path) -> None:
+    path = spoil(systems, "custom_allreduce_perf", lambda t: t.assign(message_size=t.message_size * 2))
+    with pytest.raises(CalibrationError) as error:
+        gpu_read(systems)
+    told(error, str(path), "times the rate of the link", "expected in elements", "another unit")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 0.5])
+def test_aiconfigurator_cut_parquet(systems: Path, keep: float) -> None:
+    path = next(systems.rglob("gemm_perf.parquet"))
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
+    with pytest.raises(CalibrationError) as error:
+        gpu_read(systems)
+    told(error, str(path), "Parquet" if keep else "empty")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "framework,gemm_dtype,m,n,k,latency\nVLLM,bfloat16,1,1024,1024,0.004\nVLLM,bfloat16,1,10",
+            ["line 3", "cut off"],
+        ),
+        ("framework,gemm_dtype,m,n,k,latency\nVLLM,bfloat16,1,1024,1024,fast\n", ["line 2", "latency is fast"]),
+        ("framework,gemm_dtype,m,n,k,latency\n", ["no rows"]),
+        ("", ["empty"]),
+        (
+            "version https://git-lfs.github.com/spec/v1\noid sha256:6aa8\nsize 1344111\n",
+            ["Git LFS pointer", "git lfs pull"],
+        ),
+    ],
+)
+def test_aiconfigurator_broken_text(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "gemm_perf.txt"
+    path.write_text(text)
+    with pytest.raises(CalibrationError) as error:
+        aiconfigurator.gemms(path)
+    told(error, str(path), *words)
+
+
+def test_aiconfigurator_unknown_names(systems: Path, tmp_path: Path) -> None:
+    folder = systems / "h100_sxm"
+    with pytest.raises(CalibrationError) as error:
+        aiconfigurator.read(folder, "vlm")
+    told(error, "no gemm tables of backend 'vlm'", "did you mean 'vllm'")
+    with pytest.raises(CalibrationError) as error:
+        aiconfigurator.read(folder, "vllm", "0.14.1")
+    told(error, "no vllm version '0.14.1'", "did you mean '0.14.0'")
+    with pytest.raises(CalibrationError) as error:
+        aiconfigurator.gpu_folder(systems, "h200-sxm")
+    told(error, "no tables of GPU 'h200_sxm'", "did you mean 'h100_sxm'")
+    with pytest.raises(CalibrationError) as error:
+        aiconfigurator.gpu_folder(tmp_path / "nowhere", "h100-sxm")
+    told(error, "no such folder")
+    (folder / "attention" / "vllm" / "0.14.0" / "context_attention_perf.parquet").unlink()
+    with pytest.raises(CalibrationError) as error:
+        aiconfigurator.read(folder, "vllm", "0.14.0")
+    told(error, "vllm 0.14.0 has no context_attention_perf")
+
+
+# Vidur ----------------------------------------------------------------------------------------------------------------
+
+
+def mlp_rows() -> pd.DataFrame:
+    a100 = load_calibration("a100-sxm-80gb-vllm")
+    operators = Operators(a100.operators, a100.reference)
+    rows = []
+    for tp in (1, 2):
+        for tokens in (1, 8, 64, 512, 2048):
+            times = {
+                "attn_pre_proj": operators.gemm_s(tokens, 6144 // tp, 4096),
+                "attn_post_proj": operators.gemm_s(tokens, 4096, 4096 // tp),
+                "mlp_up_proj": operators.gemm_s(tokens, 28672 // tp, 4096),
+                "mlp_down_proj": operators.gemm_s(tokens, 4096, 14336 // tp),
+            }
+            small = ("input_layernorm", "post_attention_layernorm", "attn_rope", "mlp_act")
+            times.update(dict.fromkeys(small, 3e-6 + tokens * 2e-8))
+            row = {f"time_stats.{name}.median": value * 1e3 for name, value in times.items()}
+            row.update({f"time_stats.{name}.mean": 99.0 for name in times})
+            shape = {"n_head": 32, "n_kv_head": 8, "n_embd": 4096, "n_expanded_embd": 14336, "vocab_size": 128256}
+            rows.append(
+                {**row, **shape, "use_gated_mlp": True, "num_tokens": tokens, "num_tensor_parallel_workers": tp}
+            )
+    return pd.DataFrame(rows)
+
+
+def vidur_attention_rows() -> pd.DataFrame:
+    shape = {"n_embd": 8192, "n_q_head": 64, "n_kv_head": 8, "block_size": 16, "num_tensor_parallel_workers": 2}
+    decode = [
+        {
+            "batch_size": b,
+            "prefill_chunk_size": 0,
+            "kv_cache_size": c,
+            "is_prefill": False,
+            "decode": 0.01 + b * c * 2e-6,
+        }
+        for b in (1, 8, 64)
+        for c in (32, 1024, 4000)
+    ]
+    prefill = [
+        {
+            "batch_size": 1,
+            "prefill_chunk_size": n,
+            "kv_cache_size": c,
+            "is_prefill": True,
+            "prefill": 0.02 + n * (c + n) * 3e-7,
+        }
+        for n in (64, 128, 256, 512, 1024)
+        for c in (0, 512)
+    ]
+    names = {"decode": "time_stats.attn_decode.median", "prefill": "time_stats.attn_prefill.median"}
+    return pd.DataFrame([{**shape, **row} for row in decode + prefill]).rename(columns=names)
+
+
+def network_rows(op: str, new: bool = True) -> pd.DataFrame:
+    rows = []
+    for gpus, per_node in ((2, 2), (8, 8), (16, 8)) if op == "all_reduce" else ((2, 2), (2, 1)):
+        for size in (2048, 65536, 2**20, 2**25):
+            row = {f"time_stats.{op}.median": 0.02 + size / 150e9 * 1e3, f"time_stats.{op}.mean": 99.0, "rank": 0}
+            sized = (
+                {"size": size, "devices_per_node": per_node} if new else {"n_embd": 4096, "num_tokens": size // 8192}
+            )
+            rows.append({**row, "num_workers": gpus, **sized})
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture
+def profiling(tmp_path: Path) -> Path:
+    root = tmp_path / "data" / "profiling"
+    files = {
+        "compute/a100/meta-llama/Meta-Llama-3-8B/mlp.csv": mlp_rows(),
+        "compute/a100/meta-llama/Meta-Llama-3-8B/attention.csv": vidur_attention_rows(),
+        "compute/h100/meta-llama/Meta-Llama-3-8B/mlp.csv": mlp_rows(),
+        "network/a100_dgx/all_reduce.csv": network_rows("all_reduce"),
+        "network/a100_dgx/send_recv.csv": network_rows("send_recv"),
+    }
+    for name, table in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(root / name, index="network" in name)
+    return root
+
+
+def test_vidur_units_and_rows(profiling: Path) -> None:
+    read = vidur.read(profiling, "a100-sxm-80gb", reference=load_calibration("a100-sxm-80gb-vllm").reference)
+    gemm = read.table("gemm")
+    assert set(zip(gemm.n, gemm.k, strict=True)) >= {(6144, 4096), (14336, 4096), (4096, 2048), (28672, 4096)}
+    row = mlp_rows().query("num_tokens == 64 and num_tensor_parallel_workers == 2").iloc[0]
+    up = gemm.query("m == 64 and n == 14336 and k == 4096").seconds.item()
+    assert up == pytest.approx(row["time_stats.mlp_up_proj.median"] * 1e-3)
+    bound = read.table("memory_bound")
+    assert set(bound.kernels) == {4}
+    assert bound.query("tokens == 1").seconds.iloc[0] == pytest.approx(4 * (3e-6 + 2e-8))
+    decode, prefill = read.table("decode_attention"), read.table("prefill_attention")
+    assert set(zip(decode.q_heads, decode.kv_heads, decode.head_dim, strict=True)) == {(32, 4, 128)}
+    assert sorted(decode.context.unique()) == [33, 1025, 4001]
+    assert sorted(prefill.prior.unique()) == [0, 512]
+    collective = read.table("collective")
+    assert set(zip(collective.op, collective.gpus, strict=True)) == {
+        ("all_reduce", 2),
+        ("all_reduce", 8),
+        ("send_recv", 2),
+    }
+    largest = collective.query("op == 'all_reduce' and gpus == 8").bytes.max()
+    assert largest == 2**25  # bytes, not elements
+    assert "all_reduce.csv: 4 rows across nodes are left out" in read.notes
+
+
+def test_vidur_older_all_reduce_counts_elements(tmp_path: Path) -> None:
+    path = tmp_path / "a40_all_reduce.csv"
+    network_rows("all_reduce", new=False).to_csv(path)
+    table = vidur.read(path, "a40").table("collective")
+    assert sorted(table.bytes.unique()) == [65536, 2**20, 2**25]  # zero tokens left out
+
+
+def test_vidur_zeros_are_left_out_and_noted(profiling: Path) -> None:
+    path = profiling / "network/a100_dgx/all_reduce.csv"
+    table = pd.read_csv(path)
+    table.loc[0, "time_stats.all_reduce.median"] = 0.0
+    table.to_csv(path, index=False)
+    assert "all_reduce.csv: 1 rows timed as zero are left out" in vidur.read(profiling, "a100-sxm-80gb").notes
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mlp.csv", lambda t: t.apply(lambda c: c / 1e3 if "time" in c.name else c), ["longer unit"]),
+        ("mlp.csv", lambda t: t.apply(lambda c: c * 1e3 if "time" in c.name else c), ["shorter unit"]),
+        ("mlp.csv", lambda t: t.drop(columns="n_kv_head"), ["no column 'n_kv_head'", "did you mean 'n_head'"]),
+        (
+            "attention.csv",
+            lambda t: t.assign(batch_size=t.batch_size.where(t.index != 2)),
+            ["line 4", "batch_size is nan"],
+        ),
+        ("attention.csv", lambda t: t.drop(columns="is_prefill"), ["no column 'is_prefill'"]),
+        ("all_reduce.csv", lambda t: t.assign(size=-t["size"]), ["line 2", "size is -2048"]),
+        ("all_reduce.csv", lambda t: t.apply(lambda c: c * 1e3 if "time" in c.name else c), ["shorter unit"]),
+        ("all_reduce.csv", lambda t: t.head(0), ["no rows"]),
+    ],
+)
+def test_vidur_broken_tables(profiling: Path, name: str, change: object, words: list[str]) -> None:
+    path = next(p for p in profiling.rglob(name) if "a100" in str(p.relative_to(profiling)))
+    change(pd.read_csv(path)).to_csv(path, index=False)  # type: ignore[operator]
+    with pytest.raises(CalibrationError) as error:
+        vidur.read(profiling, "a100-sxm-80gb", reference=load_calibration("a100-sxm-80gb-vllm").reference)
+    told(error, str(path), *words)
+
+
+def test_vidur_cut_file_and_unknown_names(profiling: Path, tmp_path: Path) -> None:
+    path = profiling / "network/a100_dgx/send_recv.csv"
+    text = path.read_text()
+    path.write_text(text[: len(text) - 12])
+    with pytest.raises(CalibrationError) as error:
+        vidur.read(path, "a100-sxm-80gb")
+    told(error, str(path), "line 9", "cut off")
+    with pytest.raises(CalibrationError) as error:
+        vidur.read(profiling, "l40s")
+    told(error, "no tables of GPU 'l40s'", "a100")
+    with pytest.raises(CalibrationError) as error:
+        vidur.read(tmp_path / "nowhere", "a40")
+    told(error, "no such file or folder")
+    other = profiling / "network/a100_pairwise_nvlink"
+    other.mkdir()
+    network_rows("all_reduce").to_csv(other / "all_reduce.csv")
+    with pytest.raises(CalibrationError) as error:
+        vidur.read(profiling, "a100-sxm-80gb")
+    told(error, "several kinds of node", "a100_dgx, a100_pairwise_nvlink")
+
+
+# nccl-tests -----------------------------------------------------------------------------------------------------------
+
+BUS = {"all_reduce": 2.0, "all_gather": 1.0, "alltoall": 1.0, "sendrecv": None}
+
+
+def nccl_text(program: str = "all_reduce", gpus: int = 8, hosts: int = 1, named: bool = True) -> str:
+    """The output of nccl-tests 2.17: header, devices, table with both columns, footer."""
+    first = [f"# Collective test starting: {program}_perf"] if named else []
+    lines = [
+        "# nccl-tests version 2.17.8 nccl-headers=22902 nccl-library=22902",
+        *first,
+        "# nThread 1 nGpus 1 minBytes 8 maxBytes 1073741824 step: 8(factor) warmup iters: 1 iters: 20 agg iters: 1",
+        "#",
+        "# Using devices",
+    ]
+    for rank in range(gpus):
+        host = f"node{rank * hosts // gpus}"
+        lines.append(
+            f"#  Rank {rank:2d} Group  0 Pid {1000 + rank:6d} on {host:>10s} device {rank:2d} [0000:19:00] {DEVICE}"
+        )
+    lines += [
+        "#",
+        "#                                                   out-of-place                       in-place",
+        f"#       size         count      type   redop    root{2 * '     time   algbw   busbw  #wrong'}",
+        f"#        (B)    (elements)                      {2 * '         (us)  (GB/s)  (GB/s)'}",
+    ]
+    factor = BUS[program]
+    ratio = 1.0 if factor is None else factor * (gpus - 1) / gpus
+    for size in [0, *(8**e for e in range(1, 11))]:
+        time = 12.0 + size / 250e3
+        alg = size / time / 1e3
+        cells = f"  {time:8.2f}  {alg:6.2f}  {alg * ratio:6.2f}       0"
+        lines.append(f"{size:12d}  {size // 4:12d}     float     sum      -1{cells}{cells}")
+    return "\n".join([*lines, "# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 97.3", "#", ""])
+
+
+def nccl_json(program: str = "all_reduce", gpus: int = 8, processes: int = 1) -> dict[str, object]:
+    """A report of version 2: every process lists its first device only."""
+    device = {"rank": 0, "group": 0, "pid": 7, "hostname": "node0", "device": 0, "device_hex": "0000:19:00"}
+    factor = BUS[program]
+    ratio = 1.0 if factor is None else factor * (gpus - 1) / gpus
+    results = []
+    for size in (4096, 2**20, 2**26, 2**28):
+        time = 12.0 + size / 250e3
+        alg = size / time / 1e3
+        body = {"time": time, "alg_bw": alg, "bus_bw": alg * ratio, "nwrong": 0.0}
+        one = {
+            "size": size,
+            "count": size // 4,
+            "type": "float",
+            "redop": "sum",
+            "root": "    -1",
+            "out_of_place": body,
+        }
+        results.append({**one, "in_place": body, "actual_iterations": 20, "experiment_name": "AllReduce"})
+    return {
+        "version": 2,
+        "start_time": "2026-11-21 05:00:00",
+        "args": [f"./build/{program}_perf", "-b", "4K"],
+        "env": [],
+        "nccl_version": 22902,
+        "config": {
+            "nthreads": 1,
+            "ngpus": gpus // processes,
+            "devices": [{**device, "rank": p, "device_info": DEVICE} for p in range(processes)],
+        },
+        "results": results,
+        "out_of_bounds": {"count": 0, "okay": "true"},
+        "average_bus_bandwidth": {"bandwidth": 97.3, "okay": "unchecked"},
+    }
+
+
+def nccl_read(tmp_path: Path, text: str, name: str = "log.txt") -> Measurements:
+    (tmp_path / name).write_text(text)
+    return nccl_tests.read([tmp_path / name], gpu="h100-sxm", reference=H100.reference)
+
+
+def test_nccl_tests_text(tmp_path: Path) -> None:
+    read = nccl_read(tmp_path, nccl_text())
+    table = read.table("collective")
+    assert set(zip(table.op, table.gpus, strict=True)) == {("all_reduce", 8)}
+    assert len(table) == 10  # the empty message left out
+    assert table.query("bytes == 8**10").seconds.item() == pytest.approx(12e-6 + 8**10 / 250e9, rel=1e-3)
+    assert read.sources[0].engine_version == "NCCL 2.29.2"
+
+
+def test_nccl_tests_several_tests_in_a_file_and_prefixes(tmp_path: Path) -> None:
+    """mpirun and srun put the rank before every line, and NCCL its messages between them."""
+    noise = "node0:21:21 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>\n"
+    both = noise + nccl_text("all_gather", 4) + noise + nccl_text("sendrecv", 2)
+    for prefix in ("", "[1,0]<stdout>:", " 0: "):
+        text = "".join(f"{prefix}{line}\n" for line in both.splitlines())
+        table = nccl_read(tmp_path, text).table("collective")
+        assert set(zip(table.op, table.gpus, strict=True)) == {("all_gather", 4), ("send_recv", 2)}
+
+
+def test_nccl_tests_older_header_without_root(tmp_path: Path) -> None:
+    """Before 2.11 there was no root column and an error instead of a count; the name of the file tells the test."""
+    text = nccl_text("alltoall", 2, named=False).replace("    root  ", "").replace("      -1", "")
+    text = text.replace("#wrong", " error").replace("       0", "   5e-07")
+    table = nccl_read(tmp_path, text, "alltoall-2gpu.out").table("collective")
+    assert set(zip(table.op, table.gpus, strict=True)) == {("all_to_all", 2)}
+    assert len(table) >= 9
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(8, 1), (8, 8), (2, 1)])
+def test_nccl_tests_json(tmp_path: Path, gpus: int, processes: int) -> None:
+    table = nccl_read(tmp_path, json.dumps(nccl_json(gpus=gpus, processes=processes)), "r.json").table("collective")
+    assert set(table.gpus) == {gpus}
+    assert table.query("bytes == 2**28").seconds.item() == pytest.approx(12e-6 + 2**28 / 250e9)
+
+
+def test_nccl_tests_json_and_text_agree(tmp_path: Path) -> None:
+    text = nccl_read(tmp_path, nccl_text()).table("collective")
+    report = nccl_read(tmp_path, json.dumps(nccl_json()), "r.json").table("collective")
+    both = text.merge(report, on=["op", "gpus"]).query("bytes_x == 8**9 and bytes_y == 2**26")
+    assert np.allclose(both.seconds_x / both.bytes_x, both.seconds_y / both.bytes_y, rtol=0.1)
+
+
+def row_of(text: str, size: int) -> str:
+    return next(line for line in text.splitlines() if re.match(rf"\s*{size}\s", line))
+
+
+def test_nccl_tests_broken_text(tmp_path: Path) -> None:
+    text = nccl_text()
+    large = row_of(text, 8**10)
+    number = text.splitlines().index(large) + 1
+    cases = {
+        text[: text.index(large) + 60]: [f"line {number}", "cut off"],
+        text[: text.index("# Out of bounds")]: [f"cut off after line {number}", "Avg bus bandwidth"],
+        text.replace(large, large.replace(f"{12 + 8**10 / 250e3:8.2f}", f"{(12 + 8**10 / 250e3) / 1e3:8.2f}")): [
+            f"line {number}",
+            "microseconds",
+        ],
+        text.replace("(us)", "(ms)"): ["times in (ms)"],
+        text.replace(large, large.replace("       0", "      17")): [f"line {number}", "17 wrong elements"],
+        text.replace(DEVICE, "NVIDIA A100-SXM4-80GB"): ["measured on NVIDIA A100"],
+        nccl_text(hosts=2): ["over 2 nodes"],
+        nccl_text(gpus=1): ["on 1 GPUs"],
+        nccl_text(named=False): ["which collective"],
+        nccl_text().replace("#  Rank  7", "#  Rook  7"): ["busbw / algbw", "on 7 GPUs"],
+        "hello\n": ["no table of nccl-tests"],
+        "": ["empty"],
+    }
+    for broken, words in cases.items():
+        with pytest.raises(CalibrationError) as error:
+            nccl_read(tmp_path, broken)
+        told(error, "log.txt", *words)
+
+
+def test_nccl_tests_broken_json(tmp_path: Path) -> None:
+    report = nccl_json()
+    whole = json.dumps(report)
+    results = report["results"]
+    assert isinstance(results, list)
+    cases = {
+        whole[: len(whole) // 2]: ["not whole JSON", "cut short"],
+        json.dumps({key: value for key, value in report.items() if key != "results"}): ["config and results"],
+        json.dumps({**report, "results": []}): ["no results"],
+        json.dumps({key: value for key, value in report.items() if key != "average_bus_bandwidth"}): ["cut off"],
+        json.dumps({**report, "results": [{**results[0], "out_of_place": {"time": "nan"}}]}): ["results[0]"],
+        whole.replace('"time"', '"cpu_time"'): ["CPU times"],
+    }
+    for broken, words in cases.items():
+        with pytest.raises(CalibrationError) as error:
+            nccl_read(tmp_path, broken, "r.json")
+        told(error, "r.json", *words)
+
+
+def test_nccl_tests_of_no_use(tmp_path: Path) -> None:
+    text = nccl_text().replace("all_reduce_perf", "hypercube_perf")
+    with pytest.raises(CalibrationError, match="hypercube is of no use"):
+        nccl_read(tmp_path, text)
+    read = nccl_read(tmp_path, text + nccl_text())
+    assert any("hypercube" in note for note in read.notes)
+    assert len(read.table("collective")) == 10
+
+
+# Straight to a calibration --------------------------------------------------------------------------------------------
+
+
+def test_import_of_each_format_writes_a_calibration_and_its_chart(
+    systems: Path, profiling: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "all_reduce.txt"
+    log.write_text(nccl_text())
+    out = tmp_path / "out"
+    out.mkdir()
+    paths = {"aiconfigurator": systems, "vidur": profiling, "nccl-tests": log}
+    for format_name in FORMATS:
+        gpu = "a100-sxm-80gb" if format_name == "vidur" else "h100-sxm"
+        path = import_calibration(
+            format_name, [paths[format_name]], gpu=gpu, engine="vllm", base=f"{gpu}-vllm", name=format_name, out=out
+        )
+        calibration = load_calibration(path)
+        assert (calibration.gpu, calibration.name) == (gpu, format_name)
+        assert calibration.provenance.script == "rlsim calibrate import"
+        assert any(note.startswith(f"not measured, from {gpu}-vllm") for note in calibration.provenance.notes)
+    names = sorted(path.name for path in out.iterdir())
+    assert names == sorted(f"{name}{suffix}" for name in FORMATS for suffix in (".yaml", ".html"))
+
+
+def test_import_of_collectives_changes_collectives_alone(tmp_path: Path) -> None:
+    log = tmp_path / "all_reduce.txt"
+    log.write_text(nccl_text())
+    path = import_calibration("nccl-tests", [log], gpu="h100-sxm", engine="vllm", base="h100-vllm", out=tmp_path)
+    calibration = load_calibration(path)
+    assert path.name == "h100-sxm-vllm.yaml"
+    assert calibration.operators == H100.operators
+    assert calibration.collectives.nccl["all_reduce"][8] != H100.collectives.nccl["all_reduce"][8]
+    assert calibration.collectives.nccl["all_reduce"][2] == H100.collectives.nccl["all_reduce"][2]
+
+
+def test_import_refuses_and_writes_nothing(systems: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def run(format_name: str = "aiconfigurator", gpu: str = "h100-sxm", engine: str = "vllm", **more: object) -> None:
+        import_calibration(format_name, [systems], gpu=gpu, engine=engine, **{"out": out, **more})  # type: ignore[arg-type]
+
+    cases: list[tuple[dict[str, object], list[str]]] = [
+        ({"format_name": "aiconfig"}, ["unknown format", "did you mean 'aiconfigurator'"]),
+        ({"engine": "vlm"}, ["unknown engine", "did you mean 'vllm'"]),
+        ({"engine": "sglang"}, ["no gemm tables of backend 'sglang'"]),
+        ({"out": tmp_path / "nowhere"}, ["no such folder"]),
+        ({}, ["not measured: memory_bound", "--base h100-sxm-vllm"]),
+        ({"format_name": "nccl-tests", "version": "1"}, ["no engine versions"]),
+    ]
+    for options, words in cases:
+        with pytest.raises(CalibrationError) as error:
+            run(**options)  # type: ignore[arg-type]
+        told(error, *words)
+    with pytest.raises(CatalogueError, match="h100-sxm"):
+        run(gpu="h100-sxn")
+    with pytest.raises(CatalogueError, match="h100"):
+        run(base="h100-vlm")
+    assert list(out.iterdir()) == []
+
+
+# The real tables ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real() -> Built:
+    """The H100 under vLLM, straight from the project's folder."""
+    read, reference = read_format("aiconfigurator", [DATA / "aiconfigurator"], load_gpu("h100-sxm"), "vllm", "0.14.0")
+    return build_calibration(
+        read,
+        name="imported",
+        gpu="h100-sxm",
+        engine="vllm",
+        reference=reference,
+        base=H100,
+        date="2026-11-21",
+        script="a test",
+        cold=False,
+    )
+
+
+@tables
+def test_real_tables_give_what_is_shipped(real: Built) -> None:
+    calibration = real.calibration
+    mine = Operators(calibration.operators, calibration.reference)
+    ratios = {
+        "gemm": [
+            mine.gemm_s(m, n, k) / OPERATORS.gemm_s(m, n, k)
+            for m in (1, 64, 2048)
+            for n, k in ((6144, 4096), (4096, 14336), (1280, 5120))
+        ],
+        "decode": [
+            mine.decode_attention_s(b, b * c, 32, 8, 128) / OPERATORS.decode_attention_s(b, b * c, 32, 8, 128)
+            for b in (1, 32, 256)
+            for c in (128, 2048, 16384)
+        ],
+        "prefill": [
+            mine.prefill_attention_s([(n, 0)] * b, 32, 8, 128) / OPERATORS.prefill_attention_s([(n, 0)] * b, 32, 8, 128)
+            for b in (1, 8)
+            for n in (128, 1024, 8192)
+        ],
+    }
+    for operator, values in ratios.items():
+        assert np.abs(np.array(values) - 1.0).max() < 0.03, operator
+    for operator in ("gemm", "decode_attention", "prefill_attention"):
+        mine_error, shipped = calibration.residuals[operator], H100.residuals[operator]
+        assert mine_error.count == shipped.count
+        assert mine_error.median == pytest.approx(shipped.median, rel=0.1)
+
+
+@tables
+def test_points_of_real_tables_are_those_the_residuals_count(real: Built) -> None:
+    for operator in ("gemm", "decode_attention", "prefill_attention", "nccl", "custom_all_reduce"):
+        unseen = real.points[(real.points.operator == operator) & real.points.held_out]
+        residual = real.calibration.residuals[operator]
+        assert residual.count == len(unseen)
+        assert residual.median == pytest.approx(unseen.error.abs().median(), rel=0.01)
+
+
+@tables
+@pytest.mark.parametrize(
+    ("gpu", "folders"),
+    [
+        (
+            "a40",
+            ["head/data/profiling/compute", "history/a40_all_reduce_6d98aa8.csv", "history/a40_all_reduce_c211fca.csv"],
+        ),
+        ("a100-sxm-80gb", ["head/data/profiling/network/a100_dgx", "history/a100_attention.csv"]),
+    ],
+)
+def test_real_vidur_tables_of_both_layouts_are_read(gpu: str, folders: list[str]) -> None:
+    read, _ = read_format("vidur", [DATA / "vidur" / folder for folder in folders], load_gpu(gpu), "vllm", None)
+    assert len(read.table("collective")) > 1000
+    assert ("decode_attention" in read) == (gpu != "a40")
