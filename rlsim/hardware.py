@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
@@ -90,13 +91,16 @@ def load_gpu(name: str) -> Gpu:
 
 
 def load_cluster(cluster: str | Mapping[str, Any], source: str = "") -> Cluster:
-    """A cluster by its name in the catalogue, e.g. `8xh100`, or spelled out as a mapping (see `Cluster`).
+    """A cluster by its name in the catalogue, e.g. `8xh100`, by a `.yaml` path, or spelled out as a mapping (see
+    `Cluster`).
 
     `source` is the file that a mapping is from, for error messages. Raises `CatalogueError` for an unknown cluster, and
     `ConfigError` for a mapping with mistakes (an unknown GPU among them).
     """
     if not isinstance(cluster, str):
         return validate(cluster, Cluster, source)
+    if cluster.endswith((".yaml", ".yml")):
+        return load(Path(cluster), Cluster)
     known = catalogue.names("clusters")
     if cluster.lower() not in known:
         raise unknown_name("cluster", cluster, known)

@@ -10,11 +10,18 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression, minimize_scalar
 
-from rlsim.calibrate.fit.attention import GROUP, PLAUSIBLE, fit_decode_attention, fit_prefill_attention
+from rlsim.calibrate.fit.attention import (
+    GROUP,
+    SHORTEST_PROMPT,
+    decode_rows,
+    fit_decode_attention,
+    fit_prefill_attention,
+    heads_of,
+)
 from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, fit_collective
 from rlsim.calibrate.fit.common import Array, held_out, operators_with, percent, rounded
 from rlsim.calibrate.fit.elementwise import fit_elementwise
-from rlsim.calibrate.fit.gemm import fit_gemm
+from rlsim.calibrate.fit.gemm import fit_gemm, gemm_rows
 from rlsim.calibrate.fit.skew import derived_skew
 from rlsim.calibrate.points import join, point_rows, residual_of
 from rlsim.calibrate.small import small_decode_attention, small_gemm, small_prefill_attention
@@ -42,7 +49,6 @@ FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_boun
 FULL = 60  # rows to fit from which the full fits, with their dozen constants, are used
 SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 HEAD_DIM = 128  # the head size of the full fits' tables
-SHORTEST_PROMPT = 16  # tokens, of the full fit
 MANY_SIZES = 16  # of one collective, from which knots are fewer than sizes
 FITTED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 DERIVED = ("broadcast", "send_recv")  # the simulator derives these from all-gather
@@ -66,13 +72,8 @@ def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool) -> KernelFit[Ge
     """
     table = _distinct(table, "gemm", ["m", "n", "k"])
     m, n, k, y = (table[name].to_numpy(float) for name in ("m", "n", "k", "seconds"))
-    keys = table.n.astype(str) + "x" + table.k.astype(str)
     seen = ref.model_copy(update={"l2_bytes": 1.0}) if cold else ref
-    foot = 2.0 * n * k
-    ridge = min(ref.bf16_flop_per_s / ref.memory_bytes_per_s, 64.0 if seen.l2_bytes < 60e6 else 1e9)
-    hot = (foot < 1.5 * seen.l2_bytes) & (m <= ridge)
-    test = held_out(keys)
-    streamed = (m <= 16) & (foot > 4.0 * seen.l2_bytes) & ~test
+    test, hot, streamed = gemm_rows(table, seen)
     residuals: dict[str, Residual] = {}
     full = ref.sm_count >= SMS and (~test & ~hot).sum() >= FULL
     if full and streamed.sum() >= 4 and (test & ~hot).any():
@@ -80,7 +81,7 @@ def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool) -> KernelFit[Ge
             fitted = fit_gemm(table, seen)
         fit, residuals["gemm"] = fitted.fit, fitted.residual
     else:
-        test, hot = _held_out_rows(keys), np.zeros(len(y), dtype=bool)
+        test, hot = _held_out_rows(table.n.astype(str) + "x" + table.k.astype(str)), np.zeros(len(y), dtype=bool)
         fit = small_gemm({"m": m[~test], "n": n[~test], "k": k[~test], "seconds": y[~test]}, ref)
     check = operators_with(ref, gemm=fit)
     rows = np.flatnonzero(~hot)
@@ -107,27 +108,16 @@ def kernel_decode_attention(
     equal = equal[equal.q_heads <= GROUP * equal.kv_heads].reset_index(drop=True)
     _enough("decode_attention", len(equal), "with at most 8 query heads for each KV head")
     b, s, q, kv, y = (equal[c].to_numpy(float) for c in ("batch", "context", "q_heads", "kv_heads", "seconds"))
-    size = b * s * kv * 512.0
-    keys = equal.batch.astype(str) + "/" + equal.q_heads.astype(str) + "/" + equal.kv_heads.astype(str)
-    test = held_out(keys)
-    tiny = (s <= 64) & (size < 0.5 * ref.l2_bytes)
-    large = size > 1.2 * ref.l2_bytes
-    plausible = (size / y < PLAUSIBLE * ref.memory_bytes_per_s) | cold
-    used = tiny | ((large | cold) & (s >= 128) & plausible)
+    test, tiny, streamed = decode_rows(equal, ref, include_hot=cold)
+    used = tiny | streamed
     skew = derived_skew(ref, uniform=engine == "trtllm")
     residuals: dict[str, Residual] = {}
-    enough = (
-        ref.sm_count >= SMS
-        and (used & ~test).sum() >= FULL
-        and (tiny & ~test).sum() >= 4
-        and large.any()
-        and (used & test).any()
-    )
-    if enough and (used & ~tiny & ~test).sum() >= 12:
+    enough = ref.sm_count >= SMS and (used & ~test).sum() >= FULL and (tiny & ~test).sum() >= 4 and (used & test).any()
+    if enough and (streamed & ~tiny & ~test).sum() >= 12:
         fitted = fit_decode_attention(equal, ref, skew, include_hot=cold)
         fit, residuals["decode_attention"] = fitted.fit, fitted.residual
     else:
-        used, test = np.ones(len(y), dtype=bool), _held_out_rows(keys)
+        used, test = np.ones(len(y), dtype=bool), _held_out_rows(heads_of(equal))
         columns = {"batch": b, "context": s, "q_heads": q, "kv_heads": kv, "seconds": y}
         fit = small_decode_attention({name: values[~test] for name, values in columns.items()}, ref, skew)
     check = operators_with(ref, decode=fit)
@@ -160,7 +150,7 @@ def kernel_prefill_attention(table: pd.DataFrame, ref: Reference) -> KernelFit[P
     _enough("prefill_attention", len(table), "with at most 8 query heads for each KV head")
     cached = table[table.prior > 0]
     long = table[(table.prior <= 0) & (table.new >= SHORTEST_PROMPT)].reset_index(drop=True)
-    test = held_out(_heads(long)) if len(long) else np.zeros(0, dtype=bool)
+    test = held_out(heads_of(long)) if len(long) else np.zeros(0, dtype=bool)
     residuals: dict[str, Residual] = {}
     if ref.sm_count >= SMS and (~test).sum() >= FULL and (test & (long.new >= 1024).to_numpy()).any():
         table, fitted = long, fit_prefill_attention(long, ref)
@@ -168,7 +158,7 @@ def kernel_prefill_attention(table: pd.DataFrame, ref: Reference) -> KernelFit[P
         if fitted.long is not None:
             residuals["prefill_attention_long"] = fitted.long
     else:
-        test, cached = _held_out_rows(_heads(table)), cached.head(0)
+        test, cached = _held_out_rows(heads_of(table)), cached.head(0)
         names = ("batch", "new", "prior", "q_heads", "kv_heads", "seconds")
         fit = small_prefill_attention({name: table[name].to_numpy(float)[~test] for name in names}, ref)
     check = operators_with(ref, prefill=fit)
@@ -364,10 +354,6 @@ def _per_head_of_128(ref: Reference, dim: int) -> Reference:
         "l2_bytes": ref.l2_bytes * more,
     }
     return ref.model_copy(update=update)
-
-
-def _heads(table: pd.DataFrame) -> pd.Series:
-    return table.batch.astype(str) + "/" + table.q_heads.astype(str) + "/" + table.kv_heads.astype(str)
 
 
 def _distinct(table: pd.DataFrame, operator: str, keys: list[str]) -> pd.DataFrame:

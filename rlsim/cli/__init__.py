@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlsim import __version__
-from rlsim.cli import listing, running, trace
+from rlsim.cli import calibrate, listing, running, trace, validate
 from rlsim.errors import RlsimError
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ app = typer.Typer(
 app.command("run")(running.run)
 app.add_typer(listing.app, name="list")
 app.add_typer(trace.app, name="trace")
+app.add_typer(calibrate.app, name="calibrate")
+app.command("validate")(validate.validate)
 
 
 def _version(wanted: bool) -> None:

@@ -172,6 +172,7 @@ class Operators:
         outside: tuple[float, float] | None = None
         tokens: float = 0
         context: float = 0
+        pairs: float = 0  # of queries and keys, doubled
         blocks: float = 0
         keys: float = 0  # of all blocks, doubled: a chunk's have between `prior + block` and `end`
         last: float = 0  # where the longest chunk's blocks end
@@ -184,6 +185,7 @@ class Operators:
             keys += n * (prior + block + end)
             tokens += new
             context += prior + new
+            pairs += new * (2.0 * prior + new)
             if end > last:
                 last = end
         if outside is None:
@@ -208,7 +210,7 @@ class Operators:
                 factor = self._prefill_factor.sliced(q_heads, q_heads / kv_heads)
                 self._prefill_factors[q_heads, kv_heads] = factor
             time = max(
-                time * factor(len(chunks), tokens / len(chunks)),
+                time * factor(len(chunks), pairs / tokens),  # the prompt with as many keys per query
                 size * head_dim * _BF16 / ref.memory_bytes_per_s,
             )
         return time

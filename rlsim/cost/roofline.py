@@ -19,8 +19,6 @@ from rlsim.hardware import Cluster
 if TYPE_CHECKING:
     from rlsim.models import Model
 
-_BF16 = 2.0  # bytes
-
 
 def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
     """Expected number of experts that `tokens` tokens hit when each picks `per_token` of `experts` at random."""
@@ -158,18 +156,24 @@ class RooflineStep(StepCost):
         experts = self._experts
         inner = experts.intermediate * experts.top_k if experts is not None else model.intermediate_size / self.tp
         per_head_norm = model.model_type.startswith("qwen3")
-        norm = move(tokens * model.hidden_size * 4 * _BF16, tokens)  # read input and residual, write sum and norm
-        rotary = move(tokens * (2 * heads + self._kv_heads) * model.head_dim * _BF16, tokens)
-        activation = move(tokens * 3 * inner * _BF16, tokens)
-        head_norm = move(tokens * 2 * heads * model.head_dim * _BF16, tokens) if per_head_norm else 0.0
+        norm = move(
+            tokens * model.hidden_size * 4 * self._model.dtype_bytes, tokens
+        )  # read input and residual, write sum and norm
+        rotary = move(tokens * (2 * heads + self._kv_heads) * model.head_dim * self._model.dtype_bytes, tokens)
+        activation = move(tokens * 3 * inner * self._model.dtype_bytes, tokens)
+        head_norm = (
+            move(tokens * 2 * heads * model.head_dim * self._model.dtype_bytes, tokens) if per_head_norm else 0.0
+        )
         return 2 * norm + rotary + activation + head_norm
 
     def _embedding_s(self, tokens: float) -> float:
-        one = self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * _BF16, tokens)
+        one = self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * self._model.dtype_bytes, tokens)
         return 2 * one  # embedding, last norm
 
     def _all_reduce_s(self, tokens: float) -> float:
-        return self.collectives.time_s("all_reduce", tokens * self._model.hidden_size * _BF16, self.tp)
+        return self.collectives.time_s(
+            "all_reduce", tokens * self._model.hidden_size * self._model.dtype_bytes, self.tp
+        )
 
     def _head_s(self, rows: float) -> float:
         known = self._known_head_s.get(rows)
@@ -177,7 +181,9 @@ class RooflineStep(StepCost):
             return known
         time = self.operators.gemm_s(rows, self._head.n_out, self._head.k_in)
         if not self._model.scalar_head:
-            time += self.collectives.time_s("all_gather", rows * self._model.vocab_size * _BF16, self.tp)
+            time += self.collectives.time_s(
+                "all_gather", rows * self._model.vocab_size * self._model.dtype_bytes, self.tp
+            )
         self._known_head_s[rows] = time
         return time
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,6 +30,7 @@ PARALLELISM = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 11.0)
 
 PLAUSIBLE = 0.95  # rows that would need more of the peak bandwidth were served from L2 in part
 
+SHORTEST_PROMPT = 16  # tokens of the shortest prompts fitted
 GROUP = 8  # query heads per KV head in the models RL runs use
 
 DECODE_KNOTS = {
@@ -47,6 +48,28 @@ PREFILL_KNOTS = {
 KEYS = (128.0, 192.0, 320.0, 576.0, 1088.0, 2112.0, 4160.0, 8256.0)
 
 
+class DecodeRows(NamedTuple):
+    """Which rows of a table count for what, as masks."""
+
+    test: NDArray[np.bool_]  # held out: every row of some (batch, heads)
+    tiny: NDArray[np.bool_]  # contexts of at most 64 tokens, in L2: they give the floor
+    streamed: NDArray[np.bool_]  # KV beyond 1.2 L2, and no faster than memory: they give the rest
+
+
+def heads_of(table: pd.DataFrame) -> pd.Series:
+    """The key by which attention rows are held out: batch and heads."""
+    return table.batch.astype(str) + "/" + table.q_heads.astype(str) + "/" + table.kv_heads.astype(str)
+
+
+def decode_rows(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> DecodeRows:
+    """The rows of `table` (batch, context, q_heads, kv_heads, seconds); with `include_hot` whatever L2 holds counts."""
+    b, s, kv, y = (table[c].to_numpy(float) for c in ("batch", "context", "kv_heads", "seconds"))
+    size = b * s * kv * 512.0
+    plausible = (size / y < PLAUSIBLE * ref.memory_bytes_per_s) | include_hot
+    streamed = ((size > 1.2 * ref.l2_bytes) | include_hot) & (s >= 128) & plausible
+    return DecodeRows(held_out(heads_of(table)), (s <= 64) & (size < 0.5 * ref.l2_bytes), streamed)
+
+
 def fit_decode_attention(
     table: pd.DataFrame, ref: Reference, skew: float, include_hot: bool = False
 ) -> Fitted[DecodeAttentionFit]:
@@ -59,10 +82,7 @@ def fit_decode_attention(
     table = table[table.q_heads <= GROUP * table.kv_heads]
     b, s, kv, q, y = (table[c].to_numpy(float) for c in ("batch", "context", "kv_heads", "q_heads", "seconds"))
     size = b * s * kv * 512.0
-    test = held_out(table.batch.astype(str) + "/" + table.q_heads.astype(str) + "/" + table.kv_heads.astype(str))
-    plausible = (size / y < PLAUSIBLE * ref.memory_bytes_per_s) | include_hot
-    tiny, cold = (s <= 64) & (size < 0.5 * ref.l2_bytes), (size > 1.2 * ref.l2_bytes) & (s >= 128)
-    cold = (cold | (include_hot & (s >= 128))) & plausible
+    test, tiny, cold = decode_rows(table, ref, include_hot)
 
     def floor(p: Array, i: NDArray[Any]) -> Array:
         return np.asarray(np.exp(p[0]) + np.exp(p[1]) * b[i] * kv[i] + np.exp(p[2]) * b[i])
@@ -110,7 +130,8 @@ def fit_decode_attention(
     fit = fit.model_copy(update={"correction": correction})
     check = operators_with(ref, decode=fit)
     score = np.flatnonzero((cold | tiny) & test)
-    dropped = np.mean(((size > 1.2 * ref.l2_bytes) & ~plausible)[size > 1.2 * ref.l2_bytes])
+    beyond = (size > 1.2 * ref.l2_bytes) & (s >= 128)
+    dropped = np.mean(~cold[beyond])
     note = "(batch, heads) not fitted; KV beyond L2 or contexts of at most 64 tokens; "
     note += f"{percent(float(dropped))} of the former dropped as impossible"
     ranges = {"batch": b, "context": s, "kv_heads": kv, "group": q / kv}
@@ -124,9 +145,9 @@ def fit_decode_attention(
 
 def fit_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAttentionFit]:
     """Fit causal prompt attention. `table`: batch, new, q_heads, kv_heads, seconds (head size 128)."""
-    table = table[(table.q_heads <= GROUP * table.kv_heads) & (table.new >= 16)]
+    table = table[(table.q_heads <= GROUP * table.kv_heads) & (table.new >= SHORTEST_PROMPT)]
     b, s, q, kv, y = (table[c].to_numpy(float) for c in ("batch", "new", "q_heads", "kv_heads", "seconds"))
-    test = held_out(table.batch.astype(str) + "/" + table.q_heads.astype(str) + "/" + table.kv_heads.astype(str))
+    test = held_out(heads_of(table))
     block, memory_efficiency = 128, 0.8
     blocks = np.ceil(s / block)
 

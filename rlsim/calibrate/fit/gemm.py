@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from rlsim.calibrate.fit.common import (
@@ -58,6 +60,24 @@ def gemm_time(p: Array, memory_efficiency: float, m: Array, n: Array, k: Array, 
     return np.asarray(launch + high * (1.0 + (low / high) ** blend) ** (1.0 / blend))
 
 
+class GemmRows(NamedTuple):
+    """Which rows of a table count for what, as masks."""
+
+    test: NDArray[np.bool_]  # held out: every row of some weights (n, k)
+    hot: NDArray[np.bool_]  # bound by memory and under 1.5 L2: neither fitted nor judged
+    streamed: NDArray[np.bool_]  # of those to fit, products of few rows with weights beyond four times L2
+
+
+def gemm_rows(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> GemmRows:
+    """The rows of `table` (m, n, k); with `include_hot` none is hot."""
+    m, n, k = (table[c].to_numpy(float) for c in ("m", "n", "k"))
+    foot = 2.0 * n * k
+    test = held_out(table.n.astype(str) + "x" + table.k.astype(str))
+    ridge = min(ref.bf16_flop_per_s / ref.memory_bytes_per_s, 64.0 if ref.l2_bytes < 60e6 else 1e9)
+    hot = (foot < 1.5 * ref.l2_bytes) & (m <= ridge) & (not include_hot)
+    return GemmRows(test, hot, (m <= 16) & (foot > 4.0 * ref.l2_bytes) & ~test)
+
+
 def fit_gemm(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> Fitted[GemmFit]:
     """Fit the GEMM of one GPU. `table`: m, n, k, seconds.
 
@@ -65,11 +85,7 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> 
     efficiency comes first, from products of few rows with weights beyond four times L2; the rest follows with it fixed.
     """
     m, n, k, y = (table[c].to_numpy(float) for c in ("m", "n", "k", "seconds"))
-    foot = 2.0 * n * k
-    test = held_out(table.n.astype(str) + "x" + table.k.astype(str))
-    ridge = min(ref.bf16_flop_per_s / ref.memory_bytes_per_s, 64.0 if ref.l2_bytes < 60e6 else 1e9)
-    hot = (foot < 1.5 * ref.l2_bytes) & (m <= ridge) & (not include_hot)
-    large = (m <= 16) & (foot > 4.0 * ref.l2_bytes) & ~test
+    test, hot, large = gemm_rows(table, ref, include_hot)
     size = 2.0 * (n * k + m * k + m * n)
     # seconds = launch + size / rate, in relative errors
     design = np.stack([1.0 / y[large], size[large] / y[large]], axis=1)
@@ -118,7 +134,7 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> 
     hot_score = None
     if len(hot_rows):
         hot_values = [check.gemm_s(m[i], int(n[i]), int(k[i])) for i in hot_rows]
-        hot_score = residual(hot_values, y[hot_rows], {"m": m[hot_rows], "megabytes": foot[hot_rows] / 1e6})
+        hot_score = residual(hot_values, y[hot_rows], {"m": m[hot_rows], "megabytes": 2e-6 * n[hot_rows] * k[hot_rows]})
     return Fitted(
         fit,
         residual(values, y[score], ranges, "shapes (n, k) not fitted; weights beyond L2 or compute-bound"),

@@ -1,0 +1,158 @@
+"""Attention of one layer on one device: decode over cached contexts, and prefill."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+from rlsim.calibrate.measure.bench import Bench, Call
+
+PAGE_TOKENS = 16  # of a paged KV cache
+
+
+def contexts(batch: int, mean: int, longest: int) -> list[int]:
+    """`batch` context lengths with this mean and maximum: one of `longest` tokens, the rest alike.
+
+    Raises `ValueError` if there are none.
+    """
+    rest = batch * mean - longest
+    if batch == 1 or rest < batch - 1 or longest < mean:
+        if longest == mean:
+            return [mean] * batch
+        raise ValueError(f"{batch} contexts cannot have a mean of {mean} and a longest of {longest}")
+    base, more = divmod(rest, batch - 1)
+    return [longest, *(base + (i < more) for i in range(batch - 1))]
+
+
+def decode_kernel(device: str) -> str:
+    """The decode attention measured on `device`: flashinfer or flash_attn where importable, else torch's own."""
+    if device.startswith("cuda"):
+        for name in ("flashinfer", "flash_attn"):
+            if importlib.util.find_spec(name) is not None:
+                return name
+    return "torch"
+
+
+def decode_attention(
+    bench: Bench, batch: int, context: int, longest: int, q_heads: int, kv_heads: int, head_dim: int
+) -> list[Call]:
+    """One new token of each of `batch` sequences over cached contexts of mean `context` and maximum `longest`."""
+    lengths = contexts(batch, context, longest)
+    make = {"flashinfer": _decode_flashinfer, "flash_attn": _decode_flash_attn, "torch": _decode_torch}
+    return make[decode_kernel(bench.device)](bench, lengths, q_heads, kv_heads, head_dim)
+
+
+def _decode_torch(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
+    """As the decoder of the whole steps does it (`decoder.Decoder`): every sequence is read as far as the longest on
+    the CPU, as far as it goes by CUDA's flash kernel."""
+    import torch
+
+    batch, longest = len(lengths), max(lengths)
+    copies = bench.copies(2 * batch * longest * kv_heads * head_dim * bench.dtype_bytes, kv=True)
+    ends = torch.tensor(lengths, device=bench.device)
+    if bench.device != "cpu":
+        flat = bench.tensor(copies, 2, batch * longest, kv_heads, head_dim)
+        one = torch.arange(batch + 1, device=bench.device, dtype=torch.int32)
+        query = bench.tensor(batch, q_heads, head_dim)
+        used = ends.int()
+        return [_flash(query, flat[i], (one, one * longest), (1, longest), used=used) for i in range(copies)]
+    cache = bench.tensor(copies, 2, batch, kv_heads, longest, head_dim)
+    query = bench.tensor(batch, kv_heads, q_heads // kv_heads, head_dim)  # heads that share keys are rows of a product
+    mask = torch.zeros(batch, 1, 1, longest, dtype=bench.torch_dtype)
+    mask.masked_fill_((torch.arange(longest) >= ends[:, None])[:, None, None], -torch.inf)
+
+    def attend(keys: Any, values: Any) -> Any:
+        scores = torch.matmul(query * head_dim**-0.5, keys.transpose(-1, -2))
+        scores += mask
+        return torch.matmul(scores.softmax(-1), values)
+
+    return [partial(attend, *cache[i]) for i in range(copies)]
+
+
+def _flash(query: Any, cache: Any, starts: tuple[Any, Any], longest: tuple[int, int], *, used: Any = None) -> Call:
+    """CUDA's flash kernel over packed (tokens, heads, head size) tensors, `cache` = keys and values.
+
+    `starts` and `longest` are the sequences' in queries and keys. With `used`, the tokens filled of each sequence's
+    keys, it is a decode step; without, causal.
+    """
+    import torch
+
+    forward: Any = torch.ops.aten._flash_attention_forward
+    return partial(forward, query, cache[0], cache[1], *starts, *longest, 0.0, used is None, False, seqused_k=used)
+
+
+def _decode_flash_attn(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
+    import torch
+
+    attend: Any = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    batch, longest = len(lengths), max(lengths)
+    copies = bench.copies(2 * sum(lengths) * kv_heads * head_dim * bench.dtype_bytes, kv=True)
+    cache = bench.tensor(copies, 2, batch, longest, kv_heads, head_dim)
+    query = bench.tensor(batch, 1, q_heads, head_dim)
+    ends = torch.tensor(lengths, device=bench.device, dtype=torch.int32)
+    return [partial(attend, query, cache[i, 0], cache[i, 1], cache_seqlens=ends) for i in range(copies)]
+
+
+def _decode_flashinfer(bench: Bench, lengths: list[int], q_heads: int, kv_heads: int, head_dim: int) -> list[Call]:
+    import torch
+
+    def integers(values: list[int]) -> Any:
+        return torch.tensor(values, dtype=torch.int32, device=bench.device)
+
+    pages = [-(-length // PAGE_TOKENS) for length in lengths]
+    starts = [sum(pages[:i]) for i in range(len(pages) + 1)]
+    copies = bench.copies(2 * sum(lengths) * kv_heads * head_dim * bench.dtype_bytes, kv=True)
+    cache = bench.tensor(copies, starts[-1], 2, PAGE_TOKENS, kv_heads, head_dim)
+    query = bench.tensor(len(lengths), q_heads, head_dim)
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=bench.device)
+    flashinfer: Any = importlib.import_module("flashinfer")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=q_heads > kv_heads)
+    wrapper.plan(
+        integers(starts),
+        torch.randperm(starts[-1], device=bench.device).to(torch.int32),  # pages lie anywhere, as in an engine
+        integers([length - (count - 1) * PAGE_TOKENS for length, count in zip(lengths, pages, strict=True)]),
+        q_heads,
+        kv_heads,
+        head_dim,
+        PAGE_TOKENS,
+        q_data_type=bench.torch_dtype,
+        kv_data_type=bench.torch_dtype,
+    )
+    return [partial(wrapper.run, query, cache[i]) for i in range(copies)]
+
+
+def prefill_attention(
+    bench: Bench, batch: int, new: int, prior: int, q_heads: int, kv_heads: int, head_dim: int
+) -> list[Call]:
+    """`new` tokens of each of `batch` sequences over themselves, causally, and over `prior` cached tokens."""
+    import torch
+
+    total = prior + new
+    # without cached tokens, keys and values come straight from their product
+    copies = bench.copies(batch * total * kv_heads * head_dim * 2 * bench.dtype_bytes, kv=True) if prior else 1
+    if bench.device != "cpu":
+        query = bench.tensor(batch * new, q_heads, head_dim)
+        flat = bench.tensor(copies, 2, batch * total, kv_heads, head_dim)
+        one = torch.arange(batch + 1, device=bench.device, dtype=torch.int32)
+        return [_flash(query, flat[i], (one * new, one * total), (new, total)) for i in range(copies)]
+    queries = bench.tensor(batch, 1, q_heads, new, head_dim)
+    cache = bench.tensor(copies, 2, batch, 1, kv_heads, total, head_dim)
+    mask = torch.ones(new, total, dtype=torch.bool).tril(diagonal=prior) if prior else None
+
+    def attend(keys: Any, values: Any) -> None:
+        for i in range(batch):  # one after another, as the decoder goes through its prompts
+            causal_attention(queries[i], keys[i], values[i], mask)
+
+    return [partial(attend, *cache[i]) for i in range(copies)]
+
+
+def causal_attention(query: Any, keys: Any, values: Any, mask: Any = None) -> Any:
+    """Torch's causal attention, (batch, heads, tokens, head size) each. KV heads may be fewer than query heads. With
+    cached tokens in front, `mask` says what each query sees."""
+    from torch.nn import functional
+
+    group = query.shape[1] // keys.shape[1]
+    if group > 1:
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=mask is None)

@@ -1,0 +1,80 @@
+"""What every kernel benchmark needs to know about the device, and operands as cold as in a step of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlsim.calibrate.measure.clock import Timing, launcher, measure
+
+Call = Callable[[], object]
+
+_COPIES = 1024  # of one operand at most
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long one point is measured (see `clock.measure`)."""
+
+    warmup: int = 3
+    min_repeats: int = 7
+    min_time_s: float = 0.05
+    max_time_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One device as a benchmark sees it. `dtype` is a torch dtype's name.
+
+    A model's step touches all its `weight_bytes` and the KV of all its `layers` between two uses of one operand. A
+    benchmark goes through as many bytes of copies, up to twice the cache, so that it finds its operands as cold, or as
+    warm, as the step does.
+    """
+
+    device: str
+    dtype: str
+    dtype_bytes: int
+    weight_bytes: float
+    layers: int
+    cache_bytes: float
+    effort: Effort
+
+    @property
+    def torch_dtype(self) -> Any:
+        """The torch dtype."""
+        import torch
+
+        return getattr(torch, self.dtype)
+
+    def copies(self, operand_bytes: float, *, kv: bool = False) -> int:
+        """How many copies of an operand a benchmark goes through in turn; `kv`: every layer has one of this size."""
+        between = self.weight_bytes + (self.layers * operand_bytes if kv else 0.0)
+        return min(max(math.ceil(min(between, 2.0 * self.cache_bytes) / operand_bytes), 1), _COPIES)
+
+    def tensor(self, *shape: int) -> Any:
+        """Numbers of ordinary size, made quickly: a short random vector over and over.
+
+        Not zeros: a GPU draws less power on them and clocks higher than on weights.
+        """
+        import torch
+
+        count = math.prod(shape)
+        pattern = torch.randn(min(count, 65_521), device=self.device, dtype=torch.float32).mul_(0.1)
+        repeated = pattern.to(self.torch_dtype).repeat(math.ceil(count / len(pattern)))
+        return repeated[:count].view(*shape)
+
+    def time(self, calls: list[Call]) -> Timing:
+        """The time of one of `calls`, which do equal work on different operands."""
+        run, count = launcher(calls, self.device)
+        effort = self.effort
+        return measure(
+            run,
+            device=self.device,
+            warmup=effort.warmup,
+            min_repeats=effort.min_repeats,
+            min_time_s=effort.min_time_s,
+            max_time_s=effort.max_time_s,
+            calls=count,
+        )

@@ -1,0 +1,330 @@
+"""A llama-like decoder stack under tensor parallelism, with a static KV cache: what whole steps are measured on.
+
+The layers are Megatron's: query, key, value, gate and up weights are cut by output, output and down weights by input,
+with an all-reduce after each half of a layer; embedding and head are cut over the vocabulary. Weights are random, and
+the same for every degree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
+
+from rlsim.calibrate.measure.ranks import Ranks
+from rlsim.errors import CalibrationError
+from rlsim.models import Model
+
+ROTARY_BASE = 10_000.0
+EPSILON = 1e-6  # of the norms
+
+
+class Split(NamedTuple):
+    """How a weight is cut over the ranks: along `axis`, each of its fused `parts` on its own; not at all if None."""
+
+    shape: tuple[int, ...]
+    axis: int | None
+    parts: tuple[int, ...]
+
+    def slice(self, full: torch.Tensor, tp: int, index: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rank `index`'s own copy of its share, in `out` if given."""
+        if self.axis is None or tp == 1:
+            return full.clone() if out is None else out.copy_(full)
+        cuts = [part.chunk(tp, self.axis)[index] for part in torch.split(full, self.parts, self.axis)]
+        return torch.cat(cuts, self.axis) if out is None else torch.cat(cuts, self.axis, out=out)
+
+    def join(self, shares: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole weight from all ranks' shares."""
+        if self.axis is None or len(shares) == 1:
+            return shares[0]
+        sizes = [part // len(shares) for part in self.parts]
+        cuts = zip(*(torch.split(share, sizes, self.axis) for share in shares), strict=True)
+        return torch.cat([torch.cat(cut, self.axis) for cut in cuts], self.axis)
+
+
+def weight_splits(model: Model) -> list[dict[str, Split]]:
+    """The weights of every layer and, last, those around the layers; what is added up over ranks is cut along axis 1.
+
+    Raises `CalibrationError` for a model that is more than llama-like blocks.
+    """
+    if model.num_experts or model.scalar_head or model.mlp_bias or model.attention_bias:
+        raise CalibrationError(
+            f"whole steps of {model.name} cannot be measured: experts, a scalar head, and biases other than qwen2's "
+            "are not built here"
+        )
+    hidden, q, kv, width = model.hidden_size, model.q_dim, model.kv_dim, model.intermediate_size
+    layer = {
+        "attention_norm": Split((hidden,), None, ()),
+        "qkv": Split((q + 2 * kv, hidden), 0, (q, kv, kv)),
+        "o": Split((hidden, q), 1, (q,)),
+        "mlp_norm": Split((hidden,), None, ()),
+        "gate_up": Split((2 * width, hidden), 0, (width, width)),
+        "down": Split((hidden, width), 1, (width,)),
+    }
+    if model.qkv_bias:
+        layer["qkv_bias"] = Split((q + 2 * kv,), 0, (q, kv, kv))
+    if model.model_type.startswith("qwen3"):
+        layer["q_norm"] = layer["k_norm"] = Split((model.head_dim,), None, ())
+    around = {
+        "embedding": Split((model.vocab_size, hidden), 0, (model.vocab_size,)),
+        "norm": Split((hidden,), None, ()),
+    }
+    if not model.tie_word_embeddings:
+        around["head"] = around["embedding"]
+    return [*(dict(layer) for _ in range(model.num_hidden_layers)), around]
+
+
+def random_weight(split: Split, seed: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """The whole of one weight: norms of one, else normal with variance 1 / inputs, so that activations keep their
+    size."""
+    if len(split.shape) == 1 and split.axis is None:
+        return torch.ones(split.shape, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    weight = torch.randn(split.shape, generator=generator, device=device, dtype=torch.float32)
+    return weight.mul_(1.0 / math.sqrt(split.shape[-1])).to(dtype)
+
+
+class KvCache:
+    """A pool of fixed size, read as [layers, slots, tokens, KV heads, head size] for a degree.
+
+    Of `slots` sequences of up to `max_tokens` a rank at TP 1; at a higher degree it has as many more slots as it has
+    fewer heads, so a change of layout needs no other memory. It is written once, so that no page is missing later.
+    """
+
+    def __init__(self, model: Model, slots: int, max_tokens: int, device: str, dtype: torch.dtype) -> None:
+        self.model, self.max_tokens, self._slots = model, max_tokens, slots
+        self.on_cpu = device == "cpu"
+        size = slots * max_tokens * model.kv_dim
+        self._pool = torch.empty((model.num_hidden_layers, 2, size), device=device, dtype=dtype)
+        for layer in self._pool:
+            layer.normal_()
+
+    def slots(self, tp: int) -> int:
+        """Sequences that fit at this degree."""
+        return self._slots * tp
+
+    def layer(self, index: int, tp: int) -> torch.Tensor:
+        """Keys and values of one layer [2, slots, tokens, KV heads, head size]."""
+        heads, dim = self.model.num_key_value_heads // tp, self.model.head_dim
+        if self.on_cpu:  # a head's tokens lie together, so that a batched product can read them as they are
+            return self._pool[index].view(2, self.slots(tp), heads, self.max_tokens, dim).transpose(2, 3)
+        return self._pool[index].view(2, self.slots(tp), self.max_tokens, heads, dim)
+
+    def copy(self, tp: int, from_slot: int, to_slot: int, tokens: int) -> None:
+        """The first `tokens` of one slot into another, in all layers."""
+        for index in range(self.model.num_hidden_layers):
+            layer = self.layer(index, tp)
+            layer[:, to_slot, :tokens] = layer[:, from_slot, :tokens]
+
+
+@dataclass
+class Decoder:
+    """One rank's share of the stack at degree `tp`; `index` is its place in `ranks`, those that share a replica."""
+
+    model: Model
+    tp: int
+    index: int
+    ranks: Ranks
+    device: str
+    weights: list[dict[str, torch.Tensor]]
+    cache: KvCache
+
+    def __post_init__(self) -> None:
+        model = self.model
+        self.splits = weight_splits(model)
+        self.q_heads, self.kv_heads = model.num_attention_heads // self.tp, model.num_key_value_heads // self.tp
+        self.dtype = self.weights[-1]["norm"].dtype
+        steps = torch.arange(0, model.head_dim, 2, device=self.device, dtype=torch.float32) / model.head_dim
+        angles = torch.outer(torch.arange(self.cache.max_tokens, device=self.device), ROTARY_BASE**-steps)
+        self._cos = angles.cos().repeat(1, 2).to(self.dtype)[:, None]  # [tokens, 1, head size]
+        self._sin = torch.cat((-angles.sin(), angles.sin()), 1).to(self.dtype)[:, None]
+        self._kv = [self.cache.layer(i, self.tp).unbind() for i in range(model.num_hidden_layers)]
+        self._rows = torch.arange(self.cache.slots(self.tp), device=self.device)
+        self._columns = torch.arange(self.cache.max_tokens, device=self.device)
+        self._first = self.index * math.ceil(model.vocab_size / self.tp)  # of this rank's share of the vocabulary
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def decode(self, tokens: torch.Tensor, contexts: torch.Tensor, longest: int) -> torch.Tensor:
+        """One token for each of the first sequences of the cache.
+
+        `tokens` [batch] are their last ones, not yet in the cache, `contexts` [batch] their lengths with these,
+        `longest` the largest of them. Returns the hidden states [batch, hidden]. Attention reads as many tokens of
+        every sequence as the longest has.
+        """
+        batch = len(tokens)
+        positions, rows = contexts - 1, self._rows[:batch]
+        cos, sin = self._cos[positions], self._sin[positions]
+        mask = lengths = None
+        if self.cache.on_cpu:
+            mask = torch.zeros((batch, 1, 1, longest), dtype=self.dtype)
+            mask.masked_fill_((self._columns[:longest] >= contexts[:, None])[:, None, None], -torch.inf)
+        else:
+            lengths = contexts.int()
+        x = self._embed(tokens)
+        for weights, (keys, values) in zip(self.weights[:-1], self._kv, strict=True):
+            q, k, v = self._qkv(weights, x, cos, sin)
+            keys[rows, positions] = k
+            values[rows, positions] = v
+            if mask is not None:
+                attended = self._attend(q, keys[:batch, :longest], values[:batch, :longest], mask)
+            else:
+                attended = self._attend_flash(q, keys[:batch], values[:batch], lengths)
+            x = self._rest(weights, x, attended)
+        return self._norm(x, self.weights[-1]["norm"])
+
+    def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], first_slot: int) -> torch.Tensor:
+        """Whole prompts, one after another in `tokens`, into the slots from `first_slot` on.
+
+        Returns the hidden states [sequences, hidden] of their last tokens.
+        """
+        device = self.device
+        counts = torch.tensor(lengths, device=device)
+        ends = counts.cumsum(0)
+        rows = torch.repeat_interleave(torch.arange(first_slot, first_slot + len(lengths), device=device), counts)
+        positions = torch.arange(len(tokens), device=device) - torch.repeat_interleave(ends - counts, counts)
+        cos, sin = self._cos[positions], self._sin[positions]
+        x = self._embed(tokens)
+        for weights, (keys, values) in zip(self.weights[:-1], self._kv, strict=True):
+            q, k, v = self._qkv(weights, x, cos, sin)
+            keys[rows, positions] = k
+            values[rows, positions] = v
+            x = self._rest(weights, x, self._attend_prompts(q, k, v, lengths))
+        return self._norm(x[ends - 1], self.weights[-1]["norm"])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All logits [sequences, vocabulary], gathered over the ranks."""
+        own = F.linear(hidden, self._head())
+        if self.tp == 1:
+            return own
+        return torch.cat(self.ranks.all_gather(own), 1)
+
+    def sample(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The likeliest next tokens [sequences]: each rank gives its best, the best of all is taken."""
+        best, token = F.linear(hidden, self._head()).max(1)
+        if self.tp == 1:
+            return token
+        own = torch.stack((best.double(), (token + self._first).double()))
+        found = torch.stack(self.ranks.all_gather(own))
+        winner = found[:, 0].argmax(0, keepdim=True)
+        return found[:, 1].gather(0, winner)[0].long()
+
+    # Parts of a layer -------------------------------------------------------------------------------------------------
+
+    def _head(self) -> torch.Tensor:
+        around = self.weights[-1]
+        return around.get("head", around["embedding"])
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        table = self.weights[-1]["embedding"]
+        if self.tp == 1:
+            return F.embedding(tokens, table)
+        own = tokens - self._first
+        elsewhere = (own < 0) | (own >= len(table))
+        x = F.embedding(own.masked_fill(elsewhere, 0), table).masked_fill(elsewhere[:, None], 0.0)
+        self.ranks.all_reduce(x)
+        return x
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, EPSILON)
+
+    def _qkv(
+        self, weights: dict[str, torch.Tensor], x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [tokens, heads, head size], the first two rotated."""
+        dim, heads = self.model.head_dim, (self.q_heads, self.kv_heads, self.kv_heads)
+        fused = F.linear(self._norm(x, weights["attention_norm"]), weights["qkv"], weights.get("qkv_bias"))
+        fused = fused.view(len(x), sum(heads), dim)
+        rotated, v = torch.split(fused, (self.q_heads + self.kv_heads, self.kv_heads), 1)
+        if "q_norm" in weights:
+            q, k = torch.split(rotated, heads[:2], 1)
+            rotated = torch.cat((self._norm(q, weights["q_norm"]), self._norm(k, weights["k_norm"])), 1)
+        rotated = rotated * cos + rotated.roll(dim // 2, -1) * sin
+        q, k = torch.split(rotated, heads[:2], 1)
+        return q, k, v
+
+    def _attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Decode attention [batch, heads · head size] as two batched products; the query heads of one KV head are its
+        rows."""
+        batch, dim = len(q), self.model.head_dim
+        q = q.view(batch, self.kv_heads, -1, dim) * (1.0 / math.sqrt(dim))
+        scores = torch.matmul(q, keys.permute(0, 2, 3, 1))
+        scores += mask
+        return torch.matmul(scores.softmax(-1), values.transpose(1, 2)).view(batch, -1)
+
+    def _attend_flash(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: Any) -> torch.Tensor:
+        """The same on CUDA, by the flash kernel: it reads lengths on the device, so one captured graph serves all."""
+        batch, tokens = keys.shape[:2]
+        starts = torch.arange(batch + 1, device=self.device, dtype=torch.int32)
+        flat = [x.reshape(batch * tokens, self.kv_heads, self.model.head_dim) for x in (keys, values)]
+        operators: Any = torch.ops.aten
+        out: torch.Tensor = operators._flash_attention_forward(
+            q.contiguous(), *flat, starts, starts * tokens, 1, tokens, 0.0, False, False, seqused_k=lengths
+        )[0]
+        return out.reshape(batch, -1)
+
+    def _attend_prompts(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """Causal attention within every prompt, [tokens, heads · head size]."""
+        if not self.cache.on_cpu:
+            counts = torch.tensor([0, *lengths], device=self.device)
+            ends, longest = counts.cumsum(0).int(), max(lengths)
+            operators: Any = torch.ops.aten
+            packed = [x.contiguous() for x in (q, k, v)]
+            out: torch.Tensor = operators._flash_attention_forward(
+                *packed, ends, ends, longest, longest, 0.0, True, False
+            )[0]
+            return out.reshape(len(q), -1)
+        group = self.q_heads // self.kv_heads
+        parts = []
+        for one in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):
+            queries, keys, values = (x.transpose(0, 1)[None] for x in one)
+            keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            parts.append(attended[0].transpose(0, 1).reshape(len(one[0]), -1))
+        return torch.cat(parts)
+
+    def _rest(self, weights: dict[str, torch.Tensor], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Output product and MLP, each added to what came in."""
+        out = F.linear(attended, weights["o"])
+        self.ranks.all_reduce(out)
+        x = x + out
+        gate, up = F.linear(self._norm(x, weights["mlp_norm"]), weights["gate_up"]).chunk(2, 1)
+        out = F.linear(F.silu(gate) * up, weights["down"])
+        self.ranks.all_reduce(out)
+        return x + out
+
+
+def build_decoder(worker: Any, model: Model, tp: int, cache: KvCache, dtype: torch.dtype, seed: int = 0) -> Decoder:
+    """This worker's rank of a decoder at `tp`: consecutive workers share a replica. All workers call it together.
+
+    Raises `CalibrationError` if the ranks cannot share the heads, the MLP or the vocabulary evenly.
+    """
+    check_degree(model, tp)
+    index = worker.rank % tp
+    weights = []
+    for number, layer in enumerate(weight_splits(model)):
+        shares = {}
+        for place, (name, split) in enumerate(layer.items()):
+            full = random_weight(split, (seed * 1000 + number) * 100 + place, worker.device, dtype)
+            shares[name] = split.slice(full, tp, index)
+        weights.append(shares)
+    return Decoder(model, tp, index, worker.ranks(tp), worker.device, weights, cache)
+
+
+def check_degree(model: Model, tp: int) -> None:
+    """Raises `CalibrationError` unless every rank of `tp` gets the same whole share of the model."""
+    counts = {
+        "KV heads": model.num_key_value_heads,
+        "heads": model.num_attention_heads,
+        "MLP columns": model.intermediate_size,
+        "tokens of the vocabulary": model.vocab_size,
+    }
+    for what, count in counts.items():
+        if count % tp:
+            raise CalibrationError(f"{model.name} at TP{tp}: {count} {what} do not divide evenly")

@@ -1,0 +1,194 @@
+"""The machine that is measured: what it is, and which versions of what run on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rlsim import __version__
+from rlsim.errors import CalibrationError
+from rlsim.models import Model
+from rlsim.schema import Schema
+
+#: GPUs of the catalogue by the name that the driver gives them.
+GPU_NAMES = {
+    "NVIDIA H100 80GB HBM3": "h100-sxm",
+    "NVIDIA H200": "h200-sxm",
+    "NVIDIA H800": "h800-sxm",
+    "NVIDIA H20": "h20",
+    "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
+    "NVIDIA A40": "a40",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA GH200 480GB": "gh200",
+}
+
+_CACHE_BYTES = 32 * 2**20  # where the system does not tell the last cache's size
+_LIBRARIES = ("flashinfer-python", "flash-attn", "triton")
+
+
+class MachineFacts(Schema):
+    """What a journal begins with. Points of one journal are from one device, set-up, model and set of versions."""
+
+    device: str = Field(description="cpu or cuda")
+    name: str = Field(description="processor, as the system names it")
+    workers: int = Field(gt=0, description="processes measuring at once, one a device (on the CPU, one a core)")
+    threads: int = Field(gt=0, description="threads of a worker on the CPU")
+    memory_bytes: float = Field(gt=0, description="of one GPU; on the CPU, of the whole machine")
+    cache_bytes: float = Field(gt=0, description="last-level cache")
+    sm_count: int = Field(gt=0, description="streaming multiprocessors; 1 for a CPU's worker")
+    dtype: str = Field(description="bfloat16 or float32")
+    model: str
+    model_shape: str = Field(description="hash of the model's fields")
+    versions: dict[str, str] = Field(description="rlsim, python, torch, cuda, driver, kernel libraries")
+    clocks: dict[str, str] = Field(default={}, description="as the driver or system reports them at the start")
+    date: str
+    budget_s: float
+
+    @property
+    def gpu(self) -> str:
+        """The catalogue's name of the GPU, or a name made of the device's own."""
+        known = GPU_NAMES.get(self.name)
+        if known is not None:
+            return known
+        slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", " ", self.name.lower())).strip("-")
+        return slug if self.device == "cuda" else f"cpu-{slug.removeprefix('cpu-')}"
+
+    def check_same(self, other: MachineFacts, path: Path) -> None:
+        """Raises `CalibrationError` if the points of `other`, the journal at `path`, cannot be mixed with ours."""
+        ours, theirs = self._identity(), other._identity()
+        differ = [f"{what} {theirs[what]} (now {ours[what]})" for what in ours if ours[what] != theirs[what]]
+        if differ:
+            raise CalibrationError(
+                f"{path} holds measurements of another set-up: {', '.join(differ)}; "
+                "give another --out, or --fresh to discard them"
+            )
+
+    def _identity(self) -> dict[str, str]:
+        versions = {what: self.versions.get(what, "none") for what in ("torch", "cuda", "driver", *_LIBRARIES)}
+        model = f"{self.model} ({self.model_shape})"
+        return {
+            "device": f"{self.device}, {self.name}",
+            "workers": str(self.workers),
+            "threads": str(self.threads),
+            "number format": self.dtype,
+            "model": model,
+            **versions,
+        }
+
+
+def machine_facts(
+    device: str, model: Model, *, workers: int, threads: int, dtype: str, budget_s: float
+) -> MachineFacts:
+    """The facts of this machine. Needs torch; `device` is "cpu" or "cuda"."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "device": device,
+        "workers": workers,
+        "threads": threads,
+        "dtype": dtype,
+        "model": model.name,
+        "model_shape": shape_hash(model),
+        "date": date.today().isoformat(),
+        "budget_s": budget_s,
+    }
+    versions = {"rlsim": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue
+    if device == "cpu":
+        facts |= {"name": cpu_name(), "memory_bytes": ram_bytes(), "cache_bytes": cpu_cache_bytes(), "sm_count": 1}
+        return MachineFacts(versions=versions, clocks=_cpu_clock(), **facts)
+    properties: Any = torch.cuda.get_device_properties(0)
+    facts |= {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "cache_bytes": getattr(properties, "L2_cache_size", 0) or _CACHE_BYTES,
+        "sm_count": properties.multi_processor_count,
+    }
+    clocks = _nvidia_smi()
+    versions |= {"cuda": str(torch.version.cuda), "driver": clocks.pop("driver_version", "unknown")}
+    return MachineFacts(versions=versions, clocks=clocks, **facts)
+
+
+def devices(device: str) -> int:
+    """How many devices there are: GPUs, or the cores this process may use.
+
+    Raises `CalibrationError` without torch, for an unknown device, or if there is no such device.
+    """
+    if device not in ("cpu", "cuda"):
+        raise CalibrationError(f"--device {device}: expected cpu or cuda")
+    try:
+        import torch
+    except ImportError:
+        raise CalibrationError("measuring needs PyTorch: pip install 'rlsim[gpu]'") from None
+    if device == "cpu":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not torch.cuda.is_available():
+        raise CalibrationError(
+            f"--device cuda: torch {torch.__version__} finds no CUDA device; measure the CPU with --device cpu"
+        )
+    return torch.cuda.device_count()
+
+
+def shape_hash(model: Model) -> str:
+    """A short hash of everything that decides the model's shapes; its name, title and source do not."""
+    return hashlib.sha256(model.model_dump_json(exclude={"name", "title", "source"}).encode()).hexdigest()[:12]
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+
+
+def ram_bytes() -> float:
+    """The machine's memory."""
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def cpu_cache_bytes() -> float:
+    """The last-level cache of the CPU, a usual size where the system does not tell."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        match = re.fullmatch(r"(\d+)([KM]?)", path.read_text(encoding="utf-8").strip())
+        if match:
+            sizes.append(int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]])
+    return float(max(sizes, default=_CACHE_BYTES))
+
+
+def _cpu_clock() -> dict[str, str]:
+    try:
+        found = re.search(r"^cpu MHz\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return {}
+    return {"cpu_mhz": found[1].strip()} if found else {}
+
+
+def _nvidia_smi() -> dict[str, str]:
+    """Driver version and clocks of the first GPU; nothing where the tool is missing."""
+    tool = shutil.which("nvidia-smi")
+    wanted = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+    if tool is None:
+        return {}
+    query = [tool, f"--query-gpu={','.join(wanted)}", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(wanted, (part.strip() for part in answer.strip().split(",")), strict=False))

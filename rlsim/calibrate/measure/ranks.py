@@ -1,0 +1,144 @@
+"""What the ranks of one replica tell each other in every layer: all-reduce and all-gather.
+
+On CUDA it is NCCL. On the CPU it is memory that the processes share: gloo's own threads compete with the computing
+thread for the core, and a step's many small sums would each wait for the scheduler's tick, milliseconds long.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CAPACITY_BYTES = 1 << 20  # of one rank's buffer; larger tensors go in pieces
+_LINE = 64  # bytes of a cache line: one counter each
+_SPINS = 2000  # before a waiting rank offers its core to others
+
+
+class Ranks(ABC):
+    """The ranks that share a replica. All of them must make the same calls in the same order."""
+
+    size: int
+    kind: str  # how they do it, for people
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Sum `x` (contiguous) over the ranks, in place; the same bits on every rank."""
+
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `x` (contiguous, of the same shape), by rank."""
+
+
+class Alone(Ranks):
+    """One rank: nothing to say."""
+
+    size = 1
+    kind = "none"
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Leaves `x` as it is."""
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Only `x`."""
+        return [x]
+
+
+class DistributedRanks(Ranks):
+    """The ranks of a torch.distributed group."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self.size, self._group = size, group
+        self.kind = str(dist.get_backend(group))
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """By the group's backend."""
+        dist.all_reduce(x, group=self._group)
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """By the group's backend."""
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(found, x, group=self._group)
+        return found
+
+
+class SharedMemoryRanks(Ranks):
+    """Processes that map the file `path`: each writes its part, counts up, and waits until all have counted as far.
+
+    There are two buffers a rank, used in turn: a rank writes one again only after all have counted for the other, and
+    so have read the first. Counters are plain stores, which only x86 keeps in order behind the data.
+    """
+
+    def __init__(self, path: Path, index: int, size: int) -> None:
+        self.size, self._index = size, index
+        self.kind = "shared memory"
+        head = size * _LINE
+        total = head + 2 * size * CAPACITY_BYTES
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, total)
+            self._map = mmap.mmap(file, total)
+        finally:
+            os.close(file)
+        self._counters = memoryview(self._map)[:head].cast("q")
+        self._places = [rank * _LINE // 8 for rank in range(size)]
+        self._others = [place for rank, place in enumerate(self._places) if rank != index]
+        self._buffers = torch.frombuffer(self._map, dtype=torch.uint8, offset=head).view(2, size, CAPACITY_BYTES)
+        self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._count = 0
+        self._buffers[:, index] = 0  # no page is missing later
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """Adds the buffers of all ranks in the order of the ranks."""
+        step = CAPACITY_BYTES // x.element_size()
+        for start in range(0, x.numel(), step):
+            piece = x.view(-1)[start : start + step]
+            first, *rest = self._exchange(piece)
+            torch.add(first, rest[0], out=piece)
+            for other in rest[1:]:
+                piece += other
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of the buffers of all ranks."""
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        step = CAPACITY_BYTES // x.element_size()
+        for start in range(0, x.numel(), step):
+            for whole, buffer in zip(found, self._exchange(x.view(-1)[start : start + step]), strict=True):
+                whole.view(-1)[start : start + step] = buffer
+        return found
+
+    def _exchange(self, piece: torch.Tensor) -> list[torch.Tensor]:
+        """The buffers of all ranks once each has written its piece; valid until the next exchange but one."""
+        self._count += 1
+        count, length = self._count, len(piece)
+        views = self._views.get(piece.dtype)
+        if views is None:
+            views = [[buffer.view(piece.dtype) for buffer in half] for half in self._buffers]
+            self._views[piece.dtype] = views
+        buffers = [buffer[:length] for buffer in views[count & 1]]
+        buffers[self._index].copy_(piece)
+        counters = self._counters
+        counters[self._places[self._index]] = count
+        for place in self._others:
+            spins = 0
+            while counters[place] < count:
+                spins += 1
+                if spins > _SPINS:
+                    os.sched_yield()
+        return buffers
+
+
+def join_ranks(worker: Any, size: int, file: Path) -> Ranks:
+    """The `size` consecutive workers that `worker` is one of; all workers must join together."""
+    group = worker.group(size)
+    if group is None:
+        return Alone()
+    if worker.device != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return DistributedRanks(group, size)
+    return SharedMemoryRanks(file, worker.rank % size, size)

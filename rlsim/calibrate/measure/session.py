@@ -1,0 +1,175 @@
+"""`rlsim calibrate`: measure this machine within a budget, then fit and write what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlsim.calibrate.build import Built, build_calibration
+from rlsim.calibrate.chart import write_chart
+from rlsim.calibrate.measure.attention import decode_kernel
+from rlsim.calibrate.measure.bench import Bench, Effort
+from rlsim.calibrate.measure.clock import NOISY, Timing
+from rlsim.calibrate.measure.describe import (
+    describe_cluster,
+    reference_of,
+    worker_memory_bytes,
+    write_cluster,
+    write_model,
+)
+from rlsim.calibrate.measure.host import devices, machine_facts
+from rlsim.calibrate.measure.journal import Journal
+from rlsim.calibrate.measure.plan import Task, plan, setup_for
+from rlsim.calibrate.measure.suite import Count, Progress, counts, run_suite
+from rlsim.calibrate.measure.tasks import joined, run_task, warm_up
+from rlsim.calibrate.measure.workers import Workers
+from rlsim.calibrate.write import write_yaml
+from rlsim.cost.calibration import Calibration
+from rlsim.cost.memory import rollout_weight_bytes
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster
+from rlsim.models import Model, load_model
+
+JOURNAL = "measurements.jsonl"
+CPU_DTYPE, GPU_DTYPE = "float32", "bfloat16"
+THREADS = 1  # of a worker on the CPU, which is one device there
+QUICK_S = 120.0  # budgets below this give every point less time
+
+#: What the CPU is measured with unless told otherwise: small enough to decode in milliseconds, every part there.
+TINY = Model(
+    name="tiny-llama",
+    title="A small llama-shaped decoder for the CPU",
+    source="rlsim calibrate",
+    model_type="llama",
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=8192,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to calibrate. `tps` empty: powers of two up to the devices there are (to 2 on the CPU)."""
+
+    device: str
+    model: str | None
+    tps: tuple[int, ...]
+    budget_s: float
+    out: Path | None
+    base: Calibration | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The journal of a run and what became of its points. `model` has the bytes of the numbers it was run with."""
+
+    folder: Path
+    journal: Journal
+    model: Model
+    counts: dict[str, Count]
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a calibration run wrote, and the fit itself."""
+
+    built: Built
+    cluster: Cluster
+    calibration: Path
+    cluster_file: Path
+    model_file: Path
+    chart: Path
+
+
+def measure_machine(request: Request, report: Callable[[Progress], None]) -> Measured:
+    """Measures until the budget is spent or nothing is left, going on where an earlier run stopped.
+
+    Raises `CalibrationError` without torch or such a device, for TP degrees that it does not have, for the journal of
+    another set-up, and if no point could be measured; `ConfigError` for a model that does not split.
+    """
+    found = devices(request.device)
+    dtype, element = (CPU_DTYPE, 4) if request.device == "cpu" else (GPU_DTYPE, 2)
+    shape = TINY if request.model is None and request.device == "cpu" else load_model(request.model or "llama-3.1-8b")
+    model = shape.model_copy(update={"dtype_bytes": element})
+    tps = _degrees(request, found)
+    for tp in tps:
+        model.check_tp(tp)
+    workers = found if request.device == "cuda" else max(tps)
+    facts = machine_facts(
+        request.device, model, workers=workers, threads=THREADS, dtype=dtype, budget_s=request.budget_s
+    )
+    folder = request.out or Path(f"calibrate-{facts.gpu}")
+    journal = Journal.start(folder / JOURNAL, facts, fresh=request.fresh)
+    quick = request.budget_s < QUICK_S
+    most_s = max(0.05, request.budget_s / 200.0)
+    effort = Effort(warmup=2, min_repeats=5, min_time_s=0.01, max_time_s=most_s) if quick else Effort()
+    weights = rollout_weight_bytes(model, tps[0])
+    bench = Bench(request.device, dtype, element, weights, model.num_hidden_layers, facts.cache_bytes, effort)
+    longest_s = min(0.5, request.budget_s / 1000.0)
+    setup = setup_for(request.device, model, tps, workers, worker_memory_bytes(facts), longest_s)
+    phases = plan(setup)
+    with Workers(workers, device=request.device, threads=THREADS) as team:
+        team.call(warm_up)
+
+        def measure_task(task: Task) -> Timing | str:
+            return joined(team.call(run_task, bench, task.point.operator, task.arguments))
+
+        run_suite(phases, journal, measure_task, budget_s=request.budget_s, report=report)
+    if not journal.measured():
+        reasons = {result.refused for result in journal.refused()}
+        why = "; ".join(sorted(reasons)[:3]) or f"the budget of {request.budget_s:g} s was over before the first point"
+        raise CalibrationError(f"nothing could be measured: {why}")
+    return Measured(folder, journal, model, counts(phases, journal))
+
+
+def fit_machine(measured: Measured, base: Calibration | None) -> Files:
+    """Fits what was measured and writes `NAME.yaml`, `cluster.yaml`, `model.yaml` and a chart beside the journal.
+
+    Raises `CalibrationError` if too little was measured and `base` does not give the rest.
+    """
+    facts = measured.journal.machine
+    tables = measured.journal.measurements(_notes(measured))
+    cluster = describe_cluster(tables, facts)
+    built = build_calibration(
+        tables,
+        name=f"{facts.gpu}-torch",
+        gpu=facts.gpu,
+        engine="torch",
+        reference=reference_of(cluster),
+        base=base,
+        date=facts.date,
+        script="rlsim calibrate",
+        models={measured.model.name: measured.model},
+    )
+    cluster_file, model_file = measured.folder / "cluster.yaml", measured.folder / "model.yaml"
+    write_cluster(cluster, cluster_file)
+    write_model(measured.model, model_file)
+    chart = measured.folder / "fit.html"
+    write_chart(built.points, chart)
+    return Files(built, cluster, write_yaml(built.calibration, measured.folder), cluster_file, model_file, chart)
+
+
+def _degrees(request: Request, found: int) -> tuple[int, ...]:
+    most = found if request.device == "cuda" else min(found, 2)
+    tps = tuple(sorted(set(request.tps))) or tuple(1 << i for i in range(most.bit_length()) if 1 << i <= min(most, 8))
+    if tps[-1] > found or tps[0] < 1:
+        what = "GPUs" if request.device == "cuda" else "cores this process may use"
+        raise CalibrationError(f"--tp {','.join(map(str, tps))}: expected degrees from 1 to {found}, the {what}")
+    return tps
+
+
+def _notes(measured: Measured) -> tuple[str, ...]:
+    facts, refused = measured.journal.machine, measured.journal.refused()
+    noisy = sum(result.refused.startswith("noisy") for result in refused)
+    return (
+        f"{facts.dtype}; medians of repeats; {noisy} points with a spread above {NOISY:.0%} refused",
+        f"all {facts.workers} devices measured at once; decode attention by {decode_kernel(facts.device)}",
+        "operands are as cold as in a step of the model: a benchmark goes through as many bytes between two uses",
+        *(f"{what}: {value}" for what, value in {**facts.versions, **facts.clocks}.items()),
+    )

@@ -1,0 +1,201 @@
+"""Whole steps of a real decoder, and changes of its layout, timed on all workers together.
+
+Each function runs on every worker (`Workers.call`) with the values of a point of `measurements.KEYS`, and all workers
+must call it. With fewer ranks in a replica than there are workers, every replica does the same at the same time: the
+condition of a rollout with several replicas.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlsim.calibrate.measure.batch import Batch
+from rlsim.calibrate.measure.bench import Bench, Effort
+from rlsim.calibrate.measure.clock import Timing, synchronize, timing
+from rlsim.calibrate.measure.decoder import Decoder, KvCache, build_decoder
+from rlsim.calibrate.measure.layout import Move, migrate, reshard
+from rlsim.errors import CalibrationError
+from rlsim.models import Model
+
+#: Parts of a layout change that move no bytes: all ranks stop and agree on what each holds; a group is created.
+CONTROLS = ("pause", "group_create")
+MOST_REPEATS = 200
+ROOM = 8  # tokens of a slot beyond the context that is measured
+
+
+def decode_step(
+    worker: Any, bench: Bench, model: Model, tp: int, mode: str, batch: int, context_tokens: float
+) -> Timing:
+    """One token for each of `batch` sequences whose contexts, as equal as possible, add up to `context_tokens`.
+
+    `mode` is "eager" or, on CUDA, "graph". The step ends when its tokens are known.
+    """
+    contexts = equal_contexts(batch, round(context_tokens))
+    running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), max(contexts) + ROOM))
+    with torch.inference_mode():
+        running.arrive(range(batch), contexts, [0] * batch)
+        if mode == "graph":
+            if worker.device == "cpu":
+                raise CalibrationError("there are no graphs on the CPU: expected mode eager")
+            running.capture()
+        return _timed(worker, bench.effort, running.step, running.rewind)
+
+
+def prefill_step(worker: Any, bench: Bench, model: Model, tp: int, tokens: int, length: int) -> Timing:
+    """One prefill of `tokens` prompt tokens in sequences of `length` (a shorter last one takes what is left)."""
+    lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
+    running = Batch(_decoder(worker, bench, model, tp, math.ceil(len(lengths) / tp), length + ROOM))
+    prompts = [[i % model.vocab_size for i in range(n)] for n in lengths]
+    with torch.inference_mode():
+        return _timed(
+            worker,
+            bench.effort,
+            lambda: running.prefill(range(len(lengths)), prompts),
+            lambda: running.leave(range(len(running))),
+        )
+
+
+def graph_capture(worker: Any, bench: Bench, model: Model, tp: int, batch: int) -> Timing:
+    """Capture of the decode step of `batch` sequences as a CUDA graph."""
+    running = Batch(_decoder(worker, bench, model, tp, math.ceil(batch / tp), 128))
+    with torch.inference_mode():
+        running.arrive(range(batch), [64] * batch, [0] * batch)
+        return _timed(worker, bench.effort, running.capture, lambda: None)
+
+
+def reshard_weights(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int) -> Timing:
+    """All weights from one degree to another (see `layout.reshard_bytes` for the bytes that a rank receives)."""
+    decoder = _decoder(worker, bench, model, from_tp, 1, 64)
+    with torch.inference_mode():
+        return _timed(worker, bench.effort, lambda: reshard(worker, decoder, to_tp), lambda: None)
+
+
+def migrate_kv(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int, contexts: Sequence[int]) -> Timing:
+    """The KV of sequences of these contexts, dealt evenly over the replicas, to another degree.
+
+    A rank handles `rlsim.cost.transfer.kv_rank_bytes(model, sum(contexts), from_tp)` bytes.
+    """
+    _decoder(worker, bench, model, from_tp, math.ceil(len(contexts) / worker.size), max(contexts))
+    cache = worker.state["steps"]["cache"]
+    moves = spread_moves(contexts, worker.size // from_tp, worker.size // to_tp)
+    with torch.inference_mode():
+        return _timed(worker, bench.effort, lambda: migrate(worker, cache, from_tp, to_tp, moves), lambda: None)
+
+
+def control(worker: Any, bench: Bench, what: str) -> Timing | None:
+    """What a layout change costs beside moving bytes: one of `CONTROLS`; None if one worker alone has none of it."""
+    if what not in CONTROLS:
+        raise CalibrationError(f"unknown part of a layout change {what!r}; expected one of: {', '.join(CONTROLS)}")
+    if worker.size == 1:
+        return None
+    if what == "pause":
+        return _timed(worker, bench.effort, lambda: agree(worker, [(i, 1000, 0) for i in range(16)]), lambda: None)
+    few = Effort(1, 3, 0.0, bench.effort.max_time_s)
+    return _timed(worker, few, lambda: worker.create_groups(worker.size), lambda: None)
+
+
+#: Operators of `measurements.KEYS` by their function; `arguments` of a task are what it takes after worker and bench.
+STEPS: Mapping[str, Callable[..., Timing | None]] = {
+    "decode_step": decode_step,
+    "prefill_step": prefill_step,
+    "graph_capture": graph_capture,
+    "reshard": reshard_weights,
+    "migrate": migrate_kv,
+    "control": control,
+}
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def together(worker: Any) -> None:
+    """Returns on all workers at nearly the same time."""
+    worker.ranks(worker.size).all_reduce(torch.zeros(1, device=worker.device))
+
+
+def agree(worker: Any, own: Any) -> list[Any]:
+    """Every worker's picklable `own`, by rank, once all of them have come here: how a layout change begins."""
+    ranks = worker.ranks(worker.size)
+    data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    sizes = [int(size) for size in ranks.all_gather(torch.tensor([len(data)], device=worker.device))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(data)] = data
+    found = ranks.all_gather(padded.to(worker.device))
+    return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(found, sizes, strict=True)]
+
+
+def equal_contexts(batch: int, total: int) -> list[int]:
+    """`batch` whole numbers, as equal as possible, that add up to `total`, at least one each."""
+    if total < batch:
+        raise CalibrationError(f"{batch} sequences cannot have {total} tokens together")
+    return [total // batch + (i < total % batch) for i in range(batch)]
+
+
+def spread_moves(contexts: Sequence[int], from_replicas: int, to_replicas: int) -> list[Move]:
+    """Sequences of these contexts dealt in turn over the replicas of the old layout, and of the new."""
+    return [
+        Move(context, i % from_replicas, i // from_replicas, i % to_replicas, i // to_replicas)
+        for i, context in enumerate(contexts)
+    ]
+
+
+def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` runs that all workers begin together. The garbage collector waits meanwhile."""
+    device, now = worker.device, time.perf_counter
+    times = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        together(worker)
+        for _ in range(repeats):
+            began = now()
+            run()
+            synchronize(device)
+            times.append(now() - began)
+            undo()
+            synchronize(device)
+    finally:
+        if collecting:
+            gc.enable()
+    return times
+
+
+def _timed(worker: Any, effort: Effort, run: Callable[[], object], undo: Callable[[], object]) -> Timing:
+    """As often as `effort` asks for, and equally often on all workers."""
+    pilot = step_times(worker, run, undo, max(effort.warmup, 1) + 1)
+    one = max(agree(worker, pilot[-1]))
+    wanted = max(effort.min_repeats, math.ceil(effort.min_time_s / one))
+    repeats = max(3, min(wanted, math.floor(effort.max_time_s / one), MOST_REPEATS))
+    return timing(step_times(worker, run, undo, repeats))
+
+
+def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_tokens: int) -> Decoder:
+    """A decoder whose cache has `slots` at TP 1. Weights stay for the next call; on a GPU those of one degree only."""
+    kept = worker.state.setdefault("steps", {})
+    if kept.get("model") != model:
+        kept.clear()
+        kept["model"] = model
+    if worker.device != "cpu":
+        for other in [key for key in kept if isinstance(key, int) and key != tp]:
+            del kept[other]
+    shape = slots, max_tokens
+    if kept.get("shape") != shape:
+        for decoder in [kept[key] for key in kept if isinstance(key, int)]:
+            decoder.cache = None
+        kept["cache"] = None  # the old one goes before the new one comes
+        kept["cache"], kept["shape"] = KvCache(model, slots, max_tokens, worker.device, bench.torch_dtype), shape
+    cache = kept["cache"]
+    if tp not in kept:
+        kept[tp] = build_decoder(worker, model, tp, cache, bench.torch_dtype)
+    elif kept[tp].cache is not cache:
+        old = kept[tp]
+        kept[tp] = Decoder(model, tp, old.index, old.ranks, old.device, old.weights, cache)
+    decoder: Decoder = kept[tp]
+    return decoder

@@ -1,0 +1,83 @@
+"""One task on all workers at once, and one time out of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rlsim.calibrate.measure.attention import decode_attention, prefill_attention
+from rlsim.calibrate.measure.bench import Bench, Call
+from rlsim.calibrate.measure.clock import Timing
+from rlsim.calibrate.measure.collectives import collective
+from rlsim.calibrate.measure.kernels import copy, gemm, layer_elementwise
+from rlsim.calibrate.measure.train import optimizer, train_block
+from rlsim.calibrate.measure.workers import Worker
+from rlsim.errors import RlsimError
+
+#: Benchmarks of one device: each gives the calls to time.
+KERNELS: Mapping[str, Callable[..., list[Call]]] = {
+    "copy": copy,
+    "gemm": gemm,
+    "decode_attention": decode_attention,
+    "prefill_attention": prefill_attention,
+    "memory_bound": layer_elementwise,
+    "train_block": train_block,
+    "optimizer": optimizer,
+}
+
+#: What needs gradients; everything else runs in inference mode, as an engine does.
+TRAINING = ("train_block", "optimizer")
+
+
+def warm_up(worker: Worker) -> None:
+    """What torch does once only, seconds long, before the first point rather than in it."""
+    import torch
+
+    weight = torch.ones(16, device=worker.device, requires_grad=True)
+    torch.autograd.backward(weight.square().sum())
+    torch.optim.AdamW([weight]).step()
+    torch.nn.functional.linear(weight, torch.ones(16, 16, device=worker.device))
+
+
+def run_task(worker: Worker, bench: Bench, operator: str, arguments: tuple[Any, ...]) -> Timing | str:
+    """One task on this worker: its time, or why there is none."""
+    import torch
+
+    bench = replace(bench, device=worker.device)
+    try:
+        with torch.inference_mode(operator not in TRAINING):
+            return _timing(worker, bench, operator, arguments)
+    except (RuntimeError, MemoryError, RlsimError) as error:  # out of memory, or what this build of torch lacks
+        if bench.device != "cpu":
+            torch.cuda.empty_cache()
+        return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def _timing(worker: Worker, bench: Bench, operator: str, arguments: tuple[Any, ...]) -> Timing | str:
+    from rlsim.calibrate.measure.steps import STEPS
+
+    if operator in STEPS:
+        found = STEPS[operator](worker, bench, *arguments)
+        return "one worker alone has none" if found is None else found
+    if bench.device != "cpu":
+        worker.state.pop("steps", None)  # the decoder's weights and cache: kernels need the memory
+    if operator == "collective":
+        return collective(worker, bench, *arguments)
+    return bench.time(KERNELS[operator](bench, *arguments))
+
+
+def joined(found: Sequence[Timing | str]) -> Timing | str:
+    """The workers' times as one: their mean, with the spread of the repeats or the difference between the workers,
+    whichever is larger. A text if any of them could not."""
+    for one in found:
+        if isinstance(one, str):
+            return one
+    timings = [one for one in found if isinstance(one, Timing)]
+    seconds = np.array([one.seconds for one in timings])
+    mean = float(seconds.mean())
+    apart = float(seconds.max() - seconds.min()) / 2.0 / mean if mean > 0.0 else 0.0
+    spread = max(apart, float(np.mean([one.spread for one in timings])))
+    return Timing(mean, spread, min(one.repeats for one in timings))

@@ -1,0 +1,262 @@
+"""`rlsim calibrate`: measure this machine's kernels and fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlsim.errors import CalibrationError
+
+if TYPE_CHECKING:
+    from rlsim.calibrate.from_run import FromRun
+    from rlsim.calibrate.measure.session import Measured
+    from rlsim.calibrate.measure.suite import Progress as State
+    from rlsim.cost.calibration import Calibration
+
+app = typer.Typer(help="Measure this machine and fit the measurements, or import those of others.")
+
+
+@app.callback(invoke_without_command=True)
+def calibrate(
+    context: typer.Context,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try everything without a GPU.")] = "cuda",
+    model: Annotated[
+        str | None, typer.Option(help="Model name or config.json (default: llama-3.1-8b; a small one on the CPU).")
+    ] = None,
+    tp: Annotated[str, typer.Option(help="TP degrees, such as 1,2 (default: powers of two up to the devices).")] = "",
+    budget: Annotated[
+        str, typer.Option(help="Time to measure for, such as 10m or 90s, earlier runs included.")
+    ] = "10m",
+    out: Annotated[Path | None, typer.Option(help="Folder to write to (default: calibrate-GPU).")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Calibration that gives what is not measured here, such as h100-sglang.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh/--resume", help="Discard the folder's measurements, or go on with them.")
+    ] = False,
+) -> None:
+    """Measure kernels, whole steps and links of this machine within a budget, and fit a calibration to them.
+
+    Interrupt it whenever you like: the same command goes on where it stopped.
+
+    Example: rlsim calibrate --device cpu --budget 2m
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from rlsim.calibrate.measure.session import Request, fit_machine, measure_machine
+    from rlsim.cost.calibration import load_calibration
+
+    request = Request(
+        device=device,
+        model=model,
+        tps=_degrees(tp),
+        budget_s=_budget(budget),
+        out=out,
+        base=None if base is None else load_calibration(base),
+        fresh=fresh,
+    )
+    try:
+        with _bar() as report:
+            measured = measure_machine(request, report)
+    except KeyboardInterrupt:
+        typer.echo("rlsim: what was measured so far is kept; the same command goes on from there", err=True)
+        raise
+    _print_counts(measured)
+    files = fit_machine(measured, request.base)
+    _print_residuals(files.built.calibration)
+    for path in (files.calibration, files.cluster_file, files.model_file, files.chart):
+        _say(f"wrote {path}")
+
+
+@app.command("import")
+def import_(
+    format: Annotated[  # noqa: A002 - what it is
+        str, typer.Argument(metavar="FORMAT", help="aiconfigurator, vidur or nccl-tests.")
+    ],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files or folders of that format.")],
+    gpu: Annotated[str, typer.Option(help="GPU of the catalogue that was measured, such as h100-sxm.")],
+    engine: Annotated[str, typer.Option(help="Engine that was measured: sglang, vllm, trtllm or torch.")],
+    version: Annotated[str | None, typer.Option(help="Engine release to take (default: the newest).")] = None,
+    base: Annotated[str | None, typer.Option(help="Calibration that gives what the tables lack.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the calibration (default: GPU-ENGINE).")] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
+) -> None:
+    """Fit a calibration to measurements that others have published, in their own layouts and units."""
+    from rlsim.calibrate.importers import import_calibration
+    from rlsim.cost.calibration import load_calibration
+
+    path = import_calibration(format, paths, gpu=gpu, engine=engine, version=version, base=base, name=name, out=out)
+    _print_residuals(load_calibration(path))
+    _say(f"wrote {path}")
+
+
+@app.command("from-run")
+def from_run_(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="Metric log of a veRL run: console output or JSON Lines.")],
+    model: Annotated[str, typer.Option(help="Model name or config.json.")],
+    cluster: Annotated[str, typer.Option(help="Cluster name or .yaml.")],
+    base: Annotated[str, typer.Option("--calibration", help="Calibration that everything else comes from.")],
+    tp: Annotated[int | None, typer.Option(help="TP of the rollout (default: as logged).")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts a step (default: as logged).")] = None,
+    responses: Annotated[int | None, typer.Option(help="Responses a prompt (default: as logged).")] = None,
+    cap: Annotated[str | None, typer.Option(help="Cap of a response, such as 16K (default: as logged).")] = None,
+    backend: Annotated[str | None, typer.Option(help="fsdp or megatron (default: as logged).")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="A key of `train` or `engine`; repeatable."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Trace that gives the shape of the lengths.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="First steps to leave out.")] = 2,
+    name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder or .yaml to write to.")] = Path(),
+) -> None:
+    """Fit training efficiency and host time to your own veRL run, and test them on steps it was not fitted to."""
+    from rlsim.calibrate.from_run import from_run, write
+    from rlsim.units import token_count
+
+    given = _keys(settings or [])
+    try:
+        cap_tokens = None if cap is None else token_count(cap)
+    except ValueError as error:
+        raise CalibrationError(f"--cap: {error}") from None
+    result = from_run(
+        log,
+        model=model,
+        cluster=cluster,
+        calibration=base,
+        rollout_tp=tp,
+        prompts=prompts,
+        responses=responses,
+        cap=cap_tokens,
+        backend=backend,
+        train=given["train"],
+        engine=given["engine"],
+        trace=trace,
+        name=name,
+        warmup=warmup,
+    )
+    path = write(result, out)
+    _print_steps(result)
+    _say(f"wrote {path}")
+
+
+def _keys(items: list[str]) -> dict[str, dict[str, object]]:
+    """`train.a=1` and `engine.b=2` as nested mappings, values read as YAML."""
+    from ruamel.yaml import YAML
+
+    from rlsim.experiment.load import set_path
+
+    data: dict[str, dict[str, object]] = {"train": {}, "engine": {}}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or key.partition(".")[0] not in data or "." not in key:
+            raise CalibrationError(f"--set {item}: expected train.KEY=VALUE or engine.KEY=VALUE")
+        set_path(data, key, YAML(typ="safe").load(value), "--set ")
+    return data
+
+
+def _print_steps(result: FromRun) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Errors on {len(result.held_out)} steps not fitted", title_justify="left")
+    for name in result.errors.columns:
+        table.add_column(name.replace("_", " "), justify="left" if name == "quantity" else "right")
+    for row in result.errors.to_dict("records"):
+        table.add_row(*(_error(str(name), value) for name, value in row.items()))
+    Console().print(table)
+    for reason, count in result.excluded.items():
+        _say(f"left out: {count} steps: {reason}")
+    for note in result.notes:
+        _say(f"note: {note}")
+
+
+def _error(name: str, value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    if value != value:
+        return "–"
+    return f"{value:+.1%}" if name == "bias" else f"{value:.1%}"
+
+
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True, markup=False).print(text)
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise CalibrationError(f"--tp {text}: expected whole numbers with commas between, such as 1,2,4") from None
+
+
+def _budget(text: str) -> float:
+    from rlsim.units import seconds
+
+    try:
+        value = seconds(text.strip() + "in" if text.strip().endswith("m") else text)
+    except ValueError as error:
+        raise CalibrationError(f"--budget: {error}") from None
+    if value <= 0.0:
+        raise CalibrationError(f"--budget {text}: expected more than nothing, such as 10m")
+    return value
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[State], None]]:
+    """A progress bar on stderr over the budget; it goes away when done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[points]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("starting", total=None, points="")
+
+        def report(state: State) -> None:
+            points = f"{state.done:,} of {state.planned:,} points" + (
+                f", {state.refused} refused" * bool(state.refused)
+            )
+            progress.update(
+                bar, description=state.point.operator, total=state.budget_s, completed=state.spent_s, points=points
+            )
+
+        yield report
+
+
+def _print_counts(measured: Measured) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Points measured on {measured.journal.machine.name}", title_justify="left")
+    table.add_column("operator")
+    for heading in ("measured", "too noisy", "not possible", "left (budget)"):
+        table.add_column(heading, justify="right")
+    for operator, count in measured.counts.items():
+        table.add_row(operator, *(f"{n:,}" for n in (count.measured, count.noisy, count.impossible, count.left)))
+    Console().print(table)
+
+
+def _print_residuals(calibration: Calibration) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Errors of {calibration.name} on points that its fits have not seen", title_justify="left")
+    table.add_column("operator")
+    for heading in ("points", "median", "90th percentile", "bias"):
+        table.add_column(heading, justify="right")
+    table.add_column("", overflow="fold")
+    for name, found in calibration.residuals.items():
+        errors = (f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}")
+        table.add_row(name, f"{found.count:,}", *errors, found.note)
+    Console().print(table)

@@ -1,0 +1,518 @@
+"""`rlsim calibrate`: the clock, the journal, the order of measuring, and a whole run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlsim.calibrate.measure import clock
+from rlsim.calibrate.measure.attention import contexts
+from rlsim.calibrate.measure.bench import Bench, Effort
+from rlsim.calibrate.measure.clock import NOISY, Timing, measure, timing
+from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
+from rlsim.calibrate.measure.host import MachineFacts, shape_hash
+from rlsim.calibrate.measure.journal import Journal, Point, Result, read_journal
+from rlsim.calibrate.measure.plan import (
+    FIRST,
+    SHARES,
+    Phase,
+    Setup,
+    Task,
+    coarse_to_fine,
+    doublings,
+    levels,
+    plan,
+    setup_for,
+)
+from rlsim.calibrate.measure.suite import ATTEMPTS, run_suite
+from rlsim.calibrate.measurements import KEYS
+from rlsim.cli import app
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.profile import ProfileStep
+from rlsim.cost.roofline import RooflineStep, step_cost
+from rlsim.cost.step import Chunk
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster
+from rlsim.models import Model, load_model
+from rlsim.schema import load
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+}
+
+
+def tiny(**changes: object) -> Model:
+    return Model.model_validate({"name": "tiny", **TINY, "dtype_bytes": 4, **changes})
+
+
+def facts(**changes: object) -> MachineFacts:
+    given = {
+        "device": "cpu",
+        "name": "Some CPU (R) @ 2 GHz",
+        "workers": 2,
+        "threads": 1,
+        "memory_bytes": 16e9,
+        "cache_bytes": 32e6,
+        "sm_count": 1,
+        "dtype": "float32",
+        "model": "tiny",
+        "model_shape": "abc",
+        "versions": {"torch": "2.9", "rlsim": "0"},
+        "date": "2026-01-01",
+        "budget_s": 10.0,
+    }
+    return MachineFacts.model_validate({**given, **changes})
+
+
+def gemm(m: int) -> Task:
+    return Task.of("gemm", m, 64, 64)
+
+
+class Clock:
+    """A clock that moves when told to."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+# The clock ------------------------------------------------------------------------------------------------------------
+
+
+def test_measure_gives_the_median_and_half_the_interquartile_range() -> None:
+    now, times = Clock(), iter([9.0, *([1.0, 2.0, 3.0, 4.0, 100.0] * 20)])
+
+    def run() -> None:
+        now.at += next(times)
+
+    found = measure(run, device="cpu", warmup=1, repeats=5, now=now)
+    assert found == Timing(seconds=3.0, spread=(4.0 - 2.0) / 2 / 3.0, repeats=5)
+
+
+def test_short_calls_are_timed_in_batches() -> None:
+    now, calls = Clock(), []
+
+    def run() -> None:
+        calls.append(None)
+        now.at += 1e-6
+
+    found = measure(run, device="cpu", warmup=1, min_repeats=3, min_time_s=0.0, now=now)
+    assert found.seconds == pytest.approx(1e-6)
+    assert 600 <= len(calls) - 1 <= 603  # batches of 200 us
+
+
+def test_measure_stops_at_its_time_but_not_before_three_repeats() -> None:
+    now = Clock()
+
+    def run() -> None:
+        now.at += 10.0
+
+    assert measure(run, device="cpu", max_time_s=1.0, now=now).repeats == 3
+
+
+def test_measured_time_of_real_work_grows_with_the_work() -> None:
+    short = measure(lambda: sum(range(2_000)), device="cpu", min_time_s=0.02)
+    long = measure(lambda: sum(range(40_000)), device="cpu", min_time_s=0.02)
+    assert 5.0 < long.seconds / short.seconds < 80.0
+
+
+def test_noisy_is_by_the_spread() -> None:
+    assert not timing([1.0, 1.0, 1.0, 50.0]).spread <= NOISY
+    assert timing([1.0, 2.0, 3.0, 4.0]).noisy
+    assert not timing([1.0, 1.01, 1.02, 1.03]).noisy
+    assert timing([0.0, 0.0]).noisy
+    with pytest.raises(ValueError, match="no repeats"):
+        timing([])
+
+
+# The journal ----------------------------------------------------------------------------------------------------------
+
+
+def written(path: Path, count: int = 3) -> Journal:
+    journal = Journal.start(path, facts())
+    for m in range(1, count + 1):
+        journal.add(Result(gemm(m).point, m * 1e-6, 0.01, 7, 0.1))
+    return journal
+
+
+def test_journal_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "measurements.jsonl"
+    journal = written(path)
+    journal.add(Result(gemm(9).point, 1e-6, 0.5, 7, 0.2, "noisy: spread 50%"))
+    again = Journal.start(path, facts(date="2027-01-01", budget_s=99.0))
+    assert again.results == journal.results
+    assert again.spent_s == pytest.approx(0.5)
+    assert again.machine.date == "2026-01-01"
+    tables = again.measurements().tables
+    assert tables["gemm"].m.tolist() == [1, 2, 3], "refused points are in no table"
+    assert "torch 2.9" in again.measurements().sources[0].engine_version
+
+
+def test_journal_of_another_set_up_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.jsonl"
+    written(path)
+    with pytest.raises(CalibrationError, match=r"another set-up: model tiny \(abc\) \(now big \(abc\)\); .*--fresh"):
+        Journal.start(path, facts(model="big"))
+    with pytest.raises(CalibrationError, match=r"torch 2\.9 \(now 3\.0\)"):
+        Journal.start(path, facts(versions={"torch": "3.0"}))
+    with pytest.raises(CalibrationError, match="device"):
+        Journal.start(path, facts(name="Other CPU"))
+    assert not Journal.start(path, facts(model="big"), fresh=True).results
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_last_line_cut_short_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.jsonl"
+    written(path)
+    with path.open("a") as file:
+        file.write('{"operator": "gemm", "m": 4, "n"')
+    assert len(read_journal(path).results) == 3
+    journal = Journal.start(path, facts())
+    journal.add(Result(gemm(4).point, 1e-6, 0.0, 7, 0.1))
+    assert len(read_journal(path).results) == 4
+    assert len(path.read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{not json", "Expecting property name"),
+        ("[1, 2]", "expected an object"),
+        ('{"operator": "gemm", "m": 1, "n": 2}', "lacks 'k'"),
+        ('{"operator": "gemn"}', "unknown operator 'gemn'"),
+        (
+            '{"operator": "optimizer", "parameters": 1, "seconds": -1, "spread": 0, "repeats": 1, "took_s": 1}',
+            "positive",
+        ),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "measurements.jsonl"
+    written(path)
+    lines = path.read_text().splitlines()
+    lines[2] = line
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(CalibrationError, match=rf"measurements\.jsonl:3: damaged journal line: .*{reason}"):
+        Journal.start(path, facts())
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "measurements.jsonl"
+    path.write_text('{"operator": "gemm"}\n')
+    with pytest.raises(CalibrationError, match=r":1: damaged journal line: expected a journal of version 1"):
+        Journal.start(path, facts())
+    path.write_text("")
+    with pytest.raises(CalibrationError, match="empty"):
+        read_journal(path)
+    with pytest.raises(CalibrationError, match="cannot be read: No such file"):
+        read_journal(tmp_path / "missing.jsonl")
+
+
+# The order of measuring -----------------------------------------------------------------------------------------------
+
+
+def test_coarse_to_fine_visits_ends_then_middles() -> None:
+    assert levels(5) == [0, 2, 1, 2, 0]
+    assert levels(1) == [0]
+    assert [x for (x,) in coarse_to_fine([10, 20, 30, 40, 50])] == [10, 50, 30, 20, 40]
+    grid = list(coarse_to_fine([1, 2, 3], ["a", "b", "c"]))
+    assert set(grid[:4]) == {(1, "a"), (1, "c"), (3, "a"), (3, "c")}
+    assert len(set(grid)) == 9
+    assert doublings(1, 10) == [1, 2, 4, 8]
+    assert doublings(4, 16, 2) == [4, 6, 8, 11, 16]
+
+
+def test_contexts_have_their_mean_and_maximum() -> None:
+    assert contexts(4, 10, 10) == [10, 10, 10, 10]
+    lengths = contexts(5, 10, 20)
+    assert max(lengths) == 20
+    assert sum(lengths) == 50
+    with pytest.raises(ValueError, match="cannot have"):
+        contexts(2, 10, 25)
+
+
+def test_operands_are_as_cold_as_in_a_step() -> None:
+    bench = Bench("cpu", "float32", 4, weight_bytes=10e6, layers=4, cache_bytes=32e6, effort=Effort())
+    assert bench.copies(1e6) == 10, "a step of this model has 10 MB of weights"
+    assert bench.copies(20e6) == 1
+    assert bench.copies(20e6, kv=True) == 4, "64 of the 90 MB of weights and KV that pass evict everything"
+    assert bench.copies(100.0) == 1024
+
+
+def test_the_plan_has_every_operator_once_within_bounds() -> None:
+    setup = setup_for("cpu", tiny(), (1, 2), 2, 4e9, 0.05)
+    phases = plan(setup)
+    tasks = {operator: found for phase in phases for operator, found in phase.items()}
+    assert set(tasks) <= set(SHARES) == set(FIRST) == set(KEYS)
+    assert sum(SHARES.values()) == pytest.approx(1.01, abs=0.02)
+    for operator, found in tasks.items():
+        points = [task.point for task in found]
+        assert len(points) == len(set(points)) >= (1 if operator in ("reshard", "control") else 4), operator
+    shapes = {(task.point.row()["n"], task.point.row()["k"]) for task in tasks["gemm"]}
+    model = tiny()
+    for tp in (1, 2):
+        assert {(linear.n_out, linear.k_in) for linear in [*model.linear_layers(tp), model.head(tp)]} <= shapes
+    assert any(task.point.row()["longest"] > task.point.row()["context"] for task in tasks["decode_attention"])
+    assert {task.point.row()["prior"] for task in tasks["prefill_attention"]} == {0, 512, 4096}
+    ops = {task.point.row()["op"] for task in tasks["collective"]}
+    assert ops == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"}
+    assert [sorted(phase)[0] for phase in phases] == ["collective", "decode_step", "decode_step", "control"]
+    alone = plan(replace(setup, workers=1, tps=(1,)))
+    assert [sorted(phase)[0] for phase in alone] == ["copy", "decode_step"]
+    small = plan(replace(setup, longest_call_s=0.001))[0]
+    assert len(small["gemm"]) < len(tasks["gemm"])
+
+
+def test_the_whole_plan_grows_with_the_call_allowed() -> None:
+    def points(setup: Setup) -> int:
+        return sum(len(found) for phase in plan(setup) for found in phase.values())
+
+    counts = [points(setup_for("cuda", tiny(dtype_bytes=2), (1,), 1, 80e9, seconds)) for seconds in (0.001, 0.01, 0.1)]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+def suite(tmp_path: Path, outcome: object, *, budget_s: float = 1e9, tasks: dict[str, list[Task]] | None = None):
+    """A run over fake outcomes: `outcome(task, attempt)` is (seconds it takes, what it finds)."""
+    now, journal, order = Clock(), Journal.start(tmp_path / "j.jsonl", facts()), []
+    tasks = tasks or {"gemm": [gemm(m) for m in range(1, 41)]}
+
+    def measure_task(task: Task) -> Timing | str:
+        order.append(task.point)
+        took, found = outcome(task, order.count(task.point))  # type: ignore[operator]
+        now.at += took
+        return found
+
+    counts = run_suite([tasks], journal, measure_task, budget_s=budget_s, now=now)
+    return counts, journal, order
+
+
+GOOD, BAD = Timing(1e-6, 0.01, 7), Timing(1e-6, 0.5, 7)
+
+
+def test_noisy_points_are_tried_again_later_and_then_refused(tmp_path: Path) -> None:
+    def outcome(task: Task, attempt: int) -> tuple[float, Timing]:
+        m = task.point.row()["m"]
+        if m == 1:  # always noisy, the second time least
+            return 1.0, replace(BAD, spread=0.2 if attempt == 2 else 0.5)
+        return 1.0, BAD if m == 2 and attempt == 1 else GOOD
+
+    counts, journal, order = suite(tmp_path, outcome)
+    assert order.count(gemm(1).point) == ATTEMPTS
+    assert order[:4] == [gemm(m).point for m in (1, 2, 3, 4)], "the next attempt comes later"
+    refused = journal.results[gemm(1).point]
+    assert refused.refused.startswith("noisy: spread 20%")
+    assert refused.spread == 0.2
+    assert refused.took_s == ATTEMPTS
+    assert journal.results[gemm(2).point].refused == ""
+    assert (counts["gemm"].measured, counts["gemm"].noisy, counts["gemm"].left) == (39, 1, 0)
+    assert 1 not in journal.measurements().table("gemm").m.tolist()
+    assert read_journal(journal.path).results == journal.results
+
+
+def test_what_the_device_cannot_do_is_recorded_once(tmp_path: Path) -> None:
+    counts, journal, order = suite(tmp_path, lambda task, _: (1.0, "out of memory" if task == gemm(3) else GOOD))
+    assert order.count(gemm(3).point) == 1
+    assert journal.results[gemm(3).point].refused == "impossible: out of memory"
+    assert counts["gemm"].impossible == 1
+
+
+def test_the_budget_is_shared_and_ends_the_run(tmp_path: Path) -> None:
+    tasks = {
+        "gemm": [gemm(m) for m in range(1, 1001)],
+        "optimizer": [Task.of("optimizer", n) for n in range(1, 1001)],
+        "copy": [Task.of("copy", "device", 1)],
+    }
+    counts, journal, _ = suite(tmp_path, lambda *_: (1.0, GOOD), budget_s=600.0, tasks=tasks)
+    assert counts["copy"].measured == 1
+    assert counts["gemm"].measured + counts["optimizer"].measured == 599
+    assert counts["gemm"].measured / counts["optimizer"].measured == pytest.approx(
+        SHARES["gemm"] / SHARES["optimizer"], rel=0.05
+    )
+    assert counts["gemm"].left == 1000 - counts["gemm"].measured
+    assert journal.spent_s == 600.0
+
+
+def test_every_operator_gets_its_first_points_even_of_a_tiny_budget(tmp_path: Path) -> None:
+    tasks = {
+        "gemm": [gemm(m) for m in range(1, 101)],
+        "memory_bound": [Task.of("memory_bound", 4, n, n) for n in range(1, 101)],
+    }
+    counts, _, _ = suite(
+        tmp_path,
+        lambda task, _: (50.0 if task.point.operator == "memory_bound" else 1.0, GOOD),
+        budget_s=325.0,
+        tasks=tasks,
+    )
+    assert counts["memory_bound"].measured >= FIRST["memory_bound"]
+    assert counts["gemm"].measured >= FIRST["gemm"]
+
+
+def test_a_second_run_measures_only_what_is_missing(tmp_path: Path) -> None:
+    _, journal, first = suite(tmp_path, lambda *_: (1.0, GOOD), budget_s=10.0)
+    _, journal, second = suite(tmp_path, lambda *_: (1.0, GOOD), budget_s=25.0)
+    assert (len(first), len(second)) == (10, 15)
+    assert not set(first) & set(second)
+    assert len(journal.path.read_text().splitlines()) == 1 + 25
+
+
+def test_an_interruption_keeps_what_was_measured(tmp_path: Path) -> None:
+    def outcome(task: Task, attempt: int) -> tuple[float, Timing]:
+        if task == gemm(6):
+            raise KeyboardInterrupt
+        return 1.0, GOOD
+
+    with pytest.raises(KeyboardInterrupt):
+        suite(tmp_path, outcome)
+    assert len(read_journal(tmp_path / "j.jsonl").results) == 5
+
+
+# What is written about the machine ------------------------------------------------------------------------------------
+
+
+def test_the_cluster_file_loads_and_says_what_was_measured(tmp_path: Path) -> None:
+    journal = Journal.start(tmp_path / "j.jsonl", facts())
+    journal.add(Result(Point("gemm", (512, 512, 512)), 2 * 512**3 / 50e9, 0.0, 7, 0.1))
+    journal.add(Result(Point("copy", ("device", 1_000_000)), 2e6 / 20e9, 0.0, 7, 0.1))
+    journal.add(Result(Point("collective", ("all_gather", 2, 8_000)), 1e-5, 0.0, 7, 0.1))
+    cluster = describe_cluster(journal.measurements(), journal.machine)
+    write_cluster(cluster, tmp_path / "cluster.yaml")
+    again = load(tmp_path / "cluster.yaml", Cluster)
+    assert again == cluster
+    assert again.gpu.name == "cpu-some-cpu-2-ghz"
+    assert again.gpus == 2
+    assert again.gpu.bf16_flop_per_s == pytest.approx(50e9)
+    assert again.gpu.memory_bytes_per_s == pytest.approx(20e9)
+    assert again.intra.bytes_per_s == pytest.approx(4_000 / 1e-5)
+    assert again.gpu.memory_bytes == pytest.approx(16e9 * 0.5 / 2)
+    assert "float32" in again.gpu.source
+    with pytest.raises(CalibrationError, match="larger --budget"):
+        describe_cluster(Journal.start(tmp_path / "k.jsonl", facts()).measurements(), facts())
+
+
+def test_a_known_gpu_keeps_its_data_sheet(tmp_path: Path) -> None:
+    machine = facts(device="cuda", name="NVIDIA H100 80GB HBM3")
+    cluster = describe_cluster(Journal.start(tmp_path / "j.jsonl", machine).measurements(), machine)
+    assert cluster.gpu.bf16_flop_per_s == 989.4e12
+    write_cluster(cluster, tmp_path / "cluster.yaml")
+    assert load(tmp_path / "cluster.yaml", Cluster).gpu == cluster.gpu
+
+
+def test_a_shape_is_told_by_what_matters() -> None:
+    assert shape_hash(tiny()) == shape_hash(tiny(name="other", title="x"))
+    assert shape_hash(tiny()) != shape_hash(tiny(num_hidden_layers=3))
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def model_file(folder: Path) -> Path:
+    path = folder / "tiny" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "expected cpu or cuda"),
+        (["--device", "cpu", "--tp", "1,x"], "--tp 1,x: expected whole numbers"),
+        (["--device", "cpu", "--tp", "4096"], "--tp 4096: expected degrees from 1 to"),
+        (["--device", "cpu", "--budget", "ten"], "--budget: expected a time"),
+        (["--device", "cpu", "--budget", "0s"], "more than nothing"),
+        (["--device", "cpu", "--model", "llama-9"], "unknown model 'llama-9'"),
+        (["--device", "cpu", "--base", "h101-sglang"], "unknown calibration"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str) -> None:
+    pytest.importorskip("torch")
+    result = CliRunner().invoke(app, ["calibrate", *arguments])
+    assert result.exit_code != 0
+    assert message in str(result.exception)
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = CliRunner().invoke(app, ["calibrate", "--device", "cpu"])
+    assert result.exit_code != 0
+    assert "pip install 'rlsim[gpu]'" in str(result.exception)
+
+
+def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real kernels in two processes, the first points of every operator. Noise is another test's matter: on a busy
+    machine half the points have it."""
+    pytest.importorskip("torch")
+    from rlsim.calibrate.measure import session
+
+    def first_points(setup: Setup) -> list[Phase]:
+        enough = {"gemm": 12, "collective": 18}
+        return [{name: found[: enough.get(name, 7)] for name, found in phase.items()} for phase in plan(setup)]
+
+    monkeypatch.setattr(clock, "NOISY", float("inf"))
+    monkeypatch.setattr(session, "plan", first_points)
+    out = tmp_path / "out"
+    arguments = ["calibrate", "--device", "cpu", "--model", str(model_file(tmp_path)), "--tp", "1,2"]
+    result = CliRunner().invoke(app, [*arguments, "--budget", "40s", "--out", str(out)])
+    assert result.exit_code == 0, result.exception
+    assert "on points that its fits have not seen" in result.stdout
+    calibration = load_calibration(next(out.glob("cpu-*-torch.yaml")))
+    cluster, model = load(out / "cluster.yaml", Cluster), load_model(out / "model.yaml")
+    assert model.dtype_bytes == 4
+    assert calibration.gpu == cluster.gpu.name
+    for tp in (1, 2):
+        step = RooflineStep(model, tp, cluster, calibration)
+        assert 0.0 < step.decode(2).step_s(128) < step.decode(2).step_s(4096) < 1.0
+        assert 0.0 < step.prefill_s([Chunk(64, 0)]) < 1.0
+    assert isinstance(step_cost(model, 1, cluster, calibration), ProfileStep)
+    journal = read_journal(out / "measurements.jsonl")
+    assert {point.operator for point in journal.results} >= {
+        "gemm",
+        "copy",
+        "decode_step",
+        "prefill_step",
+        "collective",
+    }
+    result = CliRunner().invoke(app, [*arguments[:-2], "--tp", "1", "--budget", "40s", "--out", str(out)])
+    assert "workers 2 (now 1)" in str(result.exception)
+
+
+def test_a_killed_run_goes_on_without_measuring_anything_twice(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    journal = tmp_path / "out" / "measurements.jsonl"
+    command = [sys.executable, "-m", "rlsim", "calibrate", "--device", "cpu", "--model", str(model_file(tmp_path))]
+    command += ["--tp", "1", "--base", "a100-sxm-80gb-sglang", "--out", str(journal.parent), "--budget"]
+    process = subprocess.Popen([*command, "1h"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 60.0
+    while not (journal.exists() and journal.read_bytes().count(b"\n") > 20) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = read_journal(journal)
+    assert len(before.results) >= 19
+    subprocess.run([*command, f"{before.spent_s + 1.0}s"], check=True, capture_output=True, timeout=60.0)
+    after = read_journal(journal)
+    assert len(after.results) > len(before.results)
+    assert {point: after.results[point] for point in before.results} == before.results
+    assert len(journal.read_text().splitlines()) == 1 + len(after.results), "no point twice"
