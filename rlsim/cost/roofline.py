@@ -26,7 +26,7 @@ def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
 
 
 class RooflineStep(StepCost):
-    """One replica of `model` on `tp` GPUs of one node, in bf16, from a calibration's operators.
+    """One replica of `model` on `tp` GPUs of one node, from a calibration's operators.
 
     A layer is: add+norm, fused QKV product, rotary embedding and KV write, attention, output product, all-reduce,
     add+norm, fused gate-up product, activation, down product, all-reduce. An iteration adds the embedding, a last
@@ -151,19 +151,18 @@ class RooflineStep(StepCost):
         return total
 
     def _elementwise_s(self, tokens: float) -> float:
-        model, move = self._model, self.operators.memory_bound_s
+        model, element = self._model, self._model.dtype_bytes
         heads = self._q_heads + self._kv_heads
         experts = self._experts
         inner = experts.intermediate * experts.top_k if experts is not None else model.intermediate_size / self.tp
-        per_head_norm = model.model_type.startswith("qwen3")
-        norm = move(
-            tokens * model.hidden_size * 4 * self._model.dtype_bytes, tokens
-        )  # read input and residual, write sum and norm
-        rotary = move(tokens * (2 * heads + self._kv_heads) * model.head_dim * self._model.dtype_bytes, tokens)
-        activation = move(tokens * 3 * inner * self._model.dtype_bytes, tokens)
-        head_norm = (
-            move(tokens * 2 * heads * model.head_dim * self._model.dtype_bytes, tokens) if per_head_norm else 0.0
-        )
+
+        def move(elements_per_token: float) -> float:
+            return self.operators.memory_bound_s(tokens * elements_per_token * element, tokens)
+
+        norm = move(4 * model.hidden_size)  # read input and residual, write sum and norm
+        rotary = move((2 * heads + self._kv_heads) * model.head_dim)
+        activation = move(3 * inner)
+        head_norm = move(2 * heads * model.head_dim) if model.model_type.startswith("qwen3") else 0.0
         return 2 * norm + rotary + activation + head_norm
 
     def _embedding_s(self, tokens: float) -> float:

@@ -34,7 +34,7 @@ class Split(NamedTuple):
         """Rank `index`'s own copy of its share, in `out` if given."""
         if self.axis is None or tp == 1:
             return full.clone() if out is None else out.copy_(full)
-        cuts = [part.chunk(tp, self.axis)[index] for part in torch.split(full, self.parts, self.axis)]
+        cuts = [part.chunk(tp, self.axis)[index] for part in torch.split(full, list(self.parts), self.axis)]
         return torch.cat(cuts, self.axis) if out is None else torch.cat(cuts, self.axis, out=out)
 
     def join(self, shares: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -236,10 +236,10 @@ class Decoder:
         self, weights: dict[str, torch.Tensor], x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [tokens, heads, head size], the first two rotated."""
-        dim, heads = self.model.head_dim, (self.q_heads, self.kv_heads, self.kv_heads)
+        dim, heads = self.model.head_dim, [self.q_heads, self.kv_heads, self.kv_heads]
         fused = F.linear(self._norm(x, weights["attention_norm"]), weights["qkv"], weights.get("qkv_bias"))
         fused = fused.view(len(x), sum(heads), dim)
-        rotated, v = torch.split(fused, (self.q_heads + self.kv_heads, self.kv_heads), 1)
+        rotated, v = torch.split(fused, [self.q_heads + self.kv_heads, self.kv_heads], 1)
         if "q_norm" in weights:
             q, k = torch.split(rotated, heads[:2], 1)
             rotated = torch.cat((self._norm(q, weights["q_norm"]), self._norm(k, weights["k_norm"])), 1)

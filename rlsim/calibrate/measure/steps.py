@@ -187,8 +187,8 @@ def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_t
             del kept[other]
     shape = slots, max_tokens
     if kept.get("shape") != shape:
-        for decoder in [kept[key] for key in kept if isinstance(key, int)]:
-            decoder.cache = None
+        for key in [key for key in kept if isinstance(key, int)]:
+            kept[key] = _without_cache(kept[key])
         kept["cache"] = None  # the old one goes before the new one comes
         kept["cache"], kept["shape"] = KvCache(model, slots, max_tokens, worker.device, bench.torch_dtype), shape
     cache = kept["cache"]
