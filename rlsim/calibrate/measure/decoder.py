@@ -305,16 +305,22 @@ def build_decoder(worker: Any, model: Model, tp: int, cache: KvCache, dtype: tor
 
     Raises `CalibrationError` if the ranks cannot share the heads, the MLP or the vocabulary evenly.
     """
+    weights = random_weights(model, tp, worker.rank % tp, worker.device, dtype, seed)
+    return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, weights, cache)
+
+
+def random_weights(
+    model: Model, tp: int, index: int, device: str, dtype: torch.dtype, seed: int = 0
+) -> list[dict[str, torch.Tensor]]:
+    """Rank `index`'s slices of the model's random weights, by layer as in `weight_splits`."""
     check_degree(model, tp)
-    index = worker.rank % tp
-    weights = []
-    for number, layer in enumerate(weight_splits(model)):
-        shares = {}
-        for place, (name, split) in enumerate(layer.items()):
-            full = random_weight(split, (seed * 1000 + number) * 100 + place, worker.device, dtype)
-            shares[name] = split.slice(full, tp, index)
-        weights.append(shares)
-    return Decoder(model, tp, index, worker.ranks(tp), worker.device, weights, cache)
+    return [
+        {
+            name: split.slice(random_weight(split, (seed * 1000 + number) * 100 + place, device, dtype), tp, index)
+            for place, (name, split) in enumerate(layer.items())
+        }
+        for number, layer in enumerate(weight_splits(model))
+    ]
 
 
 def check_degree(model: Model, tp: int) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from rlsim.calibrate.measure.decoder import Decoder, KvCache, check_degree, weight_splits
 from rlsim.models import Model
@@ -72,15 +71,13 @@ def migrate(worker: Any, cache: KvCache, from_tp: int, to_tp: int, moves: Sequen
             peer: torch.cat([source[:, p.slot, : p.tokens, p.heads].reshape(-1) for p in pieces])
             for peer, pieces in outgoing.items()
         }
-        received = {
-            peer: torch.empty(sum(p.numbers(model.head_dim) for p in pieces), device=source.device, dtype=source.dtype)
+        sizes = {
+            peer: sum(p.numbers(model.head_dim) for p in pieces)
             for peer, pieces in incoming.items()
             if peer != worker.rank
         }
-        operations = [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in packed.items() if peer != worker.rank]
-        operations += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received.items()]
-        for request in dist.batch_isend_irecv(operations) if operations else ():
-            request.wait()
+        sends = {peer: tensor for peer, tensor in packed.items() if peer != worker.rank}
+        received = worker.ranks(worker.size).exchange(sends, sizes, source)
         if worker.rank in packed:
             received[worker.rank] = packed[worker.rank]
         for peer, pieces in incoming.items():

@@ -10,6 +10,7 @@ import mmap
 import os
 import platform
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ class Ranks(ABC):
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's `x` (contiguous, of the same shape), by rank."""
 
+    @abstractmethod
+    def exchange(
+        self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """A flat tensor to each of some other ranks, and from those in `sizes` one of so many numbers each.
+
+        All are on the device and of the type of `like`.
+        """
+
 
 class Alone(Ranks):
     """One rank: nothing to say."""
@@ -48,6 +58,15 @@ class Alone(Ranks):
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Only `x`."""
         return [x]
+
+    def exchange(
+        self,
+        sends: Mapping[int, torch.Tensor],  # noqa: ARG002 - there is nobody else
+        sizes: Mapping[int, int],  # noqa: ARG002
+        like: torch.Tensor,  # noqa: ARG002
+    ) -> dict[int, torch.Tensor]:
+        """Nothing."""
+        return {}
 
 
 class DistributedRanks(Ranks):
@@ -65,6 +84,18 @@ class DistributedRanks(Ranks):
         """By the group's backend."""
         found = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(found, x, group=self._group)
+        return found
+
+    def exchange(
+        self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """By sends and receives side by side."""
+        first = dist.get_global_rank(self._group, 0)
+        found = {peer: torch.empty(size, device=like.device, dtype=like.dtype) for peer, size in sizes.items()}
+        operations = [dist.P2POp(dist.isend, tensor, first + peer) for peer, tensor in sends.items()]
+        operations += [dist.P2POp(dist.irecv, tensor, first + peer) for peer, tensor in found.items()]
+        for request in dist.batch_isend_irecv(operations) if operations else ():
+            request.wait()
         return found
 
 
@@ -89,7 +120,9 @@ class SharedMemoryRanks(Ranks):
         self._counters = memoryview(self._map)[:head].cast("q")
         self._places = [rank * _LINE // 8 for rank in range(size)]
         self._others = [place for rank, place in enumerate(self._places) if rank != index]
-        self._buffers = torch.frombuffer(self._map, dtype=torch.uint8, offset=head).view(2, size, CAPACITY_BYTES)
+        with torch.inference_mode(False):  # so that it can be written in and outside of inference mode
+            data = torch.frombuffer(self._map, dtype=torch.uint8, offset=head)
+            self._buffers = data.view(2, size, CAPACITY_BYTES)
         self._views: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._count = 0
         self._buffers[:, index] = 0  # no page is missing later
@@ -99,7 +132,7 @@ class SharedMemoryRanks(Ranks):
         step = CAPACITY_BYTES // x.element_size()
         for start in range(0, x.numel(), step):
             piece = x.view(-1)[start : start + step]
-            first, *rest = self._exchange(piece)
+            first, *rest = (buffer[: len(piece)] for buffer in self._post(piece))
             torch.add(first, rest[0], out=piece)
             for other in rest[1:]:
                 piece += other
@@ -109,20 +142,40 @@ class SharedMemoryRanks(Ranks):
         found = [torch.empty_like(x) for _ in range(self.size)]
         step = CAPACITY_BYTES // x.element_size()
         for start in range(0, x.numel(), step):
-            for whole, buffer in zip(found, self._exchange(x.view(-1)[start : start + step]), strict=True):
-                whole.view(-1)[start : start + step] = buffer
+            piece = x.view(-1)[start : start + step]
+            for whole, buffer in zip(found, self._post(piece), strict=True):
+                whole.view(-1)[start : start + step] = buffer[: len(piece)]
         return found
 
-    def _exchange(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """The buffers of all ranks once each has written its piece; valid until the next exchange but one."""
+    def exchange(
+        self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """Every rank posts what it has for all others, one after another; each copies what is meant for it."""
+        own = torch.tensor([len(sends[peer]) if peer in sends else 0 for peer in range(self.size)])
+        tables = torch.stack(self.all_gather(own)).tolist()  # by sender and receiver
+        stream = torch.cat([sends[peer] for peer in sorted(sends)]) if sends else like.new_empty(0)
+        found = {peer: like.new_empty(size) for peer, size in sizes.items()}
+        step = CAPACITY_BYTES // like.element_size()
+        for start in range(0, max(sum(table) for table in tables), step):
+            buffers = self._post(stream[start : start + step])
+            for peer, tensor in found.items():
+                first = sum(tables[peer][: self._index])
+                low, high = max(first, start), min(first + len(tensor), start + step)
+                if low < high:
+                    tensor[low - first : high - first] = buffers[peer][low - start : high - start]
+        return found
+
+    def _post(self, piece: torch.Tensor) -> list[torch.Tensor]:
+        """The buffers of all ranks once each has written its piece; valid until the next post but one."""
         self._count += 1
-        count, length = self._count, len(piece)
+        count = self._count
         views = self._views.get(piece.dtype)
         if views is None:
-            views = [[buffer.view(piece.dtype) for buffer in half] for half in self._buffers]
+            with torch.inference_mode(False):
+                views = [[buffer.view(piece.dtype) for buffer in half] for half in self._buffers]
             self._views[piece.dtype] = views
-        buffers = [buffer[:length] for buffer in views[count & 1]]
-        buffers[self._index].copy_(piece)
+        buffers = views[count & 1]
+        buffers[self._index][: len(piece)] = piece
         counters = self._counters
         counters[self._places[self._index]] = count
         for place in self._others:

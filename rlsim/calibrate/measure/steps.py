@@ -12,14 +12,14 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rlsim.calibrate.measure.batch import Batch
 from rlsim.calibrate.measure.bench import Bench, Effort
 from rlsim.calibrate.measure.clock import Timing, synchronize, timing
-from rlsim.calibrate.measure.decoder import Decoder, KvCache, build_decoder
+from rlsim.calibrate.measure.decoder import Decoder, KvCache, random_weights
 from rlsim.calibrate.measure.layout import Move, migrate, reshard
 from rlsim.errors import CalibrationError
 from rlsim.models import Model
@@ -27,6 +27,7 @@ from rlsim.models import Model
 #: Parts of a layout change that move no bytes: all ranks stop and agree on what each holds; a group is created.
 CONTROLS = ("pause", "group_create")
 MOST_REPEATS = 200
+CORE_SHARE = 0.97  # of its core that a process has while nothing else runs there
 ROOM = 8  # tokens of a slot beyond the context that is measured
 
 
@@ -146,34 +147,47 @@ def spread_moves(contexts: Sequence[int], from_replicas: int, to_replicas: int) 
     ]
 
 
-def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` runs that all workers begin together. The garbage collector waits meanwhile."""
-    device, now = worker.device, time.perf_counter
-    times = []
+class Lap(NamedTuple):
+    """One run of what is timed."""
+
+    seconds: float
+    core_share: float  # of the time that this process really ran; the rest of the core went to others
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether something else ran on our core meanwhile."""
+        return self.core_share < CORE_SHARE
+
+
+def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object], repeats: int) -> list[Lap]:
+    """Each of `repeats` runs that all workers begin together. The garbage collector waits meanwhile."""
+    device, now, busy = worker.device, time.perf_counter, time.process_time
+    laps = []
     collecting = gc.isenabled()
     gc.disable()
     try:
         together(worker)
         for _ in range(repeats):
-            began = now()
+            worked, began = busy(), now()
             run()
             synchronize(device)
-            times.append(now() - began)
+            seconds, worked = now() - began, busy() - worked
+            laps.append(Lap(seconds, min(worked / seconds, 1.0) if device == "cpu" else 1.0))
             undo()
             synchronize(device)
     finally:
         if collecting:
             gc.enable()
-    return times
+    return laps
 
 
 def _timed(worker: Any, effort: Effort, run: Callable[[], object], undo: Callable[[], object]) -> Timing:
     """As often as `effort` asks for, and equally often on all workers."""
     pilot = step_times(worker, run, undo, max(effort.warmup, 1) + 1)
-    one = max(agree(worker, pilot[-1]))
+    one = max(agree(worker, pilot[-1].seconds))
     wanted = max(effort.min_repeats, math.ceil(effort.min_time_s / one))
     repeats = max(3, min(wanted, math.floor(effort.max_time_s / one), MOST_REPEATS))
-    return timing(step_times(worker, run, undo, repeats))
+    return timing([lap.seconds for lap in step_times(worker, run, undo, repeats)])
 
 
 def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_tokens: int) -> Decoder:
@@ -181,21 +195,14 @@ def _decoder(worker: Any, bench: Bench, model: Model, tp: int, slots: int, max_t
     kept = worker.state.setdefault("steps", {})
     if kept.get("model") != model:
         kept.clear()
-        kept["model"] = model
-    if worker.device != "cpu":
-        for other in [key for key in kept if isinstance(key, int) and key != tp]:
-            del kept[other]
-    shape = slots, max_tokens
-    if kept.get("shape") != shape:
-        for key in [key for key in kept if isinstance(key, int)]:
-            kept[key] = _without_cache(kept[key])
+        kept.update(model=model, weights={}, shape=None)
+    weights: dict[int, Any] = kept["weights"]
+    if tp not in weights:
+        if worker.device != "cpu":
+            weights.clear()
+        weights[tp] = random_weights(model, tp, worker.rank % tp, worker.device, bench.torch_dtype)
+    if kept["shape"] != (slots, max_tokens):
         kept["cache"] = None  # the old one goes before the new one comes
-        kept["cache"], kept["shape"] = KvCache(model, slots, max_tokens, worker.device, bench.torch_dtype), shape
-    cache = kept["cache"]
-    if tp not in kept:
-        kept[tp] = build_decoder(worker, model, tp, cache, bench.torch_dtype)
-    elif kept[tp].cache is not cache:
-        old = kept[tp]
-        kept[tp] = Decoder(model, tp, old.index, old.ranks, old.device, old.weights, cache)
-    decoder: Decoder = kept[tp]
-    return decoder
+        kept["cache"] = KvCache(model, slots, max_tokens, worker.device, bench.torch_dtype)
+        kept["shape"] = (slots, max_tokens)
+    return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, weights[tp], kept["cache"])
