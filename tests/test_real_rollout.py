@@ -16,18 +16,9 @@ from rlsim.calibrate.measure.workers import Workers  # noqa: E402
 from rlsim.cost.transfer import kv_rank_bytes  # noqa: E402
 from rlsim.errors import CalibrationError  # noqa: E402
 from rlsim.validate import real_run  # noqa: E402
-from rlsim.validate.rollout import (  # noqa: E402
-    QUICK,
-    SMALL,
-    Case,
-    MeasuredCosts,
-    Samples,
-    draw_lengths,
-    fit,
-    shapes,
-    simulate,
-    validate_rollouts,
-)
+from rlsim.validate.rollout import validate_rollouts  # noqa: E402
+from rlsim.validate.rollout_simulation import Case, MeasuredCosts, simulate  # noqa: E402
+from rlsim.validate.rollout_steps import QUICK, SMALL, Samples, draw_lengths, fit, shapes  # noqa: E402
 
 TINY = SMALL.model_copy(
     update={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}

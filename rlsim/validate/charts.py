@@ -60,6 +60,36 @@ def error_panels(frame: pd.DataFrame, title: str, *, facet: str, colour: str, un
     return _finished(alt.concat(*panels, columns=2), title, "grey: ±15%; errors beyond ±50% stand at the edge")
 
 
+def lines_by_left(frame: pd.DataFrame) -> Any:
+    """Step times and throughput by unfinished responses, measured and simulated, one column for each case.
+
+    Columns case, quantity (step_s or throughput_tokens_per_s), left (in descending order of waiting), by, value.
+    """
+    import altair as alt
+
+    order = list(dict.fromkeys(frame.left))
+    rows = []
+    for quantity, title, factor in (("step_s", "step (ms)", 1e3), ("throughput_tokens_per_s", "tokens per s", 1.0)):
+        panels = []
+        for case in dict.fromkeys(frame.case):
+            own = frame[(frame.case == case) & (frame.quantity == quantity)]
+            own = own.assign(value=own.value * factor)
+            x = alt.X(
+                "left:N",
+                sort=order[::-1],
+                title="responses left",
+                axis=alt.Axis(labelAngle=0, labelExpr="replace(datum.label, ' left', '')"),
+            )
+            y = alt.Y("value:Q", title=title, scale=alt.Scale(zero=True))
+            names, colours = ["measured", "rlsim"], [COLOURS[0], COLOURS[1]]
+            hue = alt.Color("by:N", title=None, scale=alt.Scale(domain=names, range=colours))
+            dash = alt.StrokeDash("by:N", title=None, scale=alt.Scale(domain=names, range=[[1, 0], [5, 3]]))
+            line = alt.Chart(own).mark_line(point=True).encode(x=x, y=y, color=hue, strokeDash=dash)
+            panels.append(line.properties(width=230, height=150, title=str(case)))
+        rows.append(alt.hconcat(*panels))
+    return _finished(alt.vconcat(*rows), "Real rollouts: measured and simulated")
+
+
 def _finished(chart: Any, title: str, subtitle: str = "") -> Any:
     import altair as alt
 

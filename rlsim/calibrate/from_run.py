@@ -1,0 +1,375 @@
+"""Fits what a calibration leaves free to a user's own veRL run: training efficiency and the host time of rollout.
+
+Every second usable step is fitted, the others are only predicted, and their errors are the result.
+docs/calibrating-from-a-run.md says what is taken from the log and what is assumed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rlsim.calibrate.fit.common import Array, percent, rounded
+from rlsim.calibrate.points import join, point_rows, residual_of
+from rlsim.calibrate.verl_fit import HostTimes, Run, check_mfu, fit_host, fit_training
+from rlsim.calibrate.verl_lengths import Logged, deals, from_trace, reconstruct
+from rlsim.calibrate.verl_log import METRICS, VerlLog, read_log
+from rlsim.calibrate.verl_rollout import Progress, RolloutTimes, host_fit, rollout_times
+from rlsim.calibrate.verl_settings import settings_of
+from rlsim.calibrate.write import write_yaml
+from rlsim.cost.calibration import Calibration, Residual, Source, load_calibration
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster, load_cluster
+from rlsim.models import load_model
+from rlsim.schema import read_yaml
+from rlsim.trace import read_trace
+
+SCRIPT = "rlsim calibrate from-run"
+FEWEST_STEPS = 6  # usable ones: half of them are fitted
+MOST_STEPS = 80  # more are thinned out evenly: they cost time and add little
+WARMUP = 2  # first steps of a log: compilation, graph capture, cold caches
+BAD_FIT = 0.2  # 90th percentile of the errors of a training call from which on the cause is worth a word
+#: What is predicted and compared with the log.
+QUANTITIES = ("gen_s", "old_log_prob_s", "ref_log_prob_s", "update_actor_s", "step_s")
+_NEEDED = ["gen_s", "update_actor_s", "response_mean", "prompt_mean"]
+
+
+@dataclass(frozen=True)
+class FromRun:
+    """A calibration fitted to a run, and how well it predicts the steps it has not seen.
+
+    `errors` has one row per quantity: `steps` (held out), `mean`, `median` and `p90` of the absolute relative error,
+    `bias` (median signed error, positive = predicted too slow), `base_mean` (mean absolute error of the calibration
+    that it started from). `points` has one row per quantity and step (see `rlsim.calibrate.points`). `excluded` counts
+    the steps that were neither fitted nor held out, by reason.
+    """
+
+    calibration: Calibration
+    errors: pd.DataFrame
+    used: tuple[int, ...]
+    held_out: tuple[int, ...]
+    excluded: Mapping[str, int]
+    points: pd.DataFrame
+    notes: tuple[str, ...]
+
+
+def from_run(
+    log: str | Path,
+    *,
+    model: str,
+    cluster: str | Mapping[str, Any],
+    calibration: str | Path,
+    rollout_tp: int | None = None,
+    prompts: int | None = None,
+    responses: int | None = None,
+    cap: int | None = None,
+    backend: str | None = None,
+    train: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    memory_utilization: float | None = None,
+    trace: str | Path | None = None,
+    name: str | None = None,
+    warmup: int = WARMUP,
+    progress: Progress | None = None,
+) -> FromRun:
+    """Fit training efficiency and host time to the metrics in `log` and predict the steps that were not used.
+
+    `cluster` is a name of the catalogue, a cluster spelled out, or the path of such a YAML file; `calibration` is where
+    everything else comes from. `prompts` × `responses` sequences a step of up to `cap` response
+    tokens; `train` are fields of `TrainingArguments`, `engine` of `EngineConfig`. What is None is taken from the
+    configuration that veRL prints at the start of its console log, if it is there. `trace` gives the shape of the
+    lengths, else they are reconstructed (see `verl_lengths`). The first `warmup` steps are left out. `progress` is told
+    (steps done, steps in all) of the rollout simulations.
+
+    Raises `CalibrationError` if the log lacks something, contradicts the arguments or itself, has fewer than 6 usable
+    steps, or implies an efficiency that no GPU has; other `RlsimError`s for names that do not exist.
+    """
+    read = read_log(log)
+    for metric in _NEEDED:
+        read.need(metric)
+    base, machines = load_calibration(calibration), _cluster(cluster)
+    if base.gpu != machines.gpu.name:
+        raise CalibrationError(
+            f"calibration {base.name!r} is for GPU {base.gpu!r}, cluster {machines.name!r} has {machines.gpu.name!r}"
+        )
+    settings = settings_of(
+        read,
+        machines,
+        rollout_tp=rollout_tp,
+        prompts=prompts,
+        responses=responses,
+        cap=cap,
+        backend=backend,
+        train=train or {},
+        engine=engine or {},
+        memory_utilization=memory_utilization,
+    )
+    steps, excluded = _usable(read, warmup)
+    logged = [
+        Logged(
+            int(step), read.where(int(step)), row["response_mean"], row["response_max"], row["clip_ratio"],
+            row["prompt_mean"],
+        )
+        for step, row in zip(steps.index, steps.to_dict("records"), strict=True)
+    ]  # fmt: skip
+    size = settings.prompts, settings.responses, settings.cap
+    if trace is None:
+        numbers = range(deals(settings.prompts * settings.responses))
+        dealt = [[reconstruct(one, *size, deal) for deal in numbers] for one in logged]
+    else:
+        dealt = [[batch] for batch in from_trace(read_trace(trace), logged, *size)]
+    used = [place % 2 == 0 for place in range(len(steps))]
+    run = Run(read, steps, [ways[0] for ways in dealt], used, settings, load_model(model), machines, base)
+    notes = [*read.notes, *settings.notes, _lengths_note(trace), *_odd(run)]
+    mfu, about_mfu = check_mfu(run)
+    efficiency = fit_training(run)
+    times = rollout_times(run.model, machines, base, settings, dealt, progress)
+    host = fit_host(run, times)
+    points, errors, more = _report(run, efficiency, times, host)
+    notes += [*about_mfu, f"host time: {host.how}", *times.notes, *more]
+    result = FromRun(
+        base,
+        errors,
+        tuple(int(step) for step, use in zip(steps.index, used, strict=True) if use),
+        tuple(int(step) for step, use in zip(steps.index, used, strict=True) if not use),
+        excluded,
+        points,
+        tuple(dict.fromkeys(notes)),
+    )
+    return _with_calibration(result, run, efficiency, host, mfu, name)
+
+
+def write(result: FromRun, out: str | Path) -> Path:
+    """The calibration as a YAML file: `out` itself if it ends in .yaml, else `out/NAME.yaml`. Returns the path."""
+    out = Path(out)
+    calibration = result.calibration
+    if out.suffix == ".yaml":
+        calibration, out = calibration.model_copy(update={"name": out.stem}), out.parent
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return write_yaml(calibration, out)
+    except OSError as error:
+        raise CalibrationError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+def _cluster(cluster: str | Mapping[str, Any]) -> Cluster:
+    if isinstance(cluster, str) and cluster.endswith((".yaml", ".yml")):
+        return load_cluster(read_yaml(Path(cluster)), cluster)
+    return load_cluster(cluster)
+
+
+# Which steps ---------------------------------------------------------------------------------------------------------
+
+
+def _usable(log: VerlLog, warmup: int) -> tuple[pd.DataFrame, dict[str, int]]:
+    """The steps to fit and test on, and how many of the others there are, by reason."""
+    trained = log.steps[log.steps.gen_s.notna() | log.steps.update_actor_s.notna()]
+    often = [name for name in ("old_log_prob_s", "ref_log_prob_s", "step_s") if trained[name].notna().mean() > 0.5]
+    reasons = {
+        "warm-up": np.arange(len(trained)) < warmup,
+        "with validation": trained.testing_s.fillna(0.0) > 0.0,
+        "with a checkpoint": trained.save_checkpoint_s.fillna(0.0) > 0.0,
+        "with several generated batches": trained.gen_batches.fillna(1.0) > 1.0,
+        "lacking a metric": ~np.isfinite(trained[[*_NEEDED, *often]]).all(axis=1),
+        "with a time of zero": (trained[["gen_s", "update_actor_s"]] <= 0.0).any(axis=1),
+    }
+    why = pd.Series("", index=trained.index)
+    for reason, mask in reasons.items():
+        why[(why == "") & np.asarray(mask, dtype=bool)] = reason
+    excluded = {reason: int((why == reason).sum()) for reason in reasons if (why == reason).any()}
+    if len(log.steps) > len(trained):
+        excluded["without training"] = len(log.steps) - len(trained)
+    usable = trained[why == ""]
+    if len(usable) < FEWEST_STEPS:
+        left = ", ".join(f"{count} {reason}" for reason, count in excluded.items()) or "none left out"
+        raise CalibrationError(
+            f"{log.path}: {len(usable)} usable steps of {len(log.steps)} in the log ({left}); at least {FEWEST_STEPS} "
+            "are needed, half of them to fit and half to test"
+        )
+    for metric in ("gen_s", "update_actor_s"):
+        if usable[metric].nunique() == 1:
+            raise CalibrationError(
+                f"{log.path}: {METRICS[metric][0]} is {usable[metric].iloc[0]:g} in all {len(usable)} usable steps: "
+                "these are not timings of separate steps"
+            )
+    if len(usable) > MOST_STEPS:
+        chosen = np.unique(np.linspace(0, len(usable) - 1, MOST_STEPS).round().astype(int))
+        excluded["thinned out"] = len(usable) - len(chosen)
+        usable = usable.iloc[chosen]
+    return usable, excluded
+
+
+def _odd(run: Run) -> list[str]:
+    """Signs that the run was not what rlsim's workflow is: calls one after the other, one turn a response."""
+    steps, notes = run.steps, []
+    calls = steps[["gen_s", "old_log_prob_s", "update_actor_s"]].sum(axis=1)
+    if float((steps.step_s / calls).median()) < 0.95:
+        raise CalibrationError(
+            f"{run.log.path}: timing_s/step is less than gen, old_log_prob and update_actor together: the calls "
+            "overlap, or the times are of different units; only runs whose calls follow each other can be fitted"
+        )
+    if float(steps.turns.median()) > 2.01:
+        notes.append(
+            f"{float(steps.turns.median()):.1f} messages a conversation: gen holds tool or environment time, which the "
+            "fit takes for host time"
+        )
+    if run.measured_s("old_log_prob_s") is None:
+        notes.append("timing_s/old_log_prob is not logged: the efficiency is fitted to update_actor alone")
+    if steps.reshard_s.notna().any():
+        notes.append("gen_s is timing_s/gen less timing_s/reshard, which it contains")
+    return notes
+
+
+def _lengths_note(trace: str | Path | None) -> str:
+    if trace is not None:
+        return f"lengths: drawn from {Path(trace).name}, bent to each step's mean and share at the cap or longest"
+    return (
+        "lengths: one lognormal a step with the logged mean, and the logged share at the cap or else longest response; "
+        "the log keeps no lengths, a trace of the run would"
+    )
+
+
+# Report --------------------------------------------------------------------------------------------------------------
+
+
+def _predicted(run: Run, efficiency: float | None, gen_s: Array) -> dict[str, Array]:
+    """Seconds by step of the calls that are logged; those of training only if there is an efficiency."""
+    found = {"gen_s": gen_s}
+    if efficiency is not None:
+        log_prob = run.log_prob_s(efficiency)
+        found |= {"old_log_prob_s": log_prob, "ref_log_prob_s": log_prob, "update_actor_s": run.update_s(efficiency)}
+    return {name: values for name, values in found.items() if run.measured_s(name) is not None}
+
+
+def _report(
+    run: Run, efficiency: float, times: RolloutTimes, host: HostTimes
+) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
+    """Points and errors of every logged quantity, and what has to be said about them."""
+    base = run.base
+    fitted = _predicted(run, efficiency, times.total_s(host.step_s, host.sequence_s))
+    before = _predicted(
+        run,
+        base.training.flop_efficiency.get(run.settings.backend),
+        times.before_s,
+    )
+    used, notes = np.asarray(run.used), []
+    step = run.measured_s("step_s")
+    if step is not None:
+        calls = sum((_logged(run, name) for name in fitted), np.zeros(len(step)))
+        rest = float(np.median((step - calls)[used]))
+        notes.append(
+            f"step_s: the calls above and {rest:.3g} s for everything else (reward, advantage, weight sync, the "
+            "trainer's own work), the median of what the used steps leave"
+        )
+        for found in (fitted, before) if set(before) == set(fitted) else (fitted,):
+            found["step_s"] = sum(found.values(), np.full(len(step), rest))
+    labels = [f"step {number}" for number in run.steps.index]
+    points = join(point_rows(name, labels, _logged(run, name), fitted[name], ~used) for name in fitted)
+    rows = []
+    for name in QUANTITIES:
+        if name in fitted:
+            shown = _logged(run, name)
+            off = (fitted[name] / shown - 1.0)[~used]
+            was = (before[name] / shown - 1.0)[~used] if name in before else np.array([np.nan])
+            rows.append(
+                {
+                    "quantity": name,
+                    "steps": len(off),
+                    "mean": float(np.abs(off).mean()),
+                    "median": float(np.median(np.abs(off))),
+                    "p90": float(np.quantile(np.abs(off), 0.9)),
+                    "bias": float(np.median(off)),
+                    "base_mean": float(np.abs(was).mean()),
+                }
+            )
+    errors = pd.DataFrame(rows)
+    badly = errors[errors.quantity.isin(("old_log_prob_s", "update_actor_s")) & (errors.p90 > BAD_FIT)]
+    if len(badly):
+        notes.append(
+            f"one efficiency does not suit all training calls ({', '.join(badly.quantity)}: 90th percentile "
+            f"{percent(float(badly.p90.max()))}): the cluster's links, the training strategy or offloading may not be "
+            "the run's"
+        )
+    return points, errors, notes
+
+
+def _logged(run: Run, name: str) -> Array:
+    values = run.measured_s(name)
+    assert values is not None
+    return values
+
+
+def _with_calibration(
+    result: FromRun, run: Run, efficiency: float, host: HostTimes, mfu: float, name: str | None
+) -> FromRun:
+    """The base with the fitted numbers, and where they are from."""
+    base, settings, log = run.base, run.settings, run.log.path.name
+    tested = "; ".join(
+        f"{row['quantity']} {percent(row['mean'])} mean, {percent(row['bias'])} bias"
+        for row in result.errors.to_dict("records")
+    )
+    whence = (
+        f"{len(result.used)} steps of {log} ({run.model.name} on {run.cluster.name}, "
+        f"{settings.prompts} × {settings.responses} sequences, steps {_range(result.used)})"
+    )
+    training = base.training.model_copy(
+        update={
+            "flop_efficiency": {**base.training.flop_efficiency, settings.backend: efficiency},
+            "source": f"{settings.backend}: {whence}, MFU {mfu:.2f}; others, of {base.name}: {base.training.source}",
+        }
+    )
+    source = f"{host.how}; rollouts at TP{settings.rollout_tp} of {whence}; before, of {base.name}: {base.host.source}"
+    provenance = base.provenance.model_copy(
+        update={
+            "date": datetime.date.today().isoformat(),
+            "script": SCRIPT,
+            "sources": (
+                Source(project="own veRL run", commit="as logged", licence="own", files=(log,)),
+                *base.provenance.sources,
+            ),
+            "notes": (
+                *base.provenance.notes,
+                f"training ({settings.backend}) and host time fitted to {whence}; everything else is {base.name}'s",
+                f"errors on {len(result.held_out)} steps of the same run that were not fitted: {tested}",
+                *result.notes,
+            ),
+        }
+    )
+    residuals = {**base.residuals, **_residuals(result.points, run)}
+    calibration = base.model_copy(
+        update={
+            "name": name or _plain(f"{base.name}-{run.log.path.stem}"),
+            "training": training,
+            "host": host_fit(base, host.step_s, host.sequence_s, source),
+            "provenance": provenance,
+            "residuals": residuals,
+        }
+    )
+    checked = Calibration.model_validate(rounded(calibration.model_dump()))
+    return FromRun(**{**vars(result), "calibration": checked})
+
+
+def _residuals(points: pd.DataFrame, run: Run) -> dict[str, Residual]:
+    unseen = run.steps[~np.asarray(run.used)]
+    ranges = {"response_mean": unseen.response_mean.to_numpy(float)}
+    note = "steps of the same run that were not fitted"
+    return {
+        f"run_{str(quantity).removesuffix('_s')}": residual_of(part, ranges, note)
+        for quantity, part in points.groupby("operator", sort=False)
+    }
+
+
+def _range(steps: Iterable[int]) -> str:
+    numbers = list(steps)
+    return f"{numbers[0]} to {numbers[-1]}"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

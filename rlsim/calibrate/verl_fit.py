@@ -1,0 +1,234 @@
+"""The fits to a run's timings: one training efficiency, and one or two host times of the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy.interpolate import PchipInterpolator
+from scipy.optimize import least_squares
+
+from rlsim.calibrate.fit.common import Array, percent
+from rlsim.calibrate.verl_lengths import Batch
+from rlsim.calibrate.verl_log import VerlLog
+from rlsim.calibrate.verl_rollout import RolloutTimes
+from rlsim.calibrate.verl_settings import RunSettings
+from rlsim.cost.calibration import Calibration
+from rlsim.cost.collectives import Collectives
+from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+
+#: Model FLOPs of the update over the peak of all GPUs. Outside this the times, the GPUs or the model must be wrong.
+PLAUSIBLE_MFU = (0.01, 1.0)
+#: Kernel time of the rollout over the logged one, likewise.
+PLAUSIBLE_KERNELS = (0.02, 3.0)
+#: Two host numbers are told apart if the standard error of what each adds to gen is below this share of gen.
+TOLD_APART = 0.05
+#: ... or if the spread of the errors with both is below this share of that with one.
+CLEARLY_BETTER = 0.8
+_EFFICIENCIES = np.geomspace(0.01, 1.0, 13)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is fitted: usable steps, their sequences, which of them the fit may see, and what they ran on."""
+
+    log: VerlLog
+    steps: pd.DataFrame
+    batches: Sequence[Batch]
+    used: Sequence[bool]
+    settings: RunSettings
+    model: Model
+    cluster: Cluster
+    base: Calibration
+
+    def measured_s(self, quantity: str) -> Array | None:
+        """Seconds by step as logged, None if not logged; `gen_s` is without the resharding that it contains."""
+        if quantity == "gen_s":
+            return np.asarray(self.steps.gen_s - self.steps.reshard_s.fillna(0.0), dtype=float)
+        values = self.steps[quantity].to_numpy(float)
+        return None if np.isnan(values).any() else values
+
+    def log_prob_s(self, efficiency: float, batches: Sequence[Batch] | None = None) -> Array:
+        """Predicted seconds of a log-prob pass over each batch (default: all)."""
+        cost = self._train_cost(efficiency, inference=True)
+        return np.array([cost.forward_s(b.total_tokens).total_s for b in self._chosen(batches)])
+
+    def update_s(self, efficiency: float, batches: Sequence[Batch] | None = None) -> Array:
+        """Predicted seconds of an update over each batch (default: all)."""
+        cost, mini, epochs = self._train_cost(efficiency, False), self.settings.mini_batches, self.settings.epochs
+        return np.array([cost.train_s(b.total_tokens, mini, epochs).total_s for b in self._chosen(batches)])
+
+    def _chosen(self, batches: Sequence[Batch] | None) -> Sequence[Batch]:
+        return self.batches if batches is None else batches
+
+    def _train_cost(self, efficiency: float, inference: bool) -> TrainCost:
+        collectives = Collectives(self.base.collectives, self.base.reference, self.cluster)
+        strategy = self.settings.inference if inference else self.settings.train
+        return TrainCost(self.model, self.cluster, collectives, strategy, TrainEfficiency(flop=efficiency))
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def check_mfu(run: Run) -> tuple[float, list[str]]:
+    """The run's median MFU (FLOPs of 3 forward passes over the peak of all GPUs), and whether veRL's own agrees.
+
+    Raises `CalibrationError` if no GPU could have it.
+    """
+    peak = run.cluster.gpus * run.cluster.gpu.bf16_flop_per_s
+    flops = np.array([forward_flops(run.model, batch.total_tokens) for batch in run.batches])
+    mfu = float(np.median(3.0 * run.settings.epochs * flops / (run.steps.update_actor_s.to_numpy(float) * peak)))
+    low, high = PLAUSIBLE_MFU
+    if not low <= mfu <= high:
+        hint = "are the times in ms?" if mfu < low else "check the model, the GPUs and the batch"
+        raise CalibrationError(
+            f"{run.log.where(int(run.steps.index[0]))}: updates of {run.steps.update_actor_s.median():g} s are an MFU "
+            f"of {mfu:.2g} for {run.model.name} on {run.cluster.name}, outside {low:g} to {high:g}; {hint}"
+        )
+    logged = float(run.steps.mfu_actor.median())
+    if logged > 0.0 and not 0.67 < mfu / logged < 1.5:
+        return mfu, [
+            f"veRL logs an MFU of {logged:.2f}, here it is {mfu:.2f}: check the model, the GPUs and their peak rate"
+        ]
+    return mfu, []
+
+
+def fit_training(run: Run) -> float:
+    """The efficiency at which log-prob passes and updates of the used steps come out best (log errors, robust).
+
+    Times fall smoothly with the efficiency: they are worked out at 13 values and interpolated in between. Raises
+    `CalibrationError` if the calls are faster than the peak or slower than a hundredth of it allows.
+    """
+    some = [batch for batch, use in zip(run.batches, run.used, strict=True) if use]
+    curves, shown = [], []
+    for quantity, times in (("old_log_prob_s", run.log_prob_s), ("update_actor_s", run.update_s)):
+        measured = run.measured_s(quantity)
+        if measured is not None:
+            table = np.array([times(float(efficiency), some) for efficiency in _EFFICIENCIES])
+            curves.append(PchipInterpolator(np.log(_EFFICIENCIES), np.log(table), axis=0))
+            shown.append(np.log(measured[np.asarray(run.used)]))
+
+    def error(x: Array) -> Array:
+        return np.concatenate([curve(x[0]) - y for curve, y in zip(curves, shown, strict=True)])
+
+    low, high = float(np.log(_EFFICIENCIES[0])), float(np.log(_EFFICIENCIES[-1]))
+    found = _robust_fit(error, [[np.log(0.2)], [np.log(0.5)]], [low], [high])
+    off = float(np.median(error(found)))
+    if (found[0] > high - 1e-3 and off > 0.05) or (found[0] < low + 1e-3 and off < -0.05):
+        way = "faster than the GPUs' peak allows" if off > 0 else "slower than a hundredth of the GPUs' peak"
+        raise CalibrationError(
+            f"{run.log.path}: the training calls are {way} ({percent(abs(float(np.expm1(off))))} off at the bound); "
+            "check the model, the cluster, the training strategy and the unit of the times"
+        )
+    return float(np.exp(found[0]))
+
+
+# Host time -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Host seconds per iteration, and per running sequence and iteration; `how` says which of them are fitted."""
+
+    step_s: float
+    sequence_s: float
+    how: str
+
+
+def fit_host(run: Run, times: RolloutTimes) -> HostTimes:
+    """Host times at which the rollouts of the used steps come out best (log errors, robust, none below zero).
+
+    If the steps are too alike to tell the two apart, the one that explains them better is fitted and the other stays
+    the base calibration's. Raises `CalibrationError` if the
+    kernels alone are out of all proportion to the logged times.
+    """
+    base = run.base.host
+    measured = run.measured_s("gen_s")
+    assert measured is not None
+    used = np.asarray(run.used)
+    shares = times.total_s(0.0, 0.0) / measured
+    share, (low, high) = float(np.median(shares)), PLAUSIBLE_KERNELS
+    if not low <= share <= high:
+        hint = "are the times in ms?" if share < low else "check the model, rollout_tp, the batch and the cap"
+        raise CalibrationError(
+            f"{run.log.where(int(run.steps.index[0]))}: rollouts of {float(np.median(measured)):g} s, of which kernels "
+            f"take {share:.2g} times as much; plausible is {low:g} to {high:g}; {hint}"
+        )
+    if times.fixed:
+        return HostTimes(
+            base.step_s,
+            base.sequence_s,
+            f"not fitted: {run.base.name} has whole decode steps of {run.model.name} at TP{run.settings.rollout_tp}, "
+            "host time included",
+        )
+    # What a unit of each parameter adds is about the whole of gen.
+    units = np.array(
+        [np.median(measured / part.max(axis=2).mean(axis=1)) for part in (times.iterations, times.sequences)]
+    )
+    y = np.log(measured[used])
+
+    def error(step: float, sequence: float) -> Array:
+        return np.asarray(np.log(times.total_s(step * units[0], sequence * units[1])[used]) - y)
+
+    def both(x: Array) -> Array:
+        return error(x[0], x[1])
+
+    two = _robust_fit(both, [[0.3, 0.3], [0.7, 0.05], [0.05, 0.7]], [0.0, 0.0], [np.inf, np.inf])
+    told = max(_standard_errors(both, two)) <= TOLD_APART
+    known = (0.0, 0.0) if base.overlapped else (base.step_s / units[0], base.sequence_s / units[1])
+    ones = []
+    for kept, value in (("sequence_s", known[1]), ("step_s", known[0])):
+
+        def one(x: Array, kept: str = kept, value: float = value) -> Array:
+            return error(x[0], value) if kept == "sequence_s" else error(value, x[0])
+
+        found = _robust_fit(one, [[0.1], [0.6]], [0.0], [np.inf])
+        ones.append((_spread(one(found), 1), kept, float(found[0])))
+    spread, kept, at = min(ones)
+    if told or _spread(both(two), 2) < CLEARLY_BETTER * spread:
+        return HostTimes(float(two[0] * units[0]), float(two[1] * units[1]), "both numbers fitted")
+    whose = "zero" if base.overlapped else f"that of {run.base.name}"
+    alike = "the steps are too alike, or too noisy, to tell both apart"
+    if kept == "sequence_s":
+        return HostTimes(at * float(units[0]), float(known[1] * units[1]), f"step_s fitted, {kept} {whose}: {alike}")
+    return HostTimes(float(known[0] * units[0]), at * float(units[1]), f"sequence_s fitted, {kept} {whose}: {alike}")
+
+
+def _standard_errors(error: Callable[[Array], Array], at: Array) -> Array:
+    """Of each parameter, from the spread of the errors and their slopes; infinite if the slopes are one direction."""
+    step = 1e-4
+    start = error(at)
+    slopes = np.stack([(error(at + step * row) - start) / step for row in np.eye(len(at))], axis=1)
+    if np.linalg.cond(slopes) > 1e3:
+        return np.full(len(at), np.inf)
+    covariance = np.linalg.inv(slopes.T @ slopes) * _spread(start, len(at)) ** 2
+    return np.asarray(np.sqrt(np.diag(covariance)))
+
+
+def _robust_fit(
+    error: Callable[[Array], Array], starts: Sequence[Sequence[float]], low: Sequence[float], high: Sequence[float]
+) -> Array:
+    """Least squares with a soft-L1 loss at a scale of 10%, then with a Cauchy loss at twice the spread of the errors:
+    single steps that took much longer for reasons of their own count next to nothing. Such a loss has several minima:
+    of those found from `starts` the one with the smallest spread counts."""
+    best, least = np.array(starts[0]), np.inf
+    for start in starts:
+        found = np.array(start)
+        for loss in ("soft_l1", "cauchy", "cauchy"):
+            scale = 0.1 if loss == "soft_l1" else max(2.0 * _spread(error(found)), 0.005)
+            inside = np.clip(found, np.array(low) + 1e-9, np.array(high) - 1e-9)
+            found = least_squares(error, inside, loss=loss, f_scale=scale, bounds=(low, high)).x
+        if _spread(error(found)) < least:
+            best, least = found, _spread(error(found))
+    return np.asarray(best)
+
+
+def _spread(errors: Array, fitted: int = 0) -> float:
+    """Standard deviation by the median absolute deviation from zero, for that many fitted numbers."""
+    freedom = len(errors) / max(len(errors) - fitted, 1)
+    return float(1.4826 * np.median(np.abs(errors)) * np.sqrt(freedom))

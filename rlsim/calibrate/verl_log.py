@@ -1,0 +1,392 @@
+"""Reads veRL's metrics as it writes them: console lines, the `file` logger's JSON Lines, CSV and JSON exports.
+
+Metric names are those of veRL 0.2 to 0.7 (`verl/trainer/ppo/metric_utils.py`, `ray_trainer.py`, `utils/tracking.py`,
+`utils/logger/aggregate_logger.py`), of its first releases (`timing/gen`) and of EasyR1 (`timing_s/old`). Times are in
+seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim.errors import CalibrationError
+
+#: What is read: our name, and the names that veRL's versions give it, newest first.
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "gen_s": ("timing_s/gen", "timing/gen"),
+    "reshard_s": ("timing_s/reshard",),  # part of gen where it is logged (hybrid engine, up to 0.6)
+    "old_log_prob_s": ("timing_s/old_log_prob", "timing_s/old", "timing/old_log_prob"),
+    "ref_log_prob_s": ("timing_s/ref", "timing_s/ref_log_prob", "timing/ref"),
+    "update_actor_s": ("timing_s/update_actor", "timing/update_actor"),
+    "testing_s": ("timing_s/testing", "timing/testing"),
+    "save_checkpoint_s": ("timing_s/save_checkpoint", "timing/save_checkpoint"),
+    "step_s": ("timing_s/step", "perf/time_per_step", "timing/step"),
+    "response_mean": ("response_length/mean",),
+    "response_max": ("response_length/max",),
+    "clip_ratio": ("response_length/clip_ratio",),
+    "prompt_mean": ("prompt_length/mean",),
+    "total_tokens": ("perf/total_num_tokens",),
+    "throughput": ("perf/throughput",),  # tokens per second and GPU
+    "mfu_actor": ("perf/mfu/actor", "mfu/actor"),
+    "gen_batches": ("train/num_gen_batches",),  # DAPO: batches generated until enough groups were kept
+    "turns": ("num_turns/mean",),
+}
+_OURS = {name: (ours, rank) for ours, names in METRICS.items() for rank, name in enumerate(names)}
+_STEP_NAMES = ("training/global_step", "step", "global_step", "_step", "Step")
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_STEP = re.compile(r"(?:^|[\s)\]])step:(\d+) - ")
+_PROCESS = re.compile(r"^\s*(\([\w:.]+ pid=\d+[^)]*\))\s?")
+_NUMBER = re.compile(r"(?:(?:np\.\w+|tensor)\()?([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf))[),]*(?:\s|$)")
+_JSON = re.compile(r"\s*(\[\s*)?\{\s*\"")
+_MOST_CONFIG_LINES = 5000
+
+
+@dataclass(frozen=True)
+class VerlLog:
+    """A run's metrics: `steps` has one row per step (index: its number) and the columns of `METRICS`, NaN where a
+    metric was not logged, and `line`.
+
+    `names` are all metric names found, `config` the run's settings by dotted path if the log carries veRL's dump.
+    """
+
+    path: Path
+    steps: pd.DataFrame
+    names: tuple[str, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def need(self, metric: str) -> None:
+        """Raises `CalibrationError` with the nearest names found if no step has this metric (one of `METRICS`)."""
+        if self.steps[metric].notna().any():
+            return
+        wanted = METRICS[metric][0]
+        near = difflib.get_close_matches(wanted, self.names, n=3, cutoff=0.6)
+        family = wanted.split("/")[0]
+        kin = [name for name in self.names if name.split("/")[0] == family][:8]
+        found = near or kin or list(self.names[:8])
+        nearest = ", ".join(map(str, found)) or "nothing"
+        raise CalibrationError(f"{self.path}: no step logs {wanted}; the nearest found: {nearest}")
+
+    def where(self, step: int) -> str:
+        """`file:line` of a step."""
+        return f"{self.path}:{int(self.steps['line'][step])}"
+
+
+@dataclass
+class _Record:
+    """One logged step: its number, the line it stands in, and every metric as written."""
+
+    step: int
+    line: int
+    metrics: dict[str, float]
+    unread: dict[str, str] = field(default_factory=dict)  # values that are not plain numbers
+
+
+def read_log(path: str | Path) -> VerlLog:
+    """The metrics in `path`; its content tells the format.
+
+    A step that was logged more than once (a run that was resumed) counts as it was logged last. Raises
+    `CalibrationError` with file and line for a file that is missing, empty, in no known form, or damaged; a last line
+    that was cut while being written is left out and noted.
+    """
+    path = Path(path)
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            head = str(file.read(1 << 16))
+    except FileNotFoundError:
+        raise CalibrationError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
+    head = head.removeprefix("\ufeff")
+    if not head.strip():
+        raise CalibrationError(f"{path}: the file is empty")
+    notes: list[str] = []
+    config: dict[str, Any] = {}
+    if _JSON.match(head):
+        records = _from_json(path, notes)
+    elif _is_csv(head):
+        records = _from_csv(path)
+    else:
+        records, config = _from_console(path, notes)
+    return VerlLog(path, _table(path, records, notes), _names(records), config, tuple(notes))
+
+
+def _names(records: Iterable[_Record]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for record in records for name in (*record.metrics, *record.unread)))
+
+
+def _table(path: Path, records: Sequence[_Record], notes: list[str]) -> pd.DataFrame:
+    rows: dict[int, dict[str, float]] = {}
+    repeated = 0
+    for record in records:
+        row = _row(path, record)
+        if record.step in rows:
+            repeated += 1
+            # Validation and metrics of one step may be logged apart.
+            row = {**rows[record.step], **{key: value for key, value in row.items() if not math.isnan(value)}}
+        rows[record.step] = row
+    if repeated:
+        notes.append(f"{repeated} steps were logged more than once: the last counts")
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["line", *METRICS]).sort_index()
+    frame["line"] = frame["line"].astype(int)
+    return frame.rename_axis("step")
+
+
+def _row(path: Path, record: _Record) -> dict[str, float]:
+    row = {"line": float(record.line), **dict.fromkeys(METRICS, math.nan)}
+    ranks: dict[str, int] = {}
+    for name, value in record.metrics.items():
+        ours, rank = _OURS.get(name, ("", 0))
+        if ours and rank <= ranks.get(ours, rank):
+            row[ours], ranks[ours] = value, rank
+    for name, text in record.unread.items():
+        if name in _OURS:
+            raise CalibrationError(f"{path}:{record.line}: step {record.step}: {name} is {text!r}, not a plain number")
+    for name in METRICS:
+        if row[name] < 0:
+            raise CalibrationError(
+                f"{path}:{record.line}: step {record.step}: {METRICS[name][0]} is {row[name]:g}, below zero"
+            )
+    return row
+
+
+# Console -------------------------------------------------------------------------------------------------------------
+
+
+def _from_console(path: Path, notes: list[str]) -> tuple[list[_Record], dict[str, Any]]:
+    """Every `step:12 - name:value - …` line, whatever stands before it, and the configuration that veRL prints."""
+    records: list[_Record] = []
+    dump = _ConfigDump()
+    ended = True
+    for number, line in _lines(path):
+        ended = line.endswith("\n")
+        dump.take(line)
+        found = _STEP.search(line)
+        if found:
+            records.append(_console_record(int(found[1]), number, line[found.end() :]))
+    if not records:
+        raise CalibrationError(
+            f"{path}: no metrics of veRL found; expected console lines such as 'step:12 - timing_s/gen:61.3 - …', the "
+            'file logger\'s JSON Lines {"step": 12, "data": {…}}, or a CSV or JSON export with a step column'
+        )
+    if not ended and _cut(records) and _STEP.search(line):
+        last = records.pop()
+        notes.append(f"step {last.step} (line {last.line}) was cut while being written: left out")
+    config = dump.config
+    if dump.failed:
+        notes.append("the configuration in the log could not be read: give the settings as arguments")
+    return records, config
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines without colours; progress bars (split at carriage returns) share their line's number."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            for part in _ANSI.sub("", line).replace("\r\n", "\n").split("\r"):
+                yield number, part
+
+
+def _console_record(step: int, line: int, text: str) -> _Record:
+    record = _Record(step, line, {})
+    for pair in text.split(" - "):
+        name, colon, value = pair.strip().rpartition(":")
+        found = _NUMBER.match(value)
+        if colon and found:
+            record.metrics[name] = float(found[1])
+        elif colon:
+            record.unread[name] = value
+    return record
+
+
+def _cut(records: Sequence[_Record]) -> bool:
+    """Whether the last of several records ends earlier than the one before it."""
+    if len(records) < 2:
+        return False
+    before, last = ([*record.metrics] for record in records[-2:])
+    return not last or last[-1] != before[-1]
+
+
+class _ConfigDump:
+    """Collects the dictionary that veRL prints at its start, from the lines of the process that printed it."""
+
+    def __init__(self) -> None:
+        self.config: dict[str, Any] = {}
+        self.failed = False
+        self._process: str | None = None
+        self._parts: list[str] = []
+
+    def take(self, line: str) -> None:
+        found = _PROCESS.match(line)
+        process, text = (found[1], line[found.end() :]) if found else ("", line)
+        if not self._parts:
+            if self.config or not text.lstrip().startswith("{'") or ": {" not in text:
+                return
+            self._process = process
+        elif process != self._process:
+            return
+        self._parts.append(text.rstrip("\n"))
+        whole = "\n".join(self._parts) if text.rstrip().endswith("}") else ""
+        if whole and whole.count("{") == whole.count("}"):
+            self._parts = []
+            try:
+                found_config = dict(_flat(ast.literal_eval(whole.strip())))
+            except (ValueError, SyntaxError):
+                self.failed = "actor_rollout_ref" in whole
+                return
+            if any(key.startswith("actor_rollout_ref.") for key in found_config):
+                self.config, self.failed = found_config, False
+        elif len(self._parts) > _MOST_CONFIG_LINES:
+            self._parts, self.failed = [], True
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+# JSON ----------------------------------------------------------------------------------------------------------------
+
+
+def _from_json(path: Path, notes: list[str]) -> list[_Record]:
+    """JSON Lines of `{"step": n, "data": {…}}` or of flat records, or one JSON list of either."""
+    text = path.read_text(encoding="utf-8", errors="replace").removeprefix("\ufeff")
+    if text.lstrip().startswith("["):
+        try:
+            items = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise CalibrationError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+        return [_json_record(path, number, item) for number, item in enumerate(items, 1)]
+    records = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                notes.append(f"line {number} was cut while being written: left out")
+                continue
+            raise CalibrationError(f"{path}:{number}: not valid JSON: {error.msg}") from None
+        records.append(_json_record(path, number, item))
+    if not records:
+        raise CalibrationError(f"{path}: no whole line of JSON")
+    return records
+
+
+def _json_record(path: Path, number: int, item: Any) -> _Record:
+    if not isinstance(item, dict):
+        raise CalibrationError(f'{path}:{number}: expected a record such as {{"step": 12, "data": {{…}}}}')
+    data = item.get("data", item)
+    if not isinstance(data, dict):
+        raise CalibrationError(f"{path}:{number}: data is not a record of metrics")
+    step = item.get("step", _step_of(data))
+    if isinstance(step, bool) or not isinstance(step, int | float) or step != int(step):
+        raise CalibrationError(f"{path}:{number}: no step number; expected one of: {', '.join(_STEP_NAMES)}")
+    record = _Record(int(step), number, {})
+    for name, value in data.items():
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, int | float):
+            record.metrics[name] = float(value)
+        else:
+            record.unread[name] = str(value)[:40]
+    return record
+
+
+def _step_of(data: Mapping[str, Any]) -> Any:
+    return next((data[name] for name in _STEP_NAMES if data.get(name) is not None), None)
+
+
+# CSV -----------------------------------------------------------------------------------------------------------------
+
+
+def _is_csv(head: str) -> bool:
+    first = next(line for line in head.splitlines() if line.strip())
+    if _STEP.search(first) or "," not in first:
+        return False
+    columns = [_bare(name.strip().strip('"')) for name in first.split(",")]
+    return any(name in _OURS or name in _STEP_NAMES for name in columns)
+
+
+def _bare(column: str) -> str:
+    """`run name - timing_s/gen` of an export, or `metrics.timing_s/gen`, without what stands before the metric."""
+    return column.rpartition(" - ")[2].removeprefix("metrics.")
+
+
+def _from_csv(path: Path) -> list[_Record]:
+    """A table with one row per step and metric names as columns, or one row per value (tag, step, value)."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        table = pd.read_csv(io.StringIO(text), dtype=str, skip_blank_lines=False)
+    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise CalibrationError(f"{path}: not a table: {str(error).strip()}") from None
+    table["line"] = range(2, len(table) + 2)
+    table = table.dropna(how="all", subset=[column for column in table.columns if column != "line"])
+    if {"tag", "step", "value"} <= set(table.columns):
+        return _from_long(path, table)
+    columns = [column for column in table.columns if column != "line" and not column.endswith(("__MIN", "__MAX"))]
+    names = [_bare(column) for column in columns]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise CalibrationError(f"{path}: {twice[0]} stands in more than one column; export one run at a time")
+    steps = [column for wanted in _STEP_NAMES for column, name in zip(columns, names, strict=True) if name == wanted]
+    if not steps:
+        raise CalibrationError(f"{path}: no step column; expected one of: {', '.join(_STEP_NAMES)}")
+    records = []
+    for row in table.to_dict("records"):
+        line = int(row["line"])
+        cells = [row[column] for column in steps if isinstance(row[column], str)]
+        if not cells:
+            raise CalibrationError(f"{path}:{line}: the row has no step number")
+        record = _Record(_whole(path, line, cells[0]), line, {})
+        for column, name in zip(columns, names, strict=True):
+            _cell(record, name, row[column])
+        records.append(record)
+    if not records:
+        raise CalibrationError(f"{path}: the table has a header and no rows")
+    return records
+
+
+def _from_long(path: Path, table: pd.DataFrame) -> list[_Record]:
+    records: dict[int, _Record] = {}
+    for row in table.to_dict("records"):
+        line = int(row["line"])
+        step = _whole(path, line, str(row["step"]))
+        _cell(records.setdefault(step, _Record(step, line, {})), _bare(str(row["tag"])), row["value"])
+    return list(records.values())
+
+
+def _whole(path: Path, line: int, text: str) -> int:
+    try:
+        value = float(text)
+        if value == int(value):
+            return int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise CalibrationError(f"{path}:{line}: the step number is {text!r}, not a whole number")
+
+
+def _cell(record: _Record, name: str, cell: Any) -> None:
+    if not isinstance(cell, str) or not cell.strip():
+        return
+    found = _NUMBER.fullmatch(cell.strip())
+    if found:
+        record.metrics[name] = float(found[1])
+    else:
+        record.unread[name] = cell.strip()[:40]

@@ -1,0 +1,130 @@
+"""What a rollout takes as a function of host time, from the simulator's own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import simpy
+
+from rlsim.calibrate.fit.common import Array
+from rlsim.calibrate.verl_lengths import Batch
+from rlsim.calibrate.verl_settings import RunSettings
+from rlsim.cost.calibration import Calibration, HostFit
+from rlsim.cost.machine import Machine
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+from rlsim.sim.control import RolloutControl
+from rlsim.sim.rollout import Rollout
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class RolloutTimes:
+    """Every replica's time by step: `kernels_s + step_s · iterations + sequence_s · sequences` of its host time.
+
+    Arrays of shape (steps, deals, replicas); a deal is one way in which a step's lengths may have fallen to prompts.
+    Exact: in a static layout host time moves no decision of the engine, it only adds to every iteration. `sequences` is
+    the sum of running sequences over iterations. `before_s` (by step) is the rollout with the calibration's own host
+    time. `fixed` if the calibration has whole steps of this model and TP: then host time is in them already.
+    """
+
+    kernels_s: Array
+    iterations: Array
+    sequences: Array
+    before_s: Array
+    fixed: bool
+    notes: tuple[str, ...]
+
+    def total_s(self, step_s: float, sequence_s: float) -> Array:
+        """Seconds of each step's rollout: its slowest replica, averaged over the deals."""
+        return _slowest(self.kernels_s + step_s * self.iterations + sequence_s * self.sequences)
+
+
+def _slowest(ends: Array) -> Array:
+    return np.asarray(ends.max(axis=2).mean(axis=1))
+
+
+def rollout_times(
+    model: Model,
+    cluster: Cluster,
+    calibration: Calibration,
+    settings: RunSettings,
+    batches: Sequence[Sequence[Batch]],
+    progress: Progress | None = None,
+) -> RolloutTimes:
+    """Simulates every step's rollouts (one for each deal) without host time, with a second of each kind of it, and with
+    the calibration's own.
+
+    Raises `CapacityError` if the model does not fit, `PolicyError` or `ConfigError` if it cannot be cut that way.
+    """
+    fixed = calibration.profile(model.name, settings.rollout_tp) is not None
+    kinds = [(0.0, 0.0)] if fixed else [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
+    hosts = [host_fit(calibration, *kind, "") for kind in kinds] + [calibration.host]
+    machines = [
+        _machine(model, cluster, calibration.model_copy(update={"host": host}), settings)
+        for host in (hosts[:1] if fixed else hosts)
+    ]
+    rows = []
+    for done, dealt in enumerate(batches):
+        if progress is not None:
+            progress(done, len(batches))
+        rows.append([[_replica_ends(machine, cluster, settings, batch) for batch in dealt] for machine in machines])
+    if progress is not None:
+        progress(len(batches), len(batches))
+    ends = np.array(rows)  # steps, kinds, deals, replicas
+    plain, before_s = ends[:, 0], _slowest(ends[:, -1])
+    extra = [np.zeros_like(plain) if fixed else ends[:, i] - plain for i in (1, 2)]
+    return RolloutTimes(plain, extra[0], extra[1], before_s, fixed, tuple(machines[0].lookups().note()))
+
+
+def host_fit(calibration: Calibration, step_s: float, sequence_s: float, source: str) -> HostFit:
+    """`calibration`'s host time with these two numbers, on top of the kernels.
+
+    Of an engine whose host works beside the GPU only what is not hidden can be seen in a run: that is added to the
+    kernels too, and nothing for prefills.
+    """
+    host = calibration.host.model_copy(update={"step_s": step_s, "sequence_s": sequence_s, "source": source})
+    return host.model_copy(update={"overlapped": False, "prefill_s": 0.0}) if host.overlapped else host
+
+
+def _machine(model: Model, cluster: Cluster, calibration: Calibration, settings: RunSettings) -> Machine:
+    backend = settings.backend
+    if backend not in calibration.training.flop_efficiency:  # not asked for here, but a machine must have one
+        training = calibration.training.model_copy(update={"flop_efficiency": {backend: 0.5}})
+        calibration = calibration.model_copy(update={"training": training})
+    return Machine(
+        model,
+        cluster,
+        calibration,
+        train=settings.train,
+        inference=settings.inference,
+        backend=backend,
+        page_tokens=settings.engine.page_tokens,
+        max_batched_tokens=settings.engine.max_num_batched_tokens,
+        max_sequences=settings.engine.max_num_seqs,
+        memory_utilization=settings.memory_utilization,
+    )
+
+
+def _replica_ends(machine: Machine, cluster: Cluster, settings: RunSettings, batch: Batch) -> Array:
+    """When each replica finishes its last response (seconds from the start; 0 for one without responses)."""
+    env = simpy.Environment()
+    per_node = cluster.gpus_per_node
+    rollout = Rollout(
+        env,
+        mesh=[tuple(range(first, first + per_node)) for first in range(0, cluster.gpus, per_node)],
+        tp=settings.rollout_tp,
+        requests=batch.requests(),
+        costs=machine,
+        config=settings.engine,
+        control=RolloutControl(),
+        cap_tokens=settings.cap,
+    )
+    env.run(until=rollout.done)
+    ends = np.zeros(len(rollout.replicas))
+    for request in rollout.requests:
+        ends[request.replica] = max(ends[request.replica], request.finished_at)
+    return ends

@@ -1,0 +1,266 @@
+"""What a run was launched with: from the caller's arguments, else from the configuration that veRL prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from rlsim.calibrate.verl_log import VerlLog
+from rlsim.cost.strategy import Recompute, TrainStrategy
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster
+from rlsim.schema import Schema, validate
+from rlsim.sim.request import EngineConfig
+from rlsim.units import Tokens
+
+T = TypeVar("T")
+_ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))
+
+
+class TrainingArguments(Schema):
+    """How training ran. What is left out is taken from the log's configuration, else as rlsim's experiments do."""
+
+    tp: int | None = Field(default=None, ge=1, description="tensor-parallel degree")
+    pp: int | None = Field(default=None, ge=1, description="pipeline-parallel degree")
+    cp: int | None = Field(default=None, ge=1, description="context-parallel degree (veRL's Ulysses degree)")
+    zero_stage: int | None = Field(default=None, ge=0, le=3, description="default 3 for fsdp, 1 for megatron")
+    micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(default=None, description="per DP rank")
+    micro_batch_sequences: int | None = Field(default=None, ge=1, description="instead of a token budget")
+    log_prob_micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(default=None)
+    log_prob_micro_batch_sequences: int | None = Field(default=None, ge=1)
+    recompute: Recompute | None = None
+    offload: bool | None = None
+    mini_batches: int | None = Field(default=None, ge=1, description="optimizer steps per training step")
+    epochs: int | None = Field(default=None, ge=1, description="passes over a step's batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Everything about a run that its metrics do not say."""
+
+    prompts: int
+    responses: int
+    cap: int  # tokens
+    rollout_tp: int
+    backend: str
+    train: TrainStrategy
+    inference: TrainStrategy
+    mini_batches: int
+    epochs: int
+    engine: EngineConfig
+    memory_utilization: float
+    notes: tuple[str, ...]
+
+
+class _Finder:
+    """Takes each setting from the caller, else from the log, else the default; remembers where they disagree."""
+
+    def __init__(self, log: VerlLog) -> None:
+        self._config = log.config
+        self.notes: list[str] = []
+
+    def logged(self, *keys: str) -> Any:
+        return next((self._config[key] for key in keys if self._config.get(key) is not None), None)
+
+    def pick(self, what: str, given: T | None, *keys: str) -> T | None:
+        logged = self.logged(*keys)
+        return self.prefer(what, given, logged)
+
+    def prefer(self, what: str, given: T | None, logged: T | None) -> T | None:
+        if given is None:
+            return logged
+        if logged is not None and logged != given:
+            self.notes.append(f"{what}: {given} as given, though the log's configuration says {logged}")
+        return given
+
+
+def settings_of(
+    log: VerlLog,
+    cluster: Cluster,
+    *,
+    rollout_tp: int | None,
+    prompts: int | None,
+    responses: int | None,
+    cap: int | None,
+    backend: str | None,
+    train: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    memory_utilization: float | None,
+) -> RunSettings:
+    """Arguments joined with the log's configuration and checked against its metrics.
+
+    Raises `CalibrationError` for what neither says, or what the metrics contradict, `ConfigError` for unknown fields
+    of `train` and `engine`.
+    """
+    find = _Finder(log)
+    given = validate(dict(train), TrainingArguments, "train")
+    _check_gpus(log, cluster, find)
+    prompts, responses = _batch(log, prompts, responses, find)
+    cap = find.pick("cap", cap, "data.max_response_length", _ROLLOUT + "response_length")
+    if cap is None:
+        raise CalibrationError(f"{log.path}: the response cap is not known: give cap (veRL's data.max_response_length)")
+    rollout_tp = find.pick("rollout_tp", rollout_tp, _ROLLOUT + "tensor_model_parallel_size")
+    if rollout_tp is None:
+        raise CalibrationError(f"{log.path}: the rollout's TP is not known: give rollout_tp")
+    if cluster.gpus_per_node % rollout_tp:
+        raise CalibrationError(f"rollout_tp {rollout_tp} does not divide the {cluster.gpus_per_node} GPUs of a node")
+    logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(_ACTOR + "strategy")))
+    backend = find.prefer("backend", backend, logged) or "fsdp"
+    strategies = _strategies(given, backend, cluster, find)
+    mini = find.logged(_ACTOR + "ppo_mini_batch_size")
+    if find.logged(_ROLLOUT + "enforce_eager"):
+        find.notes.append(
+            "the engine ran without CUDA graphs (enforce_eager): the host time holds the launching of every kernel"
+        )
+    return RunSettings(
+        prompts=prompts,
+        responses=responses,
+        cap=cap,
+        rollout_tp=rollout_tp,
+        backend=backend,
+        train=strategies[0],
+        inference=strategies[1],
+        mini_batches=find.prefer("mini_batches", given.mini_batches, max(1, round(prompts / mini)) if mini else None)
+        or 1,
+        epochs=find.pick("epochs", given.epochs, _ACTOR + "ppo_epochs") or 1,
+        engine=_engine(engine, find),
+        memory_utilization=find.pick("memory_utilization", memory_utilization, _ROLLOUT + "gpu_memory_utilization")
+        or 0.9,
+        notes=tuple(find.notes),
+    )
+
+
+def _check_gpus(log: VerlLog, cluster: Cluster, find: _Finder) -> None:
+    """veRL's throughput is tokens per second and GPU, which gives the number of GPUs away."""
+    steps = log.steps
+    gpus = (steps.total_tokens / steps.step_s / steps.throughput).median()
+    nodes, per_node = find.logged("trainer.nnodes"), find.logged("trainer.n_gpus_per_node")
+    told = nodes * per_node if nodes and per_node else None
+    if told is not None and told != cluster.gpus:
+        raise CalibrationError(f"{log.path}: the run had {told} GPUs (trainer.nnodes × n_gpus_per_node), cluster "
+                               f"{cluster.name} has {cluster.gpus}")  # fmt: skip
+    if told is None and gpus == gpus and abs(gpus / cluster.gpus - 1.0) > 0.02:
+        raise CalibrationError(
+            f"{log.path}: perf/throughput (tokens per second and GPU) says the run had {gpus:.3g} GPUs, cluster "
+            f"{cluster.name} has {cluster.gpus}"
+        )
+
+
+def _batch(log: VerlLog, prompts: int | None, responses: int | None, find: _Finder) -> tuple[int, int]:
+    """Prompts and responses per prompt; all tokens over the mean length say how many sequences there were."""
+    steps = log.steps
+    counted = (steps.total_tokens / (steps.prompt_mean + steps.response_mean)).median()
+    prompts = find.pick("prompts", prompts, "data.train_batch_size")
+    responses = find.pick("responses", responses, _ROLLOUT + "n")
+    known = counted == counted
+    if prompts is None and responses is None and known:
+        find.notes.append(
+            f"{round(counted):,} sequences a step, from perf/total_num_tokens; each is taken as a prompt of its own"
+        )
+        return round(counted), 1
+    if known and prompts is None and responses is not None:
+        prompts = max(1, round(counted / responses))
+    if known and responses is None and prompts is not None:
+        responses = max(1, round(counted / prompts))
+    if prompts is None or responses is None:
+        raise CalibrationError(
+            f"{log.path}: neither the configuration nor perf/total_num_tokens tells the batch: give prompts and "
+            "responses (veRL's data.train_batch_size and rollout.n)"
+        )
+    if known and abs(counted / (prompts * responses) - 1.0) > 0.02:
+        raise CalibrationError(
+            f"{log.path}: perf/total_num_tokens over the mean prompt and response is {counted:.0f} sequences a step, "
+            f"but {prompts} prompts × {responses} responses = {prompts * responses}"
+        )
+    return prompts, responses
+
+
+def _strategies(
+    given: TrainingArguments, backend: str, cluster: Cluster, find: _Finder
+) -> tuple[TrainStrategy, TrainStrategy]:
+    """The strategy of training and that of log-prob passes, which may have other micro-batches."""
+    tp = find.pick("train.tp", given.tp, _ACTOR + "megatron.tensor_model_parallel_size") or 1
+    pp = find.pick("train.pp", given.pp, _ACTOR + "megatron.pipeline_model_parallel_size") or 1
+    ulysses = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+    cp_keys = ulysses if backend == "fsdp" else ("megatron.context_parallel_size",)
+    cp = find.pick("train.cp", given.cp, *(_ACTOR + key for key in cp_keys)) or 1
+    share = tp * pp * cp
+    if cluster.gpus % share:
+        raise CalibrationError(f"train: tp × pp × cp = {share} does not divide the {cluster.gpus} GPUs")
+    zero = given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1)
+    common: dict[str, Any] = {
+        "dp": cluster.gpus // share,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "zero_stage": zero,
+        "recompute": find.prefer("train.recompute", given.recompute, _recompute(backend, find)) or "full",
+        "offload": _offload(given, find),
+        "sequence_parallel": tp > 1,
+    }
+    train = _micro_batches(given.micro_batch_tokens, given.micro_batch_sequences, _logged_micro(find, cp, "ppo"))
+    inference = _micro_batches(
+        given.log_prob_micro_batch_tokens, given.log_prob_micro_batch_sequences, _logged_micro(find, cp, "log_prob")
+    )
+    return TrainStrategy(**common, **train), TrainStrategy(**common, **(inference or train))
+
+
+def _recompute(backend: str, find: _Finder) -> Recompute | None:
+    enabled = find.logged(_MODEL + "enable_gradient_checkpointing")
+    if enabled is None:
+        return None
+    if not enabled:
+        return "none"
+    if backend == "fsdp":
+        return "full"
+    # Megatron recomputes only at a granularity; veRL passes these keys on, and nothing if they are empty.
+    level = find.logged(
+        _MODEL + "gradient_checkpointing_kwargs.activations_checkpoint_granularity",
+        _ACTOR + "megatron.override_transformer_config.recompute_granularity",
+    )
+    return level if level in ("full", "selective") else "none"
+
+
+def _offload(given: TrainingArguments, find: _Finder) -> bool:
+    kinds = {
+        kind: bool(find.logged(*(f"{_ACTOR}{part}.{kind}" for part in ("fsdp_config", "megatron"))))
+        for kind in ("param_offload", "optimizer_offload")
+    }
+    known = any(key.endswith("_offload") and key.startswith(_ACTOR) for key in find._config)
+    if given.offload is None and len(set(kinds.values())) == 2:
+        only = next(kind for kind, on in kinds.items() if on)
+        find.notes.append(f"the run had {only} only; taken as weights and optimizer states both offloaded")
+    return bool(find.prefer("train.offload", given.offload, any(kinds.values()) if known else None))
+
+
+def _logged_micro(find: _Finder, cp: int, kind: str) -> dict[str, Any]:
+    """Micro-batches of training (`ppo`) or log-prob passes as configured: a token budget per GPU, or a count."""
+    if kind == "ppo":
+        dynamic = find.logged(_ACTOR + "use_dynamic_bsz")
+        tokens = find.logged(_ACTOR + "ppo_max_token_len_per_gpu")
+        count = find.logged(_ACTOR + "ppo_micro_batch_size_per_gpu")
+    else:
+        dynamic = find.logged(_ROLLOUT + "log_prob_use_dynamic_bsz")
+        tokens = find.logged(_ROLLOUT + "log_prob_max_token_len_per_gpu")
+        count = find.logged(_ROLLOUT + "log_prob_micro_batch_size_per_gpu")
+    if dynamic and tokens:
+        return {"micro_batch_tokens": int(tokens) * cp}
+    return {"micro_batch_sequences": int(count)} if count else {}
+
+
+def _micro_batches(tokens: int | None, sequences: int | None, logged: dict[str, Any]) -> dict[str, Any]:
+    if sequences is not None:
+        return {"micro_batch_sequences": sequences}
+    return {"micro_batch_tokens": tokens} if tokens is not None else logged
+
+
+def _engine(given: Mapping[str, Any], find: _Finder) -> EngineConfig:
+    logged = {
+        "max_num_seqs": find.logged(_ROLLOUT + "max_num_seqs"),
+        "max_num_batched_tokens": find.logged(_ROLLOUT + "max_num_batched_tokens"),
+        "chunked_prefill": find.logged(_ROLLOUT + "enable_chunked_prefill"),
+    }
+    return validate({**{k: v for k, v in logged.items() if v is not None}, **given}, EngineConfig, "engine")
