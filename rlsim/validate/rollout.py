@@ -8,6 +8,7 @@ that is predicted is fitted to the runs.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -96,8 +97,8 @@ def validate_rollouts(
 
     The cases are two replicas of TP 1, one of TP 2, and a switch from the first to the second when a third of the
     responses is left. Runs during which others used our cores do not count. Makespan and finishes are those of the run
-    with the median makespan, steps and throughput of all runs; if no run counts, or the middle half of them differ by
-    more than the bound, the remark says that it is inconclusive. Errors as rows of their own (`..._error`) are ratios:
+    with the median makespan, steps and throughput of all runs; if no run counts, or their median is less sure than the
+    bound, the remark says that it is inconclusive. Errors as rows of their own (`..._error`) are ratios:
     1 plus the mean or median of |error|, against 1. `quick` makes everything small.
     Raises `CalibrationError` without PyTorch, or on "cuda" without two GPUs.
     """
@@ -130,10 +131,11 @@ def validate_rollouts(
             for case in cases:
                 say(f"generating, round {number + 1} of {effort.rounds}: {case.name}")
                 plan = real_run.Plan(asks, case.tp, budget, case.switch_to, case.switch_at)
-                for _ in range(effort.again + 1):
+                wanted, left = effort.runs, effort.runs + effort.again
+                while wanted and left:
                     runs[case.name].append(real_run.carry_out(workers, plan))
-                    if not runs[case.name][-1].disturbed:
-                        break
+                    wanted -= not runs[case.name][-1].disturbed
+                    left -= 1
         say(f"measuring steps, round {effort.rounds + 1} of {effort.rounds + 1}")
         measure_round(workers, samples, sequences, effort, effort.rounds)
     fitted = fit(model, samples, effort)
@@ -153,14 +155,13 @@ def compare(
     calm = [run for run in runs if not run.disturbed]
     ordered = sorted(calm or runs, key=lambda run: run.makespan_s)
     run = ordered[len(ordered) // 2]
-    low, high = np.quantile([one.makespan_s for one in ordered], (0.25, 0.75))
-    apart = float(high / low) - 1.0
+    unsure = _median_interval([one.makespan_s for one in ordered])
     spread = samples.spread()
     remark = (
-        f"{len(ordered)} runs, the middle half {apart:.1%} apart; repeats of a step {spread:.1%}; others used our cores "
-        f"in {len(runs) - len(calm)} of {len(runs)} runs and {samples.disturbed / samples.total:.0%} of the steps measured"
+        f"median of {len(ordered)} runs ±{unsure:.1%}; repeats of a step {spread:.1%}; others used our cores in "
+        f"{len(runs) - len(calm)} of {len(runs)} runs and {samples.disturbed / samples.total:.0%} of the measured steps"
     )
-    if not calm or apart > MAKESPAN_BOUND or spread > STEP_BOUND:
+    if not calm or unsure > MAKESPAN_BOUND or spread > STEP_BOUND:
         remark = f"{INCONCLUSIVE}: {remark}"
 
     def row(quantity: str, reference: float, value: float, note: str = "", where: str = "") -> Row:
@@ -197,6 +198,12 @@ def compare(
             yield row("throughput_tokens_per_s", *means, where=_left(low, high))
     pairs = np.array(list(rates.values()))
     yield _error_row(row, "throughput_mean_error", np.mean, pairs[:, 1] / pairs[:, 0], "numbers of responses left")
+
+
+def _median_interval(values: Sequence[float]) -> float:
+    """Half the 95% interval of the median over it, from the middle half of the values (normal in the middle)."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return float(1.96 * math.sqrt(math.pi / 2) * (high - low) / 1.349 / math.sqrt(len(values)) / middle)
 
 
 def _throughput(steps: Sequence[Any], measured: Any, predicted: Any) -> dict[int, tuple[float, float]]:

@@ -37,12 +37,13 @@ SMALL = Model(
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: `rounds` of the grid with a run of every case after each, and the grid once more.
+    """How much is measured: `rounds` of the grid with `runs` of every case after each, and the grid once more.
 
     A run in which others used our cores is made again, `again` times at the most in a round.
     """
 
     rounds: int = 6
+    runs: int = 2
     again: int = 2
     steps: int = 6  # of every decode shape in a round
     prefills: int = 2
@@ -61,6 +62,7 @@ class Effort:
 
 QUICK = Effort(
     rounds=1,
+    runs=1,
     again=0,
     steps=4,
     prefills=1,
