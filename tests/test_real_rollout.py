@@ -110,7 +110,7 @@ def truth(tp, contexts, skew=0.7):
 
 def synthetic(sequences):
     samples = Samples()
-    decode, prefill, switch = shapes(sequences, QUICK)
+    decode, prefill, switch = shapes(sequences, QUICK).values()
     for tp, contexts in decode:
         samples.decode[tp, contexts] = [truth(tp, contexts)] * 3
     for tp, lengths in prefill:
@@ -191,7 +191,7 @@ def test_the_whole_comparison_in_small():
             assert row.reference > 0.0
             assert row.simulated > 0.0
         makespan = next(row for row in own if row.quantity == "makespan_s")
-        assert "inconclusive" in makespan.note or abs(makespan.error) < 0.5
+        assert "inconclusive" in makespan.note or abs(makespan.error) < 0.35
     assert told
 
 

@@ -37,13 +37,14 @@ SMALL = Model(
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: `rounds` of the grid with `runs` of every case after each, and the grid once more.
+    """How much is measured: `rounds` of the grid, each in an order of its own, with `runs` of every case in between, so
+    that what drifts on the machine hits all alike.
 
     A run in which others used our cores is made again, `again` times at the most in a round.
     """
 
     rounds: int = 6
-    runs: int = 2
+    runs: int = 3
     again: int = 2
     steps: int = 6  # of every decode shape in a round
     prefills: int = 2
@@ -127,7 +128,7 @@ class Samples:
         return float(np.median([(high - low) / 2 / middle for low, middle, high in found]))
 
 
-def shapes(sequences: int, effort: Effort) -> tuple[list[Any], list[Any], list[Any]]:
+def shapes(sequences: int, effort: Effort) -> dict[str, list[Any]]:
     """The shapes to measure: decode steps (equal contexts, then unequal ones), prefills, switches."""
     decode = []
     low, high = effort.contexts[0], effort.contexts[-1]
@@ -146,27 +147,22 @@ def shapes(sequences: int, effort: Effort) -> tuple[list[Any], list[Any], list[A
         for length in effort.prefill_lengths
     ]
     switch = [(context,) * count for count in (2, max(sequences // 2, 2)) for context in effort.contexts[1:]]
-    return decode, prefill, switch
+    return {"decode": decode, "prefill": prefill, "switch": switch}
 
 
-def measure_round(workers: Any, samples: Samples, sequences: int, effort: Effort, seed: int) -> None:
-    """Every shape once more, in an order of its own: what drifts on the machine hits all shapes alike."""
+def measure(workers: Any, samples: Samples, kind: str, shape: Any, effort: Effort) -> None:
+    """One shape once more; `kind` is decode, prefill or switch."""
     from rlsim.validate import real_run
 
-    decode, prefill, switch = shapes(sequences, effort)
-    todo = [("decode", shape) for shape in decode] + [("prefill", shape) for shape in prefill]
-    todo += [("switch", shape) for shape in switch]
-    for index in np.random.default_rng(seed).permutation(len(todo)):
-        kind, shape = todo[index]
-        if kind == "decode":
-            laps = workers.call(real_run.decode_times, *shape, effort.steps)
-            samples.keep(samples.decode, shape, laps, together=shape[0] > 1)
-        elif kind == "prefill":
-            laps = workers.call(real_run.prefill_times, *shape, effort.prefills)
-            samples.keep(samples.prefill, shape, laps, together=shape[0] > 1)
-        else:
-            laps = workers.call(real_run.switch_times, 1, 2, shape, effort.steps)
-            samples.keep(samples.switch, shape, laps, together=True)
+    if kind == "decode":
+        laps = workers.call(real_run.decode_times, *shape, effort.steps)
+        samples.keep(samples.decode, shape, laps, together=shape[0] > 1)
+    elif kind == "prefill":
+        laps = workers.call(real_run.prefill_times, *shape, effort.prefills)
+        samples.keep(samples.prefill, shape, laps, together=shape[0] > 1)
+    else:
+        laps = workers.call(real_run.switch_times, 1, 2, shape, effort.steps)
+        samples.keep(samples.switch, shape, laps, together=True)
 
 
 @dataclass(frozen=True)
