@@ -81,6 +81,7 @@ class Rollout:
         self._active: dict[int, list[Replica]] = {}
         self._switching: set[int] = set()
         self._homeless: list[Request] = []
+        self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._ids = frozenset(r.id for r in self.requests)
         self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
         self.finished = 0  # responses finished so far
@@ -292,11 +293,14 @@ class Rollout:
 
     def _migrate(self, ids: Sequence[int], to: Replica, kv: KvHandling) -> None:
         moving: list[tuple[Request, Replica, bool]] = []
-        sources = [(r, i) for r, i in self._where(ids) if r is not to]
+        sources = [(r, i - self._leaving) for r, i in self._where(ids) if r is not to]
+        sources = [(r, i) for r, i in sources if i]  # the first migration of a request counts until it has left
+        self._leaving.update(*(i for _, i in sources))
         waiting_for = len(sources)
 
         def leave(source: Replica, wanted: frozenset[int]) -> None:
             nonlocal waiting_for
+            self._leaving -= wanted
             running, others = self._take(source, wanted)
             moving.extend((r, source, True) for r in running)
             moving.extend((r, source, False) for r in others)
