@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
-from reference import RefResult
-from workloads import Workload, workloads
+from reference import RefEngine, RefRequest, RefResult
+from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
 
+from rlsim.cost.step import Chunk
+from rlsim.sim.control import Action, Migrate, RolloutView
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
@@ -119,3 +122,32 @@ def test_any_mixture_of_actions_ends_and_conserves_requests(work: Workload) -> N
     # Requests may be on their way to a replica that goes away; the specification leaves open who is dealt first then.
     rollout, recorder = simulate(work)
     check_invariants(work, rollout, recorder)
+
+
+@dataclass(frozen=True)
+class Overlapping(Scripted):
+    """Two migrations at once that both name request 1."""
+
+    def on_finish(self, view: RolloutView) -> list[Action] | None:
+        return [Migrate((1, 2), 0), Migrate((1, 3), 0)] if view.finished == 1 else None
+
+
+def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -> None:
+    """Request 1 is in a long prefill when 0 finishes; 2 waits for it to travel with it, 3 does not."""
+    sizes = [(4, 1), (4000, 9), (8, 9), (8, 9), (8, 5)]
+    step = LinearStep(a=1e-2, b=1e-4, t=1e-6, p=1e-4, q=1e-8)
+    work = Workload(
+        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
+        nodes=1,
+        gpus_per_node=4,
+        tp=1,
+        costs=StubCosts(steps=dict.fromkeys((1, 2, 4), step), pages=dict.fromkeys((1, 2, 4), 10_000)),
+        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
+        cap_tokens=16,
+        control=Overlapping(),
+        routing="round_robin",
+    )
+    check(work)
+    rollout, _ = simulate(work)
+    finished = {r.id: r.finished_at for r in rollout.requests}
+    assert finished[3] < step.prefill_s([Chunk(4000, 0)]) < finished[2]
