@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run(
     experiment: Annotated[str, typer.Argument(help="Experiment file, or the name of one that ships with rlsim.")],
-    out: Annotated[Path | None, typer.Option(help="Results directory [default: results/NAME].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     settings: Annotated[
         list[str] | None,

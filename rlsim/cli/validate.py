@@ -20,11 +20,11 @@ REPEATABLE = ("kernels", "serving", "published")
 def validate(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="kernels, serving, rollout, published [default: all].", show_default=False),
+        typer.Argument(help="kernels, serving, rollout, published (default: all).", show_default=False),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder of measured tables [default: $RLSIM_DATA, or ../shared/data].")
+        Path | None, typer.Option(help="Folder of measured tables (default: $RLSIM_DATA, or ../shared/data).")
     ] = None,
     page: Annotated[
         Path | None, typer.Option(help="Write the parts' sections and charts of this Markdown page.")
