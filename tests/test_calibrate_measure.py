@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlsim.calibrate.measure import clock
+from rlsim.calibrate.measure import suite as suite_module
 from rlsim.calibrate.measure.attention import contexts
 from rlsim.calibrate.measure.bench import Bench, Effort
-from rlsim.calibrate.measure.clock import NOISY, Timing, measure, timing
+from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Timing, measure, timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
 from rlsim.calibrate.measure.host import MachineFacts, shape_hash
 from rlsim.calibrate.measure.journal import Journal, Point, Result, read_journal
@@ -136,9 +136,11 @@ def test_measured_time_of_real_work_grows_with_the_work() -> None:
 
 def test_noisy_is_by_the_spread() -> None:
     assert not timing([1.0, 1.0, 1.0, 50.0]).spread <= NOISY
-    assert timing([1.0, 2.0, 3.0, 4.0]).noisy
-    assert not timing([1.0, 1.01, 1.02, 1.03]).noisy
-    assert timing([0.0, 0.0]).noisy
+    assert timing([1.0, 2.0, 3.0, 4.0]).noisy()
+    assert not timing([1.0, 1.01, 1.02, 1.03]).noisy()
+    assert timing([0.0, 0.0]).noisy()
+    assert not timing([1.0, 2.0, 3.0, 4.0]).noisy(NOISY_ONCE)
+    assert (suite_module.limit("gemm"), suite_module.limit("control")) == (NOISY, NOISY_ONCE)
     with pytest.raises(ValueError, match="no repeats"):
         timing([])
 
@@ -469,7 +471,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
         enough = {"gemm": 12, "collective": 18}
         return [{name: found[: enough.get(name, 7)] for name, found in phase.items()} for phase in plan(setup)]
 
-    monkeypatch.setattr(clock, "NOISY", float("inf"))
+    monkeypatch.setattr(suite_module, "NOISY", float("inf"))
     monkeypatch.setattr(session, "plan", first_points)
     out = tmp_path / "out"
     arguments = ["calibrate", "--device", "cpu", "--model", str(model_file(tmp_path)), "--tp", "1,2"]

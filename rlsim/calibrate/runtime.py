@@ -20,6 +20,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.models import Model
 
+FRAMEWORKS = ("fsdp", "megatron")  # what experiments train with
 FRAMEWORK = "torch"  # name of the training efficiency that is measured here
 
 
@@ -151,8 +152,10 @@ def fit_training(
     points = point_rows("train_block", labels, y, [layer_s(row, efficiency) for row in rows], test)
     residual = residual_of(points, {"tokens": known.tokens.to_numpy(float)}, "layer blocks, one efficiency for all")
     source = f"{FRAMEWORK}: {len(rows)} measured passes of single layers"
-    frameworks = {FRAMEWORK: efficiency}
-    if base is not None:
+    if base is None:
+        frameworks = dict.fromkeys((FRAMEWORK, *FRAMEWORKS), efficiency)
+        source += f"; {' and '.join(FRAMEWORKS)}: not measured, taken to reach what plain layers do"
+    else:
         frameworks = {**base.flop_efficiency, FRAMEWORK: efficiency}
         source += f"; the others: not measured, {base.source}"
     return Rates(

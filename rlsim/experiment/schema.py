@@ -49,7 +49,9 @@ class WorkflowSpec(Schema):
 class TrainingSpec(Schema):
     """How training and log-prob passes run on their GPUs; data parallelism takes what TP and PP leave."""
 
-    backend: Literal["fsdp", "megatron"] = Field(default="fsdp", description="framework; sets the fitted efficiency")
+    backend: Literal["fsdp", "megatron", "torch"] = Field(
+        default="fsdp", description="framework; sets the fitted efficiency (torch: plain layers, of `rlsim calibrate`)"
+    )
     tp: int = Field(default=1, ge=1, description="tensor-parallel degree")
     pp: int = Field(default=1, ge=1, description="pipeline-parallel degree")
     cp: int = Field(default=1, ge=1, description="context-parallel degree")

@@ -13,6 +13,9 @@ import numpy as np
 #: Half the interquartile range over the median beyond which a point is refused, not recorded as measured.
 NOISY = 0.1
 
+#: The same for what happens once in a layout change, not thousands of times in a rollout: set-up work varies.
+NOISY_ONCE = 0.5
+
 FEWEST = 3  # repeats of a call that alone outlasts the time allowed
 BATCH_S = 200e-6  # shorter calls on the CPU are timed in batches this long: the scheduler's tick is not the kernel's
 
@@ -25,10 +28,9 @@ class Timing:
     spread: float
     repeats: int
 
-    @property
-    def noisy(self) -> bool:
-        """True if the repeats differ too much to call the median measured; also if it is not a positive time."""
-        return not (self.spread <= NOISY and self.seconds > 0.0)
+    def noisy(self, limit: float = NOISY) -> bool:
+        """True if the repeats spread too far to call the median measured; also if it is not a positive time."""
+        return not (self.spread <= limit and self.seconds > 0.0)
 
 
 def measure(

@@ -98,7 +98,7 @@ def control(worker: Any, bench: Bench, what: str) -> Timing | None:
         return None
     if what == "pause":
         return _timed(worker, bench.effort, lambda: agree(worker, [(i, 1000, 0) for i in range(16)]), lambda: None)
-    few = Effort(1, 3, 0.0, bench.effort.max_time_s)
+    few = Effort(1, 7, 0.0, bench.effort.max_time_s)
     return _timed(worker, few, lambda: worker.create_groups(worker.size), lambda: None)
 
 

@@ -7,11 +7,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlsim.calibrate.measure.clock import NOISY, Timing
+from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Timing
 from rlsim.calibrate.measure.journal import Journal, Point, Result
 from rlsim.calibrate.measure.plan import FIRST, SHARES, Task
 
 ATTEMPTS = 4  # at a noisy point
+ONCE = ("control", "graph_capture")  # operators that a layout change runs once
+
+
+def limit(operator: str) -> float:
+    """The spread beyond which a point of this operator is refused."""
+    return NOISY_ONCE if operator in ONCE else NOISY
+
+
 BETWEEN = 10  # other points of its operator before the next attempt: what disturbs a machine passes
 
 
@@ -119,7 +127,7 @@ class _Queues:
         took_s += earlier_s
         if isinstance(outcome, str):
             self.journal.add(Result(point, 0.0, 0.0, 0, took_s, f"impossible: {outcome}"))
-        elif not outcome.noisy:
+        elif not outcome.noisy(limit(operator)):
             self.journal.add(Result(point, outcome.seconds, outcome.spread, outcome.repeats, took_s))
         else:
             best = outcome if best is None or outcome.spread < best.spread else best
@@ -127,7 +135,7 @@ class _Queues:
                 self._noisy[point] = (attempts + 1, best, took_s)
                 self.waiting[operator].insert(BETWEEN, task)
                 return
-            reason = f"noisy: spread {best.spread:.0%} at the best of {ATTEMPTS} attempts, limit {NOISY:.0%}"
+            reason = f"noisy: spread {best.spread:.0%} at the best of {ATTEMPTS} attempts, limit {limit(operator):.0%}"
             self.journal.add(Result(point, best.seconds, best.spread, best.repeats, took_s, reason))
         self._settled[operator] += 1
 
