@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import rlsim
 from rlsim.calibrate.measure import suite as suite_module
 from rlsim.calibrate.measure.attention import contexts
 from rlsim.calibrate.measure.bench import Bench, Effort
@@ -487,6 +488,17 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
         assert 0.0 < step.decode(2).step_s(128) < step.decode(2).step_s(4096) < 1.0
         assert 0.0 < step.prefill_s([Chunk(64, 0)]) < 1.0
     assert isinstance(step_cost(model, 1, cluster, calibration), ProfileStep)
+    experiment = {
+        "name": "own-machine",
+        "cluster": str(out / "cluster.yaml"),
+        "model": str(out / "model.yaml"),
+        "calibration": str(next(out.glob("cpu-*-torch.yaml"))),
+        "trace": {"path": "rollpacker-math", "cap": 64},
+        "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+        "seeds": 1,
+        "systems": [{"verl": {"tp": [1, 2]}}, "pat"],
+    }
+    assert (rlsim.run(experiment).steps["step_time_s"] > 0).all()
     journal = read_journal(out / "measurements.jsonl")
     assert {point.operator for point in journal.results} >= {
         "gemm",
