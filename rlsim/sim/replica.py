@@ -7,16 +7,15 @@ iterate once (prefill) or as many times as nothing can change (decode), and let 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from heapq import heappop, heappush
-from operator import mul
 from typing import Any
 
 import simpy
 
 from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.step import Chunk, StepCost
+from rlsim.sim.batch import RunningBatch
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 
@@ -24,33 +23,25 @@ from rlsim.sim.request import EngineConfig, Request
 class Replica:
     """`tp` GPUs of one node that decode together. Starts with nothing to do; `receive` gives it requests."""
 
-    __slots__ = (  # above 30 attributes a `__dict__` is slower to reach
+    __slots__ = (
         "_admitted",
         "_arrivals",
         "_asleep",
         "_batch",
-        "_capacity_tokens",
         "_config",
-        "_finishing",
         "_jump",
         "_kv_arrived",
-        "_longest",
         "_numbers",
         "_on_finish",
         "_orders",
-        "_padding",
         "_page_tokens",
         "_prefill_pages",
         "_prefilling",
         "_process",
         "_recorder",
-        "_residues",
-        "_short",
         "_span_end",
         "_span_kind",
         "_span_start",
-        "_step",
-        "_tokens",
         "_tps",
         "_waiting",
         "_watermark_pages",
@@ -95,8 +86,6 @@ class Replica:
         self._on_finish = on_finish
         self._numbers = numbers  # of admissions, unique over all replicas that a request may move between
         self._page_tokens = config.page_tokens
-        self._padding = config.page_tokens - 1  # the most that one request's last page is short of being full
-        self._capacity_tokens = capacity_pages * config.page_tokens
         self._watermark_pages = config.watermark_pages(capacity_pages)
         self._orders: deque[Callable[[], None]] = deque()
         self._waiting: deque[Request] = deque()
@@ -105,14 +94,7 @@ class Replica:
         self._prefilling: list[Request] = []  # in admission order
         self._prefill_pages = 0
         self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
-        # The running batch. Contexts grow together, so a request is kept by its offset from the step counter.
-        self._step = 0
-        self._batch = 0
-        self._tokens = 0  # sum of the running contexts
-        self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it finishes at, admission number, request)
-        self._short = [-i % config.page_tokens for i in range(2 * config.page_tokens)]  # tokens missing in a last page
-        self._residues = [0] * config.page_tokens  # how many running requests have offset % page_tokens == i
-        self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
+        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
@@ -148,8 +130,8 @@ class Replica:
 
     def remove(self, ids: frozenset[int]) -> tuple[list[Request], list[Request]]:
         """Take requests out, at a boundary: those that were running, in admission order, and those that were not."""
-        running = [r for r in self._running() if r.id in ids]
-        self._leave(running)
+        running = [r for r in self._batch.requests() if r.id in ids]
+        self._batch.leave(running)
         others = [r for r in (*self._prefilling, *self._waiting, *self._arrivals) if r.id in ids]
         for request in others:
             request.has_kv = False
@@ -167,15 +149,15 @@ class Replica:
 
     def requests(self) -> list[Request]:
         """Running and prefilling requests in admission order, then those waiting."""
-        admitted = sorted([*self._running(), *self._prefilling], key=lambda r: r.order)
+        admitted = sorted([*self._batch.requests(), *self._prefilling], key=lambda r: r.order)
         return [*admitted, *self._waiting, *self._arrivals]
 
     def progress(self) -> int:
         """Value of the step counter by now: what running requests have generated, in whole iterations."""
         if self._jump is None:
-            return self._step
+            return self._batch.step
         start, curve, tokens = self._jump
-        return self._step + curve.steps_done(tokens, self.env.now - start)
+        return self._batch.step + curve.steps_done(tokens, self.env.now - start)
 
     def contexts(self) -> list[tuple[Request, int, bool]]:
         """Every request here as in `requests`, its context tokens by now, and whether it is running."""
@@ -189,7 +171,7 @@ class Replica:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
-        env = self.env
+        env, batch = self.env, self._batch
         while True:
             while self._orders:
                 self._orders.popleft()()
@@ -201,15 +183,15 @@ class Replica:
                 self._kv_arrived = any(r.has_kv for r in self._arrivals)
                 self._waiting.extend(self._arrivals)
                 self._arrivals.clear()
-            if self._prefill_pages or self._tokens + self._batch * self._padding > self._capacity_tokens:
+            if self._prefill_pages or not batch.surely_fits():
                 self._evict()
             chunks = self._admit() if self._waiting or self._prefilling else None
             if chunks:
                 yield from self._prefill(chunks)
-            elif self._batch:
+            elif batch.size:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
-                batch, tokens, steps = self._batch, self._padded_tokens(), self._steps_ahead()
-                curve = self.cost.decode(batch)
+                tokens, steps = batch.padded_tokens(), batch.steps_ahead()
+                curve = self.cost.decode(batch.size)
                 start = env.now
                 self._jump = start, curve, tokens
                 self._asleep = True
@@ -222,8 +204,8 @@ class Replica:
                         steps = curve.steps_within(tokens, env.now - start)
                         yield from self._until(start + curve.steps_s(tokens, steps))
                 self._jump = None
-                self._step += steps
-                self._tokens += steps * batch
+                batch.step += steps
+                batch.tokens += steps * batch.size
                 self._finish("decode", start)
             else:
                 self.close()
@@ -242,9 +224,9 @@ class Replica:
 
     def _prefill(self, work: list[Chunk]) -> Generator[simpy.Event, Any, None]:
         """One iteration with a chunk of each of the first prefilling in it; decodes take part only in chunked mode."""
-        env = self.env
-        decodes = self._batch if self._config.chunked_prefill else 0
-        time_s = self.cost.mixed_s(decodes, self._padded_tokens(), work) if decodes else self.cost.prefill_s(work)
+        env, batch = self.env, self._batch
+        decodes = batch.size if self._config.chunked_prefill else 0
+        time_s = self.cost.mixed_s(decodes, batch.padded_tokens(), work) if decodes else self.cost.prefill_s(work)
         start = env.now
         self._asleep = True
         try:
@@ -256,8 +238,8 @@ class Replica:
                 return
             yield from self._until(start + time_s)
         if decodes:
-            self._step += 1
-            self._tokens += decodes
+            batch.step += 1
+            batch.tokens += decodes
         now, complete = env.now, []
         for request, chunk in zip(self._prefilling, work, strict=False):
             request.prefill_left -= chunk.new_tokens
@@ -269,14 +251,14 @@ class Replica:
             complete.append(request)
         self._prefilling = [request for request in self._prefilling if request.prefill_left]
         self._prefill_pages = sum(self._pages_of(request.context) for request in self._prefilling)
-        self._join(complete)
+        batch.join(complete)
         self._finish("mixed" if decodes else "prefill", start)
 
     # ---- at a boundary ----------------------------------------------------------------------------------------------
 
     def _evict(self) -> None:
         """Preempt the most recently admitted until the pages suffice."""
-        while self._pages() + self._prefill_pages > self.capacity_pages:
+        while self._batch.pages() + self._prefill_pages > self.capacity_pages:
             order, request = self._admitted.pop()
             if request.order != order:
                 continue
@@ -285,7 +267,7 @@ class Replica:
                 self._prefill_pages -= self._pages_of(request.context)
                 request.prefill_left = request.order = 0
             else:
-                self._leave([request])
+                self._batch.leave([request])
             request.preemptions += 1
             self.preemptions += 1
             self._waiting.appendleft(request)
@@ -295,10 +277,10 @@ class Replica:
         config, chunked = self._config, self._config.chunked_prefill
         budget = config.max_num_batched_tokens
         if chunked:
-            budget = max(budget - self._batch, 1)
+            budget = max(budget - self._batch.size, 1)
         left = budget - sum(r.prefill_left for r in self._prefilling)
-        used = self._pages() + self._prefill_pages
-        places = config.max_num_seqs - self._batch - len(self._prefilling)
+        used = self._batch.pages() + self._prefill_pages
+        places = config.max_num_seqs - self._batch.size - len(self._prefilling)
         now, page, waiting = self.env.now, self._page_tokens, self._waiting
         room = self.capacity_pages - self._watermark_pages
         while waiting and places > 0:
@@ -321,7 +303,7 @@ class Replica:
                 request.tps += self._tps
             if request.has_kv:
                 request.has_kv = False
-                self._join([request])
+                self._batch.join([request])
             else:
                 request.prefill_left = context
                 self._prefilling.append(request)
@@ -351,34 +333,6 @@ class Replica:
             request.prefill_left = request.order = 0
             self._waiting.appendleft(request)
 
-    def _join(self, requests: Sequence[Request]) -> None:
-        """Put requests whose context is in the KV cache into the running batch."""
-        step, page, residues, finishing = self._step, self._page_tokens, self._residues, self._finishing
-        longest = self._longest if self.cost.skew else None
-        tokens = 0
-        for request in requests:
-            order, generated = request.order, request.generated
-            context = request.prompt_tokens + generated
-            offset = request.offset = context - step
-            tokens += context
-            residues[offset % page] += 1
-            heappush(finishing, (step + request.response_tokens - generated, order, request))
-            if longest is not None:
-                heappush(longest, (-offset, order, request))
-        self._tokens += tokens
-        self._batch += len(requests)
-
-    def _leave(self, requests: Sequence[Request]) -> None:
-        """Take requests out of the running batch, their tokens brought up to date."""
-        step, page, residues = self._step, self._page_tokens, self._residues
-        for request in requests:
-            offset = request.offset
-            request.generated = offset + step - request.prompt_tokens
-            request.order = 0
-            self._tokens -= offset + step
-            residues[offset % page] -= 1
-        self._batch -= len(requests)
-
     def _finish(self, kind: str, start: float) -> None:
         """End iterations of one kind that began at `start`: let go of every request whose response is complete."""
         now = self.env.now
@@ -387,64 +341,17 @@ class Replica:
             self._span_kind = kind
             self._span_start = start
         self._span_end = now
-        if self._tokens > self.peak_tokens:
-            self.peak_tokens = self._tokens
-        heap, step = self._finishing, self._step
-        finished = []
-        while heap and heap[0][0] <= step:
-            _, order, request = heappop(heap)
-            if request.order == order:
-                request.finished_at = now
-                finished.append(request)
+        batch = self._batch
+        if batch.tokens > self.peak_tokens:
+            self.peak_tokens = batch.tokens
+        finished = batch.complete()
         if finished:
-            self._leave(finished)
+            for request in finished:
+                request.finished_at = now
             self._on_finish(self, finished)
-
-    # ---- arithmetic -------------------------------------------------------------------------------------------------
-
-    def _running(self) -> list[Request]:
-        return [r for _, order, r in sorted(self._finishing, key=lambda item: item[1]) if r.order == order]
 
     def _pages_of(self, context: int) -> int:
         return -(-context // self._page_tokens)
-
-    def _pages(self, ahead: int = 0) -> int:
-        """KV pages of the running batch, `ahead` steps from now."""
-        page = self._page_tokens
-        padding: int = sum(map(mul, self._residues, self._short[(self._step + ahead) % page :]))
-        return (self._tokens + self._batch * ahead + padding) // page
-
-    def _steps_ahead(self) -> int:
-        """Decode steps until the first response finishes or the next step's pages are missing."""
-        heap = self._finishing
-        finish, order, request = heap[0]
-        while request.order != order:
-            heappop(heap)
-            finish, order, request = heap[0]
-        steps, capacity = finish - self._step, self.capacity_pages
-        most = self._tokens + self._batch * (steps - 1 + self._padding)
-        if most <= self._capacity_tokens or self._pages(steps - 1) <= capacity:
-            return steps
-        low, high = 1, steps  # steps that fit, steps that don't
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._pages(middle - 1) <= capacity:
-                low = middle
-            else:
-                high = middle
-        return low
-
-    def _padded_tokens(self) -> float:
-        """The running contexts' sum, plus the share of their padding to the longest that the kernel pays for."""
-        skew = self.cost.skew
-        if not skew or not self._batch:
-            return self._tokens
-        heap = self._longest
-        least, order, request = heap[0]
-        while request.order != order:
-            heappop(heap)
-            least, order, request = heap[0]
-        return self._tokens + skew * (self._batch * (self._step - least) - self._tokens)
 
     # ---- spans ------------------------------------------------------------------------------------------------------
 
@@ -459,7 +366,8 @@ class Replica:
     def retire(self) -> None:
         """Let go of the requests and of the rollout, which is over: what is not in a cycle is freed at once."""
         self.close()
-        self._admitted, self._finishing, self._longest = [], [], []
+        self._admitted = []
+        self._batch.clear()
         self._on_finish = _nobody
 
 

@@ -1,0 +1,142 @@
+"""The sequences that a replica decodes together: their contexts, their KV pages, and when the next one is complete.
+
+All contexts grow by one token a step, so nothing is kept per step: a request is known by its offset from a counter,
+and pages are counted from how many requests stand at which place of their last page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from operator import mul
+
+from rlsim.sim.request import Request
+
+
+class RunningBatch:
+    """Running requests of a replica with `capacity_pages` pages of `page_tokens` tokens.
+
+    `skew` is the share of the padding to the longest context that a step pays for (`StepCost.skew`). A request that
+    left and came back has a new admission number; entries of older ones are stale and skipped.
+    """
+
+    __slots__ = (
+        "_capacity_pages",
+        "_capacity_tokens",
+        "_finishing",
+        "_longest",
+        "_padding",
+        "_page_tokens",
+        "_residues",
+        "_short",
+        "_skew",
+        "size",
+        "step",
+        "tokens",
+    )
+
+    def __init__(self, page_tokens: int, capacity_pages: int, skew: float) -> None:
+        self.step = 0  # counter of decode steps
+        self.size = 0  # requests
+        self.tokens = 0  # sum of their contexts
+        self._skew = skew
+        self._page_tokens = page_tokens
+        self._padding = page_tokens - 1  # the most that one request's last page is short of being full
+        self._capacity_pages = capacity_pages
+        self._capacity_tokens = capacity_pages * page_tokens
+        self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it finishes at, admission number, request)
+        self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
+        self._short = [-i % page_tokens for i in range(2 * page_tokens)]  # tokens missing in a last page
+        self._residues = [0] * page_tokens  # how many requests have offset % page_tokens == i
+
+    def requests(self) -> list[Request]:
+        """In admission order."""
+        return [r for _, order, r in sorted(self._finishing, key=lambda item: item[1]) if r.order == order]
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """Take in requests whose context is in the KV cache."""
+        step, page, residues, finishing = self.step, self._page_tokens, self._residues, self._finishing
+        longest = self._longest if self._skew else None
+        tokens = 0
+        for request in requests:
+            order, generated = request.order, request.generated
+            context = request.prompt_tokens + generated
+            offset = request.offset = context - step
+            tokens += context
+            residues[offset % page] += 1
+            heappush(finishing, (step + request.response_tokens - generated, order, request))
+            if longest is not None:
+                heappush(longest, (-offset, order, request))
+        self.tokens += tokens
+        self.size += len(requests)
+
+    def leave(self, requests: Sequence[Request]) -> None:
+        """Let go of requests, their tokens brought up to date."""
+        step, page, residues = self.step, self._page_tokens, self._residues
+        for request in requests:
+            offset = request.offset
+            request.generated = offset + step - request.prompt_tokens
+            request.order = 0
+            self.tokens -= offset + step
+            residues[offset % page] -= 1
+        self.size -= len(requests)
+
+    def complete(self) -> list[Request]:
+        """Let go of the requests whose response is complete, and return them."""
+        heap, step = self._finishing, self.step
+        finished = []
+        while heap and heap[0][0] <= step:
+            _, order, request = heappop(heap)
+            if request.order == order:
+                finished.append(request)
+        if finished:
+            self.leave(finished)
+        return finished
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._finishing, self._longest = [], []
+
+    # ---- arithmetic -------------------------------------------------------------------------------------------------
+
+    def surely_fits(self) -> bool:
+        """Whether the pages suffice wherever in their last pages the requests stand; False says nothing."""
+        return self.tokens + self.size * self._padding <= self._capacity_tokens
+
+    def pages(self, ahead: int = 0) -> int:
+        """KV pages, `ahead` steps from now."""
+        page = self._page_tokens
+        padding: int = sum(map(mul, self._residues, self._short[(self.step + ahead) % page :]))
+        return (self.tokens + self.size * ahead + padding) // page
+
+    def steps_ahead(self) -> int:
+        """Decode steps until the first response finishes or the next step's pages are missing."""
+        heap = self._finishing
+        finish, order, request = heap[0]
+        while request.order != order:
+            heappop(heap)
+            finish, order, request = heap[0]
+        steps, capacity = finish - self.step, self._capacity_pages
+        most = self.tokens + self.size * (steps - 1 + self._padding)
+        if most <= self._capacity_tokens or self.pages(steps - 1) <= capacity:
+            return steps
+        low, high = 1, steps  # steps that fit, steps that don't
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.pages(middle - 1) <= capacity:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def padded_tokens(self) -> float:
+        """The contexts' sum, plus the share of their padding to the longest that the kernel pays for."""
+        skew = self._skew
+        if not skew or not self.size:
+            return self.tokens
+        heap = self._longest
+        least, order, request = heap[0]
+        while request.order != order:
+            heappop(heap)
+            least, order, request = heap[0]
+        return self.tokens + skew * (self.size * (self.step - least) - self.tokens)
