@@ -33,8 +33,10 @@ from rlsim.cost.machine import Machine
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.sim.control import ControlContext, RolloutControl
+from rlsim.sim.batching import PromptFeed
+from rlsim.sim.control import ControlContext, Prompt, RolloutControl
 from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.reward import Scoring
 from rlsim.sim.simulation import CallTimes, Outcome, Simulation
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
@@ -62,6 +64,12 @@ class NoOtherCalls(CallTimes):
     """The workflow is generation alone."""
 
 
+class NoRewards(Scoring):
+    """Nothing is scored."""
+
+    workers = 0
+
+
 def h800s(nodes: int) -> Machine:
     """Qwen3-8B under SGLang on nodes of 8 H800."""
     cluster = load_cluster("8x8xh800").model_copy(update={"nodes": nodes})
@@ -86,8 +94,14 @@ def times_as_long(lengths: Sequence[Lengths], factor: int) -> list[Lengths]:
 def simulation(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = None) -> Simulation:
     """Generation stages one after the other, on all GPUs or on the first few."""
 
-    def launch(step: int) -> list[Request]:
-        return [Request(i, i // 8, prompt, tokens) for i, (prompt, tokens) in enumerate(lengths[step])]
+    prompts = len(lengths[0]) // 8
+
+    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+        step = lengths[launched[0].position // prompts]
+        return [
+            Request(first_id + i, launched[i // samples].position, prompt, tokens)
+            for i, (prompt, tokens) in enumerate(step)
+        ]
 
     return Simulation(
         workflow=GENERATION,
@@ -95,9 +109,11 @@ def simulation(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = 
         cluster=machine.cluster,
         control=OneGpuEach(),
         initial_tp=1,
-        launch=launch,
+        feed=PromptFeed(prompts, 8),
+        requests=requests,
         costs=machine,
         times=NoOtherCalls(),
+        scoring=NoRewards(),
         config=CONFIG,
         cap_tokens=max(tokens for step in lengths for _, tokens in step),
         steps=len(lengths),

@@ -512,6 +512,6 @@ def test_policies_that_finish_less_are_pointed_out(tmp_path: Path, monkeypatch: 
         overrides={"seeds": 1, "workflow.steps": 1, "systems": ["verl", "quitter:Quitter"], "baseline": "verl"},
     )
     steps = result.steps.set_index("system")
-    assert steps.loc["quitter", "finished"] < 128
+    assert steps.loc["quitter", "trained"] < 128
     assert steps.loc["quitter", "tokens"] < steps.loc["verl", "tokens"]
-    assert any(note.startswith("quitter finishes") for note in result.notes)
+    assert any(note.startswith("quitter trains on") for note in result.notes)

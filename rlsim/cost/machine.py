@@ -35,7 +35,7 @@ class Machine:
     `train` is the training strategy and `inference` that of log-prob passes; `backend` names the training framework
     whose efficiency the calibration gives. `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's,
     `memory_utilization` the share of GPU memory it may use; training states that are not offloaded stay resident
-    beside it.
+    beside it, as do `beside_bytes` of others on each GPU.
 
     Raises `CapacityError` if training does not fit, `ConfigError` for a strategy that the model or cluster does not
     allow.
@@ -54,6 +54,7 @@ class Machine:
         max_batched_tokens: int = 8192,
         max_sequences: int = 1024,
         memory_utilization: float = 0.9,
+        beside_bytes: float = 0.0,
     ) -> None:
         known = calibration.training.flop_efficiency
         if backend not in known:
@@ -68,6 +69,7 @@ class Machine:
         efficiency = TrainEfficiency(flop=known[backend])
         self._train = TrainCost(model, cluster, self._collectives, train, efficiency)
         self._forward = TrainCost(model, cluster, self._collectives, inference, efficiency)
+        self._beside_bytes = beside_bytes
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
         self._steps: list[StepCost] = []
         self.step = cache(self._step)
@@ -95,7 +97,7 @@ class Machine:
             memory_utilization=utilization,
             max_batched_tokens=batched,
             max_sequences=sequences,
-            resident_bytes=resident_bytes(self.model, self.train_strategy),
+            resident_bytes=resident_bytes(self.model, self.train_strategy) + self._beside_bytes,
             min_tokens=min_tokens,
         ).pages
 
@@ -154,6 +156,22 @@ class Machine:
     def train_time(self, lengths: npt.ArrayLike, mini_batches: int, epochs: int) -> TrainTime:
         """A training call over sequences of these lengths."""
         return self._train.train_s(lengths, mini_batches, epochs)
+
+    def inference_part_s(self, lengths: npt.ArrayLike) -> float:
+        """One replica's log-prob pass over some sequences of a call."""
+        return self._forward.part_s(lengths, backward=False)
+
+    def train_part_s(self, lengths: npt.ArrayLike) -> float:
+        """One replica's gradients of some sequences of a call, without reduction and update."""
+        return self._train.part_s(lengths, backward=True)
+
+    def update_time(self) -> TrainTime:
+        """Reduction of the gradients and update, after the parts."""
+        return self._train.update_time()
+
+    def load_s(self, *, backward: bool) -> float:
+        """One way between host memory and GPU, of what a training (`backward`) or inference call needs."""
+        return (self._train if backward else self._forward).load_s(backward=backward)
 
     def sync_s(self, rollout_tp: int) -> float:
         """Seconds to bring the updated weights from the training layout to the rollout's."""

@@ -161,6 +161,7 @@ class TrainCost:
         self._linear_s = 2.0 * _layer_weights(model) / split / (flops * efficiency.flop)
         self._weights_s = model.layer_bytes / strategy.tp / memory
         self._pair_s = 4.0 * model.q_dim / split / (flops * efficiency.attention)
+        self._linear_pairs = _linear_flops(model) / (4.0 * model.num_hidden_layers * model.q_dim)  # a token in pairs
         self._memory_s = self._elementwise_bytes() / strategy.cp / memory
         vocabulary = 1 if model.scalar_head else model.vocab_size
         self._head_s = vocabulary / split * (2.0 * model.hidden_size / (flops * efficiency.flop) + LOGIT_BYTES / memory)
@@ -196,10 +197,33 @@ class TrainCost:
             raise ValueError("mini_batches and epochs must be at least 1")
         passes = self._training_passes()
         total = TrainTime()
-        update = self._reduce_s(), self._optimizer_s()
+        update = self.update_time()
         for micro in self._micro_batches(np.asarray(lengths, dtype=np.float64), mini_batches):
-            total += self._mini_batch(micro, passes) + TrainTime(communication_s=update[0], optimizer_s=update[1])
+            total += self._mini_batch(micro, passes) + update
         return total * epochs + TrainTime(offload_s=self._offload_s(BF16 + 3 * FP32))
+
+    # A call in pieces: samples as they come, on one data-parallel replica after another ------------------------------
+
+    def part_s(self, lengths: npt.ArrayLike, *, backward: bool) -> float:
+        """Seconds in which one data-parallel replica works on some sequences of a call, packed into micro-batches.
+
+        With `backward` it accumulates their gradients; reduction and update come once, see `update_time`.
+        """
+        sizes = np.asarray(lengths, dtype=np.float64)
+        pairs = 0.5 * sizes * (sizes + 1.0)
+        count = max(math.ceil(float(sizes.sum()) / self.strategy.micro_batch_tokens), 1)
+        bins = self._bins(sizes * self._linear_pairs + pairs, count)
+        tokens = np.bincount(bins, sizes, count).astype(np.float64)[None, :]
+        micro = tokens, np.bincount(bins, pairs, count).astype(np.float64)[None, :]
+        return self._mini_batch(micro, self._training_passes() if backward else _FORWARD).total_s
+
+    def update_time(self) -> TrainTime:
+        """Reducing the accumulated gradients and one optimizer step."""
+        return TrainTime(communication_s=self._reduce_s(), optimizer_s=self._optimizer_s())
+
+    def load_s(self, *, backward: bool) -> float:
+        """Seconds to bring this GPU's share of the states in from host memory, or out; 0 without offload."""
+        return self._offload_s(BF16 + 3 * FP32 if backward else BF16) / 2
 
     # Work ------------------------------------------------------------------------------------------------------------
 
@@ -224,7 +248,7 @@ class TrainCost:
             raise ValueError("lengths must be a flat sequence of token counts")
         strategy = self.strategy
         pairs = 0.5 * lengths * (lengths + 1.0)
-        work = lengths * (_linear_flops(self.model) / (4.0 * self.model.num_hidden_layers * self.model.q_dim)) + pairs
+        work = lengths * self._linear_pairs + pairs
         shares = [np.array_split(indices, mini_batches) for indices in deal(work, strategy.dp)]
         result = []
         for step in range(mini_batches):

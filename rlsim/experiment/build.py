@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,18 +10,24 @@ from pathlib import Path
 from rlsim import catalogue
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.lookups import Lookups
 from rlsim.cost.machine import Machine
-from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import CapacityError, ConfigError, unknown_name
+from rlsim.cost.train import TrainTime
+from rlsim.errors import ConfigError, unknown_name
+from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.site import Site
+from rlsim.experiment.system import System
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
-from rlsim.sim.control import ControlContext, RolloutControl
+from rlsim.sim.batching import PromptFeed
+from rlsim.sim.control import ControlContext, Prompt
+from rlsim.sim.elastic import Pieces
 from rlsim.sim.request import Request
 from rlsim.sim.responses import Responses
 from rlsim.sim.simulation import Outcome, Simulation
-from rlsim.trace import StepSampler, Trace, read_trace
-from rlsim.workflow import Call, Placement, colocated, grpo
+from rlsim.trace import StepSampler, Trace, mix, read_trace
+from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,13 @@ class Setup:
     model: Model
     calibration: Calibration
     trace: Trace
-    trace_path: Path
+    trace_paths: tuple[Path, ...]
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> Setup:
         """Load what the experiment names; relative paths start at `folder`, the working directory or the catalogue."""
-        path = find_trace(experiment.trace.path, folder)
+        named = experiment.trace.path
+        paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         model = experiment.model
         if model.endswith(".json") and not Path(model).exists() and (folder / model).exists():
             model = str(folder / model)
@@ -46,78 +54,69 @@ class Setup:
             load_cluster(experiment.cluster, source=f"{shown}: cluster"),
             load_model(model),
             load_calibration(experiment.calibration),
-            read_trace(path),
-            path,
+            mix([read_trace(path) for path in paths]),
+            paths,
         )
 
     @cached_property
-    def machine(self) -> Machine:
-        """Times and sizes; made once, since look-ups are cached in it."""
-        experiment, engine, training = self.experiment, self.experiment.engine, self.experiment.training
-        share = training.tp * training.pp * training.cp
-        if self.cluster.gpus % share:
-            raise ConfigError(
-                f"training: tp × pp × cp = {share} does not divide the {self.cluster.gpus} GPUs of the cluster"
-            )
-        default_zero = 3 if training.backend == "fsdp" else 1
-        train = TrainStrategy(
-            dp=self.cluster.gpus // share,
-            tp=training.tp,
-            pp=training.pp,
-            cp=training.cp,
-            micro_batch_tokens=training.micro_batch_tokens,
-            zero_stage=default_zero if training.zero_stage is None else training.zero_stage,
-            recompute=training.recompute,
-            offload=training.offload,
-            sequence_parallel=training.tp > 1,
-        )
-        return Machine(
-            self.model,
-            self.cluster,
-            self.calibration,
-            train=train,
-            inference=train,
-            backend=training.backend,
-            page_tokens=engine.page_tokens,
-            max_batched_tokens=engine.max_num_batched_tokens,
-            max_sequences=engine.max_num_seqs,
-            memory_utilization=experiment.memory_utilization,
-        )
+    def scoring(self) -> TraceScoring:
+        """What the trace says about rewards."""
+        return TraceScoring(self.trace, self.experiment.workflow.reward)
 
     @cached_property
+    def _sites(self) -> dict[str, Site]:
+        return {}
+
+    def site(self, system: System | None = None) -> Site:
+        """Where a system runs; systems that place the judge alike share it."""
+        judge = system.judge if system and self.scoring.judged else None
+        return self._sites.setdefault(repr(judge), Site(self, judge))
+
+    @property
+    def sites(self) -> Iterable[Site]:
+        """Every site that was asked for."""
+        return self._sites.values()
+
+    @property
     def context(self) -> ControlContext:
-        """What policies learn before a run."""
-        experiment, workflow = self.experiment, self.experiment.workflow
-        prompt_tokens = self._longest_prompt()
-        feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap)
-        if not feasible:
-            raise CapacityError(
-                "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())
-            )
-        return ControlContext(
-            costs=self.machine,
-            feasible_tps=feasible,
-            infeasible=infeasible,
-            gpus_per_node=self.cluster.gpus_per_node,
-            nodes=self.cluster.nodes,
-            cap_tokens=experiment.trace.cap,
-            page_tokens=experiment.engine.page_tokens,
-            requests=workflow.prompts * workflow.responses,
-            prompt_tokens=prompt_tokens,
-        )
+        """What policies learn before a run, where nothing is colocated."""
+        return self.site().context
 
-    def _longest_prompt(self) -> int:
+    @property
+    def machine(self) -> Machine:
+        """Times and sizes, where nothing is colocated."""
+        return self.site().machine
+
+    @property
+    def bound(self) -> GenerationBound:
+        """The generation stage at best, where nothing is colocated."""
+        return self.site().bound
+
+    def lookups(self) -> Lookups:
+        """The shapes that all sites asked for."""
+        first, *others = [site.lookups() for site in self.sites]
+        return first.merge(others)
+
+    @cached_property
+    def longest_prompt(self) -> int:
+        """The longest prompt of the trace (tokens)."""
         default = self.experiment.trace.default_prompt_tokens
         known = self.trace.frame.get("prompt_tokens")
         return default if known is None else int(known.fillna(default).max())
 
     @cached_property
-    def bound(self) -> GenerationBound:
-        """The generation stage at best."""
-        steps = {tp: self.machine.step(tp) for tp in self.context.feasible_tps}
-        return GenerationBound(
-            steps, self.cluster.gpus, min(self.context.requests, self.experiment.engine.max_num_seqs)
-        )
+    def mean_tokens(self) -> int:
+        """Mean length of prompt and capped response together (tokens)."""
+        known = self.trace.frame.get("prompt_tokens")
+        default = self.experiment.trace.default_prompt_tokens
+        prompt = default if known is None else float(known.fillna(default).mean())
+        return round(prompt + float(self.trace.response_tokens.clip(max=self.experiment.trace.cap).mean()))
+
+    @cached_property
+    def longest_answer(self) -> int:
+        """The longest answer of a judge (tokens)."""
+        known = self.trace.frame.get("judge_tokens")
+        return 0 if known is None else int(known.fillna(0).max())
 
     def sampler(self, seed: int) -> StepSampler:
         """The responses of every step under one seed; the same for every system."""
@@ -131,24 +130,45 @@ class Setup:
             default_prompt_tokens=trace.default_prompt_tokens,
         )
 
-    def simulate(self, control: RolloutControl, sampler: StepSampler) -> Outcome:
+    def workflow(self, system: System) -> Workflow:
+        """The calls of a step as a system connects them; raises `ConfigError` if it cannot."""
+        spec, training = self.experiment.workflow, self.experiment.training
+        graph = system.rewired(grpo(reference=spec.reference, old_log_probs=spec.old_log_probs))
+        streamed = any(e.grain == "sample" and graph.call(e.target).kind == "train" for e in graph.edges)
+        if streamed and (training.mini_batches > 1 or training.epochs > 1):
+            raise ConfigError(
+                "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
+                f"training.epochs: 1 (got {training.mini_batches} and {training.epochs})"
+            )
+        if system.batching.needs_rewards and not self.scoring.says_rewards:
+            raise ConfigError(
+                f"trace {self.trace.meta.name} has neither the column reward nor correct, which decide what is launched"
+            )
+        return graph
+
+    def simulate(self, system: System, sampler: StepSampler) -> Outcome:
         """One system on one seed's responses."""
-        experiment, workflow = self.experiment, self.experiment.workflow
-        graph = grpo(reference=workflow.reference, old_log_probs=workflow.old_log_probs)
-        strategy = self.machine.train_strategy
-        control.setup(self.context)
+        experiment, spec, site = self.experiment, self.experiment.workflow, self.site(system)
+        graph, strategy = self.workflow(system), site.machine.train_strategy
+        system.control.setup(site.context)
         return Simulation(
             workflow=graph,
-            plan=colocated(graph, self.cluster, strategy, strategy),
-            cluster=self.cluster,
-            control=control,
-            initial_tp=self.context.check_tp(control.initial_tp(self.context)),
-            launch=lambda step: _requests(sampler, step),
-            costs=self.machine,
-            times=_Times(self),
+            plan=colocated(graph, site.cluster.gpus, strategy, strategy, site.reward_placement),
+            cluster=site.cluster,
+            control=system.control,
+            initial_tp=site.context.check_tp(system.layout.initial_tp(site.context)),
+            feed=PromptFeed(spec.prompts, spec.responses),
+            requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
+            costs=site.machine,
+            times=_Times(self, site),
+            scoring=self.scoring,
             config=experiment.engine,
             cap_tokens=experiment.trace.cap,
-            steps=workflow.steps,
+            steps=spec.steps,
+            batching=system.batching,
+            reward=system.reward,
+            judge=site.judge,
+            crowded=site.crowded if site.reward_placement.shared else None,
             routing=experiment.routing,
         ).run()
 
@@ -156,29 +176,39 @@ class Setup:
 class _Times:
     """The `CallTimes` of an experiment."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._machine = setup.machine
-        self._reward = setup.experiment.workflow.reward
+    def __init__(self, setup: Setup, site: Site) -> None:
+        self._machine = site.machine
         self._training = setup.experiment.training
 
     def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:  # noqa: ARG002
-        lengths = responses.total_tokens[responses.finished]  # what is incomplete is neither scored nor trained on
-        if call.kind == "reward":
-            rounds = -(-len(lengths) // self._reward.workers)
-            return [("check", rounds * self._reward.time_per_response)]
+        lengths = responses.total_tokens[responses.trained]
         if call.kind == "sync":
             return [("weights", self._machine.sync_s(rollout_tp))]
         if call.kind == "train":
             time = self._machine.train_time(lengths, self._training.mini_batches, self._training.epochs)
         else:
             time = self._machine.inference_time(lengths)
-        return [(name.removesuffix("_s"), value) for name, value in vars(time).items() if value]
+        return _named(time)
+
+    def pieces(self, call: Call) -> Pieces:
+        machine = self._machine
+        strategy = machine.train_strategy
+        tokens = strategy.micro_batch_tokens * strategy.pp  # enough micro-batches to fill the pipeline
+        train = call.kind == "train"
+        load_s = machine.load_s(backward=train)
+        finish = [*(_named(machine.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]
+        return Pieces(machine.train_part_s if train else machine.inference_part_s, tokens, load_s, finish)
 
 
-def _requests(sampler: StepSampler, step: int) -> list[Request]:
-    batch = sampler.step(step)
-    columns = (batch.position, batch.prompt_tokens, batch.response_tokens)
-    return [Request(i, *values) for i, values in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
+def _named(time: TrainTime) -> list[tuple[str, float]]:
+    return [(name.removesuffix("_s"), value) for name, value in vars(time).items() if value]
+
+
+def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+    batch = sampler.draw([p.position for p in prompts], [p.first_sample for p in prompts], samples)
+    columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
+    rows = zip(*(c.tolist() for c in columns), strict=True)
+    return [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
 
 
 def find_trace(name: str, folder: Path) -> Path:

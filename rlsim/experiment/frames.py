@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,21 +56,31 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
         responses, summary = outcome.responses[step], outcome.rollouts[step]
         generate = next(call for call in calls[step] if call.kind == "generate")
         switches = [s for s in outcome.switches if s.step == step]
-        kept = responses.finished
-        finished = np.sort(responses.finished_at[~np.isnan(responses.finished_at)])
+        kept, settled = responses.trained, summary.settled
+        prepared = [c for c in calls[step] if c.kind in ("reward", "inference")]
+        trained = [c for c in calls[step] if c.kind == "train"]
+        finished = np.sort(responses.finished_at[kept])
         p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else generate.end_at
         rows.append(
             {
                 "step": step,
                 "step_time_s": end - start,
+                "round": settled.label,
                 "gen_time_s": generate.end_at - generate.start_at,
-                "prep_time_s": _union_s(c for c in calls[step] if c.kind in ("reward", "inference")),
-                "train_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "train"),
+                "prep_time_s": _union_s([generate, *prepared]) - _union_s([generate]),
+                "train_time_s": _union_s([generate, *prepared, *trained]) - _union_s([generate, *prepared]),
+                "reward_time_s": _union_s(c for c in calls[step] if c.kind == "reward"),
                 "sync_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "sync"),
                 "tokens": responses.total_tokens[kept].sum(),
                 "response_tokens": responses.response_tokens.sum(),
-                "finished": kept.sum(),
-                "longest_tokens": responses.response_tokens.max(),
+                "wasted_tokens": responses.response_tokens[~kept].sum(),
+                "launched": settled.launched,
+                "trained": kept.sum(),
+                "put_back": settled.put_back,
+                "dropped": settled.dropped,
+                "waiting": summary.waiting,
+                "timeouts": (responses.timed_out & kept).sum(),
+                "longest_tokens": responses.response_tokens[kept].max(initial=0),
                 "bubble_fraction": max(1.0 - busy[step] / (gpus * (end - start)), 0.0),
                 "gen_p90_time_s": p90_at - generate.start_at,
                 "gen_bound_s": bound.time_s(responses.prompt_tokens[kept], responses.response_tokens[kept]),
@@ -77,6 +88,7 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
                 "switches": len(switches),
                 "switch_time_s": sum(s.weights_s + s.kv_s + s.graph_s + s.control_s for s in switches),
                 "preemptions": summary.preemptions,
+                "released_gpu_s": summary.released_gpu_s,
                 "kv_peak_tokens": summary.peak_kv_tokens,
                 "staleness": step - int(np.searchsorted(syncs, generate.start_at, side="right")),
             }
@@ -87,6 +99,7 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
 
 def _busy_gpu_s(spans: Sequence[Span], step_ends: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """GPU-seconds of work in each step; a span over a step's end counts on both sides."""
+    spans = _not_covered(spans)
     start = np.array([s.start_at for s in spans])
     end = np.array([s.end_at for s in spans])
     gpus = np.array([len(s.gpus) for s in spans], dtype=np.float64)
@@ -97,6 +110,38 @@ def _busy_gpu_s(spans: Sequence[Span], step_ends: Sequence[float]) -> np.ndarray
             for first, last in itertools.pairwise(edges)
         ]
     )
+
+
+def _not_covered(spans: Sequence[Span]) -> Sequence[Span]:
+    """The spans, those on shared GPUs cut down to the time in which their GPUs did nothing else."""
+    beside = [span for span in spans if span.shared]
+    if not beside:
+        return spans
+    others: dict[int, list[tuple[float, float]]] = {}
+    for span in spans:
+        if not span.shared:
+            for gpu in span.gpus:
+                others.setdefault(gpu, []).append((span.start_at, span.end_at))
+    for intervals in others.values():
+        intervals.sort()
+    kept = [span for span in spans if not span.shared]
+    for span in beside:
+        for gpu in span.gpus:
+            kept += [span._replace(gpus=(gpu,), start_at=a, end_at=b) for a, b in _gaps(span, others.get(gpu, []))]
+    return kept
+
+
+def _gaps(span: Span, intervals: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The parts of a span that lie in none of the intervals (sorted, without overlap)."""
+    at = span.start_at
+    for start, end in intervals[max(bisect_left(intervals, (at, at)) - 1, 0) :]:
+        if start >= span.end_at:
+            break
+        if start > at:
+            yield at, start
+        at = max(at, end)
+    if at < span.end_at:
+        yield at, span.end_at
 
 
 def _union_s(calls: Iterable[CallRecord]) -> float:
@@ -112,13 +157,13 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
     frames = []
     names = np.asarray([str(name) for name in sampler.prompt_ids])
     for step, responses in enumerate(outcome.responses):
-        prompts = names[sampler.step(step).prompt]
+        prompts = names[sampler.prompts_at(responses.prompt_id)]
         frames.append(
             pd.DataFrame(
                 {
                     "step": step,
                     "response": responses.id,
-                    "prompt_id": prompts[responses.id],
+                    "prompt_id": prompts,
                     "prompt_tokens": responses.prompt_tokens,
                     "response_tokens": responses.response_tokens,
                     "start_at": responses.started_at,
@@ -128,6 +173,10 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
                     "tp_history": [">".join(map(str, tps)) for tps in responses.tps],
                     "preemptions": responses.preemptions,
                     "aborted": responses.aborted,
+                    "trained": responses.trained,
+                    "scored_at": responses.scored_at,
+                    "reward": responses.reward,
+                    "timed_out": responses.timed_out,
                 }
             )
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def run(
             done += 1
         collected += case.tables()
         if strict:
-            case.setup.machine.lookups().refuse_extrapolated(case.setup.calibration.name)
+            case.setup.lookups().refuse_extrapolated(case.setup.calibration.name)
     if progress:
         progress(done, total, "")
     if not collected:
@@ -105,43 +104,45 @@ class _Case:
     def pending(self) -> list[tuple[SystemSpec, int]]:
         """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
         needed: dict[str, SystemSpec] = {}
-        for specs in self.systems.values():
-            for spec in specs:
+        for alternatives in self.systems.values():
+            for spec, _ in alternatives:
                 needed.setdefault(spec.key, spec)
         return [(spec, seed) for spec in needed.values() for seed in self._samplers]
 
     def simulate(self, spec: SystemSpec, seed: int) -> None:
         """Run one system on one seed."""
-        sampler = self._samplers[seed]
-        outcome = self.setup.simulate(spec.make(), sampler)
-        self._done[spec.key, seed] = frames_of(outcome, sampler, self.setup.bound, self.setup.cluster.gpus)
+        sampler, system = self._samplers[seed], spec.make()
+        outcome = self.setup.simulate(system, sampler)
+        bound = self.setup.site(system).bound
+        self._done[spec.key, seed] = frames_of(outcome, sampler, bound, self.setup.cluster.gpus)
 
     def tables(self) -> list[Frames]:
         """The tables of every system and seed."""
         collected = []
         for spec, alternatives in self.systems.items():
-            best = min(alternatives, key=self._mean_step_s)
+            best, chosen = min(alternatives, key=lambda item: self._mean_step_s(item[0]))
             if len(alternatives) > 1:
-                self.chosen[spec.name] = ", ".join(f"{key} {value}" for key, value in best.parameters.items())
+                self.chosen[spec.name] = chosen
             collected += [named(self._done[best.key, seed], self.name, spec.name, seed) for seed in self._samplers]
         return collected
 
     def _mean_step_s(self, spec: SystemSpec) -> float:
         return sum(float(self._done[spec.key, seed]["steps"]["step_time_s"].mean()) for seed in self._samplers)
 
-    def _alternatives(self, spec: SystemSpec) -> Iterable[SystemSpec]:
-        """The parameter choices that a tuned system stands for; itself if it is not tuned."""
-        choices = spec.make().alternatives(self.setup.context)
-        return [replace(spec, parameters={**spec.parameters, **choice}) for choice in choices] or [spec]
+    def _alternatives(self, spec: SystemSpec) -> list[tuple[SystemSpec, str]]:
+        """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""
+        return list(spec.alternatives(self.setup.site(spec.make()).context))
 
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
-        context = self.setup.context
         try:
-            for alternative in self._alternatives(spec):
-                control = alternative.make()
-                control.setup(context)
-                context.check_tp(control.initial_tp(context))
+            for alternative, _ in self._alternatives(spec):
+                system = alternative.make()
+                site = self.setup.site(system)
+                self.setup.workflow(system)
+                _ = site.judge  # raises if it does not fit
+                system.control.setup(site.context)
+                site.context.check_tp(system.layout.initial_tp(site.context))
         except CapacityError as error:
             if not spec.variant:
                 raise CapacityError(f"{spec.shown}: {error}") from None
@@ -151,25 +152,25 @@ class _Case:
             raise ConfigError(f"{spec.shown}: {error}") from None
         return True
 
-    def _finished_shares(self) -> Iterable[tuple[SystemSpec, float]]:
+    def _trained_shares(self) -> Iterable[tuple[SystemSpec, float]]:
         for spec, alternatives in self.systems.items():
-            steps = pd.concat(
-                self._done[min(alternatives, key=self._mean_step_s).key, s]["steps"] for s in self._samplers
-            )
+            best = min((one for one, _ in alternatives), key=self._mean_step_s)
+            steps = pd.concat(self._done[best.key, s]["steps"] for s in self._samplers)
             workflow = self.experiment.workflow
-            yield spec, float(steps["finished"].sum()) / (len(steps) * workflow.prompts * workflow.responses)
+            yield spec, float(steps["trained"].sum()) / (len(steps) * workflow.prompts * workflow.responses)
 
     def all_notes(self) -> list[str]:
         """Everything worth knowing about this case's numbers."""
         sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
-        outside = self.setup.machine.lookups().note()
+        outside = self.setup.lookups().note()
         tuned = [f"{name} is {what}, the fastest on these same seeds" for name, what in self.chosen.items()]
         partial = [
-            f"{spec.name} finishes {share:.1%} of the responses it launches: compare tokens_per_s, not step times"
-            for spec, share in self._finished_shares()
+            f"{spec.name} trains on {share:.1%} of a batch each step: compare tokens_per_s, not step times"
+            for spec, share in self._trained_shares()
             if share < 1
         ]
-        infeasible = [f"TP{tp} is infeasible: {why}" for tp, why in self.setup.context.infeasible.items()]
+        outside_memory = [item for site in self.setup.sites for item in site.context.infeasible.items()]
+        infeasible = [f"TP{tp} is infeasible: {why}" for tp, why in outside_memory]
         prefix = f"{self.name}: " if self.name else ""
         return [prefix + note for note in (*tuned, *partial, *infeasible, *self.notes, *sampled, *outside)]
 
@@ -188,9 +189,9 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
         "baseline": cases[0].baseline,
         "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
         "tuned": {case.name: case.chosen for case in cases},
-        "lookups": {case.name: case.setup.machine.lookups().table() for case in cases},
+        "lookups": {case.name: case.setup.lookups().table() for case in cases},
         "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
-        "hashes": {"trace": _sha256(setup.trace_path), "results": _digest(collected)},
+        "hashes": {"trace": _sha256(setup.trace_paths), "results": _digest(collected)},
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("numpy", "pandas", "pyarrow", "scipy", "simpy")},
@@ -198,8 +199,8 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
     }
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _sha256(paths: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def _digest(collected: list[Frames]) -> str:

@@ -16,7 +16,9 @@ from rlsim.units import Seconds, Tokens
 class TraceSpec(Schema):
     """Which response lengths are replayed."""
 
-    path: str = Field(description="trace file, or the name of one that ships with rlsim")
+    path: str | tuple[str, ...] = Field(
+        description="trace file, or the name of one that ships with rlsim; several are mixed prompt by prompt"
+    )
     cap: Annotated[Tokens, Field(ge=1)] = Field(
         description="maximum response length, tokens (K = 1,024); longer ones are cut"
     )
@@ -25,11 +27,31 @@ class TraceSpec(Schema):
     )
 
 
+class JudgeSpec(Schema):
+    """The LLM that judges responses whose trace has `judge_tokens`."""
+
+    model: str = Field(default="qwen2.5-7b", description="a model of the catalogue, or a config.json")
+    tp: int = Field(default=1, ge=1, description="tensor-parallel degree of one judge")
+    reserved: float = Field(
+        default=0.25, gt=0, lt=1, description="share of the GPUs kept for judges, unless a system colocates them"
+    )
+    prompt_tokens: Annotated[Tokens, Field(ge=0)] = Field(
+        default=512, description="instructions and reference answer that stand around prompt and response (assumed)"
+    )
+
+
 class RewardSpec(Schema):
-    """Rule-based reward on CPUs: every response is checked for `time_per_response` by one of `workers`."""
+    """How responses are scored: by a check, test cases in a sandbox, or a judge, as the trace's columns say.
+
+    A response with `judge_tokens` goes to the judge, one with `test_run_s` to the sandbox, any other to a check of
+    `reward_time_s`, or `time_per_response` where the trace has none.
+    """
 
     time_per_response: Seconds = Field(default=0.01, ge=0, description="CPU time of one check, s (assumed: 10 ms)")
-    workers: int = Field(default=16, ge=1, description="checks that run at once")
+    workers: int = Field(default=16, ge=1, description="CPU workers: checks and sandboxes that run at once")
+    timeout: Annotated[Seconds, Field(gt=0)] = Field(default=2.0, description="a check is ended then, s")
+    sandbox_timeout: Annotated[Seconds, Field(gt=0)] = Field(default=30.0, description="a test case is ended then, s")
+    judge: JudgeSpec | None = Field(default=None, description="needed if the trace has responses to judge")
 
 
 class WorkflowSpec(Schema):

@@ -1,9 +1,9 @@
 """The `systems` of an experiment: names, parts, and the variants that lists of values make.
 
-- pat                              a policy as it is
+- pat                              a part as it is
 - verl: {tp: [1, 2, 4, 8, best]}   one system per value: verl-tp1, …, verl-best
 - name: mine                       parts that work together under a name of their own
-  use: [pat]
+  use: [pat, {tail_batching: {eta: 1.25}}, stream]
 """
 
 from __future__ import annotations
@@ -16,34 +16,74 @@ from typing import Any
 from pydantic import BaseModel
 
 from rlsim.errors import ConfigError, RlsimError
+from rlsim.experiment.system import System, is_layout
+from rlsim.policies.parts import Composition, Part
 from rlsim.policies.registry import load_policy
 from rlsim.schema import place_of, placed, validate
-from rlsim.sim.control import RolloutControl
+from rlsim.sim.control import ControlContext, RolloutControl
+
+
+@dataclass(frozen=True, eq=False)
+class PartSpec:
+    """A part by name and parameters. `make` gives a fresh one: parts may keep state during a run."""
+
+    policy: str
+    parameters: Mapping[str, Any]
+
+    def make(self, shown: str) -> Part:
+        """A new part; raises `ConfigError` if it does not take these parameters."""
+        kind = load_policy(self.policy)
+        if issubclass(kind, BaseModel):
+            return validate(dict(self.parameters), kind, source=shown)
+        if self.parameters:
+            raise ConfigError(f"{shown}: {kind.__name__} takes no parameters")
+        return kind()
+
+    @property
+    def key(self) -> str:
+        """Parts with the same key behave the same."""
+        return f"{self.policy} {sorted(self.parameters.items())}"
+
+
+#: What decides the layout where no part of a system does: the tuned static one.
+DEFAULT_LAYOUT = PartSpec("verl", {})
 
 
 @dataclass(frozen=True, eq=False)
 class SystemSpec:
-    """One system to run. `make` gives a fresh policy: a policy may keep state during a run."""
+    """One system to run, as the parts it is made of."""
 
     name: str
-    policy: str
-    parameters: Mapping[str, Any]
+    parts: tuple[PartSpec, ...]
     variant: bool = False  # one of several values that a list gave
     shown: str = ""  # for messages: file, line and name
 
     @property
     def key(self) -> str:
-        """Systems with the same policy and parameters behave the same."""
-        return f"{self.policy} {sorted(self.parameters.items())}"
+        """Systems with the same key behave the same."""
+        return " + ".join(part.key for part in self.parts)
 
-    def make(self) -> RolloutControl:
-        """A new policy with these parameters; raises `ConfigError` if it does not take them."""
-        kind = load_policy(self.policy)
-        if issubclass(kind, BaseModel):
-            return validate(dict(self.parameters), kind, source=self.shown)
-        if self.parameters:
-            raise ConfigError(f"{self.shown}: {kind.__name__} takes no parameters")
-        return kind()
+    def make(self) -> System:
+        """A new system; raises `ConfigError` if a part does not take its parameters or the parts do not go together."""
+        return System.of([part.make(self.shown) for part in self.parts], self.shown)
+
+    def alternatives(self, context: ControlContext) -> Iterator[tuple[SystemSpec, str]]:
+        """The systems that a tuned one stands for, each with what it chose; itself if nothing is to be tuned."""
+        choices: list[list[tuple[PartSpec, str]]] = []
+        for part in self.parts:
+            made = part.make(self.shown)
+            tried = made.alternatives(context) if isinstance(made, RolloutControl | Composition) else ()
+            found = [
+                (
+                    replace(part, parameters={**part.parameters, **choice}),
+                    ", ".join(f"{k} {v}" for k, v in choice.items()),
+                )
+                for choice in tried
+            ]
+            choices.append(found or [(part, "")])
+        for combination in itertools.product(*choices):
+            chosen = ", ".join(what for _, what in combination if what)
+            yield replace(self, parts=tuple(part for part, _ in combination)), chosen
 
 
 def parse_systems(entries: Sequence[Any], source: str = "") -> tuple[SystemSpec, ...]:
@@ -53,7 +93,7 @@ def parse_systems(entries: Sequence[Any], source: str = "") -> tuple[SystemSpec,
     """
     specs = [spec for entry in entries for spec in _parse(entry, source)]
     for spec in specs:
-        spec.make()  # wrong parameters are found before anything runs
+        spec.make()  # what is wrong is found before anything runs
     names = [spec.name for spec in specs]
     for spec in reversed(specs):
         if names.count(spec.name) > 1:
@@ -68,13 +108,30 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
         if unknown or "name" not in entry:
             raise ConfigError(f"{where}: a system with `use` has a `name` and nothing else, got {sorted(entry)}")
         used = entry["use"]
-        parts = used if isinstance(used, Sequence) and not isinstance(used, str) else [used]
-        found = [list(_parse(part, source)) for part in placed(parts)]
-        if len(found) != 1 or len(found[0]) != 1:
-            raise ConfigError(f"{where}: system {entry['name']!r}: exactly one rollout policy is needed, without lists")
-        name = str(entry["name"])
-        yield replace(found[0][0], name=name, variant=False, shown=f"{where}: system {name!r}")
-        return
+        listed = used if isinstance(used, Sequence) and not isinstance(used, str) else [used]
+        if not listed:
+            raise ConfigError(f"{where}: system {entry['name']!r}: `use` names no part")
+        found = [list(_parse_part(part, source)) for part in placed(listed)]
+        base = str(entry["name"])
+    else:
+        found, base = [list(_parse_part(entry, source))], ""
+    for variants in itertools.product(*found):
+        name = (base or variants[0][0]) + "".join(suffix for _, suffix, _ in variants)
+        shown = f"{where}: system {name!r}"
+        parts = tuple(part for _, _, part in variants)
+        variant = any(suffix for _, suffix, _ in variants)
+        yield SystemSpec(name, _with_layout(parts, shown), variant, shown)
+
+
+def _with_layout(parts: tuple[PartSpec, ...], shown: str) -> tuple[PartSpec, ...]:
+    made = [part.make(shown) for part in parts]
+    every = [inner for part in made for inner in (part.parts() if isinstance(part, Composition) else (part,))]
+    return parts if any(is_layout(part) for part in every) else (*parts, DEFAULT_LAYOUT)
+
+
+def _parse_part(entry: Any, source: str) -> Iterator[tuple[str, str, PartSpec]]:
+    """Each part that an entry stands for: its label, the suffix that names the variant, and itself."""
+    where = ":".join(part for part in (source, place_of(entry)) if part)
     if isinstance(entry, str):
         policy = str(entry)
         parameters: Mapping[str, Any] = {}
@@ -98,9 +155,8 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
             raise ConfigError(f"{where}: system {policy!r}: {key}: the list is empty")
     for values in itertools.product(*(parameters[key] for key in axes)):
         chosen = dict(zip(axes, values, strict=True))
-        name = label + "".join(f"-{_label(key, value)}" for key, value in chosen.items())
-        shown = f"{where}: system {name!r}"
-        yield SystemSpec(name, policy, {**parameters, **chosen}, variant=bool(axes), shown=shown)
+        suffix = "".join(f"-{_label(key, value)}" for key, value in chosen.items())
+        yield label, suffix, PartSpec(policy, {**parameters, **chosen})
 
 
 def _takes_list(kind: type, key: str, value: Any) -> bool:

@@ -6,11 +6,23 @@ import importlib
 from importlib.metadata import entry_points
 
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.sim.control import RolloutControl
+from rlsim.policies.parts import KINDS, Part
 
 #: rlsim's own, loaded when asked for.
 BUILTIN = {
+    "adaptive_timeout": "rlsim.policies.reward_scheduler:AdaptiveTimeout",
+    "async_reward": "rlsim.policies.reward_scheduler:AsyncReward",
+    "colocated_judge": "rlsim.policies.reward_scheduler:ColocatedJudge",
+    "dynamic_sampling": "rlsim.policies.dynamic_sampling:DynamicSampling",
     "pat": "rlsim.policies.pat:PAT",
+    "planner": "rlsim.policies.planner:Planner",
+    "reward_scheduler": "rlsim.policies.reward_scheduler:RewardScheduler",
+    "rlhfuse": "rlsim.policies.rlhfuse:RLHFuse",
+    "rlhfuse_plus": "rlsim.policies.rlhfuse:StrengthenedRLHFuse",
+    "rollpacker": "rlsim.policies.rollpacker:RollPacker",
+    "stream": "rlsim.policies.stream_trainer:StreamTrainer",
+    "tail_batching": "rlsim.policies.tail_batching:TailBatching",
+    "tail_consolidation": "rlsim.policies.rlhfuse:TailConsolidation",
     "verl": "rlsim.policies.verl:VeRL",
 }
 ENTRY_POINT_GROUP = "rlsim.policies"
@@ -22,8 +34,8 @@ def policy_names() -> dict[str, str]:
     return {**installed, **BUILTIN}
 
 
-def load_policy(name: str) -> type[RolloutControl]:
-    """The policy class of that name, or at `module:Class`.
+def load_policy(name: str) -> type[Part]:
+    """The policy class of that name, or at `module:Class`: a part of a system.
 
     Raises `CatalogueError` for an unknown name, `ConfigError` if what is there is no policy.
     """
@@ -35,6 +47,7 @@ def load_policy(name: str) -> type[RolloutControl]:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"policy {name!r} cannot be loaded: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, RolloutControl)):
-        raise ConfigError(f"policy {name!r} is not a rlsim.RolloutControl")
+    if not (isinstance(found, type) and issubclass(found, KINDS)):
+        kinds = ", ".join(kind.__name__ for kind in KINDS)
+        raise ConfigError(f"policy {name!r} is no part of a system: none of {kinds}")
     return found

@@ -7,7 +7,7 @@ effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -55,7 +55,23 @@ class Stop:
     """End the rollout; what is unfinished is handed back with its tokens."""
 
 
-Action = Reconfigure | Migrate | Release | Abort | Stop
+class Prompt(NamedTuple):
+    """One prompt in training order."""
+
+    position: int  # counted from 0 over all epochs: a prompt comes again in the next one at another position
+    first_sample: int = 0  # samples generated for it before, in vain
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Generate `samples` new responses to each of these prompts. `label` names the kind of round in the results."""
+
+    prompts: tuple[Prompt, ...]
+    samples: int
+    label: str = ""
+
+
+Action = Reconfigure | Migrate | Release | Abort | Launch | Stop
 
 
 class RequestView(NamedTuple):
@@ -114,6 +130,10 @@ class RolloutView(Protocol):
         """Seconds since the rollout began."""
 
     @property
+    def label(self) -> str:
+        """The kind of round, as the step's batching calls it."""
+
+    @property
     def gpus_per_node(self) -> int:
         """GPUs of a node of this mesh."""
 
@@ -140,6 +160,9 @@ class RolloutView(Protocol):
     @property
     def finished_tokens(self) -> tuple[int, int]:
         """Lengths of the shortest and the longest response finished so far; (0, 0) before the first."""
+
+    def finished_lengths(self) -> Sequence[int]:
+        """Lengths of the responses finished so far, in that order."""
 
     def unfinished(self, node: int | None = None) -> int:
         """Requests neither finished nor aborted, on one node or on all. Cheap."""
@@ -177,6 +200,18 @@ class ControlContext:
         return tp
 
 
+@dataclass(frozen=True)
+class RolloutReport:
+    """What a control learns when a generation stage is over."""
+
+    step: int
+    tp: int  # that it began with
+    gen_time_s: float
+    preemptions: int
+    lengths: tuple[int, ...]  # of the responses that were finished
+    label: str  # the kind of round, see `Launch`
+
+
 class RolloutControl:
     """Base of all rollout controls: never changes anything. Override what the system decides."""
 
@@ -188,15 +223,59 @@ class RolloutControl:
         """Called once before the first step: the place to profile."""
 
     def initial_tp(self, context: ControlContext) -> int:  # noqa: ARG002
-        """The layout every step starts with."""
+        """The layout of the first step, and of every one unless `next_tp` says otherwise."""
         raise PolicyError(f"{type(self).__name__} does not say which layout it starts with: define initial_tp")
 
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
         """Some responses have just finished: return actions, or None to go on."""
         return None
 
+    def next_tp(self, report: RolloutReport) -> int | None:  # noqa: ARG002
+        """A generation stage is over: the layout that the next one starts with, or None to leave that as it is."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return type(self).__name__
+
+
+class Controls(RolloutControl):
+    """Several controls as one: each is asked in turn, and all that they want is done."""
+
+    def __init__(self, parts: Sequence[RolloutControl]) -> None:
+        self.parts = tuple(parts)
+        self._deciding = [part for part in self.parts if decides(part)]
+        self._asked: RolloutControl = self
+
+    def setup(self, context: ControlContext) -> None:
+        """Told to all."""
+        for part in self.parts:
+            part.setup(context)
+
+    def on_finish(self, view: RolloutView) -> Iterator[Action]:
+        """The actions of all, those of the first first; none after a `Stop`."""
+        for part in self._deciding:
+            self._asked, answer = part, part.on_finish(view)
+            for action in answer if isinstance(answer, Iterable) else () if answer is None else (answer,):
+                yield action
+                if isinstance(action, Stop):
+                    return
+
+    def next_tp(self, report: RolloutReport) -> int | None:
+        """What the last of those that have an opinion says."""
+        wanted = [tp for tp in [part.next_tp(report) for part in self.parts] if tp is not None]
+        return wanted[-1] if wanted else None
+
+    @property
+    def label(self) -> str:
+        """The part that was asked last."""
+        return type(self._asked).__name__
+
 
 def decides(control: RolloutControl) -> bool:
     """Whether the control overrides `on_finish`; one that does not need not be asked."""
+    if isinstance(control, Controls):
+        return any(decides(part) for part in control.parts)
     method: Callable[..., object] = type(control).on_finish
     return method is not RolloutControl.on_finish

@@ -15,18 +15,21 @@ class Span(NamedTuple):
     tp: int
     step: int
     label: str  # which call or replica
+    shared: bool = False  # runs beside other work on the same GPUs
 
 
 class Recorder:
-    """Collects the spans of one step into a list that several steps may share."""
+    """Collects the spans of one step into a list that several steps may share; with `kind`, all as that kind."""
 
-    def __init__(self, spans: list[Span] | None = None, step: int = 0) -> None:
+    def __init__(self, spans: list[Span] | None = None, step: int = 0, kind: str = "", shared: bool = False) -> None:
         self.spans: list[Span] = [] if spans is None else spans
         self._step = step
+        self._kind = kind
+        self._shared = shared
 
     def add(
         self, gpus: tuple[int, ...], start_at: float, end_at: float, kind: str, tp: int = 1, label: str = ""
     ) -> None:
         """Record one span; one of no length is dropped."""
         if end_at > start_at:
-            self.spans.append(Span(gpus, start_at, end_at, kind, tp, self._step, label))
+            self.spans.append(Span(gpus, start_at, end_at, self._kind or kind, tp, self._step, label, self._shared))

@@ -143,6 +143,10 @@ class Replica:
         self._arrivals = [r for r in self._arrivals if r.id not in ids]
         return running, others
 
+    def set_cost(self, cost: StepCost) -> None:
+        """Take on another pace, at a boundary."""
+        self.cost = cost
+
     def drain(self) -> tuple[list[Request], list[Request]]:
         """Take everything out of a stopped replica, as `remove` does."""
         return self.remove(frozenset(r.id for r in self.requests()))

@@ -7,6 +7,8 @@ from pydantic import Field
 from rlsim.schema import Schema
 from rlsim.units import Tokens
 
+NAN = float("nan")
+
 
 class EngineConfig(Schema):
     """Settings of the inference engine that every replica runs (names as vLLM and SGLang write them)."""
@@ -45,12 +47,25 @@ class Request:
         "prompt_tokens",
         "replica",
         "response_tokens",
+        "reward",
+        "row",
+        "scored_at",
         "started_at",
+        "timed_out",
         "tps",
     )
 
-    def __init__(self, id: int, prompt_id: int, prompt_tokens: int, response_tokens: int, generated: int = 0) -> None:  # noqa: A002
+    def __init__(
+        self,
+        id: int,  # noqa: A002
+        prompt_id: int,
+        prompt_tokens: int,
+        response_tokens: int,
+        generated: int = 0,
+        row: int = -1,
+    ) -> None:
         self.id = id
+        self.row = row  # of the trace, -1 if it is from none; what its reward call takes stands there
         self.prompt_id = prompt_id
         self.prompt_tokens = prompt_tokens
         self.response_tokens = response_tokens  # the truth; no policy sees it
@@ -63,12 +78,18 @@ class Request:
         self.tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order
         self.preemptions = 0
         self.aborted = False
-        self.started_at = self.first_token_at = self.finished_at = float("nan")
+        self.timed_out = False  # in its reward call
+        self.reward = self.started_at = self.first_token_at = self.finished_at = self.scored_at = NAN
 
     @property
     def context(self) -> int:
         """Tokens of prompt and response so far (of a request that is not running)."""
         return self.prompt_tokens + self.generated
+
+    @property
+    def scored(self) -> bool:
+        """Whether it has its reward."""
+        return self.reward == self.reward
 
     @property
     def finished(self) -> bool:

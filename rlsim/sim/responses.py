@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -26,11 +26,16 @@ class Responses:
     preemptions: NDArray[np.int64]
     replica: NDArray[np.int64]
     tps: tuple[tuple[int, ...], ...]  # tensor-parallel degrees each ran under, in order
-    aborted: NDArray[np.bool_]
+    aborted: NDArray[np.bool_]  # dropped unfinished
+    trained: NDArray[np.bool_]  # belongs to the step's batch
+    row: NDArray[np.int64]  # of the trace
+    scored_at: NDArray[np.float64]
+    reward: NDArray[np.float64]  # NaN if it was not scored
+    timed_out: NDArray[np.bool_]  # its reward call ran into a timeout
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Responses:
-        """The columns of these requests, in their order."""
+    def of(cls, requests: Sequence[Request], accepted: Container[int] | None = None) -> Responses:
+        """The columns of these requests, in their order; `accepted` are the ids that are trained on, all if None."""
 
         def ints(name: str) -> NDArray[np.int64]:
             return np.fromiter(map(attrgetter(name), requests), np.int64, len(requests))
@@ -38,6 +43,13 @@ class Responses:
         def floats(name: str) -> NDArray[np.float64]:
             return np.fromiter(map(attrgetter(name), requests), np.float64, len(requests))
 
+        def flags(name: str) -> NDArray[np.bool_]:
+            return np.fromiter(map(attrgetter(name), requests), np.bool_, len(requests))
+
+        finished_at = floats("finished_at")
+        trained = ~np.isnan(finished_at)
+        if accepted is not None:
+            trained &= np.fromiter((r.id in accepted for r in requests), np.bool_, len(requests))
         return cls(
             id=ints("id"),
             prompt_id=ints("prompt_id"),
@@ -45,11 +57,16 @@ class Responses:
             response_tokens=ints("generated"),
             started_at=floats("started_at"),
             first_token_at=floats("first_token_at"),
-            finished_at=floats("finished_at"),
+            finished_at=finished_at,
             preemptions=ints("preemptions"),
             replica=ints("replica"),
             tps=tuple(map(attrgetter("tps"), requests)),
-            aborted=np.fromiter(map(attrgetter("aborted"), requests), np.bool_, len(requests)),
+            aborted=flags("aborted"),
+            trained=trained,
+            row=ints("row"),
+            scored_at=floats("scored_at"),
+            reward=floats("reward"),
+            timed_out=flags("timed_out"),
         )
 
     def __len__(self) -> int:
@@ -62,5 +79,5 @@ class Responses:
 
     @property
     def finished(self) -> NDArray[np.bool_]:
-        """Which responses are complete: those that are trained on."""
+        """Which responses are complete."""
         return ~np.isnan(self.finished_at)

@@ -13,12 +13,14 @@ import simpy
 from simpy.events import EventPriority
 
 from rlsim.cost.curve import REACHED
+from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import PolicyError, RlsimError
 from rlsim.sim.control import (
     Abort,
     Action,
     KvHandling,
+    Launch,
     Migrate,
     Reconfigure,
     Release,
@@ -40,8 +42,10 @@ _AFTER_ALL_ELSE = EventPriority(2)  # SimPy's own are 0 (urgent) and 1 (normal)
 class Rollout:
     """Generates `requests` on the nodes of a mesh. `done` fires when no request is left, or a `Stop` has taken effect.
 
-    `used_tps` says, per node, which degrees this run has used before; the rollout adds to it. `on_release` is told of
-    GPUs that are given up before the end.
+    With `open` it fires after a `Stop` only: further requests may be launched when none is left; `on_drained` is told
+    each time that happens. `launcher` makes the requests of a `Launch`. `used_tps` says, per node, which degrees this
+    run has used before; the rollout adds to it. `on_finish` is told of responses that are complete, `on_release` of
+    GPUs that are given up before the end. `crowded` is the step cost of a replica whose GPUs are shared (`share`).
     Raises `PolicyError` for an action that names what is not there.
     """
 
@@ -60,11 +64,18 @@ class Rollout:
         on_release: Callable[[Iterable[int]], None] | None = None,
         routing: Routing = "contiguous",
         used_tps: dict[int, set[int]] | None = None,
+        open: bool = False,  # noqa: A002
+        launcher: Callable[[Launch], Sequence[Request]] | None = None,
+        on_finish: Callable[[Sequence[Request]], None] | None = None,
+        on_drained: Callable[[], None] | None = None,
+        crowded: Callable[[int], StepCost] | None = None,
+        label: str = "",
     ) -> None:
         self.env = env
         self.started_at = env.now
         self.requests = list(requests)
         self.cap_tokens = cap_tokens
+        self.label = label
         self.gpus_per_node = len(mesh[0])
         self.done = env.event()
         self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
@@ -76,6 +87,12 @@ class Rollout:
         self._control = control
         self._recorder = recorder or Recorder()
         self._on_release = on_release
+        self._open = open
+        self._launcher = launcher
+        self._on_finish = on_finish
+        self._on_drained = on_drained
+        self._crowded = crowded
+        self._shared: set[int] = set()  # GPUs on which something else runs too
         self._used_tps = used_tps if used_tps is not None else {}
         self._tp = dict.fromkeys(range(len(mesh)), tp)
         self._active: dict[int, list[Replica]] = {}
@@ -83,6 +100,7 @@ class Rollout:
         self._homeless: list[Request] = []
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._ids = frozenset(r.id for r in self.requests)
+        self.finished_lengths: list[int] = []  # of the responses so far, where a control is asked
         self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
         self.finished = 0  # responses finished so far
         self._left = len(self.requests)
@@ -99,13 +117,13 @@ class Rollout:
         for replica, share in zip(self.replicas, _deal(self.requests, len(self.replicas), routing), strict=True):
             self._give(replica, share)
         if not self.requests:
-            self.done.succeed()
+            self._none_left()
 
     # ---- requests and replicas --------------------------------------------------------------------------------------
 
     def _start_node(self, node: int, tp: int) -> list[Replica]:
         gpus = self._mesh[node]
-        step, pages = self._costs.step(tp), self._costs.capacity_pages(tp)
+        pages = self._costs.capacity_pages(tp)
         started = []
         for first in range(0, len(gpus), tp):
             index = len(self.replicas)
@@ -114,7 +132,7 @@ class Rollout:
                 index,
                 node,
                 gpus[first : first + tp],
-                step,
+                self._step_cost(gpus[first : first + tp]),
                 pages,
                 self._config,
                 self._recorder,
@@ -126,6 +144,17 @@ class Rollout:
         self._active[node] = started
         self._tp[node] = tp
         return started
+
+    def _step_cost(self, gpus: tuple[int, ...]) -> StepCost:
+        crowded = self._crowded is not None and not self._shared.isdisjoint(gpus)
+        return (self._crowded if crowded and self._crowded else self._costs.step)(len(gpus))
+
+    def share(self, gpus: tuple[int, ...], shared: bool) -> None:
+        """Something else begins to run on these GPUs, or ends: replicas there take on their other pace."""
+        (self._shared.update if shared else self._shared.difference_update)(gpus)
+        for replica in self.active():
+            if not set(gpus).isdisjoint(replica.gpus):
+                replica.at_boundary(lambda r=replica: r.set_cost(self._step_cost(r.gpus)))  # type: ignore[misc]
 
     def _give(self, replica: Replica, requests: Sequence[Request]) -> None:
         self._left_on[replica.node] += len(requests)
@@ -175,18 +204,31 @@ class Rollout:
         self.finished += len(finished)
         if self._asks:
             lengths = [request.generated for request in finished]
+            self.finished_lengths += lengths
             shortest, longest = self.finished_tokens
             self.finished_tokens = min(shortest or lengths[0], *lengths), max(longest, *lengths)
         self._left -= len(finished)
         self._left_on[replica.node] -= len(finished)
+        if self._on_finish:
+            self._on_finish(finished)
         if self._left == 0:
+            self._none_left()
+        if self._asks and not self.done.triggered:
+            self._just_finished.add(replica.node)
+            self.ask()
+
+    def _none_left(self) -> None:
+        if not self._open:
             if not self.done.triggered:
                 self.done.succeed()
-        elif self._asks:
-            self._just_finished.add(replica.node)
-            if not self._asking:
-                self._asking = True
-                self._ask_at(self.env.now)
+        elif self._on_drained:
+            self._on_drained()
+
+    def ask(self) -> None:
+        """Have the control asked at this moment, after everything else that happens at it."""
+        if not self._asking:
+            self._asking = True
+            self._ask_at(self.env.now)
 
     def _ask_at(self, moment: float) -> None:
         event = self.env.event()
@@ -239,11 +281,13 @@ class Rollout:
                 self._check(self._ids.issuperset(requests), action, "there is no such request")
                 for replica, ids in self._where(requests):
                     replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i), urgent=True)  # type: ignore[misc]
+            case Launch():
+                self._launch(action)
             case Stop():
                 self._stopping = True
                 self.env.process(self._stop())
             case _:
-                raise PolicyError(f"{type(self._control).__name__} returned {action!r}, which is not an action")
+                raise PolicyError(f"{self._control.label} returned {action!r}, which is not an action")
 
     def _check_room(self, tp: int, action: Action) -> None:
         """A layout must be able to hold every unfinished response at its full length."""
@@ -256,7 +300,7 @@ class Rollout:
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:
-            raise PolicyError(f"{type(self._control).__name__} returned {action!r}: {why}")
+            raise PolicyError(f"{self._control.label} returned {action!r}: {why}")
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
@@ -341,13 +385,21 @@ class Rollout:
         running, others = self._take(replica)
         self._deal_to_active([*running, *others])
 
+    def _launch(self, launch: Launch) -> None:
+        self._check(self._launcher is not None, launch, "nothing can be launched here")
+        requests = list(self._launcher(launch)) if self._launcher else []
+        self.requests += requests
+        self._ids |= {r.id for r in requests}
+        self._left += len(requests)
+        self._deal_to_active(requests)
+
     def _abort(self, replica: Replica, ids: frozenset[int]) -> None:
         running, others = self._take(replica, ids)
         for request in (*running, *others):
             request.aborted = True
             self._left -= 1
-        if self._left == 0 and not self.done.triggered:
-            self.done.succeed()
+        if self._left == 0:
+            self._none_left()
 
     def _stop(self) -> Generator[simpy.Event, Any, None]:
         for replica in self.active():

@@ -1,4 +1,4 @@
-"""Runs a workflow under a plan: every call of every step as a process that waits for its parents and its GPUs."""
+"""Runs a workflow under a plan: every call of every step as a process that waits for what it needs and its GPUs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,43 @@ from typing import Any, NamedTuple, Protocol
 
 import simpy
 
+from rlsim.cost.step import StepCost
 from rlsim.hardware import Cluster
-from rlsim.sim.control import RolloutControl, RolloutCosts
+from rlsim.sim.batching import Batching, PromptFeed, Settled, StepBatch
+from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutCosts, RolloutReport
+from rlsim.sim.elastic import ElasticCall, Pieces
+from rlsim.sim.flow import BATCH, Flow
 from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import Recorder, Span
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.responses import Responses
+from rlsim.sim.reward import RewardControl, RewardDesk, Scoring
 from rlsim.sim.rollout import Rollout, Routing
+from rlsim.sim.service import Service
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
 
 
 class CallTimes(Protocol):
-    """Durations of calls other than generation; rlsim.cost provides them."""
+    """Durations of calls other than generation and reward; rlsim.cost provides them."""
 
     def parts(
         self, call: Call, placement: Placement, responses: Responses, rollout_tp: int
     ) -> Sequence[tuple[str, float]]:
-        """What the call spends its time on, one after the other: names and seconds."""
+        """What the call spends its time on, one after the other: names and seconds. The rollout goes on at that TP."""
+
+    def pieces(self, call: Call) -> Pieces:
+        """The same call done in pieces, as samples come."""
+
+
+class Judge(NamedTuple):
+    """The engine of a model that scores responses."""
+
+    tp: int
+    cost: StepCost
+    crowded: StepCost  # while other work runs on its GPUs
+    capacity_pages: int
+    config: EngineConfig
 
 
 class CallRecord(NamedTuple):
@@ -42,6 +61,7 @@ class CallRecord(NamedTuple):
     end_at: float
     gpus: int
     parts: tuple[tuple[str, float], ...]
+    samples: tuple[int, ...] = ()  # that each data-parallel replica worked on, if it took them as they came
 
 
 class SwitchRecord(NamedTuple):
@@ -65,6 +85,9 @@ class RolloutSummary(NamedTuple):
     initial_tp: int
     preemptions: int
     peak_kv_tokens: int  # of the fullest replica
+    settled: Settled
+    waiting: int  # prompts that wait to be launched again afterwards
+    released_gpu_s: float  # GPU time that generation gave up before its end
 
 
 @dataclass
@@ -83,8 +106,10 @@ class Outcome:
 class Simulation:
     """One system on one trace with one seed.
 
-    `launch(step)` gives the requests of a step. `control` decides during generation. Steps follow each other as the
-    workflow's edges allow; a call holds all GPUs of its placement from start to end.
+    `requests(prompts, samples, first_id)` gives the requests of a launch. `batching` says what is launched and trained
+    on, `control` decides during generation, `reward` about reward calls. Steps follow each other as the workflow's
+    edges allow; a call holds all GPUs of its placement from start to end, but for edges of the grain `sample`:
+    such a call works on samples as they come, on whichever of its replicas' GPUs are free.
     """
 
     workflow: Workflow
@@ -92,18 +117,40 @@ class Simulation:
     cluster: Cluster
     control: RolloutControl
     initial_tp: int
-    launch: Callable[[int], list[Request]]
+    feed: PromptFeed
+    requests: Callable[[Sequence[Prompt], int, int], list[Request]]
     costs: RolloutCosts
     times: CallTimes
+    scoring: Scoring
     config: EngineConfig
     cap_tokens: int
     steps: int
+    batching: Batching = field(default_factory=Batching)
+    reward: RewardControl = field(default_factory=RewardControl)
+    judge: Judge | None = None
+    crowded: Callable[[int], StepCost] | None = None  # a rollout replica's steps while a judge runs on its GPUs
     routing: Routing = "contiguous"
 
     def run(self) -> Outcome:
         """Simulate all steps."""
         with _few_collections():
             return _Run(self).outcome
+
+
+class _Step:
+    """What is under way in one step."""
+
+    def __init__(self, env: simpy.Environment, what: Simulation) -> None:
+        self.flow = Flow(env, what.workflow, what.feed.responses)
+        self.batch: StepBatch | None = None
+        self.rollout: Rollout | None = None
+        self.requests: list[Request] = []
+        self.ids = 0
+        self.offered: set[int] = set()  # responses that reward calls have been given
+        self.scored = env.event()  # replaced at every reward
+
+    def responses(self) -> Responses:
+        return Responses.of(self.requests, self.batch.accepted if self.batch else None)
 
 
 class _Run:
@@ -113,93 +160,238 @@ class _Run:
         self.pool = GpuPool(self.env)
         self.outcome = Outcome()
         self.used_tps: dict[int, set[int]] = {}
-        self.last_tp: dict[int, int] = {}  # nodes that switched during the last generation stage, and where to
-        self.responses: dict[int, Responses] = {}
+        self.tp = self.planned_tp = what.initial_tp  # that the last rollout began with; that the next one is to
+        self.last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
+        self.desk = RewardDesk(self.env, what.scoring, what.reward)
+        self.steps = [_Step(self.env, what) for _ in range(what.steps)]
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
                 self.done[name, step] = self.env.process(self._call(what.workflow.call(name), step))
-        for step in range(what.steps):
+        for step, state in enumerate(self.steps):
             self.env.run(until=simpy.AllOf(self.env, [self.done[c.name, step] for c in what.workflow.calls]))
             self.outcome.step_ends.append(self.env.now)
-            self.outcome.responses.append(self.responses.pop(step))
+            self.outcome.responses.append(state.responses())
+            state.requests, state.rollout = [], None
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
 
     def _call(self, call: Call, step: int) -> Generator[simpy.Event, Any, None]:
-        env, placement = self.env, self.what.plan.of(call.name)
-        for edge in self.what.workflow.into(call.name):
-            if step >= edge.lag:
+        placement, edges = self.what.plan.of(call.name), self.what.workflow.into(call.name)
+        for edge in edges:
+            if edge.grain == "stage" and step >= edge.lag and (call.kind != "reward" or edge.lag):
                 yield self.done[edge.source, step - edge.lag]
+        if call.kind == "reward":
+            record = yield from self._reward(call, step, placement)
+        elif any(edge.grain == "sample" for edge in edges):
+            record = yield from self._in_pieces(call, step, placement)
+        else:
+            record = yield from self._at_once(call, step, placement)
+        self.outcome.calls.append(record)
+
+    def _at_once(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """All of a call, on all its GPUs."""
+        env, state = self.env, self.steps[step]
         ready_at = env.now
         yield self.pool.acquire(placement.gpus)
-        start_at = env.now
+        start_at, held = env.now, set(placement.gpus)
         parts: tuple[tuple[str, float], ...] = ()
-        held = set(placement.gpus)
         if call.kind == "generate":
-            held -= yield from self._generate(step, placement)
+            held -= yield from self._generate(call, step, placement)
         else:
-            parts = tuple(self.what.times.parts(call, placement, self.responses[step], self.what.initial_tp))
+            parts = tuple(self.what.times.parts(call, placement, state.responses(), self.planned_tp))
             yield env.timeout(sum(seconds for _, seconds in parts))
-            if placement.gpus:
-                Recorder(self.outcome.spans, step).add(placement.gpus, start_at, env.now, call.name)
+            Recorder(self.outcome.spans, step).add(placement.gpus, start_at, env.now, call.name)
+            if state.flow.wants(call.name):
+                state.flow.deliver(call.name, self._batch(state))
+                state.flow.close(call.name)
         self.pool.release(held)
-        self.outcome.calls.append(
-            CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, len(placement.gpus), parts)
-        )
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
 
-    def _generate(self, step: int, placement: Placement) -> Generator[simpy.Event, Any, set[int]]:
+    def _in_pieces(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """A call on samples as they come, then what it does once at the end."""
+        env, flow = self.env, self.steps[step].flow
+        inbox, pieces = flow.inboxes[call.name], self.what.times.pieces(call)
+        yield inbox.first
+        ready_at = env.now
+        recorder = Recorder(self.outcome.spans, step)
+        work = ElasticCall(env, self.pool, placement.replicas(), pieces, inbox, recorder, call.name)
+        work.on_done = lambda samples: flow.deliver(call.name, samples)
+        yield work.done
+        flow.close(call.name)
+        if pieces.finish:
+            yield self.pool.acquire(placement.gpus)
+            start = env.now
+            yield env.timeout(sum(seconds for _, seconds in pieces.finish))
+            recorder.add(placement.gpus, start, env.now, call.name)
+            self.pool.release(placement.gpus)
+        start_at = work.started_at if work.started_at == work.started_at else env.now
+        parts = (("compute", work.compute_s), *pieces.finish)
+        gpus, samples = len(placement.gpus), tuple(work.samples)
+        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts, samples)
+
+    def _reward(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """Score responses as they are offered; over when all of the batch have their rewards."""
+        env, state, desk = self.env, self.steps[step], self.desk
+        inbox, flow = state.flow.inboxes[call.name], state.flow
+        yield inbox.first
+        start_at = env.now
+        judge = desk.judge = self._judge(call, step, placement)
+
+        def scored(request: Request) -> None:
+            flow.deliver(call.name, [request])
+            if state.batch and state.rollout and state.batch.scored(request):
+                state.rollout.ask()
+            event, state.scored = state.scored, env.event()
+            event.succeed()
+
+        def submit(samples: Sequence[Request]) -> None:
+            for sample in samples:
+                desk.submit(sample, scored)
+
+        inbox.listen(submit)
+        yield inbox.closed
+        batch = self._batch(state)
+        desk.withdraw(frozenset(r.id for r in inbox.samples) - frozenset(r.id for r in batch))
+        while not all(request.scored for request in batch):
+            yield state.scored
+        if judge:
+            judge.close()
+        flow.close(call.name)
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
+
+    def _batch(self, state: _Step) -> list[Request]:
+        accepted = state.batch.accepted if state.batch else None
+        return [r for r in state.requests if r.finished and (accepted is None or r.id in accepted)]
+
+    def _judge(self, call: Call, step: int, placement: Placement) -> Service | None:
+        """The judge of a step. Where it shares GPUs with a rollout, each slows the other down while both run."""
+        judge, rollout = self.what.judge, self.steps[step].rollout
+        if judge is None:
+            return None
+        beside = placement.shared and rollout is not None and not rollout.done.triggered
+        service = Service(
+            self.env,
+            placement.replicas(judge.tp),
+            judge.crowded if beside else judge.cost,
+            judge.capacity_pages,
+            judge.config,
+            Recorder(self.outcome.spans, step, call.name, placement.shared),
+            self.what.cluster.node_of,
+            on_busy=rollout.share if beside and rollout else None,
+        )
+        if beside and rollout and rollout.done.callbacks is not None:
+            rollout.done.callbacks.append(lambda _: service.set_cost(judge.cost))
+        return service
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    def _generate(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, set[int]]:
         """Run the generation stage; returns the GPUs that it gave up before its end."""
-        what = self.what
-        mesh, requests = placement.nodes(what.cluster), what.launch(step)
-        if not what.config.first_layout_kept:
-            yield from self._return_to_first_layout(step, mesh, len(requests))
-        rollout = Rollout(
+        what, state, flow = self.what, self.steps[step], self.steps[step].flow
+        mesh = placement.nodes(what.cluster)
+        batch = state.batch = StepBatch(what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples))
+        requests = self._launched(state, batch.first)
+        yield from self._lay_out(step, mesh, len(requests))
+        streams = any(e.grain == "sample" for e in what.workflow.edges if e.source == call.name)
+
+        listens = streams or flow.wants(BATCH) or not batch.certain
+
+        def finished(responses: Sequence[Request]) -> None:
+            batch.finished(responses)
+            if streams:
+                self._offer(call, state, responses)
+
+        rollout = state.rollout = Rollout(
             self.env,
             mesh=mesh,
-            tp=what.initial_tp,
+            tp=self.tp,
             requests=requests,
             costs=what.costs,
             config=what.config,
-            control=what.control,
+            control=what.control if batch.certain else Controls([batch, what.control]),
             cap_tokens=what.cap_tokens,
             recorder=Recorder(self.outcome.spans, step),
             on_release=self.pool.release,
             routing=what.routing,
             used_tps=self.used_tps,
+            open=batch.open,
+            launcher=lambda launch: self._launched(state, launch),
+            on_finish=finished if listens else None,
+            on_drained=lambda: self._offer(call, state, [r for r in state.requests if r.finished]),
+            crowded=what.crowded,
+            label=batch.first.label,
         )
+        start = self.env.now
         yield rollout.done
-        self.responses[step] = Responses.of(rollout.requests)
+        settled = batch.close()
+        if not batch.certain:
+            for request in state.requests:
+                request.aborted = not request.finished
+        if flow.wants(call.name):
+            self._offer(call, state, self._batch(state))
+        flow.close(call.name)
+        flow.close(BATCH)
+        self._note(step, start, rollout, settled)
+        rollout.close()
+        return set(rollout.released_at)
+
+    def _launched(self, state: _Step, launch: Launch) -> list[Request]:
+        """The requests of a launch, told to the step's batch."""
+        requests = self.what.requests(launch.prompts, launch.samples, state.ids)
+        state.ids += len(requests)
+        state.requests += requests
+        if state.batch:
+            state.batch.launched(requests, launch.prompts)
+        return requests
+
+    def _offer(self, call: Call, state: _Step, responses: Sequence[Request]) -> None:
+        """Give reward calls those of these responses that they have not seen."""
+        if not state.flow.wants(call.name):
+            return
+        new = [request for request in responses if request.id not in state.offered]
+        state.offered.update(request.id for request in new)
+        if new:
+            state.flow.deliver(call.name, new)
+
+    def _note(self, step: int, start: float, rollout: Rollout, settled: Settled) -> None:
+        """Write down how a rollout went, and let the control choose the next one's layout."""
+        end = self.env.now
         for at, node, from_tp, to_tp, time in rollout.switches:
             self.last_tp[node] = to_tp
             self.outcome.switches.append(
                 SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
             )
-        self.outcome.rollouts.append(
-            RolloutSummary(
-                step,
-                what.initial_tp,
-                sum(replica.preemptions for replica in rollout.replicas),
-                max(replica.peak_tokens for replica in rollout.replicas),
-            )
-        )
-        rollout.close()
-        return set(rollout.released_at)
+        preemptions = sum(replica.preemptions for replica in rollout.replicas)
+        peak = max(replica.peak_tokens for replica in rollout.replicas)
+        released = sum(end - at for at in rollout.released_at.values())
+        waiting = self.what.batching.waiting()
+        self.outcome.rollouts.append(RolloutSummary(step, self.tp, preemptions, peak, settled, waiting, released))
+        lengths = tuple(r.generated for r in rollout.requests if r.finished)
+        report = RolloutReport(step, self.tp, end - start, preemptions, lengths, settled.label)
+        wanted = self.what.control.next_tp(report)
+        self.planned_tp = self.tp if wanted is None else wanted
 
-    def _return_to_first_layout(
-        self, step: int, mesh: Sequence[tuple[int, ...]], requests: int
-    ) -> Generator[simpy.Event, Any, None]:
-        """Pause the nodes that ended the last step in another layout; the weight sync has brought their weights."""
+    def _lay_out(self, step: int, mesh: Sequence[tuple[int, ...]], requests: int) -> Generator[simpy.Event, Any, None]:
+        """Pause the nodes that are not in the layout which the step starts with; the weight sync brought the weights.
+
+        Going back to the layout of the step before is free if its decode graphs were kept; a newly planned one is not.
+        """
         what, start, longest_s = self.what, self.env.now, 0.0
-        for node, last_tp in self.last_tp.items():
-            if last_tp != what.initial_tp:
-                cost = what.costs.switch(last_tp, what.initial_tp, (), -(-requests // len(mesh)), "recompute", False)
-                record = SwitchRecord(
-                    step, start, node, last_tp, what.initial_tp, 0.0, 0.0, cost.graph_s, cost.control_s
-                )
+        planned, self.tp = self.planned_tp != self.tp, self.planned_tp
+        for node, gpus in enumerate(mesh):
+            last_tp = self.last_tp.get(node, self.tp)
+            if last_tp != self.tp and (planned or not what.config.first_layout_kept):
+                first_use = self.tp not in self.used_tps.get(node, ())
+                cost = what.costs.switch(last_tp, self.tp, (), -(-requests // len(mesh)), "recompute", first_use)
+                record = SwitchRecord(step, start, node, last_tp, self.tp, 0.0, 0.0, cost.graph_s, cost.control_s)
                 self.outcome.switches.append(record)
                 pause_s = cost.graph_s + cost.control_s
-                Recorder(self.outcome.spans, step).add(mesh[node], start, start + pause_s, "switch", what.initial_tp)
+                Recorder(self.outcome.spans, step).add(gpus, start, start + pause_s, "switch", self.tp)
                 longest_s = max(longest_s, pause_s)
-        self.last_tp.clear()
+        self.last_tp = dict.fromkeys(range(len(mesh)), self.tp)
         yield self.env.timeout(longest_s)
 
 

@@ -22,6 +22,10 @@ class LiveView:
         return self._rollout.env.now - self._rollout.started_at
 
     @property
+    def label(self) -> str:
+        return self._rollout.label
+
+    @property
     def gpus_per_node(self) -> int:
         return self._rollout.gpus_per_node
 
@@ -49,6 +53,9 @@ class LiveView:
     @property
     def finished_tokens(self) -> tuple[int, int]:
         return self._rollout.finished_tokens
+
+    def finished_lengths(self) -> tuple[int, ...]:
+        return tuple(self._rollout.finished_lengths)
 
     def unfinished(self, node: int | None = None) -> int:
         rollout = self._rollout

@@ -1,6 +1,7 @@
 """Response lengths: the schema of a trace, reading, importing, sampling, describing, fitting and generating."""
 
 from rlsim.trace.files import read_trace, write_trace
+from rlsim.trace.mix import mix
 from rlsim.trace.sampling import StepBatch, StepSampler
 from rlsim.trace.schema import COLUMNS, Column, Trace, TraceMeta, make_trace
 
@@ -12,6 +13,7 @@ __all__ = [
     "Trace",
     "TraceMeta",
     "make_trace",
+    "mix",
     "read_trace",
     "write_trace",
 ]

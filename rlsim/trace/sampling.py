@@ -18,6 +18,7 @@ from rlsim.trace.schema import Trace
 
 Ints = npt.NDArray[np.int64]
 DEFAULT_PROMPT_TOKENS = 256
+AGAIN = "a system generates more responses to a prompt than the trace has: their lengths are used again"
 
 
 @dataclass(frozen=True)
@@ -112,38 +113,52 @@ class StepSampler:
         take = self.responses if responses is None else responses
         if not 1 <= take <= self.responses:
             raise TraceError(f"{self.trace.meta.name}: {take} responses asked of groups of {self.responses}")
-        parts = list(self._parts(start, prompts, take))
-        rows = np.concatenate([p[2] for p in parts])
-        positions = np.arange(start, start + prompts)
+        return self.draw(np.arange(start, start + prompts), np.zeros(prompts, np.int64), take)
+
+    def draw(self, positions: npt.ArrayLike, first_samples: npt.ArrayLike, samples: int) -> StepBatch:
+        """`samples` samples of the prompt at each position, from its `first_samples` on.
+
+        Samples beyond those that the trace has of a prompt are its first ones again; the notes say so.
+        """
+        position, first = np.asarray(positions, np.int64), np.asarray(first_samples, np.int64)
+        while self._starts[-1] <= int(position.max(initial=0)):
+            self._starts.append(self._starts[-1] + self.epoch_size(len(self._starts) - 1))
+        epoch = np.searchsorted(self._starts, position, side="right") - 1
+        prompt = np.empty(len(position), np.int64)
+        rows = np.empty((len(position), samples), np.int64)
+        again = False
+        for e in np.unique(epoch).tolist():
+            mine = epoch == e
+            places, shuffled = self._order(e)
+            of, place = self._rows_of(e), places[position[mine] - self._starts[e]]
+            turn = first[mine, None] + np.arange(samples)
+            again |= bool(((turn >= of.count[place, None]) & (turn >= self.responses)).any())
+            prompt[mine] = of.prompts[place]
+            rows[mine] = shuffled[of.first[place, None] + turn % of.count[place, None]]
+        if again and AGAIN not in self.notes:
+            self.notes.append(AGAIN)
+        flat = rows.ravel()
         return StepBatch(
-            position=np.repeat(positions, take),
-            epoch=np.repeat(np.concatenate([p[0] for p in parts]), take),
-            prompt=np.repeat(np.concatenate([p[1] for p in parts]), take),
-            sample=np.tile(np.arange(take), prompts),
-            row=rows,
-            prompt_tokens=self._prompt_tokens[rows],
-            response_tokens=self._response_tokens[rows],
-            capped=self._capped[rows],
+            position=np.repeat(position, samples),
+            epoch=np.repeat(epoch, samples),
+            prompt=np.repeat(prompt, samples),
+            sample=(first[:, None] + np.arange(samples)).ravel(),
+            row=flat,
+            prompt_tokens=self._prompt_tokens[flat],
+            response_tokens=self._response_tokens[flat],
+            capped=self._capped[flat],
         )
 
-    def _parts(self, start: int, prompts: int, take: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """(epoch, prompt code, rows) of a run of positions, one part per epoch that it touches."""
-        end = start + prompts
-        while self._starts[-1] < end:
-            self._starts.append(self._starts[-1] + self.epoch_size(len(self._starts) - 1))
-        epoch = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while start < end:
-            first, stop = self._starts[epoch], min(end, self._starts[epoch + 1])
-            places, samples = self._order(epoch)
-            part = places[start - first : stop - first]
-            yield np.full(len(part), epoch), self._rows_of(epoch).prompts[part], samples[part, :take].ravel()
-            start, epoch = stop, epoch + 1
+    def prompts_at(self, positions: npt.ArrayLike) -> Ints:
+        """The code of the prompt at each position, into `prompt_ids`."""
+        position = np.asarray(positions, np.int64)
+        return self.draw(position, np.zeros_like(position), 1).prompt
 
     def _rows_of(self, epoch: int) -> _Epoch:
         return self._epochs[min(epoch, len(self._epochs) - 1)]
 
     def _order(self, epoch: int) -> tuple[Ints, Ints]:
-        """The order of prompts in an epoch, and for each prompt (unordered) the rows of its samples in order."""
+        """The order of prompts in an epoch, and its rows with the samples of each prompt in the order of their use."""
         if epoch not in self._orders:
             rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
             rows = self._rows_of(epoch)
@@ -151,8 +166,7 @@ class StepSampler:
                 self.notes.append(f"training goes beyond the trace's {len(self._epochs)} epochs: the last is repeated")
             owner = np.repeat(np.arange(len(rows.prompts)), rows.count)
             shuffled = rows.rows[np.lexsort((rng.random(len(owner)), owner))]
-            turn = np.arange(self.responses)[None, :] % rows.count[:, None]
-            self._orders[epoch] = rng.permutation(len(rows.prompts)), shuffled[rows.first[:, None] + turn]
+            self._orders[epoch] = rng.permutation(len(rows.prompts)), shuffled
         return self._orders[epoch]
 
     def _lengths(self, cap_tokens: int | None) -> None:

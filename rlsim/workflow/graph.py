@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from rlsim.errors import ConfigError
 
 CallKind = Literal["generate", "inference", "train", "reward", "sync"]
+Grain = Literal["stage", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +29,27 @@ class Call:
 class Edge:
     """`target` needs what `source` produces: of the same step (`lag` 0), or of the one `lag` steps before.
 
-    The grain is a whole stage: all of it, then go.
+    `grain`: `stage` is all of it, then go; `sample` is each response as soon as it is done.
     """
 
     source: str
     target: str
     lag: int = 0
+    grain: Grain = "stage"
 
 
 @dataclass(frozen=True)
 class Workflow:
-    """The calls of one training step and their edges. Raises `ConfigError` if they do not form a runnable graph."""
+    """The calls of one training step and their edges. Raises `ConfigError` if they do not form a runnable graph.
+
+    `group_advantage`: a response can be trained on once all responses to its prompt are scored (GRPO's baseline is
+    their mean).
+    """
 
     name: str
     calls: tuple[Call, ...]
     edges: tuple[Edge, ...]
+    group_advantage: bool = False
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]
@@ -53,7 +61,26 @@ class Workflow:
                     raise ConfigError(f"workflow {self.name}: an edge names {end!r}, which is no call of it")
             if edge.lag < 0:
                 raise ConfigError(f"workflow {self.name}: the edge {edge.source} -> {edge.target} has a negative lag")
+            if edge.grain == "sample" and (edge.lag or not self._streams(edge)):
+                raise ConfigError(
+                    f"workflow {self.name}: {edge.source} -> {edge.target} cannot have the grain `sample`: it is for "
+                    "responses of the same step on their way to a reward, inference or train call"
+                )
         self.order()
+
+    def _streams(self, edge: Edge) -> bool:
+        sources = ("generate", "reward", "inference")
+        return self.call(edge.source).kind in sources and self.call(edge.target).kind in (*sources[1:], "train")
+
+    def streaming(self, sources: Sequence[CallKind], targets: Sequence[CallKind]) -> Self:
+        """The workflow with grain `sample` on every edge of the step from calls of one kind to calls of another."""
+        edges = tuple(
+            replace(edge, grain="sample")
+            if edge.lag == 0 and self.call(edge.source).kind in sources and self.call(edge.target).kind in targets
+            else edge
+            for edge in self.edges
+        )
+        return replace(self, edges=edges)
 
     def call(self, name: str) -> Call:
         """The call of that name; raises `ConfigError` if there is none."""
@@ -101,4 +128,4 @@ def grpo(*, reference: bool = True, old_log_probs: bool = True) -> Workflow:
         Edge("train", "weight_sync"),
         Edge("weight_sync", "generate", lag=1),
     ]
-    return Workflow("grpo", tuple(calls), tuple(edges))
+    return Workflow("grpo", tuple(calls), tuple(edges), group_advantage=True)

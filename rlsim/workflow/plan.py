@@ -15,11 +15,19 @@ from rlsim.workflow.graph import Workflow
 class Placement:
     """GPUs of one call (none: it runs on CPUs) and, for inference and training, its parallel strategy.
 
-    How a `generate` call uses its GPUs is decided while the clock runs, by the rollout control.
+    How a `generate` call uses its GPUs is decided while the clock runs, by the rollout control. A call holds its GPUs
+    alone unless it is `shared`: then it runs beside whatever else is on them.
     """
 
     gpus: tuple[int, ...]
     strategy: TrainStrategy | None = None
+    shared: bool = False
+
+    def replicas(self, gpus: int | None = None) -> tuple[tuple[int, ...], ...]:
+        """Neighbouring GPUs for every data-parallel replica of the strategy, or for replicas of so many GPUs."""
+        if gpus is None:
+            gpus = self.strategy.gpus // self.strategy.dp if self.strategy else 1
+        return tuple(self.gpus[first : first + gpus] for first in range(0, len(self.gpus) - gpus + 1, gpus))
 
     def nodes(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
         """The placement's GPUs node by node."""
@@ -43,13 +51,16 @@ class Plan:
             raise ConfigError(f"the plan places no call {call!r}") from None
 
 
-def colocated(workflow: Workflow, cluster: Cluster, inference: TrainStrategy, train: TrainStrategy) -> Plan:
-    """Every call on all GPUs, one after another: veRL's placement."""
-    everywhere = tuple(range(cluster.gpus))
+def colocated(
+    workflow: Workflow, gpus: int, inference: TrainStrategy, train: TrainStrategy, reward: Placement | None = None
+) -> Plan:
+    """Every call on GPUs 0 to `gpus` − 1, one after another; reward calls on CPUs, or where `reward` says."""
+    everywhere = tuple(range(gpus))
     strategies = {"inference": inference, "train": train, "sync": train}
+    scored = reward or Placement(())
     return Plan(
         {
-            call.name: Placement(() if call.kind == "reward" else everywhere, strategies.get(call.kind))
+            call.name: scored if call.kind == "reward" else Placement(everywhere, strategies.get(call.kind))
             for call in workflow.calls
         }
     )

@@ -1,0 +1,92 @@
+"""Step costs of an engine that does not have its GPU, or its weights, to itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.host import at_least
+from rlsim.cost.lookups import Lookups
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.transfer import host_copy_s
+from rlsim.hardware import Link
+from rlsim.models import Model
+
+
+class Crowded(StepCost):
+    """`alone` beside other work on the same GPU: every iteration takes `factor` ≥ 1 times as long."""
+
+    def __init__(self, alone: StepCost, factor: float) -> None:
+        if factor < 1:
+            raise ValueError("other work on a GPU speeds nothing up")
+        self.tp, self.skew = alone.tp, alone.skew
+        self._alone, self._factor = alone, factor
+        self._curves: dict[int, DecodeCurve] = {}
+
+    def decode(self, batch: int) -> DecodeCurve:
+        """The decode curve, stretched."""
+        if batch not in self._curves:
+            curve = self._alone.decode(batch)
+            knots = [*curve.knots, curve.knots[-1] + 1e6]  # one more, to keep the last slope
+            self._curves[batch] = DecodeCurve(batch, knots, [curve.step_s(knot) * self._factor for knot in knots])
+        return self._curves[batch]
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one prefill iteration, stretched."""
+        return self._alone.prefill_s(chunks) * self._factor
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one mixed iteration, stretched."""
+        return self._alone.mixed_s(batch, context_tokens, chunks) * self._factor
+
+    def lookups(self) -> Lookups:
+        """Those of the cost that is stretched."""
+        return self._alone.lookups()
+
+
+class Streamed(StepCost):
+    """`resident` with some layers in host memory, copied in step with computation: the longer of the two decides.
+
+    `stream_s` is the time to bring all those layers in once; every iteration needs each of them.
+    """
+
+    def __init__(self, resident: StepCost, stream_s: float) -> None:
+        self.tp, self.skew = resident.tp, resident.skew
+        self._resident, self._stream_s = resident, stream_s
+        self._curves: dict[int, DecodeCurve] = {}
+
+    def decode(self, batch: int) -> DecodeCurve:
+        """The decode curve, nowhere below the copying."""
+        if batch not in self._curves:
+            self._curves[batch] = at_least(self._resident.decode(batch), self._stream_s)
+        return self._curves[batch]
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one prefill iteration."""
+        return max(self._resident.prefill_s(chunks), self._stream_s)
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one mixed iteration."""
+        return max(self._resident.mixed_s(batch, context_tokens, chunks), self._stream_s)
+
+    def lookups(self) -> Lookups:
+        """Those of the cost with all layers resident."""
+        return self._resident.lookups()
+
+
+def layers_to_offload(model: Model, resident: StepCost, host: Link, batched_tokens: int, sequence_tokens: int) -> int:
+    """Most layers of `model` whose copying from host memory hides behind one prefill iteration.
+
+    The iteration holds as many sequences of `sequence_tokens` as fit into `batched_tokens`: the longer the sequences,
+    the longer attention takes and the more layers can stay in host memory.
+    """
+    sequences = max(batched_tokens // sequence_tokens, 1)
+    hidden_s = resident.prefill_s([Chunk(min(sequence_tokens, batched_tokens), 0)] * sequences)
+    layers = model.num_hidden_layers
+    return max((n for n in range(layers + 1) if stream_s(model, n, resident.tp, host) <= hidden_s), default=0)
+
+
+def stream_s(model: Model, layers: int, tp: int, host: Link) -> float:
+    """Seconds to copy that many layers of a replica from host memory once, each GPU its share."""
+    return host_copy_s(math.ceil(layers * model.layer_bytes / tp), host)

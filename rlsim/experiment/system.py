@@ -1,0 +1,68 @@
+"""A system: the parts that one run is made of, each in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlsim.errors import ConfigError
+from rlsim.policies.parts import Composition, JudgePlacement, Part, Rewiring
+from rlsim.sim.batching import Batching, Batchings
+from rlsim.sim.control import Controls, RolloutControl
+from rlsim.sim.reward import RewardControl
+from rlsim.workflow.graph import Workflow
+
+
+def is_layout(part: object) -> bool:
+    """Whether the part says which layout a rollout starts with."""
+    return isinstance(part, RolloutControl) and type(part).initial_tp is not RolloutControl.initial_tp
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """The decisions of one system. Make one with `of`."""
+
+    layout: RolloutControl
+    control: RolloutControl  # the layout's and all others' together
+    batching: Batching
+    reward: RewardControl
+    rewirings: tuple[Rewiring, ...]
+    judge: JudgePlacement | None  # None: GPUs are kept for it
+
+    @classmethod
+    def of(cls, parts: Iterable[Part], shown: str = "") -> System:
+        """The system of these parts; raises `ConfigError` if two of them decide the same thing, or none the layout."""
+        every = [inner for part in parts for inner in (part.parts() if isinstance(part, Composition) else (part,))]
+        layouts = [part for part in every if is_layout(part)]
+        if len(layouts) != 1:
+            what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"
+            raise ConfigError(f"{shown}: {what} the layout that a rollout starts with; exactly one does")
+        controls = [part for part in every if isinstance(part, RolloutControl)]
+        batchings = [part for part in every if isinstance(part, Batching)]
+        rewards = [part for part in every if isinstance(part, RewardControl)]
+        judges = [part for part in every if isinstance(part, JudgePlacement)]
+        launching = [part for part in batchings if type(part).launch is not Batching.launch]
+        for deciding, what in ((launching, "what to launch"), (rewards, "timeouts"), (judges, "where the judge runs")):
+            if len(deciding) > 1:
+                raise ConfigError(f"{shown}: {_names(deciding)} all decide {what}; at most one may")
+        batchings.sort(key=lambda part: part not in launching)
+        layout = layouts[0]
+        assert isinstance(layout, RolloutControl)
+        return cls(
+            layout,
+            controls[0] if len(controls) == 1 else Controls(controls),
+            batchings[0] if len(batchings) == 1 else Batchings(batchings) if batchings else Batching(),
+            rewards[0] if rewards else RewardControl(),
+            tuple(part for part in every if isinstance(part, Rewiring)),
+            judges[0] if judges else None,
+        )
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """The workflow as all parts want it."""
+        for part in self.rewirings:
+            workflow = part.rewired(workflow)
+        return workflow
+
+
+def _names(parts: Iterable[object]) -> str:
+    return " and ".join(type(part).__name__ for part in parts)

@@ -1,0 +1,76 @@
+"""RollPacker's reward scheduler: rewards per sample, adaptive timeouts of test cases, a judge beside the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, PrivateAttr
+
+from rlsim.policies.parts import Composition, JudgePlacement, Part, Rewiring
+from rlsim.schema import Schema
+from rlsim.sim.reward import RewardControl, RewardKind
+from rlsim.units import Seconds
+from rlsim.workflow.graph import Workflow
+
+
+class AsyncReward(Schema, Rewiring):
+    """Every finished response goes to its reward call at once, while others still decode."""
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """Generation to reward by the sample."""
+        return workflow.streaming(["generate"], ["reward"])
+
+
+class AdaptiveTimeout(Schema, RewardControl):
+    """A test case may run a little longer than the longest correct response has needed for it so far."""
+
+    least: Annotated[Seconds, Field(gt=0)] = Field(default=2.0, description="no timeout is shorter, s")
+    factor: float = Field(default=1.5, ge=1, description="times the longest run of a correct response")
+
+    _anchor_s: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
+
+    def timeout_s(self, kind: RewardKind, prompt_id: int, test: int, limit_s: float) -> float:
+        """Between `least` and the system's limit; that limit where no correct response has run the test case yet."""
+        anchor_s = self._anchor_s.get((prompt_id, test))
+        if kind != "sandbox" or anchor_s is None:
+            return limit_s
+        return min(max(self.least, self.factor * anchor_s), limit_s)
+
+    def observe(self, kind: RewardKind, prompt_id: int, run_s: Sequence[float], correct: bool) -> None:
+        """Raise the anchors of a prompt's test cases."""
+        if kind == "sandbox" and correct:
+            for test, seconds in enumerate(run_s):
+                key = prompt_id, test
+                self._anchor_s[key] = max(self._anchor_s.get(key, 0.0), seconds)
+
+
+class ColocatedJudge(Schema, JudgePlacement):
+    """The judge shares the actor's GPUs; layers that stay in host memory are copied in as they are needed."""
+
+    sharing: Literal["mps", "time_slicing"] = Field(
+        default="mps", description="mps: kernels of both run side by side; time_slicing: they take turns"
+    )
+    interference: float = Field(
+        default=0.3, ge=0, le=1, description="under MPS, how much longer either takes while both work (assumed)"
+    )
+    offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = Field(
+        default="auto", description="share of the judge's layers in host memory; auto: as many as prefill hides"
+    )
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer an iteration takes while the other has work on the same GPU."""
+        return 2.0 if self.sharing == "time_slicing" else 1.0 + self.interference
+
+
+class RewardScheduler(Schema, Composition):
+    """All three together."""
+
+    sharing: Literal["mps", "time_slicing"] = Field(default="mps", description="see `colocated_judge`")
+    interference: float = Field(default=0.3, ge=0, le=1, description="see `colocated_judge`")
+
+    def parts(self) -> Sequence[Part]:
+        """Rewards by the sample, adaptive timeouts, a colocated judge."""
+        judge = ColocatedJudge(sharing=self.sharing, interference=self.interference)
+        return AsyncReward(), AdaptiveTimeout(), judge

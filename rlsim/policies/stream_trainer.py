@@ -1,0 +1,106 @@
+"""RollPacker's stream trainer: give half of the rollout GPUs to training while the tail still decodes, on-policy.
+
+At milestones of completed responses it asks whether half of the rollout's GPUs can be given up: without splitting a TP
+group, and so that the KV cache that the running responses will need still fits on the rest. Their requests move by
+recomputation; the freed GPUs accumulate gradients of finished responses. Weights change only when the rollout is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field, PrivateAttr
+
+from rlsim.policies.parts import Rewiring
+from rlsim.schema import Schema
+from rlsim.sim.control import Action, ControlContext, Release, ReplicaView, RolloutControl, RolloutReport, RolloutView
+from rlsim.workflow.graph import Workflow
+
+_OFFSETS = 48  # moments of the future at which the KV cache is projected
+_HISTORY = 8192  # lengths kept of each kind of round
+
+
+class StreamTrainer(Schema, RolloutControl, Rewiring):
+    """Overlap rollout and training inside a step."""
+
+    milestones: tuple[float, ...] = Field(
+        default=(0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50), min_length=1, description="completed shares that are tried"
+    )
+    trigger: Literal["adaptive"] | Annotated[float, Field(gt=0, lt=1)] = Field(
+        default="adaptive",
+        description="adaptive: the first milestone at which the KV fits; a share: then, always",
+    )
+
+    _context: ControlContext = PrivateAttr()
+    _history: dict[str, list[int]] = PrivateAttr(default_factory=dict)  # lengths by kind of round
+    _next: int = PrivateAttr(default=0)  # milestone to try next; beyond the last once a step has scaled
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """Responses go on to reward, log-probs and training by the sample."""
+        return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
+
+    def setup(self, context: ControlContext) -> None:
+        """How many responses a step needs."""
+        self._context = context
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        """At each milestone, once a step: release half of the replicas if the rest can hold what is running."""
+        milestones = self.milestones if self.trigger == "adaptive" else (self.trigger,)
+        completed = view.finished / self._context.requests
+        if self._next >= len(milestones) or completed < milestones[self._next]:
+            return None
+        while self._next < len(milestones) and milestones[self._next] <= completed:
+            self._next += 1
+        replicas = view.replicas()
+        half, odd = divmod(len(replicas), 2)
+        if odd or not half:
+            return None  # half of the GPUs would split a TP group
+        staying = replicas[:half]
+        if self.trigger == "adaptive" and not self._fits(view, replicas, staying):
+            return None
+        self._next = len(milestones)
+        return Release(tuple(replica.index for replica in replicas[half:]))
+
+    def next_tp(self, report: RolloutReport) -> None:
+        """The step is over: remember its lengths."""
+        lengths = self._history.setdefault(report.label, [])
+        lengths += report.lengths
+        del lengths[:-_HISTORY]
+        self._next = 0
+
+    def _fits(self, view: RolloutView, replicas: Sequence[ReplicaView], staying: Sequence[ReplicaView]) -> bool:
+        """Whether the projected peak of the KV cache fits on the replicas that stay; not without a history."""
+        history = np.sort(self._history.get(view.label, []))
+        if not len(history):
+            return False
+        capacity = sum(self._context.costs.capacity_pages(r.tp) for r in staying) * self._context.page_tokens
+        running = [(r.prompt_tokens, r.generated_tokens) for replica in replicas for r in replica.requests]
+        prompts, done = np.array(running, dtype=np.float64).T
+        return projected_kv_tokens(history, prompts, done, view.cap_tokens) <= capacity
+
+
+def projected_kv_tokens(history: np.ndarray, prompts: np.ndarray, done: np.ndarray, cap_tokens: int) -> float:
+    """Peak, over the future, of the expected KV tokens of running responses.
+
+    `history`: sorted lengths of past responses; `prompts`, `done`: prompt and generated tokens of each running one.
+    After s more steps a response with g tokens is still there with probability S(g + s) / S(g), S being the share of
+    past responses that were longer, and then holds prompt + g + s tokens. One beyond all of history stays to the cap.
+    """
+
+    def longer(tokens: np.ndarray) -> np.ndarray:
+        return len(history) - np.searchsorted(history, tokens, side="right")
+
+    now = longer(done)
+    known = now > 0
+    ahead = np.unique(np.rint(np.geomspace(1, cap_tokens, _OFFSETS)) - 1)[:, None]
+    left = np.where(known, longer(done + ahead) / np.where(known, now, 1), 1.0)
+    held = prompts + np.minimum(done + ahead, cap_tokens)
+    return float((left * held * (done + ahead <= cap_tokens)).sum(axis=1).max(initial=0.0))
+
+
+def gradient_weights(samples: Sequence[int]) -> list[float]:
+    """What each replica's mean gradient counts for, so that their sum is the mean over all samples."""
+    total = sum(samples)
+    return [count / total for count in samples]

@@ -1,0 +1,49 @@
+"""Tail batching (RollPacker): which prompts and responses a step waits for.
+
+A short round launches more prompts and more responses than it needs and ends when the first prompts have the first of
+their responses; what was still running is aborted, and its prompts are put back to be generated again from scratch.
+Once enough of them wait, a long round generates exactly these, without speculation. Every prompt is trained on in the
+end, and each step on exactly prompts × responses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from pydantic import Field, PrivateAttr
+
+from rlsim.schema import Schema
+from rlsim.sim.batching import Batching, PromptFeed
+from rlsim.sim.control import Launch, Prompt
+
+
+class TailBatching(Schema, Batching):
+    """Short rounds that leave the tail behind, and long rounds that collect it."""
+
+    eta: float = Field(default=1.25, ge=1, description="launched over needed, of prompts and of responses")
+    eta_prompts: float | None = Field(default=None, ge=1, description="of prompts (1: on responses only)")
+    eta_responses: float | None = Field(default=None, ge=1, description="of responses (1: on prompts only)")
+
+    _queue: deque[Prompt] = PrivateAttr(default_factory=deque)
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        """A long round if the queue holds a batch of prompts, else a short one of new prompts."""
+        if len(self._queue) >= feed.prompts:
+            return Launch(tuple(self._queue.popleft() for _ in range(feed.prompts)), feed.responses, "long")
+        prompts = _times(self.eta if self.eta_prompts is None else self.eta_prompts, feed.prompts)
+        responses = _times(self.eta if self.eta_responses is None else self.eta_responses, feed.responses)
+        return Launch(feed.take(prompts), responses, "short")
+
+    def put_back(self, unfinished: Sequence[Prompt]) -> None:
+        """Into the queue of long prompts, across steps and epochs."""
+        self._queue.extend(unfinished)
+
+    def waiting(self) -> int:
+        """Length of that queue."""
+        return len(self._queue)
+
+
+def _times(factor: float, count: int) -> int:
+    return math.ceil(factor * count - 1e-9)

@@ -1,0 +1,220 @@
+"""What a step launches, when its batch is complete, and what becomes of the rest.
+
+A batching decides; `StepBatch` keeps count of one step for it: which prompts have their responses, which responses
+belong to the batch, and what is to be aborted or launched beyond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
+
+from rlsim.sim.control import Abort, Action, Launch, Prompt, RolloutControl, RolloutView, Stop
+from rlsim.sim.request import Request
+
+
+class PromptFeed:
+    """The prompts of the training set in training order; a step's batch is `prompts` × `responses`."""
+
+    def __init__(self, prompts: int, responses: int) -> None:
+        self.prompts = prompts
+        self.responses = responses
+        self._next = 0
+
+    def take(self, count: int) -> tuple[Prompt, ...]:
+        """The next `count` prompts."""
+        first, self._next = self._next, self._next + count
+        return tuple(Prompt(position) for position in range(first, self._next))
+
+
+class Batching:
+    """Base of all batchings: launches exactly a batch, and every response belongs to it."""
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether `counts` looks at rewards, so that a prompt is settled only once its responses are scored."""
+        return False
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        """What the step starts with."""
+        return Launch(feed.take(feed.prompts), feed.responses)
+
+    def counts(self, rewards: Sequence[float]) -> bool:  # noqa: ARG002
+        """Whether a prompt whose responses got these rewards belongs to the batch; if not, it is dropped for good."""
+        return True
+
+    def more(self, missing: int, feed: PromptFeed) -> Launch | None:
+        """What to launch when so many prompts were dropped that the batch cannot become complete; None ends the step.
+
+        Asked of batchings that need rewards.
+        """
+        return Launch(feed.take(missing), feed.responses)
+
+    def put_back(self, unfinished: Sequence[Prompt]) -> None:
+        """The step is over, and these prompts are neither finished nor dropped; what they generated is gone."""
+
+    def waiting(self) -> int:
+        """Prompts that were put back and wait to be launched again."""
+        return 0
+
+
+class Batchings(Batching):
+    """Several batchings as one: the first says what to launch, a prompt counts if it counts for all of them."""
+
+    def __init__(self, parts: Sequence[Batching]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def needs_rewards(self) -> bool:
+        """If one of them does."""
+        return any(part.needs_rewards for part in self.parts)
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        """As the first says."""
+        return self.parts[0].launch(feed)
+
+    def counts(self, rewards: Sequence[float]) -> bool:
+        """Only if all say so."""
+        return all(part.counts(rewards) for part in self.parts)
+
+    def more(self, missing: int, feed: PromptFeed) -> Launch | None:
+        """As the first says."""
+        return self.parts[0].more(missing, feed)
+
+    def put_back(self, unfinished: Sequence[Prompt]) -> None:
+        """Told to all."""
+        for part in self.parts:
+            part.put_back(unfinished)
+
+    def waiting(self) -> int:
+        """Of all together."""
+        return sum(part.waiting() for part in self.parts)
+
+
+class Settled(NamedTuple):
+    """What a step's launches came to."""
+
+    label: str
+    launched: int  # responses
+    dropped: int  # prompts that do not count
+    put_back: int  # prompts that go back to be launched again
+
+
+class _Group:
+    """The requests of one prompt in one step."""
+
+    __slots__ = ("finished", "left", "prompt", "samples", "settled")
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.samples = 0  # launched
+        self.left: set[int] = set()  # those that are neither finished nor aborted
+        self.finished: list[Request] = []  # in that order
+        self.settled = False
+
+
+class StepBatch(RolloutControl):
+    """The batch of one step, asked as a rollout control: it aborts what is surplus, stops when the batch is complete.
+
+    A prompt is finished when its first `feed.responses` responses are (and are scored, if the batching needs that);
+    the batch is complete when `feed.prompts` prompts are. Where nothing can be surplus, each response belongs to the
+    batch as soon as it is finished. `accept` is told of responses that belong to it.
+    """
+
+    def __init__(self, batching: Batching, feed: PromptFeed, accept: Callable[[Sequence[Request]], None]) -> None:
+        self._batching, self._feed, self._accept = batching, feed, accept
+        self._groups: dict[int, _Group] = {}
+        self._of: dict[int, _Group] = {}  # by request
+        self._news: dict[int, _Group] = {}
+        self._complete = self._dropped = 0
+        self.size = 0  # requests launched
+        self.over = False
+        self.first = batching.launch(feed)
+        surplus = len(self.first.prompts) > feed.prompts or self.first.samples > feed.responses
+        self.certain = not surplus and not batching.needs_rewards
+        self._accepted: set[int] = set()
+        #: The rollout goes on when nothing is left to generate: rewards decide what else is launched.
+        self.open = batching.needs_rewards
+
+    def launched(self, requests: Sequence[Request], prompts: Iterable[Prompt]) -> None:
+        """These requests to these prompts have been launched."""
+        self.size += len(requests)
+        if self.certain:
+            return
+        for prompt in prompts:
+            self._groups[prompt.position] = _Group(prompt)
+        for request in requests:
+            group = self._of[request.id] = self._groups[request.prompt_id]
+            group.left.add(request.id)
+            group.samples += 1
+
+    def finished(self, requests: Sequence[Request]) -> None:
+        """These responses are complete."""
+        if self.certain:
+            self._accept(requests)
+            return
+        for request in requests:
+            group = self._of[request.id]
+            group.left.discard(request.id)
+            group.finished.append(request)
+            self._news[request.prompt_id] = group
+
+    def scored(self, request: Request) -> bool:
+        """This response has its reward; returns whether that may decide something."""
+        if not self._batching.needs_rewards or self.over or self._of[request.id].settled:
+            return False
+        self._news[request.prompt_id] = self._of[request.id]
+        return True
+
+    def on_finish(self, view: RolloutView) -> list[Action]:  # noqa: ARG002
+        """Abort what is surplus, launch what is missing, stop when the batch is complete."""
+        return list(self._decide())
+
+    def close(self) -> Settled:
+        """The rollout is over: settle what its last moment brought, and put back what is not finished."""
+        if not self.over:
+            for _ in self._decide():
+                pass
+        self.over = True
+        unfinished = [g for g in self._groups.values() if not g.settled]
+        self._batching.put_back([g.prompt._replace(first_sample=g.prompt.first_sample + g.samples) for g in unfinished])
+        return Settled(self.first.label, self.size, self._dropped, len(unfinished))
+
+    @property
+    def accepted(self) -> Set[int] | None:
+        """Requests whose responses belong to the batch; None: all that finish."""
+        return None if self.certain else self._accepted
+
+    def _decide(self) -> Iterator[Action]:
+        needed = self._feed.responses
+        news, self._news = self._news, {}
+        for group in news.values():
+            if group.settled or len(group.finished) < needed:
+                continue
+            if group.left:
+                yield Abort(tuple(sorted(group.left)))
+                group.left.clear()
+            batch = group.finished[:needed]
+            if self._batching.needs_rewards and not all(request.scored for request in batch):
+                continue
+            group.settled = True
+            if not self._batching.counts([request.reward for request in batch]):
+                self._dropped += 1
+                continue
+            self._accepted.update(request.id for request in batch)
+            self._accept(batch)
+            self._complete += 1
+            if self._complete == self._feed.prompts:
+                self.over = True
+                yield Stop()
+                return
+        if not self._batching.needs_rewards:
+            return
+        possible = len(self._groups) - self._dropped
+        if possible < self._feed.prompts:
+            launch = self._batching.more(self._feed.prompts - possible, self._feed)
+            if launch is not None:
+                yield launch
+            elif possible == self._complete:
+                self.over = True
+                yield Stop()

@@ -1,0 +1,105 @@
+"""A call that works on samples as they come, on whichever of its replicas' GPUs are free at the time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import simpy
+
+from rlsim.sim.flow import Inbox
+from rlsim.sim.pool import GpuPool
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.request import Request
+
+
+class Pieces(NamedTuple):
+    """What a call costs when it is done in pieces, and how much of it one replica takes at a time."""
+
+    part_s: Callable[[Sequence[int]], float]  # one replica, sequences of these lengths (tokens)
+    tokens: int  # at most in one part
+    load_s: float  # a replica's states in from host memory, before its first part
+    finish: Sequence[tuple[str, float]]  # what all replicas do once at the end: names and seconds
+
+
+class ElasticCall:
+    """Data-parallel replicas that each take a share of the samples whenever their GPUs are free.
+
+    A replica holds its GPUs for one part at a time, so several such calls, and the rollout whose GPUs these are, take
+    turns. Once no more samples can come, what is left is spread evenly over all replicas.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        pool: GpuPool,
+        replicas: Sequence[tuple[int, ...]],
+        pieces: Pieces,
+        inbox: Inbox,
+        recorder: Recorder,
+        name: str,
+    ) -> None:
+        self._env, self._pool, self._pieces, self._inbox = env, pool, pieces, inbox
+        self._recorder, self._name = recorder, name
+        self.on_done: Callable[[Sequence[Request]], None] | None = None
+        self._replicas = len(replicas)
+        self._queue: deque[Request] = deque()
+        self._news = env.event()
+        self.started_at = float("nan")
+        self.compute_s = 0.0  # mean over replicas
+        self.samples = [0] * len(replicas)  # that each replica worked on: its weight in the mean of the gradients
+        inbox.listen(self._arrived)
+        self._workers = [env.process(self._work(i, gpus)) for i, gpus in enumerate(replicas)]
+        env.process(self._end())
+
+    @property
+    def done(self) -> simpy.Event:
+        """Fires when every sample that ever came is worked on."""
+        return simpy.AllOf(self._env, self._workers)
+
+    def _arrived(self, samples: Sequence[Request]) -> None:
+        self._queue.extend(samples)
+        self._wake()
+
+    def _end(self) -> Generator[simpy.Event, Any, None]:
+        yield self._inbox.closed
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, self._env.event()
+        news.succeed()
+
+    def _work(self, index: int, gpus: tuple[int, ...]) -> Generator[simpy.Event, Any, None]:
+        env, loaded = self._env, False
+        while self._queue or not self._inbox.closed.triggered:
+            if not self._queue:
+                yield self._news
+                continue
+            yield self._pool.acquire(gpus)
+            part = self._take()
+            if part:
+                start = env.now
+                if start < self.started_at or self.started_at != self.started_at:
+                    self.started_at = start
+                seconds = self._pieces.part_s([r.context for r in part])
+                self.compute_s += seconds / self._replicas
+                self.samples[index] += len(part)
+                yield env.timeout(seconds + (0.0 if loaded else self._pieces.load_s))
+                loaded = True
+                self._recorder.add(gpus, start, env.now, self._name)
+            self._pool.release(gpus)
+            if part and self.on_done:
+                self.on_done(part)
+
+    def _take(self) -> list[Request]:
+        """The next part: in order of arrival, no more than an even share of what is left when no more can come."""
+        queue, most = self._queue, self._pieces.tokens
+        if self._inbox.closed.triggered:
+            most = min(most, max(sum(r.context for r in queue) // self._replicas, 1))
+        part: list[Request] = []
+        tokens = 0
+        while queue and (not part or tokens + queue[0].context <= most):
+            tokens += queue[0].context
+            part.append(queue.popleft())
+        return part

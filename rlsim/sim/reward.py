@@ -1,0 +1,100 @@
+"""Rewards as calls on real resources: CPU workers that run checks and test cases, and an LLM judge on GPUs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import simpy
+
+from rlsim.sim.request import Request
+from rlsim.sim.service import Service
+
+RewardKind = Literal["rule", "sandbox", "judge"]
+
+
+class RewardJob(NamedTuple):
+    """What scoring one response takes, as the trace has it. No policy sees it before it has happened."""
+
+    kind: RewardKind
+    run_s: tuple[float, ...]  # of a check or of every test case, one after the other
+    limit_s: float  # a run that takes longer is ended there, and with it the job
+    reward: float  # unless a run is ended
+    judge_prompt_tokens: int = 0
+    judge_tokens: int = 0
+
+
+class RewardControl:
+    """Base of all reward controls: every run may take as long as the system's limit says."""
+
+    def timeout_s(self, kind: RewardKind, prompt_id: int, test: int, limit_s: float) -> float:  # noqa: ARG002
+        """How long a test case of a prompt may run."""
+        return limit_s
+
+    def observe(self, kind: RewardKind, prompt_id: int, run_s: Sequence[float], correct: bool) -> None:
+        """A response to the prompt has been scored: the run time of each of its test cases that ran."""
+
+
+class Scoring(Protocol):
+    """What the engine needs to know about rewards; the experiment provides it."""
+
+    workers: int  # CPU workers
+
+    def job(self, request: Request) -> RewardJob:
+        """What scoring this response takes."""
+
+
+class RewardDesk:
+    """Scores responses: on `scoring.workers` CPU workers, first come first served, or by the judge.
+
+    `on_scored` is told when a response has its reward. CPU work lasts from step to step, a judge is set for each.
+    """
+
+    def __init__(self, env: simpy.Environment, scoring: Scoring, control: RewardControl) -> None:
+        self._env, self._scoring, self._control = env, scoring, control
+        self._free = scoring.workers
+        self._queue: deque[tuple[Request, RewardJob, Callable[[Request], None]]] = deque()
+        self.judge: Service | None = None
+
+    def submit(self, request: Request, on_scored: Callable[[Request], None]) -> None:
+        """Have a response scored."""
+        job = self._scoring.job(request)
+        if job.kind == "judge":
+            assert self.judge is not None, "a step with responses to judge has a judge"
+            asked = Request(request.id, request.prompt_id, job.judge_prompt_tokens, job.judge_tokens)
+            self.judge.submit(asked, lambda: self._score(request, job.reward, on_scored))
+            return
+        self._queue.append((request, job, on_scored))
+        self._start()
+
+    def withdraw(self, ids: frozenset[int]) -> None:
+        """Forget responses that nobody needs scored any more and that no worker has begun with."""
+        self._queue = deque(item for item in self._queue if item[0].id not in ids)
+
+    def _start(self) -> None:
+        while self._free and self._queue:
+            self._free -= 1
+            request, job, on_scored = self._queue.popleft()
+            ran: list[float] = []
+            for test, run_s in enumerate(job.run_s):
+                limit_s = self._control.timeout_s(job.kind, request.prompt_id, test, job.limit_s)
+                ran.append(min(run_s, limit_s))
+                if run_s > limit_s:
+                    request.timed_out = True
+                    break
+            end = self._env.timeout(sum(ran))
+            assert end.callbacks is not None
+            end.callbacks.append(lambda _, r=request, j=job, t=ran, f=on_scored: self._end(r, j, t, f))  # type: ignore[misc]
+
+    def _end(self, request: Request, job: RewardJob, ran: list[float], on_scored: Callable[[Request], None]) -> None:
+        self._free += 1
+        correct = job.reward > 0 and not request.timed_out
+        self._control.observe(job.kind, request.prompt_id, ran, correct)
+        self._score(request, 0.0 if request.timed_out else job.reward, on_scored)
+        self._start()
+
+    def _score(self, request: Request, reward: float, on_scored: Callable[[Request], None]) -> None:
+        request.reward = reward
+        request.scored_at = self._env.now
+        on_scored(request)

@@ -1,0 +1,67 @@
+"""An LLM that answers requests as they come: a reward model or judge, on GPUs of its own or on shared ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import simpy
+
+from rlsim.cost.step import StepCost
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.replica import Replica
+from rlsim.sim.request import EngineConfig, Request
+
+
+class Service:
+    """Replicas of an inference engine; a request goes to the one with the fewest tokens outstanding.
+
+    `on_busy` is told when a replica's GPUs begin to have work and when they have none left.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        replicas: Sequence[tuple[int, ...]],
+        cost: StepCost,
+        capacity_pages: int,
+        config: EngineConfig,
+        recorder: Recorder,
+        node_of: Callable[[int], int],
+        on_busy: Callable[[tuple[int, ...], bool], None] | None = None,
+    ) -> None:
+        numbers = itertools.count(1)
+        self._replicas = [
+            Replica(env, i, node_of(gpus[0]), gpus, cost, capacity_pages, config, recorder, self._finished, numbers)
+            for i, gpus in enumerate(replicas)
+        ]
+        self._tokens = [0] * len(replicas)  # outstanding, of prompts and answers
+        self._waiting: dict[int, Callable[[], None]] = {}
+        self._on_busy = on_busy
+
+    def submit(self, request: Request, on_answer: Callable[[], None]) -> None:
+        """Have a request answered."""
+        index = min(range(len(self._tokens)), key=lambda i: (self._tokens[i], i))
+        replica = self._replicas[index]
+        if self._on_busy and not self._tokens[index]:
+            self._on_busy(replica.gpus, True)
+        self._tokens[index] += request.prompt_tokens + request.response_tokens
+        self._waiting[request.id] = on_answer
+        replica.receive([request])
+
+    def set_cost(self, cost: StepCost) -> None:
+        """Take on another pace, each replica at its next boundary."""
+        for replica in self._replicas:
+            replica.at_boundary(lambda r=replica: r.set_cost(cost))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Nothing more will be asked; what is still unanswered is dropped."""
+        for replica in self._replicas:
+            replica.stop()
+
+    def _finished(self, replica: Replica, finished: list[Request]) -> None:
+        for request in finished:
+            self._tokens[replica.index] -= request.prompt_tokens + request.response_tokens
+            self._waiting.pop(request.id)()
+        if self._on_busy and not self._tokens[replica.index]:
+            self._on_busy(replica.gpus, False)
