@@ -22,6 +22,7 @@ class TraceScoring:
 
     def __init__(self, trace: Trace, spec: RewardSpec) -> None:
         self.workers = spec.workers
+        self._prompt = trace.prompt_codes()[0].tolist()
         self._spec = spec
         frame = trace.frame
         self._reward = _floats(frame.get("reward", frame.get("correct")))
@@ -43,18 +44,17 @@ class TraceScoring:
 
     def job(self, request: Request) -> RewardJob:
         """What scoring this response takes."""
-        row, spec = request.row, self._spec
+        row, spec, code = request.row, self._spec, self._prompt[request.row]
         reward = 1.0 if self._reward is None or np.isnan(self._reward[row]) else float(self._reward[row])
         if self._judge is not None and spec.judge is not None and not np.isnan(self._judge[row]):
             prompt = spec.judge.prompt_tokens + request.prompt_tokens + request.generated
-            return RewardJob("judge", (), 0.0, reward, prompt, int(self._judge[row]))
+            return RewardJob("judge", code, (), 0.0, reward, prompt, int(self._judge[row]))
         tests = None if self._tests is None else self._tests[row]
         if tests is not None and not isinstance(tests, float):
-            return RewardJob("sandbox", tuple(tests), spec.sandbox_timeout, reward)
+            return RewardJob("sandbox", code, tuple(tests), spec.sandbox_timeout, reward)
         check_s = np.nan if self._check_s is None else self._check_s[row]
-        return RewardJob(
-            "rule", (spec.time_per_response if np.isnan(check_s) else float(check_s),), spec.timeout, reward
-        )
+        runs = (spec.time_per_response if np.isnan(check_s) else float(check_s),)
+        return RewardJob("rule", code, runs, spec.timeout, reward)
 
 
 def _floats(column: Any) -> Any:

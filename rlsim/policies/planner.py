@@ -20,7 +20,7 @@ class Planner(Schema, RolloutControl):
     quiet_steps: int = Field(default=4, ge=1, description="steps in a row without preemption that halve TP")
 
     _feasible: tuple[int, ...] = PrivateAttr(default=())
-    _last: int = PrivateAttr(default=0)
+    _last: dict[str, int] = PrivateAttr(default_factory=dict)  # preemptions of the last round of each kind
     _quiet: int = PrivateAttr(default=0)
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
@@ -38,8 +38,9 @@ class Planner(Schema, RolloutControl):
         return context.check_tp(self.start_tp)
 
     def next_tp(self, report: RolloutReport) -> int | None:
-        """After each step, by its preemptions."""
-        tp, last, self._last = report.tp, self._last, report.preemptions
+        """After each step, by its preemptions: beside those of the last round of its kind, for a long round has fewer."""
+        tp, last = report.tp, self._last.get(report.label, report.preemptions)
+        self._last[report.label] = report.preemptions
         self._quiet = 0 if report.preemptions else self._quiet + 1
         if report.preemptions > self.rise * last:
             tp *= 2

@@ -30,18 +30,18 @@ class AdaptiveTimeout(Schema, RewardControl):
 
     _anchor_s: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
 
-    def timeout_s(self, kind: RewardKind, prompt_id: int, test: int, limit_s: float) -> float:
+    def timeout_s(self, kind: RewardKind, prompt: int, test: int, limit_s: float) -> float:
         """Between `least` and the system's limit; that limit where no correct response has run the test case yet."""
-        anchor_s = self._anchor_s.get((prompt_id, test))
+        anchor_s = self._anchor_s.get((prompt, test))
         if kind != "sandbox" or anchor_s is None:
             return limit_s
         return min(max(self.least, self.factor * anchor_s), limit_s)
 
-    def observe(self, kind: RewardKind, prompt_id: int, run_s: Sequence[float], correct: bool) -> None:
+    def observe(self, kind: RewardKind, prompt: int, run_s: Sequence[float], correct: bool) -> None:
         """Raise the anchors of a prompt's test cases."""
         if kind == "sandbox" and correct:
             for test, seconds in enumerate(run_s):
-                key = prompt_id, test
+                key = prompt, test
                 self._anchor_s[key] = max(self._anchor_s.get(key, 0.0), seconds)
 
 

@@ -20,19 +20,38 @@ from rlsim.sim.control import Action, ControlContext, Migrate, Release, RolloutC
 from rlsim.workflow.graph import Workflow
 
 
+#: A decode step that takes so many times as long as that of one sequence is still nearly as fast.
+NEARLY = 1.25
+
+#: Shares of the responses that are tried for the best moment to consolidate.
+TRIED = (0.05, 0.1, 0.2, 0.3)
+
+
 class TailConsolidation(Schema, RolloutControl):
     """Migrate the last sequences onto as few replicas as can hold them at full length, and release the others."""
 
     remaining: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.2, description="share of the responses that are left when it happens"
     )
-    max_batch: int = Field(default=64, ge=1, description="sequences on one replica, so that decoding stays fast")
+    max_batch: int | Literal["auto"] = Field(
+        default="auto", description="sequences on one replica; auto: as many as decode nearly as fast as one"
+    )
 
     _context: ControlContext = PrivateAttr()
 
     def setup(self, context: ControlContext) -> None:
-        """The machine's KV capacity."""
+        """The machine's KV capacity and decode times."""
         self._context = context
+
+    def _max_batch(self, tp: int) -> int:
+        """Decoding is bound by reading the weights up to some batch size: there a step begins to take longer."""
+        if self.max_batch != "auto":
+            return self.max_batch
+        step, context = self._context.costs.step(tp), self._context.cap_tokens / 2
+        alone_s, batch = step.decode(1).step_s(context), 1
+        while step.decode(2 * batch).step_s(2 * batch * context) <= NEARLY * alone_s:
+            batch *= 2
+        return batch
 
     def on_finish(self, view: RolloutView) -> list[Action] | None:
         """Once, when the share that is left is small enough; again if not all could be released then."""
@@ -43,7 +62,7 @@ class TailConsolidation(Schema, RolloutControl):
         tp = replicas[0].tp if replicas else 1
         room = self._context.costs.capacity_pages(tp) * self._context.page_tokens
         needed = sum(r.prompt_tokens + view.cap_tokens for replica in replicas for r in replica.requests)
-        keep = max(math.ceil(needed / room), math.ceil(left / self.max_batch), 1)
+        keep = max(math.ceil(needed / room), math.ceil(left / self._max_batch(tp)), 1)
         if keep >= len(replicas):
             return None
         staying, leaving = replicas[:keep], replicas[keep:]
@@ -77,15 +96,24 @@ class RLHFuse(Schema, Composition):
     """Static TP, tail consolidation, inference fused with the tail of generation."""
 
     tp: int | Literal["best"] = Field(default="best", description="tensor-parallel degree, as of `verl`")
-    remaining: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.2, description="see `tail_consolidation`")
+    remaining: Annotated[float, Field(gt=0, lt=1)] | Literal["best"] = Field(
+        default="best", description="share that is left when the tail is consolidated; best: searched, as published"
+    )
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        """As `verl`."""
-        return VeRL(tp=self.tp).alternatives(context)
+        """Every feasible degree and some moments to consolidate, where these are `best`."""
+        tps: Sequence[object] = context.feasible_tps if self.tp == "best" else (self.tp,)
+        shares: Sequence[object] = TRIED if self.remaining == "best" else (self.remaining,)
+        return (
+            [{"tp": tp, "remaining": share} for tp in tps for share in shares]
+            if "best" in (self.tp, self.remaining)
+            else ()
+        )
 
     def parts(self) -> Sequence[Part]:
         """As published."""
-        return VeRL(tp=self.tp), TailConsolidation(remaining=self.remaining), FusedInference()
+        remaining = TRIED[0] if self.remaining == "best" else self.remaining
+        return VeRL(tp=self.tp), TailConsolidation(remaining=remaining), FusedInference()
 
 
 class StrengthenedRLHFuse(RLHFuse):

@@ -72,7 +72,8 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
 
     def _fits(self, view: RolloutView, replicas: Sequence[ReplicaView], staying: Sequence[ReplicaView]) -> bool:
         """Whether the projected peak of the KV cache fits on the replicas that stay; not without a history."""
-        history = np.sort(self._history.get(view.label, []))
+        same = self._history.get(view.label)  # the first round of a kind has only the others to go by
+        history = np.sort(same or [length for lengths in self._history.values() for length in lengths])
         if not len(history):
             return False
         capacity = sum(self._context.costs.capacity_pages(r.tp) for r in staying) * self._context.page_tokens

@@ -18,6 +18,7 @@ class RewardJob(NamedTuple):
     """What scoring one response takes, as the trace has it. No policy sees it before it has happened."""
 
     kind: RewardKind
+    prompt: int  # the prompt's number in the trace, the same in every epoch
     run_s: tuple[float, ...]  # of a check or of every test case, one after the other
     limit_s: float  # a run that takes longer is ended there, and with it the job
     reward: float  # unless a run is ended
@@ -28,11 +29,11 @@ class RewardJob(NamedTuple):
 class RewardControl:
     """Base of all reward controls: every run may take as long as the system's limit says."""
 
-    def timeout_s(self, kind: RewardKind, prompt_id: int, test: int, limit_s: float) -> float:  # noqa: ARG002
+    def timeout_s(self, kind: RewardKind, prompt: int, test: int, limit_s: float) -> float:  # noqa: ARG002
         """How long a test case of a prompt may run."""
         return limit_s
 
-    def observe(self, kind: RewardKind, prompt_id: int, run_s: Sequence[float], correct: bool) -> None:
+    def observe(self, kind: RewardKind, prompt: int, run_s: Sequence[float], correct: bool) -> None:
         """A response to the prompt has been scored: the run time of each of its test cases that ran."""
 
 
@@ -78,7 +79,7 @@ class RewardDesk:
             request, job, on_scored = self._queue.popleft()
             ran: list[float] = []
             for test, run_s in enumerate(job.run_s):
-                limit_s = self._control.timeout_s(job.kind, request.prompt_id, test, job.limit_s)
+                limit_s = self._control.timeout_s(job.kind, job.prompt, test, job.limit_s)
                 ran.append(min(run_s, limit_s))
                 if run_s > limit_s:
                     request.timed_out = True
@@ -90,7 +91,7 @@ class RewardDesk:
     def _end(self, request: Request, job: RewardJob, ran: list[float], on_scored: Callable[[Request], None]) -> None:
         self._free += 1
         correct = job.reward > 0 and not request.timed_out
-        self._control.observe(job.kind, request.prompt_id, ran, correct)
+        self._control.observe(job.kind, job.prompt, ran, correct)
         self._score(request, 0.0 if request.timed_out else job.reward, on_scored)
         self._start()
 
