@@ -1,4 +1,4 @@
-"""The contract of a rollout policy, checked: what the author of a policy runs in their own tests.
+"""The contract of a policy, checked: what the author of a part of a system runs in their own tests.
 
     from rlsim.testing import check_policy
     check_policy(MyPolicy)
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -24,9 +25,23 @@ from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import RlsimError
+from rlsim.experiment.system import System, is_layout
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.sim.control import Action, ControlContext, KvHandling, RolloutControl, RolloutView, Stop
+from rlsim.policies.parts import KINDS, Composition, Part
+from rlsim.sim.batching import PromptFeed, StepBatch
+from rlsim.sim.control import (
+    Abort,
+    Action,
+    ControlContext,
+    Controls,
+    KvHandling,
+    Launch,
+    RolloutControl,
+    RolloutReport,
+    RolloutView,
+    Stop,
+)
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 
@@ -50,6 +65,11 @@ class Batch:
     nodes: int = 1
     kv_tokens: int | None = None  # per replica, where the memory is to be short
 
+    @property
+    def responses(self) -> int:
+        """Responses to one prompt."""
+        return 4 if len(self.lengths) % 4 == 0 else 1
+
 
 def batches(seed: int = 0) -> tuple[Batch, ...]:
     """What `check_policy` tries: a long tail, and batches in which there is little or nothing to decide."""
@@ -67,26 +87,29 @@ def batches(seed: int = 0) -> tuple[Batch, ...]:
     )
 
 
-def check_policy(policy: Callable[..., RolloutControl], **parameters: Any) -> None:
-    """Raise `ContractError` if a rollout policy breaks the contract.
+def check_policy(policy: Callable[..., Part], **parameters: Any) -> None:
+    """Raise `ContractError` if a policy breaks the contract.
 
-    `policy(**parameters)` makes one: a class, or any function. A policy that is to be tuned (see
-    `RolloutControl.alternatives`) is checked with each of its choices. Takes a few seconds; the machine is the
-    catalogue's 8xh100 with LLaMA-3.1-8B.
+    `policy(**parameters)` makes one: a class, or any function. What it leaves open (the layout, what is launched) is as
+    plain as can be. A policy that is to be tuned (see `RolloutControl.alternatives`) is checked with each of its
+    choices. Takes a few seconds; the machine is the catalogue's 8xh100 with LLaMA-3.1-8B.
     """
     machine = _machine()
     for batch in batches():
         for choice in _choices(policy, parameters, _context(machine, batch)):
-            _check(lambda choice=choice: _made(policy, choice), batch, machine)  # type: ignore[misc]
+            make = partial(_system, policy, choice)
+            if batch.responses > 1 or not make().batching.needs_rewards:  # a reward alone has no variance
+                _check(make, batch, machine)
 
 
-def _check(make: Callable[[], RolloutControl], batch: Batch, machine: Machine) -> None:
+def _check(make: Callable[[], System], batch: Batch, machine: Machine) -> None:
     first = _play(make(), batch, machine, rollouts=2)
     _same(first, _play(make(), batch, machine, rollouts=2), batch)
     for other in _other_futures(batch):
         # Both rollouts are the same until a response finishes in either that is not in the other as it is here.
         second = _play(make(), other, machine)
-        changed = [i for i, (a, b) in enumerate(zip(batch.lengths, other.lengths, strict=True)) if a != b]
+        pairs = zip(first.truth, second.truth, strict=False)
+        changed = [i for i, (a, b) in enumerate(pairs) if a != b]
         until_s = min(min(run.left_at_s[i] for i in changed) for run in (first, second)) if changed else np.inf
         _no_peeking(first, second, until_s, batch)
 
@@ -104,6 +127,7 @@ class _Run:
     initial_tp: int
     answers: list[list[_Answer]]
     left_at_s: list[float]
+    truth: list[int]  # how long each request of the first rollout was going to be
 
 
 class _Window:
@@ -152,49 +176,86 @@ class _Watched(RolloutControl):
         return actions
 
 
-def _play(policy: RolloutControl, batch: Batch, machine: Machine, rollouts: int = 1) -> _Run:
+def _play(system: System, batch: Batch, machine: Machine, rollouts: int = 1) -> _Run:
     """Rollouts of the same batch one after the other, as the steps of a training run."""
     context = _context(machine, batch)
     used_tps: dict[int, set[int]] = {}
-    answers, left_at_s = [], []
+    answers, left_at_s, truth = [], [], []
     try:
-        policy.setup(context)
-        tp = policy.initial_tp(context)
-        if tp not in context.feasible_tps:
-            raise _broken(
-                batch, f"initial_tp returned {tp!r}; feasible are {', '.join(map(str, context.feasible_tps))}"
-            )
-        for _ in range(rollouts):
-            named = type(type(policy).__name__, (_Watched,), {})  # as the policy, for the engine's messages
-            watched: _Watched = named(policy, batch)
-            requests = _rollout(watched, tp, batch, context, used_tps)
+        system.control.setup(context)
+        tp = first_tp = system.layout.initial_tp(context)
+        feed = PromptFeed(len(batch.lengths) // batch.responses, batch.responses)
+        named = type(system.control.label, (_Watched,), {})  # as the policy, for the engine's messages
+        for step in range(rollouts):
+            if tp not in context.feasible_tps:
+                asked = "next_tp" if step else "initial_tp"
+                feasible = ", ".join(map(str, context.feasible_tps))
+                raise _broken(batch, f"{asked} returned {tp!r}; feasible are {feasible}")
+            watched: _Watched = named(system.control, batch)
+            requests, report = _rollout(system, watched, step, tp, batch, context, feed, used_tps)
             answers.append(watched.answers)
             ended = max((r.finished_at for r in requests if r.finished), default=0.0)
             left_at_s.append([r.finished_at if r.finished else ended for r in requests])
+            truth.append([r.response_tokens for r in requests])
+            wanted = system.control.next_tp(report)
+            tp = tp if wanted is None else wanted
     except ContractError:
         raise
     except Exception as error:
         raise _broken(batch, f"{type(error).__name__}: {error}") from error
-    return _Run(tp, answers, left_at_s[0])
+    return _Run(first_tp, answers, left_at_s[0], truth[0])
 
 
 def _rollout(
-    control: _Watched, tp: int, batch: Batch, context: ControlContext, used_tps: dict[int, set[int]]
-) -> list[Request]:
-    """The requests of one rollout at its end, none of them lost or tampered with."""
+    system: System,
+    control: _Watched,
+    step: int,
+    tp: int,
+    batch: Batch,
+    context: ControlContext,
+    feed: PromptFeed,
+    used_tps: dict[int, set[int]],
+) -> tuple[list[Request], RolloutReport]:
+    """The requests of one rollout at its end, none of them lost or tampered with, and how it went."""
     env = simpy.Environment()
     gpus = context.gpus_per_node
-    requests = [Request(i, i // 4, batch.prompt_tokens, length) for i, length in enumerate(batch.lengths)]
+    requests: list[Request] = []
+    accepted: list[Request] = []
+    step_batch = StepBatch(system.batching, feed, accepted.extend)
+    lengths: list[int] = []
+
+    def launch(launch: Launch) -> list[Request]:
+        new: list[Request] = []
+        for prompt in launch.prompts:
+            for sample in range(prompt.first_sample, prompt.first_sample + launch.samples):
+                length = batch.lengths[(prompt.position * batch.responses + sample) % len(batch.lengths)]
+                new.append(Request(len(requests) + len(new), prompt.position, batch.prompt_tokens, length))
+                lengths.append(length)
+        requests.extend(new)
+        step_batch.launched(new, launch.prompts)
+        return new
+
+    def finished(responses: Sequence[Request]) -> None:
+        step_batch.finished(responses)
+        for request in responses:
+            request.reward = float(request.id % 2)
+            if step_batch.scored(request):
+                rollout.ask()
+
     rollout = Rollout(
         env,
         mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(batch.nodes)],
         tp=tp,
-        requests=requests,
+        requests=launch(step_batch.first),
         costs=context.costs,
         config=EngineConfig(page_tokens=_PAGE),
-        control=control,
+        control=control if step_batch.certain else Controls([step_batch, control]),
         cap_tokens=batch.cap_tokens,
         used_tps=used_tps,
+        open=step_batch.open,
+        launcher=launch,
+        on_finish=finished,
+        label=step_batch.first.label,
     )
     try:
         env.run(rollout.done)
@@ -205,16 +266,23 @@ def _rollout(
         raise _broken(
             batch, f"the rollout comes to a halt with {left} requests unfinished and nobody at work"
         ) from error
+    settled = step_batch.close()
     rollout.close()
     stopped = any(isinstance(action, Stop) for _, actions in control.answers for action in actions)
-    for request, length in zip(requests, batch.lengths, strict=True):
+    for request, length in zip(requests, lengths, strict=True):
         if request.response_tokens != length or not 0 <= request.generated <= length:
             raise _broken(batch, f"request {request.id} was tampered with: {request!r}, launched with {length} tokens")
-        if not (request.finished or request.aborted or stopped):
+        if not (request.finished or request.aborted or stopped or not step_batch.certain):
             raise _broken(
                 batch, f"request {request.id} is lost: neither finished nor aborted, and no Stop was returned"
             )
-    return requests
+    needed = feed.prompts * feed.responses
+    interfered = stopped or any(isinstance(action, Abort) for _, actions in control.answers for action in actions)
+    if len(accepted) != needed and not interfered:
+        raise _broken(batch, f"the step's batch has {len(accepted)} responses, not {needed}")
+    preemptions = sum(replica.preemptions for replica in rollout.replicas)
+    generated = tuple(r.generated for r in requests if r.finished)
+    return requests, RolloutReport(step, tp, env.now, preemptions, generated, settled.label)
 
 
 # ---- comparing rollouts ----------------------------------------------------------------------------------------------
@@ -328,18 +396,31 @@ def _context(machine: Machine, batch: Batch) -> ControlContext:
     )
 
 
-def _made(policy: Callable[..., RolloutControl], parameters: Mapping[str, Any]) -> RolloutControl:
-    made: object = policy(**parameters)
-    if not isinstance(made, RolloutControl):
-        raise ContractError(f"{policy!r} makes a {type(made).__name__}, which is no rlsim.RolloutControl")
-    return made
+class _Static(RolloutControl):
+    """The layout of a system that says nothing about it."""
+
+    def initial_tp(self, context: ControlContext) -> int:
+        return context.feasible_tps[0]
+
+
+def _system(policy: Callable[..., Part], parameters: Mapping[str, Any]) -> System:
+    part: object = policy(**parameters)
+    if not isinstance(part, KINDS):
+        kinds = ", ".join(kind.__name__ for kind in KINDS)
+        raise ContractError(f"{policy!r} makes a {type(part).__name__}, which is none of {kinds}")
+    parts: list[Part] = [part]
+    every = part.parts() if isinstance(part, Composition) else parts
+    if not any(is_layout(inner) for inner in every):
+        parts.append(_Static())
+    return System.of(parts)
 
 
 def _choices(
-    policy: Callable[..., RolloutControl], parameters: Mapping[str, Any], context: ControlContext
+    policy: Callable[..., Part], parameters: Mapping[str, Any], context: ControlContext
 ) -> list[Mapping[str, Any]]:
+    made = policy(**parameters)
     try:
-        choices = _made(policy, parameters).alternatives(context)
+        choices = made.alternatives(context) if isinstance(made, RolloutControl | Composition) else ()
     except RlsimError as error:
         raise ContractError(f"alternatives: {error}") from error
     return [{**parameters, **choice} for choice in choices] or [parameters]

@@ -132,7 +132,7 @@ def edited(*pairs: tuple[str, str]) -> str:
         ("  - pat", "  - pat: {start_tp: []}", "base.yaml:10:5: system 'pat': start_tp: the list is empty"),
         ("  - pat", "  - pat: {candidates: [3]}", "base.yaml:10:5: system 'pat': none of the candidates TP 3"),
         ("  - pat", "  - use: [pat]", "base.yaml:10:5: a system with `use` has a `name`"),
-        ("  - pat", "  - {name: x, use: [pat, verl]}", "base.yaml:10:5: system 'x': PAT and VeRL all decide the layout"),
+        ("  - pat", "  - {name: x, use: [pat, verl]}", "base.yaml:10:5: system 'x': PAT and VeRL all decide the"),
         ("  - pat", "  - nowhere:X", "base.yaml:10:5: policy 'nowhere:X' cannot be loaded: No module named 'nowhere'"),
         ("  - pat", "  - ':X'", "base.yaml:10:5: policy ':X' cannot be loaded"),
         ("  - pat", "  - json:JSONDecoder", "base.yaml:10:5: policy 'json:JSONDecoder' is no part of a system"),

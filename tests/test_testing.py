@@ -128,10 +128,6 @@ class Wide(Base):
         return 16
 
 
-class Unfinished(RolloutControl):
-    pass
-
-
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -145,8 +141,7 @@ class Unfinished(RolloutControl):
         (Frail, "ZeroDivisionError: division by zero"),
         (Tampers, "the policy set `view.total`: it is read-only"),
         (Wide, "initial_tp returned 16; feasible are 1, 2, 4, 8"),
-        (Unfinished, "PolicyError: Unfinished does not say"),
-        (dict, "makes a dict, which is no rlsim.RolloutControl"),
+        (dict, "makes a dict, which is none of RolloutControl, Batching"),
     ],
 )
 def test_policies_that_break_it(policy: Callable[..., RolloutControl], message: str) -> None:

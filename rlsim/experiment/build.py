@@ -153,8 +153,8 @@ class Setup:
         system.control.setup(site.context)
         return Simulation(
             workflow=graph,
-            plan=colocated(graph, site.cluster.gpus, strategy, strategy, site.reward_placement),
-            cluster=site.cluster,
+            plan=colocated(graph, site.gpus, strategy, strategy, site.reward_placement),
+            cluster=self.cluster,
             control=system.control,
             initial_tp=site.context.check_tp(system.layout.initial_tp(site.context)),
             feed=PromptFeed(spec.prompts, spec.responses),
@@ -193,7 +193,8 @@ class _Times:
     def pieces(self, call: Call) -> Pieces:
         machine = self._machine
         strategy = machine.train_strategy
-        tokens = strategy.micro_batch_tokens * strategy.pp  # enough micro-batches to fill the pipeline
+        # A pipeline is filled and drained for every part: with several times as many micro-batches as stages that is little.
+        tokens = strategy.micro_batch_tokens * (1 if strategy.pp == 1 else 4 * strategy.pp)
         train = call.kind == "train"
         load_s = machine.load_s(backward=train)
         finish = [*(_named(machine.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]

@@ -67,6 +67,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         *_STEP,
         Column("response", "int64", "", "number of the response within the step, from 0"),
         Column("prompt_id", "string", "", "the trace's name of the prompt"),
+        Column("position", "int64", "", "the prompt's place in training order, counted over epochs"),
         Column("prompt_tokens", "int64", "tokens", "prompt length"),
         Column("response_tokens", "int64", "tokens", "tokens generated"),
         Column("start_at", "float64", "s", "moment it was first admitted; moments count from the start of the run"),
@@ -117,5 +118,6 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("kind", "string", "", "decode, prefill, mixed, switch, or the name of a call"),
         Column("tp", "int64", "", "tensor-parallel degree (1 for calls)"),
         Column("label", "string", "", "replica or switch it belongs to"),
+        Column("shared", "bool", "", "it ran beside other work on the same GPUs"),
     ),
 }

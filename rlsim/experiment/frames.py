@@ -164,6 +164,7 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
                     "step": step,
                     "response": responses.id,
                     "prompt_id": prompts,
+                    "position": responses.prompt_id,
                     "prompt_tokens": responses.prompt_tokens,
                     "response_tokens": responses.response_tokens,
                     "start_at": responses.started_at,
@@ -193,7 +194,7 @@ def _call_row(call: CallRecord) -> dict[str, Any]:
 def _span_rows(spans: Iterable[Span]) -> Iterable[tuple[Any, ...]]:
     for span in spans:
         for first, count in _runs(span.gpus):
-            yield span.step, first, count, span.start_at, span.end_at, span.kind, span.tp, span.label
+            yield span.step, first, count, span.start_at, span.end_at, span.kind, span.tp, span.label, span.shared
 
 
 def _runs(gpus: Sequence[int]) -> Iterable[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -41,28 +40,37 @@ class Site:
         self._colocated = colocated if self._spec else None
 
     @cached_property
-    def reserved_gpus(self) -> int:
-        """GPUs kept for the judge: the last ones of the cluster."""
+    def judge_gpus(self) -> tuple[int, ...]:
+        """GPUs kept for the judge: whole nodes, the last ones, or else the last GPUs of every node."""
         if self._spec is None or self._colocated is not None:
-            return 0
-        gpus = self._setup.cluster.gpus
-        count = round(self._spec.reserved * gpus)
-        if not 0 < count < gpus or count % self._spec.tp:
+            return ()
+        whole = self._setup.cluster
+        count = round(self._spec.reserved * whole.gpus)
+        kept = f"workflow.reward.judge: {self._spec.reserved:g} of {whole.gpus} GPUs are {count}"
+        if not 0 < count < whole.gpus or count % self._spec.tp:
+            raise ConfigError(f"{kept}, no whole number of judges of TP {self._spec.tp} beside the other calls")
+        if count % whole.gpus_per_node == 0:
+            return tuple(range(whole.gpus - count, whole.gpus))
+        each, over = divmod(count, whole.nodes)
+        if over or each % self._spec.tp:
             raise ConfigError(
-                f"workflow.reward.judge: {self._spec.reserved:g} of {gpus} GPUs are {count}, "
-                f"no whole number of judges of TP {self._spec.tp} beside the other calls"
+                f"{kept}, neither whole nodes of {whole.gpus_per_node} nor as many of each of the {whole.nodes} nodes"
             )
-        return count
+        return tuple(g for g in range(whole.gpus) if g % whole.gpus_per_node >= whole.gpus_per_node - each)
+
+    @cached_property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs of all calls but a judge's own."""
+        return tuple(sorted(set(range(self._setup.cluster.gpus)) - set(self.judge_gpus)))
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The GPUs of all calls but a judge's own. What is left of a node is the size of every node here."""
-        whole = self._setup.cluster
-        gpus = whole.gpus - self.reserved_gpus
-        per_node = math.gcd(gpus, whole.gpus_per_node)
-        if per_node == whole.gpus_per_node and gpus == whole.gpus:
+        """What these GPUs are as a cluster."""
+        whole, gpus = self._setup.cluster, len(self.gpus)
+        if not self.judge_gpus:
             return whole
-        return whole.model_copy(update={"nodes": gpus // per_node, "gpus_per_node": per_node})
+        nodes = len({whole.node_of(gpu) for gpu in self.gpus})
+        return whole.model_copy(update={"nodes": nodes, "gpus_per_node": gpus // nodes})
 
     @cached_property
     def judge(self) -> Judge | None:
@@ -130,7 +138,7 @@ class Site:
         experiment, engine, training = setup.experiment, setup.experiment.engine, setup.experiment.training
         share = training.tp * training.pp * training.cp
         if self.cluster.gpus % share:
-            beside = f" ({self.reserved_gpus} more are kept for the judge)" if self.reserved_gpus else ""
+            beside = f" ({len(self.judge_gpus)} more are kept for the judge)" if self.judge_gpus else ""
             raise ConfigError(
                 f"training: tp × pp × cp = {share} does not divide the {self.cluster.gpus} GPUs of the cluster{beside}"
             )
@@ -196,8 +204,8 @@ class Site:
         if self._spec is None:
             return Placement(())
         if self._colocated is not None:
-            return Placement(tuple(range(self._setup.cluster.gpus)), shared=True)
-        return Placement(tuple(range(self.cluster.gpus, self._setup.cluster.gpus)))
+            return Placement(self.gpus, shared=True)
+        return Placement(self.judge_gpus)
 
     def lookups(self) -> Lookups:
         """The shapes that the rollout, training and the judge asked for."""

@@ -38,7 +38,7 @@ class Planner(Schema, RolloutControl):
         return context.check_tp(self.start_tp)
 
     def next_tp(self, report: RolloutReport) -> int | None:
-        """After each step, by its preemptions: beside those of the last round of its kind, for a long round has fewer."""
+        """After each step, by its preemptions and those of the last round of its kind: long rounds have fewer."""
         tp, last = report.tp, self._last.get(report.label, report.preemptions)
         self._last[report.label] = report.preemptions
         self._quiet = 0 if report.preemptions else self._quiet + 1

@@ -19,7 +19,6 @@ from rlsim.schema import Schema
 from rlsim.sim.control import Action, ControlContext, Migrate, Release, RolloutControl, RolloutView
 from rlsim.workflow.graph import Workflow
 
-
 #: A decode step that takes so many times as long as that of one sequence is still nearly as fast.
 NEARLY = 1.25
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
+from rlsim.errors import PolicyError
 from rlsim.sim.control import Abort, Action, Launch, Prompt, RolloutControl, RolloutView, Stop
 from rlsim.sim.request import Request
+
+#: A step that launches so many times the prompts it needs, because their rewards do not count, is given up.
+ENDLESS = 50
 
 
 class PromptFeed:
@@ -214,6 +218,11 @@ class StepBatch(RolloutControl):
         if possible < self._feed.prompts:
             launch = self._batching.more(self._feed.prompts - possible, self._feed)
             if launch is not None:
+                if len(self._groups) > ENDLESS * self._feed.prompts:
+                    raise PolicyError(
+                        f"{len(self._groups)} prompts were launched for a batch of {self._feed.prompts} and "
+                        f"{self._dropped} of them dropped for their rewards: no end in sight"
+                    )
                 yield launch
             elif possible == self._complete:
                 self.over = True

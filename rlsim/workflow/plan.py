@@ -52,15 +52,18 @@ class Plan:
 
 
 def colocated(
-    workflow: Workflow, gpus: int, inference: TrainStrategy, train: TrainStrategy, reward: Placement | None = None
+    workflow: Workflow,
+    gpus: tuple[int, ...],
+    inference: TrainStrategy,
+    train: TrainStrategy,
+    reward: Placement | None = None,
 ) -> Plan:
-    """Every call on GPUs 0 to `gpus` − 1, one after another; reward calls on CPUs, or where `reward` says."""
-    everywhere = tuple(range(gpus))
+    """Every call on all of `gpus`, one after another; reward calls on CPUs, or where `reward` says."""
     strategies = {"inference": inference, "train": train, "sync": train}
     scored = reward or Placement(())
     return Plan(
         {
-            call.name: scored if call.kind == "reward" else Placement(everywhere, strategies.get(call.kind))
+            call.name: scored if call.kind == "reward" else Placement(gpus, strategies.get(call.kind))
             for call in workflow.calls
         }
     )

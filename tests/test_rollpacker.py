@@ -1,0 +1,215 @@
+"""Systems of many parts on a real machine, from YAML to tables: nothing is lost, doubled, or held by two at once."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import rlsim
+from rlsim.errors import ConfigError, RlsimError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.result import Result
+from rlsim.experiment.systems import parse_systems
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "parts",
+    "cluster": "8xh800",
+    "model": "qwen2.5-1.5b",
+    "calibration": "h800-vllm",
+    "trace": {"path": ["rollpacker-math", "rollpacker-code", "rollpacker-judge"], "cap": "2K"},
+    "workflow": {
+        "prompts": 16,
+        "responses": 4,
+        "steps": 11,
+        "reward": {"workers": 4, "judge": {"model": "qwen2.5-1.5b"}},
+    },
+    "training": {"backend": "megatron"},
+    "seeds": 1,
+    "systems": ["verl"],
+}
+
+VERL = {"verl": {"tp": 1}}
+SYSTEMS: dict[str, list[Any]] = {
+    "plain": [VERL],
+    "tail": [VERL, "tail_batching"],
+    "tail-dapo": [VERL, "tail_batching", "dynamic_sampling"],
+    "dapo": [VERL, "dynamic_sampling"],
+    "dapo-async": [VERL, "dynamic_sampling", "reward_scheduler"],
+    "scheduler": [VERL, "reward_scheduler"],
+    "stream": [VERL, "stream"],
+    "judge": [VERL, "colocated_judge"],
+    "rollpacker": [{"rollpacker": {"start_tp": 1}}],
+    "all three": ["pat", {"tail_batching": {"eta": 1.25}}, "stream"],
+    "dapo-stream": ["pat", "tail_batching", "dynamic_sampling", "stream", "reward_scheduler"],
+    "rlhfuse": [{"rlhfuse": {"tp": 2, "remaining": 0.3}}],
+    "rlhfuse-plus": [{"rlhfuse_plus": {"tp": 1, "remaining": 0.3}}],
+    "both": ["planner", "tail_batching", "stream", "tail_consolidation"],
+}
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(EXPERIMENT), **changes}
+
+
+@cache
+def result() -> Result:
+    systems = [{"name": name, "use": parts} for name, parts in SYSTEMS.items()]
+    return rlsim.run(experiment(systems=systems, baseline="plain"))
+
+
+def of(frame: pd.DataFrame, name: str) -> pd.DataFrame:
+    return frame[frame["system"] == name]
+
+
+each = pytest.mark.parametrize("name", SYSTEMS)
+
+
+@each
+def test_every_step_trains_on_exactly_a_batch_of_its_own_weights(name: str) -> None:
+    steps, responses = of(result().steps, name), of(result().responses, name)
+    assert (steps["trained"] == 64).all()
+    assert (steps["staleness"] == 0).all()
+    trained = responses[responses["trained"]]
+    assert trained["scored_at"].notna().all()
+    per_prompt = trained.groupby(["step", "position"]).size()
+    assert (per_prompt == 4).all()
+    assert trained["position"].nunique() == 11 * 16  # no prompt twice
+
+
+@each
+def test_every_prompt_is_trained_dropped_or_waiting(name: str) -> None:
+    steps, responses = of(result().steps, name), of(result().responses, name)
+    launched = responses["position"].nunique()
+    assert responses["position"].max() == launched - 1
+    assert launched == 11 * 16 + steps["dropped"].sum() + steps["waiting"].iloc[-1]
+
+
+@each
+def test_tokens_are_trained_on_or_wasted(name: str) -> None:
+    steps, responses = of(result().steps, name), of(result().responses, name)
+    trained = responses[responses["trained"]].groupby("step")["response_tokens"].sum()
+    assert (trained.to_numpy() + steps["wasted_tokens"].to_numpy() == steps["response_tokens"].to_numpy()).all()
+    unfinished = responses["finish_at"].isna()
+    assert (responses.loc[unfinished, "aborted"]).all()
+    assert not responses.loc[unfinished, "trained"].any()
+
+
+@each
+def test_no_gpu_does_two_exclusive_things_at_once(name: str) -> None:
+    spans = of(result().spans, name)
+    exclusive = spans[~spans["shared"]]
+    rows = exclusive.loc[exclusive.index.repeat(exclusive["gpus"])]
+    gpu = rows["gpu"].to_numpy() + rows.groupby(level=0).cumcount().to_numpy()
+    order = np.lexsort((rows["start_at"].to_numpy(), gpu))
+    same = gpu[order][1:] == gpu[order][:-1]
+    overlap = rows["end_at"].to_numpy()[order][:-1] - rows["start_at"].to_numpy()[order][1:]
+    assert overlap[same].max() <= 1e-6
+
+
+@each
+def test_the_times_of_a_step_fit_into_it(name: str) -> None:
+    steps = of(result().steps, name)
+    parts = steps[["gen_time_s", "prep_time_s", "train_time_s", "sync_time_s"]].sum(axis=1)
+    assert (parts <= steps["step_time_s"] * (1 + 1e-9)).all()
+    assert steps["bubble_fraction"].between(0, 1).all()
+    assert (steps["gen_bound_s"] <= steps["gen_time_s"]).all()
+
+
+def test_the_same_seed_gives_the_same_bytes() -> None:
+    one = experiment(systems=[{"name": "x", "use": SYSTEMS["dapo-stream"]}])
+    first, second = (rlsim.run(one, overrides={"workflow.steps": 4}) for _ in range(2))
+    assert first.manifest["hashes"] == second.manifest["hashes"]
+    pd.testing.assert_frame_equal(first.spans, second.spans)
+
+
+def test_a_period_is_four_short_rounds_and_a_long_one() -> None:
+    steps = of(result().steps, "tail")
+    assert steps["round"].tolist()[:10] == [*["short"] * 4, "long"] * 2
+    assert steps["waiting"].tolist()[:5] == [4, 8, 12, 16, 0]
+    short, long = steps[steps["round"] == "short"], steps[steps["round"] == "long"]
+    assert short["longest_tokens"].max() < long["longest_tokens"].min()
+    assert (long["wasted_tokens"] == 0).all()
+    assert (short["launched"] == 100).all()
+
+
+def test_streams_use_gpus_that_generation_gave_up() -> None:
+    for name in ("stream", "rollpacker", "rlhfuse-plus"):
+        steps, calls = of(result().steps, name), of(result().calls, name)
+        assert steps["released_gpu_s"].sum() > 0
+        generate, train = (calls[calls["kind"] == kind].set_index("step") for kind in ("generate", "train"))
+        assert (train["start_at"] < generate["end_at"]).any()
+    assert of(result().steps, "rlhfuse")["released_gpu_s"].sum() > 0
+
+
+def test_a_reserved_judge_keeps_its_gpus_and_a_colocated_one_gives_them_back() -> None:
+    spans = result().spans
+    plain = of(spans, "plain")
+    assert set(plain.loc[plain["kind"] == "reward", "gpu"]) == {6, 7}
+    assert plain.loc[plain["kind"] != "reward", "gpu"].max() < 6
+    judge = of(spans, "judge")
+    assert judge.loc[judge["kind"] == "reward", "shared"].all()
+    assert set(judge.loc[judge["kind"] == "decode", "gpu"]) == set(range(8))
+
+
+def test_in_pieces_costs_about_as_much_as_at_once() -> None:
+    """Where nothing is given up, a streamed call has the same work to do after generation."""
+    settings = experiment(
+        trace={"path": "aime-r1-distill-like", "cap": "4K"},
+        systems=[{"name": "verl", "use": [VERL]}, {"name": "pieces", "use": [VERL, {"stream": {"trigger": 0.999}}]}],
+    )
+    settings_of_work = {"workflow.prompts": 64, "workflow.steps": 3, "workflow.reward.workers": 9999}
+    for training in ({"backend": "megatron"}, {"backend": "fsdp"}, {"backend": "megatron", "tp": 2, "pp": 2}):
+        found = rlsim.run(settings, overrides={**settings_of_work, "training": training})
+        after = found.steps.assign(s=lambda f: f["prep_time_s"] + f["train_time_s"]).groupby("system")["s"].sum()
+        assert after["pieces"] == pytest.approx(after["verl"], rel=0.15), training
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workflow": {"prompts": 2, "responses": 2, "steps": 1}}, "workflow.reward.judge"),
+        (
+            {
+                "systems": [{"name": "x", "use": [VERL, "stream"]}],
+                "training": {"backend": "megatron", "mini_batches": 2},
+            },
+            "training.mini_batches: 1",
+        ),
+        ({"systems": [{"name": "x", "use": []}]}, "`use` names no part"),
+        (
+            {"systems": [{"name": "x", "use": ["tail_batching", {"tail_batching": {"eta": 2}}]}]},
+            "decide what to launch",
+        ),
+        ({"systems": [{"tail_batching": {"eta": 0.5}}]}, "greater than or equal to 1"),
+        ({"trace": {"path": ["rollpacker-math", "rollpacker-math"], "cap": "2K"}}, "two have the same name"),
+        ({"training": {"backend": "megatron", "tp": 4}}, "2 more are kept for the judge"),
+    ],
+)
+def test_what_does_not_go_together_is_said(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RlsimError, match=message):
+        rlsim.run(experiment(**changes))
+
+
+def test_dynamic_sampling_needs_rewards_in_the_trace() -> None:
+    settings = experiment(trace={"path": "dapo-growing", "cap": "2K"}, systems=["dynamic_sampling"])
+    with pytest.raises(ConfigError, match="neither the column reward nor correct"):
+        rlsim.run(settings)
+
+
+def test_lists_in_use_make_variants() -> None:
+    loaded, shown, folder = load_experiment(
+        experiment(systems=[{"name": "t", "use": [{"tail_batching": {"eta": [1.25, 1.5]}}, {"verl": {"tp": [1, 2]}}]}])
+    )
+    assert Setup.of(loaded, folder, shown).trace.meta.name == "rollpacker-math + rollpacker-code + rollpacker-judge"
+    assert [s.name for s in parse_systems(loaded.systems)] == [
+        "t-eta1.25-tp1",
+        "t-eta1.25-tp2",
+        "t-eta1.5-tp1",
+        "t-eta1.5-tp2",
+    ]

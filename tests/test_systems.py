@@ -1,0 +1,406 @@
+"""Batchings, rewards and streamed calls on timelines worked out by hand: an iteration of a replica takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from workloads import LinearStep, StubCosts
+
+import rlsim
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import ConfigError, PolicyError
+from rlsim.experiment.system import System
+from rlsim.hardware import load_cluster
+from rlsim.policies.dynamic_sampling import DynamicSampling
+from rlsim.policies.planner import Planner
+from rlsim.policies.reward_scheduler import AdaptiveTimeout, AsyncReward
+from rlsim.policies.rlhfuse import FusedInference, FusedTraining
+from rlsim.policies.stream_trainer import gradient_weights, projected_kv_tokens
+from rlsim.policies.tail_batching import TailBatching
+from rlsim.policies.verl import VeRL
+from rlsim.sim.batching import Batching, Batchings, PromptFeed
+from rlsim.sim.control import Launch, Prompt, Release, RolloutControl, RolloutReport, RolloutView
+from rlsim.sim.elastic import Pieces
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.reward import RewardControl, RewardJob, Scoring
+from rlsim.sim.simulation import CallTimes, Outcome, Simulation
+from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
+
+Lengths = Mapping[int, Sequence[int]]  # by prompt position, one per sample
+
+
+@dataclass
+class Checks(Scoring):
+    """A check of `seconds`, or the runs of a sandbox by (position, sample); rewards likewise."""
+
+    seconds: float = 0.0
+    workers: int = 1
+    rewards: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    runs: Mapping[int, Sequence[Sequence[float]]] = field(default_factory=dict)
+
+    def job(self, request: Request) -> RewardJob:
+        position, sample = divmod(request.row, 100)
+        reward = self.rewards[position][sample] if position in self.rewards else 1.0
+        if position in self.runs:
+            return RewardJob("sandbox", position % 10, tuple(self.runs[position][sample]), 30.0, reward)
+        return RewardJob("rule", position, (self.seconds,), 2.0, reward)
+
+
+class Times(CallTimes):
+    """A tenth of a second a token, one way or the other; training ends with an update of a second."""
+
+    def parts(self, call: Call, placement: Placement, responses: Any, rollout_tp: int) -> list[tuple[str, float]]:
+        if call.kind == "sync":
+            return [("weights", 0.0)]
+        update = [("optimizer", 1.0)] if call.kind == "train" else []
+        return [
+            ("compute", 0.1 * float(responses.total_tokens[responses.trained].sum()) / len(placement.gpus)),
+            *update,
+        ]
+
+    def pieces(self, call: Call) -> Pieces:
+        finish = [("optimizer", 1.0)] if call.kind == "train" else []
+        return Pieces(lambda lengths: 0.1 * sum(lengths), 1000, 0.0, finish)
+
+
+class OneEach(RolloutControl):
+    """Every GPU a replica."""
+
+    def initial_tp(self, context: Any) -> int:
+        return 1
+
+
+def train(
+    lengths: Lengths,
+    prompts: int,
+    responses: int,
+    *,
+    steps: int = 1,
+    gpus: int = 1,
+    batching: Batching | None = None,
+    control: RolloutControl | None = None,
+    scoring: Checks | None = None,
+    reward: RewardControl | None = None,
+    rewire: Callable[[Workflow], Workflow] = lambda w: w,
+) -> Outcome:
+    """Steps of prompts of one token, and responses of these lengths."""
+
+    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+        made = [
+            (p.position, 1, lengths[p.position][p.first_sample + k], p.position * 100 + p.first_sample + k)
+            for p in launched
+            for k in range(samples)
+        ]
+        return [Request(first_id + i, at, prompt, n, row=row) for i, (at, prompt, n, row) in enumerate(made)]
+
+    strategy = TrainStrategy(dp=gpus)
+    graph = rewire(grpo(reference=False, old_log_probs=False))
+    cluster = load_cluster("8xh100").model_copy(update={"gpus_per_node": gpus})
+    return Simulation(
+        workflow=graph,
+        plan=colocated(graph, tuple(range(gpus)), strategy, strategy),
+        cluster=cluster,
+        control=control or OneEach(),
+        initial_tp=1,
+        feed=PromptFeed(prompts, responses),
+        requests=requests,
+        costs=StubCosts({1: LinearStep(a=1.0)}, {1: 10**6}),
+        times=Times(),
+        scoring=scoring or Checks(),
+        config=EngineConfig(),
+        cap_tokens=max(n for of in lengths.values() for n in of),
+        steps=steps,
+        batching=batching or Batching(),
+        reward=reward or RewardControl(),
+        routing="round_robin",
+    ).run()
+
+
+def gen_s(outcome: Outcome, step: int = 0) -> float:
+    call = next(c for c in outcome.calls if c.kind == "generate" and c.step == step)
+    return call.end_at - call.start_at
+
+
+def call_of(outcome: Outcome, kind: str, step: int = 0) -> Any:
+    return next(c for c in outcome.calls if c.kind == kind and c.step == step)
+
+
+# -------------------------------------------------------------------------------------------------- tail batching
+
+
+def test_a_short_round_ends_with_its_first_prompts() -> None:
+    lengths = {0: [2, 3, 9], 1: [9, 1, 9], 2: [4, 5, 9]}
+    outcome = train(lengths, 2, 2, batching=TailBatching(eta=1.5))
+    responses, rollout = outcome.responses[0], outcome.rollouts[0]
+    assert gen_s(outcome) == 5.0  # prompt 0 is complete at 3 s, prompt 2 at 5 s
+    assert sorted(responses.response_tokens[responses.trained]) == [2, 3, 4, 5]
+    # Aborted: the third of prompt 0 at 3 s, what is left of 1 and 2 at 5 s. The one finished response of 1 is lost too.
+    assert responses.response_tokens[~responses.trained].tolist() == [3, 5, 1, 5, 5]
+    assert responses.aborted.tolist() == [False, False, True, True, False, True, False, False, True]
+    assert (rollout.settled.label, rollout.settled.launched, rollout.settled.put_back) == ("short", 9, 1)
+    assert rollout.waiting == 1
+
+
+def test_the_queue_fills_over_short_rounds_and_a_long_round_empties_it() -> None:
+    slow = [7] * 9
+    lengths = {i: [1 + i % 3] * 9 for i in range(40)} | {1: slow, 4: slow, 6: slow, 10: slow}
+    outcome = train(lengths, 2, 2, steps=6, batching=TailBatching(eta=1.5))
+    assert [r.settled.label for r in outcome.rollouts] == ["short", "short", "long", "short", "short", "long"]
+    assert [r.waiting for r in outcome.rollouts] == [1, 2, 0, 1, 2, 0]
+    long = outcome.responses[2]
+    assert set(long.prompt_id) == {1, 4}
+    assert long.trained.all()
+    assert (long.row % 100).tolist() == [3, 4, 3, 4]  # three samples each were generated in vain: new ones now
+    assert gen_s(outcome, 2) == 7.0
+    trained = np.concatenate([r.prompt_id[r.trained] for r in outcome.responses])
+    assert sorted(trained) == sorted(list(range(12)) * 2)  # every prompt once, with both responses
+
+
+def test_speculation_on_responses_only_waits_for_every_prompt() -> None:
+    lengths = {0: [2, 3, 9], 1: [9, 1, 8], 2: [1, 1, 1]}
+    outcome = train(lengths, 2, 2, batching=TailBatching(eta=1.5, eta_prompts=1.0))
+    assert gen_s(outcome) == 8.0
+    assert outcome.rollouts[0].waiting == 0
+
+
+def test_launched_counts_are_rounded_up_without_rounding_errors() -> None:
+    feed = PromptFeed(10, 8)
+    launch = TailBatching(eta=1.1).launch(feed)
+    assert (len(launch.prompts), launch.samples) == (11, 9)
+
+
+# ------------------------------------------------------------------------------------------------ dynamic sampling
+
+
+FLAT = {0: [1.0, 1.0], 1: [1.0, 0.0], 2: [0.0, 0.0], 3: [0.0, 1.0]}
+
+
+def test_prompts_without_variance_are_replaced_at_the_barrier() -> None:
+    lengths = {0: [1, 3], 1: [2, 2], 2: [1, 1]}
+    outcome = train(lengths, 1, 2, batching=DynamicSampling(), scoring=Checks(0.5, rewards=FLAT))
+    # Drained at 3 s, scored one after the other until 4 s; the next prompt takes 2 s and 1 s more to score.
+    assert gen_s(outcome) == 7.0
+    assert outcome.rollouts[0].settled.dropped == 1
+    assert outcome.responses[0].prompt_id[outcome.responses[0].trained].tolist() == [1, 1]
+
+
+def test_and_at_once_where_rewards_come_by_the_sample() -> None:
+    lengths = {0: [1, 3], 1: [2, 2], 2: [1, 1]}
+    rewire = AsyncReward().rewired
+    outcome = train(lengths, 1, 2, batching=DynamicSampling(), scoring=Checks(0.5, rewards=FLAT), rewire=rewire)
+    # The first response is scored while the second decodes: dropped at 3.5 s, then 2 s and 1 s.
+    assert gen_s(outcome) == 6.5
+
+
+def test_dynamic_sampling_composes_with_tail_batching() -> None:
+    lengths = {i: [1, 2, 9] for i in range(9)} | {1: [4, 9, 4]}
+    rewards = {0: [1.0, 1.0, 0.0], 1: [1.0, 0.0, 0.0], 2: [0.0, 1.0, 0.0]}
+    parts = Batchings([TailBatching(eta=1.5), DynamicSampling()])
+    outcome = train(
+        lengths, 2, 2, batching=parts, scoring=Checks(0.0, workers=9, rewards=rewards), rewire=AsyncReward().rewired
+    )
+    responses = outcome.responses[0]
+    assert outcome.rollouts[0].settled.dropped == 1  # prompt 0: the first two responses are both right
+    assert responses.prompt_id[responses.trained].tolist() == [1, 1, 2, 2]
+    assert gen_s(outcome) == 4.0
+
+
+def test_rewards_that_never_vary_come_to_an_end() -> None:
+    lengths = {i: [1, 1] for i in range(500)}
+    with pytest.raises(PolicyError, match="no end in sight"):
+        train(lengths, 1, 2, batching=DynamicSampling(), scoring=Checks())
+
+
+# --------------------------------------------------------------------------------------------------------- rewards
+
+
+def test_a_barrier_scores_after_generation_and_a_stream_beside_it() -> None:
+    lengths = {0: [1, 2, 3, 8]}
+    barrier = train(lengths, 1, 4, scoring=Checks(1.5))
+    assert call_of(barrier, "reward").start_at == 8.0
+    assert call_of(barrier, "reward").end_at == 8.0 + 4 * 1.5
+    stream = train(lengths, 1, 4, scoring=Checks(1.5), rewire=AsyncReward().rewired)
+    assert call_of(stream, "reward").start_at == 1.0
+    assert call_of(stream, "reward").end_at == 9.5
+    assert stream.responses[0].scored_at.tolist() == [2.5, 4.0, 5.5, 9.5]
+
+
+def test_rewards_of_surplus_responses_are_not_waited_for() -> None:
+    lengths = {0: [2, 2, 2], 1: [3, 3, 3]}
+    outcome = train(lengths, 1, 2, batching=TailBatching(eta=1.5), scoring=Checks(1.0), rewire=AsyncReward().rewired)
+    assert call_of(outcome, "reward").end_at == 4.0  # two of the three that were finished at 2 s
+
+
+def test_a_run_beyond_its_limit_ends_the_job_without_reward() -> None:
+    runs = {0: [[1.0, 50.0, 1.0], [1.0, 2.0, 3.0]]}
+    outcome = train({0: [1, 1]}, 1, 2, scoring=Checks(workers=2, runs=runs))
+    assert outcome.responses[0].scored_at.tolist() == [32.0, 7.0]
+    assert outcome.responses[0].reward.tolist() == [0.0, 1.0]
+    assert outcome.responses[0].timed_out.tolist() == [True, False]
+
+
+def test_adaptive_timeouts_follow_the_longest_correct_run() -> None:
+    control = AdaptiveTimeout()
+    assert control.timeout_s("sandbox", 7, 0, 30.0) == 30.0
+    control.observe("sandbox", 7, [4.0, 0.1], correct=True)
+    control.observe("sandbox", 7, [9.0, 9.0], correct=False)
+    assert control.timeout_s("sandbox", 7, 0, 30.0) == 6.0
+    assert control.timeout_s("sandbox", 7, 1, 30.0) == 2.0  # never below
+    assert control.timeout_s("sandbox", 8, 0, 30.0) == 30.0  # another prompt
+    control.observe("sandbox", 7, [25.0], correct=True)
+    assert control.timeout_s("sandbox", 7, 0, 30.0) == 30.0  # never above
+    assert control.timeout_s("rule", 7, 0, 2.0) == 2.0
+
+
+def test_a_timeout_adapts_once_a_correct_response_is_known() -> None:
+    runs = {0: [[1.0], [1000.0]], 10: [[1.0], [1000.0]]}  # the same prompt again in the second step
+    lengths = {0: [1, 3], 1: [1, 1], 10: [1, 1]}
+
+    def second(launch: Sequence[Prompt]) -> Launch:
+        return Launch(tuple(Prompt(0 if p.position == 0 else 10) for p in launch), 2)
+
+    class Again(Batching):
+        def launch(self, feed: PromptFeed) -> Launch:
+            return second(feed.take(1))
+
+    outcome = train(
+        lengths, 1, 2, steps=2, batching=Again(), scoring=Checks(workers=2, runs=runs), reward=AdaptiveTimeout(),
+        rewire=AsyncReward().rewired,
+    )  # fmt: skip
+    assert outcome.responses[0].scored_at.tolist() == [2.0, 5.0]  # the hanging one begins when the other is known
+    start = call_of(outcome, "generate", 1).start_at
+    assert (outcome.responses[1].scored_at - start).tolist() == [2.0, 3.0]  # and in the next epoch at once
+
+
+# ---------------------------------------------------------------------------------------------- calls in pieces
+
+
+class ReleaseLast(OneEach):
+    """The last replica goes when so many have finished."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def on_finish(self, view: RolloutView) -> Release | None:
+        replicas = view.replicas()
+        return Release((replicas[-1].index,)) if view.finished >= self._at and len(replicas) > 1 else None
+
+
+def test_training_begins_on_released_gpus() -> None:
+    # Round robin: GPU 0 generates samples 0 and 2 of each prompt's four, GPU 1 the others.
+    lengths = {0: [1, 2], 1: [10, 2]}
+    rewire = FusedTraining().rewired
+    outcome = train(lengths, 2, 2, gpus=2, control=ReleaseLast(3), rewire=rewire)
+    # At 2 s GPU 1 is free: three responses are there, but prompt 1 is not complete. Prompt 0: (1+1) + (1+2) tokens.
+    call = call_of(outcome, "train")
+    assert (call.ready_at, call.start_at) == (2.0, 2.0)
+    assert gen_s(outcome) == 10.0
+    # At 10 s the two responses of prompt 1 are spread: 11 tokens on one GPU, 3 on the other; then the update.
+    assert call.end_at == pytest.approx(10.0 + 1.1 + 1.0)
+    assert sorted(call.samples) == [1, 3]
+    assert sum(call.samples) == 4
+
+
+def test_nothing_is_in_pieces_before_gpus_are_free() -> None:
+    lengths = {0: [1, 2], 1: [10, 2]}
+    outcome = train(lengths, 2, 2, gpus=2, rewire=FusedTraining().rewired)
+    assert call_of(outcome, "train").start_at == 10.0
+
+
+def test_the_weights_reproduce_the_mean_gradient() -> None:
+    lengths = {i: [int(n) for n in np.random.default_rng(i).integers(1, 60, 4)] for i in range(8)}
+    outcome = train(lengths, 8, 4, gpus=4, control=ReleaseLast(20), rewire=FusedTraining().rewired)
+    samples = call_of(outcome, "train").samples
+    assert sum(samples) == 32
+    assert len(set(samples)) > 1
+    gradients = np.random.default_rng(0).standard_normal((32, 5))
+    ends = np.cumsum(samples)
+    own = [gradients[end - n : end].mean(axis=0) for n, end in zip(samples, ends, strict=True) if n]
+    weights = [w for w in gradient_weights(samples) if w]
+    combined = sum(w * g for w, g in zip(weights, own, strict=True))
+    np.testing.assert_allclose(combined, gradients.mean(axis=0), rtol=1e-12)
+
+
+def test_fused_inference_starts_on_released_gpus() -> None:
+    rewire = FusedInference().rewired
+    graph = rewire(grpo())
+    grains = {(e.source, e.target): e.grain for e in graph.edges}
+    assert grains["generate", "ref_log_prob"] == "sample"
+    assert grains["ref_log_prob", "train"] == "stage"
+
+
+# --------------------------------------------------------------------------------------------------------- planner
+
+
+def test_the_planner_doubles_and_halves() -> None:
+    planner = Planner(start_tp=1)
+
+    class Context:
+        feasible_tps = (1, 2, 4)
+
+    planner.setup(Context())  # type: ignore[arg-type]
+
+    def after(preemptions: int, tp: int, label: str = "") -> int | None:
+        return planner.next_tp(RolloutReport(0, tp, 1.0, preemptions, (), label))
+
+    assert after(100, 1) == 1  # nothing to compare with
+    assert after(105, 1) == 1  # a rise of exactly 1.05 is not more
+    assert after(111, 1) == 2
+    assert after(500, 2, "long") == 2  # the first of its kind
+    assert after(600, 2, "long") == 4
+    assert after(900, 4) == 4  # 8 is not feasible
+    assert [after(0, 4) for _ in range(4)] == [4, 4, 4, 2]
+    assert [after(0, 2) for _ in range(4)] == [2, 2, 2, 1]
+
+
+# ------------------------------------------------------------------------------------------------- stream trainer
+
+
+def test_projected_kv_is_that_of_many_drawn_futures() -> None:
+    rng = np.random.default_rng(0)
+    history = np.sort(rng.lognormal(6, 1, 4000).clip(1, 8000).astype(int))
+    prompts, done = rng.integers(50, 300, 40).astype(float), rng.integers(0, 3000, 40).astype(float)
+    ahead = np.arange(0, 8000, 25)
+    held = np.zeros(len(ahead))
+    for prompt, g in zip(prompts, done, strict=True):
+        longer = history[history > g]
+        ends = rng.choice(longer, 2000)
+        held += ((ends[:, None] > g + ahead) * (prompt + g + ahead)).mean(axis=0)
+    assert projected_kv_tokens(history, prompts, done, 8000) == pytest.approx(held.max(), rel=0.03)
+
+
+def test_a_response_beyond_all_history_is_expected_to_reach_the_cap() -> None:
+    history = np.array([10, 20, 30])
+    assert projected_kv_tokens(history, np.array([5.0]), np.array([40.0]), 100) == pytest.approx(105, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------ systems of parts
+
+
+def test_parts_that_decide_the_same_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="TailBatching and TailBatching all decide what to launch"):
+        System.of([VeRL(tp=1), TailBatching(), TailBatching()], "x")
+    with pytest.raises(ConfigError, match="none of its parts decides the layout"):
+        System.of([TailBatching()], "x")
+
+
+def test_the_engine_knows_no_system() -> None:
+    from rlsim.policies.registry import policy_names
+
+    names = {*policy_names(), "rollpacker", "rlhfuse", "oppo", "real_heuristic", "trl", "openrlhf", "nemo_aligner",
+             "deepspeed_chat", "streamrl", "areal", "dapo"} - {"stream", "planner"}  # fmt: skip
+    root = Path(rlsim.__file__).parent
+    for room in ("sim", "workflow", "cost"):
+        for path in (root / room).glob("*.py"):
+            code = "\n".join(line.split("#")[0] for line in path.read_text().splitlines()).lower()
+            words = set("".join(c if c.isalnum() or c == "_" else " " for c in _without_docstrings(code)).split())
+            assert not words & names, path.name
+
+
+def _without_docstrings(code: str) -> str:
+    return "".join(part for i, part in enumerate(code.split('"""')) if i % 2 == 0)
