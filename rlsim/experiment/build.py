@@ -193,7 +193,7 @@ class _Times:
     def pieces(self, call: Call) -> Pieces:
         machine = self._machine
         strategy = machine.train_strategy
-        # A pipeline is filled and drained for every part: with several times as many micro-batches as stages that is little.
+        # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
         tokens = strategy.micro_batch_tokens * (1 if strategy.pp == 1 else 4 * strategy.pp)
         train = call.kind == "train"
         load_s = machine.load_s(backward=train)

@@ -147,7 +147,6 @@ class _Step:
         self.requests: list[Request] = []
         self.ids = 0
         self.offered: set[int] = set()  # responses that reward calls have been given
-        self.scored = env.event()  # replaced at every reward
 
     def responses(self) -> Responses:
         return Responses.of(self.requests, self.batch.accepted if self.batch else None)
@@ -238,13 +237,17 @@ class _Run:
         yield inbox.first
         start_at = env.now
         judge = desk.judge = self._judge(call, step, placement)
+        missing: set[int] = set()  # of the batch, once it is known
+        complete = env.event()
 
         def scored(request: Request) -> None:
             flow.deliver(call.name, [request])
             if state.batch and state.rollout and state.batch.scored(request):
                 state.rollout.ask()
-            event, state.scored = state.scored, env.event()
-            event.succeed()
+            if request.id in missing:
+                missing.discard(request.id)
+                if not missing:
+                    complete.succeed()
 
         def submit(samples: Sequence[Request]) -> None:
             for sample in samples:
@@ -254,8 +257,9 @@ class _Run:
         yield inbox.closed
         batch = self._batch(state)
         desk.withdraw(frozenset(r.id for r in inbox.samples) - frozenset(r.id for r in batch))
-        while not all(request.scored for request in batch):
-            yield state.scored
+        missing |= {request.id for request in batch if not request.scored}
+        if missing:
+            yield complete
         if judge:
             judge.close()
         flow.close(call.name)
