@@ -19,19 +19,40 @@ if TYPE_CHECKING:
     from rlsim.experiment.result import Result as Result
     from rlsim.experiment.result import read_result as read_result
     from rlsim.experiment.run import run as run
+    from rlsim.policies.parts import Composition as Composition
+    from rlsim.policies.parts import Rewiring as Rewiring
     from rlsim.schema import Schema as Schema
+    from rlsim.sim.batching import Batching as Batching
     from rlsim.sim.control import Abort as Abort
     from rlsim.sim.control import ControlContext as ControlContext
+    from rlsim.sim.control import Launch as Launch
     from rlsim.sim.control import Migrate as Migrate
+    from rlsim.sim.control import Prompt as Prompt
     from rlsim.sim.control import Reconfigure as Reconfigure
     from rlsim.sim.control import Release as Release
     from rlsim.sim.control import RolloutControl as RolloutControl
     from rlsim.sim.control import RolloutView as RolloutView
     from rlsim.sim.control import Stop as Stop
+    from rlsim.sim.reward import RewardControl as RewardControl
 
-_CONTROL = ("Abort", "ControlContext", "Migrate", "Reconfigure", "Release", "RolloutControl", "RolloutView", "Stop")
+_CONTROL = (
+    "Abort",
+    "ControlContext",
+    "Launch",
+    "Migrate",
+    "Prompt",
+    "Reconfigure",
+    "Release",
+    "RolloutControl",
+    "RolloutView",
+    "Stop",
+)
 _HOME = {
+    "Batching": "rlsim.sim.batching",
+    "Composition": "rlsim.policies.parts",
     "Result": "rlsim.experiment.result",
+    "RewardControl": "rlsim.sim.reward",
+    "Rewiring": "rlsim.policies.parts",
     "RlsimError": "rlsim.errors",
     "Schema": "rlsim.schema",
     "read_result": "rlsim.experiment.result",
@@ -40,11 +61,17 @@ _HOME = {
 }
 __all__ = [
     "Abort",
+    "Batching",
+    "Composition",
     "ControlContext",
+    "Launch",
     "Migrate",
+    "Prompt",
     "Reconfigure",
     "Release",
     "Result",
+    "RewardControl",
+    "Rewiring",
     "RlsimError",
     "RolloutControl",
     "RolloutView",

@@ -28,7 +28,7 @@ from rlsim.errors import RlsimError
 from rlsim.experiment.system import System, is_layout
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.policies.parts import KINDS, Composition, Part
+from rlsim.policies.parts import KINDS, Composition, Part, flattened
 from rlsim.sim.batching import PromptFeed, StepBatch
 from rlsim.sim.control import (
     Abort,
@@ -409,8 +409,7 @@ def _system(policy: Callable[..., Part], parameters: Mapping[str, Any]) -> Syste
         kinds = ", ".join(kind.__name__ for kind in KINDS)
         raise ContractError(f"{policy!r} makes a {type(part).__name__}, which is none of {kinds}")
     parts: list[Part] = [part]
-    every = part.parts() if isinstance(part, Composition) else parts
-    if not any(is_layout(inner) for inner in every):
+    if not any(is_layout(inner) for inner in flattened(parts)):
         parts.append(_Static())
     return System.of(parts)
 

@@ -128,6 +128,21 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
     pd.testing.assert_frame_equal(first.spans, second.spans)
 
 
+def test_a_composition_is_the_sum_of_its_parts() -> None:
+    parts = [
+        {"planner": {"start_tp": 1}},
+        "tail_batching",
+        "async_reward",
+        "adaptive_timeout",
+        "colocated_judge",
+        "stream",
+    ]
+    one = experiment(systems=[{"rollpacker": {"start_tp": 1}}, {"name": "spelled out", "use": parts}])
+    found = rlsim.run(one, overrides={"workflow.steps": 6})
+    times = found.steps.groupby("system", sort=False)["step_time_s"].apply(list)
+    assert times.iloc[0] == times.iloc[1]
+
+
 def test_a_period_is_four_short_rounds_and_a_long_one() -> None:
     steps = of(result().steps, "tail")
     assert steps["round"].tolist()[:10] == [*["short"] * 4, "long"] * 2

@@ -33,9 +33,9 @@ class Machine:
     """Times and sizes of rollout, inference, training and weight movement. Pure: the same question has the same answer.
 
     `train` is the training strategy and `inference` that of log-prob passes; `backend` names the training framework
-    whose efficiency the calibration gives. `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's,
-    `memory_utilization` the share of GPU memory it may use; training states that are not offloaded stay resident
-    beside it, as do `beside_bytes` of others on each GPU.
+    whose efficiency the calibration gives, unless `train_efficiency` (share of the peak) does. `page_tokens`,
+    `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU memory it may use;
+    training states that are not offloaded stay resident beside it, as do `beside_bytes` of others on each GPU.
 
     Raises `CapacityError` if training does not fit, `ConfigError` for a strategy that the model or cluster does not
     allow.
@@ -50,6 +50,7 @@ class Machine:
         train: TrainStrategy,
         inference: TrainStrategy,
         backend: str,
+        train_efficiency: float | None = None,
         page_tokens: int = 16,
         max_batched_tokens: int = 8192,
         max_sequences: int = 1024,
@@ -66,7 +67,7 @@ class Machine:
         self.page_tokens = page_tokens
         self._collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self.train_strategy = train
-        efficiency = TrainEfficiency(flop=known[backend])
+        efficiency = TrainEfficiency(flop=train_efficiency or known[backend])
         self._train = TrainCost(model, cluster, self._collectives, train, efficiency)
         self._forward = TrainCost(model, cluster, self._collectives, inference, efficiency)
         self._beside_bytes = beside_bytes

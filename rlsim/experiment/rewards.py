@@ -26,15 +26,16 @@ class TraceScoring:
         self._spec = spec
         frame = trace.frame
         self._reward = _floats(frame.get("reward", frame.get("correct")))
-        self._check_s = _floats(frame.get("reward_time_s"))
-        self._judge = _floats(frame.get("judge_tokens"))
-        tests = frame.get("test_run_s")
+        timed = frame if spec.from_trace else frame.iloc[:, :0]
+        self._check_s = _floats(timed.get("reward_time_s"))
+        self._judge = _floats(timed.get("judge_tokens"))
+        tests = timed.get("test_run_s")
         self._tests: list[Any] | None = None if tests is None else tests.tolist()
         self.judged = self._judge is not None and not bool(np.isnan(self._judge).all())
         if self.judged and spec.judge is None:
             raise ConfigError(
                 f"trace {trace.meta.name} has responses for an LLM judge (judge_tokens): say which under "
-                "workflow.reward.judge, such as {model: qwen2.5-7b}"
+                "workflow.reward.judge, such as {model: qwen2.5-7b}; or set workflow.reward.from_trace: false"
             )
 
     @property

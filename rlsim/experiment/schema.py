@@ -47,6 +47,10 @@ class RewardSpec(Schema):
     `reward_time_s`, or `time_per_response` where the trace has none.
     """
 
+    from_trace: bool = Field(
+        default=True,
+        description="take run times, test cases and judges from the trace; false: only check each response",
+    )
     time_per_response: Seconds = Field(default=0.01, ge=0, description="CPU time of one check, s (assumed: 10 ms)")
     workers: int = Field(default=16, ge=1, description="CPU workers: checks and sandboxes that run at once")
     timeout: Annotated[Seconds, Field(gt=0)] = Field(default=2.0, description="a check is ended then, s")
@@ -73,6 +77,9 @@ class TrainingSpec(Schema):
 
     backend: Literal["fsdp", "megatron", "torch"] = Field(
         default="fsdp", description="framework; sets the fitted efficiency (torch: plain layers, of `rlsim calibrate`)"
+    )
+    efficiency: float | None = Field(
+        default=None, gt=0, le=1, description="share of the peak that linear layers reach; default: the calibration's"
     )
     tp: int = Field(default=1, ge=1, description="tensor-parallel degree")
     pp: int = Field(default=1, ge=1, description="pipeline-parallel degree")

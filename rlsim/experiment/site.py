@@ -161,6 +161,7 @@ class Site:
             train=train,
             inference=train,
             backend=training.backend,
+            train_efficiency=training.efficiency,
             page_tokens=engine.page_tokens,
             max_batched_tokens=engine.max_num_batched_tokens,
             max_sequences=engine.max_num_seqs,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlsim.errors import ConfigError
-from rlsim.policies.parts import Composition, JudgePlacement, Part, Rewiring
+from rlsim.policies.parts import JudgePlacement, Part, Rewiring, flattened
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.control import Controls, RolloutControl
 from rlsim.sim.reward import RewardControl
@@ -32,7 +32,7 @@ class System:
     @classmethod
     def of(cls, parts: Iterable[Part], shown: str = "") -> System:
         """The system of these parts; raises `ConfigError` if two of them decide the same thing, or none the layout."""
-        every = [inner for part in parts for inner in (part.parts() if isinstance(part, Composition) else (part,))]
+        every = list(flattened(parts))
         layouts = [part for part in every if is_layout(part)]
         if len(layouts) != 1:
             what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.system import System, is_layout
-from rlsim.policies.parts import Composition, Part
+from rlsim.policies.parts import Composition, Part, flattened
 from rlsim.policies.registry import load_policy
 from rlsim.schema import place_of, placed, validate
 from rlsim.sim.control import ControlContext, RolloutControl
@@ -124,8 +124,7 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
 
 
 def _with_layout(parts: tuple[PartSpec, ...], shown: str) -> tuple[PartSpec, ...]:
-    made = [part.make(shown) for part in parts]
-    every = [inner for part in made for inner in (part.parts() if isinstance(part, Composition) else (part,))]
+    every = flattened(part.make(shown) for part in parts)
     return parts if any(is_layout(part) for part in every) else (*parts, DEFAULT_LAYOUT)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Union
 
 from rlsim.sim.batching import Batching
@@ -41,6 +41,15 @@ class Composition:
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
         """Parameters to try where the system is to be tuned, as `RolloutControl.alternatives`."""
         return ()
+
+
+def flattened(parts: Iterable[Part]) -> Iterator[Part]:
+    """The parts, every composition replaced by what it is made of."""
+    for part in parts:
+        if isinstance(part, Composition):
+            yield from flattened(part.parts())
+        else:
+            yield part
 
 
 KINDS = (RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Composition)

@@ -23,7 +23,7 @@ from rlsim.workflow.graph import Workflow
 NEARLY = 1.25
 
 #: Shares of the responses that are tried for the best moment to consolidate.
-TRIED = (0.05, 0.1, 0.2, 0.3)
+TRIED = (0.05, 0.1, 0.2)
 
 
 class TailConsolidation(Schema, RolloutControl):

@@ -33,6 +33,10 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
         description="adaptive: the first milestone at which the KV fits; a share: then, always",
     )
 
+    rounds: tuple[str, ...] = Field(
+        default=(), description="kinds of round in which it acts, such as [long]; none named: in all"
+    )
+
     _context: ControlContext = PrivateAttr()
     _history: dict[str, list[int]] = PrivateAttr(default_factory=dict)  # lengths by kind of round
     _next: int = PrivateAttr(default=0)  # milestone to try next; beyond the last once a step has scaled
@@ -50,6 +54,8 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
         milestones = self.milestones if self.trigger == "adaptive" else (self.trigger,)
         completed = view.finished / self._context.requests
         if self._next >= len(milestones) or completed < milestones[self._next]:
+            return None
+        if self.rounds and view.label not in self.rounds:
             return None
         while self._next < len(milestones) and milestones[self._next] <= completed:
             self._next += 1

@@ -18,6 +18,7 @@ from rlsim.validate.pat import means
 
 SYSTEMS = [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, "pat"]
 FEWER = {"seeds": 4, "workflow.steps": 3}
+CHECKED = {"workflow.reward.from_trace": False}  # only the lengths are of interest
 STATIC = ("verl-tp1", "verl-tp2", "verl-tp4", "verl-tp8")
 
 
@@ -67,8 +68,8 @@ def _settings(scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     )
     yield "lengths: lognormal through the two published facts", {"trace.path": _lengths(scratch, "lognormal")}
     yield "lengths: no correlation within a prompt", {"trace.path": _lengths(scratch, "ungrouped")}
-    yield "lengths: RollPacker's math task", {"trace.path": "rollpacker-math"}
-    yield "lengths: RollPacker's judge task (far below the cap)", {"trace.path": "rollpacker-judge"}
+    yield "lengths: RollPacker's math task", {"trace.path": "rollpacker-math", **CHECKED}
+    yield "lengths: RollPacker's judge task (far below the cap)", {"trace.path": "rollpacker-judge", **CHECKED}
     yield "lengths: long reasoning (AIME-like)", {"trace.path": "aime-r1-distill-like"}
 
 
