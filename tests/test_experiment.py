@@ -377,9 +377,9 @@ def test_a_trace_with_some_prompt_lengths(tmp_path: Path) -> None:
 
 
 def test_a_cap_above_the_traces_own_is_noted() -> None:
-    trace = {"path": "rollpacker-math", "cap": "32K"}
+    trace = {"path": "dapo-growing", "cap": "32K"}
     result = rlsim.run(experiment(seeds=1, baseline=None, systems=[{"verl": {"tp": 2}}], trace=trace))
-    assert any("the cap of 32768 tokens is above its own cap of 16384 tokens" in note for note in result.notes)
+    assert any("the cap of 32768 tokens is above its own cap of 20480 tokens" in note for note in result.notes)
 
 
 def test_infeasible_degrees_are_named() -> None:

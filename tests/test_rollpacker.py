@@ -143,6 +143,18 @@ def test_a_composition_is_the_sum_of_its_parts() -> None:
     assert times.iloc[0] == times.iloc[1]
 
 
+def test_the_shipped_experiment_has_the_published_order() -> None:
+    """And its large steps: what RollPacker's paper says about its parts, on a period of the 7B experiment."""
+    shown = [{"name": "verl", "use": [VERL]}, {"name": "tail", "use": [VERL, "tail_batching"]},
+             {"name": "reward", "use": [VERL, "tail_batching", "reward_scheduler"]},
+             {"rollpacker": {"start_tp": 1}}]  # fmt: skip
+    found = rlsim.run("rollpacker_7b", seeds=1, overrides={"workflow.steps": 5, "systems": shown})
+    speedup = found.summary()["speedup"].tolist()
+    assert speedup == sorted(speedup)
+    assert speedup[1] > 1.2
+    assert speedup[-1] > 1.6
+
+
 def test_a_period_is_four_short_rounds_and_a_long_one() -> None:
     steps = of(result().steps, "tail")
     assert steps["round"].tolist()[:10] == [*["short"] * 4, "long"] * 2

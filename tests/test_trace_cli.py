@@ -75,7 +75,7 @@ def test_describe_prints_a_table_or_json() -> None:
     assert "share above 4,096" in text
     found = json.loads(run("describe", SHIPPED, "--json", "--above", "4000"))["parts"][0]
     assert found["share_above"]["4000"] == pytest.approx(0.053, abs=0.006)
-    assert found["samples_per_prompt"] == {"8": 1536}
+    assert found["samples_per_prompt"] == {"24": 768}
     with pytest.raises(TraceError, match="--above: expected a length"):
         run("describe", SHIPPED, "--above", "x")
 
