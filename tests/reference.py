@@ -18,6 +18,7 @@ from rlsim.sim.control import (
     Abort,
     Action,
     KvHandling,
+    Launch,
     Migrate,
     Reconfigure,
     Release,
@@ -84,6 +85,9 @@ class RefResult:
     iterations: list[tuple[float, float, int, str]] = field(default_factory=list)  # start, end, replica, kind
 
 
+Launcher = Callable[[Launch, int], Sequence[RefRequest]]  # of an action and the first free id
+
+
 def simulate(
     requests: Sequence[RefRequest],
     *,
@@ -95,9 +99,10 @@ def simulate(
     cap_tokens: int,
     control: RolloutControl,
     routing: Literal["contiguous", "round_robin"] = "contiguous",
+    launcher: Launcher | None = None,
 ) -> RefResult:
-    """One rollout from its start to its end. The requests given are not changed."""
-    rollout = _Rollout(requests, nodes, gpus_per_node, tp, costs, engine, cap_tokens, control)
+    """One rollout from its start to its end. The requests given are not changed; `launcher` makes those launched."""
+    rollout = _Rollout(requests, nodes, gpus_per_node, tp, costs, engine, cap_tokens, control, launcher)
     rollout.deal(routing)
     rollout.run()
     return rollout.result
@@ -276,8 +281,9 @@ class _Rollout:
         engine: RefEngine,
         cap_tokens: int,
         control: RolloutControl,
+        launcher: Launcher | None,
     ) -> None:
-        self.now = 0.0
+        self.now, self.launcher = 0.0, launcher
         self.gpus_per_node, self.costs, self.engine = gpus_per_node, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
         self.requests = [_Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
@@ -511,6 +517,16 @@ class _Rollout:
                         leaving.append(self.by_id[i])
                 self.aborting.update(leaving)
                 return bool(leaving)
+            case Launch():
+                assert self.launcher is not None
+                new = self.launcher(action, len(self.requests))
+                launched = [_Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in new]
+                self.requests += launched
+                self.by_id |= {r.id: r for r in launched}
+                self.result.preemptions |= {r.id: 0 for r in launched}
+                self.homeless += launched
+                self.house()
+                return bool(launched)
             case Stop():
                 self.stop_asked = True
                 for replica in self.replicas:
@@ -705,7 +721,9 @@ class _Rollout:
         answer = self.control.on_finish(_View(self, finished_on))
         if answer is None or self.over():
             return
-        for action in [answer] if isinstance(answer, Reconfigure | Migrate | Release | Abort | Stop) else list(answer):
+        for action in (
+            [answer] if isinstance(answer, Reconfigure | Migrate | Release | Abort | Launch | Stop) else list(answer)
+        ):
             if self.note(action):
                 self.result.actions.append((self.now, action))
 

@@ -53,6 +53,10 @@ def simulate(work: Workload) -> tuple[Rollout, Recorder]:
         cap_tokens=work.cap_tokens,
         recorder=recorder,
         routing=work.routing,
+        launcher=lambda launch: [
+            Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens)
+            for r in work.launched(launch, len(rollout.requests))
+        ],
     )
     env.run(rollout.done)
     rollout.close()
@@ -92,7 +96,7 @@ def check_invariants(work: Workload, rollout: Rollout, recorder: Recorder) -> No
         assert math.isnan(request.finished_at) == (not request.finished)
         assert not (request.finished and request.aborted)
     for replica in rollout.replicas:  # the newest token of each sequence is counted before it needs its KV
-        assert replica.peak_tokens <= replica.capacity_pages * work.engine.page_tokens + len(work.requests)
+        assert replica.peak_tokens <= replica.capacity_pages * work.engine.page_tokens + len(rollout.requests)
 
 
 def check(work: Workload) -> None:

@@ -17,7 +17,18 @@ from hypothesis import given, settings
 from reference import RefEngine, RefRequest, RefResult, simulate
 from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, tied_workloads, workloads
 
-from rlsim.sim.control import Abort, Action, Migrate, Reconfigure, Release, ReplicaView, RequestView, RolloutView, Stop
+from rlsim.sim.control import (
+    Abort,
+    Action,
+    Launch,
+    Migrate,
+    Reconfigure,
+    Release,
+    ReplicaView,
+    RequestView,
+    RolloutView,
+    Stop,
+)
 
 ONE_GPU = LinearStep(a=1.0, b=1 / 4, t=1 / 64, p=1 / 8)
 COSTS = StubCosts(
@@ -425,7 +436,12 @@ def test_ignored_actions() -> None:
 def check(work: Workload) -> None:
     result = work.simulate()
     assert result == work.simulate()
+    launches = [action for _, action in result.actions if isinstance(action, Launch)]
+    launched = len(work.requests)
     sizes = {r.id: r for r in work.requests}
+    for launch in launches:
+        sizes |= {r.id: r for r in work.launched(launch, launched)}
+        launched += len(launch.prompts)
     parts = (result.finished, result.aborted, result.unfinished)
     assert set.union(*parts) == set(sizes)
     assert sum(map(len, parts)) == len(sizes)

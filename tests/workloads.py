@@ -18,7 +18,9 @@ from rlsim.sim.control import (
     Action,
     ControlContext,
     KvHandling,
+    Launch,
     Migrate,
+    Prompt,
     Reconfigure,
     Release,
     ReplicaView,
@@ -229,6 +231,18 @@ class AbortLongest(Scripted):
 
 
 @dataclass(frozen=True)
+class LaunchMore(Scripted):
+    """At each finish, launches `count` more requests until there have been `total`."""
+
+    count: int
+    total: int
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        count = min(self.count, self.total - view.total)
+        return Launch(tuple(Prompt(view.total + i) for i in range(count)), 1) if count > 0 else None
+
+
+@dataclass(frozen=True)
 class StopAt(Scripted):
     """Stops when `finished` responses are there."""
 
@@ -248,7 +262,7 @@ class Together(Scripted):
         actions: list[Action] = []
         for control in self.controls:
             answer = control.on_finish(view)
-            if isinstance(answer, Reconfigure | Migrate | Release | Abort | Stop):
+            if isinstance(answer, Reconfigure | Migrate | Release | Abort | Launch | Stop):
                 actions.append(answer)
             elif answer is not None:
                 actions += answer
@@ -272,6 +286,11 @@ class Workload:
     control: Scripted
     routing: Literal["contiguous", "round_robin"]
 
+    def launched(self, launch: Launch, first_id: int) -> list[RefRequest]:
+        """The requests of a launch: the sizes of the first ones again."""
+        sizes = [self.requests[(first_id + i) % len(self.requests)] for i in range(len(launch.prompts))]
+        return [RefRequest(first_id + i, first_id + i, r.prompt_tokens, r.response_tokens) for i, r in enumerate(sizes)]
+
     def simulate(self) -> RefResult:
         """The reference's answer."""
         return simulate(
@@ -284,6 +303,7 @@ class Workload:
             cap_tokens=self.cap_tokens,
             control=self.control,
             routing=self.routing,
+            launcher=self.launched,
         )
 
 
@@ -331,11 +351,12 @@ def _kinds(requests: int, gpus: int) -> dict[str, st.SearchStrategy[Scripted]]:
         "shrink": st.builds(Shrink, st.integers(0, requests), COUNT, COUNT),
         "abort": st.builds(AbortLongest, left, COUNT),
         "stop": st.builds(StopAt, left),
+        "launch": st.builds(LaunchMore, COUNT, st.integers(requests, requests + 12)),
     }
 
 
 #: Every kind of control alone.
-ALONE = ("nothing", "switch", "unused", "balance", "gather", "shrink", "abort", "stop")
+ALONE = ("nothing", "switch", "unused", "balance", "gather", "shrink", "abort", "stop", "launch")
 
 #: Kinds whose mixtures the specification settles: nothing is on its way to a replica that goes away.
 MIXTURES = (
@@ -345,6 +366,9 @@ MIXTURES = (
     ("balance", "stop"),
     ("shrink", "abort"),
     ("switch", "abort", "stop"),
+    ("launch", "abort"),
+    ("launch", "switch"),
+    ("launch", "shrink"),
 )
 
 
