@@ -58,7 +58,15 @@ def test_tokens_are_conserved(work: Workload) -> None:
     for r in rollout.requests:
         assert r.response_tokens == launched[r.id]
         assert r.generated == launched[r.id] if r.id in finished else 0 <= r.generated < launched[r.id]
-    if type(work.control).__name__ in ("Nothing", "SwitchAt", "SwitchUnused", "Balance", "Gather", "Shrink", "LaunchMore"):
+    if type(work.control).__name__ in (
+        "Nothing",
+        "SwitchAt",
+        "SwitchUnused",
+        "Balance",
+        "Gather",
+        "Shrink",
+        "LaunchMore",
+    ):
         assert not aborted | carried
 
 

@@ -11,11 +11,19 @@ import pandas as pd
 import pytest
 
 import rlsim
+from rlsim.cost.roofline import step_cost
+from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
+from rlsim.experiment.rewards import TraceScoring
+from rlsim.experiment.schema import RewardSpec
 from rlsim.experiment.systems import parse_systems
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+from rlsim.sim.request import Request
+from rlsim.trace import TraceMeta, make_trace, mix
 
 EXPERIMENT: dict[str, Any] = {
     "name": "parts",
@@ -240,3 +248,53 @@ def test_lists_in_use_make_variants() -> None:
         "t-eta1.5-tp1",
         "t-eta1.5-tp2",
     ]
+
+
+def test_tp_that_the_judge_leaves_no_room_for_is_left_out_as_a_variant() -> None:
+    found = rlsim.run(experiment(systems=[{"verl": {"tp": [1, 2, 4]}}]), overrides={"workflow.steps": 1})
+    assert set(found.steps["system"]) == {"verl-tp1", "verl-tp2"}
+    assert any("verl-tp4 left out: TP 4 does not divide the 6 GPUs of a node" in note for note in found.notes)
+
+
+def test_a_site_that_nobody_runs_at_does_not_matter() -> None:
+    systems = [{"name": "big", "use": [VERL, {"colocated_judge": {"offload": [0.0, 1.0]}}]}]
+    reward = {"workers": 4, "judge": {"model": "qwen3-32b"}}
+    found = rlsim.run(experiment(systems=systems), overrides={"workflow.steps": 1, "workflow.reward": reward})
+    assert found.steps["system"].unique().tolist() == ["big-offload1.0"]
+    assert found.manifest["judge"][""]["big-offload1.0"]["layers_in_host_memory"] == 64
+
+
+def test_rewards_of_mixed_traces(tmp_path: Any) -> None:
+    rows = {"prompt_id": [0, 0, 1, 1], "sample_id": [0, 1, 0, 1], "response_tokens": [10, 20, 30, 4000]}
+    one = make_trace(pd.DataFrame(rows | {"correct": [True, False, True, True]}), TraceMeta(name="one"))
+    two = make_trace(pd.DataFrame(rows | {"reward": [0.5, 0.0, 1.0, 1.0]}), TraceMeta(name="two"))
+    scoring = TraceScoring(mix([one, two]), RewardSpec(), 2048)
+    assert scoring.says_rewards
+    worth = [scoring.job(Request(0, 0, 1, 1, row=row)).reward for row in range(8)]
+    assert worth == [1.0, 0.0, 1.0, 0.0, 0.5, 0.0, 1.0, 0.0]  # the long ones are cut
+    neither = make_trace(pd.DataFrame(rows), TraceMeta(name="three"))
+    assert not TraceScoring(mix([one, neither]), RewardSpec(), 2048).says_rewards
+
+
+def test_more_layers_stay_in_host_memory_the_longer_the_sequences() -> None:
+    model, cluster = load_model("qwen2.5-7b"), load_cluster("8xh800")
+    step = step_cost(model, 1, cluster, "h800-vllm")
+    layers = [layers_to_offload(model, step, cluster.host, 8192, n) for n in range(500, 8193, 100)]
+    assert layers == sorted(layers)
+    assert 0 < layers[0] <= layers[-1] <= model.num_hidden_layers
+
+
+def test_wrapped_costs_still_count_what_lies_outside_the_calibration() -> None:
+    model, cluster = load_model("qwen2.5-7b"), load_cluster("8xh800")
+
+    def extrapolated(wrap: Any) -> int:
+        inner = step_cost(model, 1, cluster, "h800-vllm")
+        cost = wrap(inner)
+        cost.decode(4).steps_s(4 * 900_000, 10)
+        return int(cost.lookups().table()["decode_attention"]["extrapolated"])
+
+    alone = extrapolated(lambda step: step)
+    assert alone > 0
+    assert extrapolated(lambda step: Crowded(step, 1.3)) == alone
+    assert extrapolated(lambda step: Streamed(step, 0.1)) == alone
+    assert extrapolated(lambda step: Crowded(Streamed(step, 0.1), 1.3)) == alone

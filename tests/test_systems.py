@@ -47,8 +47,8 @@ class Checks(Scoring):
         position, sample = divmod(request.row, 100)
         reward = self.rewards[position][sample] if position in self.rewards else 1.0
         if position in self.runs:
-            return RewardJob("sandbox", position % 10, tuple(self.runs[position][sample]), 30.0, reward)
-        return RewardJob("rule", position, (self.seconds,), 2.0, reward)
+            return RewardJob("sandbox", position % 10, tuple(self.runs[position][sample]), 30.0, reward, reward > 0)
+        return RewardJob("rule", position, (self.seconds,), 2.0, reward, reward > 0)
 
 
 class Times(CallTimes):
@@ -65,7 +65,7 @@ class Times(CallTimes):
 
     def pieces(self, call: Call) -> Pieces:
         finish = [("optimizer", 1.0)] if call.kind == "train" else []
-        return Pieces(lambda lengths: 0.1 * sum(lengths), 1000, 0.0, finish)
+        return Pieces(lambda lengths: [("compute", 0.1 * sum(lengths))], 1000, 0.0, finish)
 
 
 class OneEach(RolloutControl):

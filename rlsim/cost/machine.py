@@ -62,7 +62,7 @@ class Machine:
             raise ConfigError(
                 f"calibration {calibration.name} has no training backend {backend!r}; it has: {', '.join(known)}"
             )
-        check_training(model, cluster.gpu, train)
+        check_training(model, cluster.gpu, train, beside_bytes=beside_bytes)
         self.model, self.cluster, self.calibration = model, cluster, calibration
         self.page_tokens = page_tokens
         self._collectives = Collectives(calibration.collectives, calibration.reference, cluster)
@@ -158,13 +158,9 @@ class Machine:
         """A training call over sequences of these lengths."""
         return self._train.train_s(lengths, mini_batches, epochs)
 
-    def inference_part_s(self, lengths: npt.ArrayLike) -> float:
-        """One replica's log-prob pass over some sequences of a call."""
-        return self._forward.part_s(lengths, backward=False)
-
-    def train_part_s(self, lengths: npt.ArrayLike) -> float:
-        """One replica's gradients of some sequences of a call, without reduction and update."""
-        return self._train.part_s(lengths, backward=True)
+    def part_time(self, lengths: npt.ArrayLike, *, backward: bool) -> TrainTime:
+        """One replica's share of a call: gradients of some sequences without the update (`backward`), or log-probs."""
+        return (self._train if backward else self._forward).part_time(lengths, backward=backward)
 
     def update_time(self) -> TrainTime:
         """Reduction of the gradients and update, after the parts."""

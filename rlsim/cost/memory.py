@@ -222,11 +222,19 @@ def resident_bytes(model: Model, strategy: TrainStrategy) -> float:
 
 
 def check_training(
-    model: Model, gpu: Gpu, strategy: TrainStrategy, micro_batch_tokens: int | None = None
+    model: Model,
+    gpu: Gpu,
+    strategy: TrainStrategy,
+    micro_batch_tokens: int | None = None,
+    *,
+    beside_bytes: float = 0.0,
 ) -> TrainMemory:
-    """`training_memory`, after making sure that it fits: raises `CapacityError` with the bytes of every part if not."""
+    """`training_memory`, after making sure that it fits: raises `CapacityError` with the bytes of every part if not.
+
+    `beside_bytes` are those of others on each GPU meanwhile.
+    """
     memory = training_memory(model, strategy, micro_batch_tokens)
-    if memory.total_bytes > gpu.memory_bytes:
+    if memory.total_bytes + beside_bytes > gpu.memory_bytes:
         parts = {
             "parameters": memory.parameter_bytes,
             "gradients": memory.gradient_bytes,
@@ -235,6 +243,7 @@ def check_training(
             "activations": memory.activation_bytes,
             "logits": memory.logits_bytes,
             "context and communication": memory.reserved_bytes,
+            "others on the GPU": beside_bytes,
         }
         layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, ZeRO {strategy.zero_stage}"
         advice = "smaller micro-batches (training.micro_batch_tokens), more TP or PP, or more GPUs"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.host import at_least
 from rlsim.cost.lookups import Lookups
+from rlsim.cost.memory import RESERVED_BYTES, rollout_activation_bytes, rollout_weight_bytes
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import host_copy_s
 from rlsim.hardware import Link
@@ -42,7 +43,7 @@ class Crowded(StepCost):
 
     def lookups(self) -> Lookups:
         """Those of the cost that is stretched."""
-        return self._alone.lookups()
+        return _passed_on(self._curves, self._alone)
 
 
 class Streamed(StepCost):
@@ -72,19 +73,38 @@ class Streamed(StepCost):
 
     def lookups(self) -> Lookups:
         """Those of the cost with all layers resident."""
-        return self._resident.lookups()
+        return _passed_on(self._curves, self._resident)
+
+
+def _passed_on(curves: Mapping[int, DecodeCurve], inner: StepCost) -> Lookups:
+    """The look-ups of the cost inside, told how far the curves made from its own were followed."""
+    for batch, curve in curves.items():
+        known = inner.decode(batch)
+        known.furthest_tokens = max(known.furthest_tokens, curve.furthest_tokens)
+    return inner.lookups()
 
 
 def layers_to_offload(model: Model, resident: StepCost, host: Link, batched_tokens: int, sequence_tokens: int) -> int:
     """Most layers of `model` whose copying from host memory hides behind one prefill iteration.
 
-    The iteration holds as many sequences of `sequence_tokens` as fit into `batched_tokens`: the longer the sequences,
-    the longer attention takes and the more layers can stay in host memory.
+    The iteration is full: `batched_tokens` of sequences of `sequence_tokens`, the last one in part. The longer the
+    sequences, the longer attention takes and the more layers can stay in host memory.
     """
-    sequences = max(batched_tokens // sequence_tokens, 1)
-    hidden_s = resident.prefill_s([Chunk(min(sequence_tokens, batched_tokens), 0)] * sequences)
+    whole, rest = divmod(batched_tokens, sequence_tokens)
+    chunks = [Chunk(sequence_tokens, 0)] * whole + ([Chunk(rest, 0)] if rest else [])
+    hidden_s = resident.prefill_s(chunks)
     layers = model.num_hidden_layers
     return max((n for n in range(layers + 1) if stream_s(model, n, resident.tp, host) <= hidden_s), default=0)
+
+
+def judge_bytes(model: Model, layers: int, tp: int, batched_tokens: int, sequences: int) -> float:
+    """Bytes on each GPU of an engine with that many layers in host memory, without its KV cache.
+
+    The weights that stay, buffers for two of those that are streamed, working memory, context and graphs.
+    """
+    streamed = min(2, layers) - layers
+    weights = rollout_weight_bytes(model, tp) + streamed * model.layer_bytes / tp
+    return weights + rollout_activation_bytes(model, tp, batched_tokens, sequences) + RESERVED_BYTES
 
 
 def stream_s(model: Model, layers: int, tp: int, host: Link) -> float:

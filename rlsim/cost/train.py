@@ -204,8 +204,8 @@ class TrainCost:
 
     # A call in pieces: samples as they come, on one data-parallel replica after another ------------------------------
 
-    def part_s(self, lengths: npt.ArrayLike, *, backward: bool) -> float:
-        """Seconds in which one data-parallel replica works on some sequences of a call, packed into micro-batches.
+    def part_time(self, lengths: npt.ArrayLike, *, backward: bool) -> TrainTime:
+        """One data-parallel replica's work on some sequences of a call, packed into micro-batches.
 
         With `backward` it accumulates their gradients; reduction and update come once, see `update_time`.
         """
@@ -215,7 +215,7 @@ class TrainCost:
         bins = self._bins(sizes * self._linear_pairs + pairs, count)
         tokens = np.bincount(bins, sizes, count).astype(np.float64)[None, :]
         micro = tokens, np.bincount(bins, pairs, count).astype(np.float64)[None, :]
-        return self._mini_batch(micro, self._training_passes() if backward else _FORWARD).total_s
+        return self._mini_batch(micro, self._training_passes() if backward else _FORWARD)
 
     def update_time(self) -> TrainTime:
         """Reducing the accumulated gradients and one optimizer step."""

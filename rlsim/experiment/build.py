@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,6 @@ from pathlib import Path
 from rlsim import catalogue
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calibration import Calibration, load_calibration
-from rlsim.cost.lookups import Lookups
 from rlsim.cost.machine import Machine
 from rlsim.cost.train import TrainTime
 from rlsim.errors import ConfigError, unknown_name
@@ -40,28 +39,28 @@ class Setup:
     calibration: Calibration
     trace: Trace
     trace_paths: tuple[Path, ...]
+    judge_model: Model | None = None
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> Setup:
         """Load what the experiment names; relative paths start at `folder`, the working directory or the catalogue."""
         named = experiment.trace.path
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
-        model = experiment.model
-        if model.endswith(".json") and not Path(model).exists() and (folder / model).exists():
-            model = str(folder / model)
+        judge = experiment.workflow.reward.judge
         return cls(
             experiment,
             load_cluster(experiment.cluster, source=f"{shown}: cluster"),
-            load_model(model),
+            _find_model(experiment.model, folder),
             load_calibration(experiment.calibration),
             mix([read_trace(path) for path in paths]),
             paths,
+            _find_model(judge.model, folder) if judge else None,
         )
 
     @cached_property
     def scoring(self) -> TraceScoring:
         """What the trace says about rewards."""
-        return TraceScoring(self.trace, self.experiment.workflow.reward)
+        return TraceScoring(self.trace, self.experiment.workflow.reward, self.experiment.trace.cap)
 
     @cached_property
     def _sites(self) -> dict[str, Site]:
@@ -69,13 +68,8 @@ class Setup:
 
     def site(self, system: System | None = None) -> Site:
         """Where a system runs; systems that place the judge alike share it."""
-        judge = system.judge if system and self.scoring.judged else None
+        judge = system.judge if system and self.scoring.judged.any() else None
         return self._sites.setdefault(repr(judge), Site(self, judge))
-
-    @property
-    def sites(self) -> Iterable[Site]:
-        """Every site that was asked for."""
-        return self._sites.values()
 
     @property
     def context(self) -> ControlContext:
@@ -92,11 +86,6 @@ class Setup:
         """The generation stage at best, where nothing is colocated."""
         return self.site().bound
 
-    def lookups(self) -> Lookups:
-        """The shapes that all sites asked for."""
-        first, *others = [site.lookups() for site in self.sites]
-        return first.merge(others)
-
     @cached_property
     def longest_prompt(self) -> int:
         """The longest prompt of the trace (tokens)."""
@@ -105,12 +94,12 @@ class Setup:
         return default if known is None else int(known.fillna(default).max())
 
     @cached_property
-    def mean_tokens(self) -> int:
-        """Mean length of prompt and capped response together (tokens)."""
+    def judged_tokens(self) -> int:
+        """Mean length of prompt and capped response together, of those that a judge reads (tokens)."""
+        judged, default = self.scoring.judged, self.experiment.trace.default_prompt_tokens
         known = self.trace.frame.get("prompt_tokens")
-        default = self.experiment.trace.default_prompt_tokens
-        prompt = default if known is None else float(known.fillna(default).mean())
-        return round(prompt + float(self.trace.response_tokens.clip(max=self.experiment.trace.cap).mean()))
+        prompt = float(default) if known is None else float(known[judged].fillna(default).mean())
+        return round(prompt + float(self.trace.response_tokens[judged].clip(max=self.experiment.trace.cap).mean()))
 
     @cached_property
     def longest_answer(self) -> int:
@@ -198,7 +187,7 @@ class _Times:
         train = call.kind == "train"
         load_s = machine.load_s(backward=train)
         finish = [*(_named(machine.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]
-        return Pieces(machine.train_part_s if train else machine.inference_part_s, tokens, load_s, finish)
+        return Pieces(lambda lengths: _named(machine.part_time(lengths, backward=train)), tokens, load_s, finish)
 
 
 def _named(time: TrainTime) -> list[tuple[str, float]]:
@@ -210,6 +199,13 @@ def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, fir
     columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
     rows = zip(*(c.tolist() for c in columns), strict=True)
     return [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
+
+
+def _find_model(name: str, folder: Path) -> Model:
+    """A model by its name in the catalogue, or its config.json (from the working directory or `folder`)."""
+    if name.endswith(".json") and not Path(name).exists() and (folder / name).exists():
+        name = str(folder / name)
+    return load_model(name)
 
 
 def find_trace(name: str, folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.schema import RewardSpec
@@ -14,49 +15,58 @@ from rlsim.trace import Trace
 
 
 class TraceScoring:
-    """The `Scoring` of an experiment, by the rows of its trace.
+    """The `Scoring` of an experiment, by the rows of its trace; responses longer than `cap_tokens` are cut there.
 
-    A trace that does not say what a response is worth makes each worth 1. Raises `ConfigError` if it has responses to
-    judge and the experiment no judge.
+    A response is worth its `reward`, else 1 or 0 as it is `correct`, else 1; a cut one is wrong and worth nothing.
+    Raises `ConfigError` if the trace has responses to judge and the experiment no judge.
     """
 
-    def __init__(self, trace: Trace, spec: RewardSpec) -> None:
+    def __init__(self, trace: Trace, spec: RewardSpec, cap_tokens: int) -> None:
         self.workers = spec.workers
+        self.notes: list[str] = []
         self._prompt = trace.prompt_codes()[0].tolist()
         self._spec = spec
         frame = trace.frame
-        self._reward = _floats(frame.get("reward", frame.get("correct")))
+        cut = trace.capped | (trace.response_tokens > cap_tokens)
+        unknown = np.full(len(frame), np.nan)
+        correct, reward = _floats(frame.get("correct"), unknown), _floats(frame.get("reward"), unknown)
+        worth = np.where(np.isnan(reward), correct, reward)
+        self.says_rewards = not bool(np.isnan(worth).any())
+        worth = np.where(np.isnan(worth), 1.0, worth)
+        self._worth = np.where(cut, np.minimum(worth, 0.0), worth).tolist()
+        self._correct = (np.where(np.isnan(correct), worth, correct) > 0) & ~cut
         timed = frame if spec.from_trace else frame.iloc[:, :0]
-        self._check_s = _floats(timed.get("reward_time_s"))
-        self._judge = _floats(timed.get("judge_tokens"))
+        self._check_s = _floats(timed.get("reward_time_s"), unknown)
+        self._judge = _floats(timed.get("judge_tokens"), unknown)
+        self.judged = ~np.isnan(self._judge)
         tests = timed.get("test_run_s")
-        self._tests: list[Any] | None = None if tests is None else tests.tolist()
-        self.judged = self._judge is not None and not bool(np.isnan(self._judge).all())
-        if self.judged and spec.judge is None:
+        self._tests: list[Any] = [None] * len(frame) if tests is None else tests.tolist()
+        if self.judged.any() and spec.judge is None:
             raise ConfigError(
                 f"trace {trace.meta.name} has responses for an LLM judge (judge_tokens): say which under "
                 "workflow.reward.judge, such as {model: qwen2.5-7b}; or set workflow.reward.from_trace: false"
             )
-
-    @property
-    def says_rewards(self) -> bool:
-        """Whether the trace says what responses are worth."""
-        return self._reward is not None
+        late = float((self._check_s > spec.timeout).mean())
+        if late:
+            self.notes.append(
+                f"{late:.1%} of the trace's responses take longer to check than workflow.reward.timeout, "
+                f"{spec.timeout:g} s: they are ended there, without reward"
+            )
 
     def job(self, request: Request) -> RewardJob:
         """What scoring this response takes."""
-        row, spec, code = request.row, self._spec, self._prompt[request.row]
-        reward = 1.0 if self._reward is None or np.isnan(self._reward[row]) else float(self._reward[row])
-        if self._judge is not None and spec.judge is not None and not np.isnan(self._judge[row]):
+        row, spec = request.row, self._spec
+        code, worth, correct = self._prompt[row], self._worth[row], bool(self._correct[row])
+        if self.judged[row]:
+            assert spec.judge is not None
             prompt = spec.judge.prompt_tokens + request.prompt_tokens + request.generated
-            return RewardJob("judge", code, (), 0.0, reward, prompt, int(self._judge[row]))
-        tests = None if self._tests is None else self._tests[row]
+            return RewardJob("judge", code, (), 0.0, worth, correct, prompt, int(self._judge[row]))
+        tests = self._tests[row]
         if tests is not None and not isinstance(tests, float):
-            return RewardJob("sandbox", code, tuple(tests), spec.sandbox_timeout, reward)
-        check_s = np.nan if self._check_s is None else self._check_s[row]
-        runs = (spec.time_per_response if np.isnan(check_s) else float(check_s),)
-        return RewardJob("rule", code, runs, spec.timeout, reward)
+            return RewardJob("sandbox", code, tuple(tests), spec.sandbox_timeout, worth, correct)
+        check_s = spec.time_per_response if np.isnan(self._check_s[row]) else float(self._check_s[row])
+        return RewardJob("rule", code, (check_s,), spec.timeout, worth, correct)
 
 
-def _floats(column: Any) -> Any:
-    return None if column is None else column.astype("Float64").to_numpy(np.float64, na_value=np.nan)
+def _floats(column: Any, unknown: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return unknown if column is None else column.astype("Float64").to_numpy(np.float64, na_value=np.nan)

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim import __version__
+from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, ConfigError, unknown_name
 from rlsim.experiment.build import Setup
 from rlsim.experiment.columns import TABLES
@@ -19,6 +20,7 @@ from rlsim.experiment.frames import Frames, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.result import Result, check_target
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.site import Site
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.schema import place_of
 
@@ -59,7 +61,7 @@ def run(
             done += 1
         collected += case.tables()
         if strict:
-            case.setup.lookups().refuse_extrapolated(case.setup.calibration.name)
+            case.lookups().refuse_extrapolated(case.setup.calibration.name)
     if progress:
         progress(done, total, "")
     if not collected:
@@ -159,20 +161,36 @@ class _Case:
             workflow = self.experiment.workflow
             yield spec, float(steps["trained"].sum()) / (len(steps) * workflow.prompts * workflow.responses)
 
+    def sites(self) -> dict[str, Site]:
+        """Where the systems run, by the names of those that run there."""
+        found: dict[int, tuple[Site, list[str]]] = {}
+        for spec in self.systems:
+            site = self.setup.site(spec.make())
+            found.setdefault(id(site), (site, []))[1].append(spec.name)
+        return {", ".join(names): site for site, names in found.values()}
+
+    def lookups(self) -> Lookups:
+        """The shapes that all systems asked for."""
+        return Lookups().merge(site.lookups() for site in self.sites().values())
+
     def all_notes(self) -> list[str]:
         """Everything worth knowing about this case's numbers."""
         sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
-        outside = self.setup.lookups().note()
+        scored = self.setup.scoring.notes
+        outside = self.lookups().note()
         tuned = [f"{name} is {what}, the fastest on these same seeds" for name, what in self.chosen.items()]
         partial = [
             f"{spec.name} trains on {share:.1%} of a batch each step: compare tokens_per_s, not step times"
             for spec, share in self._trained_shares()
             if share < 1
         ]
-        outside_memory = [item for site in self.setup.sites for item in site.context.infeasible.items()]
-        infeasible = [f"TP{tp} is infeasible: {why}" for tp, why in outside_memory]
+        infeasible = [
+            f"TP{tp} is infeasible{f' for {names}' if len(self.sites()) > 1 else ''}: {why}"
+            for names, site in self.sites().items()
+            for tp, why in site.context.infeasible.items()
+        ]
         prefix = f"{self.name}: " if self.name else ""
-        return [prefix + note for note in (*tuned, *partial, *infeasible, *self.notes, *sampled, *outside)]
+        return [prefix + note for note in (*tuned, *partial, *infeasible, *self.notes, *sampled, *scored, *outside)]
 
 
 def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames]) -> dict[str, Any]:
@@ -189,7 +207,8 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
         "baseline": cases[0].baseline,
         "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
         "tuned": {case.name: case.chosen for case in cases},
-        "lookups": {case.name: case.setup.lookups().table() for case in cases},
+        "judge": {case.name: {names: site.record() for names, site in case.sites().items()} for case in cases},
+        "lookups": {case.name: case.lookups().table() for case in cases},
         "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
         "hashes": {"trace": _sha256(setup.trace_paths), "results": _digest(collected)},
         "versions": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlsim.cost.strategy import Recompute
 from rlsim.schema import Schema, placed
@@ -25,6 +25,13 @@ class TraceSpec(Schema):
     default_prompt_tokens: Annotated[Tokens, Field(ge=1)] = Field(
         default=256, description="prompt length where the trace has none, tokens"
     )
+
+    @field_validator("path")
+    @classmethod
+    def _some_path(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not value:
+            raise ValueError("name at least one trace")
+        return value
 
 
 class JudgeSpec(Schema):
@@ -56,6 +63,13 @@ class RewardSpec(Schema):
     timeout: Annotated[Seconds, Field(gt=0)] = Field(default=2.0, description="a check is ended then, s")
     sandbox_timeout: Annotated[Seconds, Field(gt=0)] = Field(default=30.0, description="a test case is ended then, s")
     judge: JudgeSpec | None = Field(default=None, description="needed if the trace has responses to judge")
+
+    @model_validator(mode="after")
+    def _check_in_time(self) -> RewardSpec:
+        if self.time_per_response > self.timeout:
+            beyond = f"time_per_response {self.time_per_response:g} s is beyond timeout {self.timeout:g} s"
+            raise ValueError(f"{beyond}: nothing would be right")
+        return self
 
 
 class WorkflowSpec(Schema):

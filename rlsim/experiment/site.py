@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.machine import Machine
-from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
+from rlsim.cost.memory import kv_page_bytes, rollout_memory
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
+from rlsim.cost.sharing import Crowded, Streamed, judge_bytes, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
-from rlsim.models import load_model
 from rlsim.policies.parts import JudgePlacement
 from rlsim.sim.control import ControlContext
 from rlsim.sim.simulation import Judge
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 #: Share of GPU memory that a colocated judge's engine may use beside its resident weights, for its own KV cache.
 JUDGE_KV_SHARE = 0.05
 
+#: Sequences whose next token a colocated judge samples at once: its logits are no larger.
+JUDGE_SEQUENCES = 64
+
 
 class Site:
     """One experiment with its judge, if it has one, on GPUs of its own (`colocated` None) or beside the other calls.
@@ -36,7 +38,7 @@ class Site:
 
     def __init__(self, setup: Setup, colocated: JudgePlacement | None) -> None:
         self._setup = setup
-        self._spec = setup.experiment.workflow.reward.judge if setup.scoring.judged else None
+        self._spec = setup.experiment.workflow.reward.judge if setup.scoring.judged.any() else None
         self._colocated = colocated if self._spec else None
 
     @cached_property
@@ -75,19 +77,16 @@ class Site:
     @cached_property
     def judge(self) -> Judge | None:
         """The judge's engine; None if no response is to be judged."""
-        spec, whole = self._spec, self._setup.cluster
-        if spec is None:
+        spec, model, whole = self._spec, self._setup.judge_model, self._setup.cluster
+        if spec is None or model is None:
             return None
-        experiment, model = self._setup.experiment, load_model(spec.model)
-        engine = experiment.engine
-        resident: StepCost = step_cost(model, spec.tp, whole, self._setup.calibration)
-        cost = resident
+        experiment, engine = self._setup.experiment, self._setup.experiment.engine
+        cost, slowdown = self._resident, 1.0
         if self._colocated is not None:
-            layers = self._offloaded(resident)
-            cost = Streamed(resident, stream_s(model, layers, spec.tp, whole.host))
-            pages = int(
-                JUDGE_KV_SHARE * whole.gpu.memory_bytes * spec.tp / (model.kv_bytes_per_token * engine.page_tokens)
-            )
+            cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, whole.host))
+            slowdown = self._colocated.slowdown
+            page_bytes = kv_page_bytes(model, spec.tp, engine.page_tokens)
+            pages = int(JUDGE_KV_SHARE * whole.gpu.memory_bytes / page_bytes)
         else:
             pages = rollout_memory(
                 model,
@@ -104,32 +103,48 @@ class Site:
                 f"workflow.reward.judge: {model.name} at TP {spec.tp} has room for {pages * engine.page_tokens} tokens "
                 f"of KV cache, a response to judge may need {longest}"
             )
-        crowded = Crowded(cost, self._colocated.slowdown) if self._colocated else cost
-        return Judge(spec.tp, cost, crowded, pages, engine)
+        return Judge(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine)
 
-    def _offloaded(self, resident: StepCost) -> int:
-        """Layers of a colocated judge that stay in host memory."""
+    @cached_property
+    def _resident(self) -> StepCost:
+        """The judge with all its layers on the GPU."""
         assert self._spec is not None
-        assert self._colocated is not None
-        model, setup = load_model(self._spec.model), self._setup
+        assert self._setup.judge_model is not None
+        return step_cost(self._setup.judge_model, self._spec.tp, self._setup.cluster, self._setup.calibration)
+
+    @cached_property
+    def offloaded_layers(self) -> int:
+        """Layers of a colocated judge that stay in host memory."""
+        model = self._setup.judge_model
+        if self._spec is None or self._colocated is None or model is None:
+            return 0
         if self._colocated.offload != "auto":
             return round(self._colocated.offload * model.num_hidden_layers)
-        typical = self._spec.prompt_tokens + setup.mean_tokens
-        return layers_to_offload(
-            model, resident, setup.cluster.host, setup.experiment.engine.max_num_batched_tokens, typical
-        )
+        typical = self._spec.prompt_tokens + self._setup.judged_tokens
+        batched = self._setup.experiment.engine.max_num_batched_tokens
+        return layers_to_offload(model, self._resident, self._setup.cluster.host, batched, typical)
 
     @property
     def _beside_bytes(self) -> float:
-        """What a colocated judge takes of each rollout GPU's memory."""
-        if self._colocated is None or self._spec is None:
+        """What a colocated judge takes of each GPU's memory."""
+        model, engine = self._setup.judge_model, self._setup.experiment.engine
+        if self._colocated is None or self._spec is None or model is None:
             return 0.0
-        whole, model = self._setup.cluster, load_model(self._spec.model)
-        kept = (
-            1
-            - self._offloaded(step_cost(model, self._spec.tp, whole, self._setup.calibration)) / model.num_hidden_layers
-        )
-        return rollout_weight_bytes(model, self._spec.tp) * kept + JUDGE_KV_SHARE * whole.gpu.memory_bytes
+        kv_bytes = JUDGE_KV_SHARE * self._setup.cluster.gpu.memory_bytes
+        layers, batched = self.offloaded_layers, engine.max_num_batched_tokens
+        return kv_bytes + judge_bytes(model, layers, self._spec.tp, batched, JUDGE_SEQUENCES)
+
+    def record(self) -> dict[str, object] | None:
+        """The judge as the manifest has it; None if there is none."""
+        if self._spec is None or self._setup.judge_model is None:
+            return None
+        return {
+            "model": self._setup.judge_model.name,
+            "tp": self._spec.tp,
+            "gpus": len(self.judge_gpus) or len(self.gpus),
+            "colocated": self._colocated is not None,
+            "layers_in_host_memory": self.offloaded_layers,
+        }
 
     @cached_property
     def machine(self) -> Machine:
@@ -141,6 +156,11 @@ class Site:
             beside = f" ({len(self.judge_gpus)} more are kept for the judge)" if self.judge_gpus else ""
             raise ConfigError(
                 f"training: tp × pp × cp = {share} does not divide the {self.cluster.gpus} GPUs of the cluster{beside}"
+            )
+        if self.judge_gpus and self.cluster.gpus_per_node % min(training.tp, self.cluster.gpus_per_node):
+            raise ConfigError(
+                f"training.tp {training.tp} does not divide the {self.cluster.gpus_per_node} GPUs of a node that "
+                f"workflow.reward.judge leaves ({len(self.judge_gpus)} of the cluster are kept for it)"
             )
         default_zero = 3 if training.backend == "fsdp" else 1
         train = TrainStrategy(
@@ -175,6 +195,10 @@ class Site:
         experiment, workflow = self._setup.experiment, self._setup.experiment.workflow
         prompt_tokens = self._setup.longest_prompt
         feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap)
+        left, whole = self.cluster.gpus_per_node, self._setup.cluster.gpus_per_node
+        for tp in (1 << i for i in range(whole.bit_length())):
+            if whole % tp == 0 and left % tp:
+                infeasible[tp] = f"TP {tp} does not divide the {left} GPUs of a node that workflow.reward.judge leaves"
         if not feasible:
             raise CapacityError(
                 "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())
@@ -210,7 +234,9 @@ class Site:
 
     def lookups(self) -> Lookups:
         """The shapes that the rollout, training and the judge asked for."""
-        return self.machine.lookups().merge([self.judge.cost.lookups()] if self.judge else [])
+        for crowded in self._crowded_steps.values():
+            crowded.lookups()  # tells the machine's own curves how far they were followed
+        return self.machine.lookups().merge([self.judge.crowded.lookups()] if self.judge else [])
 
     def crowded(self, tp: int) -> StepCost:
         """A rollout replica's steps while a colocated judge has work on its GPUs."""

@@ -105,7 +105,7 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
     where = ":".join(part for part in (source, place_of(entry)) if part)
     if isinstance(entry, Mapping) and "use" in entry:
         unknown = set(entry) - {"name", "use"}
-        if unknown or "name" not in entry:
+        if unknown or not entry.get("name"):
             raise ConfigError(f"{where}: a system with `use` has a `name` and nothing else, got {sorted(entry)}")
         used = entry["use"]
         listed = used if isinstance(used, Sequence) and not isinstance(used, str) else [used]

@@ -25,7 +25,7 @@ _HISTORY = 8192  # lengths kept of each kind of round
 class StreamTrainer(Schema, RolloutControl, Rewiring):
     """Overlap rollout and training inside a step."""
 
-    milestones: tuple[float, ...] = Field(
+    milestones: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
         default=(0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50), min_length=1, description="completed shares that are tried"
     )
     trigger: Literal["adaptive"] | Annotated[float, Field(gt=0, lt=1)] = Field(

@@ -193,6 +193,8 @@ class ControlContext:
 
     def check_tp(self, tp: int) -> int:
         """`tp` if a node can run it; else `ConfigError` (does not divide the node) or `CapacityError` (too small)."""
+        if tp in self.infeasible:
+            raise CapacityError(self.infeasible[tp])
         if tp < 1 or self.gpus_per_node % tp:
             raise ConfigError(f"tp {tp} does not divide the {self.gpus_per_node} GPUs of a node")
         if tp not in self.feasible_tps:

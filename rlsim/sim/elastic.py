@@ -17,7 +17,7 @@ from rlsim.sim.request import Request
 class Pieces(NamedTuple):
     """What a call costs when it is done in pieces, and how much of it one replica takes at a time."""
 
-    part_s: Callable[[Sequence[int]], float]  # one replica, sequences of these lengths (tokens)
+    part: Callable[[Sequence[int]], Sequence[tuple[str, float]]]  # one replica, these lengths (tokens): names, seconds
     tokens: int  # at most in one part
     load_s: float  # a replica's states in from host memory, before its first part
     finish: Sequence[tuple[str, float]]  # what all replicas do once at the end: names and seconds
@@ -27,7 +27,8 @@ class ElasticCall:
     """Data-parallel replicas that each take a share of the samples whenever their GPUs are free.
 
     A replica holds its GPUs for one part at a time, so several such calls, and the rollout whose GPUs these are, take
-    turns. Once no more samples can come, what is left is spread evenly over all replicas.
+    turns. `slowdown` of its GPUs, asked when a part begins, is how many times as long it takes beside what else is
+    there. Once no more samples can come, what is left is spread evenly over all replicas.
     """
 
     def __init__(
@@ -39,15 +40,16 @@ class ElasticCall:
         inbox: Inbox,
         recorder: Recorder,
         name: str,
+        slowdown: Callable[[tuple[int, ...]], float],
     ) -> None:
         self._env, self._pool, self._pieces, self._inbox = env, pool, pieces, inbox
-        self._recorder, self._name = recorder, name
+        self._recorder, self._name, self._slowdown = recorder, name, slowdown
         self.on_done: Callable[[Sequence[Request]], None] | None = None
         self._replicas = len(replicas)
         self._queue: deque[Request] = deque()
         self._news = env.event()
         self.started_at = float("nan")
-        self.compute_s = 0.0  # mean over replicas
+        self.parts_s: dict[str, float] = {}  # what the work went to, mean over replicas
         self.samples = [0] * len(replicas)  # that each replica worked on: its weight in the mean of the gradients
         inbox.listen(self._arrived)
         self._workers = [env.process(self._work(i, gpus)) for i, gpus in enumerate(replicas)]
@@ -82,11 +84,15 @@ class ElasticCall:
                 start = env.now
                 if start < self.started_at or self.started_at != self.started_at:
                     self.started_at = start
-                seconds = self._pieces.part_s([r.context for r in part])
-                self.compute_s += seconds / self._replicas
-                self.samples[index] += len(part)
-                yield env.timeout(seconds + (0.0 if loaded else self._pieces.load_s))
+                work = list(self._pieces.part([r.context for r in part]))
+                if not loaded and self._pieces.load_s:
+                    work.append(("offload", self._pieces.load_s))
                 loaded = True
+                slowdown = self._slowdown(gpus)
+                for name, seconds in work:
+                    self.parts_s[name] = self.parts_s.get(name, 0.0) + slowdown * seconds / self._replicas
+                self.samples[index] += len(part)
+                yield env.timeout(slowdown * sum(seconds for _, seconds in work))
                 self._recorder.add(gpus, start, env.now, self._name)
             self._pool.release(gpus)
             if part and self.on_done:

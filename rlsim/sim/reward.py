@@ -22,6 +22,7 @@ class RewardJob(NamedTuple):
     run_s: tuple[float, ...]  # of a check or of every test case, one after the other
     limit_s: float  # a run that takes longer is ended there, and with it the job
     reward: float  # unless a run is ended
+    correct: bool
     judge_prompt_tokens: int = 0
     judge_tokens: int = 0
 
@@ -90,8 +91,7 @@ class RewardDesk:
 
     def _end(self, request: Request, job: RewardJob, ran: list[float], on_scored: Callable[[Request], None]) -> None:
         self._free += 1
-        correct = job.reward > 0 and not request.timed_out
-        self._control.observe(job.kind, job.prompt, ran, correct)
+        self._control.observe(job.kind, job.prompt, ran, job.correct and not request.timed_out)
         self._score(request, 0.0 if request.timed_out else job.reward, on_scored)
         self._start()
 

@@ -49,10 +49,10 @@ class Service:
         self._waiting[request.id] = on_answer
         replica.receive([request])
 
-    def set_cost(self, cost: StepCost) -> None:
-        """Take on another pace, each replica at its next boundary."""
-        for replica in self._replicas:
-            replica.at_boundary(lambda r=replica: r.set_cost(cost))  # type: ignore[misc]
+    @property
+    def busy_gpus(self) -> frozenset[int]:
+        """GPUs of replicas that have work."""
+        return frozenset(g for r in self._replicas if self._tokens[r.index] for g in r.gpus)
 
     def close(self) -> None:
         """Nothing more will be asked; what is still unanswered is dropped."""

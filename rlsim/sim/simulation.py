@@ -45,6 +45,7 @@ class Judge(NamedTuple):
     tp: int
     cost: StepCost
     crowded: StepCost  # while other work runs on its GPUs
+    slowdown: float  # how many times as long that work takes while the judge is busy
     capacity_pages: int
     config: EngineConfig
 
@@ -215,7 +216,13 @@ class _Run:
         yield inbox.first
         ready_at = env.now
         recorder = Recorder(self.outcome.spans, step)
-        work = ElasticCall(env, self.pool, placement.replicas(), pieces, inbox, recorder, call.name)
+        judge = self.what.judge
+
+        def slowdown(gpus: tuple[int, ...]) -> float:
+            busy = self.desk.judge.busy_gpus if judge and self.desk.judge else frozenset()
+            return judge.slowdown if judge and not busy.isdisjoint(gpus) else 1.0
+
+        work = ElasticCall(env, self.pool, placement.replicas(), pieces, inbox, recorder, call.name, slowdown)
         work.on_done = lambda samples: flow.deliver(call.name, samples)
         yield work.done
         flow.close(call.name)
@@ -226,9 +233,13 @@ class _Run:
             recorder.add(placement.gpus, start, env.now, call.name)
             self.pool.release(placement.gpus)
         start_at = work.started_at if work.started_at == work.started_at else env.now
-        parts = (("compute", work.compute_s), *pieces.finish)
+        parts: dict[str, float] = dict(work.parts_s)
+        for name, seconds in pieces.finish:
+            parts[name] = parts.get(name, 0.0) + seconds
         gpus, samples = len(placement.gpus), tuple(work.samples)
-        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts, samples)
+        return CallRecord(
+            step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, tuple(parts.items()), samples
+        )
 
     def _reward(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
         """Score responses as they are offered; over when all of the batch have their rewards."""
@@ -271,12 +282,12 @@ class _Run:
         return [r for r in state.requests if r.finished and (accepted is None or r.id in accepted)]
 
     def _judge(self, call: Call, step: int, placement: Placement) -> Service | None:
-        """The judge of a step. Where it shares GPUs with a rollout, each slows the other down while both run."""
+        """The judge of a step. Where it begins beside a rollout, it slows that and what follows down, and is slowed."""
         judge, rollout = self.what.judge, self.steps[step].rollout
         if judge is None:
             return None
         beside = placement.shared and rollout is not None and not rollout.done.triggered
-        service = Service(
+        return Service(
             self.env,
             placement.replicas(judge.tp),
             judge.crowded if beside else judge.cost,
@@ -286,9 +297,6 @@ class _Run:
             self.what.cluster.node_of,
             on_busy=rollout.share if beside and rollout else None,
         )
-        if beside and rollout and rollout.done.callbacks is not None:
-            rollout.done.callbacks.append(lambda _: service.set_cost(judge.cost))
-        return service
 
     # ---- generation -------------------------------------------------------------------------------------------------
 

@@ -75,6 +75,8 @@ class Rewards(Schema):
         judged = self.judge_median is not None
         if judged != (self.judge_p95 is not None):
             raise ValueError("give judge_median and judge_p95 together")
+        if self.judge_median and self.judge_p95 and self.judge_p95 < self.judge_median:
+            raise ValueError("expected judge_median <= judge_p95")
         if (self.check is not None) + (self.sandbox is not None) + judged != 1:
             raise ValueError("give one of check, sandbox, and judge_median with judge_p95")
         return self
