@@ -88,6 +88,8 @@ def _tables(result: Result) -> Iterator[Table]:
     for case, rows in result.summary().groupby("case", sort=False):
         title = " · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part)
         means = f"means of {seeds} seeds ± half their 95% interval" if seeds > 1 else "one seed"
+        waste = ["wasted"] if rows["wasted_fraction"].max() > 0 else []
+        legend = "wasted: of the generated tokens; " if waste else ""
         compared = Table(
             box=None,
             pad_edge=False,
@@ -99,13 +101,13 @@ def _tables(result: Result) -> Iterator[Table]:
             box=None,
             pad_edge=False,
             header_style="bold",
-            caption="seconds of a step; paused: for switches; bound: lower bound / gen",
+            caption="seconds of a step; paused: for switches; " + legend + "bound: lower bound / gen",
         )
-        compared.add_column("system", no_wrap=True)
-        parts.add_column("system", no_wrap=True)
+        compared.add_column("system", overflow="fold")
+        parts.add_column("system", overflow="fold")
         for heading in ("step s", "gen s", "speedup", "bubble", "switches"):
             compared.add_column(heading, justify="right", no_wrap=True)
-        for heading in ("gen", "90% by", "prep", "train", "sync", "paused", "tokens/s", "bound"):
+        for heading in ("gen", "90% by", "prep", "train", "sync", "paused", "tokens/s", *waste, "bound"):
             parts.add_column(heading, justify="right", no_wrap=True)
         for row in rows.to_dict("records"):
             system, low, high = str(row["system"]), row["speedup_low"], row["speedup_high"]
@@ -122,6 +124,7 @@ def _tables(result: Result) -> Iterator[Table]:
             half = row["gen_time_s_half"]
             gen = parts_s[0] + (f" ±{half:.1f}" if half == half else "")
             compared.add_row(name, step, gen, speedup, bubble, f"{row['switches']:.1f}")
-            parts.add_row(system, *parts_s, f"{row['tokens_per_s']:,.0f}", f"{row['bound_share']:.0%}")
+            wasted = [f"{row['wasted_fraction']:.0%}" for _ in waste]
+            parts.add_row(system, *parts_s, f"{row['tokens_per_s']:,.0f}", *wasted, f"{row['bound_share']:.0%}")
         yield compared
         yield parts

@@ -18,9 +18,10 @@ def summarise(result: Result) -> pd.DataFrame:
     """Means over steps and seeds, and the speedup of the step over the baseline.
 
     Columns: case, system, step_time_s, gen_time_s, gen_p90_time_s, prep_time_s, train_time_s, sync_time_s, speedup,
-    speedup_low, speedup_high, gen_speedup, tokens_per_s (trained on), bubble_fraction, switches and switch_time_s (per
-    step), bound_share (lower bound / generation time); step_time_s_half and gen_time_s_half are half the width of the
-    95% interval of these means over seeds. `speedup` is the geometric mean over seeds of baseline time / system time on
+    speedup_low, speedup_high, gen_speedup, tokens_per_s (trained on), bubble_fraction, wasted_fraction (share of the
+    generated tokens not trained on), switches and switch_time_s (per step), bound_share (lower bound / generation
+    time); step_time_s_half and gen_time_s_half are half the width of the 95% interval of these means over seeds.
+    `speedup` is the geometric mean over seeds of baseline time / system time on
     the same responses; its 95% interval is Student's t on the logarithms, missing with one seed; all are missing where
     the baseline did not run.
     """
@@ -49,6 +50,7 @@ def summarise(result: Result) -> pd.DataFrame:
         row["bubble_fraction"] = float(
             (mine["bubble_fraction"] * mine["step_time_s"]).sum() / mine["step_time_s"].sum()
         )
+        row["wasted_fraction"] = float(mine["wasted_tokens"].sum() / max(mine["response_tokens"].sum(), 1))
         row["switches"] = float(mine["switches"].mean())
         row["switch_time_s"] = float(mine["switch_time_s"].mean())
         row["bound_share"] = float(mine["gen_bound_s"].sum() / mine["gen_time_s"].sum())
