@@ -326,6 +326,14 @@ def test_the_weights_reproduce_the_mean_gradient() -> None:
     np.testing.assert_allclose(combined, gradients.mean(axis=0), rtol=1e-12)
 
 
+def test_log_probs_by_the_sample_leave_rewards_at_the_barrier() -> None:
+    def rewire(workflow: Workflow) -> Workflow:
+        return grpo(old_log_probs=False).streaming(["generate"], ["inference"])
+
+    outcome = train({0: [1, 8]}, 1, 2, scoring=Checks(1.0), rewire=rewire)
+    assert call_of(outcome, "reward").start_at == 8.0
+
+
 def test_fused_inference_starts_on_released_gpus() -> None:
     rewire = FusedInference().rewired
     graph = rewire(grpo())

@@ -65,12 +65,12 @@ class ColocatedJudge(Schema, JudgePlacement):
 
 
 class RewardScheduler(Schema, Composition):
-    """All three together."""
+    """Rewards by the sample, adaptive timeouts and a colocated judge together."""
 
     sharing: Literal["mps", "time_slicing"] = Field(default="mps", description="see `colocated_judge`")
     interference: float = Field(default=0.3, ge=0, le=1, description="see `colocated_judge`")
 
     def parts(self) -> Sequence[Part]:
-        """Rewards by the sample, adaptive timeouts, a colocated judge."""
+        """All three."""
         judge = ColocatedJudge(sharing=self.sharing, interference=self.interference)
         return AsyncReward(), AdaptiveTimeout(), judge

@@ -307,8 +307,8 @@ class _Run:
         batch = state.batch = StepBatch(what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples))
         requests = self._launched(state, batch.first)
         yield from self._lay_out(step, mesh, len(requests))
-        streams = any(e.grain == "sample" for e in what.workflow.edges if e.source == call.name)
-
+        rewards = {c.name for c in what.workflow.calls if c.kind == "reward"}
+        streams = any(e.grain == "sample" and e.target in rewards for e in what.workflow.edges if e.source == call.name)
         listens = streams or flow.wants(BATCH) or not batch.certain
 
         def finished(responses: Sequence[Request]) -> None:
