@@ -112,7 +112,10 @@ How to read it:
   over prompts is not published.
 - **A colocated judge.** Under MPS both sides are taken to slow down by 30% while both work (assumed), in time slices by
   a factor of two. How many layers stay in host memory follows from how long one prefill hides their copying.
-- **RLHFuse strengthened.** Whether it kept GPUs for a judge and fixed timeouts is not published.
+- **RLHFuse strengthened.** Whether it kept GPUs for a judge is not published: with a colocated one RollPacker's speedup
+  over it falls to that of the last table.
+- **Where tail batching does not pay.** On long-reasoning lengths, whose median is a third of the cap, it gains nothing: the
+  tail is most of the batch, and what is launched in vain is as long as the rest.
 """
 
 _OPEN = """

@@ -54,7 +54,7 @@ def _small() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "CPU workers: 128", {"workflow.reward.workers": 128}
     yield "sandbox timeout: 10 s", {"workflow.reward.sandbox_timeout": 10}
     yield "judge: no instructions around the response", {"workflow.reward.judge.prompt_tokens": 0}
-    yield "judge: an eighth of the GPUs reserved", {"workflow.reward.judge.reserved": 0.125}
+    yield "judge: half of the GPUs reserved", {"workflow.reward.judge.reserved": 0.5}
     yield "no reference model", {"workflow.reference": False}
     yield "stream trainer in long rounds only", {"systems": _streaming([{"stream": {"rounds": ["long"]}}])}
 
