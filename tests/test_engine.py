@@ -13,7 +13,7 @@ from reference import RefEngine, RefRequest, RefResult
 from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
 
 from rlsim.cost.step import Chunk
-from rlsim.sim.control import Action, Migrate, RolloutView
+from rlsim.sim.control import Action, Migrate, Reconfigure, RolloutView, Stop
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
@@ -126,6 +126,37 @@ def test_any_mixture_of_actions_ends_and_conserves_requests(work: Workload) -> N
     # Requests may be on their way to a replica that goes away; the specification leaves open who is dealt first then.
     rollout, recorder = simulate(work)
     check_invariants(work, rollout, recorder)
+
+
+@dataclass(frozen=True)
+class StopWhileSwitching(Scripted):
+    """Node 0 switches at the first finish, everything stops at the second."""
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        return Reconfigure(0, 2) if view.finished == 1 else Stop()
+
+
+def test_a_stop_breaks_off_a_switch() -> None:
+    """Nothing of the rollout goes on after its end, on GPUs that others then hold."""
+    sizes = [(4, 1), (4, 90), (4, 4), (4, 90)]  # contiguous: node 0 has the first two
+    step = LinearStep(a=1.0)
+    work = Workload(
+        requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
+        nodes=2,
+        gpus_per_node=2,
+        tp=1,
+        costs=StubCosts(steps=dict.fromkeys((1, 2), step), pages=dict.fromkeys((1, 2), 10_000), weights_s=40.0),
+        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
+        cap_tokens=90,
+        control=StopWhileSwitching(),
+        routing="contiguous",
+    )
+    rollout, recorder = simulate(work)
+    assert rollout.env.now == 4.0
+    rollout.env.run()
+    assert len(rollout.replicas) == 4
+    assert max(span.end_at for span in recorder.spans) == 4.0
+    assert next(s for s in recorder.spans if s.kind == "switch").start_at == 1.0
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ class Rollout:
         self._tp = dict.fromkeys(range(len(mesh)), tp)
         self._active: dict[int, list[Replica]] = {}
         self._switching: set[int] = set()
+        self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._ids = frozenset(r.id for r in self.requests)
@@ -322,9 +323,11 @@ class Rollout:
         cost = self._costs.switch(old_tp, tp, contexts, sequences, kv, tp not in self._used_tps[node])
         self._used_tps[node].add(tp)
         self.switches.append((self.env.now, node, old_tp, tp, cost))
-        start = self.env.now
+        self._pauses[node] = self.env.now, tp, f"TP{old_tp} to TP{tp}"
         yield self.env.timeout(cost.total_s)
-        self._recorder.add(self._mesh[node], start, self.env.now, "switch", tp, f"TP{old_tp} to TP{tp}")
+        if self._stopping:  # the rollout was over before the switch was
+            return
+        self._end_pause(node)
         self._switching.discard(node)
         new = self._start_node(node, tp)
         for request in holding:
@@ -409,8 +412,15 @@ class Rollout:
                 yield replica.stopped
         for replica in self.replicas:
             self._take(replica)  # brings the tokens of what was running up to date
+        for node in list(self._pauses):
+            self._end_pause(node)
         if not self.done.triggered:
             self.done.succeed()
+
+    def _end_pause(self, node: int) -> None:
+        """Note down a switch that ends, or is broken off, now."""
+        start, tp, label = self._pauses.pop(node)
+        self._recorder.add(self._mesh[node], start, self.env.now, "switch", tp, label)
 
     def _where(self, ids: Sequence[int]) -> list[tuple[Replica, frozenset[int]]]:
         """The active replicas that hold some of these requests, and which."""

@@ -114,8 +114,8 @@ How to read it:
   a factor of two. How many layers stay in host memory follows from how long one prefill hides their copying.
 - **RLHFuse strengthened.** Whether it kept GPUs for a judge is not published: with a colocated one RollPacker's speedup
   over it falls to that of the last table.
-- **Where tail batching does not pay.** On long-reasoning lengths, whose median is a third of the cap, it gains nothing: the
-  tail is most of the batch, and what is launched in vain is as long as the rest.
+- **Where tail batching does not pay.** Nearly half of the long-reasoning lengths reach the 8K cap. Then the tail is half
+  of the batch, what is launched in vain is as long as the rest, and nothing is gained.
 """
 
 _OPEN = """
