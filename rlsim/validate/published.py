@@ -96,8 +96,8 @@ efficiency at which training is 22% of a step (`scripts/fit_stage_shares.py`: 0.
 _ROLLPACKER_READING = """
 How to read it:
 
-- **Cumulative speedups.** The order is right. Beyond 20% is only RollPacker as a whole at 32B: there the stream trainer
-  gains 19% here and 2% in the paper. In rlsim half of the GPUs train at no cost but their absence from rollout and the
+- **Cumulative speedups.** The order is right. Beyond 20% is only RollPacker as a whole at 32B: the stream trainer gains
+  11% there and 17% at 7B, in the paper 2 and 1%. In rlsim half of the GPUs train at no cost but their absence from rollout and the
   recomputation of the KV that moves; what else it costs on a real machine is not published. With the stream trainer in
   long rounds only, the reading that its published long-round gains suggest, the 7B figure changes as shown below.
 - **32B tails.** The published length curves end at 16K tokens. Up to 32K the fitted mixture goes on, and veRL waits
@@ -114,8 +114,8 @@ How to read it:
   a factor of two. How many layers stay in host memory follows from how long one prefill hides their copying.
 - **RLHFuse strengthened.** Whether it kept GPUs for a judge is not published: with a colocated one RollPacker's speedup
   over it falls to that of the last table.
-- **Where tail batching does not pay.** Nearly half of the long-reasoning lengths reach the 8K cap. Then the tail is half
-  of the batch, what is launched in vain is as long as the rest, and nothing is gained.
+- **Where tail batching does not pay.** Nearly half of the long-reasoning lengths reach the 8K cap. Then the tail is
+  half of the batch, what is launched in vain is as long as the rest, and nothing is gained.
 """
 
 _OPEN = """
