@@ -97,9 +97,10 @@ _ROLLPACKER_READING = """
 How to read it:
 
 - **Cumulative speedups.** The order is right. Beyond 20% is only RollPacker as a whole at 32B: the stream trainer gains
-  11% there and 17% at 7B, in the paper 2 and 1%. In rlsim half of the GPUs train at no cost but their absence from rollout and the
-  recomputation of the KV that moves; what else it costs on a real machine is not published. With the stream trainer in
-  long rounds only, the reading that its published long-round gains suggest, the 7B figure changes as shown below.
+  11% there and 17% at 7B, in the paper 2 and 1%. In rlsim half of the GPUs train at no cost but their absence from
+  rollout and the recomputation of the KV that moves; what else it costs on a real machine is not published. With the
+  stream trainer in long rounds only, the reading that its published long-round gains suggest, the 7B figure changes as
+  shown below.
 - **32B tails.** The published length curves end at 16K tokens. Up to 32K the fitted mixture goes on, and veRL waits
   for its longest response in every step: "no response beyond 16K" below shows how much hangs on that.
 - **Longest responses.** "Up to 8.9 times shorter" does not name its setting; the ratio is bounded by cap over median.
