@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,7 @@ def train(
     scoring: Checks | None = None,
     reward: RewardControl | None = None,
     rewire: Callable[[Workflow], Workflow] = lambda w: w,
+    step: LinearStep = LinearStep(a=1.0),  # noqa: B008
 ) -> Outcome:
     """Steps of prompts of one token, and responses of these lengths."""
 
@@ -109,7 +111,7 @@ def train(
         initial_tp=1,
         feed=PromptFeed(prompts, responses),
         requests=requests,
-        costs=StubCosts({1: LinearStep(a=1.0)}, {1: 10**6}),
+        costs=StubCosts({1: step}, {1: 10**6}),
         times=Times(),
         scoring=scoring or Checks(),
         config=EngineConfig(),
@@ -304,6 +306,18 @@ def test_training_begins_on_released_gpus() -> None:
     assert call.end_at == pytest.approx(10.0 + 1.1 + 1.0)
     assert sorted(call.samples) == [1, 3]
     assert sum(call.samples) == 4
+
+
+def test_a_release_that_comes_too_late_frees_nothing_twice() -> None:
+    """Replica 1 is told to go in the middle of the iteration that ends the last response."""
+    lengths = {0: [2], 1: [3], 2: [2]}
+    step = LinearStep(a=1.0, b=0.5)  # two sequences decode in 2 s, one in 1.5 s
+    outcome = train(lengths, 3, 1, gpus=2, control=ReleaseLast(2), rewire=FusedTraining().rewired, step=step)
+    assert gen_s(outcome) == 4.0
+    assert outcome.rollouts[0].released_gpu_s == 0.0
+    spans = sorted((gpu, s.start_at, s.end_at) for s in outcome.spans for gpu in s.gpus)
+    for (gpu, _, end), (other, start, _) in itertools.pairwise(spans):
+        assert gpu != other or start >= end - 1e-9
 
 
 def test_nothing_is_in_pieces_before_gpus_are_free() -> None:

@@ -84,6 +84,8 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
             return False
         capacity = sum(self._context.costs.capacity_pages(r.tp) for r in staying) * self._context.page_tokens
         running = [(r.prompt_tokens, r.generated_tokens) for replica in replicas for r in replica.requests]
+        if not running:
+            return False  # all is generated, and rewards decide what else is
         prompts, done = np.array(running, dtype=np.float64).T
         return projected_kv_tokens(history, prompts, done, view.cap_tokens) <= capacity
 

@@ -380,7 +380,7 @@ class Rollout:
 
     def _release(self, replica: Replica, stopped: simpy.Event) -> Generator[simpy.Event, Any, None]:
         yield stopped
-        if self._stopping:
+        if self._stopping or self.done.triggered:  # who waits for the rollout has its GPUs already
             return
         self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
         if self._on_release:
