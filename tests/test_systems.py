@@ -312,7 +312,11 @@ def test_a_release_that_comes_too_late_frees_nothing_twice() -> None:
     """Replica 1 is told to go in the middle of the iteration that ends the last response."""
     lengths = {0: [2], 1: [3], 2: [2]}
     step = LinearStep(a=1.0, b=0.5)  # two sequences decode in 2 s, one in 1.5 s
-    outcome = train(lengths, 3, 1, gpus=2, control=ReleaseLast(2), rewire=FusedTraining().rewired, step=step)
+
+    def rewire(_: Workflow) -> Workflow:
+        return FusedTraining().rewired(grpo())  # several calls that take turns
+
+    outcome = train(lengths, 3, 1, gpus=2, control=ReleaseLast(2), rewire=rewire, step=step)
     assert gen_s(outcome) == 4.0
     assert outcome.rollouts[0].released_gpu_s == 0.0
     spans = sorted((gpu, s.start_at, s.end_at) for s in outcome.spans for gpu in s.gpus)
