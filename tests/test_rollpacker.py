@@ -164,6 +164,36 @@ def test_the_shipped_experiment_has_the_published_order() -> None:
     assert speedup[-1] > 1.6
 
 
+def test_switching_works_beside_other_parts() -> None:
+    """PAT is asked with the same view whatever else decides."""
+    pat = {"pat": {"start_tp": 1}}
+    settings = {
+        "cluster": "8xh800",
+        "model": "qwen2.5-7b",
+        "trace.path": "aime-r1-distill-like",
+        "trace.cap": "16K",
+        "workflow.prompts": 16,
+        "workflow.steps": 2,
+        "systems": [
+            {"name": "alone", "use": [pat]},
+            {"name": "stream", "use": [pat, "stream"]},
+            {"name": "all-three", "use": [pat, {"tail_batching": {"eta": 1.25}}, "stream"]},
+            {"name": "sampling", "use": [pat, "tail_batching", "async_reward"]},
+        ],
+    }
+    found = rlsim.run("rollpacker_7b", seeds=1, overrides=settings | {"baseline": "alone"})
+    switches = found.steps.groupby("system")["switches"].sum()
+    assert (switches > 0).all(), switches.to_dict()
+
+
+def test_a_node_that_runs_dry_before_it_switches_is_there_for_what_is_launched_next() -> None:
+    parts = [{"pat": {"start_tp": 1}}, "dynamic_sampling", "tail_batching"]
+    settings = experiment(systems=[{"name": "x", "use": parts}], trace={"path": "rollpacker-math", "cap": "16K"})
+    work = {"workflow.prompts": 4, "workflow.responses": 2, "workflow.steps": 20}
+    found = rlsim.run(settings, overrides=work | {"seeds": [0, 4]})
+    assert (found.steps["trained"] == 8).all()
+
+
 def test_a_period_is_four_short_rounds_and_a_long_one() -> None:
     steps = of(result().steps, "tail")
     assert steps["round"].tolist()[:10] == [*["short"] * 4, "long"] * 2

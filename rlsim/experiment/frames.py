@@ -50,6 +50,14 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
         calls.setdefault(call.step, []).append(call)
     syncs = sorted(call.end_at for call in outcome.calls if call.kind == "sync")
     busy = _busy_gpu_s(outcome.spans, outcome.step_ends)
+    pieces: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for span in outcome.spans:
+        pieces.setdefault((span.step, span.kind), []).append((span.start_at, span.end_at))
+
+    def at_work(call: CallRecord) -> list[tuple[float, float]]:
+        """When a call ran: a reward call from start to end, one on GPUs while it had some."""
+        return [(call.start_at, call.end_at)] if call.kind == "reward" else pieces.get((call.step, call.call), [])
+
     rows = []
     start = 0.0
     for step, end in enumerate(outcome.step_ends):
@@ -57,8 +65,12 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
         generate = next(call for call in calls[step] if call.kind == "generate")
         switches = [s for s in outcome.switches if s.step == step]
         kept, settled = responses.trained, summary.settled
-        prepared = [c for c in calls[step] if c.kind in ("reward", "inference")]
-        trained = [c for c in calls[step] if c.kind == "train"]
+        generated = [(generate.start_at, generate.end_at)]
+        prepared = [
+            *generated,
+            *(work for c in calls[step] if c.kind in ("reward", "inference") for work in at_work(c)),
+        ]
+        trained = [*prepared, *(work for c in calls[step] if c.kind == "train" for work in at_work(c))]
         finished = np.sort(responses.finished_at[kept])
         p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else generate.end_at
         rows.append(
@@ -67,9 +79,9 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
                 "step_time_s": end - start,
                 "round": settled.label,
                 "gen_time_s": generate.end_at - generate.start_at,
-                "prep_time_s": _union_s([generate, *prepared]) - _union_s([generate]),
-                "train_time_s": _union_s([generate, *prepared, *trained]) - _union_s([generate, *prepared]),
-                "reward_time_s": _union_s(c for c in calls[step] if c.kind == "reward"),
+                "prep_time_s": _union_s(prepared) - _union_s(generated),
+                "train_time_s": _union_s(trained) - _union_s(prepared),
+                "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
                 "sync_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "sync"),
                 "tokens": responses.total_tokens[kept].sum(),
                 "response_tokens": responses.response_tokens.sum(),
@@ -144,12 +156,12 @@ def _gaps(span: Span, intervals: list[tuple[float, float]]) -> Iterator[tuple[fl
         yield at, span.end_at
 
 
-def _union_s(calls: Iterable[CallRecord]) -> float:
-    """Length of the time in which at least one of the calls ran."""
+def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the time that lies in at least one of the intervals."""
     total, reached = 0.0, float("-inf")
-    for call in sorted(calls, key=lambda c: c.start_at):
-        total += max(call.end_at - max(call.start_at, reached), 0.0)
-        reached = max(reached, call.end_at)
+    for start, end in sorted(intervals):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
     return total
 
 

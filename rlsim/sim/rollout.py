@@ -247,10 +247,9 @@ class Rollout:
             return
         view: RolloutView = LiveView(self)
         answer = self._control.on_finish(view)
+        # All of it before anything is done, and while the view still shows this moment: it may be a generator.
+        actions = [] if answer is None else list(answer) if isinstance(answer, Iterable) else [answer]
         self._just_finished.clear()
-        if answer is None:
-            return
-        actions: Iterable[Action] = answer if isinstance(answer, Iterable) else (answer,)
         for action in actions:
             if not self._stopping:
                 self._carry_out(action)
@@ -296,7 +295,8 @@ class Rollout:
             room = self._costs.capacity_pages(tp) * self._config.page_tokens
         except RlsimError as error:
             self._check(False, action, str(error))
-        longest = max(r.prompt_tokens + r.response_tokens for r in self.requests if not r.finished)
+        left = [r.prompt_tokens + r.response_tokens for r in self.requests if not (r.finished or r.aborted)]
+        longest = max(left, default=0)
         self._check(longest <= room, action, f"a replica holds {room} tokens of KV, too few for a whole response")
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
@@ -317,6 +317,8 @@ class Rollout:
         others = [r for _, rest in drained for r in rest]
         if not (holding or others or self._bound_for[node] or self._homeless):
             self._switching.discard(node)
+            if self._open:  # nothing to switch for, but more may be launched
+                self._start_node(node, self._tp[node])
             return
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)

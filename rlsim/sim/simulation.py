@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import simpy
 
 from rlsim.cost.step import StepCost
+from rlsim.errors import PolicyError
 from rlsim.hardware import Cluster
 from rlsim.sim.batching import Batching, PromptFeed, Settled, StepBatch
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutCosts, RolloutReport
@@ -169,10 +170,21 @@ class _Run:
             for name in what.workflow.order():
                 self.done[name, step] = self.env.process(self._call(what.workflow.call(name), step))
         for step, state in enumerate(self.steps):
-            self.env.run(until=simpy.AllOf(self.env, [self.done[c.name, step] for c in what.workflow.calls]))
+            self._run_until([self.done[c.name, step] for c in what.workflow.calls], step)
             self.outcome.step_ends.append(self.env.now)
             self.outcome.responses.append(state.responses())
             state.requests, state.rollout = [], None
+
+    def _run_until(self, calls: Sequence[simpy.Process], step: int) -> None:
+        try:
+            self.env.run(until=simpy.AllOf(self.env, calls))
+        except RuntimeError as error:
+            if self.env.peek() != float("inf"):
+                raise
+            raise PolicyError(
+                f"step {step} comes to a halt: its batch cannot become complete, and nothing more is launched "
+                "(was something aborted that it needs?)"
+            ) from error
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
