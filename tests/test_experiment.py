@@ -74,7 +74,7 @@ def test_summary(result: Result) -> None:
     assert list(summary.columns) == [
         "case", "system", "step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s",
         "step_time_s_half", "gen_time_s_half", "speedup", "speedup_low", "speedup_high", "gen_speedup", "tokens_per_s",
-        "bubble_fraction", "switches", "switch_time_s", "bound_share",
+        "bubble_fraction", "wasted_fraction", "switches", "switch_time_s", "bound_share",
     ]  # fmt: skip
     rows = summary.set_index("system")
     assert rows.loc["verl-best", "speedup"] == 1.0
