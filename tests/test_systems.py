@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import simpy
 from workloads import LinearStep, StubCosts
 
 import rlsim
@@ -21,14 +23,25 @@ from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.planner import Planner
 from rlsim.policies.reward_scheduler import AdaptiveTimeout, AsyncReward
 from rlsim.policies.rlhfuse import FusedInference, FusedTraining
-from rlsim.policies.stream_trainer import gradient_weights, projected_kv_tokens
+from rlsim.policies.stream_trainer import StreamTrainer, gradient_weights, projected_kv_tokens
 from rlsim.policies.tail_batching import TailBatching
 from rlsim.policies.verl import VeRL
 from rlsim.sim.batching import Batching, Batchings, PromptFeed
-from rlsim.sim.control import Launch, Prompt, Release, RolloutControl, RolloutReport, RolloutView
+from rlsim.sim.control import (
+    ControlContext,
+    Launch,
+    Prompt,
+    Release,
+    ReplicaView,
+    RolloutControl,
+    RolloutReport,
+    RolloutView,
+)
 from rlsim.sim.elastic import Pieces
+from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import RewardControl, RewardJob, Scoring
+from rlsim.sim.service import Service
 from rlsim.sim.simulation import CallTimes, Outcome, Simulation
 from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
 
@@ -403,6 +416,52 @@ def test_projected_kv_is_that_of_many_drawn_futures() -> None:
 def test_a_response_beyond_all_history_is_expected_to_reach_the_cap() -> None:
     history = np.array([10, 20, 30])
     assert projected_kv_tokens(history, np.array([5.0]), np.array([40.0]), 100) == pytest.approx(105, rel=0.1)
+
+
+@pytest.mark.parametrize(("gpus", "released"), [((4, 2, 2), (1, 2)), ((2, 2, 4), (2,)), ((4, 4), (1,)), ((8, 4), None)])
+def test_half_of_the_gpus_is_released_whatever_the_replicas_are(
+    gpus: tuple[int, ...], released: tuple[int, ...] | None
+) -> None:
+    replicas = tuple(ReplicaView(i, 0, n, tuple(range(n)), ()) for i, n in enumerate(gpus))
+    view = SimpleNamespace(finished=2, label="", replicas=lambda: replicas)
+    stream = StreamTrainer(trigger=0.5)
+    stream.setup(cast(ControlContext, SimpleNamespace(requests=4)))
+    answer = stream.on_finish(cast(RolloutView, view))
+    assert answer == (released and Release(released))
+
+
+# ------------------------------------------------------------------------------------------------ the judge
+
+
+def test_a_judge_forgets_answers_that_nobody_waits_for() -> None:
+    env, busy, answered = simpy.Environment(), [], []
+    service = Service(
+        env, [(0,)], LinearStep(a=1.0), 1000, EngineConfig(), Recorder(), lambda _: 0,
+        on_busy=lambda gpus, on: busy.append((env.now, gpus, on)),
+    )  # fmt: skip
+    for i, tokens in enumerate((5, 100)):
+        service.submit(Request(i, 0, 1, tokens), lambda i=i: answered.append((i, env.now)))
+    env.run(until=2.5)
+    service.forget(frozenset({1}))
+    assert service.busy_gpus == {0}
+    env.run(until=50)
+    assert answered == [(0, 5.0)]
+    assert busy == [(0, (0,), True), (5.0, (0,), False)]
+    assert not service.busy_gpus
+
+
+def test_a_closed_judge_has_no_work() -> None:
+    env, busy = simpy.Environment(), []
+    service = Service(
+        env, [(0,)], LinearStep(a=1.0), 1000, EngineConfig(), Recorder(), lambda _: 0,
+        on_busy=lambda _, on: busy.append((env.now, on)),
+    )  # fmt: skip
+    service.submit(Request(0, 0, 1, 100), lambda: pytest.fail("not asked any more"))
+    env.run(until=2.5)
+    service.close()
+    assert not service.busy_gpus
+    env.run(until=200)
+    assert busy == [(0, True), (2.5, False)]
 
 
 # ------------------------------------------------------------------------------------------------ systems of parts

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from rlsim import catalogue
 from rlsim.errors import CalibrationError, ConfigError, unknown_name
+from rlsim.hardware import Cluster
 from rlsim.schema import Schema, load
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
@@ -51,6 +52,18 @@ class Reference(Schema):
     sm_count: int = Field(gt=0, description="streaming multiprocessors")
     l2_bytes: Bytes = Field(gt=0, description="L2 cache")
     link_bytes_per_s: BytesPerSecond = Field(gt=0, description="GPU-to-GPU rate one way, in the measured node")
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Self:
+        """Those of a cluster."""
+        gpu = cluster.gpu
+        return cls(
+            bf16_flop_per_s=gpu.bf16_flop_per_s,
+            memory_bytes_per_s=gpu.memory_bytes_per_s,
+            sm_count=gpu.sm_count,
+            l2_bytes=gpu.l2_bytes,
+            link_bytes_per_s=cluster.intra.bytes_per_s,
+        )
 
 
 class Axis(Schema):

@@ -8,6 +8,7 @@ recomputation; the freed GPUs accumulate gradients of finished responses. Weight
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Literal
 
 import numpy as np
@@ -50,7 +51,7 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
         self._context = context
 
     def on_finish(self, view: RolloutView) -> Action | None:
-        """At each milestone, once a step: release half of the replicas if the rest can hold what is running."""
+        """At each milestone, once a step: release half of the GPUs if the rest can hold what is running."""
         milestones = self.milestones if self.trigger == "adaptive" else (self.trigger,)
         completed = view.finished / self._context.requests
         if self._next >= len(milestones) or completed < milestones[self._next]:
@@ -60,9 +61,10 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
         while self._next < len(milestones) and milestones[self._next] <= completed:
             self._next += 1
         replicas = view.replicas()
-        half, odd = divmod(len(replicas), 2)
-        if odd or not half:
+        held = list(accumulate(len(replica.gpus) for replica in replicas))
+        if not held or held[-1] / 2 not in held:
             return None  # half of the GPUs would split a TP group
+        half = held.index(held[-1] // 2) + 1
         staying = replicas[:half]
         if self.trigger == "adaptive" and not self._fits(view, replicas, staying):
             return None

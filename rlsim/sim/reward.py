@@ -71,8 +71,10 @@ class RewardDesk:
         self._start()
 
     def withdraw(self, ids: frozenset[int]) -> None:
-        """Forget responses that nobody needs scored any more and that no worker has begun with."""
+        """Forget responses that nobody needs scored any more; a run that a worker has begun is finished anyway."""
         self._queue = deque(item for item in self._queue if item[0].id not in ids)
+        if self.judge:
+            self.judge.forget(ids)
 
     def _start(self) -> None:
         while self._free and self._queue:

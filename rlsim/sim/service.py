@@ -38,6 +38,7 @@ class Service:
         self._tokens = [0] * len(replicas)  # outstanding, of prompts and answers
         self._waiting: dict[int, Callable[[], None]] = {}
         self._on_busy = on_busy
+        self._closed = False
 
     def submit(self, request: Request, on_answer: Callable[[], None]) -> None:
         """Have a request answered."""
@@ -49,19 +50,35 @@ class Service:
         self._waiting[request.id] = on_answer
         replica.receive([request])
 
+    def forget(self, ids: frozenset[int]) -> None:
+        """Nobody waits for these answers any more: what is not finished leaves at the next iteration boundary."""
+        for request in ids & self._waiting.keys():
+            del self._waiting[request]
+        for replica in self._replicas:
+            if not ids.isdisjoint(request.id for request in replica.requests()):
+                replica.at_boundary(lambda r=replica: self._left(r, [x for part in r.remove(ids) for x in part]))  # type: ignore[misc]
+
     @property
     def busy_gpus(self) -> frozenset[int]:
         """GPUs of replicas that have work."""
-        return frozenset(g for r in self._replicas if self._tokens[r.index] for g in r.gpus)
+        return frozenset(g for r in self._replicas if self._tokens[r.index] and not self._closed for g in r.gpus)
 
     def close(self) -> None:
         """Nothing more will be asked; what is still unanswered is dropped."""
         for replica in self._replicas:
+            if self._on_busy and self._tokens[replica.index]:
+                self._on_busy(replica.gpus, False)
             replica.stop()
+        self._closed = True
 
     def _finished(self, replica: Replica, finished: list[Request]) -> None:
+        self._left(replica, finished)
         for request in finished:
-            self._tokens[replica.index] -= request.prompt_tokens + request.response_tokens
-            self._waiting.pop(request.id)()
-        if self._on_busy and not self._tokens[replica.index]:
+            answer = self._waiting.pop(request.id, None)
+            if answer:
+                answer()
+
+    def _left(self, replica: Replica, requests: Sequence[Request]) -> None:
+        self._tokens[replica.index] -= sum(r.prompt_tokens + r.response_tokens for r in requests)
+        if self._on_busy and requests and not self._tokens[replica.index] and not self._closed:
             self._on_busy(replica.gpus, False)

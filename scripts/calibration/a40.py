@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from calibration.derived import without_corrections
-from calibration.gpus import A40_VIDUR, reference_of
+from calibration.gpus import A40_VIDUR
 from calibration.host import NO_HOST
 from calibration.provenance import COMMON, pat_source, provenance, vidur_source
 from calibration.runtime import runtime_of
@@ -45,7 +45,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
     PAT's two TP2 latencies give the host time (never negative), its two TP8 latencies the 8-GPU all-reduce (latency
     and rate), because Vidur's own 8-GPU all-reduce takes three times what PAT's figures leave for it.
     """
-    ref = reference_of(load_cluster("8xa40"))
+    ref = Reference.of(load_cluster("8xa40"))
     layers = vidur_layers(data, A40_VIDUR)
     gemms = vidur_gemm_table(layers)
     gemm, memory = fit_gemm(gemms, ref), fit_elementwise(elementwise_table(layers), ref)

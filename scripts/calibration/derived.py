@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from calibration.gpus import DERIVED, reference_of
+from calibration.gpus import DERIVED
 from calibration.training import carried_over
-from rlsim.cost.calibration import Calibration, OperatorFits
+from rlsim.cost.calibration import Calibration, OperatorFits, Reference
 from rlsim.hardware import load_cluster
 
 
 def derive(source: Calibration, gpu: str) -> Calibration:
     """`source`'s efficiencies on `gpu`; the link stays that of the measured node."""
     about = DERIVED[gpu]
-    reference = reference_of(load_cluster(about.cluster))
+    reference = Reference.of(load_cluster(about.cluster))
     notes = (f"derived: {about.note}", *source.provenance.notes)
     residuals = {
         key: value.model_copy(update={"note": f"of {source.gpu}; not measured on {gpu}. {value.note}".strip()})

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlsim.cost.calibration import Reference
-from rlsim.hardware import Cluster
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -112,15 +109,3 @@ DERIVED = {
         "H100 efficiencies on GH200's own peak rates; no GH200 kernel is measured here",
     ),
 }
-
-
-def reference_of(cluster: Cluster) -> Reference:
-    """The data-sheet figures of a cluster's GPU."""
-    gpu = cluster.gpu
-    return Reference(
-        bf16_flop_per_s=gpu.bf16_flop_per_s,
-        memory_bytes_per_s=gpu.memory_bytes_per_s,
-        sm_count=gpu.sm_count,
-        l2_bytes=gpu.l2_bytes,
-        link_bytes_per_s=cluster.intra.bytes_per_s,
-    )

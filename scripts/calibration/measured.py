@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibration.gpus import Gpu, reference_of
+from calibration.gpus import Gpu
 from calibration.host import NO_HOST
 from calibration.provenance import COMMON, GROUPED, aiconfigurator_source, provenance, vidur_source
 from calibration.runtime import runtime_of
@@ -42,7 +42,7 @@ from rlsim.hardware import load_cluster
 
 def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> tuple[Calibration, dict[str, Residual]]:
     """The calibration of one GPU and engine, host time still zero, and its comparisons with L2-hot rows."""
-    ref = reference_of(load_cluster(gpu.cluster))
+    ref = Reference.of(load_cluster(gpu.cluster))
     gemm = _gemm(data, gpu, engine, ref)
     decode = _decode(data, gpu, engine, ref, skew=derived_skew(ref, uniform=engine == "trtllm"))
     prefill = fit_prefill_attention(prefill_attention_table(aiconfigurator(data, gpu.prefill_attention(engine))), ref)
@@ -116,7 +116,7 @@ def _decode(
 def _elementwise(data: Path, gpu: Gpu) -> Fitted[MemoryOpFit]:
     """Fitted on the data-sheet figures of the GPU that was measured."""
     cluster = load_cluster({"h100": "8xh100", "a100": "8xa100", "a40": "8xa40"}[gpu.elementwise_donor()])
-    return fit_elementwise(elementwise_table(vidur_layers(data, gpu.vidur)), reference_of(cluster))
+    return fit_elementwise(elementwise_table(vidur_layers(data, gpu.vidur)), Reference.of(cluster))
 
 
 def _training(data: Path, gpu: Gpu, ref: Reference) -> TrainingFit:

@@ -12,7 +12,6 @@ from rlsim import catalogue
 from rlsim.calibrate.fit.common import rounded
 from rlsim.calibrate.measure.host import MachineFacts
 from rlsim.calibrate.measurements import Measurements
-from rlsim.cost.calibration import Reference
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Gpu, Link, load_gpu
 from rlsim.models import Model
@@ -47,18 +46,6 @@ def describe_cluster(measured: Measurements, facts: MachineFacts) -> Cluster:
         host=Link(name="pcie" if facts.device == "cuda" else "memory", bytes_per_s=host_rate, latency_s=1e-6),
     )
     return validate(rounded(cluster.model_dump()), Cluster)  # four digits, here as in the file
-
-
-def reference_of(cluster: Cluster) -> Reference:
-    """The figures of the cluster that a calibration's efficiencies are relative to."""
-    gpu = cluster.gpu
-    return Reference(
-        bf16_flop_per_s=gpu.bf16_flop_per_s,
-        memory_bytes_per_s=gpu.memory_bytes_per_s,
-        sm_count=gpu.sm_count,
-        l2_bytes=gpu.l2_bytes,
-        link_bytes_per_s=cluster.intra.bytes_per_s,
-    )
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:

@@ -13,7 +13,6 @@ from rlsim.calibrate.measure.bench import Bench, Effort
 from rlsim.calibrate.measure.clock import NOISY, Timing
 from rlsim.calibrate.measure.describe import (
     describe_cluster,
-    reference_of,
     worker_memory_bytes,
     write_cluster,
     write_model,
@@ -25,7 +24,7 @@ from rlsim.calibrate.measure.suite import Count, Progress, counts, run_suite
 from rlsim.calibrate.measure.tasks import joined, run_task, warm_up
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
-from rlsim.cost.calibration import Calibration
+from rlsim.cost.calibration import Calibration, Reference
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
@@ -141,7 +140,7 @@ def fit_machine(measured: Measured, base: Calibration | None) -> Files:
         name=f"{facts.gpu}-torch",
         gpu=facts.gpu,
         engine="torch",
-        reference=reference_of(cluster),
+        reference=Reference.of(cluster),
         base=base,
         date=facts.date,
         script="rlsim calibrate",
