@@ -30,7 +30,6 @@ import simpy
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.machine import Machine
-from rlsim.cost.strategy import TrainStrategy
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.batching import PromptFeed
@@ -73,9 +72,8 @@ class NoRewards(Scoring):
 def h800s(nodes: int) -> Machine:
     """Qwen3-8B under SGLang on nodes of 8 H800."""
     cluster = load_cluster("8x8xh800").model_copy(update={"nodes": nodes})
-    strategy = TrainStrategy(dp=cluster.gpus, zero_stage=3, offload=True)
     calibration = load_calibration("h800-sxm-sglang")
-    return Machine(load_model("qwen3-8b"), cluster, calibration, train=strategy, inference=strategy, backend="fsdp")
+    return Machine(load_model("qwen3-8b"), cluster, calibration)
 
 
 def draw(steps: int, responses: int, *, median_tokens: int = 1_100, cap_tokens: int = CAP_TOKENS) -> list[Lengths]:

@@ -21,6 +21,7 @@ import simpy
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.machine import Machine
+from rlsim.cost.memory import resident_bytes
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import SwitchCost
@@ -369,15 +370,13 @@ class _Short:
 
 
 def _machine() -> Machine:
-    train = TrainStrategy(dp=16, tp=1, pp=1, cp=1, micro_batch_tokens=16384, zero_stage=3, recompute="full")
+    model = load_model("llama-3.1-8b")
     return Machine(
-        load_model("llama-3.1-8b"),
+        model,
         load_cluster("2x8xh100"),
         load_calibration("h100-vllm"),
-        train=train,
-        inference=train,
-        backend="fsdp",
         page_tokens=_PAGE,
+        resident_bytes=resident_bytes(model, TrainStrategy(dp=16, zero_stage=3)),
     )
 
 

@@ -17,7 +17,9 @@ from rlsim.calibrate.from_run import FromRun, from_run, write
 from rlsim.calibrate.verl_lengths import Batch, Logged, reconstruct
 from rlsim.calibrate.verl_log import VerlLog, read_log
 from rlsim.cost.calibration import HostFit, load_calibration
+from rlsim.cost.calls import CallCosts
 from rlsim.cost.machine import Machine
+from rlsim.cost.memory import resident_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.hardware import load_cluster
@@ -223,14 +225,12 @@ def test_contradicting_lengths_are_refused(one: Logged, message: str) -> None:
 # A run with known efficiencies ---------------------------------------------------------------------------------------
 
 
-def true_machine(step_s: float, sequence_s: float, efficiency: float) -> Machine:
+def true_machine(step_s: float, sequence_s: float) -> Machine:
     base = load_calibration(BASE)
     host = HostFit(step_s=step_s, sequence_s=sequence_s, prefill_s=base.host.prefill_s, source="true")
-    training = base.training.model_copy(update={"flop_efficiency": {"fsdp": efficiency}})
-    calibration = base.model_copy(update={"host": host, "training": training})
-    return Machine(
-        load_model(MODEL), load_cluster(CLUSTER), calibration, train=FSDP, inference=FSDP, backend="fsdp"
-    )  # fmt: skip
+    model = load_model(MODEL)
+    calibration = base.model_copy(update={"host": host})
+    return Machine(model, load_cluster(CLUSTER), calibration, resident_bytes=resident_bytes(model, FSDP))
 
 
 def rollout_s(machine: Machine, prompt_tokens: int, lengths: np.ndarray) -> float:
@@ -267,15 +267,16 @@ def synthetic(
 ) -> dict[int, Metrics]:
     """Random lengths, growing over training or always the same; times from the simulator, with noise and outliers."""
     rng = np.random.default_rng(11)
-    machine = true_machine(step_s, sequence_s, efficiency)
+    machine = true_machine(step_s, sequence_s)
+    calls = CallCosts({"actor": load_model(MODEL)}, load_cluster(CLUSTER), load_calibration(BASE), "fsdp", efficiency)
     rows: dict[int, Metrics] = {}
     for step in range(1, steps + 1):
         lengths = lengths_of(step if growing else 0)
         total = lengths + 120
         times = {
             "timing_s/gen": rollout_s(machine, 120, lengths),
-            "timing_s/old_log_prob": machine.inference_time(total).total_s,
-            "timing_s/update_actor": machine.train_time(total, 1, 1).total_s,
+            "timing_s/old_log_prob": calls.of("actor", FSDP).forward_s(total).total_s,
+            "timing_s/update_actor": calls.of("actor", FSDP).train_s(total).total_s,
         }
         for name in times:
             times[name] *= math.exp(NOISE * rng.standard_normal()) * (1.6 if step in OUTLIERS else 1.0)

@@ -140,7 +140,7 @@ def edited(*pairs: tuple[str, str]) -> str:
         ("{tp: 4}", "{tp: 3}", "base.yaml:9:5: system 'verl': tp 3 does not divide the 8 GPUs of a node"),
         ("seeds: 1", "training: {tp: 3}", "training: tp × pp × cp = 3 does not divide the 8 GPUs"),
         ("seeds: 1", "training: {backend: x}", "base.yaml:7:12: training.backend: Input should be 'fsdp', 'megatron'"),
-        ("llama-3.1-8b", "llama-3-70b", "llama-3-70b training (DP 8, TP 1, PP 1, ZeRO 3) does not fit: parameters"),
+        ("llama-3.1-8b", "llama-3-70b", "llama-3-70b: call train (DP 8, TP 1, PP 1, ZeRO 3) does not fit on GPU 0: "),
         ("seeds: 1", "memory_utilization: 0.05", "no TP degree is feasible:\nTP1: "),
     ],
 )  # fmt: skip

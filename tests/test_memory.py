@@ -5,6 +5,7 @@ import pytest
 from rlsim.cost.memory import (
     activation_bytes_per_token,
     check_training,
+    inference_memory,
     kv_page_bytes,
     resident_bytes,
     rollout_activation_bytes,
@@ -57,6 +58,33 @@ def test_pats_kv_budget_is_plausible() -> None:
     """PAT keeps 128K KV tokens per A40 for LLaMA-3.1-8B: what 70 to 80% of its memory leaves at TP1."""
     tokens = [rollout_memory(LLAMA, A40, 1, memory_utilization=u).capacity_tokens for u in (0.7, 0.8)]
     assert tokens[0] < 128 * 1024 < tokens[1]
+
+
+def test_stages_of_a_rollout_replica_by_hand() -> None:
+    # the last of four stages: eight layers, head and final norm (the first has the embedding, 4096 weights fewer)
+    assert rollout_weight_bytes(LLAMA, 1, 4) == 2 * (8 * 218_112_000 + 128_256 * 4096 + 4096)
+    assert kv_page_bytes(LLAMA, 2, 16, 4) == 131_072 * 16 / 2 / 4
+    whole, cut = rollout_memory(LLAMA, A40, 1), rollout_memory(LLAMA, A40, 1, pp=4)
+    free = whole.kv_bytes + whole.weight_bytes - cut.weight_bytes
+    assert cut.capacity_tokens == pytest.approx(4 * free / 131_072, rel=1e-3)
+    assert rollout_memory(LLAMA, A40, 1, pp=1) == whole
+    with pytest.raises(ConfigError, match="PP 33"):
+        rollout_memory(LLAMA, A40, 1, pp=33)
+    with pytest.raises(CapacityError, match=r"at TP 1, PP 2"):
+        rollout_memory(LLAMA, A40, 1, pp=2, resident_bytes=40e9)
+
+
+def test_inference_by_hand() -> None:
+    memory = inference_memory(LLAMA, TrainStrategy(tp=2, pp=2, dp=2), 8192, reserved_bytes=0.0)
+    assert memory.parameter_bytes == 2 * (16 * 218_112_000 + 128_256 * 4096 + 4096) / 2
+    assert memory.gradient_bytes == memory.optimizer_bytes == memory.gathered_bytes == 0.0
+    assert memory.activation_bytes == 8192 * 2 * (4 * 4096 + (2 * 4096 + 2 * 1024 + 3 * 14336) / 2)
+    assert memory.logits_bytes == 6 * 8192 * 128_256 / 2
+    assert inference_memory(LLAMA.as_critic(), TrainStrategy()).logits_bytes == 0.0
+    sharded = inference_memory(LLAMA, TrainStrategy(dp=8, zero_stage=3))
+    assert sharded.parameter_bytes == LLAMA.weight_bytes / 8
+    assert sharded.gathered_bytes == 4 * 128_256 * 4096  # the embedding, and as much ahead
+    assert sharded.total_bytes < training_memory(LLAMA, TrainStrategy(dp=8, zero_stage=3)).total_bytes
 
 
 def test_capacity_grows_with_tp_and_memory() -> None:

@@ -13,6 +13,7 @@ from rlsim.calibrate.verl_lengths import Batch
 from rlsim.calibrate.verl_settings import RunSettings
 from rlsim.cost.calibration import Calibration, HostFit
 from rlsim.cost.machine import Machine
+from rlsim.cost.memory import check_training, resident_bytes
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.sim.control import RolloutControl
@@ -91,21 +92,16 @@ def host_fit(calibration: Calibration, step_s: float, sequence_s: float, source:
 
 
 def _machine(model: Model, cluster: Cluster, calibration: Calibration, settings: RunSettings) -> Machine:
-    backend = settings.backend
-    if backend not in calibration.training.flop_efficiency:  # not asked for here, but a machine must have one
-        training = calibration.training.model_copy(update={"flop_efficiency": {backend: 0.5}})
-        calibration = calibration.model_copy(update={"training": training})
+    check_training(model, cluster.gpu, settings.train)
     return Machine(
         model,
         cluster,
         calibration,
-        train=settings.train,
-        inference=settings.inference,
-        backend=backend,
         page_tokens=settings.engine.page_tokens,
         max_batched_tokens=settings.engine.max_num_batched_tokens,
         max_sequences=settings.engine.max_num_seqs,
         memory_utilization=settings.memory_utilization,
+        resident_bytes=resident_bytes(model, settings.train),
     )
 
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import CapacityError
+from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Gpu
 from rlsim.models import Model
 
@@ -44,10 +44,12 @@ class RolloutMemory:
         return self.pages * self.page_tokens
 
 
-def rollout_weight_bytes(model: Model, tp: int) -> float:
+def rollout_weight_bytes(model: Model, tp: int, pp: int = 1) -> float:
     """Weights on one GPU of a replica: matrices, biases, embedding and head are sharded, norms and router replicated.
 
-    KV projections are replicated when there are fewer KV heads than GPUs. Raises `ConfigError` if `tp` does not fit.
+    KV projections are replicated when there are fewer KV heads than GPUs. With `pp` stages, those of the fullest: it
+    has ⌈layers / pp⌉ layers and the larger of the embedding (first stage) and the head with the final norm (last
+    stage). Raises `ConfigError` if `tp` or `pp` does not fit.
     """
     kv = model.kv_heads_per_gpu(tp) * model.head_dim
     layer = sum(linear.n_out * linear.k_in * linear.count for linear in model.linear_layers(tp))
@@ -59,13 +61,22 @@ def rollout_weight_bytes(model: Model, tp: int) -> float:
     layer += model.mlp_bias * (2 * model.intermediate_size // tp + model.hidden_size)
     embedding = math.ceil(model.vocab_size / tp) * model.hidden_size
     head = 0 if model.head_parameters == 0 else model.head(tp).n_out * model.hidden_size
-    return (model.num_hidden_layers * layer + embedding + head + model.hidden_size) * model.dtype_bytes
+    head += model.hidden_size
+    ends = embedding + head if pp == 1 else max(embedding, head)
+    return (_stage_layers(model, pp) * layer + ends) * model.dtype_bytes
 
 
-def kv_page_bytes(model: Model, tp: int, page_tokens: int) -> float:
-    """One page of KV cache on one GPU: 2 · layers · KV heads here · head_dim · bytes · tokens."""
+def kv_page_bytes(model: Model, tp: int, page_tokens: int, pp: int = 1) -> float:
+    """One page of KV cache on one GPU: 2 · ⌈layers / pp⌉ · KV heads here · head_dim · bytes · tokens."""
     heads = model.kv_heads_per_gpu(tp)
-    return 2 * model.num_hidden_layers * heads * model.head_dim * model.dtype_bytes * page_tokens
+    return 2 * _stage_layers(model, pp) * heads * model.head_dim * model.dtype_bytes * page_tokens
+
+
+def _stage_layers(model: Model, pp: int) -> int:
+    """Layers of the fullest of `pp` stages."""
+    if not 1 <= pp <= model.num_hidden_layers:
+        raise ConfigError(f"{model.name}: PP {pp} does not go with its {model.num_hidden_layers} layers")
+    return math.ceil(model.num_hidden_layers / pp)
 
 
 def rollout_activation_bytes(model: Model, tp: int, max_batched_tokens: int, max_sequences: int) -> float:
@@ -85,6 +96,7 @@ def rollout_memory(
     gpu: Gpu,
     tp: int,
     *,
+    pp: int = 1,
     page_tokens: int = 16,
     memory_utilization: float = 0.9,
     max_batched_tokens: int = 8192,
@@ -93,17 +105,19 @@ def rollout_memory(
     resident_bytes: float = 0.0,
     min_tokens: int = 1,
 ) -> RolloutMemory:
-    """What a rollout replica of `tp` GPUs keeps on each, and the KV pages left:
+    """What a rollout replica of `tp` · `pp` GPUs keeps on each, and the KV pages left:
 
     (`memory_utilization` · memory − weights − activations − reserved − resident) / page, rounded down (vLLM's rule).
     `reserved_bytes` are the CUDA context, communication buffers and decode graphs, `resident_bytes` what others hold on
     the GPU meanwhile (training states that are not offloaded), `min_tokens` the KV the replica must at least hold.
+    With `pp` stages the fullest one decides; a page there holds a stage's layers only, so the replica has more of them.
 
-    Raises `CapacityError`, with the bytes, if that does not fit, and `ConfigError` if `tp` does not split the model.
+    Raises `CapacityError`, with the bytes, if that does not fit, and `ConfigError` if `tp` or `pp` does not split the
+    model.
     """
-    weights = rollout_weight_bytes(model, tp)
+    weights = rollout_weight_bytes(model, tp, pp)
     activations = rollout_activation_bytes(model, tp, max_batched_tokens, max_sequences)
-    page = kv_page_bytes(model, tp, page_tokens)
+    page = kv_page_bytes(model, tp, page_tokens, pp)
     budget = memory_utilization * gpu.memory_bytes
     pages = math.floor((budget - weights - activations - reserved_bytes - resident_bytes) / page)
     if pages * page_tokens < min_tokens:
@@ -115,13 +129,14 @@ def rollout_memory(
             "other residents": resident_bytes,
             f"KV cache of {min_tokens} tokens": needed,
         }
-        raise _does_not_fit(f"{model.name} rollout at TP {tp}", parts, gpu, memory_utilization)
+        layout = f"TP {tp}, PP {pp}" if pp > 1 else f"TP {tp}"
+        raise _does_not_fit(f"{model.name} rollout at {layout}", parts, gpu, memory_utilization)
     return RolloutMemory(weights, activations, reserved_bytes, page, page_tokens, pages)
 
 
 @dataclass(frozen=True)
 class TrainMemory:
-    """Peak bytes on the fullest GPU of a training call, by kind."""
+    """Peak bytes on the fullest GPU of a training or inference call, by kind."""
 
     parameter_bytes: float
     gradient_bytes: float
@@ -209,6 +224,35 @@ def training_memory(
         gathered_bytes=gathered,
         activation_bytes=activations,
         logits_bytes=logits,
+        reserved_bytes=reserved_bytes,
+    )
+
+
+def inference_memory(
+    model: Model,
+    strategy: TrainStrategy,
+    micro_batch_tokens: int | None = None,
+    *,
+    reserved_bytes: float = RESERVED_BYTES,
+) -> TrainMemory:
+    """Peak bytes on the fullest GPU of one inference call (log-probabilities, values, rewards): no gradients kept.
+
+    Parameters in bf16, divided by the data-parallel ranks under ZeRO-3, which gathers two layers or the embedding as in
+    training; the live tensors of one layer for one micro-batch; its logits in bf16 and in fp32. A pipeline has several
+    micro-batches under way, but each stage only one. Raises `ConfigError` if the strategy does not suit the model.
+    """
+    strategy.check_model(model)
+    tokens = (strategy.micro_batch_tokens if micro_batch_tokens is None else micro_batch_tokens) / strategy.cp
+    sharded = strategy.shards if strategy.zero_stage == 3 else 1
+    unit = max(model.layer_parameters, model.vocab_size * model.hidden_size) / strategy.tp
+    _, everything = activation_bytes_per_token(model, strategy)
+    return TrainMemory(
+        parameter_bytes=BF16 * stage_parameters(model, strategy) / sharded,
+        gradient_bytes=0.0,
+        optimizer_bytes=0.0,
+        gathered_bytes=2 * BF16 * unit if sharded > 1 else 0.0,
+        activation_bytes=tokens * everything,
+        logits_bytes=0.0 if model.scalar_head else (BF16 + FP32) * tokens * model.vocab_size / strategy.tp,
         reserved_bytes=reserved_bytes,
     )
 

@@ -18,6 +18,7 @@ class TrainStrategy:
     - `micro_batch_tokens`: most tokens in one micro-batch of one data-parallel rank, summed over its sequences
       (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
     - `micro_batch_sequences`: if given, micro-batches of that many sequences instead (veRL without dynamic batch size).
+    - `micro_batches`: if given, just so many micro-batches of each rank's share, balanced by work.
     - `zero_stage`: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters
       (3 is FSDP's full sharding).
     - `recompute`: `full` keeps each layer's input only; `selective` recomputes norms and the MLP's activation function,
@@ -35,6 +36,7 @@ class TrainStrategy:
     cp: int = 1
     micro_batch_tokens: int = 16384
     micro_batch_sequences: int | None = None
+    micro_batches: int | None = None
     zero_stage: int = 0
     recompute: Recompute = "full"
     offload: bool = False
@@ -46,6 +48,8 @@ class TrainStrategy:
                 raise ConfigError(f"training strategy: {key} must be at least 1, got {getattr(self, key)}")
         if self.micro_batch_sequences is not None and self.micro_batch_sequences < 1:
             raise ConfigError("training strategy: micro_batch_sequences must be at least 1")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ConfigError("training strategy: micro_batches must be at least 1")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"training strategy: zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
         if self.recompute not in ("none", "selective", "full"):

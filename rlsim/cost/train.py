@@ -253,7 +253,9 @@ class TrainCost:
         result = []
         for step in range(mini_batches):
             parts = [share[step] for share in shares]
-            if strategy.micro_batch_sequences:
+            if strategy.micro_batches:
+                count = strategy.micro_batches
+            elif strategy.micro_batch_sequences:
                 count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
             else:
                 count = max(math.ceil(float(lengths[part].sum()) / strategy.micro_batch_tokens) for part in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,22 +11,22 @@ from rlsim import catalogue
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.machine import Machine
-from rlsim.cost.train import TrainTime
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.site import Site
 from rlsim.experiment.system import System
+from rlsim.experiment.times import ExperimentTimes
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt
-from rlsim.sim.elastic import Pieces
 from rlsim.sim.request import Request
-from rlsim.sim.responses import Responses
 from rlsim.sim.simulation import Outcome, Simulation
 from rlsim.trace import StepSampler, Trace, mix, read_trace
-from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
+from rlsim.workflow import Workflow
+from rlsim.workflow.algorithms import ALGORITHMS
+from rlsim.workflow.memory import BatchSize
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Setup:
     calibration: Calibration
     trace: Trace
     trace_paths: tuple[Path, ...]
+    models: Mapping[str, Model]  # by role: actor, reference, critic, reward
     judge_model: Model | None = None
 
     @classmethod
@@ -47,13 +48,15 @@ class Setup:
         named = experiment.trace.path
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         judge = experiment.workflow.reward.judge
+        actor = _find_model(experiment.model, folder)
         return cls(
             experiment,
             load_cluster(experiment.cluster, source=f"{shown}: cluster"),
-            _find_model(experiment.model, folder),
+            actor,
             load_calibration(experiment.calibration),
             mix([read_trace(path) for path in paths]),
             paths,
+            _by_role(actor, {role: _find_model(name, folder) for role, name in experiment.models.items()}),
             _find_model(judge.model, folder) if judge else None,
         )
 
@@ -67,9 +70,10 @@ class Setup:
         return {}
 
     def site(self, system: System | None = None) -> Site:
-        """Where a system runs; systems that place the judge alike share it."""
+        """Where a system runs; systems that place their calls and the judge alike share it."""
         judge = system.judge if system and self.scoring.judged.any() else None
-        return self._sites.setdefault(repr(judge), Site(self, judge))
+        placing = system.placing if system else None
+        return self._sites.setdefault(f"{judge!r} {placing!r}", Site(self, judge, placing))
 
     @property
     def context(self) -> ControlContext:
@@ -85,6 +89,28 @@ class Setup:
     def bound(self) -> GenerationBound:
         """The generation stage at best, where nothing is colocated."""
         return self.site().bound
+
+    @cached_property
+    def algorithm(self) -> Workflow:
+        """The calls of a step, as no system has changed them yet."""
+        spec = self.experiment.workflow
+        old_log_probs = spec.algorithm == "grpo" if spec.old_log_probs is None else spec.old_log_probs
+        make: Callable[..., Workflow] = ALGORITHMS[spec.algorithm]
+        return make(reference=spec.reference, old_log_probs=old_log_probs, reward_model="reward" in self.models)
+
+    @cached_property
+    def batch(self) -> BatchSize:
+        """What a step's calls work on."""
+        experiment, spec, cap = self.experiment, self.experiment.workflow, self.experiment.trace.cap
+        known = self.trace.frame.get("prompt_tokens")
+        default = experiment.trace.default_prompt_tokens
+        prompt = float(default) if known is None else float(known.fillna(default).mean())
+        return BatchSize(
+            spec.prompts * spec.responses,
+            prompt + float(self.trace.response_tokens.clip(max=cap).mean()),
+            self.longest_prompt + cap,
+            experiment.training.mini_batches,
+        )
 
     @cached_property
     def longest_prompt(self) -> int:
@@ -121,8 +147,8 @@ class Setup:
 
     def workflow(self, system: System) -> Workflow:
         """The calls of a step as a system connects them; raises `ConfigError` if it cannot."""
-        spec, training = self.experiment.workflow, self.experiment.training
-        graph = system.rewired(grpo(reference=spec.reference, old_log_probs=spec.old_log_probs))
+        training = self.experiment.training
+        graph = system.rewired(self.algorithm)
         streamed = any(e.grain == "sample" and graph.call(e.target).kind == "train" for e in graph.edges)
         if streamed and (training.mini_batches > 1 or training.epochs > 1):
             raise ConfigError(
@@ -138,18 +164,17 @@ class Setup:
     def simulate(self, system: System, sampler: StepSampler) -> Outcome:
         """One system on one seed's responses."""
         experiment, spec, site = self.experiment, self.experiment.workflow, self.site(system)
-        graph, strategy = self.workflow(system), site.machine.train_strategy
         system.control.setup(site.context)
         return Simulation(
-            workflow=graph,
-            plan=colocated(graph, site.gpus, strategy, strategy, site.reward_placement),
+            workflow=self.workflow(system),
+            plan=site.plan,
             cluster=self.cluster,
             control=system.control,
             initial_tp=site.context.check_tp(system.layout.initial_tp(site.context)),
             feed=PromptFeed(spec.prompts, spec.responses),
             requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
             costs=site.machine,
-            times=_Times(self, site),
+            times=ExperimentTimes(self.algorithm, site, experiment.training),
             scoring=self.scoring,
             config=experiment.engine,
             cap_tokens=experiment.trace.cap,
@@ -162,43 +187,18 @@ class Setup:
         ).run()
 
 
-class _Times:
-    """The `CallTimes` of an experiment."""
-
-    def __init__(self, setup: Setup, site: Site) -> None:
-        self._machine = site.machine
-        self._training = setup.experiment.training
-
-    def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:  # noqa: ARG002
-        lengths = responses.total_tokens[responses.trained]
-        if call.kind == "sync":
-            return [("weights", self._machine.sync_s(rollout_tp))]
-        if call.kind == "train":
-            time = self._machine.train_time(lengths, self._training.mini_batches, self._training.epochs)
-        else:
-            time = self._machine.inference_time(lengths)
-        return _named(time)
-
-    def pieces(self, call: Call) -> Pieces:
-        machine = self._machine
-        strategy = machine.train_strategy
-        # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
-        tokens = strategy.micro_batch_tokens * (1 if strategy.pp == 1 else 4 * strategy.pp)
-        train = call.kind == "train"
-        load_s = machine.load_s(backward=train)
-        finish = [*(_named(machine.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]
-        return Pieces(lambda lengths: _named(machine.part_time(lengths, backward=train)), tokens, load_s, finish)
-
-
-def _named(time: TrainTime) -> list[tuple[str, float]]:
-    return [(name.removesuffix("_s"), value) for name, value in vars(time).items() if value]
-
-
 def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
     batch = sampler.draw([p.position for p in prompts], [p.first_sample for p in prompts], samples)
     columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
     rows = zip(*(c.tolist() for c in columns), strict=True)
     return [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
+
+
+def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:
+    """The models of an experiment; a reference and a critic are as large as the actor unless they are given."""
+    models = {"actor": actor, "reference": actor, "critic": actor, **given}
+    scalar = {"scalar_head": True}
+    return {r: m.model_copy(update=scalar) if r in ("critic", "reward") else m for r, m in models.items()}
 
 
 def _find_model(name: str, folder: Path) -> Model:

@@ -75,13 +75,13 @@ class RewardSpec(Schema):
 class WorkflowSpec(Schema):
     """The RL algorithm and its batch."""
 
-    algorithm: Literal["grpo"] = Field(default="grpo", description="which graph of calls")
+    algorithm: Literal["grpo", "ppo", "remax", "dpo"] = Field(default="grpo", description="which graph of calls")
     prompts: int = Field(ge=1, le=1_000_000, description="prompts per step")
     responses: int = Field(ge=1, le=10_000, description="responses per prompt")
     steps: int = Field(ge=1, le=100_000, description="training steps to simulate")
     reference: bool = Field(default=True, description="whether a frozen reference model scores the responses (KL term)")
-    old_log_probs: bool = Field(
-        default=True, description="whether the trainer computes the old policy's log-probs anew"
+    old_log_probs: bool | None = Field(
+        default=None, description="whether the trainer computes the old policy's log-probs anew; default: in grpo"
     )
     reward: RewardSpec = RewardSpec()
 
@@ -117,6 +117,11 @@ class Experiment(Schema):
     description: str = Field(default="", description="what it asks, in a sentence")
     cluster: str | dict[str, Any] = Field(description="a cluster of the catalogue, or one spelled out")
     model: str = Field(description="a model of the catalogue, or the path of a Hugging Face config.json")
+    models: dict[Literal["reference", "critic", "reward"], str] = Field(
+        default={},
+        description="models beside the actor, as `model` names them; default: reference and critic like the actor, and "
+        "responses scored by no model",
+    )
     calibration: str = Field(description="<gpu>-<engine>: kernels, links and host time")
     engine: EngineConfig = EngineConfig()
     memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory for the rollout engine")

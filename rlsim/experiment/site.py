@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlsim.cost.bound import GenerationBound
+from rlsim.cost.calls import CallCosts
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.machine import Machine
 from rlsim.cost.memory import kv_page_bytes, rollout_memory
@@ -15,10 +17,11 @@ from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
-from rlsim.policies.parts import JudgePlacement
+from rlsim.policies.parts import JudgePlacement, Placing, PlanContext
 from rlsim.sim.control import ControlContext
 from rlsim.sim.simulation import Judge
-from rlsim.workflow import Placement
+from rlsim.workflow import Placement, Plan, colocated
+from rlsim.workflow.memory import PlanMemory
 
 if TYPE_CHECKING:
     from rlsim.experiment.build import Setup
@@ -31,15 +34,18 @@ JUDGE_SEQUENCES = 64
 
 
 class Site:
-    """One experiment with its judge, if it has one, on GPUs of its own (`colocated` None) or beside the other calls.
+    """One experiment with its calls where `placing` puts them (None: all on the same GPUs).
+
+    Its judge, if it has one, is on GPUs of its own (`judge` None) or beside the other calls.
 
     Raises `RlsimError`s that say what does not fit.
     """
 
-    def __init__(self, setup: Setup, colocated: JudgePlacement | None) -> None:
+    def __init__(self, setup: Setup, judge: JudgePlacement | None, placing: Placing | None) -> None:
         self._setup = setup
+        self._placing = placing
         self._spec = setup.experiment.workflow.reward.judge if setup.scoring.judged.any() else None
-        self._colocated = colocated if self._spec else None
+        self._colocated = judge if self._spec else None
 
     @cached_property
     def judge_gpus(self) -> tuple[int, ...]:
@@ -146,47 +152,110 @@ class Site:
             "layers_in_host_memory": self.offloaded_layers,
         }
 
-    @cached_property
-    def machine(self) -> Machine:
-        """Times and sizes; made once, since look-ups are cached in it."""
-        setup = self._setup
-        experiment, engine, training = setup.experiment, setup.experiment.engine, setup.experiment.training
+    def training_strategy(self, gpus: int) -> TrainStrategy:
+        """How training and log-prob passes are spread over so many GPUs, as the experiment says."""
+        training = self._setup.experiment.training
         share = training.tp * training.pp * training.cp
-        if self.cluster.gpus % share:
-            beside = f" ({len(self.judge_gpus)} more are kept for the judge)" if self.judge_gpus else ""
-            raise ConfigError(
-                f"training: tp × pp × cp = {share} does not divide the {self.cluster.gpus} GPUs of the cluster{beside}"
-            )
+        beside = f" ({len(self.judge_gpus)} more are kept for the judge)" if self.judge_gpus else ""
+        if gpus % share:
+            of = "of the cluster" if gpus == self.cluster.gpus else "that a call is to have"
+            raise ConfigError(f"training: tp × pp × cp = {share} does not divide the {gpus} GPUs {of}{beside}")
         if self.judge_gpus and self.cluster.gpus_per_node % min(training.tp, self.cluster.gpus_per_node):
             raise ConfigError(
                 f"training.tp {training.tp} does not divide the {self.cluster.gpus_per_node} GPUs of a node that "
                 f"workflow.reward.judge leaves ({len(self.judge_gpus)} of the cluster are kept for it)"
             )
-        default_zero = 3 if training.backend == "fsdp" else 1
-        train = TrainStrategy(
-            dp=self.cluster.gpus // share,
+        return replace(
+            self._style,
+            dp=gpus // share,
             tp=training.tp,
             pp=training.pp,
             cp=training.cp,
+            sequence_parallel=training.tp > 1,
+        )
+
+    @property
+    def _style(self) -> TrainStrategy:
+        training = self._setup.experiment.training
+        default_zero = 3 if training.backend == "fsdp" else 1
+        return TrainStrategy(
             micro_batch_tokens=training.micro_batch_tokens,
             zero_stage=default_zero if training.zero_stage is None else training.zero_stage,
             recompute=training.recompute,
             offload=training.offload,
-            sequence_parallel=training.tp > 1,
         )
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Where every call runs. Raises `CapacityError` if a GPU would have to hold more than it can."""
+        workflow = self._setup.algorithm
+        if self._placing is None:
+            plan = colocated(workflow, self.gpus, self.training_strategy(len(self.gpus)), self.reward_placement)
+        else:
+            plan = self._placing.plan(self.plan_context)
+        self.memory.check(plan, self._beside_bytes)
+        return plan
+
+    @property
+    def placed(self) -> bool:
+        """Whether a system says where its calls run."""
+        return self._placing is not None
+
+    @cached_property
+    def plan_context(self) -> PlanContext:
+        """What a placement learns."""
+        setup = self._setup
+        return PlanContext(
+            workflow=setup.algorithm,
+            cluster=setup.cluster,
+            gpus=self.gpus,
+            models=setup.models,
+            training=self.training_strategy,
+            style=self._style,
+            reward=self.reward_placement,
+            check=lambda plan: self.memory.check(plan, self._beside_bytes),
+        )
+
+    @cached_property
+    def memory(self) -> PlanMemory:
+        """What calls keep on their GPUs."""
+        setup = self._setup
+        return PlanMemory(setup.algorithm, setup.models, setup.cluster.gpu, setup.batch)
+
+    @cached_property
+    def calls(self) -> CallCosts:
+        """Times of inference and training calls."""
+        setup, training = self._setup, self._setup.experiment.training
+        return CallCosts(setup.models, self.cluster, setup.calibration, training.backend, training.efficiency)
+
+    @cached_property
+    def generation(self) -> Placement:
+        """Where responses are generated."""
+        return self.plan.of(next(call.name for call in self._setup.algorithm.calls if call.kind == "generate"))
+
+    @cached_property
+    def rollout_cluster(self) -> Cluster:
+        """The GPUs that generate, as a cluster."""
+        groups = self.generation.nodes(self._setup.cluster)
+        sizes = {len(group) for group in groups}
+        if len(sizes) > 1:
+            raise ConfigError(f"generation has {sizes} GPUs on different nodes; as many of each node are needed")
+        return self._setup.cluster.model_copy(update={"nodes": len(groups), "gpus_per_node": sizes.pop()})
+
+    @cached_property
+    def machine(self) -> Machine:
+        """Times and sizes of the rollout; made once, since look-ups are cached in it."""
+        setup, engine = self._setup, self._setup.experiment.engine
         return Machine(
             setup.model,
-            self.cluster,
+            self.rollout_cluster,
             setup.calibration,
-            train=train,
-            inference=train,
-            backend=training.backend,
-            train_efficiency=training.efficiency,
             page_tokens=engine.page_tokens,
             max_batched_tokens=engine.max_num_batched_tokens,
             max_sequences=engine.max_num_seqs,
-            memory_utilization=experiment.memory_utilization,
-            beside_bytes=self._beside_bytes,
+            memory_utilization=setup.experiment.memory_utilization,
+            pp=1 if self.generation.strategy is None else self.generation.strategy.pp,
+            resident_bytes=self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes,
         )
 
     @cached_property
@@ -194,11 +263,14 @@ class Site:
         """What policies learn before a run."""
         experiment, workflow = self._setup.experiment, self._setup.experiment.workflow
         prompt_tokens = self._setup.longest_prompt
-        feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap)
-        left, whole = self.cluster.gpus_per_node, self._setup.cluster.gpus_per_node
+        planned = self.generation.strategy
+        replica = None if planned is None else planned.tp * planned.pp
+        feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap, replica)
+        left, whole = self.rollout_cluster.gpus_per_node, self._setup.cluster.gpus_per_node
         for tp in (1 << i for i in range(whole.bit_length())):
-            if whole % tp == 0 and left % tp:
-                infeasible[tp] = f"TP {tp} does not divide the {left} GPUs of a node that workflow.reward.judge leaves"
+            if whole % tp == 0 and left % tp and planned is None:
+                who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
+                infeasible[tp] = f"TP {tp} does not divide the {left} GPUs of a node that {who}"
         if not feasible:
             raise CapacityError(
                 "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())
@@ -207,12 +279,13 @@ class Site:
             costs=self.machine,
             feasible_tps=feasible,
             infeasible=infeasible,
-            gpus_per_node=self.cluster.gpus_per_node,
-            nodes=self.cluster.nodes,
+            gpus_per_node=left,
+            nodes=self.rollout_cluster.nodes,
             cap_tokens=experiment.trace.cap,
             page_tokens=experiment.engine.page_tokens,
             requests=workflow.prompts * workflow.responses,
             prompt_tokens=prompt_tokens,
+            replica_gpus=replica,
         )
 
     @cached_property
@@ -220,7 +293,7 @@ class Site:
         """The generation stage at best."""
         steps = {tp: self.machine.step(tp) for tp in self.context.feasible_tps}
         return GenerationBound(
-            steps, self.cluster.gpus, min(self.context.requests, self._setup.experiment.engine.max_num_seqs)
+            steps, self.rollout_cluster.gpus, min(self.context.requests, self._setup.experiment.engine.max_num_seqs)
         )
 
     @cached_property
@@ -236,7 +309,8 @@ class Site:
         """The shapes that the rollout, training and the judge asked for."""
         for crowded in self._crowded_steps.values():
             crowded.lookups()  # tells the machine's own curves how far they were followed
-        return self.machine.lookups().merge([self.judge.crowded.lookups()] if self.judge else [])
+        judge = [self.judge.crowded.lookups()] if self.judge else []
+        return self.machine.lookups().merge([self.calls.lookups(), *judge])
 
     def crowded(self, tp: int) -> StepCost:
         """A rollout replica's steps while a colocated judge has work on its GPUs."""

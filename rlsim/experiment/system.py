@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlsim.errors import ConfigError
-from rlsim.policies.parts import JudgePlacement, Part, Rewiring, flattened
+from rlsim.policies.parts import JudgePlacement, Part, Placing, Rewiring, flattened
+from rlsim.policies.plan import AsPlanned
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.control import Controls, RolloutControl
 from rlsim.sim.reward import RewardControl
@@ -28,12 +29,17 @@ class System:
     reward: RewardControl
     rewirings: tuple[Rewiring, ...]
     judge: JudgePlacement | None  # None: GPUs are kept for it
+    placing: Placing | None  # None: all calls share all GPUs
 
     @classmethod
     def of(cls, parts: Iterable[Part], shown: str = "") -> System:
         """The system of these parts; raises `ConfigError` if two of them decide the same thing, or none the layout."""
         every = list(flattened(parts))
-        layouts = [part for part in every if is_layout(part)]
+        layouts: list[Part] = [part for part in every if is_layout(part)]
+        placings = [part for part in every if isinstance(part, Placing)]
+        if placings and not layouts:
+            layouts = [AsPlanned()]
+            every += layouts
         if len(layouts) != 1:
             what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"
             raise ConfigError(f"{shown}: {what} the layout that a rollout starts with; exactly one does")
@@ -42,7 +48,12 @@ class System:
         rewards = [part for part in every if isinstance(part, RewardControl)]
         judges = [part for part in every if isinstance(part, JudgePlacement)]
         launching = [part for part in batchings if type(part).launch is not Batching.launch]
-        for deciding, what in ((launching, "what to launch"), (rewards, "timeouts"), (judges, "where the judge runs")):
+        for deciding, what in (
+            (launching, "what to launch"),
+            (rewards, "timeouts"),
+            (judges, "where the judge runs"),
+            (placings, "where the calls run"),
+        ):
             if len(deciding) > 1:
                 raise ConfigError(f"{shown}: {_names(deciding)} all decide {what}; at most one may")
         batchings.sort(key=lambda part: part not in launching)
@@ -55,6 +66,7 @@ class System:
             rewards[0] if rewards else RewardControl(),
             tuple(part for part in every if isinstance(part, Rewiring)),
             judges[0] if judges else None,
+            placings[0] if placings else None,
         )
 
     def rewired(self, workflow: Workflow) -> Workflow:

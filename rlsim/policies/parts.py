@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Union
 
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.hardware import Cluster
+from rlsim.models import Model
 from rlsim.sim.batching import Batching
 from rlsim.sim.control import ControlContext, RolloutControl
 from rlsim.sim.reward import RewardControl
 from rlsim.workflow.graph import Workflow
+from rlsim.workflow.plan import Placement, Plan
 
 
 class Rewiring:
@@ -28,6 +33,28 @@ class JudgePlacement:
     @property
     def slowdown(self) -> float:
         """How many times as long an iteration takes while the other has work on the same GPU."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """What a placement learns: the calls, the GPUs and the limits, no lengths."""
+
+    workflow: Workflow
+    cluster: Cluster
+    gpus: tuple[int, ...]  # those that no judge is kept on
+    models: Mapping[str, Model]  # by role
+    training: Callable[[int], TrainStrategy]  # how the experiment spreads a call over so many GPUs
+    style: TrainStrategy  # the same without the degrees: micro-batches, ZeRO stage, recomputation, offload
+    reward: Placement  # of reward calls
+    check: Callable[[Plan], None]  # raises `CapacityError` for a plan that does not fit
+
+
+class Placing:
+    """Says on which GPUs each call runs and how it is spread over them. Without one, all calls share all GPUs."""
+
+    def plan(self, context: PlanContext) -> Plan:
+        """The placement of every call; raises `ConfigError` or `CapacityError` if there is none."""
         raise NotImplementedError
 
 
@@ -52,5 +79,5 @@ def flattened(parts: Iterable[Part]) -> Iterator[Part]:
             yield part
 
 
-KINDS = (RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Composition)
-Part = Union[RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Composition]  # noqa: UP007
+KINDS = (RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Placing, Composition)
+Part = Union[RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Placing, Composition]  # noqa: UP007

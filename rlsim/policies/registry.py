@@ -14,7 +14,12 @@ BUILTIN = {
     "async_reward": "rlsim.policies.reward_scheduler:AsyncReward",
     "colocated_judge": "rlsim.policies.reward_scheduler:ColocatedJudge",
     "dynamic_sampling": "rlsim.policies.dynamic_sampling:DynamicSampling",
+    "deepspeed_chat": "rlsim.policies.frameworks:DeepSpeedChat",
+    "megatron": "rlsim.policies.frameworks:Megatron",
+    "nemo_aligner": "rlsim.policies.frameworks:NeMoAligner",
+    "openrlhf": "rlsim.policies.frameworks:OpenRLHF",
     "pat": "rlsim.policies.pat:PAT",
+    "plan": "rlsim.policies.plan:ExplicitPlan",
     "planner": "rlsim.policies.planner:Planner",
     "reward_scheduler": "rlsim.policies.reward_scheduler:RewardScheduler",
     "rlhfuse": "rlsim.policies.rlhfuse:RLHFuse",
@@ -23,6 +28,7 @@ BUILTIN = {
     "stream": "rlsim.policies.stream_trainer:StreamTrainer",
     "tail_batching": "rlsim.policies.tail_batching:TailBatching",
     "tail_consolidation": "rlsim.policies.rlhfuse:TailConsolidation",
+    "trl": "rlsim.policies.frameworks:TRL",
     "verl": "rlsim.policies.verl:VeRL",
 }
 ENTRY_POINT_GROUP = "rlsim.policies"

@@ -190,6 +190,7 @@ class ControlContext:
     page_tokens: int
     requests: int  # responses launched per step
     prompt_tokens: int  # longest prompt of the trace
+    replica_gpus: int | None = None  # of a rollout replica (TP × PP), where the plan says it
 
     def check_tp(self, tp: int) -> int:
         """`tp` if a node can run it; else `ConfigError` (does not divide the node) or `CapacityError` (too small)."""

@@ -11,7 +11,6 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.machine import Machine
 from rlsim.cost.profile import profile_of
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import forward_flops
 from rlsim.cost.transfer import switch_peak_bytes
 from rlsim.experiment.build import find_trace
@@ -53,8 +52,7 @@ def run_experiments() -> tuple[Result, Result, Result]:
 
 def _a40_machine() -> Machine:
     cluster, model = load_cluster("8xa40"), load_model("llama-3.1-8b")
-    train = TrainStrategy(dp=cluster.gpus, zero_stage=3, offload=True)
-    return Machine(model, cluster, load_calibration("a40-vllm"), train=train, inference=train, backend="fsdp")
+    return Machine(model, cluster, load_calibration("a40-vllm"))
 
 
 def _inputs() -> Iterator[Row]:

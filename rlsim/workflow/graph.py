@@ -43,13 +43,14 @@ class Workflow:
     """The calls of one training step and their edges. Raises `ConfigError` if they do not form a runnable graph.
 
     `group_advantage`: a response can be trained on once all responses to its prompt are scored (GRPO's baseline is
-    their mean).
+    their mean). `baseline_responses`: so many more to each prompt, scored but not trained on (ReMax).
     """
 
     name: str
     calls: tuple[Call, ...]
     edges: tuple[Edge, ...]
     group_advantage: bool = False
+    baseline_responses: int = 0
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]
@@ -93,6 +94,11 @@ class Workflow:
         """The edges that end in the call `name`."""
         return tuple(edge for edge in self.edges if edge.target == name)
 
+    def beside(self, name: str) -> tuple[list[str], list[str]]:
+        """The calls before and after the call `name`, in any step."""
+        before = [edge.source for edge in self.edges if edge.target == name]
+        return before, [edge.target for edge in self.edges if edge.source == name]
+
     def order(self) -> tuple[str, ...]:
         """Call names, each after those it needs within a step; raises `ConfigError` if they wait for each other."""
         needs = {c.name: {e.source for e in self.into(c.name) if e.lag == 0} for c in self.calls}
@@ -105,27 +111,3 @@ class Workflow:
             for name in ready:
                 del needs[name]
         return tuple(ordered)
-
-
-def grpo(*, reference: bool = True, old_log_probs: bool = True) -> Workflow:
-    """GRPO as veRL runs it: generate, score, log-probs under the reference and the old policy, one update, weight sync.
-
-    GRPO (Shao et al. 2024) has no critic; `reference` off is training without a KL term (DAPO), `old_log_probs` off
-    takes those of the rollout engine.
-    """
-    calls = [
-        Call("generate", "generate", "actor"),
-        Call("reward", "reward", "reward"),
-        *([Call("old_log_prob", "inference", "actor")] if old_log_probs else []),
-        *([Call("ref_log_prob", "inference", "reference")] if reference else []),
-        Call("train", "train", "actor"),
-        Call("weight_sync", "sync", "actor"),
-    ]
-    prepare = [call.name for call in calls if call.kind in ("reward", "inference")]
-    edges = [
-        *(Edge("generate", name) for name in prepare),
-        *(Edge(name, "train") for name in prepare),
-        Edge("train", "weight_sync"),
-        Edge("weight_sync", "generate", lag=1),
-    ]
-    return Workflow("grpo", tuple(calls), tuple(edges), group_advantage=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
@@ -13,10 +13,10 @@ from rlsim.workflow.graph import Workflow
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs of one call (none: it runs on CPUs) and, for inference and training, its parallel strategy.
+    """GPUs of one call (none: it runs on CPUs, or there is nothing to do) and its parallel strategy.
 
-    How a `generate` call uses its GPUs is decided while the clock runs, by the rollout control. A call holds its GPUs
-    alone unless it is `shared`: then it runs beside whatever else is on them.
+    A `generate` call without a strategy uses its GPUs as the rollout control decides while the clock runs. A call holds
+    its GPUs alone unless it is `shared`: then it runs beside whatever else is on them.
     """
 
     gpus: tuple[int, ...]
@@ -30,7 +30,10 @@ class Placement:
         return tuple(self.gpus[first : first + gpus] for first in range(0, len(self.gpus) - gpus + 1, gpus))
 
     def nodes(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-        """The placement's GPUs node by node."""
+        """The placement's GPUs node by node; where a replica spans nodes, replica by replica."""
+        replica = self.strategy.gpus // self.strategy.dp if self.strategy else 1
+        if replica > cluster.gpus_per_node:
+            return self.replicas(replica)
         by_node: dict[int, list[int]] = {}
         for gpu in self.gpus:
             by_node.setdefault(cluster.node_of(gpu), []).append(gpu)
@@ -51,19 +54,57 @@ class Plan:
             raise ConfigError(f"the plan places no call {call!r}") from None
 
 
-def colocated(
+def grouped(
     workflow: Workflow,
-    gpus: tuple[int, ...],
-    inference: TrainStrategy,
-    train: TrainStrategy,
+    groups: Mapping[str, tuple[tuple[int, ...], TrainStrategy]],
     reward: Placement | None = None,
 ) -> Plan:
+    """Every call on the GPUs of its group and with that group's strategy; `groups` is by call name.
+
+    The rollout control says how generation uses its GPUs. Models that are not trained wait in host memory.
+    """
+    trained = {call.model for call in workflow.calls if call.kind == "train"}
+    placed: dict[str, Placement] = {}
+    for call in workflow.calls:
+        if call.kind == "generate":
+            placed[call.name] = Placement(groups[call.name][0])
+        elif call.kind not in ("reward", "sync"):
+            gpus, strategy = groups[call.name]
+            frozen = call.model not in trained
+            placed[call.name] = Placement(gpus, replace(strategy, offload=True) if frozen else strategy)
+    return with_transfers(workflow, placed, reward)
+
+
+def with_transfers(workflow: Workflow, placed: Mapping[str, Placement], reward: Placement | None = None) -> Plan:
+    """A plan from the placements of its generate, inference and train calls.
+
+    New weights go over the GPUs of the calls on both sides; where these hold the same weights there is nothing to do.
+    Reward calls run on CPUs, or where `reward` says.
+    """
+    placements = dict(placed)
+    for call in workflow.calls:
+        if call.kind == "reward":
+            placements[call.name] = reward or Placement(())
+        elif call.kind == "sync":
+            sources, targets = workflow.beside(call.name)
+            ends = [placed[name] for name in (*sources, *targets)]
+            moves = any(not same_weights(ends[0], end) for end in ends[1:])
+            gpus = {gpu for end in ends for gpu in end.gpus} if moves else ()
+            placements[call.name] = Placement(tuple(sorted(gpus)))
+    return Plan(placements)
+
+
+def same_weights(one: Placement, other: Placement) -> bool:
+    """Whether every GPU needs just the weights under one placement that it has under the other."""
+    a, b = one.strategy, other.strategy
+    if one.gpus != other.gpus or a is None or b is None:
+        return False
+    sharded = [s.zero_stage == 3 and s.shards > 1 for s in (a, b)]
+    return (a.shards, a.tp, a.pp) == (b.shards, b.tp, b.pp) and sharded[0] == sharded[1]
+
+
+def colocated(
+    workflow: Workflow, gpus: tuple[int, ...], strategy: TrainStrategy, reward: Placement | None = None
+) -> Plan:
     """Every call on all of `gpus`, one after another; reward calls on CPUs, or where `reward` says."""
-    strategies = {"inference": inference, "train": train, "sync": train}
-    scored = reward or Placement(())
-    return Plan(
-        {
-            call.name: scored if call.kind == "reward" else Placement(gpus, strategies.get(call.kind))
-            for call in workflow.calls
-        }
-    )
+    return grouped(workflow, {call.name: (gpus, strategy) for call in workflow.calls}, reward)

@@ -1,0 +1,72 @@
+"""Inference and training calls of several models on one cluster, and the weights that go from one call to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from rlsim.cost.calibration import Calibration
+from rlsim.cost.collectives import Collectives
+from rlsim.cost.lookups import Lookups
+from rlsim.cost.reallocation import DataTransfer, Reallocation
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.transfer import weight_sync_s
+from rlsim.errors import ConfigError
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+
+
+class CallCosts:
+    """The `TrainCost` of every model under every strategy, each made once.
+
+    `models` are named by their roles (`actor`, `critic`, …); `backend` names the training framework whose efficiency
+    the calibration gives, unless `efficiency` (share of the peak) does. Raises `ConfigError` for an unknown one.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        cluster: Cluster,
+        calibration: Calibration,
+        backend: str,
+        efficiency: float | None = None,
+    ) -> None:
+        known = calibration.training.flop_efficiency
+        if backend not in known:
+            raise ConfigError(
+                f"calibration {calibration.name} has no training backend {backend!r}; it has: {', '.join(known)}"
+            )
+        self.models, self.cluster = models, cluster
+        self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
+        self._efficiency = TrainEfficiency(flop=efficiency or known[backend])
+        self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
+        self._moved: dict[str, Reallocation] = {}
+        self._made: dict[tuple[str, TrainStrategy], TrainCost] = {}
+
+    def of(self, role: str, strategy: TrainStrategy) -> TrainCost:
+        """Calls on the model of that role; raises `ConfigError` if the strategy suits neither model nor cluster."""
+        key = self._shapes[role], strategy  # roles with models of one shape share it
+        if key not in self._made:
+            self._made[key] = TrainCost(self.models[role], self.cluster, self.collectives, strategy, self._efficiency)
+        return self._made[key]
+
+    def sync_s(self, role: str, strategy: TrainStrategy, rollout_tp: int) -> float:
+        """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs."""
+        return weight_sync_s(self.models[role], self.collectives, self.cluster, strategy, rollout_tp)
+
+    def reallocation(self, role: str) -> Reallocation:
+        """Seconds of moving that model's parameters between placements."""
+        shape = self._shapes[role]
+        if shape not in self._moved:
+            self._moved[shape] = Reallocation(self.models[role], self.cluster, self.collectives)
+        return self._moved[shape]
+
+    @cached_property
+    def data(self) -> DataTransfer:
+        """Seconds of moving what a call has made to another call."""
+        return DataTransfer(self.cluster, self.collectives)
+
+    def lookups(self) -> Lookups:
+        """The messages asked for so far, by how far they rest on measurements."""
+        return self.collectives.lookups

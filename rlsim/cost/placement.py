@@ -1,0 +1,151 @@
+"""Which GPUs a model's call has, in what layout, and times between many pairs of such placements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsim.cost.packing import Floats
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import ConfigError
+from rlsim.hardware import Cluster
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A mesh, the GPUs from number `first_gpu` on, and the degrees of a model on it.
+
+    On the mesh TP is innermost, then CP, DP and PP, as in `TrainStrategy`. Raises `ConfigError` for a degree below 1, a
+    GPU number below 0, or parameters sharded over data-parallel ranks (`zero3`) together with PP.
+    """
+
+    first_gpu: int
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    zero3: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.dp, self.tp, self.pp, self.cp) < 1 or self.first_gpu < 0:
+            raise ConfigError(f"placement: degrees must be at least 1 and GPU numbers at least 0, got {self}")
+        if self.zero3 and self.pp > 1:
+            raise ConfigError("placement: ZeRO stage 3 does not go with pipeline parallelism")
+
+    @classmethod
+    def of(cls, first_gpu: int, strategy: TrainStrategy) -> Placement:
+        """The placement of a training or inference call on the GPUs from number `first_gpu` on."""
+        return cls(
+            first_gpu=first_gpu,
+            dp=strategy.dp,
+            tp=strategy.tp,
+            pp=strategy.pp,
+            cp=strategy.cp,
+            zero3=strategy.zero_stage == 3 and strategy.shards > 1,
+        )
+
+    @property
+    def shards(self) -> int:
+        """GPUs that hold the same layers and tensor-parallel piece (or a part of it each, with `zero3`)."""
+        return self.dp * self.cp
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the mesh."""
+        return self.shards * self.tp * self.pp
+
+    @property
+    def end_gpu(self) -> int:
+        """One more than the number of the last GPU."""
+        return self.first_gpu + self.gpus
+
+    def moved(self, gpus: int) -> Placement:
+        """The same layout on the mesh that begins so many GPUs later."""
+        return replace(self, first_gpu=self.first_gpu + gpus) if gpus else self
+
+
+def canonical(cluster: Cluster, source: Placement, target: Placement) -> tuple[Placement, Placement]:
+    """The same pair moved to the first nodes that will do: only the relative position counts for a transfer.
+
+    Raises `ConfigError` for a GPU that the cluster does not have.
+    """
+    size = cluster.gpus_per_node
+    if max(source.end_gpu, target.end_gpu) > cluster.gpus:
+        raise ConfigError(f"placement beyond the {cluster.gpus} GPUs of cluster {cluster.name!r}: {source}, {target}")
+    starts = source.first_gpu // size, target.first_gpu // size
+    ends = (source.end_gpu - 1) // size, (target.end_gpu - 1) // size
+    if ends[0] < starts[1] or ends[1] < starts[0]:  # no node in common: how far apart does not matter
+        return source.moved(-starts[0] * size), target.moved((ends[0] - starts[0] + 1 - starts[1]) * size)
+    return source.moved(-min(starts) * size), target.moved(-min(starts) * size)
+
+
+class PairTimes:
+    """`time_s(source, target)` for pairs of two lists of placements, each pair computed once and when it is asked for.
+
+    Pairs that differ only in which nodes they lie on are one. `cluster` tells the nodes.
+    """
+
+    def __init__(
+        self,
+        time_s: Callable[[Placement, Placement], float],
+        cluster: Cluster,
+        sources: Sequence[Placement],
+        targets: Sequence[Placement],
+    ) -> None:
+        self._time_s = time_s
+        self._sources, self._targets = sources, targets
+        per_node = cluster.gpus_per_node
+        self._reach = 2 * cluster.gpus + 1
+        self._source_layout, self._source_at = _layouts(sources, per_node)
+        self._target_layout, self._target_at = _layouts(targets, per_node)
+        self._known_keys: Integers = np.zeros(0, dtype=np.int64)
+        self._known_s: Floats = np.zeros(0)
+        self._layouts = int(self._target_layout.max(initial=0)) + 1
+        self._per_node = per_node
+
+    def __call__(self, source: npt.ArrayLike, target: npt.ArrayLike) -> Floats:
+        """Seconds from placement number `source` to number `target`, broadcast against each other like any arrays."""
+        s, t = np.broadcast_arrays(np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64))
+        shape, s, t = s.shape, s.ravel(), t.ravel()
+        keys = self._keys(s, t)
+        unique, where, back = np.unique(keys, return_index=True, return_inverse=True)
+        at = np.searchsorted(self._known_keys, unique)
+        found = np.zeros(len(unique), dtype=bool)
+        inside = at < len(self._known_keys)
+        found[inside] = self._known_keys[at[inside]] == unique[inside]
+        if not found.all():
+            new = where[~found]
+            times = [
+                self._time_s(self._sources[a], self._targets[b])
+                for a, b in zip(s[new].tolist(), t[new].tolist(), strict=True)
+            ]
+            keys_now = np.concatenate((self._known_keys, unique[~found]))
+            order = np.argsort(keys_now)
+            self._known_keys = keys_now[order]
+            self._known_s = np.concatenate((self._known_s, times))[order]
+            at = np.searchsorted(self._known_keys, unique)
+        return self._known_s[at][back].reshape(shape)
+
+    def _keys(self, s: Integers, t: Integers) -> Integers:
+        """One number for every pair that may differ in time: both layouts, places in the node, and the distance."""
+        per_node, reach = self._per_node, self._reach
+        first, start, end = (column[s] for column in self._source_at)
+        target_first, target_start, target_end = (column[t] for column in self._target_at)
+        apart = (end < target_start) | (target_end < start)
+        distance = np.where(apart, target_first % per_node, target_first - first + reach // 2 + per_node)
+        key = self._source_layout[s] * self._layouts + self._target_layout[t]
+        return (key * per_node + first % per_node) * (reach + per_node) + distance
+
+
+def _layouts(placements: Sequence[Placement], per_node: int) -> tuple[Integers, tuple[Integers, Integers, Integers]]:
+    """A number for each placement's degrees; and first GPUs, first nodes and last nodes."""
+    numbers: dict[tuple[object, ...], int] = {}
+    layout = [numbers.setdefault((p.dp, p.tp, p.pp, p.cp, p.zero3), len(numbers)) for p in placements]
+    first = np.array([p.first_gpu for p in placements], dtype=np.int64)
+    last = np.array([p.end_gpu - 1 for p in placements], dtype=np.int64)
+    return np.array(layout, dtype=np.int64), (first, first // per_node, last // per_node)

@@ -1,0 +1,288 @@
+"""Seconds to bring parameters, or a call's data, from where one call has them to where the next one needs them.
+
+The hierarchical scheme of REAL (Mei et al., MLSys 2025): an outer loop over the pairs of a source and a target pipeline
+stage with layers in common; in each, every target GPU takes each tensor-parallel piece that it lacks from the cheapest
+source GPU (the same GPU, one of the same node, one of another node). All that go to one source for the same piece get
+it in one broadcast, and the sources broadcast side by side.
+
+One message brings a source's piece to all GPUs that take it from there: all layers common to two stages in one buffer
+(and the embedding or head if both stages have it). It costs a ring broadcast in which the message passes every link in
+a pipeline: the slower of the broadcast inside the node with most of its GPUs and of the way from node to node (a send,
+and one more latency for each further node). A GPU sends its messages one after another, receives one after another, and
+does both at once; GPUs that share a port to the network also take turns there. The time is that of the busiest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsim.cost.memory import BF16
+from rlsim.cost.packing import Floats
+from rlsim.cost.placement import Integers, Placement, canonical
+from rlsim.cost.transfer import CollectiveTime
+from rlsim.errors import ConfigError
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+
+
+class Reallocation:
+    """Seconds of moving the parameters of one model between placements on one cluster, in bf16.
+
+    Among equally cheap sources, target GPU number p of its mesh takes number p mod their count inside the node. From
+    other nodes all GPUs of a node that want the same piece take the same source, by the p of the first of them, so that
+    it crosses the network once. `collectives` gives the times of broadcasts, sends and gathers; across nodes they are
+    assumed, not measured.
+    """
+
+    def __init__(self, model: Model, cluster: Cluster, collectives: CollectiveTime) -> None:
+        self.model, self.cluster = model, cluster
+        self._collectives = collectives
+        self._broadcasts = _Broadcasts(cluster, collectives)
+        self._known: dict[tuple[Placement, Placement], float] = {}
+
+    def time_s(self, source: Placement, target: Placement) -> float:
+        """Seconds until every GPU of `target` has its part of the model, which `source` holds as a whole.
+
+        Pieces that a GPU already has cost nothing if the TP degree stays (layers are used where they lie), else one
+        copy at memory bandwidth (read and write): slices of another width must be laid out anew. So the time is zero
+        only if TP stays and every target GPU holds all that it needs. A `zero3` source first gathers each layer, the
+        embedding and the head among its data-parallel ranks (not if the placements are the same, which costs nothing);
+        a `zero3` target needs only each GPU's own share, which nobody else does, so there are no broadcasts.
+
+        KV heads and norms that tensor parallelism replicates are taken as sharded, and tied embeddings as held once.
+        Raises `ConfigError` if a placement suits neither model nor cluster.
+        """
+        pair = canonical(self.cluster, _without_cp(source), _without_cp(target))
+        known = self._known.get(pair)
+        if known is None:
+            for placement in pair:
+                self._check(placement)
+            known = self._known[pair] = self._time_s(*pair)
+        return known
+
+    def _check(self, placement: Placement) -> None:
+        self.model.check_tp(placement.tp)
+        if placement.pp > self.model.num_hidden_layers:
+            raise ConfigError(f"{self.model.name}: PP {placement.pp} exceeds its {self.model.num_hidden_layers} layers")
+
+    def _time_s(self, source: Placement, target: Placement) -> float:
+        if source == target:
+            return 0.0
+        wants = _parameter_wants(self.cluster, common_bytes(self.model, source.pp, target.pp), source, target)
+        here = wants.source == wants.target
+        copied: Floats = np.zeros(target.end_gpu)
+        if source.tp != target.tp:
+            rate = self.cluster.gpu.memory_bytes_per_s / 2
+            copied = np.bincount(wants.target[here], wants.size[here] / rate, target.end_gpu).astype(np.float64)
+        return self._gather_s(source) + self._broadcasts.slowest_s(wants.where(~here), copied)
+
+    def _gather_s(self, source: Placement) -> float:
+        """All-gathering what ZeRO-3 shards: layer by layer, the embedding, the head with the final norm."""
+        if not source.zero3:
+            return 0.0
+        model = self.model
+        nodes = self.cluster.nodes_of(source.shards, stride=source.tp)
+
+        def unit_s(parameters: float) -> float:
+            return self._collectives.time_s("all_gather", BF16 * parameters / source.tp, source.shards, nodes)
+
+        ends_s = unit_s(model.vocab_size * model.hidden_size) + unit_s(model.head_parameters + model.hidden_size)
+        return model.num_hidden_layers * unit_s(model.layer_parameters) + ends_s
+
+
+def _without_cp(placement: Placement) -> Placement:
+    """The data-parallel placement that holds the same parameters."""
+    return placement if placement.cp == 1 else replace(placement, dp=placement.shards, cp=1)
+
+
+class DataTransfer:
+    """Seconds of moving what one call made to the call that uses it."""
+
+    def __init__(self, cluster: Cluster, collectives: CollectiveTime) -> None:
+        self.cluster = cluster
+        self._broadcasts = _Broadcasts(cluster, collectives)
+        self._known: dict[tuple[float, Placement, Placement], float] = {}
+
+    def time_s(self, total_bytes: float, source: Placement, target: Placement) -> float:
+        """Seconds until `target` has the data that a call on `source` made.
+
+        `total_bytes` are those of the whole batch: tokens times the bytes kept per token (token numbers,
+        log-probabilities, values, …). They lie, evenly, with the head of each data-parallel rank of the source: the
+        first GPU of its last stage. Every GPU of a data-parallel rank of the target needs that rank's share, of which
+        each head sends its part by one broadcast. Zero if there are no bytes, or if all happens on one GPU.
+        Raises `ConfigError` for a placement beyond the cluster.
+        """
+        source, target = canonical(self.cluster, source, target)
+        key = total_bytes, source, target
+        known = self._known.get(key)
+        if known is None:
+            wants = _data_wants(total_bytes, source, target)
+            known = self._known[key] = self._broadcasts.slowest_s(wants, np.zeros(target.end_gpu))
+        return known
+
+
+@dataclass
+class _Wants:
+    """What target GPUs lack, one row each: `source` is to send `size` bytes of piece `piece` to GPU `target`.
+
+    Rows with the same source and piece are one broadcast.
+    """
+
+    source: Integers
+    target: Integers
+    piece: Integers
+    size: Floats
+
+    def where(self, rows: npt.NDArray[np.bool_]) -> _Wants:
+        """Some of the rows."""
+        return _Wants(self.source[rows], self.target[rows], self.piece[rows], self.size[rows])
+
+
+class _Broadcasts:
+    """Seconds of many broadcasts side by side."""
+
+    def __init__(self, cluster: Cluster, collectives: CollectiveTime) -> None:
+        self._cluster = cluster
+        self._collectives = collectives
+
+    def slowest_s(self, wants: _Wants, busy: Floats) -> float:
+        """Seconds of the busiest GPU or port; `busy` are those that each target GPU spends on copies besides."""
+        if not len(wants.size) or not wants.size.any():
+            return float(busy.max())
+        per_node = self._cluster.gpus_per_node
+        gpus = max(len(busy), int(wants.source.max()) + 1)
+        # Rows in the order of messages, and of the nodes that each of them goes to.
+        at, to = wants.source // per_node, wants.target // per_node
+        keys = (wants.source * (wants.piece.max() + 1) + wants.piece) * (to.max() + 1) + to
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        first = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))  # of a message's rows for one node
+        members = np.diff(np.append(first, len(keys)))
+        rows = order[first]
+        away = to[rows] != at[rows]
+        message_of = keys[first] // (to.max() + 1)
+        start = np.flatnonzero(np.concatenate(([True], message_of[1:] != message_of[:-1])))
+        largest = np.maximum.reduceat(members + ~away, start)  # the source is a member in its own node
+        nodes = np.add.reduceat(away.astype(np.int64), start)
+        size = wants.size[rows[start]]
+        total_s, network_s = self._messages_s(size, largest, nodes)
+
+        sender = wants.source[rows[start]]
+        counts = np.diff(np.append(start, len(first)))
+        sent = np.bincount(sender, total_s, gpus)
+        received = np.append(busy, np.zeros(gpus - len(busy)))
+        received += np.bincount(wants.target[order], np.repeat(np.repeat(total_s, counts), members), gpus)
+        slowest = max(sent.max(), received.max())
+        inter = self._cluster.inter
+        if inter is not None and inter.shared_by_gpus > 1 and nodes.any():
+            ports = math.ceil(per_node / inter.shared_by_gpus)
+
+            def port(gpu: Integers) -> Integers:
+                return gpu // per_node * ports + gpu % per_node // inter.shared_by_gpus
+
+            out = np.bincount(port(sender), network_s)
+            into = np.bincount(port(wants.target[rows]), np.repeat(network_s, counts) * away)
+            slowest = max(slowest, out.max(), into.max())
+        return float(slowest)
+
+    def _messages_s(self, size: Floats, largest: Integers, nodes: Integers) -> tuple[Floats, Floats]:
+        """Seconds of messages of `size` bytes, in all and on the network.
+
+        `largest` is the number of members in the node that has most of them, `nodes` the number of nodes that the
+        message travels to.
+        """
+        total_s, network_s = np.zeros(len(size)), np.zeros(len(size))
+        known: dict[tuple[float, int, int], tuple[float, float]] = {}
+        for i, shape in enumerate(zip(size.tolist(), largest.tolist(), nodes.tolist(), strict=True)):
+            if shape not in known:
+                known[shape] = self._message_s(*shape)
+            total_s[i], network_s[i] = known[shape]
+        return total_s, network_s
+
+    def _message_s(self, size: float, largest: int, nodes: int) -> tuple[float, float]:
+        inside_s = self._collectives.time_s("broadcast", size, largest, 1)
+        if not nodes or size <= 0:
+            return inside_s, 0.0
+        link = self._cluster.inter
+        latency_s = link.latency_s if link is not None else 0.0
+        network_s = self._collectives.time_s("send_recv", size, 2, 2) + (nodes - 1) * latency_s
+        return max(inside_s, network_s), network_s
+
+
+def common_bytes(model: Model, source_pp: int, target_pp: int) -> Floats:
+    """Bytes in bf16 that pipeline stages have in common, before TP: (source_pp, target_pp).
+
+    A stage holds ⌈layers / PP⌉ layers (the last ones what is left), the first also the embedding, the last the head and
+    the final norm.
+    """
+    layers = model.num_hidden_layers
+    bounds = []
+    for pp in (source_pp, target_pp):
+        start = np.minimum(np.arange(pp) * math.ceil(layers / pp), layers)
+        bounds.append((start, np.append(start[1:], layers)))
+    (start, end), (target_start, target_end) = bounds
+    common = np.minimum(end[:, None], target_end) - np.maximum(start[:, None], target_start)
+    parameters: Floats = np.maximum(common, 0) * float(model.layer_parameters)
+    parameters[0, 0] += model.vocab_size * model.hidden_size
+    parameters[-1, -1] += model.head_parameters + model.hidden_size
+    return BF16 * parameters
+
+
+def _parameter_wants(cluster: Cluster, common: Floats, source: Placement, target: Placement) -> _Wants:
+    """Every piece that every target GPU needs, with the cheapest GPU to take it from (perhaps itself)."""
+    stage = source.shards * source.tp
+    pieces = -(-source.tp // target.tp)
+    if source.tp % target.tp and target.tp % source.tp:
+        pieces += 1  # slices of both overlap out of step
+    i, j = np.nonzero(common)
+    # One row for each pair of stages, GPU of the target stage, and source TP rank whose slice overlaps the GPU's.
+    members = np.arange(target.shards * target.tp)
+    pair, member, nth = (x.ravel() for x in np.meshgrid(np.arange(len(i)), members, np.arange(pieces), indexing="ij"))
+    i, j = i[pair], j[pair]
+    t = member % target.tp
+    r = t * source.tp // target.tp + nth
+    overlap = np.minimum((t + 1) * source.tp, (r + 1) * target.tp) - np.maximum(t * source.tp, r * target.tp)
+    if (overlap <= 0).any():
+        keep = overlap > 0
+        i, j, member, t, r, overlap = i[keep], j[keep], member[keep], t[keep], r[keep], overlap[keep]
+    size = common[i, j] * overlap / (source.tp * target.tp) / (target.shards if target.zero3 else 1)
+
+    # Source GPUs of the row are base + tp · k for k in 0 … shards − 1; those in the target GPU's node come first.
+    place = j * (target.shards * target.tp) + member  # within the target mesh
+    gpu = target.first_gpu + place
+    base = source.first_gpu + i * stage + r
+    per_node = cluster.gpus_per_node
+    node_start = gpu // per_node * per_node
+    low = np.clip(-((base - node_start) // source.tp), 0, source.shards)
+    high = np.clip(-((base - node_start - per_node) // source.tp), 0, source.shards)
+    near = high > low
+    leader = place
+    if not target.zero3:
+        stage_start = j * (target.shards * target.tp)
+        begin = np.maximum(stage_start, node_start - target.first_gpu)
+        leader = begin + (t - begin) % target.tp  # stages start at a multiple of TP
+    k = np.where(near, low + place % np.maximum(high - low, 1), leader % source.shards)
+    own = gpu - base
+    itself = (own >= 0) & (own < stage) & (own % source.tp == 0)
+    chosen = np.where(itself, gpu, base + source.tp * k)
+    piece = place if target.zero3 else j * target.tp + t
+    return _Wants(chosen, gpu, piece, size)
+
+
+def _data_wants(total_bytes: float, source: Placement, target: Placement) -> _Wants:
+    """Every part of the batch that every target GPU needs, with the head that holds it."""
+    pieces = math.ceil(source.dp / target.dp) + 1
+    places = np.arange(target.gpus)
+    place, nth = (x.ravel() for x in np.meshgrid(places, np.arange(pieces), indexing="ij"))
+    rank = place // (target.tp * target.cp) % target.dp
+    d = rank * source.dp // target.dp + nth
+    overlap = np.minimum((rank + 1) * source.dp, (d + 1) * target.dp) - np.maximum(rank * source.dp, d * target.dp)
+    last_stage = source.first_gpu + (source.pp - 1) * source.shards * source.tp
+    head, gpu = last_stage + d * source.cp * source.tp, target.first_gpu + place
+    keep = (overlap > 0) & (head != gpu)
+    size = total_bytes * overlap[keep] / (source.dp * target.dp)
+    return _Wants(head[keep], gpu[keep], rank[keep], size)

@@ -1,0 +1,89 @@
+"""Durations of an experiment's inference, training and weight-sync calls, as the engine asks for them."""
+
+from __future__ import annotations
+
+from rlsim.cost.placement import Placement as Layout
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainTime
+from rlsim.errors import ConfigError
+from rlsim.experiment.schema import TrainingSpec
+from rlsim.experiment.site import Site
+from rlsim.sim.elastic import Pieces
+from rlsim.sim.responses import Responses
+from rlsim.workflow import Call, Placement, Workflow
+
+#: Bytes per token that a call hands on: generation token numbers (int64) and log-probs (fp32), inference fp32 numbers.
+GENERATED_BYTES = 12
+INFERRED_BYTES = 4
+
+
+class ExperimentTimes:
+    """The `CallTimes` of an experiment."""
+
+    def __init__(self, workflow: Workflow, site: Site, training: TrainingSpec) -> None:
+        self._workflow, self._site, self._training = workflow, site, training
+        self._calls = site.calls
+
+    def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:
+        """What the call spends its time on."""
+        if call.kind == "sync":
+            return [("weights", self._weights_s(call, rollout_tp))]
+        assert placement.strategy is not None
+        cost = self._calls.of(call.model, placement.strategy)
+        lengths = responses.total_tokens[responses.trained]
+        if call.kind == "train":
+            time = cost.train_s(lengths, self._training.mini_batches, self._training.epochs)
+        else:
+            time = cost.forward_s(lengths)
+        data_s = self._data_s(call, float(lengths.sum()), rollout_tp)
+        return [*_named(time), *([("data", data_s)] if data_s else ())]
+
+    def pieces(self, call: Call) -> Pieces:
+        """The call as samples come."""
+        strategy = self._site.plan.of(call.name).strategy
+        assert strategy is not None
+        cost, train = self._calls.of(call.model, strategy), call.kind == "train"
+        # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
+        tokens = strategy.micro_batch_tokens * (1 if strategy.pp == 1 else 4 * strategy.pp)
+        load_s = cost.load_s(backward=train)
+        finish = [*(_named(cost.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]
+        return Pieces(lambda lengths: _named(cost.part_time(lengths, backward=train)), tokens, load_s, finish)
+
+    def _weights_s(self, call: Call, rollout_tp: int) -> float:
+        """New weights on their way from a training call to the other calls of the model, one after the other."""
+        sources, targets = self._workflow.beside(call.name)
+        plan, source = self._site.plan, self._site.plan.of(sources[0])
+        assert source.strategy is not None
+        total = 0.0
+        for name in targets:
+            target = plan.of(name)
+            if target.strategy is None and target.gpus == source.gpus:
+                total += self._calls.sync_s(call.model, source.strategy, rollout_tp)
+            else:
+                both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
+                total += self._calls.reallocation(call.model).time_s(*both)
+        return total
+
+    def _data_s(self, call: Call, tokens: float, rollout_tp: int) -> float:
+        """What the calls before it have made on its way to this call; nothing to speak of where all are colocated."""
+        if not self._site.placed:
+            return 0.0
+        target, total = layout_of(self._site.plan.of(call.name), rollout_tp), 0.0
+        for edge in self._workflow.into(call.name):
+            source = self._site.plan.of(edge.source)
+            if edge.lag == 0 and source.gpus:
+                size = GENERATED_BYTES if self._workflow.call(edge.source).kind == "generate" else INFERRED_BYTES
+                total += self._calls.data.time_s(size * tokens, layout_of(source, rollout_tp), target)
+        return total
+
+
+def layout_of(placement: Placement, rollout_tp: int) -> Layout:
+    """The mesh and degrees of a call; those of generation are its TP where the plan does not say them."""
+    first, gpus = placement.gpus[0], len(placement.gpus)
+    if placement.gpus != tuple(range(first, first + gpus)):
+        raise ConfigError(f"a plan with several placements needs neighbouring GPUs, got {placement.gpus}")
+    return Layout.of(first, placement.strategy or TrainStrategy(dp=gpus // rollout_tp, tp=rollout_tp))
+
+
+def _named(time: TrainTime) -> list[tuple[str, float]]:
+    return [(name.removesuffix("_s"), value) for name, value in vars(time).items() if value]

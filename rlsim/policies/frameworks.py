@@ -1,0 +1,179 @@
+"""Where published frameworks place the calls of an RLHF step, each a baseline under its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.policies.parts import Composition, Part, Placing, PlanContext, Rewiring
+from rlsim.policies.verl import VeRL
+from rlsim.schema import Schema
+from rlsim.sim.control import ControlContext
+from rlsim.workflow.graph import Call, Workflow
+from rlsim.workflow.plan import Placement, Plan, grouped, with_transfers
+
+
+class _StaticTP(Schema, Composition):
+    """A framework whose rollout keeps one TP degree."""
+
+    tp: int | Literal["best"] = Field(default="best", description="tensor-parallel degree of generation; see `verl`")
+
+    def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
+        """As `verl`."""
+        return VeRL(tp=self.tp).alternatives(context)
+
+
+class TRL(_StaticTP):
+    """TRL's PPO as OPPO's authors ran it: all GPUs but one generate and train, the last one scores."""
+
+    def parts(self) -> Sequence[Part]:
+        """The placement and the layout."""
+        return ScorerApart(), VeRL(tp=self.tp)
+
+
+class OpenRLHF(_StaticTP):
+    """OpenRLHF (Hu et al. 2024): actor and reference, critic and reward model, and the rollout engine, each apart."""
+
+    rollout: float = Field(default=0.5, gt=0, lt=1, description="share of the GPUs that generate")
+
+    def parts(self) -> Sequence[Part]:
+        """The placement and the layout."""
+        return ThreeGroups(rollout=self.rollout), VeRL(tp=self.tp)
+
+
+class NeMoAligner(_StaticTP):
+    """NeMo-Aligner (Shen et al. 2024): actor and reference on one half, critic and reward model on the other.
+
+    The critic's half works on responses as they finish (its pipelining by micro-batches).
+    """
+
+    def parts(self) -> Sequence[Part]:
+        """The placement, the pipelining and the layout."""
+        return TwoGroups(), CriticPipelining(), VeRL(tp=self.tp)
+
+
+class DeepSpeedChat(_StaticTP):
+    """DeepSpeed-Chat (Yao et al. 2023): ZeRO-3 over all GPUs for every model, its hybrid engine generates under TP."""
+
+    def parts(self) -> Sequence[Part]:
+        """The placement and the layout."""
+        return ZeroEverywhere(), VeRL(tp=self.tp)
+
+
+class Megatron(Schema, Placing):
+    """The heuristic of Megatron-style frameworks, as REAL's authors state it: one symmetric layout for all calls.
+
+    TP fills a node, PP and DP go across nodes, DP as large as memory allows.
+    """
+
+    micro_batches: int | None = Field(default=None, ge=1, description="micro-batches of a data-parallel rank")
+
+    def plan(self, context: PlanContext) -> Plan:
+        """The first layout that fits, from the fewest pipeline stages on; raises `CapacityError` if none does."""
+        gpus = len(context.gpus)
+        tp = min(context.cluster.gpus_per_node, gpus)
+        error = CapacityError("no layout")
+        for pp in (pp for pp in range(1, gpus // tp + 1) if gpus % (tp * pp) == 0):
+            zero = context.style.zero_stage if pp == 1 else min(context.style.zero_stage, 1)
+            strategy = replace(
+                context.style, dp=gpus // tp // pp, tp=tp, pp=pp, cp=1, zero_stage=zero, sequence_parallel=tp > 1,
+                micro_batches=self.micro_batches,
+            )  # fmt: skip
+            placed = {
+                call.name: Placement(context.gpus, strategy)
+                for call in context.workflow.calls
+                if call.kind not in ("sync", "reward")
+            }
+            plan = with_transfers(context.workflow, placed, context.reward)
+            try:
+                context.check(plan)
+            except CapacityError as too_large:
+                error = too_large
+            else:
+                return plan
+        raise error
+
+
+class ScorerApart(Schema, Placing):
+    """Reward model on the last GPU, everything else on the others."""
+
+    def plan(self, context: PlanContext) -> Plan:
+        """Two groups."""
+        gpus = context.gpus
+        if len(gpus) < 2 or len({context.cluster.node_of(gpu) for gpu in gpus}) > 1:
+            raise ConfigError("a reward model on the last GPU is a placement of one node of two GPUs or more")
+        return _groups(context, [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], _any)])
+
+
+class ThreeGroups(Schema, Placing):
+    """Generation on its own GPUs; of the rest, half for actor and reference, half for critic and reward model."""
+
+    rollout: float = Field(default=0.5, gt=0, lt=1, description="share of the GPUs that generate")
+
+    def plan(self, context: PlanContext) -> Plan:
+        """Three groups (two if there is neither critic nor reward model), all trained under ZeRO-3."""
+        gpus = context.gpus
+        count = round(self.rollout * len(gpus))
+        rest = gpus[count:]
+        second = any(call.model in ("critic", "reward") and call.kind != "reward" for call in context.workflow.calls)
+        half = len(rest) // 2 if second else len(rest)
+        if not 0 < count < len(gpus) or not half:
+            raise ConfigError(f"{len(gpus)} GPUs cannot be cut into the groups of generation, actor and critic")
+        actor = (rest[:half], lambda call: call.model in ("actor", "reference"))
+        generate = (gpus[:count], lambda call: call.kind == "generate")
+        return _groups(context, [generate, actor, (rest[half:], _any)], zero_stage=3)
+
+
+class TwoGroups(Schema, Placing):
+    """Actor and reference on the first half of the GPUs, critic and reward model on the second."""
+
+    def plan(self, context: PlanContext) -> Plan:
+        """Two halves."""
+        gpus, half = context.gpus, len(context.gpus) // 2
+        if not half or not any(
+            call.model in ("critic", "reward") for call in context.workflow.calls if call.kind != "reward"
+        ):
+            raise ConfigError("two groups of GPUs need a critic or a reward model for the second one (see `models`)")
+        return _groups(context, [(gpus[:half], lambda call: call.model in ("actor", "reference")), (gpus[half:], _any)])
+
+
+class ZeroEverywhere(Schema, Placing):
+    """Every call on all GPUs, under ZeRO-3."""
+
+    def plan(self, context: PlanContext) -> Plan:
+        """One group."""
+        return _groups(context, [(context.gpus, _any)], zero_stage=3)
+
+
+class CriticPipelining(Schema, Rewiring):
+    """Critic and reward model work on responses as they finish."""
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """Responses go on to inference by the sample."""
+        return workflow.streaming(["generate"], ["inference"])
+
+
+def _any(call: Call) -> bool:  # noqa: ARG001
+    return True
+
+
+def _groups(
+    context: PlanContext,
+    groups: Iterable[tuple[tuple[int, ...], Callable[[Call], bool]]],
+    zero_stage: int | None = None,
+) -> Plan:
+    """Every call on the first group that wants it, spread as the experiment's `training` says."""
+    known = list(groups)
+    found = {}
+    for call in context.workflow.calls:
+        if call.kind not in ("sync", "reward"):
+            gpus = next(gpus for gpus, wants in known if wants(call))
+            strategy = context.training(len(gpus))
+            if zero_stage is not None:
+                strategy = replace(context.style, dp=len(gpus), zero_stage=zero_stage)
+            found[call.name] = gpus, strategy
+    return grouped(context.workflow, found, context.reward)

@@ -1,0 +1,101 @@
+"""A plan spelled out: for every call its GPUs and its parallel strategy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from rlsim.cost.strategy import Recompute, TrainStrategy
+from rlsim.errors import ConfigError, unknown_name
+from rlsim.policies.parts import Placing, PlanContext
+from rlsim.schema import Schema
+from rlsim.sim.control import ControlContext, RolloutControl
+from rlsim.units import Tokens
+from rlsim.workflow.plan import Placement, Plan, with_transfers
+
+
+class CallPlan(Schema):
+    """Where one call runs, and how it is spread there. What is not given is as the experiment's `training` says."""
+
+    gpus: str = Field(default="all", description="all, or a range of GPU numbers such as 0-7")
+    tp: int | None = Field(
+        default=None, ge=1, description="tensor-parallel degree; default 1 (generate: as the system's layout)"
+    )
+    pp: int = Field(default=1, ge=1, description="pipeline-parallel degree")
+    cp: int = Field(default=1, ge=1, description="context-parallel degree")
+    dp: int | None = Field(default=None, ge=1, description="data-parallel degree; default: what the GPUs leave")
+    micro_batches: int | None = Field(default=None, ge=1, description="micro-batches of a data-parallel rank")
+    micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
+        default=None, description="their token budget, where their number is not given"
+    )
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage")
+    recompute: Recompute | None = Field(default=None, description="activation recomputation")
+    offload: bool | None = Field(default=None, description="states in host memory between the call's runs")
+
+    @field_validator("gpus")
+    @classmethod
+    def _a_range(cls, value: str) -> str:
+        if value != "all" and not re.fullmatch(r"\d+(-\d+)?", value):
+            raise ValueError("expected `all`, or GPU numbers such as 0-7")
+        return value
+
+
+class ExplicitPlan(Schema, Placing):
+    """Every call of the workflow but weight syncs, which run over the GPUs of the calls on both sides, and rewards."""
+
+    calls: Mapping[str, CallPlan] = Field(default={}, description="call -> its GPUs and strategy")
+
+    def plan(self, context: PlanContext) -> Plan:
+        """The plan; raises `ConfigError` for a call that is missing or unknown, or degrees that are not its GPUs."""
+        placed = {call.name: call for call in context.workflow.calls if call.kind not in ("sync", "reward")}
+        for name in self.calls:
+            if name not in placed:
+                raise unknown_name("call in the plan", name, placed)
+        if missing := placed.keys() - self.calls.keys():
+            raise ConfigError(f"the plan places no call {', '.join(sorted(missing))}")
+        found: dict[str, Placement] = {}
+        for name, call in self.calls.items():
+            gpus = _gpus(name, call.gpus, context.gpus)
+            if placed[name].kind == "generate" and call.tp is None:
+                found[name] = Placement(gpus)
+            else:
+                found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
+        return with_transfers(context.workflow, found, context.reward)
+
+
+class AsPlanned(RolloutControl):
+    """The layout that the plan gives generation, from start to end."""
+
+    def initial_tp(self, context: ControlContext) -> int:
+        """GPUs of a replica: TP × PP."""
+        if context.replica_gpus is None:
+            raise ConfigError(
+                "the plan leaves open how generation uses its GPUs: give its call a tp, or add a layout such as verl"
+            )
+        return context.replica_gpus
+
+
+def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:
+    if text == "all":
+        return known
+    first, _, last = text.partition("-")
+    gpus = tuple(range(int(first), int(last or first) + 1))
+    if not gpus or not set(gpus) <= set(known):
+        raise ConfigError(f"plan: {name}: gpus {text}: GPUs {known[0]}-{known[-1]} are there for the calls")
+    return gpus
+
+
+def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> TrainStrategy:
+    tp = call.tp or 1
+    share = tp * call.pp * call.cp
+    dp = call.dp or max(gpus // share, 1)
+    if dp * share != gpus:
+        raise ConfigError(f"plan: {name}: DP {dp} × TP {tp} × PP {call.pp} × CP {call.cp} are not its {gpus} GPUs")
+    given = call.model_dump(exclude={"gpus", "tp", "pp", "cp", "dp"}, exclude_none=True)
+    if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
+        given["zero_stage"] = 1  # the other stages do not go with a pipeline
+    return replace(style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=tp > 1, **given)

@@ -1,0 +1,84 @@
+"""The RL algorithms as graphs of calls.
+
+Calls on the actor are `generate`, `old_log_prob`, `train` and `weight_sync`, on the reference `ref_log_prob`, on the
+critic `values`, `train_critic` and `critic_sync`, on a reward model `reward_score`; `reward` scores outside the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlsim.workflow.graph import Call, Edge, Workflow
+
+
+def grpo(*, reference: bool = True, old_log_probs: bool = True, reward_model: bool = False) -> Workflow:
+    """GRPO as veRL runs it: generate, score, log-probs under the reference and the old policy, one update, weight sync.
+
+    GRPO (Shao et al. 2024) has no critic; `reference` off is training without a KL term (DAPO), `old_log_probs` off
+    takes those of the rollout engine. With `reward_model` a model scores the responses.
+    """
+    prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs)]
+    return _on_policy("grpo", prepare, group_advantage=True)
+
+
+def ppo(*, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True) -> Workflow:
+    """PPO with a critic, as in InstructGPT (Ouyang et al. 2022): six calls on four models, and the new weights' way."""
+    values, train_critic = Call("values", "inference", "critic"), Call("train_critic", "train", "critic")
+    prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs), values]
+    base = _on_policy("ppo", prepare)
+    sync = Call("critic_sync", "sync", "critic")
+    return Workflow(
+        "ppo",
+        (*base.calls, train_critic, sync),
+        (
+            *base.edges,
+            *(Edge(call.name, train_critic.name) for call in prepare),
+            Edge(train_critic.name, sync.name),
+            Edge(sync.name, values.name, lag=1),
+        ),
+    )
+
+
+def remax(*, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True) -> Workflow:
+    """ReMax (Li et al. 2024): no critic; the reward of a greedy response to the same prompt is the baseline.
+
+    The greedy responses are generated and scored with the others and not trained on.
+    """
+    prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs)]
+    return _on_policy("remax", prepare, baseline_responses=1)
+
+
+def dpo() -> Workflow:
+    """DPO (Rafailov et al. 2023): log-probs of given pairs of responses under the reference, then training."""
+    reference, train = Call("ref_log_prob", "inference", "reference"), Call("train", "train", "actor")
+    again = Edge(train.name, train.name, lag=1)
+    return Workflow("dpo", (reference, train), (Edge(reference.name, train.name), again), group_advantage=True)
+
+
+def _reward(reward_model: bool) -> Call:
+    return Call("reward_score", "inference", "reward") if reward_model else Call("reward", "reward", "reward")
+
+
+def _log_probs(reference: bool, old_log_probs: bool) -> Iterable[Call]:
+    if old_log_probs:
+        yield Call("old_log_prob", "inference", "actor")
+    if reference:
+        yield Call("ref_log_prob", "inference", "reference")
+
+
+def _on_policy(
+    name: str, prepare: list[Call], *, group_advantage: bool = False, baseline_responses: int = 0
+) -> Workflow:
+    """Generate, prepare, train the actor, bring its weights to the next step's generation."""
+    generate, train = Call("generate", "generate", "actor"), Call("train", "train", "actor")
+    sync = Call("weight_sync", "sync", "actor")
+    edges = [
+        *(Edge(generate.name, call.name) for call in prepare),
+        *(Edge(call.name, train.name) for call in prepare),
+        Edge(train.name, sync.name),
+        Edge(sync.name, generate.name, lag=1),
+    ]
+    return Workflow(name, (generate, *prepare, train, sync), tuple(edges), group_advantage, baseline_responses)
+
+
+ALGORITHMS = {"grpo": grpo, "ppo": ppo, "remax": remax, "dpo": dpo}

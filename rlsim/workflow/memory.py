@@ -1,0 +1,138 @@
+"""Bytes that the calls of a plan keep and need on every GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_weight_bytes, training_memory
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError
+from rlsim.hardware import Gpu
+from rlsim.models import Model
+from rlsim.workflow.graph import Call, Workflow
+from rlsim.workflow.plan import Placement, Plan, same_weights
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What a step's calls work on."""
+
+    sequences: int
+    mean_tokens: float  # prompt and response together
+    longest_tokens: int
+    mini_batches: int = 1  # of a training call
+
+    def micro_batch_tokens(self, strategy: TrainStrategy, mini_batches: int = 1) -> int:
+        """Tokens of the largest micro-batch of one rank, if sequences spread evenly."""
+        if strategy.micro_batches is None:
+            return strategy.micro_batch_tokens
+        share = self.sequences / strategy.dp / mini_batches / strategy.micro_batches
+        return math.ceil(max(self.longest_tokens, share * self.mean_tokens))
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """Bytes of one call on each of its GPUs: by kind, between its runs and only while it runs."""
+
+    resident: Mapping[str, float] = field(default_factory=dict)
+    active: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def resident_bytes(self) -> float:
+        """Between its runs, too."""
+        return sum(self.resident.values())
+
+    @property
+    def active_bytes(self) -> float:
+        """Beside that, while it runs."""
+        return sum(self.active.values())
+
+
+class PlanMemory:
+    """Memory of the calls of a workflow under any plan; `models` are named by role."""
+
+    def __init__(self, workflow: Workflow, models: Mapping[str, Model], gpu: Gpu, batch: BatchSize) -> None:
+        self._workflow, self._models, self._gpu, self._batch = workflow, models, gpu, batch
+        self._trained = {call.model for call in workflow.calls if call.kind == "train"}
+
+    def of(self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False) -> CallMemory:
+        """A call's memory on each GPU. `holds_weights`: training of the same model keeps just these weights there."""
+        model = self._models[call.model]
+        if call.kind == "train":
+            train = training_memory(
+                model, strategy, self._batch.micro_batch_tokens(strategy, self._batch.mini_batches), reserved_bytes=0.0
+            )
+            states = {"parameters": train.parameter_bytes, "optimizer states": train.optimizer_bytes}
+            working = {
+                "gradients": train.gradient_bytes,
+                "gathered layers": train.gathered_bytes,
+                "activations": train.activation_bytes,
+                "logits": train.logits_bytes,
+            }
+            return CallMemory({}, {**states, **working}) if strategy.offload else CallMemory(states, working)
+        if call.kind == "inference":
+            memory = inference_memory(model, strategy, self._batch.micro_batch_tokens(strategy), reserved_bytes=0.0)
+            weights = {} if holds_weights else {"parameters": memory.parameter_bytes}
+            working = {
+                "gathered layers": memory.gathered_bytes,
+                "activations": memory.activation_bytes,
+                "logits": memory.logits_bytes,
+            }
+            stays = call.model not in self._trained and not strategy.offload
+            return CallMemory(weights, working) if stays else CallMemory({}, {**weights, **working})
+        if call.kind == "generate":
+            return CallMemory({}, {"weights": rollout_weight_bytes(model, strategy.tp) / strategy.pp})
+        return CallMemory()
+
+    def calls(self, plan: Plan) -> dict[str, tuple[Placement, CallMemory]]:
+        """The memory of every call that the plan says how to spread; a rollout's KV cache takes what is left."""
+        found = {}
+        train = {c.model: plan.of(c.name) for c in self._workflow.calls if c.kind == "train"}
+        for call in self._workflow.calls:
+            placement = plan.of(call.name)
+            if placement.strategy is not None and placement.gpus and call.kind != "sync":
+                holder = train.get(call.model)
+                holds = holder is not None and same_weights(holder, placement)
+                found[call.name] = placement, self.of(call, placement.strategy, holds_weights=holds)
+        return found
+
+    def resident_bytes(self, plan: Plan, gpus: tuple[int, ...]) -> float:
+        """What stays on the fullest of these GPUs between calls."""
+        calls = self.calls(plan).values()
+        on = {gpu: sum(memory.resident_bytes for at, memory in calls if gpu in at.gpus) for gpu in gpus}
+        return max(on.values(), default=0.0)
+
+    def check(self, plan: Plan, beside_bytes: float = 0.0) -> None:
+        """Raises `CapacityError`, with the call, the GPU and the bytes, where a call does not fit beside the others.
+
+        `beside_bytes` are those of something that is in no plan, on every GPU.
+        """
+        calls = self.calls(plan)
+        needs = {name: self._fullest(name, calls, beside_bytes) for name in calls}
+        for name, (gpu, parts) in sorted(needs.items(), key=lambda item: -sum(item[1][1].values())):
+            total, strategy = sum(parts.values()), calls[name][0].strategy
+            if total > self._gpu.memory_bytes and strategy is not None:
+                model = self._models[self._workflow.call(name).model].name
+                layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, ZeRO {strategy.zero_stage}"
+                listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items() if size)
+                raise CapacityError(
+                    f"{model}: call {name} ({layout}) does not fit on GPU {gpu}: {listed} = {total / 1e9:.2f} GB > "
+                    f"{self._gpu.memory_bytes / 1e9:.2f} GB of {self._gpu.name}; try smaller micro-batches, more TP or "
+                    "PP, more GPUs or offload"
+                )
+
+    def _fullest(
+        self, name: str, calls: Mapping[str, tuple[Placement, CallMemory]], beside_bytes: float
+    ) -> tuple[int, dict[str, float]]:
+        """The GPU of a call that has most to hold while the call runs, and what."""
+        placement, memory = calls[name]
+        sharing: dict[int, dict[str, float]] = {gpu: {} for gpu in placement.gpus}
+        for other, (at, its) in calls.items():
+            if other != name and its.resident_bytes:
+                for gpu in sharing.keys() & set(at.gpus):
+                    sharing[gpu][f"{other} between its runs"] = its.resident_bytes
+        gpu = max(sharing, key=lambda gpu: (sum(sharing[gpu].values()), -gpu))
+        own = {**memory.resident, **memory.active, "context and communication": RESERVED_BYTES}
+        return gpu, {**own, **sharing[gpu], "others on the GPU": beside_bytes}

@@ -1,0 +1,355 @@
+"""Reallocation and data transfer: by hand, and against plain loops over GPUs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.collectives import Collectives
+from rlsim.cost.placement import PairTimes, Placement
+from rlsim.cost.reallocation import DataTransfer, Reallocation, common_bytes
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.transfer import CollectiveTime
+from rlsim.errors import ConfigError
+from rlsim.hardware import Cluster, load_cluster
+from rlsim.models import load_model
+
+LLAMA = load_model("llama-3-7b")
+WEIGHTS = 2 * LLAMA.parameters
+H100 = load_cluster("16x8xh100")
+A40 = load_cluster("2x8xa40").model_copy(update={"nodes": 4})  # one port to the network for all GPUs of a node
+NVLINK, NETWORK = 100e9, 10e9
+
+
+class Rates:
+    """A broadcast inside a node at 100 GB/s, a send to another at 10 GB/s, a gather at 50 GB/s; no latencies."""
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        if gpus == 1:
+            return 0.0
+        return message_bytes / {("broadcast", 1): NVLINK, ("send_recv", 2): NETWORK}.get((op, nodes), 50e9)
+
+
+def measured(cluster: Cluster) -> Collectives:
+    calibration = load_calibration("h100-sxm-sglang" if cluster is H100 else "a40-vllm")
+    return Collectives(calibration.collectives, calibration.reference, cluster)
+
+
+def at(first_gpu: int, dp: int = 1, tp: int = 1, pp: int = 1, *, zero3: bool = False) -> Placement:
+    return Placement(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp, zero3=zero3)
+
+
+def moved_s(source: Placement, target: Placement, cluster: Cluster = H100) -> float:
+    return Reallocation(LLAMA, cluster, Rates()).time_s(source, target)
+
+
+# The plain loops -----------------------------------------------------------------------------------------------------
+
+
+def messages_s(
+    cluster: Cluster, collectives: CollectiveTime, messages: dict[tuple[int, object, float], list[int]], busy: dict
+) -> float:
+    """The busiest sender, receiver or port; `messages`: (source GPU, piece, bytes) -> target GPUs."""
+    loads = defaultdict(float)
+    for gpu, time in busy.items():
+        loads["receive", gpu] += time
+    inter = cluster.inter
+    for (source, _, size), targets in messages.items():
+        members = defaultdict(list)
+        for gpu in targets:
+            members[cluster.node_of(gpu)].append(gpu)
+        home = cluster.node_of(source)
+        away = [node for node in members if node != home]
+        largest = max(len(gpus) + (node == home) for node, gpus in members.items())
+        time = collectives.time_s("broadcast", size, largest, 1)
+        if away:
+            network = collectives.time_s("send_recv", size, 2, 2) + (len(away) - 1) * inter.latency_s
+            time = max(time, network)
+            loads["out", home, source % cluster.gpus_per_node // inter.shared_by_gpus] += network
+            for node in away:
+                loads["in", node, min(members[node]) % cluster.gpus_per_node // inter.shared_by_gpus] += network
+        loads["send", source] += time
+        for gpu in targets:
+            loads["receive", gpu] += time
+    return max(loads.values(), default=0.0)
+
+
+def loop_s(cluster: Cluster, collectives: CollectiveTime, source: Placement, target: Placement) -> float:
+    """REAL's scheme, GPU by GPU and layer by layer."""
+    if source == target:
+        return 0.0
+
+    def holders(placement: Placement) -> dict[tuple[int, int], list[int]]:
+        """(stage, TP rank) -> GPUs, in their order."""
+        held = defaultdict(list)
+        gpu = placement.first_gpu
+        for stage in range(placement.pp):
+            for _ in range(placement.shards):
+                for rank in range(placement.tp):
+                    held[stage, rank].append(gpu)
+                    gpu += 1
+        return held
+
+    def parameters(placement: Placement, stage: int) -> dict[str, int]:
+        size = math.ceil(LLAMA.num_hidden_layers / placement.pp)
+        layers = range(min(stage * size, LLAMA.num_hidden_layers), min((stage + 1) * size, LLAMA.num_hidden_layers))
+        units = {f"layer {layer}": LLAMA.layer_parameters for layer in layers}
+        if stage == 0:
+            units["embedding"] = LLAMA.vocab_size * LLAMA.hidden_size
+        if stage == placement.pp - 1:
+            units["head"] = LLAMA.head_parameters + LLAMA.hidden_size
+        return units
+
+    have, need = holders(source), holders(target)
+    messages = defaultdict(list)
+    copies = defaultdict(float)
+    for i in range(source.pp):
+        for j in range(target.pp):
+            common = parameters(source, i).keys() & parameters(target, j).keys()
+            count = sum(parameters(source, i)[unit] for unit in common)
+            for t in range(target.tp):
+                for r in range(source.tp):
+                    share = min((t + 1) / target.tp, (r + 1) / source.tp) - max(t / target.tp, r / source.tp)
+                    if share < 1e-9 or not count:
+                        continue
+                    size = 2 * count * share / (target.shards if target.zero3 else 1)
+                    for gpu in need[j, t]:
+                        place = gpu - target.first_gpu
+                        candidates = have[i, r]
+                        near = [g for g in candidates if cluster.node_of(g) == cluster.node_of(gpu)]
+                        if gpu in candidates:
+                            if source.tp != target.tp:
+                                copies[gpu] += 2 * size / cluster.gpu.memory_bytes_per_s
+                            continue
+                        if near:
+                            chosen = near[place % len(near)]
+                        else:
+                            same = [g for g in need[j, t] if cluster.node_of(g) == cluster.node_of(gpu)]
+                            leader = place if target.zero3 else min(same) - target.first_gpu
+                            chosen = candidates[leader % len(candidates)]
+                        piece = gpu if target.zero3 else (j, t)
+                        messages[chosen, piece, float(f"{size:.12g}")].append(gpu)
+    gather = 0.0
+    if source.zero3:
+        nodes = cluster.nodes_of(source.shards, stride=source.tp)
+        for size in parameters(source, 0).values():
+            gather += collectives.time_s("all_gather", 2 * size / source.tp, source.shards, nodes)
+    return gather + messages_s(cluster, collectives, messages, copies)
+
+
+def random_placement(rng: random.Random, cluster: Cluster) -> Placement:
+    size = cluster.gpus_per_node
+    gpus = rng.choice([n for n in (1, 2, 4, 8, 16, 24, 32, 64) if n <= min(cluster.gpus, 32)])
+    starts = range(0, min(cluster.gpus, 64) - gpus + 1, min(gpus, size))
+    tp = rng.choice([d for d in (1, 2, 4, 8) if gpus % d == 0])
+    pp = rng.choice([d for d in range(1, gpus // tp + 1) if gpus // tp % d == 0])
+    zero3 = pp == 1 and gpus > tp and rng.random() < 0.3
+    return at(rng.choice(starts), gpus // tp // pp, tp, pp, zero3=zero3)
+
+
+@pytest.mark.parametrize("cluster", [H100, A40], ids=["own ports", "shared port"])
+def test_equals_the_plain_loops(cluster: Cluster) -> None:
+    rng = random.Random(5)
+    reallocation = Reallocation(LLAMA, cluster, measured(cluster))
+    for _ in range(250):
+        source, target = random_placement(rng, cluster), random_placement(rng, cluster)
+        expected = loop_s(cluster, measured(cluster), source, target)
+        assert reallocation.time_s(source, target) == pytest.approx(expected, rel=1e-9), (source, target)
+
+
+def test_tensor_parallel_degrees_that_do_not_divide_each_other() -> None:
+    model = LLAMA.model_copy(update={"num_attention_heads": 24, "num_key_value_heads": 24, "intermediate_size": 12288})
+    # Thirds over halves, all received at once by GPU 0 and 1: each needs half of the weights from 4, 5, 6.
+    time = Reallocation(model, H100, Rates()).time_s(at(4, tp=3), at(0, tp=2))
+    assert time == pytest.approx(model.parameters / NVLINK, rel=1e-9)
+
+
+# By hand -------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_moves_where_all_is_held() -> None:
+    assert moved_s(at(0, dp=4, tp=2), at(0, dp=4, tp=2)) == 0.0
+    assert moved_s(at(0, dp=4, tp=2), at(2, dp=2, tp=2)) == 0.0  # a subset of the mesh, same layout
+    assert moved_s(at(0, dp=2, tp=2), at(0, tp=2, pp=2)) == 0.0  # fewer layers of those it holds
+    assert moved_s(at(0, dp=8), at(0, dp=8, zero3=True)) == 0.0  # its share of what it holds
+    assert moved_s(at(0, dp=8, zero3=True), at(0, dp=8, zero3=True)) == 0.0
+
+
+def test_slices_are_copied_when_tp_changes() -> None:
+    eighth = WEIGHTS / 8
+    assert moved_s(at(0, dp=8), at(0, tp=8)) == pytest.approx(2 * eighth / H100.gpu.memory_bytes_per_s, rel=1e-9)
+
+
+def test_one_broadcast_inside_a_node() -> None:
+    # GPU 0 serves GPUs 4 to 7 in one go; two sources of two each take as long; with TP 2 each has half.
+    assert moved_s(at(0), at(4, dp=4)) == pytest.approx(WEIGHTS / NVLINK)
+    assert moved_s(at(0, dp=2), at(4, dp=4)) == pytest.approx(WEIGHTS / NVLINK)
+    assert moved_s(at(0, tp=2), at(4, dp=2, tp=2)) == pytest.approx(WEIGHTS / 2 / NVLINK)
+    # What one GPU has goes to four in four pieces, one after another.
+    assert moved_s(at(0), at(4, tp=4)) == pytest.approx(WEIGHTS / NVLINK)
+    # Four GPUs share that work.
+    assert moved_s(at(0, dp=4), at(4, tp=4)) == pytest.approx(WEIGHTS / 4 / NVLINK)
+
+
+def test_a_piece_crosses_the_network_once_for_each_node() -> None:
+    # Every GPU of node 0 sends its own eighth to node 1, where one GPU of each of the slices is its target.
+    assert moved_s(at(0, tp=8), at(8, tp=8)) == pytest.approx(WEIGHTS / 8 / NETWORK)
+    # To eight whole copies: every target still receives all, from eight sources one after another.
+    assert moved_s(at(0, tp=8), at(8, dp=8)) == pytest.approx(WEIGHTS / NETWORK)
+    # Three nodes more cost only latency (2.7 us a node).
+    more = moved_s(at(0, tp=8), at(8, dp=4, tp=8)) - moved_s(at(0, tp=8), at(8, tp=8))
+    assert more == pytest.approx(3 * H100.inter.latency_s, rel=1e-3)
+
+
+def test_near_sources_first() -> None:
+    # The second half of the target lies on the source's node: the other node waits for the network, this one does not.
+    assert moved_s(at(8, tp=4), at(0, dp=4, tp=4)) == pytest.approx(WEIGHTS / 4 / NETWORK)
+    assert moved_s(at(8, tp=4), at(12, tp=4)) == pytest.approx(WEIGHTS / 4 / NVLINK)
+
+
+def test_stages_by_hand() -> None:
+    layer, end = LLAMA.layer_parameters, LLAMA.vocab_size * LLAMA.hidden_size
+    # 32 layers over three stages are 11, 11 and 10, over two 16 and 16.
+    expected = [[11 * layer + end, 0], [5 * layer, 6 * layer], [0, 10 * layer + end + 4096]]
+    assert common_bytes(LLAMA, 3, 2).tolist() == [[2 * x for x in row] for row in expected]
+    assert common_bytes(LLAMA, 4, 8).sum() == WEIGHTS
+    # Stages 0 and 1 on GPUs 0 and 1 to two other GPUs: side by side; the larger (with the head's norm) decides.
+    assert moved_s(at(0, pp=2), at(2, pp=2)) == pytest.approx(2 * (16 * layer + end + 4096) / NVLINK)
+
+
+def test_zero3_gathers_first() -> None:
+    units = 2 * LLAMA.parameters / 50e9
+    assert moved_s(at(0, dp=8, zero3=True), at(0, dp=8)) == pytest.approx(units)
+    assert moved_s(at(0, dp=4, zero3=True), at(4, dp=4)) == pytest.approx(units + WEIGHTS / NVLINK)
+    # To ZeRO-3 elsewhere each GPU of four receives its quarter.
+    assert moved_s(at(0, dp=4, zero3=True), at(4, dp=4, zero3=True)) == pytest.approx(units + WEIGHTS / 4 / NVLINK)
+
+
+def test_gpus_that_share_a_port_take_turns() -> None:
+    own_ports = A40.model_copy(update={"inter": A40.inter.model_copy(update={"shared_by_gpus": 1})})
+    alone = moved_s(at(0, tp=8), at(8, tp=8), own_ports)
+    assert moved_s(at(0, tp=8), at(8, tp=8), A40) == pytest.approx(8 * alone)
+
+
+def test_a_missing_reallocation_is_never_free() -> None:
+    rng = random.Random(7)
+    reallocation = Reallocation(LLAMA, H100, measured(H100))
+    for _ in range(300):
+        source, target = random_placement(rng, H100), random_placement(rng, H100)
+        outside = target.first_gpu < source.first_gpu or target.end_gpu > source.end_gpu
+        if outside or target.tp != source.tp:
+            assert reallocation.time_s(source, target) > 0
+
+
+def test_a_critic_moves_less() -> None:
+    critic = Reallocation(LLAMA.as_critic(), H100, Rates()).time_s(at(0), at(1))
+    assert critic == pytest.approx((WEIGHTS - 2 * (LLAMA.vocab_size - 1) * 4096) / NVLINK)
+
+
+def test_context_parallel_ranks_hold_the_same_parameters() -> None:
+    with_cp = Placement.of(0, TrainStrategy(dp=2, cp=2, tp=2, zero_stage=3))
+    assert moved_s(with_cp, at(0, dp=4, tp=2, zero3=True)) == 0.0
+    assert moved_s(with_cp, at(8, dp=4, tp=2)) == moved_s(at(0, dp=4, tp=2, zero3=True), at(8, dp=4, tp=2))
+
+
+def test_errors() -> None:
+    with pytest.raises(ConfigError, match="does not go with pipeline"):
+        at(0, dp=2, pp=2, zero3=True)
+    with pytest.raises(ConfigError, match="at least 1"):
+        at(0, dp=0)
+    with pytest.raises(ConfigError, match="beyond the 32 GPUs"):
+        moved_s(at(0), at(32), A40)
+    with pytest.raises(ConfigError, match="PP 64"):
+        moved_s(at(0), at(0, pp=64))
+    with pytest.raises(ConfigError, match="TP 64"):
+        moved_s(at(0, tp=64), at(0))
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+def data_loop_s(
+    cluster: Cluster, collectives: CollectiveTime, size: float, source: Placement, target: Placement
+) -> float:
+    messages = defaultdict(list)
+    for d in range(source.dp):
+        head = source.first_gpu + ((source.pp - 1) * source.shards + d * source.cp) * source.tp
+        for rank in range(target.dp):
+            share = min((d + 1) / source.dp, (rank + 1) / target.dp) - max(d / source.dp, rank / target.dp)
+            if share < 1e-9:
+                continue
+            for stage in range(target.pp):
+                for c in range(target.cp):
+                    for t in range(target.tp):
+                        place = ((stage * target.dp + rank) * target.cp + c) * target.tp + t
+                        if target.first_gpu + place != head:
+                            messages[head, rank, size * share].append(target.first_gpu + place)
+    return messages_s(cluster, collectives, messages, {})
+
+
+@pytest.mark.parametrize("cluster", [H100, A40], ids=["own ports", "shared port"])
+def test_data_equals_the_plain_loops(cluster: Cluster) -> None:
+    rng = random.Random(6)
+    data = DataTransfer(cluster, measured(cluster))
+    for _ in range(250):
+        source, target = random_placement(rng, cluster), random_placement(rng, cluster)
+        expected = data_loop_s(cluster, measured(cluster), 12e6, source, target)
+        assert data.time_s(12e6, source, target) == pytest.approx(expected, rel=1e-9), (source, target)
+
+
+def test_data_by_hand() -> None:
+    data = DataTransfer(H100, Rates())
+    assert data.time_s(0.0, at(0), at(8)) == 0.0
+    assert data.time_s(1e6, at(3), at(3)) == 0.0
+    # Four heads, GPUs 0, 2, 4 and 6, each a quarter, to two ranks of TP 4 on the next node: two quarters one by one.
+    assert data.time_s(1e6, at(0, dp=4, tp=2), at(8, dp=2, tp=4)) == pytest.approx(2 * 0.25e6 / NETWORK)
+    # The last stage has it: GPUs 2 and 3; GPU 2 sends its half to GPU 0.
+    assert data.time_s(1e6, at(0, dp=2, pp=2), at(0, dp=2)) == pytest.approx(0.5e6 / NVLINK)
+    # Within a rank the head passes it on to the others.
+    assert data.time_s(1e6, at(0, dp=2, tp=4), at(0, dp=2, tp=4)) == pytest.approx(0.5e6 / NVLINK)
+
+
+# Many pairs ----------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_are_computed_once() -> None:
+    asked: list[tuple[Placement, Placement]] = []
+    reallocation = Reallocation(LLAMA, H100, measured(H100))
+
+    def time_s(source: Placement, target: Placement) -> float:
+        asked.append((source, target))
+        return reallocation.time_s(source, target)
+
+    rng = random.Random(1)
+    sources, targets = ([random_placement(rng, H100) for _ in range(40)] for _ in range(2))
+    pairs = PairTimes(time_s, H100, sources, targets)
+    everything = pairs(np.arange(40)[:, None], np.arange(40))
+    assert everything.shape == (40, 40)
+    assert len(asked) <= 1600
+    seen = len(asked)
+    one_by_one = [[reallocation.time_s(source, target) for target in targets] for source in sources]
+    assert everything.tolist() == one_by_one
+    assert pairs(3, [5, 6]).tolist() == everything[3, 5:7].tolist()
+    assert len(asked) == seen
+
+
+def test_pairs_on_other_nodes_are_one() -> None:
+    reallocation = Reallocation(LLAMA, H100, measured(H100))
+    asked: list[Placement] = []
+
+    def time_s(source: Placement, target: Placement) -> float:
+        asked.append(target)
+        return reallocation.time_s(source, target)
+
+    nodes = [at(8 * n, dp=4, tp=2) for n in range(16)]
+    halves = [at(4 * n, tp=4) for n in range(32)]
+    pairs = PairTimes(time_s, H100, nodes, halves)
+    times = pairs(np.arange(16)[:, None], np.arange(32))
+    # either half of the same node, or of another one
+    assert len(asked) == 4
+    assert len(np.unique(times)) <= 4
