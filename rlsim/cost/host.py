@@ -66,15 +66,21 @@ class HostedStep(StepCost):
 
 def at_least(curve: DecodeCurve, floor_s: float) -> DecodeCurve:
     """`curve` where it takes longer than `floor_s`, else `floor_s`; for context totals of zero and more."""
-    knots = sorted({0.0, *curve.knots})
+    return longer(curve, DecodeCurve(curve.batch, [0.0], [floor_s]))
+
+
+def longer(one: DecodeCurve, other: DecodeCurve) -> DecodeCurve:
+    """The longer step time of two curves of the same batch everywhere; for context totals of zero and more."""
+    knots = sorted({0.0, *one.knots, *other.knots})
     knots.append(knots[-1] + _BEYOND_TOKENS)
     turns = []
     for i, (left, right) in enumerate(pairwise(knots)):
-        start_s, slope = curve.step_s(left), (curve.step_s(right) - curve.step_s(left)) / (right - left)
+        ahead_s = other.step_s(left) - one.step_s(left)
+        slope = (one.step_s(right) - one.step_s(left) - other.step_s(right) + other.step_s(left)) / (right - left)
         if slope:
-            turn = left + (floor_s - start_s) / slope
+            turn = left + ahead_s / slope
             if left < turn and (turn < right or i == len(knots) - 2):  # the last segment has no end
                 turns.append(turn)
     knots = sorted({*knots, *turns})
     knots.append(knots[-1] + _BEYOND_TOKENS)
-    return DecodeCurve(curve.batch, knots, [max(curve.step_s(knot), floor_s) for knot in knots])
+    return DecodeCurve(one.batch, knots, [max(one.step_s(knot), other.step_s(knot)) for knot in knots])

@@ -10,7 +10,7 @@ from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import kv_page_bytes, rollout_memory
-from rlsim.cost.roofline import step_cost
+from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost, captured_batch_sizes, kv_migrate_s, kv_send_s, reshard_s
 from rlsim.errors import CapacityError, ConfigError
@@ -54,11 +54,10 @@ class Machine:
         return self._collectives.lookups.merge(step.lookups() for step in self._steps)
 
     def _step(self, tp: int) -> StepCost:
-        step = step_cost(self.model, tp // self._pp, self.cluster, self.calibration)
+        pp, dp = self._pp, max(self.cluster.gpus // tp, 1)
+        step = pipelined_step_cost(self.model, tp // pp, pp, self.cluster, self.calibration, dp=dp)
         self._steps.append(step)
-        if self._pp == 1:
-            return step
-        raise ConfigError("generation with pipeline stages is not there yet")
+        return step
 
     def _capacity_pages(self, tp: int, min_tokens: int = 1) -> int:
         """KV pages of a replica at `tp`; raises `CapacityError` if it cannot hold `min_tokens`."""

@@ -63,7 +63,7 @@ class RooflineStep(StepCost):
         if known is not None:
             return known
         layers = self._model.num_hidden_layers
-        fixed = self._tokens_s(batch) + self._head_s(batch) + self._host.step_s + self._host.sequence_s * batch
+        fixed = self._tokens_s(batch) + self.head_s(batch) + self._host.step_s + self._host.sequence_s * batch
         knots, times = self.operators.decode_attention_curve(batch, self._kv_heads, self._model.head_dim)
         curve = DecodeCurve(batch, knots, [fixed + layers * time for time in times])
         self._curves[batch] = curve
@@ -75,7 +75,7 @@ class RooflineStep(StepCost):
         return (
             self._tokens_s(tokens)
             + self._prefill_attention_s(chunks)
-            + self._head_s(len(chunks))
+            + self.head_s(len(chunks))
             + self._host.step_s
             + self._host.prefill_s
             + self._host.sequence_s * len(chunks)
@@ -92,7 +92,7 @@ class RooflineStep(StepCost):
             self._tokens_s(tokens)
             + self._model.num_hidden_layers * decode_attention
             + self._prefill_attention_s(chunks)
-            + self._head_s(rows)
+            + self.head_s(rows)
             + self._host.step_s
             + self._host.prefill_s
             + self._host.sequence_s * rows
@@ -123,7 +123,7 @@ class RooflineStep(StepCost):
             "attention": layers * attention,
             "elementwise": layers * self._elementwise_s(batch) + self._embedding_s(batch),
             "all_reduce": (2 * layers + 1) * self._all_reduce_s(batch),
-            "head": self._head_s(batch),
+            "head": self.head_s(batch),
             "host": self._host.step_s + self._host.sequence_s * batch,
         }
 
@@ -174,7 +174,8 @@ class RooflineStep(StepCost):
             "all_reduce", tokens * self._model.hidden_size * self._model.dtype_bytes, self.tp
         )
 
-    def _head_s(self, rows: float) -> float:
+    def head_s(self, rows: float) -> float:
+        """Seconds of the LM head on `rows` tokens, and of gathering its logits."""
         known = self._known_head_s.get(rows)
         if known is not None:
             return known

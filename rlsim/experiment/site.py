@@ -18,6 +18,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import JudgePlacement, Placing, PlanContext
+from rlsim.search import Budget, find_plan
 from rlsim.sim.control import ControlContext
 from rlsim.sim.simulation import Judge
 from rlsim.workflow import Placement, Plan, colocated
@@ -166,7 +167,7 @@ class Site:
                 f"workflow.reward.judge leaves ({len(self.judge_gpus)} of the cluster are kept for it)"
             )
         return replace(
-            self._style,
+            self.style,
             dp=gpus // share,
             tp=training.tp,
             pp=training.pp,
@@ -175,7 +176,8 @@ class Site:
         )
 
     @property
-    def _style(self) -> TrainStrategy:
+    def style(self) -> TrainStrategy:
+        """The switches of training: micro-batches, ZeRO stage, recomputation, offload; no degrees."""
         training = self._setup.experiment.training
         default_zero = 3 if training.backend == "fsdp" else 1
         return TrainStrategy(
@@ -211,10 +213,17 @@ class Site:
             gpus=self.gpus,
             models=setup.models,
             training=self.training_strategy,
-            style=self._style,
+            style=self.style,
             reward=self.reward_placement,
             check=lambda plan: self.memory.check(plan, self._beside_bytes),
+            search=self._search,
         )
+
+    def _search(self, method: str, evaluations: int, seed: int) -> Plan:
+        from rlsim.experiment.planning import PlanSpace
+
+        space = PlanSpace(self._setup, self)
+        return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)
 
     @cached_property
     def memory(self) -> PlanMemory:
@@ -266,7 +275,8 @@ class Site:
         planned = self.generation.strategy
         replica = None if planned is None else planned.tp * planned.pp
         feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap, replica)
-        left, whole = self.rollout_cluster.gpus_per_node, self._setup.cluster.gpus_per_node
+        mesh = self.generation.rollout_mesh(self._setup.cluster)
+        left, whole = len(mesh[0]), self._setup.cluster.gpus_per_node
         for tp in (1 << i for i in range(whole.bit_length())):
             if whole % tp == 0 and left % tp and planned is None:
                 who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
@@ -280,7 +290,7 @@ class Site:
             feasible_tps=feasible,
             infeasible=infeasible,
             gpus_per_node=left,
-            nodes=self.rollout_cluster.nodes,
+            nodes=len(mesh),
             cap_tokens=experiment.trace.cap,
             page_tokens=experiment.engine.page_tokens,
             requests=workflow.prompts * workflow.responses,

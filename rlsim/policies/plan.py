@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -15,6 +15,7 @@ from rlsim.policies.parts import Placing, PlanContext
 from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext, RolloutControl
 from rlsim.units import Tokens
+from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Placement, Plan, with_transfers
 
 
@@ -48,6 +49,28 @@ class ExplicitPlan(Schema, Placing):
     """Every call of the workflow but weight syncs, which run over the GPUs of the calls on both sides, and rewards."""
 
     calls: Mapping[str, CallPlan] = Field(default={}, description="call -> its GPUs and strategy")
+
+    @classmethod
+    def of(cls, plan: Plan, workflow: Workflow) -> ExplicitPlan:
+        """A plan as it would be written."""
+        calls = {}
+        for call in workflow.calls:
+            placement = plan.of(call.name)
+            if call.kind not in ("sync", "reward"):
+                gpus = f"{placement.gpus[0]}-{placement.gpus[-1]}"
+                strategy = placement.strategy
+                given: dict[str, Any] = {}
+                if strategy is not None:
+                    given = {"tp": strategy.tp, "pp": strategy.pp, "dp": strategy.dp}
+                    if strategy.cp > 1:
+                        given["cp"] = strategy.cp
+                if strategy is not None and call.kind != "generate":
+                    given |= {"zero_stage": strategy.zero_stage, "offload": strategy.offload}
+                    counted = strategy.micro_batches is not None
+                    key = "micro_batches" if counted else "micro_batch_tokens"
+                    given[key] = getattr(strategy, key)
+                calls[call.name] = CallPlan(gpus=gpus, **given)
+        return cls(calls=calls)
 
     def plan(self, context: PlanContext) -> Plan:
         """The plan; raises `ConfigError` for a call that is missing or unknown, or degrees that are not its GPUs."""

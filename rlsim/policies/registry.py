@@ -21,6 +21,7 @@ BUILTIN = {
     "pat": "rlsim.policies.pat:PAT",
     "plan": "rlsim.policies.plan:ExplicitPlan",
     "planner": "rlsim.policies.planner:Planner",
+    "real": "rlsim.policies.searched:REAL",
     "reward_scheduler": "rlsim.policies.reward_scheduler:RewardScheduler",
     "rlhfuse": "rlsim.policies.rlhfuse:RLHFuse",
     "rlhfuse_plus": "rlsim.policies.rlhfuse:StrengthenedRLHFuse",

@@ -315,7 +315,7 @@ class _Run:
     def _generate(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, set[int]]:
         """Run the generation stage; returns the GPUs that it gave up before its end."""
         what, state, flow = self.what, self.steps[step], self.steps[step].flow
-        mesh = placement.nodes(what.cluster)
+        mesh = placement.rollout_mesh(what.cluster)
         batch = state.batch = StepBatch(what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples))
         requests = self._launched(state, batch.first)
         yield from self._lay_out(step, mesh, len(requests))

@@ -29,11 +29,13 @@ class Placement:
             gpus = self.strategy.gpus // self.strategy.dp if self.strategy else 1
         return tuple(self.gpus[first : first + gpus] for first in range(0, len(self.gpus) - gpus + 1, gpus))
 
-    def nodes(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-        """The placement's GPUs node by node; where a replica spans nodes, replica by replica."""
+    def rollout_mesh(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+        """The GPUs node by node, as a rollout has them; where a replica spans nodes, replica by replica."""
         replica = self.strategy.gpus // self.strategy.dp if self.strategy else 1
-        if replica > cluster.gpus_per_node:
-            return self.replicas(replica)
+        return self.nodes(cluster) if replica <= cluster.gpus_per_node else self.replicas(replica)
+
+    def nodes(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+        """The placement's GPUs node by node."""
         by_node: dict[int, list[int]] = {}
         for gpu in self.gpus:
             by_node.setdefault(cluster.node_of(gpu), []).append(gpu)

@@ -1,0 +1,216 @@
+"""Generation by replicas that cut the model's layers over pipeline stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rlsim.cost.calibration import Calibration, HostFit, load_calibration
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.host import longer
+from rlsim.cost.lookups import Lookups
+from rlsim.cost.memory import BF16
+from rlsim.cost.packing import pack
+from rlsim.cost.roofline import RooflineStep, step_cost
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.transfer import CollectiveTime
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+
+_TOKEN_BYTES = 4  # of a sampled token on its way back to the first stage
+_BEYOND_TOKENS = 1e6  # where a knot is put beyond the last one, to keep the slope there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundaries:
+    """The ways between neighbouring stages: `inside` of them within a node, `across` from one node to another.
+
+    Every TP rank sends the whole hidden state, `hidden_bytes` a token, to its peer of the next stage. What the last
+    stage samples goes back to the first.
+    """
+
+    hidden_bytes: float
+    inside: int
+    across: int
+    collectives: CollectiveTime
+
+    def slowest_s(self, tokens: float) -> float:
+        """Seconds of the slowest send of `tokens` tokens to a next stage; 0 without one."""
+        if self.inside + self.across == 0:
+            return 0.0
+        return self._send_s(tokens * self.hidden_bytes, 2 if self.across else 1)
+
+    def total_s(self, tokens: float, sequences: float) -> float:
+        """Seconds of the sends that `tokens` tokens of `sequences` sequences meet on their way, and back."""
+        if self.inside + self.across == 0:
+            return 0.0
+        size = tokens * self.hidden_bytes
+        there = sum(count * self._send_s(size, n) for n, count in ((1, self.inside), (2, self.across)) if count)
+        return there + self._send_s(sequences * _TOKEN_BYTES, 2 if self.across else 1)
+
+    def _send_s(self, size: float, nodes: int) -> float:
+        return self.collectives.time_s("send_recv", size, 2, nodes)
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Seconds of one micro-batch: all layers together, the head, the host, its slowest send, all its sends."""
+
+    layers_s: float
+    head_s: float
+    host_s: float
+    send_s: float
+    sends_s: float
+
+
+class Pipelined(StepCost):
+    """A replica of `tp` · `pp` GPUs, from `kernels`: the step cost, without host time, of the same model on `tp` GPUs.
+
+    The sequences of an iteration are cut into m = min(b, pp) micro-batches (⌈b/m⌉ sequences each, of average context),
+    which follow each other through the stages round after round. A stage takes its share σ = ⌈layers/pp⌉/layers of the
+    time L of all layers (and of the embedding and last norm, which are small), the last one also that of the head, H;
+    every boundary takes a send that neither side overlaps with its own work. The host (time h a micro-batch) schedules
+    micro-batches one after another, each when its last token is back, unless it works ahead (`host.overlapped`).
+
+        iteration = max( m · (σ·L + max(H, slowest send)),      the busiest stage has always work
+                         L + H + all sends + h,                 a micro-batch waits for itself; no h if overlapped
+                         m · h )                                the host has always work
+
+    where L, H and h are those of a micro-batch. With b < pp the second line decides: the other stages idle.
+    Micro-batches that differ (of prefill) enter the first and third line by their sum, the second by the largest.
+    Filling and draining the pipeline is left out: the micro-batches of the next iteration follow on.
+
+    `head_s(rows)` are the seconds of the head within `kernels`. `layers` is the model's number of layers.
+    Raises `ConfigError` for less than one stage, or more than layers.
+    """
+
+    def __init__(
+        self,
+        kernels: StepCost,
+        pp: int,
+        *,
+        layers: int,
+        head_s: Callable[[float], float],
+        boundaries: Boundaries,
+        host: HostFit,
+    ) -> None:
+        if not 1 <= pp <= layers:
+            raise ConfigError(f"PP {pp} does not go with {layers} layers")
+        self.tp, self.pp, self.skew = kernels.tp, pp, kernels.skew
+        self._kernels = kernels
+        self._share = math.ceil(layers / pp) / layers
+        self._head_s = head_s
+        self._boundaries = boundaries
+        self._host = host
+        self._curves: dict[int, DecodeCurve] = {}
+
+    def decode(self, batch: int) -> DecodeCurve:
+        """The decode curve of `batch` sequences: the longest of the three lines, each piecewise linear in T."""
+        if batch not in self._curves:
+            count = min(batch, self.pp)
+            size = math.ceil(batch / count)
+            curve = self._kernels.decode(size)
+            inner = [*curve.knots, curve.knots[-1] + _BEYOND_TOKENS]
+            parts = [self._micro_batch(curve.step_s(tokens), size, size) for tokens in inner]
+            knots = [tokens * batch / size for tokens in inner]
+            stage = DecodeCurve(batch, knots, [count * self._stage_s(part) for part in parts])
+            floor_s = count * parts[0].host_s
+            way = DecodeCurve(batch, knots, [self._way_s(part) for part in parts])
+            self._curves[batch] = longer(longer(stage, way), DecodeCurve(batch, [0.0], [floor_s]))
+        return self._curves[batch]
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one prefill iteration; whole chunks are dealt to the micro-batches, balanced by new tokens."""
+        return self._iteration_s(0, 0.0, chunks)
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        """Seconds of one mixed iteration; decoding sequences are dealt evenly, and chunks as in a prefill."""
+        return self._iteration_s(batch, context_tokens, chunks)
+
+    def lookups(self) -> Lookups:
+        """The kernels' look-ups."""
+        for batch, curve in self._curves.items():
+            size = math.ceil(batch / min(batch, self.pp))
+            known = self._kernels.decode(size)
+            known.furthest_tokens = max(known.furthest_tokens, curve.furthest_tokens * size / batch)
+        return self._kernels.lookups()
+
+    def _iteration_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        count = min(batch + len(chunks), self.pp)
+        dealt = pack([chunk.new_tokens for chunk in chunks], count)
+        # Most of the decoding sequences go where the fewest chunks are, so that no micro-batch stays empty.
+        dealt.sort(key=lambda members: sum(chunks[i].new_tokens for i in members))
+        parts = []
+        for i, members in enumerate(dealt):
+            decoding = batch // count + (i < batch % count)
+            own = [chunks[j] for j in members]
+            tokens = decoding + sum(chunk.new_tokens for chunk in own)
+            context = context_tokens * decoding / batch if batch else 0.0
+            if own and decoding:
+                kernels_s = self._kernels.mixed_s(decoding, context, own)
+            elif own:
+                kernels_s = self._kernels.prefill_s(own)
+            else:
+                kernels_s = self._kernels.decode(decoding).step_s(context)
+            parts.append(self._micro_batch(kernels_s, tokens, decoding + len(own), prefills=bool(own)))
+        stage_s = sum(self._stage_s(part) for part in parts)
+        return max(stage_s, *(self._way_s(part) for part in parts), sum(part.host_s for part in parts))
+
+    def _micro_batch(self, kernels_s: float, tokens: float, sequences: int, *, prefills: bool = False) -> _MicroBatch:
+        head_s = self._head_s(sequences)
+        return _MicroBatch(
+            layers_s=kernels_s - head_s,
+            head_s=head_s,
+            host_s=self._host.step_s + self._host.sequence_s * sequences + self._host.prefill_s * prefills,
+            send_s=self._boundaries.slowest_s(tokens),
+            sends_s=self._boundaries.total_s(tokens, sequences),
+        )
+
+    def _stage_s(self, part: _MicroBatch) -> float:
+        return self._share * part.layers_s + max(part.head_s, part.send_s)
+
+    def _way_s(self, part: _MicroBatch) -> float:
+        way_s = part.layers_s + part.head_s + part.sends_s
+        return way_s if self._host.overlapped else way_s + part.host_s
+
+
+def pipelined_step_cost(
+    model: Model, tp: int, pp: int, cluster: Cluster, calibration: Calibration | str, *, dp: int = 1
+) -> StepCost:
+    """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs each; with `pp` 1 that of `step_cost`.
+
+    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from the start of a node on. With several stages the
+    kernels decide, even where the calibration has a profile of whole decode steps at this `tp`: that does not tell head
+    and host time. Raises `ConfigError` if the model cannot be cut that way, `CapacityError` if `tp` exceeds a node or
+    the replicas the cluster, `CalibrationError` if the calibration was made for another GPU.
+    """
+    if isinstance(calibration, str):
+        calibration = load_calibration(calibration)
+    alone = step_cost(model, tp, cluster, calibration)
+    if tp * pp * dp > cluster.gpus:
+        raise CapacityError(
+            f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
+        )
+    if pp == 1:
+        return alone
+    silent = calibration.host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
+    kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": silent}))
+    nodes = [cluster.node_of(stage * tp * dp) for stage in range(pp)]
+    across = sum(a != b for a, b in pairwise(nodes))
+    boundaries = Boundaries(
+        hidden_bytes=BF16 * model.hidden_size,
+        inside=pp - 1 - across,
+        across=across,
+        collectives=kernels.collectives,
+    )
+    return Pipelined(
+        kernels,
+        pp,
+        layers=model.num_hidden_layers,
+        head_s=kernels.head_s,
+        boundaries=boundaries,
+        host=calibration.host,
+    )

@@ -1,0 +1,247 @@
+"""The plans that an experiment could run: options of every call with their costs, as arrays for the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import simpy
+
+from rlsim.cost.machine import Machine
+from rlsim.cost.memory import RESERVED_BYTES, rollout_memory
+from rlsim.cost.placement import PairTimes
+from rlsim.cost.placement import Placement as Layout
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES
+from rlsim.search.problem import Dependency, Options, Problem, Reallocation
+from rlsim.sim.control import RolloutControl
+from rlsim.sim.request import Request
+from rlsim.sim.rollout import Rollout
+from rlsim.workflow import Call, Placement, Plan
+from rlsim.workflow.plan import with_transfers
+
+if TYPE_CHECKING:
+    from rlsim.experiment.build import Setup
+    from rlsim.experiment.site import Site
+
+#: Whole nodes: any run of neighbouring ones up to so many nodes in the cluster, aligned powers of two beyond.
+ANY_RUN_NODES = 8
+
+#: Most micro-batches of a rank that are tried, for each pipeline stage.
+MICRO_BATCHES_PER_STAGE = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a call on meshes of one size: seconds, and bytes on each of their GPUs."""
+
+    strategy: TrainStrategy
+    time_s: float
+    resident_bytes: float
+    active_bytes: float
+
+
+class PlanSpace:
+    """All plans of an experiment's workflow on the GPUs of a site, costed on the lengths of its first step.
+
+    Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside a node, every GPU of a
+    mesh is used, DP is no larger than a mini-batch. Of strategies that differ in micro-batches or offload only, those
+    worse in both time and memory are left out. Raises `CapacityError` if a call fits nowhere.
+    """
+
+    def __init__(self, setup: Setup, site: Site) -> None:
+        self._setup, self._site = setup, site
+        self.calls = [call for call in setup.algorithm.calls if call.kind not in ("sync", "reward")]
+        batch = setup.sampler(setup.experiment.seed_list[0]).step(0)
+        self._prompts, self._responses = batch.prompt_tokens, batch.response_tokens
+        self._lengths = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
+        self._meshes = list(meshes(setup.cluster.gpus, setup.cluster.gpus_per_node))
+        self.options: dict[str, list[tuple[int, Candidate]]] = {}  # first GPU and candidate of each option
+        made: dict[tuple[str, object], list[Candidate]] = {}
+        for call in self.calls:
+            shape = (call.kind, setup.models[call.model], call.model in self._trained)
+            for size in sorted({gpus for _, gpus in self._meshes}):
+                key = (repr(shape), size)
+                if key not in made:
+                    made[key] = list(self._candidates(call, size))
+            found = [(first, c) for first, gpus in self._meshes for c in made[repr(shape), gpus]]
+            if not found:
+                raise CapacityError(f"call {call.name} fits on no mesh of {setup.cluster.name}")
+            self.options[call.name] = found
+
+    @property
+    def _trained(self) -> set[str]:
+        return {call.model for call in self.calls if call.kind == "train"}
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The space as the search takes it."""
+        workflow, names = self._setup.algorithm, {call.name for call in self.calls}
+        dependencies, reallocations = [], []
+        for edge in workflow.edges:
+            if edge.source in names and edge.target in names:
+                seconds = None if edge.lag else self._data_s(edge.source, edge.target)
+                dependencies.append(Dependency(edge.source, edge.target, edge.lag, seconds))
+        for call in workflow.calls:
+            if call.kind == "sync":
+                sources, targets = workflow.beside(call.name)
+                for target in targets:
+                    pair = self._layouts(sources[0]), self._layouts(target)
+                    time_s = self._site.calls.reallocation(call.model).time_s
+                    reallocations.append(
+                        Reallocation(sources[0], target, PairTimes(time_s, self._setup.cluster, *pair))
+                    )
+        return Problem(
+            options=[self._columns(call.name) for call in self.calls],
+            dependencies=dependencies,
+            reallocations=reallocations,
+            gpus=self._setup.cluster.gpus,
+            memory_bytes=self._setup.cluster.gpu.memory_bytes - RESERVED_BYTES,
+            order=[name for name in workflow.order() if name in names],
+        )
+
+    def plan(self, chosen: Sequence[int]) -> Plan:
+        """The plan of one option index per call, in the order of `calls`."""
+        placed = {}
+        for call, index in zip(self.calls, chosen, strict=True):
+            first, candidate = self.options[call.name][index]
+            strategy = candidate.strategy
+            placed[call.name] = Placement(tuple(range(first, first + strategy.gpus)), strategy)
+        return with_transfers(self._setup.algorithm, placed, self._site.reward_placement)
+
+    # ---- arrays -----------------------------------------------------------------------------------------------------
+
+    def _columns(self, name: str) -> Options:
+        options = self.options[name]
+        return Options(
+            call=name,
+            first_gpu=np.array([first for first, _ in options]),
+            gpus=np.array([c.strategy.gpus for _, c in options]),
+            time_s=np.array([c.time_s for _, c in options]),
+            resident_bytes=np.array([c.resident_bytes for _, c in options]),
+            active_bytes=np.array([c.active_bytes for _, c in options]),
+        )
+
+    def _layouts(self, name: str) -> list[Layout]:
+        return [Layout.of(first, c.strategy) for first, c in self.options[name]]
+
+    def _data_s(self, source: str, target: str) -> PairTimes:
+        kind = self._setup.algorithm.call(source).kind
+        size = (GENERATED_BYTES if kind == "generate" else INFERRED_BYTES) * float(self._lengths.sum())
+        time_s = partial(self._site.calls.data.time_s, size)
+        return PairTimes(time_s, self._setup.cluster, self._layouts(source), self._layouts(target))
+
+    # ---- one call on a mesh of so many GPUs -------------------------------------------------------------------------
+
+    def _candidates(self, call: Call, gpus: int) -> Iterator[Candidate]:
+        model, mini = self._setup.models[call.model], self._setup.experiment.training.mini_batches
+        sequences = len(self._lengths) // (mini if call.kind == "train" else 1)
+        per_node = min(self._setup.cluster.gpus_per_node, gpus)
+        for tp, pp in degrees(gpus, per_node):
+            dp = gpus // tp // pp
+            try:
+                model.check_tp(tp)
+            except ConfigError:
+                continue
+            if pp > model.num_hidden_layers or dp > sequences:
+                continue
+            if call.kind == "generate":
+                yield from self._generation(TrainStrategy(dp=dp, tp=tp, pp=pp))
+            else:
+                yield from undominated(self._variants(call, dp, tp, pp, sequences // dp))
+
+    def _variants(self, call: Call, dp: int, tp: int, pp: int, share: int) -> Iterator[Candidate]:
+        """Numbers of micro-batches, and for a model that is not trained whether it waits in host memory."""
+        style, training = self._site.style, self._setup.experiment.training
+        zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
+        offloads = (style.offload,) if call.model in self._trained else (False, True)
+        count = 1
+        while count <= min(share, MICRO_BATCHES_PER_STAGE * pp):
+            for offload in offloads:
+                strategy = replace(
+                    style, dp=dp, tp=tp, pp=pp, zero_stage=zero, offload=offload, micro_batches=count,
+                    sequence_parallel=tp > 1,
+                )  # fmt: skip
+                memory, cost = self._site.memory.of(call, strategy), self._site.calls.of(call.model, strategy)
+                if memory.resident_bytes + memory.active_bytes + RESERVED_BYTES > self._setup.cluster.gpu.memory_bytes:
+                    continue
+                if call.kind == "train":
+                    time = cost.train_s(self._lengths, training.mini_batches, training.epochs)
+                else:
+                    time = cost.forward_s(self._lengths)
+                yield Candidate(strategy, time.total_s, memory.resident_bytes, memory.active_bytes)
+            count *= 2
+
+    def _generation(self, strategy: TrainStrategy) -> Iterator[Candidate]:
+        """Generation alone on its GPUs: as long as the engine takes, and the KV cache that it fills."""
+        setup, engine = self._setup, self._setup.experiment.engine
+        limits = {
+            "page_tokens": engine.page_tokens,
+            "max_batched_tokens": engine.max_num_batched_tokens,
+            "max_sequences": engine.max_num_seqs,
+            "memory_utilization": setup.experiment.memory_utilization,
+        }
+        placement = Placement(tuple(range(strategy.gpus)), strategy)
+        nodes = placement.nodes(setup.cluster)
+        cluster = setup.cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
+        machine = Machine(setup.model, cluster, setup.calibration, pp=strategy.pp, **limits)  # type: ignore[arg-type]
+        replica = strategy.tp * strategy.pp
+        longest = setup.longest_prompt + setup.experiment.trace.cap
+        if not machine.feasible_tps(longest, replica)[0]:
+            return
+        pairs = zip(self._prompts.tolist(), self._responses.tolist(), strict=True)
+        env = simpy.Environment()
+        rollout = Rollout(
+            env,
+            mesh=placement.rollout_mesh(setup.cluster),
+            tp=replica,
+            requests=[Request(i, i, prompt, response) for i, (prompt, response) in enumerate(pairs)],
+            costs=machine,
+            config=engine,
+            control=RolloutControl(),
+            cap_tokens=setup.experiment.trace.cap,
+            routing=setup.experiment.routing,
+        )
+        env.run(until=rollout.done)
+        memory = rollout_memory(setup.model, cluster.gpu, strategy.tp, pp=strategy.pp, **limits)  # type: ignore[arg-type]
+        last_pages = engine.page_tokens * -(-len(self._lengths) // strategy.dp)  # partly filled ones
+        peak = max(max(r.peak_tokens for r in rollout.replicas) + last_pages, longest) * (1 + engine.watermark)
+        kv_bytes = peak / engine.page_tokens * memory.page_bytes
+        kept_free = (1 - setup.experiment.memory_utilization) * cluster.gpu.memory_bytes
+        yield Candidate(strategy, env.now, 0.0, memory.weight_bytes + memory.activation_bytes + kv_bytes + kept_free)
+
+
+def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:
+    """First GPU and size of every mesh: aligned power-of-two slices of a node, and runs of whole nodes."""
+    size = 1
+    while size < per_node:
+        yield from ((first, size) for first in range(0, gpus, size) if per_node % size == 0)
+        size *= 2
+    nodes = gpus // per_node
+    for count in range(1, nodes + 1):
+        power = count & (count - 1) == 0
+        if nodes <= ANY_RUN_NODES or power or count == nodes:
+            step = 1 if nodes <= ANY_RUN_NODES else count
+            yield from ((first * per_node, count * per_node) for first in range(0, nodes - count + 1, step))
+
+
+def degrees(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:
+    """TP and PP that leave no GPU of a mesh unused: TP a power of two inside a node, PP what divides the rest."""
+    tp = 1
+    while tp <= per_node:
+        if gpus % tp == 0:
+            yield from ((tp, pp) for pp in range(1, gpus // tp + 1) if gpus // tp % pp == 0)
+        tp *= 2
+
+
+def undominated(candidates: Iterator[Candidate]) -> list[Candidate]:
+    """Those that no other beats, or equals, in time and both kinds of memory."""
+    kept: list[Candidate] = []
+    for one in sorted(candidates, key=lambda c: (c.time_s, c.resident_bytes, c.active_bytes)):
+        if not any(o.resident_bytes <= one.resident_bytes and o.active_bytes <= one.active_bytes for o in kept):
+            kept.append(one)
+    return kept

@@ -1,0 +1,26 @@
+"""REAL (Mei et al., MLSys 2025): the execution plan is searched before training begins."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlsim.policies.parts import Placing, PlanContext
+from rlsim.schema import Schema
+from rlsim.workflow.plan import Plan
+
+
+class REAL(Schema, Placing):
+    """Search meshes and strategies for all calls under the light estimator, then keep that plan."""
+
+    method: Literal["descent", "mcmc", "brute"] = Field(
+        default="descent",
+        description="descent: coordinate descent with restarts; mcmc: as published; brute: exact, small spaces only",
+    )
+    evaluations: int = Field(default=20_000, ge=1, description="plans that the search may evaluate")
+    seed: int = Field(default=0, ge=0, description="of the search")
+
+    def plan(self, context: PlanContext) -> Plan:
+        """The best plan found."""
+        return context.search(self.method, self.evaluations, self.seed)

@@ -1,0 +1,154 @@
+"""Coordinate descent over calls, restarted from the best plan with a few calls changed (iterated local search)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+
+from rlsim.errors import ConfigError
+from rlsim.search.bound import LowerBound
+from rlsim.search.greedy import start
+from rlsim.search.problem import Floats, Ints, Problem
+from rlsim.search.progress import Budget, Found, Improvement, Trace
+
+CHUNK = 16_384  # candidates whose bound is computed at once
+FIRST = 128  # candidates scheduled at first; more if none of them ends the search among the rest
+PAIRS = 65_536  # above so many pairs of options of two calls, only the fastest of each mesh are paired
+
+
+def descent(
+    problem: Problem,
+    budget: Budget,
+    *,
+    seed: int = 0,
+    alpha: float = 100.0,
+    on_improvement: Callable[[Improvement], None] | None = None,
+) -> Found:
+    """Change one call at a time to the option that is best with all others as they are, until none improves the plan.
+
+    Then the same with two calls at a time: first those that share a model (train, and generate or inference: apart,
+    neither moves, as the parameters would have to), then all others. Where nothing helps, some calls of the best plan
+    take random options and the descent runs again, until the budget is spent. Starts at `rlsim.search.greedy.start`.
+
+    Where a GPU's memory is exceeded, a plan's cost counts `alpha` x bytes needed / bytes there times. Candidates whose
+    lower bound (`rlsim.search.bound`) is no better than the plan at hand are not scheduled and do not count as
+    evaluations; the others are scheduled by bound, lowest first. Raises `ConfigError` for an `alpha` below 1 and
+    `CapacityError` if no plan seen fits.
+    """
+    if not alpha >= 1:
+        raise ConfigError(f"descent needs alpha >= 1, not {alpha}")
+    search = _Descent(problem, Trace(problem, budget, on_improvement), np.random.default_rng(seed), alpha)
+    search.run()
+    return search.trace.found("descent", seed)
+
+
+class _Descent:
+    """One run: the plan at hand and its score (seconds, more where it does not fit)."""
+
+    def __init__(self, problem: Problem, trace: Trace, rng: np.random.Generator, alpha: float) -> None:
+        self.problem, self.trace, self._rng, self._alpha = problem, trace, rng, alpha
+        self._bound = LowerBound(problem)
+        self._plan, self._score_s = start(problem), np.inf
+        model = [(problem.calls.index(e.source), problem.calls.index(e.target)) for e in problem.reallocations]
+        others = list(itertools.combinations(range(len(problem.calls)), 2))
+        self._pairs = model + [pair for pair in others if pair not in model and pair[::-1] not in model]
+        self._work_s: list[Floats] = [
+            counted * options.gpus * options.time_s / problem.gpus
+            for counted, options in zip(self._bound.counted, problem.options, strict=True)
+        ]
+        self._short = [_fastest_by_mesh(problem, call) for call in range(len(problem.calls))]
+
+    def run(self) -> None:
+        """Descend from the start, then from changed best plans, until the budget is spent."""
+        self._try(self._plan[None])
+        self._descend()
+        best, best_s = self._plan, self._score_s
+        while self.trace.left:
+            self._plan, self._score_s = best.copy(), np.inf
+            changed = self._rng.choice(len(best), size=min(len(best), int(self._rng.integers(2, 5))), replace=False)
+            self._plan[changed] = self._rng.integers(self.problem.sizes[changed])
+            self._try(self._plan[None])
+            self._descend()
+            if self._score_s <= best_s:
+                best, best_s = self._plan, self._score_s
+
+    def _descend(self) -> None:
+        """To a plan that no change of one call or of a pair improves."""
+        while self.trace.left:
+            if not self._sweep_calls() and not self._sweep_pairs():
+                return
+
+    def _sweep_calls(self) -> bool:
+        """Each call in turn, in random order; whether the plan got better."""
+        before = self._score_s
+        for call in self._rng.permutation(len(self._plan)):
+            order = self.problem.options[call].by_time
+            order = order[self._work_s[call][order] < self._room_s(call)]
+            for at in range(0, len(order), CHUNK):
+                some = order[at : at + CHUNK]
+                candidates = np.repeat(self._plan[None], len(some), axis=0)
+                candidates[:, call] = some
+                self._try(candidates)
+        return self._score_s < before
+
+    def _sweep_pairs(self) -> bool:
+        """Pairs of calls, until one makes the plan better; whether one did."""
+        before = self._score_s
+        for a, b in self._pairs:
+            ones, twos = self._options_of(a, b)
+            room_s = self._room_s(a, b)
+            rows, columns = np.nonzero(self._work_s[a][ones][:, None] + self._work_s[b][twos] < room_s)
+            for at in range(0, len(rows), CHUNK):
+                first, second = ones[rows[at : at + CHUNK]], twos[columns[at : at + CHUNK]]
+                candidates = np.repeat(self._plan[None], len(first), axis=0)
+                candidates[:, a], candidates[:, b] = first, second
+                self._try(candidates)
+            if self._score_s < before:
+                return True
+        return False
+
+    def _room_s(self, *calls: int) -> float:
+        """GPU-seconds (of those that bounds count, per GPU) that calls may take in a plan better than the one at hand."""
+        others = (work[o] for c, (work, o) in enumerate(zip(self._work_s, self._plan, strict=True)) if c not in calls)
+        return self._score_s - float(sum(others))
+
+    def _options_of(self, a: int, b: int) -> tuple[Ints, Ints]:
+        """Options of two calls to pair, fastest first: all or, where these are too many, the fastest of each mesh."""
+        if self.problem.sizes[a] * self.problem.sizes[b] <= PAIRS:
+            return self.problem.options[a].by_time, self.problem.options[b].by_time
+        return self._short[a], self._short[b]
+
+    def _try(self, candidates: Ints) -> None:
+        """Take the best of some plans (n, C), if it is better than the one at hand."""
+        peaks = self.problem.peak_bytes(candidates)
+        factors = self._factors(peaks)
+        bounds = self._bound.of(*self.problem.durations(candidates), self.problem.meshes(candidates)) * factors
+        promising = np.flatnonzero(bounds < self._score_s)
+        order = promising[np.argsort(bounds[promising], kind="stable")]
+        done, size = 0, FIRST
+        while done < len(order) and (left := self.trace.left) and bounds[order[done]] < self._score_s:
+            rows = order[done : done + min(size, left)]
+            costs_s = self.problem.cost_s(candidates[rows])
+            self.trace.see(candidates[rows], costs_s, peaks[rows])
+            scores_s = costs_s * factors[rows]
+            at = int(scores_s.argmin())
+            if scores_s[at] < self._score_s:
+                self._plan, self._score_s = candidates[rows[at]].copy(), float(scores_s[at])
+            done, size = done + len(rows), size * 4
+
+    def _factors(self, peaks_bytes: Floats) -> Floats:
+        """How many times a plan's seconds count."""
+        full = peaks_bytes / self.problem.memory_bytes
+        return np.where(full > 1, self._alpha * full, 1.0)
+
+
+def _fastest_by_mesh(problem: Problem, call: int) -> Ints:
+    """The fastest option on each mesh, the fastest of them first, and no more than the square root of `PAIRS`."""
+    options = problem.options[call]
+    order = options.by_time
+    meshes = options.first_gpu[order] * (problem.gpus + 1) + options.gpus[order]
+    _, at = np.unique(meshes, return_index=True)
+    fastest: Ints = order[np.sort(at)][: int(PAIRS**0.5)]
+    return fastest

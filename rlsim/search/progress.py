@@ -1,0 +1,116 @@
+"""How long a search may run, what it found, and how it got there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.search.problem import Floats, Ints, Problem
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A search ends after so many seconds of wall time or so many schedules computed, whichever comes first.
+
+    With `evaluations` alone, the same seed finds the same plan on any machine. Raises `ConfigError` if neither is
+    given, or one is not positive.
+    """
+
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds is None and self.evaluations is None:
+            raise ConfigError("a search needs a budget of seconds or of evaluations")
+        for name, value in (("seconds", self.seconds), ("evaluations", self.evaluations)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"a search budget must be positive, not {value} {name}")
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """The best plan that fits became this good, so long after the start."""
+
+    elapsed_s: float
+    evaluations: int
+    best_cost_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of a search: one option index per call, its seconds per iteration, and how it was found."""
+
+    plan: tuple[int, ...]
+    cost_s: float
+    evaluations: int
+    elapsed_s: float
+    improvements: tuple[Improvement, ...]
+    method: str
+    seed: int | None
+
+
+@dataclass
+class Trace:
+    """Counts evaluations, keeps the best plan that fits, and tells `on_improvement` of each better one."""
+
+    problem: Problem
+    budget: Budget
+    on_improvement: Callable[[Improvement], None] | None = None
+    evaluations: int = 0
+    best_cost_s: float = np.inf
+    best: tuple[int, ...] | None = None
+    improvements: list[Improvement] = field(default_factory=list)
+    _started_at: float = field(default_factory=time.perf_counter)
+    _least_bytes: float = np.inf
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall time since the search began."""
+        return time.perf_counter() - self._started_at
+
+    @property
+    def left(self) -> int:
+        """Evaluations that the budget still allows; none once its seconds are over."""
+        if self.budget.seconds is not None and self.elapsed_s >= self.budget.seconds:
+            return 0
+        if self.budget.evaluations is None:
+            return 2**62
+        return max(0, self.budget.evaluations - self.evaluations)
+
+    def see(self, plans: Ints, costs_s: Floats, peaks_bytes: Floats) -> None:
+        """Count evaluated plans (n, C) with their seconds and bytes (n,), and keep the best that fits."""
+        self.evaluations += len(plans)
+        self._least_bytes = min(self._least_bytes, float(peaks_bytes.min(initial=np.inf)))
+        fitting = np.where(peaks_bytes <= self.problem.memory_bytes, costs_s, np.inf)
+        at = int(fitting.argmin())
+        if fitting[at] < self.best_cost_s:
+            self._improve(tuple(plans[at].tolist()), float(fitting[at]))
+
+    def see_one(self, plan: Sequence[int], cost_s: float, peak_bytes: float) -> None:
+        """The same for one plan."""
+        self.evaluations += 1
+        self._least_bytes = min(self._least_bytes, peak_bytes)
+        if cost_s < self.best_cost_s and peak_bytes <= self.problem.memory_bytes:
+            self._improve(tuple(plan), cost_s)
+
+    def _improve(self, plan: tuple[int, ...], cost_s: float) -> None:
+        self.best, self.best_cost_s = plan, cost_s
+        improvement = Improvement(self.elapsed_s, self.evaluations, cost_s)
+        self.improvements.append(improvement)
+        if self.on_improvement is not None:
+            self.on_improvement(improvement)
+
+    def found(self, method: str, seed: int | None) -> Found:
+        """The result; raises `CapacityError` if no plan seen fits into memory."""
+        if self.best is None:
+            raise CapacityError(
+                f"{method} found no plan that fits in {self.evaluations} evaluations: the smallest needs "
+                f"{self._least_bytes / 2**30:.1f} GiB on its fullest GPU, which has "
+                f"{self.problem.memory_bytes / 2**30:.1f} GiB"
+            )
+        improvements = tuple(self.improvements)
+        return Found(self.best, self.best_cost_s, self.evaluations, self.elapsed_s, improvements, method, seed)

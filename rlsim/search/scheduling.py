@@ -1,0 +1,219 @@
+"""List scheduling of calls on exclusive GPUs: one plan in plain Python, and many plans at once in numpy.
+
+The rule (Mei et al. 2024, REAL, Algorithm 1; first come first served, as the simulator hands out GPUs): of the nodes
+whose parents are done, take the one that became ready first; it starts when it is ready and every node taken before it
+that shares a GPU with it has ended. Nothing is passed over, so nothing is filled in behind.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsim.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Graph:
+    """Calls and reallocations of several iterations, and which waits for which.
+
+    A *kind* is a call (0 to C - 1) or a reallocation (C to C + R - 1), a *node* a kind in one iteration. Nodes are
+    numbered in the order that decides between equal ready times: by iteration, then by `order`, a reallocation just
+    before its target. Raises `ConfigError` for unknown names, negative lags and calls that wait for each other.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[str],
+        dependencies: Sequence[tuple[str, str, int]],
+        reallocations: Sequence[tuple[str, str]],
+        iterations: int,
+        order: Sequence[str] | None = None,
+    ) -> None:
+        if len(set(calls)) != len(calls):
+            raise ConfigError("two calls have the same name")
+        for source, target, lag in (*dependencies, *((s, t, 1) for s, t in reallocations)):
+            for end in (source, target):
+                if end not in calls:
+                    raise ConfigError(f"{source} -> {target}: there are no options for {end!r}")
+            if lag < 0:
+                raise ConfigError(f"{source} -> {target} has a negative lag")
+        self.calls, self.iterations = tuple(calls), iterations
+        self.names = (*calls, *(f"{source} -> {target}" for source, target in reallocations))
+        # Parents of each kind as (kind, lag); the ends of each reallocation as calls.
+        self.parents: list[list[tuple[int, int]]] = [[] for _ in self.names]
+        for source, target, lag in dependencies:
+            self.parents[calls.index(target)].append((calls.index(source), lag))
+        self.ends: list[tuple[int, int]] = []
+        for r, (source, target) in enumerate(reallocations):
+            self.ends.append((calls.index(source), calls.index(target)))
+            self.parents[calls.index(target)].append((len(calls) + r, 0))
+            self.parents[len(calls) + r].append((calls.index(source), 1))
+        self.order = self._checked_order(order)
+
+    def _checked_order(self, order: Sequence[str] | None) -> tuple[int, ...]:
+        """Kinds in the order that decides between equal ready times."""
+        needs = {
+            c: {p for p, lag in self.parents[c] if lag == 0 and p < len(self.calls)} for c in range(len(self.calls))
+        }
+        done: list[int] = []
+        if order is not None:
+            if sorted(order) != sorted(self.calls):
+                raise ConfigError(f"order must name each call once: {', '.join(self.calls)}")
+            done = [self.calls.index(name) for name in order]
+            for at, call in enumerate(done):
+                for parent in needs[call] - set(done[:at]):
+                    raise ConfigError(f"order: {self.calls[call]} comes before {self.calls[parent]}, which it needs")
+        while len(done) < len(self.calls):
+            ready = [call for call in needs if call not in done and needs[call] <= set(done)]
+            if not ready:
+                left = ", ".join(self.calls[call] for call in needs if call not in done)
+                raise ConfigError(f"calls wait for each other: {left}")
+            done += ready
+        kinds: list[int] = []
+        for call in done:
+            kinds += [len(self.calls) + r for r, (_, target) in enumerate(self.ends) if target == call] + [call]
+        return tuple(kinds)
+
+    @cached_property
+    def nodes(self) -> list[tuple[int, int]]:
+        """(iteration, kind) of every node."""
+        return [(iteration, kind) for iteration in range(self.iterations) for kind in self.order]
+
+    def node(self, iteration: int, kind: int) -> int:
+        """The number of a node."""
+        return iteration * len(self.order) + self.order.index(kind)
+
+    @cached_property
+    def node_parents(self) -> list[list[int]]:
+        """Nodes that each node waits for."""
+        return [
+            sorted({self.node(k - lag, parent) for parent, lag in self.parents[kind] if k >= lag})
+            for k, kind in self.nodes
+        ]
+
+    @cached_property
+    def node_children(self) -> list[list[int]]:
+        """Nodes that wait for each node."""
+        children: list[list[int]] = [[] for _ in self.nodes]
+        for node, parents in enumerate(self.node_parents):
+            for parent in parents:
+                children[parent].append(node)
+        return children
+
+    @cached_property
+    def call_nodes(self) -> npt.NDArray[np.int64]:
+        """Nodes that are calls, iteration by iteration."""
+        return np.array([node for node, (_, kind) in enumerate(self.nodes) if kind < len(self.calls)])
+
+    @cached_property
+    def tables(self) -> _Tables:
+        """The graph as arrays."""
+        return _Tables(self)
+
+
+def schedule_one(
+    graph: Graph, calls_s: Sequence[float], reallocations_s: Sequence[float], meshes: Sequence[tuple[int, int]]
+) -> list[tuple[float, float]]:
+    """Start and end of every node of one plan, from each call's seconds and GPUs (first, last + 1)."""
+    seconds = [*calls_s, *reallocations_s]
+    # GPU ranges that a kind holds. A reallocation without seconds holds none and takes no turn.
+    held = [[mesh] for mesh in meshes]
+    held += [[meshes[s], meshes[t]] if seconds[len(meshes) + r] > 0 else [] for r, (s, t) in enumerate(graph.ends)]
+    sharing = [
+        [k for k, other in enumerate(held) if any(a < d and c < b for a, b in mine for c, d in other)] for mine in held
+    ]
+    free_at = [0.0] * len(held)  # by kind: when the nodes taken so far leave all of its GPUs
+    ready_at = [0.0] * len(graph.nodes)
+    missing = [len(parents) for parents in graph.node_parents]
+    spans = [(0.0, 0.0)] * len(graph.nodes)
+    nodes, node_children = graph.nodes, graph.node_children
+    queue = [(0.0, node) for node, count in enumerate(missing) if count == 0]
+    while queue:
+        ready, node = heapq.heappop(queue)
+        kind = nodes[node][1]
+        start = max(ready, free_at[kind])
+        end = start + seconds[kind]
+        spans[node] = (start, end)
+        for other in sharing[kind]:
+            if free_at[other] < end:
+                free_at[other] = end
+        for child in node_children[node]:
+            if ready_at[child] < end:
+                ready_at[child] = end
+            missing[child] -= 1
+            if not missing[child]:
+                heapq.heappush(queue, (ready_at[child], child))
+    return spans
+
+
+def schedule_batch(graph: Graph, calls_s: Floats, reallocations_s: Floats, overlap: Bools) -> Floats:
+    """End of every node (n, nodes) of n plans in lock-step, from seconds (n, C) and (n, R) and `overlap` (n, C, C).
+
+    Each plan takes its nodes in its own order: a step takes one node of every plan.
+    """
+    plans, kinds = len(calls_s), len(graph.names)
+    seconds = np.concatenate([calls_s, reallocations_s], axis=1)
+    sharing = _sharing(graph, overlap, reallocations_s > 0).reshape(plans * kinds, kinds)
+    tables = graph.tables
+    width = len(graph.nodes) + 1  # one more node that nobody waits for fills up short lists of children
+    kind_row, node_row = np.arange(plans) * kinds, np.arange(plans) * width
+    key = np.tile(tables.start_key, (plans, 1))  # ready time of nodes that could be taken, infinite for all others
+    ready_at = np.zeros(plans * width)
+    missing = np.tile(tables.missing, plans)
+    free_at = np.zeros((plans, kinds))
+    ends_at = np.empty((plans, width))
+    flat_key, flat_ends, flat_free, flat_seconds = key.ravel(), ends_at.ravel(), free_at.ravel(), seconds.ravel()
+    for _ in range(width - 1):
+        node = key.argmin(axis=1)  # the first of equal ones: nodes are numbered so that this is the rule
+        kind_at = kind_row + tables.kind[node]
+        node_at = node_row + node
+        end = np.maximum(flat_key[node_at], flat_free[kind_at]) + flat_seconds[kind_at]
+        flat_ends[node_at] = end
+        flat_key[node_at] = np.inf
+        np.maximum(free_at, sharing[kind_at] * end[:, None], out=free_at)
+        for column in tables.children:
+            child_at = node_row + column[node]
+            reached = np.maximum(ready_at[child_at], end)
+            ready_at[child_at] = reached
+            left = missing[child_at] - 1
+            missing[child_at] = left
+            flat_key[child_at] = np.where(left == 0, reached, np.inf)
+    ends: Floats = ends_at[:, :-1]
+    return ends
+
+
+def _sharing(graph: Graph, overlap: Bools, moves: Bools) -> Floats:
+    """(n, kinds, kinds): 1 where two kinds share a GPU; a reallocation shares what either of its calls does."""
+    calls = len(graph.calls)
+    sharing = np.zeros((len(overlap), len(graph.names), len(graph.names)))
+    sharing[:, :calls, :calls] = overlap
+    for r, (source, target) in enumerate(graph.ends):
+        both = np.maximum(sharing[:, source], sharing[:, target]) * moves[:, r, None]
+        sharing[:, calls + r, :calls] = both[:, :calls]
+        sharing[:, :calls, calls + r] = both[:, :calls]
+    for r, (source, target) in enumerate(graph.ends):
+        theirs = np.maximum(sharing[:, calls:, source], sharing[:, calls:, target])
+        sharing[:, calls:, calls + r] = theirs * moves[:, r, None]
+    return sharing
+
+
+class _Tables:
+    """The graph as arrays with one more node, which has no parents left to wait for and is never taken."""
+
+    def __init__(self, graph: Graph) -> None:
+        nobody = len(graph.nodes)
+        self.kind = np.array([kind for _, kind in graph.nodes])
+        self.missing = np.array([len(parents) for parents in graph.node_parents] + [0], dtype=np.int64)
+        self.start_key = np.where(self.missing == 0, 0.0, np.inf)
+        self.start_key[nobody] = np.inf
+        widest = max(len(children) for children in graph.node_children)
+        # children[i][node]: the i-th node that waits for `node`.
+        padded = [children + [nobody] * (widest - len(children)) for children in graph.node_children]
+        self.children = list(np.array(padded, dtype=np.int64).reshape(nobody, widest).T.copy())

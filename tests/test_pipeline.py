@@ -1,0 +1,193 @@
+"""Pipelined generation: by hand on a toy cost, and laws on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from rlsim.cost.calibration import HostFit
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.host import longer
+from rlsim.cost.pipeline import Boundaries, Pipelined, pipelined_step_cost
+from rlsim.cost.roofline import step_cost
+from rlsim.cost.step import Chunk, StepCost
+from rlsim.errors import CalibrationError, CapacityError, ConfigError
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+
+LLAMA = load_model("llama-3-7b")
+H100 = load_cluster("2x8xh100")
+HEAD_S = 0.5e-3
+
+
+class Toy(StepCost):
+    """8 ms for the weights of all layers, 1 us a token, 1 ns a token of context (2 ns beyond 10,000), and the head."""
+
+    tp = 2
+    skew = 0.5
+
+    def decode(self, batch: int) -> DecodeCurve:
+        assert batch >= 1
+        fixed = 8e-3 + 1e-6 * batch + HEAD_S
+        return DecodeCurve(batch, [0, 10_000, 20_000], [fixed, fixed + 10e-6, fixed + 30e-6])
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return 8e-3 + 1e-6 * sum(chunk.new_tokens for chunk in chunks) + HEAD_S
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        return self.prefill_s(chunks) + self.decode(batch).step_s(context_tokens) - 8e-3 - HEAD_S
+
+
+class Sends:
+    """0.1 ms to a GPU of the node, 0.3 ms to another, whatever the size."""
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        assert (op, gpus) == ("send_recv", 2)
+        return {1: 1e-4, 2: 3e-4}[nodes]
+
+
+def toy(
+    pp: int, *, host_s: float = 0.0, overlapped: bool = False, across: int = 0, layers: int = 32, head: bool = True
+) -> Pipelined:
+    return Pipelined(
+        Toy(),
+        pp,
+        layers=layers,
+        head_s=lambda rows: HEAD_S if head else 0.0,
+        boundaries=Boundaries(hidden_bytes=8192, inside=pp - 1 - across, across=across, collectives=Sends()),
+        host=HostFit(step_s=host_s, sequence_s=0.0, prefill_s=2 * host_s, overlapped=overlapped, source="test"),
+    )
+
+
+def test_one_stage_is_the_engine_itself() -> None:
+    one = toy(1, host_s=1e-3)
+    for context in (0, 5_000, 50_000):
+        assert one.decode(7).step_s(context) == pytest.approx(Toy().decode(7).step_s(context) + 1e-3, rel=1e-12)
+    chunks = [Chunk(100, 0), Chunk(50, 0)]
+    assert one.prefill_s(chunks) == pytest.approx(Toy().prefill_s(chunks) + 3e-3, rel=1e-12)
+    assert one.mixed_s(3, 900, chunks) == pytest.approx(Toy().mixed_s(3, 900, chunks) + 3e-3, rel=1e-12)
+
+
+def test_a_busy_pipeline_by_hand() -> None:
+    # Two micro-batches of 4 through two stages; the last one, half the layers and the head, has always work.
+    layers = 8e-3 + 4e-6
+    assert toy(2).decode(8).step_s(0) == pytest.approx(2 * (layers / 2 + HEAD_S), rel=1e-12)
+    # Each has half of the context: 8,000 tokens are below the change of slope at 10,000, 24,000 above.
+    assert toy(2).decode(8).step_s(16_000) == pytest.approx(2 * ((layers + 8e-6) / 2 + HEAD_S), rel=1e-12)
+    assert toy(2).decode(8).step_s(24_000) == pytest.approx(2 * ((layers + 14e-6) / 2 + HEAD_S), rel=1e-12)
+    # 7 sequences are cut into 4 and 3: as long as 4 and 4 of the same mean context.
+    assert toy(2).decode(7).step_s(14_000) == pytest.approx(toy(2).decode(8).step_s(16_000), rel=1e-12)
+
+
+def test_a_micro_batch_waits_for_itself() -> None:
+    # The head costs nothing: a round is the way through both stages, one send and the token's way back.
+    layers = 8e-3 + 4e-6
+    assert toy(2, head=False).decode(8).step_s(0) == pytest.approx(layers + HEAD_S + 2e-4, rel=1e-12)
+    assert toy(2, head=False, across=1).decode(8).step_s(0) == pytest.approx(layers + HEAD_S + 6e-4, rel=1e-12)
+    # The host comes on top, if it does not work ahead.
+    assert toy(2, host_s=1e-3).decode(8).step_s(0) == pytest.approx(layers + HEAD_S + 2e-4 + 1e-3, rel=1e-12)
+    ahead = toy(2, host_s=1e-3, overlapped=True).decode(8).step_s(0)
+    assert ahead == pytest.approx(layers + 2 * HEAD_S, rel=1e-12)
+
+
+def test_idle_stages() -> None:
+    # One sequence in four stages: its own way only, three sends (one across nodes) and one back.
+    way = 8e-3 + 1e-6 + HEAD_S + 2 * 1e-4 + 2 * 3e-4
+    assert toy(4, across=1).decode(1).step_s(0) == pytest.approx(way, rel=1e-12)
+    assert toy(4, across=1).decode(2).step_s(0) == pytest.approx(way, rel=1e-12)
+
+
+def test_a_slow_host_serves_micro_batches_one_after_another() -> None:
+    assert toy(4, host_s=5e-3, overlapped=True).decode(64).step_s(0) == pytest.approx(4 * 5e-3, rel=1e-12)
+    assert toy(4, host_s=5e-3).decode(64).step_s(0) == pytest.approx(4 * 5e-3, rel=1e-12)
+
+
+def test_layers_that_do_not_divide() -> None:
+    # ⌈5/2⌉ = 3 of 5 layers are in the fuller stage.
+    layers = 8e-3 + 4e-6
+    assert toy(2, layers=5).decode(8).step_s(0) == pytest.approx(2 * (layers * 3 / 5 + HEAD_S), rel=1e-12)
+
+
+def test_prefill_by_hand() -> None:
+    # 4 chunks over 2 stages: 400 + 100 and 300 + 200 tokens.
+    chunks = [Chunk(n, 0) for n in (400, 300, 200, 100)]
+    assert toy(2).prefill_s(chunks) == pytest.approx(2 * ((8e-3 + 500e-6) / 2 + HEAD_S), rel=1e-12)
+    # One chunk finds the other stage idle.
+    assert toy(2).prefill_s([Chunk(400, 0)]) == pytest.approx(8e-3 + 400e-6 + HEAD_S + 2e-4, rel=1e-12)
+    assert toy(2, host_s=1e-3).prefill_s([Chunk(400, 0)]) == pytest.approx(
+        8e-3 + 400e-6 + HEAD_S + 2e-4 + 3e-3, rel=1e-12
+    )
+
+
+def test_mixed_by_hand() -> None:
+    # 700 tokens in the one, 300 in the other; 3 sequences: the lighter one takes 2, and their share of the context.
+    chunks = [Chunk(700, 0), Chunk(300, 0)]
+    light = 8e-3 + 302e-6 + 2e-6
+    heavy = 8e-3 + 701e-6 + 1e-6
+    assert toy(2).mixed_s(3, 3000, chunks) == pytest.approx((light + heavy) / 2 + 2 * HEAD_S, rel=1e-12)
+    # One sequence and one chunk: a micro-batch each.
+    assert toy(2).mixed_s(1, 1000, [Chunk(100, 0)]) == pytest.approx(
+        (16e-3 + 101e-6 + 1e-6) / 2 + 2 * HEAD_S, rel=1e-12
+    )
+
+
+def test_the_longer_of_two_curves_turns_where_they_cross() -> None:
+    rising, flat = DecodeCurve(2, [0, 100], [1.0, 3.0]), DecodeCurve(2, [0, 50, 60], [2.0, 2.0, 2.1])
+    both = longer(rising, flat)
+    for context in (0, 10, 49, 50, 52, 60, 75, 100, 1000, 1e7):
+        expected = max(rising.step_s(context), flat.step_s(context))
+        assert both.step_s(context) == pytest.approx(expected, rel=1e-12)
+
+
+# On real costs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 4), (2, 2, 4), (1, 8, 2), (4, 4, 1)])
+def test_curves_are_linear_between_their_knots(tp: int, pp: int, dp: int) -> None:
+    cost = pipelined_step_cost(LLAMA, tp, pp, H100, "h100-sxm-sglang", dp=dp)
+    for batch in (1, 3, 8, 65, 256):
+        curve = cost.decode(batch)
+        for low, high in pairwise(curve.knots):
+            middle = (low + high) / 2
+            assert curve.step_s(middle) == pytest.approx((curve.step_s(low) + curve.step_s(high)) / 2, rel=1e-9)
+        # stepping one token at a time equals the sum
+        start = 700.0 * batch
+        steps = sum(curve.step_s(start + n * batch) for n in range(50))
+        assert curve.steps_s(start, 50) == pytest.approx(steps, rel=1e-9)
+
+
+def test_stages_help_throughput_and_not_latency() -> None:
+    one = step_cost(LLAMA, 2, H100, "h100-sxm-sglang")
+    two = pipelined_step_cost(LLAMA, 2, 2, H100, "h100-sxm-sglang", dp=4)
+    assert two.decode(1).step_s(2000) > one.decode(1).step_s(2000)
+    # Twice the sequences on twice the GPUs take about as long as half of them on one half.
+    half, whole = one.decode(64).step_s(64 * 1500), two.decode(128).step_s(128 * 1500)
+    assert half < whole < 1.2 * half
+    chunks = [Chunk(1024, 0)] * 16
+    assert two.prefill_s(chunks) < one.prefill_s(chunks) < 2 * two.prefill_s(chunks)
+
+
+def test_prefill_without_decoding_sequences_is_the_limit_of_mixed() -> None:
+    cost = pipelined_step_cost(LLAMA, 1, 4, H100, "h100-sxm-sglang")
+    chunks = [Chunk(512, 0)] * 8
+    assert cost.prefill_s(chunks) < cost.mixed_s(8, 8 * 600, chunks) < 1.1 * cost.prefill_s(chunks)
+
+
+def test_lookups_follow_the_curves() -> None:
+    cost = pipelined_step_cost(LLAMA, 1, 2, H100, "h100-sxm-sglang")
+    cost.decode(8).steps_s(8 * 1000, 500)
+    assert sum(cost.lookups().counts["decode_attention"].values()) == 1
+    assert not cost.lookups().examples.get("decode_attention")
+    cost.decode(8).steps_s(8e8, 2)
+    assert "context 1e+08" in cost.lookups().examples["decode_attention"]  # of a micro-batch of 4: half of the total
+
+
+def test_errors() -> None:
+    with pytest.raises(ConfigError, match="PP 33"):
+        pipelined_step_cost(LLAMA, 1, 33, load_cluster("16x8xh100"), "h100-sxm-sglang")
+    with pytest.raises(CapacityError, match="exceed the 16 GPUs"):
+        pipelined_step_cost(LLAMA, 2, 4, H100, "h100-sxm-sglang", dp=4)
+    with pytest.raises(CalibrationError, match="is for GPU"):
+        pipelined_step_cost(LLAMA, 2, 4, H100, "a40-vllm")
