@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from rlsim.errors import CalibrationError, TraceError
-from rlsim.trace.files import atomic_path
+from rlsim.errors import CalibrationError
+from rlsim.output import check_chart_path, save_chart
 
 if TYPE_CHECKING:
     import altair as alt
 
-CHART_SUFFIXES = (".html", ".svg", ".png")
 BAND = 0.15  # relative error of the shaded band
 MOST = 400  # points drawn for one operator; the worst are always among them
 WORST = 20
@@ -44,19 +43,8 @@ def write_chart(points: pd.DataFrame, path: str | Path) -> None:
     Raises `CalibrationError` for another ending, a folder that does not exist, or no points.
     """
     path = Path(path)
-    if path.suffix not in CHART_SUFFIXES:
-        raise CalibrationError(f"{path}: a chart is written as one of {', '.join(CHART_SUFFIXES)}")
-    figure = calibration_chart(points)
-    try:
-        with atomic_path(path) as temporary:
-            if path.suffix == ".html":
-                figure.save(temporary, format="html", inline=True)
-            elif path.suffix == ".svg":
-                figure.save(temporary, format="svg")
-            else:
-                figure.save(temporary, format="png", scale_factor=2)
-    except TraceError as error:
-        raise CalibrationError(str(error)) from None
+    check_chart_path(path, CalibrationError)
+    save_chart(calibration_chart(points), path, CalibrationError)
 
 
 def calibration_chart(points: pd.DataFrame) -> alt.ConcatChart:

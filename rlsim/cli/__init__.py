@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlsim import __version__
-from rlsim.cli import calibrate, listing, running, trace, validate
+from rlsim.cli import calibrate, listing, planning, running, trace, validate
 from rlsim.errors import RlsimError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     epilog="Start with: rlsim run experiments/pat_vs_static.yaml",
 )
 app.command("run")(running.run)
+app.command("plan")(planning.plan)
 app.add_typer(listing.app, name="list")
 app.add_typer(trace.app, name="trace")
 app.add_typer(calibrate.app, name="calibrate")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,14 +35,28 @@ def run(
     Example: rlsim run experiments/pat_vs_static.yaml --seeds 10 --set trace.cap=8K
     """
     from rlsim.experiment.load import load_experiment
-    from rlsim.experiment.run import run as run_experiment
 
     # `module:Class` policies lie beside the experiment or in the working directory; they hide no installed module.
     sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]
     target = out or Path("results") / load_experiment(experiment, settings or ())[0].name
+    run_and_print(experiment, settings or (), target, seeds=seeds, strict=strict, quiet=quiet)
+
+
+def run_and_print(
+    experiment: str,
+    overrides: Iterable[str] | Mapping[str, Any],
+    target: Path,
+    *,
+    seeds: int | None = None,
+    strict: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Run an experiment, print its tables and notes, write its results."""
+    from rlsim.experiment.run import run as run_experiment
+
     with _progress(quiet) as progress:
         result = run_experiment(
-            experiment, overrides=settings or (), seeds=seeds, out=target, strict=strict, progress=progress
+            experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, progress=progress
         )
     if quiet:
         typer.echo(str(target))

@@ -30,7 +30,7 @@ def load_experiment(
         data, shown, folder = read_yaml(path), str(source), path.resolve().parent
     if not isinstance(data, dict):
         raise ConfigError(f"{shown}: expected a mapping of keys to values")
-    pairs = dict(overrides if isinstance(overrides, Mapping) else map(_parse_override, overrides))
+    pairs = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     for key, value in pairs.items():
         set_path(data, key, value, "--set ")
     return validate(data, Experiment, shown, elsewhere=pairs), shown, folder
@@ -61,6 +61,11 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """`key.path=value` texts as a mapping of key paths to values."""
+    return dict(map(_parse_override, texts))
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

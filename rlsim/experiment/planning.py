@@ -55,6 +55,7 @@ class PlanSpace:
 
     def __init__(self, setup: Setup, site: Site) -> None:
         self._setup, self._site = setup, site
+        self.workflow, self.gpu = setup.algorithm, setup.cluster.gpu
         self.calls = [call for call in setup.algorithm.calls if call.kind not in ("sync", "reward")]
         batch = setup.sampler(setup.experiment.seed_list[0]).step(0)
         self._prompts, self._responses = batch.prompt_tokens, batch.response_tokens

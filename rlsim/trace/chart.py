@@ -10,10 +10,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from rlsim.errors import TraceError
-from rlsim.trace.files import atomic_path
+from rlsim.output import check_chart_path, save_chart
 from rlsim.trace.schema import Trace
 
-CHART_SUFFIXES = (".html", ".svg", ".png")
 _COLOURS = ("#1f5a94", "#e08a1e", "#3f8f4f", "#7b5aa6", "#8c6d4f", "#4fa6b8", "#c46fa0", "#6b6b6b")
 _CAP = "#b3322a"
 
@@ -25,14 +24,8 @@ def write_chart(trace: Trace, path: str | Path, cap_tokens: int | None = None) -
     `cap_tokens` (default: the trace's own cap); it is drawn as a line.
     """
     path = Path(path)
-    if path.suffix not in CHART_SUFFIXES:
-        raise TraceError(f"{path}: a chart is written as one of {', '.join(CHART_SUFFIXES)}")
-    figure = _chart(trace, cap_tokens or trace.meta.cap_tokens)
-    with atomic_path(path) as temporary:
-        if path.suffix == ".html":
-            figure.save(temporary, format="html", inline=True)
-        else:
-            figure.save(temporary, format=path.suffix[1:], scale_factor=2 if path.suffix == ".png" else 1)
+    check_chart_path(path, TraceError)
+    save_chart(_chart(trace, cap_tokens or trace.meta.cap_tokens), path, TraceError)
 
 
 def _chart(trace: Trace, cap: int | None) -> Any:

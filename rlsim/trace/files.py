@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import pandas as pd
 from pydantic import ValidationError
 
 from rlsim.errors import TraceError
+from rlsim.output import atomic_path
 from rlsim.trace.schema import BY_NAME, COLUMNS, Trace, TraceMeta, make_trace
 
 _SUFFIXES = {
@@ -57,7 +55,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     arrays = [pa.array(trace.frame[f.name], type=f.type, from_pandas=True) for f in fields]
     metadata = {_META_KEY: trace.meta.model_dump_json(exclude_none=True).encode()}
     table = pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=metadata))
-    with atomic_path(path) as temporary:
+    with atomic_path(path, TraceError) as temporary:
         pq.write_table(table, temporary, compression="zstd", compression_level=15, write_page_checksum=True)
 
 
@@ -72,29 +70,6 @@ def _arrow_field(name: str, trace: Trace) -> Any:
     }  # fmt: skip
     notes = {b"unit": column.unit.encode(), b"meaning": column.meaning.encode()}
     return pa.field(name, kinds[column.kind], metadata=notes)
-
-
-@contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, moved onto it when the block ends well and removed when it does not."""
-    if not path.parent.is_dir():
-        raise TraceError(f"{path}: the folder {path.parent} does not exist")
-    if path.is_dir():
-        raise TraceError(f"{path}: is a folder; give a file name")
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
-        os.close(handle)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error.strerror}") from None
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_table(path: Path, kind: str | None = None) -> tuple[pd.DataFrame, TraceMeta, Callable[[int], str]]:

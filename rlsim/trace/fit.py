@@ -17,8 +17,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from rlsim.errors import TraceError
+from rlsim.output import atomic_path
 from rlsim.schema import Schema, load
-from rlsim.trace.files import atomic_path
 from rlsim.trace.mixture import Floats, LengthModel, joint_weights, mixture
 from rlsim.trace.schema import Trace
 from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
@@ -78,7 +78,7 @@ def save_fit(fit: LengthFit, path: str | Path) -> None:
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise TraceError(f"{path}: a fit is written as .yaml or .json")
     data = fit.model_dump(mode="json", exclude_none=True)
-    with atomic_path(path) as temporary:
+    with atomic_path(path, TraceError) as temporary:
         if path.suffix == ".json":
             temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
             return

@@ -1,0 +1,157 @@
+"""`rlsim plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.table import Table
+
+    from rlsim.experiment.plan_report import PlanReport
+    from rlsim.search import Improvement
+
+
+def plan(
+    experiment: Annotated[str, typer.Argument(help="Experiment file, or the name of one that ships with rlsim.")],
+    method: Annotated[
+        str,
+        typer.Option(help="descent (coordinate descent with restarts), mcmc (REAL's) or brute (exact, small spaces)."),
+    ] = "descent",
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Time budget of the search (default: 10, if there is no other).")
+    ] = None,
+    evaluations: Annotated[int | None, typer.Option(min=1, help="Budget in plans evaluated.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a key of the experiment; repeatable."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the plan as YAML, a part of a system.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Draw the search's progress: .html, .svg or .png.")] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Run the plan beside the experiment's systems.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the iteration time only.")] = False,
+) -> None:
+    """Search where the calls of an RLHF step should run, and how they should be spread there.
+
+    Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
+    """
+    from rlsim.experiment.plan_report import improvement_chart, search_plan
+    from rlsim.output import atomic_path, check_chart_path, save_chart
+
+    if chart is not None:
+        check_chart_path(chart)
+    report = search_plan(
+        experiment,
+        overrides=settings or (),
+        method=method,
+        seconds=seconds,
+        evaluations=evaluations,
+        seed=seed,
+        on_improvement=None if quiet else _progress(),
+    )
+    if json_file is not None:
+        with atomic_path(json_file) as path:
+            path.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    if out is not None:
+        _write_yaml(report, out)
+    if chart is not None:
+        save_chart(improvement_chart(report), chart)
+    if quiet:
+        typer.echo(f"{report.found.cost_s:.6g}")
+    else:
+        _print(report)
+    if apply:
+        _run(experiment, report, settings or [], quiet)
+
+
+def _progress() -> Callable[[Improvement], None] | None:
+    """A line on standard error that shows the best plan so far."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return None
+
+    def show(improvement: Improvement) -> None:
+        seconds, plans = improvement.elapsed_s, improvement.evaluations
+        console.print(f"{seconds:7.2f} s  {plans:>9,} plans  best {improvement.best_cost_s:.2f} s", end="\r")
+
+    return show
+
+
+def _print(report: PlanReport) -> None:
+    from rich.console import Console
+
+    console, found = Console(), report.found
+    for table in _tables(report):
+        console.print(table)
+        console.print()
+    console = Console(soft_wrap=True, highlight=False)
+    gained = report.start_cost_s / found.cost_s
+    console.print(
+        f"iteration: {found.cost_s:.2f} s ({gained:.2f}x as fast as each call's own fastest option); fullest GPU: "
+        f"{report.peak_bytes / 1e9:.1f} of {report.space.gpu.memory_bytes / 1e9:.1f} GB"
+    )
+    rate = found.evaluations / found.elapsed_s if found.elapsed_s else 0.0
+    console.print(
+        f"{found.method}, seed {found.seed}: {found.evaluations:,} of {report.space.problem.space:.3g} plans in "
+        f"{found.elapsed_s:.1f} s ({rate:,.0f} a second)"
+    )
+
+
+def _tables(report: PlanReport) -> list[Table]:
+    import pandas as pd
+    from rich.table import Table
+
+    calls = Table(box=None, pad_edge=False, header_style="bold", title=f"{report.experiment.name} · plan")
+    calls.add_column("call", overflow="fold")
+    for heading in ("GPUs", "TP", "PP", "DP", "micro-batches", "ZeRO", "s", "GB kept", "GB beside"):
+        calls.add_column(heading, justify="right", no_wrap=heading != "micro-batches")
+    for row in report.calls().to_dict("records"):
+        first, last = row["first_gpu"], row["first_gpu"] + row["gpus"] - 1
+        counted = ["" if pd.isna(row[key]) else str(row[key]) for key in ("micro_batches", "zero_stage")]
+        calls.add_row(
+            str(row["call"]) + (" (offloaded)" if row["offload"] else ""),
+            f"{first}-{last}" if last > first else str(first),
+            *(str(row[key]) for key in ("tp", "pp", "dp")),
+            *counted,
+            f"{row['time_s']:.2f}",
+            f"{row['resident_bytes'] / 1e9:.1f}",
+            f"{row['active_bytes'] / 1e9:.1f}",
+        )
+    moves = Table(box=None, pad_edge=False, header_style="bold")
+    moves.add_column("new weights")
+    moves.add_column("s", justify="right")
+    for row in report.reallocations().to_dict("records"):
+        moves.add_row(f"{row['source']} to {row['target']}", f"{row['time_s']:.3f}")
+    return [calls, moves]
+
+
+def _write_yaml(report: PlanReport, out: Path) -> None:
+    from ruamel.yaml import YAML
+
+    from rlsim.output import atomic_path
+
+    yaml = YAML()
+    yaml.default_flow_style, yaml.width = None, 120
+    with atomic_path(out) as path, path.open("w", encoding="utf-8") as file:
+        file.write(f"# Found by rlsim plan for {report.experiment.name}: a part of a system, for `use`.\n")
+        yaml.dump(report.as_part, file)
+
+
+def _run(experiment: str, report: PlanReport, settings: list[str], quiet: bool) -> None:
+    """The plan beside the experiment's systems."""
+    from rlsim.cli.running import run_and_print
+    from rlsim.experiment.load import load_experiment, parse_overrides
+
+    found = {"name": "found", "use": [report.as_part]}
+    overrides = {**parse_overrides(settings), "systems": [*report.experiment.systems, found]}
+    target = Path("results") / load_experiment(experiment, settings)[0].name
+    run_and_print(experiment, overrides, target, quiet=quiet)

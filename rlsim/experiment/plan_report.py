@@ -1,0 +1,153 @@
+"""A searched plan and what the estimator says of it: for people, for programs, and to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rlsim.cost.memory import RESERVED_BYTES
+from rlsim.errors import ConfigError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.planning import PlanSpace
+from rlsim.experiment.schema import Experiment
+from rlsim.policies.plan import ExplicitPlan
+from rlsim.search import Budget, Found, Improvement, find_plan
+from rlsim.search.greedy import start
+from rlsim.workflow import Plan
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a search found for an experiment."""
+
+    experiment: Experiment
+    space: PlanSpace
+    found: Found
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return self.space.plan(self.found.plan)
+
+    @property
+    def as_part(self) -> dict[str, Any]:
+        """The plan as a part of a system: `{plan: {calls: …}}`."""
+        written = ExplicitPlan.of(self.plan, self.space.workflow)
+        return {"plan": written.model_dump(mode="json", exclude_none=True, exclude_defaults=True)}
+
+    @cached_property
+    def start_cost_s(self) -> float:
+        """Seconds of an iteration under the plan that the search begins with: the fastest option of each call alone."""
+        problem = self.space.problem
+        return float(problem.cost_s([start(problem)])[0])
+
+    def calls(self) -> pd.DataFrame:
+        """One row per call: GPUs, degrees, micro-batches, seconds (with the data's way), bytes on each GPU."""
+        problem = self.space.problem
+        (seconds,), _ = problem.durations(np.array([self.found.plan]))
+        rows = []
+        for call, index, time_s in zip(self.space.calls, self.found.plan, seconds.tolist(), strict=True):
+            first, option = self.space.options[call.name][index]
+            strategy = option.strategy
+            rows.append(
+                {
+                    "call": call.name,
+                    "model": call.model,
+                    "first_gpu": first,
+                    "gpus": strategy.gpus,
+                    "tp": strategy.tp,
+                    "pp": strategy.pp,
+                    "dp": strategy.dp,
+                    "micro_batches": strategy.micro_batches if call.kind != "generate" else None,
+                    "zero_stage": strategy.zero_stage if call.kind != "generate" else None,
+                    "offload": strategy.offload,
+                    "time_s": time_s,
+                    "resident_bytes": option.resident_bytes,
+                    "active_bytes": option.active_bytes,
+                }
+            )
+        return pd.DataFrame(rows).astype({"micro_batches": "Int64", "zero_stage": "Int64"})
+
+    def reallocations(self) -> pd.DataFrame:
+        """One row per way of new weights: source and target call, seconds."""
+        problem = self.space.problem
+        _, (seconds,) = problem.durations(np.array([self.found.plan]))
+        ways = [(move.source, move.target) for move in problem.reallocations]
+        return pd.DataFrame(
+            [(*way, s) for way, s in zip(ways, seconds.tolist(), strict=True)], columns=["source", "target", "time_s"]
+        )
+
+    @property
+    def peak_bytes(self) -> float:
+        """On the fullest GPU, over the iteration."""
+        return float(self.space.problem.peak_bytes([self.found.plan])[0]) + RESERVED_BYTES
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as numbers and texts."""
+        found = self.found
+        calls = self.calls().astype(object)
+        return {
+            "experiment": self.experiment.name,
+            "method": found.method,
+            "seed": found.seed,
+            "plans_in_space": self.space.problem.space,
+            "options": {call.name: len(self.space.options[call.name]) for call in self.space.calls},
+            "evaluations": found.evaluations,
+            "elapsed_s": found.elapsed_s,
+            "iteration_time_s": found.cost_s,
+            "start_iteration_time_s": self.start_cost_s,
+            "peak_bytes": self.peak_bytes,
+            "calls": calls.where(calls.notna(), None).to_dict("records"),
+            "reallocations": self.reallocations().to_dict("records"),
+            "improvements": [asdict(improvement) for improvement in found.improvements],
+            **self.as_part,
+        }
+
+
+def search_plan(
+    source: str | Path | Mapping[str, Any],
+    *,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    method: str = "descent",
+    seconds: float | None = None,
+    evaluations: int | None = None,
+    seed: int = 0,
+    on_improvement: Callable[[Improvement], None] | None = None,
+) -> PlanReport:
+    """Search an execution plan for an experiment, as `rlsim plan` does; the budget is 10 s unless one is given.
+
+    Costs are those of the first step's lengths under the experiment's first seed. Raises `RlsimError` for whatever does
+    not exist or fit.
+    """
+    experiment, _, folder = load_experiment(source, overrides)
+    if experiment.cases:
+        raise ConfigError("a plan is searched for one case: set its keys with --set, and --set 'cases={}'")
+    if seconds is None and evaluations is None:
+        seconds = 10.0
+    setup = Setup.of(experiment, folder)
+    space = PlanSpace(setup, setup.site())
+    found = find_plan(space.problem, method, Budget(seconds, evaluations), seed=seed, on_improvement=on_improvement)
+    return PlanReport(experiment, space, found)
+
+
+def improvement_chart(report: PlanReport) -> Any:
+    """The best plan's seconds over the time of the search."""
+    import altair as alt
+
+    found = report.found
+    points = [(i.elapsed_s, i.best_cost_s) for i in found.improvements]
+    frame = pd.DataFrame([*points, (found.elapsed_s, found.cost_s)], columns=["elapsed_s", "best_s"])
+    x = alt.X("elapsed_s:Q", title="time of the search (s)", scale=alt.Scale(type="log", nice=False))
+    y = alt.Y("best_s:Q", title="best iteration time so far (s)", scale=alt.Scale(zero=False))
+    line = alt.Chart(frame).mark_line(interpolate="step-after", color="#1f5a94").encode(x=x, y=y)
+    dots = alt.Chart(frame.iloc[:-1]).mark_circle(size=30, opacity=1, color="#1f5a94").encode(x=x, y=y)
+    subtitle = f"{found.method}, seed {found.seed}: {found.evaluations:,} of {report.space.problem.space:.2g} plans"
+    title = alt.TitleParams(f"{report.experiment.name}: search of a plan", subtitle=subtitle, anchor="start")
+    return (line + dots).properties(width=520, height=260, title=title)
