@@ -169,6 +169,22 @@ def test_stages_help_throughput_and_not_latency() -> None:
     assert two.prefill_s(chunks) < one.prefill_s(chunks) < 2 * two.prefill_s(chunks)
 
 
+def test_sampling_takes_its_time_on_the_last_stage() -> None:
+    per_logit = 20e-6 / LLAMA.vocab_size  # 20 us a sequence
+    plain, sampled = (
+        pipelined_step_cost(LLAMA, 2, 1, H100, "h100-sxm-sglang", sampling_s_per_logit=x) for x in (0.0, per_logit)
+    )
+    assert sampled.decode(64).step_s(9e4) - plain.decode(64).step_s(9e4) == pytest.approx(64 * 20e-6, rel=1e-9)
+    chunks = [Chunk(512, 0)] * 3
+    assert sampled.prefill_s(chunks) - plain.prefill_s(chunks) == pytest.approx(3 * 20e-6, rel=1e-9)
+    # Where the last stage has always work, each of the micro-batches makes it wait.
+    slow, slower = (
+        pipelined_step_cost(LLAMA, 2, 2, H100, "h100-sxm-sglang", dp=4, sampling_s_per_logit=n * per_logit)
+        for n in (4, 5)
+    )
+    assert slower.decode(128).step_s(9e4) - slow.decode(128).step_s(9e4) == pytest.approx(128 * 20e-6, rel=1e-9)
+
+
 def test_prefill_without_decoding_sequences_is_the_limit_of_mixed() -> None:
     cost = pipelined_step_cost(LLAMA, 1, 4, H100, "h100-sxm-sglang")
     chunks = [Chunk(512, 0)] * 8

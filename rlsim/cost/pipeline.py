@@ -178,14 +178,24 @@ class Pipelined(StepCost):
 
 
 def pipelined_step_cost(
-    model: Model, tp: int, pp: int, cluster: Cluster, calibration: Calibration | str, *, dp: int = 1
+    model: Model,
+    tp: int,
+    pp: int,
+    cluster: Cluster,
+    calibration: Calibration | str,
+    *,
+    dp: int = 1,
+    sampling_s_per_logit: float = 0.0,
 ) -> StepCost:
     """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs each; with `pp` 1 that of `step_cost`.
 
-    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from the start of a node on. With several stages the
-    kernels decide, even where the calibration has a profile of whole decode steps at this `tp`: that does not tell head
-    and host time. Raises `ConfigError` if the model cannot be cut that way, `CapacityError` if `tp` exceeds a node or
-    the replicas the cluster, `CalibrationError` if the calibration was made for another GPU.
+    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from the start of a node on. `sampling_s_per_logit`
+    is what the GPU takes for each entry of a sampled token's vocabulary, after the head and on the last stage: nothing
+    for the fused kernels of serving engines, much for a framework that sorts all logits of one sequence after another.
+    With several stages, or sampling, the kernels decide, even where the calibration has a profile of whole decode steps
+    at this `tp`: that does not tell head and host time. Raises `ConfigError` if the model cannot be cut that way,
+    `CapacityError` if `tp` exceeds a node or the replicas the cluster, `CalibrationError` if the calibration was made
+    for another GPU.
     """
     if isinstance(calibration, str):
         calibration = load_calibration(calibration)
@@ -194,10 +204,12 @@ def pipelined_step_cost(
         raise CapacityError(
             f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
         )
-    if pp == 1:
+    if pp == 1 and not sampling_s_per_logit:
         return alone
-    silent = calibration.host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
-    kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": silent}))
+    # Sampling takes its time per sequence, as the host does, but on the GPU: the kernels get it in the host's place.
+    sampling_s = sampling_s_per_logit * model.vocab_size
+    on_gpu = calibration.host.model_copy(update={"step_s": 0.0, "sequence_s": sampling_s, "prefill_s": 0.0})
+    kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": on_gpu}))
     nodes = [cluster.node_of(stage * tp * dp) for stage in range(pp)]
     across = sum(a != b for a, b in pairwise(nodes))
     boundaries = Boundaries(
@@ -210,7 +222,7 @@ def pipelined_step_cost(
         kernels,
         pp,
         layers=model.num_hidden_layers,
-        head_s=kernels.head_s,
+        head_s=lambda rows: kernels.head_s(rows) + sampling_s * rows,
         boundaries=boundaries,
         host=calibration.host,
     )
