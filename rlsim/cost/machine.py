@@ -23,7 +23,8 @@ class Machine:
 
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
     memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). With `pp`
-    stages a replica of n GPUs has TP n / pp, and what follows calls n its degree.
+    stages a replica of n GPUs has TP n / pp, and what follows calls n its degree. `sampling_s_per_logit` as in
+    `pipelined_step_cost`.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class Machine:
         memory_utilization: float = 0.9,
         resident_bytes: float = 0.0,
         pp: int = 1,
+        sampling_s_per_logit: float = 0.0,
     ) -> None:
         self.model, self.cluster, self.calibration = model, cluster, calibration
         self.page_tokens = page_tokens
         self._collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._resident_bytes = resident_bytes
         self._pp = pp
+        self._sampling_s_per_logit = sampling_s_per_logit
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
         self._steps: list[StepCost] = []
         self.step = cache(self._step)
@@ -55,7 +58,15 @@ class Machine:
 
     def _step(self, tp: int) -> StepCost:
         pp, dp = self._pp, max(self.cluster.gpus // tp, 1)
-        step = pipelined_step_cost(self.model, tp // pp, pp, self.cluster, self.calibration, dp=dp)
+        step = pipelined_step_cost(
+            self.model,
+            tp // pp,
+            pp,
+            self.cluster,
+            self.calibration,
+            dp=dp,
+            sampling_s_per_logit=self._sampling_s_per_logit,
+        )
         self._steps.append(step)
         return step
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
 from rlsim import catalogue
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calibration import Calibration, load_calibration
@@ -23,7 +26,7 @@ from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt
 from rlsim.sim.request import Request
 from rlsim.sim.simulation import Outcome, Simulation
-from rlsim.trace import StepSampler, Trace, mix, read_trace
+from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.algorithms import ALGORITHMS
 from rlsim.workflow.memory import BatchSize
@@ -45,7 +48,7 @@ class Setup:
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> Setup:
         """Load what the experiment names; relative paths start at `folder`, the working directory or the catalogue."""
-        named = experiment.trace.path
+        named = experiment.trace.path or ()
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         judge = experiment.workflow.reward.judge
         actor = _find_model(experiment.model, folder)
@@ -54,7 +57,7 @@ class Setup:
             load_cluster(experiment.cluster, source=f"{shown}: cluster"),
             actor,
             load_calibration(experiment.calibration),
-            mix([read_trace(path) for path in paths]),
+            mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment),
             paths,
             _by_role(actor, {role: _find_model(name, folder) for role, name in experiment.models.items()}),
             _find_model(judge.model, folder) if judge else None,
@@ -192,6 +195,14 @@ def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, fir
     columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
     rows = zip(*(c.tolist() for c in columns), strict=True)
     return [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
+
+
+def _fixed_lengths(experiment: Experiment) -> Trace:
+    """As many responses as a step takes, all of one length."""
+    spec, workflow = experiment.trace, experiment.workflow
+    prompt, sample = np.divmod(np.arange(workflow.prompts * workflow.responses), workflow.responses)
+    columns = {"prompt_id": prompt, "sample_id": sample, "prompt_tokens": spec.default_prompt_tokens}
+    return make_trace(pd.DataFrame({**columns, "response_tokens": spec.fixed}), TraceMeta(name=f"fixed-{spec.fixed}"))
 
 
 def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:

@@ -189,7 +189,14 @@ class PlanSpace:
         placement = Placement(tuple(range(strategy.gpus)), strategy)
         nodes = placement.nodes(setup.cluster)
         cluster = setup.cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
-        machine = Machine(setup.model, cluster, setup.calibration, pp=strategy.pp, **limits)  # type: ignore[arg-type]
+        machine = Machine(
+            setup.model,
+            cluster,
+            setup.calibration,
+            pp=strategy.pp,
+            sampling_s_per_logit=engine.sampling_per_logit,
+            **limits,  # type: ignore[arg-type]
+        )
         replica = strategy.tp * strategy.pp
         longest = setup.longest_prompt + setup.experiment.trace.cap
         if not machine.feasible_tps(longest, replica)[0]:

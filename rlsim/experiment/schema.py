@@ -16,8 +16,12 @@ from rlsim.units import Seconds, Tokens
 class TraceSpec(Schema):
     """Which response lengths are replayed."""
 
-    path: str | tuple[str, ...] = Field(
-        description="trace file, or the name of one that ships with rlsim; several are mixed prompt by prompt"
+    path: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="trace file, or the name of one that ships with rlsim; several are mixed prompt by prompt",
+    )
+    fixed: Annotated[Tokens, Field(ge=1)] | None = Field(
+        default=None, description="instead of a file: every response that long, every prompt `default_prompt_tokens`"
     )
     cap: Annotated[Tokens, Field(ge=1)] = Field(
         description="maximum response length, tokens (K = 1,024); longer ones are cut"
@@ -28,10 +32,16 @@ class TraceSpec(Schema):
 
     @field_validator("path")
     @classmethod
-    def _some_path(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not value:
+    def _some_path(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if value is not None and not value:
             raise ValueError("name at least one trace")
         return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TraceSpec:
+        if (self.path is None) == (self.fixed is None):
+            raise ValueError("give either path or fixed")
+        return self
 
 
 class JudgeSpec(Schema):

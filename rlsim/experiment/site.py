@@ -11,6 +11,7 @@ from rlsim.cost.calls import CallCosts
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.machine import Machine
 from rlsim.cost.memory import kv_page_bytes, rollout_memory
+from rlsim.cost.placement import Placement as Layout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, Streamed, judge_bytes, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
@@ -194,9 +195,23 @@ class Site:
         if self._placing is None:
             plan = colocated(workflow, self.gpus, self.training_strategy(len(self.gpus)), self.reward_placement)
         else:
-            plan = self._placing.plan(self.plan_context)
+            plan = self._without_idle_syncs(self._placing.plan(self.plan_context))
         self.memory.check(plan, self._beside_bytes)
         return plan
+
+    def _without_idle_syncs(self, plan: Plan) -> Plan:
+        """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""
+        workflow, placements = self._setup.algorithm, dict(plan.placements)
+        for call in workflow.calls:
+            if call.kind == "sync":
+                sources, targets = workflow.beside(call.name)
+                ends = [plan.of(name) for name in (*sources, *targets)]
+                if all(end.strategy is not None for end in ends):
+                    time_s = self.calls.reallocation(call.model).time_s
+                    source, *others = (layout_of(end) for end in ends)
+                    if not any(time_s(source, other) for other in others):
+                        placements[call.name] = Placement(())
+        return Plan(placements)
 
     @property
     def placed(self) -> bool:
@@ -263,6 +278,7 @@ class Site:
             max_batched_tokens=engine.max_num_batched_tokens,
             max_sequences=engine.max_num_seqs,
             memory_utilization=setup.experiment.memory_utilization,
+            sampling_s_per_logit=engine.sampling_per_logit,
             pp=1 if self.generation.strategy is None else self.generation.strategy.pp,
             resident_bytes=self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes,
         )
@@ -332,3 +348,11 @@ class Site:
     @cached_property
     def _crowded_steps(self) -> dict[int, StepCost]:
         return {}
+
+
+def layout_of(placement: Placement, rollout_tp: int = 1) -> Layout:
+    """The mesh and degrees of a call; those of generation are its TP where the plan does not say them."""
+    first, gpus = placement.gpus[0], len(placement.gpus)
+    if placement.gpus != tuple(range(first, first + gpus)):
+        raise ConfigError(f"a plan with several placements needs neighbouring GPUs, got {placement.gpus}")
+    return Layout.of(first, placement.strategy or TrainStrategy(dp=gpus // rollout_tp, tp=rollout_tp))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from rlsim.cost.placement import Placement as Layout
-from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainTime
-from rlsim.errors import ConfigError
 from rlsim.experiment.schema import TrainingSpec
-from rlsim.experiment.site import Site
+from rlsim.experiment.site import Site, layout_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.responses import Responses
 from rlsim.workflow import Call, Placement, Workflow
@@ -75,14 +72,6 @@ class ExperimentTimes:
                 size = GENERATED_BYTES if self._workflow.call(edge.source).kind == "generate" else INFERRED_BYTES
                 total += self._calls.data.time_s(size * tokens, layout_of(source, rollout_tp), target)
         return total
-
-
-def layout_of(placement: Placement, rollout_tp: int) -> Layout:
-    """The mesh and degrees of a call; those of generation are its TP where the plan does not say them."""
-    first, gpus = placement.gpus[0], len(placement.gpus)
-    if placement.gpus != tuple(range(first, first + gpus)):
-        raise ConfigError(f"a plan with several placements needs neighbouring GPUs, got {placement.gpus}")
-    return Layout.of(first, placement.strategy or TrainStrategy(dp=gpus // rollout_tp, tp=rollout_tp))
 
 
 def _named(time: TrainTime) -> list[tuple[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from rlsim.schema import Schema
-from rlsim.units import Tokens
+from rlsim.units import Seconds, Tokens
 
 NAN = float("nan")
 
@@ -21,6 +21,11 @@ class EngineConfig(Schema):
         default=True,
         description="whether decode graphs of a step's first layout survive a switch; if not, the next step begins by "
         "capturing them again, with the pause of a switch",
+    )
+    sampling_per_logit: Seconds = Field(
+        default=0.0,
+        ge=0,
+        description="GPU time for each vocabulary entry of a sampled token; 0: fused sampling, as serving engines have",
     )
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
 
