@@ -20,7 +20,7 @@ from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES
 from rlsim.search.problem import Dependency, Options, Problem, Reallocation
 from rlsim.sim.control import RolloutControl
 from rlsim.sim.request import Request
-from rlsim.sim.rollout import Rollout
+from rlsim.sim.rollout import Rollout, dealt
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
 
@@ -201,26 +201,32 @@ class PlanSpace:
         longest = setup.longest_prompt + setup.experiment.trace.cap
         if not machine.feasible_tps(longest, replica)[0]:
             return
-        pairs = zip(self._prompts.tolist(), self._responses.tolist(), strict=True)
-        env = simpy.Environment()
+        lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
+        shares = {tuple(share) for share in dealt(lengths, strategy.dp, setup.experiment.routing)}
+        rollouts = [self._rollout(share, machine, replica) for share in shares]  # replicas do not wait for each other
+        memory = rollout_memory(setup.model, cluster.gpu, strategy.tp, pp=strategy.pp, **limits)  # type: ignore[arg-type]
+        last_pages = engine.page_tokens * -(-len(self._lengths) // strategy.dp)  # partly filled ones
+        peak = max(max(tokens for _, tokens in rollouts) + last_pages, longest) * (1 + engine.watermark)
+        kv_bytes = peak / engine.page_tokens * memory.page_bytes
+        kept_free = (1 - setup.experiment.memory_utilization) * cluster.gpu.memory_bytes
+        time_s = max(seconds for seconds, _ in rollouts)
+        yield Candidate(strategy, time_s, 0.0, memory.weight_bytes + memory.activation_bytes + kv_bytes + kept_free)
+
+    def _rollout(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> tuple[float, int]:
+        """One replica on its own: seconds, and the most tokens of KV cache that it holds at a time."""
+        env, engine, cap = simpy.Environment(), self._setup.experiment.engine, self._setup.experiment.trace.cap
         rollout = Rollout(
             env,
-            mesh=placement.rollout_mesh(setup.cluster),
+            mesh=[tuple(range(replica))],
             tp=replica,
-            requests=[Request(i, i, prompt, response) for i, (prompt, response) in enumerate(pairs)],
+            requests=[Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],
             costs=machine,
             config=engine,
             control=RolloutControl(),
-            cap_tokens=setup.experiment.trace.cap,
-            routing=setup.experiment.routing,
+            cap_tokens=cap,
         )
         env.run(until=rollout.done)
-        memory = rollout_memory(setup.model, cluster.gpu, strategy.tp, pp=strategy.pp, **limits)  # type: ignore[arg-type]
-        last_pages = engine.page_tokens * -(-len(self._lengths) // strategy.dp)  # partly filled ones
-        peak = max(max(r.peak_tokens for r in rollout.replicas) + last_pages, longest) * (1 + engine.watermark)
-        kv_bytes = peak / engine.page_tokens * memory.page_bytes
-        kept_free = (1 - setup.experiment.memory_utilization) * cluster.gpu.memory_bytes
-        yield Candidate(strategy, env.now, 0.0, memory.weight_bytes + memory.activation_bytes + kv_bytes + kept_free)
+        return env.now, rollout.replicas[0].peak_tokens
 
 
 def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import simpy
 from simpy.events import EventPriority
@@ -35,6 +35,7 @@ from rlsim.sim.replica import Replica
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.view import LiveView
 
+_T = TypeVar("_T")
 Routing = Literal["contiguous", "round_robin"]
 _AFTER_ALL_ELSE = EventPriority(2)  # SimPy's own are 0 (urgent) and 1 (normal)
 
@@ -115,7 +116,7 @@ class Rollout:
         for node in range(len(mesh)):
             self._used_tps.setdefault(node, set()).add(tp)
             self._start_node(node, tp)
-        for replica, share in zip(self.replicas, _deal(self.requests, len(self.replicas), routing), strict=True):
+        for replica, share in zip(self.replicas, dealt(self.requests, len(self.replicas), routing), strict=True):
             self._give(replica, share)
         if not self.requests:
             self._none_left()
@@ -431,7 +432,8 @@ class Rollout:
         return [(r, i) for r, i in found if i]
 
 
-def _deal(requests: Sequence[Request], replicas: int, routing: Routing) -> list[Sequence[Request]]:
+def dealt(requests: Sequence[_T], replicas: int, routing: Routing) -> list[Sequence[_T]]:
+    """The requests of each replica at the start of a rollout."""
     if routing == "round_robin":
         return [requests[i::replicas] for i in range(replicas)]
     size, extra = divmod(len(requests), replicas)

@@ -30,9 +30,9 @@ class Placement:
         return tuple(self.gpus[first : first + gpus] for first in range(0, len(self.gpus) - gpus + 1, gpus))
 
     def rollout_mesh(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-        """The GPUs node by node, as a rollout has them; where a replica spans nodes, replica by replica."""
-        replica = self.strategy.gpus // self.strategy.dp if self.strategy else 1
-        return self.nodes(cluster) if replica <= cluster.gpus_per_node else self.replicas(replica)
+        """The GPUs node by node, as a rollout has them; where replicas do not divide nodes, replica by replica."""
+        replica, nodes = self.strategy.gpus // self.strategy.dp if self.strategy else 1, self.nodes(cluster)
+        return self.replicas(replica) if any(len(node) % replica for node in nodes) else nodes
 
     def nodes(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
         """The placement's GPUs node by node."""
