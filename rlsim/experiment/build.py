@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.site import Site
 from rlsim.experiment.system import System
 from rlsim.experiment.times import ExperimentTimes
+from rlsim.experiment.workflows import workflow_of
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
 from rlsim.sim.batching import PromptFeed
@@ -28,7 +29,6 @@ from rlsim.sim.request import Request
 from rlsim.sim.simulation import Outcome, Simulation
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
-from rlsim.workflow.algorithms import ALGORITHMS
 from rlsim.workflow.memory import BatchSize
 
 
@@ -96,10 +96,7 @@ class Setup:
     @cached_property
     def algorithm(self) -> Workflow:
         """The calls of a step, as no system has changed them yet."""
-        spec = self.experiment.workflow
-        old_log_probs = spec.algorithm == "grpo" if spec.old_log_probs is None else spec.old_log_probs
-        make: Callable[..., Workflow] = ALGORITHMS[spec.algorithm]
-        return make(reference=spec.reference, old_log_probs=old_log_probs, reward_model="reward" in self.models)
+        return workflow_of(self.experiment.workflow, self.models)
 
     @cached_property
     def batch(self) -> BatchSize:

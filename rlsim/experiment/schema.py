@@ -11,6 +11,7 @@ from rlsim.cost.strategy import Recompute
 from rlsim.schema import Schema, placed
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
+from rlsim.workflow.graph import CallKind, Grain
 
 
 class TraceSpec(Schema):
@@ -82,10 +83,35 @@ class RewardSpec(Schema):
         return self
 
 
+class CallSpec(Schema):
+    """A call of a workflow of your own."""
+
+    name: str = Field(min_length=1, description="names it in edges, plans and results")
+    kind: CallKind = Field(description="generate, inference, train, reward (outside models) or sync (of new weights)")
+    model: str = Field(description="the role of its model: actor, or one of `models`")
+
+
+class EdgeSpec(Schema):
+    """`target` needs what `source` makes."""
+
+    source: str = Field(description="a call")
+    target: str = Field(description="a call")
+    lag: int = Field(default=0, ge=0, description="of so many steps before")
+    grain: Grain = Field(default="stage", description="stage: all of it; sample: each response as it is done")
+
+
 class WorkflowSpec(Schema):
     """The RL algorithm and its batch."""
 
-    algorithm: Literal["grpo", "ppo", "remax", "dpo"] = Field(default="grpo", description="which graph of calls")
+    algorithm: str = Field(
+        default="grpo",
+        description="grpo, ppo, remax, dpo, custom (the graph of `calls` and `edges`) or the module:function of one",
+    )
+    calls: tuple[CallSpec, ...] = Field(default=(), description="of a custom workflow")
+    edges: tuple[EdgeSpec, ...] = Field(default=(), description="of a custom workflow; `a -> b` for short")
+    group_advantage: bool = Field(
+        default=False, description="custom workflow: training takes all responses to a prompt together, as in GRPO"
+    )
     prompts: int = Field(ge=1, le=1_000_000, description="prompts per step")
     responses: int = Field(ge=1, le=10_000, description="responses per prompt")
     steps: int = Field(ge=1, le=100_000, description="training steps to simulate")
@@ -94,6 +120,26 @@ class WorkflowSpec(Schema):
         default=None, description="whether the trainer computes the old policy's log-probs anew; default: in grpo"
     )
     reward: RewardSpec = RewardSpec()
+
+    @field_validator("edges", mode="before")
+    @classmethod
+    def _arrows(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        return [_edge(item) if isinstance(item, str) else item for item in value]
+
+    @model_validator(mode="after")
+    def _graph_if_custom(self) -> WorkflowSpec:
+        if (self.algorithm == "custom") != bool(self.calls) or (self.edges and not self.calls):
+            raise ValueError("calls and edges go with algorithm: custom, and it with them")
+        return self
+
+
+def _edge(text: str) -> dict[str, str]:
+    source, arrow, target = (part.strip() for part in text.partition("->"))
+    if not arrow or not source or not target:
+        raise ValueError(f"expected an edge such as `generate -> train`, got {text!r}")
+    return {"source": source, "target": target}
 
 
 class TrainingSpec(Schema):
@@ -127,10 +173,10 @@ class Experiment(Schema):
     description: str = Field(default="", description="what it asks, in a sentence")
     cluster: str | dict[str, Any] = Field(description="a cluster of the catalogue, or one spelled out")
     model: str = Field(description="a model of the catalogue, or the path of a Hugging Face config.json")
-    models: dict[Literal["reference", "critic", "reward"], str] = Field(
+    models: dict[str, str] = Field(
         default={},
-        description="models beside the actor, as `model` names them; default: reference and critic like the actor, and "
-        "responses scored by no model",
+        description="models beside the actor, by role (reference, critic, reward), as `model` names them; default: "
+        "reference and critic like the actor, and responses scored by no model",
     )
     calibration: str = Field(description="<gpu>-<engine>: kernels, links and host time")
     engine: EngineConfig = EngineConfig()

@@ -6,7 +6,7 @@ critic `values`, `train_critic` and `critic_sync`, on a reward model `reward_sco
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rlsim.workflow.graph import Call, Edge, Workflow
 
@@ -81,4 +81,4 @@ def _on_policy(
     return Workflow(name, (generate, *prepare, train, sync), tuple(edges), group_advantage, baseline_responses)
 
 
-ALGORITHMS = {"grpo": grpo, "ppo": ppo, "remax": remax, "dpo": dpo}
+ALGORITHMS: dict[str, Callable[..., Workflow]] = {"grpo": grpo, "ppo": ppo, "remax": remax, "dpo": dpo}

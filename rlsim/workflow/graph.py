@@ -67,6 +67,19 @@ class Workflow:
                     f"workflow {self.name}: {edge.source} -> {edge.target} cannot have the grain `sample`: it is for "
                     "responses of the same step on their way to a reward, inference or train call"
                 )
+        if len([call for call in self.calls if call.kind == "generate"]) > 1:
+            raise ConfigError(f"workflow {self.name}: one call of the kind generate is possible, several are not")
+        for call in self.calls:
+            before, after = self.beside(call.name)
+            if call.kind == "sync" and (
+                [self.call(name).kind for name in before] != ["train"]
+                or not after
+                or any(self.call(name).model != call.model for name in (*before, *after))
+            ):
+                raise ConfigError(
+                    f"workflow {self.name}: {call.name} brings weights from one train call to other calls of that "
+                    f"model; it has {', '.join(before) or 'nothing'} before and {', '.join(after) or 'nothing'} after it"
+                )
         self.order()
 
     def _streams(self, edge: Edge) -> bool:
