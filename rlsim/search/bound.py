@@ -11,13 +11,13 @@ of bounds over all last calls a:
 **Two last calls.** PPO ends with two (actor and critic train); what descends from critic train alone misses much of the
 next iteration, and the bound would be weak. Let r and s be the last calls and assume: all other calls precede both r
 and s within an iteration; every call that waits for none of its own iteration waits for r of the one before, itself or
-through a reallocation; no reallocation ends in r or s, and all start at one of them. Then path and work of r alone, its path
-ending at r(K-1), are a bound. With R the end of r(0), b its bound on what follows, and durations r and s:
+through a reallocation; reallocations start at r or s and end in neither. Then path and work of r alone, its path ending
+at r(K-1), are a bound. With R the end of r(0), and r and s also their seconds:
 
-- If r(0) ends last, nothing is to be shown. Else s(0) ends last. The parents of s(0) precede r(0), so s(0) is ready when
-  r(0) starts, or before. Whatever is taken before s(0) is ready no later than s(0); no node of iteration 1 is, as it
-  comes after r(0), which takes time, or after s(0). So s(0) waits at most for nodes that precede r(0) and, where they
-  share a GPU, for r(0) itself.
+- If r(0) ends last, nothing is to be shown. Else s(0) ends last. The parents of s(0) precede r(0), so s(0) is ready
+  when r(0) starts, or before. Whatever is taken before s(0) is ready no later than s(0); no node of iteration 1 is, as
+  it comes after r(0), which takes time, or after s(0). So s(0) waits at most for nodes that precede r(0) and, where
+  they share a GPU, for r(0) itself.
 - They share a GPU: then r(0) went first, as otherwise s(0) would end before it, and s(0) ends by R + s. In iteration
   K-1 both come after everything else and do not overlap: its end is at least s later than the path's.
 - They share none: s(0) ends by R - r + s, and iteration K-1 ends at least s after all else in it, where the path counts

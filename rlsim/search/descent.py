@@ -33,9 +33,9 @@ def descent(
     take random options and the descent runs again, until the budget is spent. Starts at `rlsim.search.greedy.start`.
 
     Where a GPU's memory is exceeded, a plan's cost counts `alpha` x bytes needed / bytes there times. Candidates whose
-    lower bound (`rlsim.search.bound`) is no better than the plan at hand are not scheduled and do not count as
-    evaluations; the others are scheduled by bound, lowest first. Raises `ConfigError` for an `alpha` below 1 and
-    `CapacityError` if no plan seen fits.
+    lower bound (`rlsim.search.bound`) is no better than the plan at hand are judged by it and not scheduled; the others
+    are scheduled by bound, lowest first. Raises `ConfigError` for an `alpha` below 1 and `CapacityError` if no plan
+    seen fits.
     """
     if not alpha >= 1:
         raise ConfigError(f"descent needs alpha >= 1, not {alpha}")
@@ -54,6 +54,7 @@ class _Descent:
         model = [(problem.calls.index(e.source), problem.calls.index(e.target)) for e in problem.reallocations]
         others = list(itertools.combinations(range(len(problem.calls)), 2))
         self._pairs = model + [pair for pair in others if pair not in model and pair[::-1] not in model]
+        # GPU-seconds that every bound counts, per GPU of the cluster: summed over calls, the quickest bound.
         self._work_s: list[Floats] = [
             counted * options.gpus * options.time_s / problem.gpus
             for counted, options in zip(self._bound.counted, problem.options, strict=True)
@@ -110,7 +111,7 @@ class _Descent:
         return False
 
     def _room_s(self, *calls: int) -> float:
-        """GPU-seconds (of those that bounds count, per GPU) that calls may take in a plan better than the one at hand."""
+        """Work (as in `_work_s`) that calls may have in a plan better than the one at hand."""
         others = (work[o] for c, (work, o) in enumerate(zip(self._work_s, self._plan, strict=True)) if c not in calls)
         return self._score_s - float(sum(others))
 
@@ -122,14 +123,15 @@ class _Descent:
 
     def _try(self, candidates: Ints) -> None:
         """Take the best of some plans (n, C), if it is better than the one at hand."""
+        candidates = candidates[: self.trace.left]
         peaks = self.problem.peak_bytes(candidates)
         factors = self._factors(peaks)
         bounds = self._bound.of(*self.problem.durations(candidates), self.problem.meshes(candidates)) * factors
         promising = np.flatnonzero(bounds < self._score_s)
         order = promising[np.argsort(bounds[promising], kind="stable")]
         done, size = 0, FIRST
-        while done < len(order) and (left := self.trace.left) and bounds[order[done]] < self._score_s:
-            rows = order[done : done + min(size, left)]
+        while done < len(order) and self.trace.left and bounds[order[done]] < self._score_s:
+            rows = order[done : done + size]
             costs_s = self.problem.cost_s(candidates[rows])
             self.trace.see(candidates[rows], costs_s, peaks[rows])
             scores_s = costs_s * factors[rows]
@@ -137,6 +139,7 @@ class _Descent:
             if scores_s[at] < self._score_s:
                 self._plan, self._score_s = candidates[rows[at]].copy(), float(scores_s[at])
             done, size = done + len(rows), size * 4
+        self.trace.pass_over(len(candidates) - done)
 
     def _factors(self, peaks_bytes: Floats) -> Floats:
         """How many times a plan's seconds count."""

@@ -19,14 +19,14 @@ def mcmc(
     *,
     seed: int = 0,
     chains: int = 1,
-    beta: float = 50.0,
+    beta: float = 20.0,
     alpha: float = 100.0,
     on_improvement: Callable[[Improvement], None] | None = None,
 ) -> Found:
     """Start from the greedy plan; propose another option for one random call; accept if better, or by chance.
 
     A proposal is accepted with min(1, exp(-beta (cost' - cost) / cost of the start)). `beta` is relative to the start's
-    cost so that one value suits iterations of seconds and of hours: at 50, a plan worse by 2% of the start is taken
+    cost so that one value suits iterations of seconds and of hours: at 20, a plan worse by 5% of the start is taken
     with probability 1/e. A cost is multiplied by `alpha` where a GPU's memory is exceeded (the start's, in `beta`, is
     not). A greedy plan that does not fit is first changed until it does (`rlsim.search.greedy.start`). `chains` walk in
     lock-step, each on its own; 1 is the algorithm as published. Raises `ConfigError` for settings out of range and

@@ -236,7 +236,9 @@ class Problem:
         """Seconds of an iteration of each plan: (end of the last iteration - end of the first) / (iterations - 1).
 
         `plans` (n, C) -> (n,). A plan's calls are list-scheduled (see `rlsim.search.scheduling`). Memory is not looked
-        at. Raises `ConfigError` for indices out of range and for missing costs.
+        at. Where dependencies have lags above 1, the first iterations run ahead and the last ones catch up: a few
+        iterations then show too short a time on shared GPUs, and `iterations` should be many times the lag. Raises
+        `ConfigError` for indices out of range and for missing costs.
         """
         array = self.checked(plans)
         parts = [self._cost_s(array[at : at + BATCH]) for at in range(0, len(array), BATCH)]

@@ -14,7 +14,7 @@ from rlsim.search.problem import Floats, Ints, Problem
 
 @dataclass(frozen=True)
 class Budget:
-    """A search ends after so many seconds of wall time or so many schedules computed, whichever comes first.
+    """A search ends after so many seconds of wall time or so many plans evaluated, whichever comes first.
 
     With `evaluations` alone, the same seed finds the same plan on any machine. Raises `ConfigError` if neither is
     given, or one is not positive.
@@ -42,11 +42,15 @@ class Improvement:
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan of a search: one option index per call, its seconds per iteration, and how it was found."""
+    """The best plan of a search: one option index per call, its seconds per iteration, and how it was found.
+
+    `evaluations`: plans judged; `scheduled` of them were, the others were left out by a lower bound of their own.
+    """
 
     plan: tuple[int, ...]
     cost_s: float
     evaluations: int
+    scheduled: int
     elapsed_s: float
     improvements: tuple[Improvement, ...]
     method: str
@@ -61,6 +65,7 @@ class Trace:
     budget: Budget
     on_improvement: Callable[[Improvement], None] | None = None
     evaluations: int = 0
+    scheduled: int = 0
     best_cost_s: float = np.inf
     best: tuple[int, ...] | None = None
     improvements: list[Improvement] = field(default_factory=list)
@@ -84,6 +89,7 @@ class Trace:
     def see(self, plans: Ints, costs_s: Floats, peaks_bytes: Floats) -> None:
         """Count evaluated plans (n, C) with their seconds and bytes (n,), and keep the best that fits."""
         self.evaluations += len(plans)
+        self.scheduled += len(plans)
         self._least_bytes = min(self._least_bytes, float(peaks_bytes.min(initial=np.inf)))
         fitting = np.where(peaks_bytes <= self.problem.memory_bytes, costs_s, np.inf)
         at = int(fitting.argmin())
@@ -93,9 +99,14 @@ class Trace:
     def see_one(self, plan: Sequence[int], cost_s: float, peak_bytes: float) -> None:
         """The same for one plan."""
         self.evaluations += 1
+        self.scheduled += 1
         self._least_bytes = min(self._least_bytes, peak_bytes)
         if cost_s < self.best_cost_s and peak_bytes <= self.problem.memory_bytes:
             self._improve(tuple(plan), cost_s)
+
+    def pass_over(self, plans: int) -> None:
+        """Count plans that their lower bounds exclude."""
+        self.evaluations += plans
 
     def _improve(self, plan: tuple[int, ...], cost_s: float) -> None:
         self.best, self.best_cost_s = plan, cost_s
@@ -113,4 +124,6 @@ class Trace:
                 f"{self.problem.memory_bytes / 2**30:.1f} GiB"
             )
         improvements = tuple(self.improvements)
-        return Found(self.best, self.best_cost_s, self.evaluations, self.elapsed_s, improvements, method, seed)
+        return Found(
+            self.best, self.best_cost_s, self.evaluations, self.scheduled, self.elapsed_s, improvements, method, seed
+        )

@@ -78,7 +78,7 @@ class Workflow:
             ):
                 raise ConfigError(
                     f"workflow {self.name}: {call.name} brings weights from one train call to other calls of that "
-                    f"model; it has {', '.join(before) or 'nothing'} before and {', '.join(after) or 'nothing'} after it"
+                    f"model; it has {', '.join(before) or 'nothing'} before and {', '.join(after) or 'nothing'} after"
                 )
         self.order()
 

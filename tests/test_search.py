@@ -1,0 +1,480 @@
+"""Plan search: schedules by hand, one plan against many, bounds and optima against full enumeration, known traps."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import simpy
+from plan_problems import GIB, ppo_node, random_graph, random_ppo, table
+
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.search import (
+    Budget,
+    Dependency,
+    Found,
+    LowerBound,
+    Options,
+    Problem,
+    Reallocation,
+    brute_force,
+    descent,
+    greedy,
+    mcmc,
+)
+from rlsim.search.greedy import start
+from rlsim.search.partial import pair_costs
+from rlsim.search.symmetry import mesh_permutations
+from rlsim.sim.pool import GpuPool
+
+
+def options(call: str, *rows: tuple[float, ...]) -> Options:
+    """Rows of first GPU, GPUs, seconds, and (by default 0) resident and active bytes."""
+    return Options(call, *np.array([(*row, *[0.0] * (5 - len(row))) for row in rows]).T)
+
+
+def constant(seconds: float):
+    return lambda source, target: np.full(np.broadcast(source, target).shape, seconds)
+
+
+def spans(problem: Problem, plan: list[int]) -> dict[tuple[str, int], tuple[float, float]]:
+    return {(s.name, s.iteration): (s.start_at, s.end_at) for s in problem.schedule(plan)}
+
+
+def every_plan(problem: Problem) -> np.ndarray:
+    return np.array(list(itertools.product(*map(range, problem.sizes))))
+
+
+def many(seed: int, count: int):
+    """Random problems of both kinds, each with random plans."""
+    rng = np.random.default_rng(seed)
+    for at in range(count):
+        problem = random_ppo(rng, gpus=8) if at % 2 else random_graph(rng, gpus=8, calls=int(rng.integers(2, 7)))
+        yield problem, rng.integers(problem.sizes, size=(100, len(problem.calls)))
+
+
+# Schedules by hand.
+
+
+def test_calls_on_one_mesh_take_turns():
+    chain = [Dependency("generate", "score"), Dependency("score", "train"), Dependency("train", "generate", lag=1)]
+    problem = Problem(
+        [options("generate", (0, 2, 5)), options("score", (0, 2, 2)), options("train", (0, 2, 3))], chain, [], 2, 1
+    )
+    assert problem.cost_s([[0, 0, 0]]) == [10]
+    assert spans(problem, [0, 0, 0])["train", 1] == (17, 20)
+
+
+def test_two_calls_side_by_side_and_on_a_shared_gpu():
+    edges = [Dependency("generate", "a"), Dependency("generate", "b"), Dependency("a", "generate", 1)]
+    edges += [Dependency("b", "generate", 1)]
+    made = [options("generate", (0, 2, 5)), options("a", (0, 1, 4)), options("b", (1, 1, 3), (0, 2, 2))]
+    problem = Problem(made, edges, [], 2, 1)
+    assert problem.cost_s([[0, 0, 0], [0, 0, 1]]).tolist() == [9, 11]
+    assert spans(problem, [0, 0, 1])["b", 0] == (9, 11)  # ready as early as a, but later in the order
+
+
+def test_order_decides_between_calls_ready_at_once():
+    made = [options("a", (0, 1, 4)), options("b", (0, 1, 1))]
+    assert spans(Problem(made, [], [], 1, 1), [0, 0])["a", 0] == (0, 4)
+    assert spans(Problem(made, [], [], 1, 1, order=["b", "a"]), [0, 0])["a", 0] == (1, 5)
+
+
+def test_iterations_overlap_where_meshes_are_disjoint():
+    # Generation of the next iteration waits for the training before last: one step off policy.
+    edges = [
+        Dependency("generate", "train"),
+        Dependency("train", "generate", lag=2),
+        Dependency("train", "train", lag=1),
+    ]
+    made = [options("generate", (0, 1, 6)), options("train", (1, 1, 4), (0, 1, 4))]
+    assert Problem(made, edges, [], 2, 1).cost_s([[0, 0]]) == [6]
+    # On one GPU the first two generations come before any training: only many iterations show the 10 s of each.
+    assert Problem(made, edges, [], 2, 1).cost_s([[0, 1]]) == [7]
+    assert Problem(made, edges, [], 2, 1, iterations=301).cost_s([[0, 1]]) == pytest.approx([10], rel=0.01)
+
+
+def test_nothing_is_filled_in_behind_a_waiting_call():
+    # wide waits for GPU 0 and keeps GPU 1, though late could run there meanwhile.
+    made = [
+        options("long", (0, 1, 10)),
+        options("tiny", (1, 1, 1)),
+        options("wide", (0, 2, 1)),
+        options("late", (1, 1, 2)),
+    ]
+    edges = [Dependency("tiny", "wide"), Dependency("tiny", "late")]
+    problem = Problem(made, edges, [], 2, 1, iterations=2)
+    assert spans(problem, [0, 0, 0, 0])["late", 0][0] >= spans(problem, [0, 0, 0, 0])["wide", 0][1] >= 11
+
+
+def test_transfers_lengthen_the_target_by_their_sum():
+    made = [options("a", (0, 1, 1)), options("b", (1, 1, 1)), options("c", (0, 2, 1))]
+    edges = [Dependency("a", "c", seconds=constant(0.5)), Dependency("b", "c", seconds=constant(0.25))]
+    problem = Problem(made, edges, [], 2, 1)
+    assert spans(problem, [0, 0, 0])["c", 0][1] - spans(problem, [0, 0, 0])["c", 0][0] == 1.75
+
+
+def reallocating(first: float, second: float) -> Problem:
+    made = [options("generate", (0, 1, 5)), options("one", (1, 1, 3)), options("two", (2, 1, 4))]
+    edges = [Dependency("generate", "one"), Dependency("generate", "two")]
+    moves = [Reallocation("one", "generate", constant(first)), Reallocation("two", "generate", constant(second))]
+    return Problem(made, edges, moves, 3, 1)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1.0, 7.0), (7.0, 1.0), (2.0, 2.0)])
+def test_every_reallocation_into_a_call_is_awaited(first, second):
+    problem = reallocating(first, second)
+    found = spans(problem, [0, 0, 0])
+    for k in range(3):
+        assert found["generate", k][0] >= max(found["one -> generate", k][1], found["two -> generate", k][1])
+    # Both hold the GPU of generate. one ends first, so its parameters go first; two's wait for them, and for two.
+    period = 5 + max(3 + first, 4) + second
+    assert problem.cost_s([[0, 0, 0]])[0] == period
+    assert problem.cost_s(np.zeros((20, 3), int)).tolist() == [period] * 20
+
+
+def test_a_reallocation_holds_both_meshes():
+    problem = reallocating(1.0, 1.0)
+    holds = Problem(
+        [*problem.options, options("other", (1, 1, 1))], problem.dependencies, problem.reallocations, 3, 1, iterations=2
+    )
+    assert spans(holds, [0, 0, 0, 0])["other", 0] == (1, 2)  # after one -> generate, which came first
+
+
+def test_a_reallocation_without_seconds_is_no_node_but_a_dependency():
+    found = spans(reallocating(0.0, 0.0), [0, 0, 0])
+    assert ("one -> generate", 1) not in found
+    assert found["generate", 1] == (9, 14)
+
+
+# One plan, many plans, and the simulator's pool.
+
+
+def test_many_plans_at_once_cost_what_each_costs_alone():
+    for problem, plans in many(seed=1, count=40):
+        together = problem.cost_s(plans)
+        for plan, cost_s, peak in zip(plans, together, problem.peak_bytes(plans), strict=True):
+            assert problem.single.cost_s(plan.tolist()) == cost_s
+            assert problem.single.peak_bytes(plan.tolist()) == pytest.approx(peak, rel=1e-12)
+        last = problem.iterations - 1
+        ends = {
+            k: [s.end_at for s in problem.schedule(plans[0]) if s.iteration == k and "->" not in s.name]
+            for k in (0, last)
+        }
+        assert together[0] == pytest.approx((max(ends[last]) - max(ends[0])) / last, rel=1e-12)
+
+
+def test_the_pool_of_the_simulator_gives_the_same_schedule():
+    for problem, plans in many(seed=2, count=20):
+        for plan in plans[:5]:
+            expected = {(s.name, s.iteration): s for s in problem.schedule(plan)}
+            for key, (start_at, end_at) in _run_in_pool(problem, plan).items():
+                assert (start_at, end_at) == pytest.approx((expected[key].start_at, expected[key].end_at))
+
+
+def _run_in_pool(problem: Problem, plan: np.ndarray) -> dict[tuple[str, int], tuple[float, float]]:
+    """Nodes that ask the pool for their GPUs when they are ready, at equal times in the order of their numbers."""
+    env, graph = simpy.Environment(), problem.graph
+    pool, found, ready = GpuPool(env), {}, []
+    missing = [len(parents) for parents in graph.node_parents]
+    calls_s, moves_s = problem.single.seconds(plan.tolist())
+    seconds = [*calls_s, *moves_s]
+    sets = [frozenset(range(*mesh)) for mesh in problem.single.meshes(plan.tolist())]
+    sets += [sets[a] | sets[b] for a, b in graph.ends]
+
+    def run(node: int, granted: simpy.Event):
+        k, kind = graph.nodes[node]
+        yield granted
+        begun = env.now
+        yield env.timeout(seconds[kind])
+        pool.release(sets[kind])
+        found[graph.names[kind], k] = (begun, env.now)
+        finish(node)
+
+    def finish(node: int):
+        for child in graph.node_children[node]:
+            missing[child] -= 1
+            if not missing[child]:
+                make_ready(child)
+
+    def make_ready(node: int):
+        if seconds[graph.nodes[node][1]] == 0:
+            finish(node)
+        else:
+            ready.append(node)
+            env.process(ask())
+
+    def ask():
+        yield env.timeout(0)  # whatever else ends now has ended
+        for node in sorted(ready):
+            env.process(run(node, pool.acquire(sets[graph.nodes[node][1]])))
+        ready.clear()
+
+    for node in [node for node, count in enumerate(missing) if not count]:
+        make_ready(node)
+    env.run()
+    return found
+
+
+# Memory.
+
+
+def test_peak_is_all_residents_and_the_largest_active_of_the_fullest_gpu():
+    made = [
+        options("a", (0, 2, 1, 10, 5)),
+        options("b", (1, 1, 1, 20, 1), (2, 2, 1, 20, 1)),
+        options("c", (1, 2, 1, 3, 8)),
+    ]
+    problem = Problem(made, [], [Reallocation("a", "b", constant(0), lambda s, t: 7.0 * t)], 4, 40)
+    assert problem.peak_bytes([[0, 0, 0], [0, 1, 0]]).tolist() == [10 + 20 + 3 + 8, 20 + 7 + 3 + 8]
+    assert problem.fits([[0, 0, 0], [0, 1, 0]]).tolist() == [False, True]
+
+
+def test_peak_against_every_gpu():
+    for problem, plans in many(seed=3, count=10):
+        for plan, peak in zip(plans[:20], problem.peak_bytes(plans[:20]), strict=True):
+            rows = [
+                (o.first_gpu[i], o.first_gpu[i] + o.gpus[i], o.resident_bytes[i], o.active_bytes[i])
+                for o, i in zip(problem.options, plan, strict=True)
+            ]
+            for edge in problem.reallocations:
+                if edge.resident_bytes is not None:
+                    s, t = problem.calls.index(edge.source), problem.calls.index(edge.target)
+                    rows[t] = (*rows[t][:2], rows[t][2] + edge.resident_bytes(plan[s], plan[t]), rows[t][3])
+            on = [[row for row in rows if row[0] <= gpu < row[1]] for gpu in range(problem.gpus)]
+            assert peak == pytest.approx(
+                max(sum(r[2] for r in there) + max(r[3] for r in there) for there in on if there)
+            )
+
+
+# Errors.
+
+
+def nan_at(*pairs: tuple[int, int]):
+    values = np.ones((2, 2))
+    for pair in pairs:
+        values[pair] = np.nan
+    return table(values)
+
+
+@pytest.mark.parametrize("count", [1, 50])
+@pytest.mark.parametrize("edge", ["transfer", "reallocation"])
+def test_a_missing_cost_is_an_error(edge, count):
+    made = [options("a", (0, 1, 1), (1, 1, 1)), options("b", (0, 1, 1), (1, 1, 1))]
+    f = nan_at((1, 0))
+    edges = [Dependency("b", "a", 1, f)] if edge == "transfer" else []
+    moves = [Reallocation("b", "a", f)] if edge == "reallocation" else []
+    problem = Problem(made, edges, moves, 2, 1)
+    problem.cost_s([[1, 1]] * count)
+    with pytest.raises(ConfigError, match=f"{edge} b -> a has no valid cost between options 1 and 0: nan"):
+        problem.cost_s([[0, 1]] * count)
+    with pytest.raises(ConfigError, match="no valid cost"):
+        brute_force(problem)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: options("a", (0, 1, np.nan)), "option 0 of a: time_s is nan"),
+        (lambda: options("a", (0, 1, 1), (0, 0, 1)), "option 1 of a: gpus is 0"),
+        (lambda: options("a", (0.5, 1, 1)), "whole numbers"),
+        (lambda: Options("a", *[np.empty(0)] * 5), "no option"),
+        (lambda: Options("a", np.zeros(1), *[np.ones(2)] * 4), "one value per option"),
+        (lambda: Problem([options("a", (0, 2, 1))], [], [], 1, 1), "beyond the 1 GPUs"),
+        (lambda: Problem([options("a", (0, 1, 1))], [Dependency("b", "a")], [], 1, 1), "no options for 'b'"),
+        (
+            lambda: Problem([options("a", (0, 1, 1))], [], [Reallocation("a", "b", constant(0))], 1, 1),
+            "options for 'b'",
+        ),
+        (lambda: Problem([options("a", (0, 1, 1))], [Dependency("a", "a")], [], 1, 1), "wait for each other"),
+        (lambda: Problem([options("a", (0, 1, 1))], [], [], 1, 1, iterations=1), "at least 2 iterations"),
+        (lambda: Problem([options("a", (0, 1, 1))], [], [], 1, 1).cost_s([[1]]), "no option 1"),
+        (lambda: Problem([options("a", (0, 1, 1))], [], [], 1, 1).cost_s([[-1]]), "no option -1"),
+        (lambda: Budget(), "budget of seconds or of evaluations"),
+        (lambda: Budget(evaluations=0), "must be positive"),
+        (lambda: mcmc(random_ppo(np.random.default_rng(0)), Budget(evaluations=9), chains=0), "chains >= 1"),
+        (lambda: brute_force(ppo_node(scaling=0.8), largest=1000), "too large .* left after pruning"),
+        (lambda: brute_force(ppo_node(scaling=0.8), most=1000), "not come to an end"),
+    ],
+)
+def test_errors_name_what_is_wrong(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_order_must_follow_dependencies():
+    made = [options("a", (0, 1, 1)), options("b", (0, 1, 1))]
+    with pytest.raises(ConfigError, match="a comes before b, which it needs"):
+        Problem(made, [Dependency("b", "a")], [], 1, 1, order=["a", "b"])
+
+
+# Bounds and optima.
+
+
+def test_bounds_are_never_above_the_cost():
+    for problem, plans in many(seed=4, count=60):
+        bounds = LowerBound(problem).of(*problem.durations(plans), problem.meshes(plans))
+        assert (bounds <= problem.cost_s(plans) * (1 + 1e-12)).all()
+
+
+def test_bounds_hold_where_one_training_call_is_much_longer():
+    rng = np.random.default_rng(5)
+    for _ in range(60):
+        ppo = random_ppo(rng, gpus=8)
+        scaled = [
+            Options(o.call, o.first_gpu, o.gpus, o.time_s * 10 ** rng.uniform(-2, 1), o.resident_bytes, o.active_bytes)
+            for o in ppo.options
+        ]
+        by = 10 ** rng.uniform(-1, 2)
+        moves = [
+            Reallocation(e.source, e.target, lambda s, t, f=e.seconds, by=by: f(s, t) * by) for e in ppo.reallocations
+        ]
+        problem = Problem(scaled, ppo.dependencies, moves, 8, 1e15)
+        plans = rng.integers(problem.sizes, size=(200, 6))
+        bounds = LowerBound(problem).of(*problem.durations(plans), problem.meshes(plans))
+        assert (bounds <= problem.cost_s(plans) * (1 + 1e-12)).all()
+
+
+def test_bounds_are_tight_where_calls_follow_each_other():
+    problem, plans = ppo_node(), np.random.default_rng(6).integers(126, size=(1000, 6))
+    bounds = LowerBound(problem).of(*problem.durations(plans), problem.meshes(plans))
+    assert (bounds / problem.cost_s(plans)).mean() > 0.8
+
+
+def test_brute_force_is_full_enumeration():
+    rng = np.random.default_rng(7)
+    seen = 0
+    for at in range(24):
+        problem = random_ppo(rng, options=3, memory_gib=70) if at % 2 else random_graph(rng, calls=4, options=5)
+        plans = every_plan(problem)
+        fits = problem.fits(plans)
+        if not fits.any():
+            with pytest.raises(CapacityError):
+                brute_force(problem, start_evaluations=1)
+            continue
+        seen += not fits.all()
+        found = brute_force(problem, start_evaluations=1)
+        assert found.cost_s == problem.cost_s(plans[fits]).min()
+        assert found.cost_s == problem.cost_s([found.plan])[0]
+        assert problem.fits([found.plan])[0]
+    assert seen >= 4  # memory mattered
+
+
+def few_options(gpus: int, seed: int) -> Problem:
+    """Equal GPUs: options whose costs do not depend on where they are."""
+    rng = np.random.default_rng(seed)
+    meshes = [(first, size) for size in (1, 2, 4) if size <= gpus for first in range(0, gpus, size)]
+    made = []
+    for name in ("a", "b", "c", "d"):
+        time_s = {size: rng.uniform(1, 4) / size**0.7 for size in (1, 2, 4)}
+        made.append(options(name, *((first, size, time_s[size], 2.0, 1.0) for first, size in meshes)))
+    array = np.array(meshes)
+    differ = lambda s, t: 0.3 * (array[s] != array[t]).any(axis=-1)  # noqa: E731
+    edges = [Dependency("a", "b"), Dependency("a", "c"), Dependency("b", "d", seconds=differ), Dependency("c", "d")]
+    return Problem(made, edges, [Reallocation("d", "a", differ)], gpus, 8.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_gpus_are_exchanged_without_losing_the_optimum(seed):
+    problem = few_options(4, seed)
+    plans = every_plan(problem)
+    meshes = np.unique([(o.first_gpu[i], o.gpus[i]) for o in problem.options for i in range(len(o))], axis=0)
+    assert len(mesh_permutations(problem, meshes, pair_costs(problem).matrices)) == 8  # two pairs and their exchange
+    assert brute_force(problem, start_evaluations=1).cost_s == problem.cost_s(plans[problem.fits(plans)]).min()
+
+
+def test_gpus_with_unequal_costs_are_not_exchanged():
+    problem = few_options(4, 0)
+    first = problem.options[0]
+    slower = np.where(first.first_gpu == 3, 1.1, 1.0) * first.time_s
+    changed = Options("a", first.first_gpu, first.gpus, slower, first.resident_bytes, first.active_bytes)
+    problem = Problem([changed, *problem.options[1:]], problem.dependencies, problem.reallocations, 4, 8.0)
+    meshes = np.unique(np.stack([first.first_gpu, first.gpus], axis=1), axis=0)
+    assert len(mesh_permutations(problem, meshes, pair_costs(problem).matrices)) == 2  # GPUs 0 and 1 only
+
+
+# Searches.
+
+
+@pytest.mark.parametrize(("scaling", "memory_gib"), [(1.0, 60), (0.8, 80), (0.6, 80)])
+def test_descent_reaches_the_optimum_of_a_node_within_a_percent(scaling, memory_gib):
+    problem = ppo_node(seed=3, scaling=scaling, memory_gib=memory_gib)
+    best = brute_force(problem, start_evaluations=50_000).cost_s
+    for seed in range(2):
+        found = descent(problem, Budget(evaluations=800_000), seed=seed)
+        assert best * (1 - 1e-12) <= found.cost_s <= best * 1.01
+
+
+@pytest.mark.parametrize("search", [descent, mcmc])
+def test_searches_reach_the_optimum_of_small_random_problems(search):
+    rng = np.random.default_rng(8)
+    for _ in range(4):
+        problem = random_ppo(rng, gpus=8, options=8, memory_gib=100)
+        best = brute_force(problem, start_evaluations=10_000).cost_s
+        assert search(problem, Budget(evaluations=8_000)).cost_s <= best * 1.01
+
+
+@pytest.mark.parametrize("search", [descent, mcmc, lambda p, b, seed: mcmc(p, b, seed=seed, chains=16)])
+def test_same_seed_same_result(search):
+    problem = ppo_node(scaling=0.8)
+    one, two = (search(problem, Budget(evaluations=3_000), seed=5) for _ in range(2))
+    said = lambda f: (f.plan, f.cost_s, f.evaluations, [(i.evaluations, i.best_cost_s) for i in f.improvements])  # noqa: E731
+    assert said(one) == said(two)
+    assert one.evaluations == 3_000
+
+
+@pytest.mark.parametrize("search", [descent, mcmc, lambda p, b: mcmc(p, b, chains=8)])
+def test_a_plan_that_does_not_fit_is_never_the_best(search):
+    # The fastest plan has everything on both GPUs, where it does not fit; apart it fits and takes longer.
+    rows = [(0, 2, 1, 6, 1), (0, 1, 3, 6, 1), (1, 1, 3, 6, 1)]
+    problem = Problem([options("a", *rows), options("b", *rows)], [Dependency("a", "b")], [], 2, 10)
+    found: Found = search(problem, Budget(evaluations=200))
+    assert problem.fits([found.plan])[0]
+    assert sorted(found.plan) == [1, 2]
+    assert not problem.fits([greedy(problem)])[0]
+    assert problem.fits([start(problem)])[0]
+
+
+def test_errors_where_nothing_fits():
+    alone = Problem([options("a", (0, 1, 1, 5 * GIB, 0))], [], [], 1, 4 * GIB)
+    with pytest.raises(CapacityError, match=r"the call a has no option that fits: .* 5.0 GiB .* 4.0 GiB"):
+        descent(alone, Budget(evaluations=10))
+    together = Problem([options(n, (0, 1, 1, 3 * GIB, 0)) for n in "ab"], [], [], 1, 4 * GIB)
+    for search in (descent, mcmc):
+        with pytest.raises(CapacityError, match=r"no plan that fits .* 6.0 GiB"):
+            search(together, Budget(evaluations=10))
+    with pytest.raises(CapacityError):
+        brute_force(together)
+
+
+def test_candidates_are_sorted_before_any_are_left_out():
+    # Slow options come first and far outnumber the good ones at the end, on GPUs of their own.
+    count = 20_000
+    time_s = np.linspace(30, 20, count)
+    time_s[-2:] = 1.0, 1.5
+    first = np.zeros(count)
+    first[-1] = 1
+    made = [Options(n, first, np.ones(count), time_s, np.zeros(count), np.zeros(count)) for n in ("a", "b")]
+    edges = [Dependency(a, b, lag=1) for a in ("a", "b") for b in ("a", "b")]  # the next iteration waits for both
+    problem = Problem(made, edges, [], 2, 1)
+    assert made[0].by_time[:2].tolist() == [count - 2, count - 1]
+    assert greedy(problem).tolist() == [count - 2, count - 2]
+    found = descent(problem, Budget(evaluations=200_000))
+    assert sorted(found.plan) == [count - 2, count - 1]
+    assert found.cost_s == 1.5
+
+
+def test_improvements_are_told_as_they_come():
+    told = []
+    found = mcmc(ppo_node(scaling=0.8), Budget(evaluations=2_000), on_improvement=told.append)
+    assert tuple(told) == found.improvements
+    costs = [i.best_cost_s for i in told]
+    assert costs == sorted(costs, reverse=True)
+    assert found.cost_s == costs[-1]
+
+
+def test_a_budget_of_seconds_ends_a_search():
+    found = descent(ppo_node(gpus=16), Budget(seconds=0.2))
+    assert found.evaluations > 0
+    assert found.scheduled <= found.evaluations
