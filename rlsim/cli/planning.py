@@ -21,8 +21,10 @@ def plan(
     experiment: Annotated[str, typer.Argument(help="Experiment file, or the name of one that ships with rlsim.")],
     method: Annotated[
         str,
-        typer.Option(help="descent (coordinate descent with restarts), mcmc (REAL's) or brute (exact, small spaces)."),
-    ] = "descent",
+        typer.Option(
+            help="descent (coordinate descent with restarts), mcmc (REAL's), brute (exact) or auto (brute in small spaces)."
+        ),
+    ] = "auto",
     seconds: Annotated[
         float | None, typer.Option(min=0.0, help="Time budget of the search (default: 10, if there is no other).")
     ] = None,

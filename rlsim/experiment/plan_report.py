@@ -115,7 +115,7 @@ def search_plan(
     source: str | Path | Mapping[str, Any],
     *,
     overrides: Iterable[str] | Mapping[str, Any] = (),
-    method: str = "descent",
+    method: str = "auto",
     seconds: float | None = None,
     evaluations: int | None = None,
     seed: int = 0,
