@@ -22,7 +22,7 @@ def plan(
     method: Annotated[
         str,
         typer.Option(
-            help="descent (coordinate descent with restarts), mcmc (REAL's), brute (exact) or auto (brute in small spaces)."
+            help="descent (coordinate descent, restarts), mcmc (REAL's), brute (exact), auto (brute in small spaces)."
         ),
     ] = "auto",
     seconds: Annotated[
@@ -103,8 +103,8 @@ def _print(report: PlanReport) -> None:
     )
     rate = found.evaluations / found.elapsed_s if found.elapsed_s else 0.0
     console.print(
-        f"{found.method}, seed {found.seed}: {found.evaluations:,} of {report.space.problem.space:.3g} plans in "
-        f"{found.elapsed_s:.1f} s ({rate:,.0f} a second)"
+        f"{found.method}: {found.evaluations:,} of {report.space.problem.space:.3g} plans judged in "
+        f"{found.elapsed_s:.1f} s ({rate:,.0f} a second), {found.scheduled:,} of them scheduled"
     )
 
 

@@ -100,6 +100,7 @@ class PlanReport:
             "plans_in_space": self.space.problem.space,
             "options": {call.name: len(self.space.options[call.name]) for call in self.space.calls},
             "evaluations": found.evaluations,
+            "scheduled": found.scheduled,
             "elapsed_s": found.elapsed_s,
             "iteration_time_s": found.cost_s,
             "start_iteration_time_s": self.start_cost_s,

@@ -16,8 +16,8 @@ class REAL(Schema, Placing):
 
     method: Literal["auto", "descent", "mcmc", "brute"] = Field(
         default="auto",
-        description="descent: coordinate descent with restarts; mcmc: as published; brute: branch and bound, exact; auto: "
-        "brute where that ends soon, else descent",
+        description="descent: coordinate descent with restarts; mcmc: as published; brute: branch and bound, exact; "
+        "auto: brute where that ends soon, else descent",
     )
     evaluations: int = Field(default=20_000, ge=1, description="plans that the search may evaluate")
     seed: int = Field(default=0, ge=0, description="of the search")

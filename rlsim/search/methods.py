@@ -28,8 +28,9 @@ def find_plan(
 ) -> Found:
     """The best plan that a method finds within a budget; see the functions of these names.
 
-    `brute` has no budget: it ends with the proof. `auto` is `brute` where that ends soon, else `descent`. Raises `CatalogueError` for an unknown method, `CapacityError` if no
-    plan fits, and `ConfigError` from `brute` for a space that is too large.
+    `brute` has no budget: it ends with the proof. `auto` is `brute` where that ends soon, else `descent`. Raises
+    `CatalogueError` for an unknown method, `CapacityError` if no plan fits, and `ConfigError` from `brute` for a space
+    that is too large.
     """
     if method == "auto" and problem.space <= SMALL:
         with suppress(ConfigError):
