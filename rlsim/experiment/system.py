@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlsim.errors import ConfigError
-from rlsim.policies.parts import JudgePlacement, Part, Rewiring, flattened
+from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Part, Rewiring, flattened
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.control import Controls, RolloutControl
 from rlsim.sim.reward import RewardControl
@@ -28,6 +28,7 @@ class System:
     reward: RewardControl
     rewirings: tuple[Rewiring, ...]
     judge: JudgePlacement | None  # None: GPUs are kept for it
+    streaming: ChunkStreaming | None = None  # None: nothing is handed over by the chunk
 
     @classmethod
     def of(cls, parts: Iterable[Part], shown: str = "") -> System:
@@ -41,8 +42,14 @@ class System:
         batchings = [part for part in every if isinstance(part, Batching)]
         rewards = [part for part in every if isinstance(part, RewardControl)]
         judges = [part for part in every if isinstance(part, JudgePlacement)]
+        streams = [part for part in every if isinstance(part, ChunkStreaming)]
         launching = [part for part in batchings if type(part).launch is not Batching.launch]
-        for deciding, what in ((launching, "what to launch"), (rewards, "timeouts"), (judges, "where the judge runs")):
+        for deciding, what in (
+            (launching, "what to launch"),
+            (rewards, "timeouts"),
+            (judges, "where the judge runs"),
+            (streams, "the chunks of responses"),
+        ):
             if len(deciding) > 1:
                 raise ConfigError(f"{shown}: {_names(deciding)} all decide {what}; at most one may")
         batchings.sort(key=lambda part: part not in launching)
@@ -55,6 +62,7 @@ class System:
             rewards[0] if rewards else RewardControl(),
             tuple(part for part in every if isinstance(part, Rewiring)),
             judges[0] if judges else None,
+            streams[0] if streams else None,
         )
 
     def rewired(self, workflow: Workflow) -> Workflow:

@@ -12,8 +12,11 @@ from rlsim.policies.parts import KINDS, Part
 BUILTIN = {
     "adaptive_timeout": "rlsim.policies.reward_scheduler:AdaptiveTimeout",
     "async_reward": "rlsim.policies.reward_scheduler:AsyncReward",
+    "chunked": "rlsim.policies.oppo:Chunked",
     "colocated_judge": "rlsim.policies.reward_scheduler:ColocatedJudge",
     "dynamic_sampling": "rlsim.policies.dynamic_sampling:DynamicSampling",
+    "oppo": "rlsim.policies.oppo:OPPO",
+    "overcommit": "rlsim.policies.oppo:Overcommit",
     "pat": "rlsim.policies.pat:PAT",
     "planner": "rlsim.policies.planner:Planner",
     "reward_scheduler": "rlsim.policies.reward_scheduler:RewardScheduler",

@@ -41,18 +41,22 @@ class Request:
         "id",
         "offset",
         "order",
+        "paused",
         "preemptions",
         "prefill_left",
         "prompt_id",
         "prompt_tokens",
         "replica",
         "response_tokens",
+        "resumed",
+        "resumed_tokens",
         "reward",
         "row",
         "scored_at",
         "started_at",
         "timed_out",
         "tps",
+        "version",
     )
 
     def __init__(
@@ -79,7 +83,28 @@ class Request:
         self.preemptions = 0
         self.aborted = False
         self.timed_out = False  # in its reward call
+        self.paused = False  # goes on in a later step
+        self.resumed = False  # was begun in an earlier step
+        self.resumed_tokens = 0  # generated in earlier steps
+        self.version = 0  # of the weights that generated its first token: how many updates they had
         self.reward = self.started_at = self.first_token_at = self.finished_at = self.scored_at = NAN
+
+    def resume(self, id: int, version: int) -> Request:  # noqa: A002
+        """The same response in a later step, under another number: it keeps its tokens, but no KV cache.
+
+        `version` is that of the weights which go on with it; it remembers the oldest that generated any of its tokens.
+        """
+        later = Request(id, self.prompt_id, self.prompt_tokens, self.response_tokens, self.generated, self.row)
+        later.resumed, later.resumed_tokens = True, self.generated
+        later.version = self.version if self.generated else version
+        later.tps, later.timed_out = self.tps, self.timed_out
+        later.started_at, later.first_token_at, later.finished_at = (
+            self.started_at,
+            self.first_token_at,
+            self.finished_at,
+        )
+        later.reward, later.scored_at = self.reward, self.scored_at
+        return later
 
     @property
     def context(self) -> int:

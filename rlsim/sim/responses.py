@@ -32,6 +32,10 @@ class Responses:
     scored_at: NDArray[np.float64]
     reward: NDArray[np.float64]  # NaN if it was not scored
     timed_out: NDArray[np.bool_]  # its reward call ran into a timeout
+    paused: NDArray[np.bool_]  # goes on in a later step, with its tokens
+    resumed: NDArray[np.bool_]  # was begun in an earlier step
+    resumed_tokens: NDArray[np.int64]  # generated in earlier steps
+    version: NDArray[np.int64]  # updates of the oldest weights that generated any of it
 
     @classmethod
     def of(cls, requests: Sequence[Request], accepted: Container[int] | None = None) -> Responses:
@@ -67,6 +71,10 @@ class Responses:
             scored_at=floats("scored_at"),
             reward=floats("reward"),
             timed_out=flags("timed_out"),
+            paused=flags("paused"),
+            resumed=flags("resumed"),
+            resumed_tokens=ints("resumed_tokens"),
+            version=ints("version"),
         )
 
     def __len__(self) -> int:

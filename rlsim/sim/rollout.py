@@ -11,9 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal
 
 import simpy
-from simpy.events import EventPriority
 
-from rlsim.cost.curve import REACHED
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import PolicyError, RlsimError
@@ -31,13 +29,13 @@ from rlsim.sim.control import (
     Stop,
     decides,
 )
+from rlsim.sim.moment import ASK, at_end, rest_of
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener, Replica
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.view import LiveView
 
 Routing = Literal["contiguous", "round_robin"]
-_AFTER_ALL_ELSE = EventPriority(2)  # SimPy's own are 0 (urgent) and 1 (normal)
 
 
 class Rollout:
@@ -237,18 +235,12 @@ class Rollout:
         """Have the control asked at this moment, after everything else that happens at it."""
         if not self._asking:
             self._asking = True
-            self._ask_at(self.env.now)
-
-    def _ask_at(self, moment: float) -> None:
-        event = self.env.event()
-        event._ok, event._value = True, None  # SimPy's way to schedule with a priority
-        event.callbacks.append(self._ask)
-        self.env.schedule(event, _AFTER_ALL_ELSE, max(moment - self.env.now, 0.0))
+            at_end(self.env, ASK, self._ask)
 
     def _ask(self, _: simpy.Event) -> None:
-        following = self.env.peek()
-        if following <= self.env.now * (1 + REACHED) and following > self.env.now:
-            self._ask_at(following)
+        following = rest_of(self.env)
+        if following is not None:
+            at_end(self.env, ASK, self._ask, following)
             return
         self._asking = False
         if self.done.triggered or self._stopping:
