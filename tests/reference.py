@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlsim.cost.step import Chunk
+from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.control import (
     Abort,
@@ -755,3 +755,85 @@ class _Rollout:
         self.result.end_at = self.now
         self.result.unfinished = {r.id for r in self.requests if r.left}
         self.result.generated = {r.id: r.generated for r in self.requests}
+
+
+# ------------------------------------------------------------------------------------------------ a scoring model
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """At a moment, so many tokens of a sequence (prompt included) have come; the last one says that it is all."""
+
+    at: float
+    id: int
+    tokens: int
+    last: bool
+
+
+def score(arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, capacity_pages: int) -> dict[int, float]:
+    """When one replica of a scoring model is done with each sequence. Everything is counted anew each time."""
+    come: dict[int, int] = {}
+    cached: dict[int, int] = {}
+    whole: set[int] = set()
+    queue: list[int] = []  # in the order in which tokens came that are not in the cache
+    order: list[int] = []  # of first arrival
+    scored_at: dict[int, float] = {}
+    left = sorted(arrivals, key=lambda a: a.at)
+    now = 0.0
+
+    def pages(tokens: int) -> int:
+        return -(-tokens // engine.page_tokens)
+
+    def take_in() -> None:
+        while left and (left[0].at <= now or one_moment(left[0].at, now)):
+            a = left.pop(0)
+            if a.id not in order:
+                order.append(a.id)
+            come[a.id] = a.tokens
+            cached.setdefault(a.id, 0)
+            if a.last:
+                whole.add(a.id)
+            if a.id not in queue and cached[a.id] < a.tokens:
+                queue.append(a.id)
+
+    while left or queue:
+        take_in()
+        if not queue:
+            now = left[0].at
+            continue
+        work: dict[int, int] = {}
+        for i in queue:
+            new = min(come[i] - cached[i], engine.max_num_batched_tokens - sum(work.values()))
+            if new <= 0 or len(work) == engine.max_num_seqs:
+                break
+
+            planned = {**work, i: new}
+            resting = [j for j in order if cached[j] and j not in planned]
+            while resting and sum(pages(n + planned.get(j, 0)) for j, n in cached.items()) > capacity_pages:
+                cached[resting.pop()] = 0
+            if sum(pages(n + planned.get(j, 0)) for j, n in cached.items()) > capacity_pages:
+                break
+            work = planned
+        cut = [i for i, new in work.items() if cached[i] + new < come[i]]
+        queue = [i for i in queue if i not in work]
+        now += step.prefill_s([Chunk(new, cached[i]) for i, new in work.items()])
+        for i, new in work.items():
+            cached[i] += new
+        # What comes while the iteration runs queues behind what was there; the one that was cut goes first.
+        before = [a for a in left if a.at < now and not one_moment(a.at, now)]
+        for a in before:
+            left.remove(a)
+            if a.id not in order:
+                order.append(a.id)
+            come[a.id] = a.tokens
+            cached.setdefault(a.id, 0)
+            if a.last:
+                whole.add(a.id)
+            if a.id not in queue:
+                queue.append(a.id)
+        queue = cut + [i for i in queue if i not in cut]
+        for i in work:
+            if i in whole and cached[i] == come[i]:
+                scored_at[i] = now
+                cached[i] = 0
+    return scored_at
