@@ -240,7 +240,7 @@ def _rollout(
             if prompt.position not in paused:
                 raise _broken(batch, f"it resumes the prompt at position {prompt.position}, which was not kept")
             for old in paused.pop(prompt.position):
-                new.append(old.resume(len(requests) + len(new), step))
+                new.append(old.resume(len(requests) + len(new), step - 1, step))
                 lengths.append(old.response_tokens)
         requests.extend(new)
         step_batch.launched(new, [*launch.prompts, *launch.resume])

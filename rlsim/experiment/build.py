@@ -15,6 +15,7 @@ from rlsim.cost.train import TrainTime
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.scorers import beside_generation, scorer_of, streamed_calls
 from rlsim.experiment.site import Site
 from rlsim.experiment.system import System
 from rlsim.hardware import Cluster, load_cluster
@@ -24,9 +25,9 @@ from rlsim.sim.control import ControlContext, Prompt
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.request import Request
 from rlsim.sim.responses import Responses
-from rlsim.sim.simulation import Outcome, Simulation
+from rlsim.sim.simulation import Judge, Outcome, Simulation
 from rlsim.trace import StepSampler, Trace, mix, read_trace
-from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
+from rlsim.workflow import Call, Placement, Plan, Workflow, colocated, grpo
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,13 @@ class Setup:
     def site(self, system: System | None = None) -> Site:
         """Where a system runs; systems that place the judge alike share it."""
         judge = system.judge if system and self.scoring.judged.any() else None
-        return self._sites.setdefault(repr(judge), Site(self, judge))
+        streaming = system.streaming if system else None
+        streamed = streamed_calls(self.workflow(system)) if system and streaming else ()
+        return self._sites.setdefault(repr((judge, streaming)), Site(self, judge, streaming, streamed))
+
+    def model_of(self, call: Call) -> Model:  # noqa: ARG002 - one model for all of them, so far
+        """The model that a call runs."""
+        return self.model
 
     @property
     def context(self) -> ControlContext:
@@ -135,14 +142,39 @@ class Setup:
             )
         return graph
 
+    def plan(self, system: System) -> Plan:
+        """The GPUs of every call."""
+        graph, site = self.workflow(system), self.site(system)
+        strategy = site.machine.train_strategy
+        return beside_generation(colocated(graph, site.gpus, strategy, strategy, site.reward_placement), graph)
+
+    def scorers(self, system: System) -> dict[str, Judge]:
+        """The engines of the calls that take responses by the chunk; raises `CapacityError` if one does not fit."""
+        graph, plan, streaming = self.workflow(system), self.plan(system), system.streaming
+        longest = self.longest_prompt + self.experiment.trace.cap
+        if streaming is None:
+            return {}
+        return {
+            call.name: scorer_of(
+                self.model_of(call),
+                plan.of(call.name),
+                streaming,
+                self.experiment,
+                self.cluster,
+                self.calibration,
+                longest,
+            )
+            for call in streamed_calls(graph)
+        }
+
     def simulate(self, system: System, sampler: StepSampler) -> Outcome:
         """One system on one seed's responses."""
         experiment, spec, site = self.experiment, self.experiment.workflow, self.site(system)
-        graph, strategy = self.workflow(system), site.machine.train_strategy
+        graph, plan, scorers = self.workflow(system), self.plan(system), self.scorers(system)
         system.control.setup(site.context)
         return Simulation(
             workflow=graph,
-            plan=colocated(graph, site.gpus, strategy, strategy, site.reward_placement),
+            plan=plan,
             cluster=self.cluster,
             control=system.control,
             initial_tp=site.context.check_tp(system.layout.initial_tp(site.context)),
@@ -157,7 +189,8 @@ class Setup:
             batching=system.batching,
             reward=system.reward,
             judge=site.judge,
-            crowded=site.crowded if site.reward_placement.shared else None,
+            scorers=scorers,
+            crowded=site.crowded if any(placement.shared for placement in plan.placements.values()) else None,
             routing=experiment.routing,
         ).run()
 

@@ -14,11 +14,12 @@ from rlsim.cost.sharing import Crowded, Streamed, judge_bytes, layers_to_offload
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.scorers import bytes_beside
 from rlsim.hardware import Cluster
-from rlsim.policies.parts import JudgePlacement
+from rlsim.policies.parts import ChunkStreaming, JudgePlacement
 from rlsim.sim.control import ControlContext
 from rlsim.sim.simulation import Judge
-from rlsim.workflow import Placement
+from rlsim.workflow import Call, Placement
 
 if TYPE_CHECKING:
     from rlsim.experiment.build import Setup
@@ -33,11 +34,19 @@ JUDGE_SEQUENCES = 64
 class Site:
     """One experiment with its judge, if it has one, on GPUs of its own (`colocated` None) or beside the other calls.
 
-    Raises `RlsimError`s that say what does not fit.
+    `streamed` are calls that take responses by the chunk, as `streaming` says, on the GPUs of the others. Raises
+    `RlsimError`s that say what does not fit.
     """
 
-    def __init__(self, setup: Setup, colocated: JudgePlacement | None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        colocated: JudgePlacement | None,
+        streaming: ChunkStreaming | None = None,
+        streamed: tuple[Call, ...] = (),
+    ) -> None:
         self._setup = setup
+        self._streaming, self._streamed = streaming, streamed
         self._spec = setup.experiment.workflow.reward.judge if setup.scoring.judged.any() else None
         self._colocated = colocated if self._spec else None
 
@@ -126,13 +135,15 @@ class Site:
 
     @property
     def _beside_bytes(self) -> float:
-        """What a colocated judge takes of each GPU's memory."""
+        """What a colocated judge, and models that take responses by the chunk, take of each GPU's memory."""
         model, engine = self._setup.judge_model, self._setup.experiment.engine
+        experiment, tp = self._setup.experiment, self._setup.experiment.training.tp
+        streamed = [bytes_beside(self._setup.model_of(c), tp, experiment, self.cluster) for c in self._streamed]
         if self._colocated is None or self._spec is None or model is None:
-            return 0.0
+            return sum(streamed)
         kv_bytes = JUDGE_KV_SHARE * self._setup.cluster.gpu.memory_bytes
         layers, batched = self.offloaded_layers, engine.max_num_batched_tokens
-        return kv_bytes + judge_bytes(model, layers, self._spec.tp, batched, JUDGE_SEQUENCES)
+        return kv_bytes + judge_bytes(model, layers, self._spec.tp, batched, JUDGE_SEQUENCES) + sum(streamed)
 
     def record(self) -> dict[str, object] | None:
         """The judge as the manifest has it; None if there is none."""
@@ -239,9 +250,10 @@ class Site:
         return self.machine.lookups().merge([self.judge.crowded.lookups()] if self.judge else [])
 
     def crowded(self, tp: int) -> StepCost:
-        """A rollout replica's steps while a colocated judge has work on its GPUs."""
+        """A rollout replica's steps while a colocated judge, or a model that takes chunks, works on its GPUs."""
         if tp not in self._crowded_steps:
-            factor = self._colocated.slowdown if self._colocated else 1.0
+            beside = (self._colocated, self._streaming)
+            factor = max(part.slowdown if part else 1.0 for part in beside)
             self._crowded_steps[tp] = Crowded(self.machine.step(tp), factor)
         return self._crowded_steps[tp]
 

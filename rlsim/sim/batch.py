@@ -108,6 +108,13 @@ class RunningBatch:
             self.leave(finished)
         return finished
 
+    def _steps_to_chunk(self, most: int) -> int:
+        """Steps until the next chunk is complete; `most` if none is awaited any more."""
+        heap = self._chunks
+        while heap and heap[0][2].order != heap[0][1]:
+            heappop(heap)
+        return heap[0][0] - self.step if heap else most
+
     def chunks_complete(self) -> list[tuple[Request, int]]:
         """The requests whose next chunk is complete, and what they have generated (tokens); they go on."""
         heap, step = self._chunks, self.step
@@ -142,11 +149,9 @@ class RunningBatch:
         while request.order != order:
             heappop(heap)
             finish, order, request = heap[0]
-        steps, capacity, chunks = finish - self.step, self._capacity_pages, self._chunks
-        while chunks and chunks[0][2].order != chunks[0][1]:
-            heappop(chunks)
-        if chunks:
-            steps = min(steps, chunks[0][0] - self.step)
+        steps, capacity = finish - self.step, self._capacity_pages
+        if self._chunks:
+            steps = min(steps, self._steps_to_chunk(steps))
         most = self.tokens + self.size * (steps - 1 + self._padding)
         if most <= self._capacity_tokens or self.pages(steps - 1) <= capacity:
             return steps

@@ -174,7 +174,7 @@ class StepBatch(RolloutControl):
 
     def launched(self, requests: Sequence[Request], prompts: Iterable[Prompt]) -> None:
         """These requests to these prompts have been launched."""
-        resumed = sum(request.resumed for request in requests) if self._batching.pauses else 0
+        resumed = sum(request.resumed is not None for request in requests) if self._batching.pauses else 0
         self.size += len(requests) - resumed
         self.resumed += resumed
         if self.certain:

@@ -224,7 +224,7 @@ class Replica:
                     if not self._only_just(start):
                         steps = max(curve.steps_within(tokens, env.now - start - owed_s), 1)
                         yield from self._until(start + owed_s + curve.steps_s(tokens, steps))
-                if steps:
+                if owed_s and steps:
                     self._owed_s = 0.0
                 self._jump = None
                 batch.step += steps

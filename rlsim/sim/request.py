@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pydantic import Field
 
 from rlsim.schema import Schema
@@ -29,6 +31,13 @@ class EngineConfig(Schema):
         return int(self.watermark * capacity_pages)
 
 
+class Resumed(NamedTuple):
+    """What a response brought from earlier steps."""
+
+    tokens: int
+    version: int  # of the oldest weights that generated any of them (or, without tokens, of the present ones)
+
+
 class Request:
     """One response: what is asked, how far it is, and when things happened (simulated seconds, NaN until they do)."""
 
@@ -41,7 +50,6 @@ class Request:
         "id",
         "offset",
         "order",
-        "paused",
         "preemptions",
         "prefill_left",
         "prompt_id",
@@ -49,14 +57,12 @@ class Request:
         "replica",
         "response_tokens",
         "resumed",
-        "resumed_tokens",
         "reward",
         "row",
         "scored_at",
         "started_at",
         "timed_out",
         "tps",
-        "version",
     )
 
     def __init__(
@@ -83,20 +89,22 @@ class Request:
         self.preemptions = 0
         self.aborted = False
         self.timed_out = False  # in its reward call
-        self.paused = False  # goes on in a later step
-        self.resumed = False  # was begun in an earlier step
-        self.resumed_tokens = 0  # generated in earlier steps
-        self.version = 0  # of the weights that generated its first token: how many updates they had
+        self.resumed: Resumed | None = None  # if it was begun in an earlier step
         self.reward = self.started_at = self.first_token_at = self.finished_at = self.scored_at = NAN
 
-    def resume(self, id: int, version: int) -> Request:  # noqa: A002
+    @property
+    def resumed_tokens(self) -> int:
+        """Those generated in earlier steps."""
+        return self.resumed.tokens if self.resumed else 0
+
+    def resume(self, id: int, began: int, now: int) -> Request:  # noqa: A002
         """The same response in a later step, under another number: it keeps its tokens, but no KV cache.
 
-        `version` is that of the weights which go on with it; it remembers the oldest that generated any of its tokens.
+        `began` and `now`: versions of the weights that generated in the step it comes from, and that go on with it.
         """
         later = Request(id, self.prompt_id, self.prompt_tokens, self.response_tokens, self.generated, self.row)
-        later.resumed, later.resumed_tokens = True, self.generated
-        later.version = self.version if self.generated else version
+        oldest = self.resumed.version if self.resumed else began
+        later.resumed = Resumed(self.generated, oldest if self.generated else now)
         later.tps, later.timed_out = self.tps, self.timed_out
         later.started_at, later.first_token_at, later.finished_at = (
             self.started_at,

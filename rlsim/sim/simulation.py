@@ -157,6 +157,9 @@ class _Step:
 
     def __init__(self, env: simpy.Environment, what: Simulation) -> None:
         self.flow = Flow(env, what.workflow, what.feed.responses)
+        self.batching = what.batching
+        self.version = 0  # of the weights that generate: how many updates they have had
+        self.paused: frozenset[int] = frozenset()  # requests that go on in a later step
         self.batch: StepBatch | None = None
         self.rollout: Rollout | None = None
         self.requests: list[Request] = []
@@ -168,7 +171,12 @@ class _Step:
         self.generates_at = float("nan")  # when its rollout began
 
     def responses(self) -> Responses:
-        return Responses.of(self.requests, self.batch.accepted if self.batch else None)
+        return Responses.of(
+            self.requests,
+            self.batch.accepted if self.batch else None,
+            self.version,
+            self.paused if self.batching.pauses else None,
+        )
 
 
 class _Run:
@@ -185,7 +193,8 @@ class _Run:
         self.updates = 0  # of the rollout's weights, so far
         self.updating = _updating(what.workflow)
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
-        self.paused: dict[int, list[Request]] = {}  # by prompt position: responses that go on in a later step
+        #: By prompt position: responses that go on in a later step, and the version of the weights of theirs.
+        self.paused: dict[int, tuple[int, list[Request]]] = {}
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
@@ -399,9 +408,10 @@ class _Run:
         """Run the generation stage; returns the GPUs that it gave up before its end."""
         what, state, flow = self.what, self.steps[step], self.steps[step].flow
         mesh = placement.nodes(what.cluster)
+        state.version = self.updates
         batch = state.batch = StepBatch(what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples))
         requests = self._launched(state, batch.first)
-        resumed = [r for r in requests if r.resumed]
+        resumed = [r for r in requests if r.resumed] if batch.first.resume else []
         generating = [r for r in resumed if not r.finished]
         yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
         rewards = {c.name for c in what.workflow.calls if c.kind == "reward"}
@@ -448,10 +458,10 @@ class _Run:
         yield rollout.done
         settled = batch.close()
         if not batch.certain:
+            state.paused = frozenset(r.id for kept in batch.paused.values() for r in kept)
+            self.paused |= {at: (state.version, kept) for at, kept in batch.paused.items()}
             for request in state.requests:
-                request.paused = request.prompt_id in batch.paused and request in batch.paused[request.prompt_id]
-                request.aborted = not (request.finished or request.paused)
-            self.paused |= batch.paused
+                request.aborted = not request.finished and request.id not in state.paused
         if flow.wants(call.name):
             self._offer(call, state, self._batch(state))
         flow.close(call.name)
@@ -462,14 +472,12 @@ class _Run:
 
     def _launched(self, state: _Step, launch: Launch) -> list[Request]:
         """The requests of a launch, told to the step's batch: new ones, then those that go on."""
-        requests = list(self.what.requests(launch.prompts, launch.samples, state.ids))
-        for request in requests:
-            request.version = self.updates
+        requests = self.what.requests(launch.prompts, launch.samples, state.ids)
         for prompt in launch.resume:
             if prompt.position not in self.paused:
                 raise PolicyError(f"the prompt at position {prompt.position} was not kept: it cannot be resumed")
-            for request in self.paused.pop(prompt.position):
-                requests.append(request.resume(state.ids + len(requests), self.updates))
+            began, kept = self.paused.pop(prompt.position)
+            requests += [r.resume(state.ids + len(requests) + i, began, state.version) for i, r in enumerate(kept)]
         state.ids += len(requests)
         state.requests += requests
         if state.batch:
