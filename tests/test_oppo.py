@@ -22,7 +22,7 @@ from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.hardware import load_cluster
-from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardPoints, RisingReward, adapted
+from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve, adapted
 from rlsim.sim.batching import Batching, PromptFeed, Unfinished
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, ScoringReport
 from rlsim.sim.recorder import Recorder
@@ -460,7 +460,7 @@ def test_delta_grows_while_the_reward_improves_and_shrinks_otherwise() -> None:
 def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
     rng = np.random.default_rng(0)
     lengths = {i: [int(n)] for i, n in enumerate(rng.geometric(0.05, 600))}
-    reward = RewardPoints(points=((0, 0.0), (6, 1.0), (12, 0.0)))
+    reward = RewardCurve(points=((0, 0.0), (6, 1.0), (12, 0.0)))
     batching = Overcommit(window=2, delta_start=4, delta_min=2, delta_max=12, reward=reward)
     played = play(lengths, 8, workflow=graph(), gpus=3, steps=14, batching=batching)
     deltas = [r.settled.launched + r.settled.resumed - 8 for r in played.outcome.rollouts]
@@ -472,16 +472,18 @@ def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
 
 
 def test_reward_curves() -> None:
-    rising = RisingReward(start=0.2, end=0.8, time_constant_steps=10)
+    rising = RewardCurve(start=0.2, end=0.8, time_constant_steps=10)
     assert rising.at(0) == pytest.approx(0.2)
     assert rising.at(10) == pytest.approx(0.8 - 0.6 / np.e)
     assert rising.at(10_000) == pytest.approx(0.8)
-    noisy = RisingReward(noise=0.5, seed=3)
-    assert noisy.at(4) == noisy.at(4) != RisingReward().at(4)
-    points = RewardPoints(points=((2, 1.0), (4, 3.0)))
+    noisy = RewardCurve(noise=0.5, seed=3)
+    assert noisy.at(4) == noisy.at(4) != RewardCurve().at(4)
+    points = RewardCurve(points=((2, 1.0), (4, 3.0)))
     assert [points.at(step) for step in (0, 2, 3, 4, 9)] == [1.0, 1.0, 2.0, 3.0, 3.0]
     with pytest.raises(ValueError, match="ascend"):
-        RewardPoints(points=((2, 1.0), (2, 3.0)))
+        RewardCurve(points=((2, 1.0), (2, 3.0)))
+    with pytest.raises(ValueError, match="leave out end"):
+        RewardCurve(points=((2, 1.0),), end=1.0)
     with pytest.raises(ValueError, match="delta_start 3 does not lie between"):
         Overcommit(delta_start=3)
 

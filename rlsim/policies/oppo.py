@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim.policies.parts import ChunkStreaming, Composition, Part
 from rlsim.policies.verl import VeRL
@@ -90,37 +90,37 @@ class Chunked(Schema, RolloutControl, ChunkStreaming):
         self._took_s[report.chunk_tokens] = report.stage_time_s / max(report.response_tokens, 1)
 
 
-class RisingReward(Schema):
-    """A reward that goes from `start` to `end` exponentially."""
+class RewardCurve(Schema):
+    """A simulated reward of every step: from `start` to `end` exponentially, or through `points`.
+
+    Between two points the reward is on a straight line, beyond them constant.
+    """
 
     start: float = Field(default=0.0, description="reward before the first step")
     end: float = Field(default=1.0, description="reward in the end")
     time_constant_steps: float = Field(default=100.0, gt=0, description="steps until 63% of the way is made")
+    points: tuple[tuple[float, float], ...] = Field(
+        default=(), description="[step, reward], steps ascending; instead of `start`, `end` and `time_constant_steps`"
+    )
     noise: float = Field(default=0.0, ge=0, description="standard deviation of a step's reward around that")
     seed: int = Field(default=0, ge=0, description="of the noise")
 
-    def at(self, step: int) -> float:
-        """The reward of a step, from 0."""
-        noise = np.random.default_rng((self.seed, step)).normal(0.0, self.noise) if self.noise else 0.0
-        return self.end + (self.start - self.end) * math.exp(-step / self.time_constant_steps) + float(noise)
-
-
-class RewardPoints(Schema):
-    """Rewards at some steps, straight lines between them, constant beyond."""
-
-    points: tuple[tuple[float, float], ...] = Field(min_length=1, description="[step, reward], steps ascending")
-
-    @field_validator("points")
-    @classmethod
-    def _ascending(cls, value: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
-        if any(b <= a for (a, _), (b, _) in pairwise(value)):
-            raise ValueError("the steps must ascend")
-        return value
+    @model_validator(mode="after")
+    def _one_curve(self) -> RewardCurve:
+        if any(b <= a for (a, _), (b, _) in pairwise(self.points)):
+            raise ValueError("points: the steps must ascend")
+        given = self.model_fields_set & {"start", "end", "time_constant_steps"}
+        if self.points and given:
+            raise ValueError(f"points say what the reward is; leave out {', '.join(sorted(given))}")
+        return self
 
     def at(self, step: int) -> float:
         """The reward of a step, from 0."""
-        steps, rewards = zip(*self.points, strict=True)
-        return float(np.interp(step, steps, rewards))
+        noise = float(np.random.default_rng((self.seed, step)).normal(0.0, self.noise)) if self.noise else 0.0
+        if self.points:
+            steps, rewards = zip(*self.points, strict=True)
+            return float(np.interp(step, steps, rewards)) + noise
+        return self.end + (self.start - self.end) * math.exp(-step / self.time_constant_steps) + noise
 
 
 class Overcommit(Schema, Batching):
@@ -139,7 +139,7 @@ class Overcommit(Schema, Batching):
     delta_min: int = Field(default=4, ge=0, description="fewest prompts beyond the batch")
     delta_max: int = Field(default=64, ge=0, description="most prompts beyond the batch")
     window: int = Field(default=5, ge=1, description="steps that a mean reward is taken over")
-    reward: RisingReward | RewardPoints = Field(default=RisingReward(), description="simulated reward of each step")
+    reward: RewardCurve = Field(default=RewardCurve(), description="simulated reward of each step")
 
     _delta: int = PrivateAttr(default=0)
     _rewards: list[float] = PrivateAttr(default_factory=list)  # of the steps so far
@@ -197,7 +197,7 @@ class OPPO(Schema, Composition):
     )
     delta: Literal["adaptive"] | Annotated[int, Field(ge=0)] = Field(default="adaptive", description="see `overcommit`")
     models: tuple[str, ...] = Field(default=("reward",), min_length=1, description="see `chunked`")
-    reward: RisingReward | RewardPoints = Field(default=RisingReward(), description="see `overcommit`")
+    reward: RewardCurve = Field(default=RewardCurve(), description="see `overcommit`")
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
         """As `verl`."""
