@@ -66,8 +66,11 @@ class Setup:
 
     @cached_property
     def scoring(self) -> TraceScoring:
-        """What the trace says about rewards."""
-        return TraceScoring(self.trace, self.experiment.workflow.reward, self.experiment.trace.cap)
+        """What the trace says about rewards; nothing where a model scores."""
+        spec = self.experiment.workflow.reward
+        if not any(call.kind == "reward" for call in self.algorithm.calls):
+            spec = spec.model_copy(update={"from_trace": False})
+        return TraceScoring(self.trace, spec, self.experiment.trace.cap)
 
     @cached_property
     def _sites(self) -> dict[str, Site]:
