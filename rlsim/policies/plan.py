@@ -33,6 +33,9 @@ class CallPlan(Schema):
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
         default=None, description="their token budget, where their number is not given"
     )
+    memory_share: float | None = Field(
+        default=None, gt=0, le=1, description="of each GPU, for the engine of generate; default: what others leave"
+    )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage")
     recompute: Recompute | None = Field(default=None, description="activation recomputation")
     offload: bool | None = Field(default=None, description="states in host memory between the call's runs")
@@ -69,7 +72,7 @@ class ExplicitPlan(Schema, Placing):
                     counted = strategy.micro_batches is not None
                     key = "micro_batches" if counted else "micro_batch_tokens"
                     given[key] = getattr(strategy, key)
-                calls[call.name] = CallPlan(gpus=gpus, **given)
+                calls[call.name] = CallPlan(gpus=gpus, memory_share=placement.memory_share, **given)
         return cls(calls=calls)
 
     def plan(self, context: PlanContext) -> Plan:
@@ -86,7 +89,8 @@ class ExplicitPlan(Schema, Placing):
             if placed[name].kind == "generate" and call.tp is None:
                 found[name] = Placement(gpus)
             else:
-                found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
+                strategy = _strategy(name, call, len(gpus), context.style)
+                found[name] = Placement(gpus, strategy, memory_share=call.memory_share)
         return with_transfers(context.workflow, found, context.reward)
 
 
@@ -118,7 +122,7 @@ def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> Tra
     dp = call.dp or max(gpus // share, 1)
     if dp * share != gpus:
         raise ConfigError(f"plan: {name}: DP {dp} × TP {tp} × PP {call.pp} × CP {call.cp} are not its {gpus} GPUs")
-    given = call.model_dump(exclude={"gpus", "tp", "pp", "cp", "dp"}, exclude_none=True)
+    given = call.model_dump(exclude={"gpus", "tp", "pp", "cp", "dp", "memory_share"}, exclude_none=True)
     if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
         given["zero_stage"] = 1  # the other stages do not go with a pipeline
     return replace(style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=tp > 1, **given)
