@@ -275,7 +275,8 @@ class Site:
     @cached_property
     def generation(self) -> Placement:
         """Where responses are generated."""
-        return self.plan.of(next(call.name for call in self._setup.algorithm.calls if call.kind == "generate"))
+        generate = [call.name for call in self._setup.algorithm.calls if call.kind == "generate"]
+        return self.plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
 
     @cached_property
     def rollout_cluster(self) -> Cluster:
