@@ -294,6 +294,21 @@ def test_the_last_to_come_loses_its_cache_where_pages_are_missing() -> None:
     assert scorer.recomputed_tokens == 4
 
 
+def test_what_comes_at_one_moment_is_taken_together() -> None:
+    moment = 1.0 + 1e-12  # the same but for rounding
+    arrivals = [Arrival(1.0, 0, 4, True), Arrival(moment, 1, 4, True), Arrival(1.5, 2, 2, True)]
+    scored_at, _ = serve(arrivals, PREFILL, RefEngine(1, 100, 1000, False, 0), 100)
+    assert scored_at == pytest.approx({0: 3.5, 1: 3.5, 2: 4.5}, rel=1e-9, abs=0)
+
+
+def test_what_is_not_trained_on_does_not_hold_up_the_scores() -> None:
+    # Of three prompts one is needed. At 2 s 9 tokens come, to 4.75 s. At 4 s it is there, with 2 tokens more of each;
+    # those of the others are dropped: 0.5 + 2/4 s.
+    played = play({0: [4], 1: [9], 2: [9]}, 1, workflow=graph(2), gpus=3, batching=Overcommit(delta=2))
+    assert gen_s(played.outcome) == 4.0
+    assert call_of(played.outcome, "inference").end_at == 5.75
+
+
 def test_what_nobody_wants_is_forgotten() -> None:
     env = simpy.Environment()
     scorer = Scorer(env, [(0,), (1,)], PREFILL, 100, EngineConfig(page_tokens=1), Recorder())
@@ -345,6 +360,15 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
         (2, 1, 1, 0),
     ]
     assert [r.waiting for r in played.outcome.rollouts] == [1, 1, 1]
+
+
+def test_a_response_is_as_old_as_its_first_token() -> None:
+    begun = Request(3, 7, 10, 20, generated=4)
+    later = begun.resume(0, began=2, now=3)
+    last = later.resume(5, began=3, now=4)
+    assert (later.id, later.generated, later.resumed) == (0, 4, (4, 2))
+    assert last.resumed == (4, 2)
+    assert Request(3, 7, 10, 20).resume(0, began=2, now=3).resumed == (0, 3)  # it had only waited
 
 
 def conserved(outcome: Outcome) -> None:
