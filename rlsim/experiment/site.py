@@ -276,7 +276,10 @@ class Site:
     def generation(self) -> Placement:
         """Where responses are generated."""
         generate = [call.name for call in self._setup.algorithm.calls if call.kind == "generate"]
-        return self.plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
+        if not generate:  # responses are given
+            node = self.cluster.gpus_per_node
+            return Placement(self.gpus, TrainStrategy(dp=len(self.gpus) // node, tp=node))
+        return self.plan.of(generate[0])
 
     @cached_property
     def rollout_cluster(self) -> Cluster:
