@@ -276,10 +276,7 @@ class Site:
     def generation(self) -> Placement:
         """Where responses are generated."""
         generate = [call.name for call in self._setup.algorithm.calls if call.kind == "generate"]
-        if not generate:  # responses are given
-            node = self.cluster.gpus_per_node
-            return Placement(self.gpus, TrainStrategy(dp=len(self.gpus) // node, tp=node))
-        return self.plan.of(generate[0])
+        return self.plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
 
     @cached_property
     def rollout_cluster(self) -> Cluster:
