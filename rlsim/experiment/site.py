@@ -24,6 +24,7 @@ from rlsim.sim.control import ControlContext
 from rlsim.sim.simulation import Judge
 from rlsim.workflow import Placement, Plan, colocated
 from rlsim.workflow.memory import PlanMemory
+from rlsim.workflow.plan import check_meshes
 
 if TYPE_CHECKING:
     from rlsim.experiment.build import Setup
@@ -195,9 +196,21 @@ class Site:
         if self._placing is None:
             plan = colocated(workflow, self.gpus, self.training_strategy(len(self.gpus)), self.reward_placement)
         else:
-            plan = self._without_idle_syncs(self._placing.plan(self.plan_context))
+            plan = self._placing.plan(self.plan_context)
+            check_meshes(workflow, plan, self._placeable)
+            plan = self._without_idle_syncs(plan)
         self.memory.check(plan, self._beside_bytes)
         return plan
+
+    @property
+    def _placeable(self) -> Cluster:
+        """The cluster, if the GPUs that calls may have are numbered as it does."""
+        if self.gpus != tuple(range(len(self.gpus))):
+            raise ConfigError(
+                f"workflow.reward.judge keeps {len(self.judge_gpus)} GPUs, some of every node: a system that places "
+                "its calls needs the judge on whole nodes, or beside the calls"
+            )
+        return self.cluster
 
     def _without_idle_syncs(self, plan: Plan) -> Plan:
         """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""
@@ -255,7 +268,11 @@ class Site:
     @cached_property
     def generation(self) -> Placement:
         """Where responses are generated."""
-        return self.plan.of(next(call.name for call in self._setup.algorithm.calls if call.kind == "generate"))
+        workflow = self._setup.algorithm
+        name = next((call.name for call in workflow.calls if call.kind == "generate"), None)
+        if name is None:
+            raise ConfigError(f"workflow {workflow.name} generates nothing: a run needs a call of the kind generate")
+        return self.plan.of(name)
 
     @cached_property
     def rollout_cluster(self) -> Cluster:
@@ -297,6 +314,9 @@ class Site:
             if whole % tp == 0 and left % tp and planned is None:
                 who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
                 infeasible[tp] = f"TP {tp} does not divide the {left} GPUs of a node that {who}"
+        if not feasible and replica is not None:
+            gpu = self.memory.fullest_resident(self.plan, self.generation.gpus)
+            raise CapacityError(f"call generate does not fit on GPU {gpu}: {infeasible[replica]}")
         if not feasible:
             raise CapacityError(
                 "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())
