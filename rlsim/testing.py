@@ -181,6 +181,7 @@ def _play(system: System, batch: Batch, machine: Machine, rollouts: int = 1) -> 
     """Rollouts of the same batch one after the other, as the steps of a training run."""
     context = _context(machine, batch)
     used_tps: dict[int, set[int]] = {}
+    paused: dict[int, list[Request]] = {}
     answers, left_at_s, truth = [], [], []
     try:
         system.control.setup(context)
@@ -193,7 +194,7 @@ def _play(system: System, batch: Batch, machine: Machine, rollouts: int = 1) -> 
                 feasible = ", ".join(map(str, context.feasible_tps))
                 raise _broken(batch, f"{asked} returned {tp!r}; feasible are {feasible}")
             watched: _Watched = named(system.control, batch)
-            requests, report = _rollout(system, watched, step, tp, batch, context, feed, used_tps)
+            requests, report = _rollout(system, watched, step, tp, batch, context, feed, used_tps, paused)
             answers.append(watched.answers)
             ended = max((r.finished_at for r in requests if r.finished), default=0.0)
             left_at_s.append([r.finished_at if r.finished else ended for r in requests])
@@ -216,8 +217,12 @@ def _rollout(
     context: ControlContext,
     feed: PromptFeed,
     used_tps: dict[int, set[int]],
+    paused: dict[int, list[Request]],
 ) -> tuple[list[Request], RolloutReport]:
-    """The requests of one rollout at its end, none of them lost or tampered with, and how it went."""
+    """The requests of one rollout at its end, none of them lost or tampered with, and how it went.
+
+    `paused`: by prompt position, what goes on from rollout to rollout.
+    """
     env = simpy.Environment()
     gpus = context.gpus_per_node
     requests: list[Request] = []
@@ -232,8 +237,14 @@ def _rollout(
                 length = batch.lengths[(prompt.position * batch.responses + sample) % len(batch.lengths)]
                 new.append(Request(len(requests) + len(new), prompt.position, batch.prompt_tokens, length))
                 lengths.append(length)
+        for prompt in launch.resume:
+            if prompt.position not in paused:
+                raise _broken(batch, f"it resumes the prompt at position {prompt.position}, which was not kept")
+            for old in paused.pop(prompt.position):
+                new.append(old.resume(len(requests) + len(new), step - 1, step))
+                lengths.append(old.response_tokens)
         requests.extend(new)
-        step_batch.launched(new, launch.prompts)
+        step_batch.launched(new, [*launch.prompts, *launch.resume])
         return new
 
     def finished(responses: Sequence[Request]) -> None:
@@ -243,11 +254,13 @@ def _rollout(
             if step_batch.scored(request):
                 rollout.ask()
 
+    first = launch(step_batch.first)
     rollout = Rollout(
         env,
         mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(batch.nodes)],
         tp=tp,
-        requests=launch(step_batch.first),
+        requests=[r for r in first if not r.resumed],
+        resumed=[r for r in first if r.resumed and not r.finished],
         costs=context.costs,
         config=EngineConfig(page_tokens=_PAGE),
         control=control if step_batch.certain else Controls([step_batch, control]),
@@ -258,6 +271,10 @@ def _rollout(
         on_finish=finished,
         label=step_batch.first.label,
     )
+    there = [r for r in first if r.finished]
+    if there:
+        finished(there)
+        rollout.ask()
     try:
         env.run(rollout.done)
     except RuntimeError as error:
@@ -268,6 +285,7 @@ def _rollout(
             batch, f"the rollout comes to a halt with {left} requests unfinished and nobody at work"
         ) from error
     settled = step_batch.close()
+    paused |= step_batch.paused
     rollout.close()
     stopped = any(isinstance(action, Stop) for _, actions in control.answers for action in actions)
     for request, length in zip(requests, lengths, strict=True):

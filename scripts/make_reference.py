@@ -157,13 +157,19 @@ def policies() -> str:
         kind = load_policy(name)
         text = f"### `{name}`\n\n{_first_line(kind)} Class `{BUILTIN[name]}`."
         if issubclass(kind, BaseModel):
-            rows = []
-            for key, field in kind.model_fields.items():
-                value_type, unit = _type(field.annotation, field.metadata)
-                rows.append((f"`{key}`", value_type, unit, _default(field, False), field.description or ""))
-            text += "\n\n" + _table(("parameter", "type", "unit", "default", "meaning"), rows)
+            text += "\n\n" + _table(("parameter", "type", "unit", "default", "meaning"), _parameters(kind))
         parts.append(text)
     return "\n\n".join(parts)
+
+
+def _parameters(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ...]]:
+    """A row for each parameter, those of nested ones with their keys dotted."""
+    for name, field in kind.model_fields.items():
+        key, (inner, _) = prefix + name, _nested(field.annotation)
+        value_type, unit = (f"keys `{key}.…`", "") if inner else _type(field.annotation, field.metadata)
+        yield f"`{key}`", value_type, unit, _default(field, inner is not None), field.description or ""
+        if inner:
+            yield from _parameters(inner, f"{key}.")
 
 
 # ---- columns, view and actions ---------------------------------------------------------------------------------------

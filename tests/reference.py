@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlsim.cost.step import Chunk
+from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.control import (
     Abort,
@@ -83,6 +83,7 @@ class RefResult:
     released_at: dict[int, float] = field(default_factory=dict)  # by replica index
     switches: list[RefSwitch] = field(default_factory=list)  # begun
     iterations: list[tuple[float, float, int, str]] = field(default_factory=list)  # start, end, replica, kind
+    chunk_at: dict[tuple[int, int], float] = field(default_factory=dict)  # by id and tokens: when it was handed over
 
 
 Launcher = Callable[[Launch, int], Sequence[RefRequest]]  # of an action and the first free id
@@ -100,10 +101,18 @@ def simulate(
     control: RolloutControl,
     routing: Literal["contiguous", "round_robin"] = "contiguous",
     launcher: Launcher | None = None,
+    resumed: Sequence[RefRequest] = (),
+    chunk_tokens: int = 0,
+    handover_s: float = 0.0,
 ) -> RefResult:
-    """One rollout from its start to its end. The requests given are not changed; `launcher` makes those launched."""
-    rollout = _Rollout(requests, nodes, gpus_per_node, tp, costs, engine, cap_tokens, control, launcher)
-    rollout.deal(routing)
+    """One rollout from its start to its end. The requests given are not changed; `launcher` makes those launched.
+
+    `resumed` are dealt after the others. With `chunk_tokens` above 0, a response is handed over whenever it reaches a
+    multiple of it, and at its end; that takes `handover_s`.
+    """
+    rollout = _Rollout([*requests, *resumed], nodes, gpus_per_node, tp, costs, engine, cap_tokens, control, launcher)
+    rollout.chunk_tokens, rollout.handover_s = chunk_tokens, handover_s
+    rollout.deal(routing, len(requests))
     rollout.run()
     return rollout.result
 
@@ -155,6 +164,7 @@ class _Replica:
     waiting: list[_Request] = field(default_factory=list)
     arrivals: list[_Request] = field(default_factory=list)  # not yet taken in at a boundary
     iteration: _Iteration | None = None
+    owed_s: float = 0.0  # hand-overs of the boundary before, paid at the start of the next iteration
     stopping: Literal["no", "switch", "release", "stop"] = "no"
     stopped: bool = False
 
@@ -284,6 +294,7 @@ class _Rollout:
         launcher: Launcher | None,
     ) -> None:
         self.now, self.launcher = 0.0, launcher
+        self.chunk_tokens, self.handover_s = 0, 0.0
         self.gpus_per_node, self.costs, self.engine = gpus_per_node, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
         self.requests = [_Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
@@ -336,16 +347,18 @@ class _Rollout:
             self.replicas.append(new[-1])
         return new
 
-    def deal(self, routing: Literal["contiguous", "round_robin"]) -> None:
+    def deal(self, routing: Literal["contiguous", "round_robin"], count: int) -> None:
+        """The first `count` by the routing, then the others by context."""
+        new, resumed = self.requests[:count], self.requests[count:]
         if routing == "round_robin":
-            for i, r in enumerate(self.requests):
+            for i, r in enumerate(new):
                 self.replicas[i % len(self.replicas)].arrivals.append(r)
-            return
-        each, more = divmod(len(self.requests), len(self.replicas))
-        rest = list(self.requests)
-        for i, replica in enumerate(self.replicas):
-            n = each + 1 if i < more else each
-            replica.arrivals, rest = rest[:n], rest[n:]
+        else:
+            each, more = divmod(len(new), len(self.replicas))
+            for i, replica in enumerate(self.replicas):
+                n = each + 1 if i < more else each
+                replica.arrivals, new = new[:n], new[n:]
+        self.deal_by_context(resumed, self.replicas, lambda replica, r: replica.arrivals.append(r))
 
     def deal_by_context(self, requests: list[_Request], targets: list[_Replica], put: Callable[..., None]) -> None:
         """The longest context first (ties: lower id), to the replica with the least contexts (ties: lowest index)."""
@@ -426,9 +439,11 @@ class _Rollout:
         else:
             if replica.waiting:
                 raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")
+            replica.owed_s = 0.0
             return
         pages = self.pages(replica)
-        replica.iteration = _Iteration(self.now, self.now + time_s, kind, running, chunks, fresh, pages)
+        ends_at = self.now + replica.owed_s + time_s
+        replica.iteration = _Iteration(self.now, ends_at, kind, running, chunks, fresh, pages)
 
     def cancel(self, replica: _Replica) -> None:
         """An iteration that has only just begun counts as not begun. What was evicted for it stays evicted."""
@@ -460,6 +475,15 @@ class _Rollout:
         for r in generating:
             r.generated += 1
             result.first_token_at.setdefault(r.id, self.now)
+        handed_over = 0
+        if self.chunk_tokens:
+            for r in generating:
+                last = r.generated == r.response_tokens
+                if last or r.generated % self.chunk_tokens == 0:
+                    handed_over += 1
+                    if not last:
+                        result.chunk_at[r.id, r.generated] = self.now
+        replica.owed_s = handed_over * self.handover_s
         finished = [r for r in replica.admitted if r.generated == r.response_tokens]
         for r in finished:
             replica.admitted.remove(r)
@@ -731,3 +755,85 @@ class _Rollout:
         self.result.end_at = self.now
         self.result.unfinished = {r.id for r in self.requests if r.left}
         self.result.generated = {r.id: r.generated for r in self.requests}
+
+
+# ------------------------------------------------------------------------------------------------ a scoring model
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """At a moment, so many tokens of a sequence (prompt included) have come; the last one says that it is all."""
+
+    at: float
+    id: int
+    tokens: int
+    last: bool
+
+
+def score(arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, capacity_pages: int) -> dict[int, float]:
+    """When one replica of a scoring model is done with each sequence. Everything is counted anew each time."""
+    come: dict[int, int] = {}
+    cached: dict[int, int] = {}
+    whole: set[int] = set()
+    queue: list[int] = []  # in the order in which tokens came that are not in the cache
+    order: list[int] = []  # of first arrival
+    scored_at: dict[int, float] = {}
+    left = sorted(arrivals, key=lambda a: a.at)
+    now = 0.0
+
+    def pages(tokens: int) -> int:
+        return -(-tokens // engine.page_tokens)
+
+    def take_in() -> None:
+        while left and (left[0].at <= now or one_moment(left[0].at, now)):
+            a = left.pop(0)
+            if a.id not in order:
+                order.append(a.id)
+            come[a.id] = a.tokens
+            cached.setdefault(a.id, 0)
+            if a.last:
+                whole.add(a.id)
+            if a.id not in queue and cached[a.id] < a.tokens:
+                queue.append(a.id)
+
+    while left or queue:
+        take_in()
+        if not queue:
+            now = left[0].at
+            continue
+        work: dict[int, int] = {}
+        for i in queue:
+            new = min(come[i] - cached[i], engine.max_num_batched_tokens - sum(work.values()))
+            if new <= 0 or len(work) == engine.max_num_seqs:
+                break
+
+            planned = {**work, i: new}
+            resting = [j for j in order if cached[j] and j not in planned]
+            while resting and sum(pages(n + planned.get(j, 0)) for j, n in cached.items()) > capacity_pages:
+                cached[resting.pop()] = 0
+            if sum(pages(n + planned.get(j, 0)) for j, n in cached.items()) > capacity_pages:
+                break
+            work = planned
+        cut = [i for i, new in work.items() if cached[i] + new < come[i]]
+        queue = [i for i in queue if i not in work]
+        now += step.prefill_s([Chunk(new, cached[i]) for i, new in work.items()])
+        for i, new in work.items():
+            cached[i] += new
+        # What comes while the iteration runs queues behind what was there; the one that was cut goes first.
+        before = [a for a in left if a.at < now and not one_moment(a.at, now)]
+        for a in before:
+            left.remove(a)
+            if a.id not in order:
+                order.append(a.id)
+            come[a.id] = a.tokens
+            cached.setdefault(a.id, 0)
+            if a.last:
+                whole.add(a.id)
+            if a.id not in queue:
+                queue.append(a.id)
+        queue = cut + [i for i in queue if i not in cut]
+        for i in work:
+            if i in whole and cached[i] == come[i]:
+                scored_at[i] = now
+                cached[i] = 0
+    return scored_at

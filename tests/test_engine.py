@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,7 @@ from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
 from rlsim.cost.step import Chunk
 from rlsim.sim.control import Action, Migrate, Reconfigure, RolloutView, Stop
 from rlsim.sim.recorder import Recorder
+from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 
@@ -30,9 +32,19 @@ class FixedWatermark(EngineConfig):
         return self.pages
 
 
-def simulate(work: Workload) -> tuple[Rollout, Recorder]:
-    """The workload in the engine."""
+def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = None) -> tuple[Rollout, Recorder]:
+    """The workload in the engine. When which chunk was handed over is noted down in `chunk_at`."""
     env = simpy.Environment()
+
+    def note(chunks: Sequence[tuple[Request, int]]) -> None:
+        for request, tokens in chunks:
+            if chunk_at is not None:
+                assert (request.id, tokens) not in chunk_at
+                chunk_at[request.id, tokens] = env.now
+
+    def made(requests: Sequence[RefRequest]) -> list[Request]:
+        return [Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
+
     recorder = Recorder()
     engine = work.engine
     gpus = work.gpus_per_node
@@ -40,7 +52,9 @@ def simulate(work: Workload) -> tuple[Rollout, Recorder]:
         env,
         mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(work.nodes)],
         tp=work.tp,
-        requests=[Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in work.requests],
+        requests=made(work.requests),
+        resumed=made(work.resumed),
+        chunks=ChunkListener(work.chunk_tokens, work.handover_s, note) if work.chunk_tokens else None,
         costs=work.costs,
         config=FixedWatermark(
             page_tokens=engine.page_tokens,
@@ -53,10 +67,7 @@ def simulate(work: Workload) -> tuple[Rollout, Recorder]:
         cap_tokens=work.cap_tokens,
         recorder=recorder,
         routing=work.routing,
-        launcher=lambda launch: [
-            Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens)
-            for r in work.launched(launch, len(rollout.requests))
-        ],
+        launcher=lambda launch: made(work.launched(launch, len(rollout.requests))),
     )
     env.run(rollout.done)
     rollout.close()
@@ -100,8 +111,11 @@ def check_invariants(work: Workload, rollout: Rollout, recorder: Recorder) -> No
 
 
 def check(work: Workload) -> None:
-    rollout, recorder = simulate(work)
-    check_equal(work, rollout, work.simulate())
+    chunk_at: dict[tuple[int, int], float] = {}
+    rollout, recorder = simulate(work, chunk_at)
+    expected = work.simulate()
+    check_equal(work, rollout, expected)
+    assert chunk_at == pytest.approx(expected.chunk_at, rel=CLOSE, abs=0)
     check_invariants(work, rollout, recorder)
 
 
@@ -111,6 +125,18 @@ relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), deran
 @settings(relaxed, max_examples=500)
 @given(workloads())
 def test_engine_equals_stepping_token_by_token(work: Workload) -> None:
+    check(work)
+
+
+@settings(relaxed, max_examples=200)
+@given(workloads(streamed=True))
+def test_engine_equals_stepping_where_chunks_are_handed_over(work: Workload) -> None:
+    check(work)
+
+
+@settings(relaxed, max_examples=100)
+@given(workloads(streamed=True, ties=True, max_requests=16))
+def test_engine_equals_stepping_where_chunks_tie(work: Workload) -> None:
     check(work)
 
 

@@ -285,6 +285,9 @@ class Workload:
     cap_tokens: int
     control: Scripted
     routing: Literal["contiguous", "round_robin"]
+    resumed: tuple[RefRequest, ...] = ()
+    chunk_tokens: int = 0  # 0: nobody listens
+    handover_s: float = 0.0
 
     def launched(self, launch: Launch, first_id: int) -> list[RefRequest]:
         """The requests of a launch: the sizes of the first ones again."""
@@ -304,6 +307,9 @@ class Workload:
             control=self.control,
             routing=self.routing,
             launcher=self.launched,
+            resumed=self.resumed,
+            chunk_tokens=self.chunk_tokens,
+            handover_s=self.handover_s,
         )
 
 
@@ -399,8 +405,11 @@ def workloads(
     everything: bool = False,
     ties: bool = False,
     max_requests: int = 40,
+    streamed: bool = False,
 ) -> Workload:
     """A whole rollout. Capacities are tight, so that preemption is frequent, but fit the longest request alone.
+
+    `streamed`: somebody listens to chunks, and some requests are resumed from an earlier step.
 
     `kinds` and `mixtures` say which controls (`everything`: any mixture whatever). With `ties` all requests have equal
     prompts and lengths (but for a few lengths in between), and all times but those of prefills and switches are exact.
@@ -448,8 +457,16 @@ def workloads(
         transfer_per_token_s=moving * rng.uniform(1e-6, 1e-3),
         other_node=rng.uniform(1.0, 5.0),
     )
+    chunk_tokens, handover_s, paused = 0, 0.0, 0
+    if streamed:
+        chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))
+        handover_s = draw(st.sampled_from([0.0, 2.0**-12])) if ties else rng.uniform(0.0, 0.01)
+        paused = draw(st.integers(0, n - 1))
     return Workload(
-        requests=tuple(requests),
+        requests=tuple(requests[: n - paused]),
+        resumed=tuple(requests[n - paused :]),
+        chunk_tokens=chunk_tokens,
+        handover_s=handover_s,
         nodes=nodes,
         gpus_per_node=gpus,
         tp=tp,

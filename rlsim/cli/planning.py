@@ -21,8 +21,10 @@ def plan(
     experiment: Annotated[str, typer.Argument(help="Experiment file, or the name of one that ships with rlsim.")],
     method: Annotated[
         str,
-        typer.Option(help="descent (coordinate descent with restarts), mcmc (REAL's) or brute (exact, small spaces)."),
-    ] = "descent",
+        typer.Option(
+            help="descent (coordinate descent, restarts), mcmc (REAL's), brute (exact), auto (brute in small spaces)."
+        ),
+    ] = "auto",
     seconds: Annotated[
         float | None, typer.Option(min=0.0, help="Time budget of the search (default: 10, if there is no other).")
     ] = None,
@@ -101,8 +103,8 @@ def _print(report: PlanReport) -> None:
     )
     rate = found.evaluations / found.elapsed_s if found.elapsed_s else 0.0
     console.print(
-        f"{found.method}, seed {found.seed}: {found.evaluations:,} of {report.space.problem.space:.3g} plans in "
-        f"{found.elapsed_s:.1f} s ({rate:,.0f} a second)"
+        f"{found.method}: {found.evaluations:,} of {report.space.problem.space:.3g} plans judged in "
+        f"{found.elapsed_s:.1f} s ({rate:,.0f} a second), {found.scheduled:,} of them scheduled"
     )
 
 

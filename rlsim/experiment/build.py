@@ -17,6 +17,7 @@ from rlsim.cost.machine import Machine
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.scorers import scorer_of, streamed_calls
 from rlsim.experiment.site import Site
 from rlsim.experiment.system import System
 from rlsim.experiment.times import ExperimentTimes
@@ -26,7 +27,7 @@ from rlsim.models import Model, load_model
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt
 from rlsim.sim.request import Request
-from rlsim.sim.simulation import Outcome, Simulation
+from rlsim.sim.simulation import Judge, Outcome, Simulation
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
@@ -65,8 +66,11 @@ class Setup:
 
     @cached_property
     def scoring(self) -> TraceScoring:
-        """What the trace says about rewards."""
-        return TraceScoring(self.trace, self.experiment.workflow.reward, self.experiment.trace.cap)
+        """What the trace says about rewards; nothing where a model scores."""
+        spec = self.experiment.workflow.reward
+        if not any(call.kind == "reward" for call in self.algorithm.calls):
+            spec = spec.model_copy(update={"from_trace": False})
+        return TraceScoring(self.trace, spec, self.experiment.trace.cap)
 
     @cached_property
     def _sites(self) -> dict[str, Site]:
@@ -76,7 +80,10 @@ class Setup:
         """Where a system runs; systems that place their calls and the judge alike share it."""
         judge = system.judge if system and self.scoring.judged.any() else None
         placing = system.placing if system else None
-        return self._sites.setdefault(f"{judge!r} {placing!r}", Site(self, judge, placing))
+        streaming = system.streaming if system else None
+        streamed = streamed_calls(self.workflow(system)) if system and streaming else ()
+        key = repr((judge, placing, streaming))
+        return self._sites.setdefault(key, Site(self, judge, placing, streaming, streamed))
 
     @property
     def context(self) -> ControlContext:
@@ -161,13 +168,33 @@ class Setup:
             )
         return graph
 
+    def scorers(self, system: System) -> dict[str, Judge]:
+        """The engines of the calls that take responses by the chunk; raises `CapacityError` if one does not fit."""
+        graph, plan, streaming = self.workflow(system), self.site(system).plan, system.streaming
+        longest = self.longest_prompt + self.experiment.trace.cap
+        if streaming is None:
+            return {}
+        return {
+            call.name: scorer_of(
+                self.models[call.model],
+                plan.of(call.name),
+                streaming,
+                self.experiment,
+                self.cluster,
+                self.calibration,
+                longest,
+            )
+            for call in streamed_calls(graph)
+        }
+
     def simulate(self, system: System, sampler: StepSampler) -> Outcome:
         """One system on one seed's responses."""
         experiment, spec, site = self.experiment, self.experiment.workflow, self.site(system)
+        graph, plan, scorers = self.workflow(system), self.site(system).plan, self.scorers(system)
         system.control.setup(site.context)
         return Simulation(
-            workflow=self.workflow(system),
-            plan=site.plan,
+            workflow=graph,
+            plan=plan,
             cluster=self.cluster,
             control=system.control,
             initial_tp=site.context.check_tp(system.layout.initial_tp(site.context)),
@@ -182,7 +209,8 @@ class Setup:
             batching=system.batching,
             reward=system.reward,
             judge=site.judge,
-            crowded=site.crowded if site.reward_placement.shared else None,
+            scorers=scorers,
+            crowded=site.crowded if any(placement.shared for placement in plan.placements.values()) else None,
             routing=experiment.routing,
         ).run()
 

@@ -48,7 +48,6 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
     calls: dict[int, list[CallRecord]] = {}
     for call in outcome.calls:
         calls.setdefault(call.step, []).append(call)
-    syncs = sorted(call.end_at for call in outcome.calls if call.kind == "sync")
     busy = _busy_gpu_s(outcome.spans, outcome.step_ends)
     pieces: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for span in outcome.spans:
@@ -65,6 +64,8 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
         generate = next(call for call in calls[step] if call.kind == "generate")
         switches = [s for s in outcome.switches if s.step == step]
         kept, settled = responses.trained, summary.settled
+        generated_tokens = responses.response_tokens - responses.resumed_tokens
+        here = kept & (generated_tokens > 0)
         generated = [(generate.start_at, generate.end_at)]
         prepared = [
             *generated,
@@ -84,25 +85,31 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
                 "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
                 "sync_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "sync"),
                 "tokens": responses.total_tokens[kept].sum(),
-                "response_tokens": responses.response_tokens.sum(),
-                "wasted_tokens": responses.response_tokens[~kept].sum(),
+                "response_tokens": generated_tokens.sum(),
+                "wasted_tokens": responses.response_tokens[~(kept | responses.paused)].sum(),
+                "paused_tokens": responses.response_tokens[responses.paused].sum(),
+                "resumed_tokens": responses.resumed_tokens.sum(),
                 "launched": settled.launched,
                 "trained": kept.sum(),
                 "put_back": settled.put_back,
+                "resumed": settled.resumed,
+                "paused": settled.paused,
                 "dropped": settled.dropped,
                 "waiting": summary.waiting,
                 "timeouts": (responses.timed_out & kept).sum(),
                 "longest_tokens": responses.response_tokens[kept].max(initial=0),
                 "bubble_fraction": max(1.0 - busy[step] / (gpus * (end - start)), 0.0),
-                "gen_p90_time_s": p90_at - generate.start_at,
-                "gen_bound_s": bound.time_s(responses.prompt_tokens[kept], responses.response_tokens[kept]),
+                "gen_p90_time_s": max(p90_at - generate.start_at, 0.0),
+                "gen_bound_s": bound.time_s(
+                    (responses.prompt_tokens + responses.resumed_tokens)[here], generated_tokens[here]
+                ),
                 "initial_tp": summary.initial_tp,
                 "switches": len(switches),
                 "switch_time_s": sum(s.weights_s + s.kv_s + s.graph_s + s.control_s for s in switches),
                 "preemptions": summary.preemptions,
                 "released_gpu_s": summary.released_gpu_s,
                 "kv_peak_tokens": summary.peak_kv_tokens,
-                "staleness": step - int(np.searchsorted(syncs, generate.start_at, side="right")),
+                "staleness": step - int(responses.version[kept].min(initial=step)),
             }
         )
         start = end
@@ -187,6 +194,10 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
                     "preemptions": responses.preemptions,
                     "aborted": responses.aborted,
                     "trained": responses.trained,
+                    "paused": responses.paused,
+                    "resumed": responses.resumed,
+                    "resumed_tokens": responses.resumed_tokens,
+                    "staleness": step - responses.version,
                     "scored_at": responses.scored_at,
                     "reward": responses.reward,
                     "timed_out": responses.timed_out,

@@ -145,6 +145,7 @@ class _Case:
                 site = self.setup.site(system)
                 self.setup.workflow(system)
                 _ = site.judge  # raises if it does not fit
+                self.setup.scorers(system)
                 system.control.setup(site.context)
                 site.context.check_tp(system.layout.initial_tp(site.context))
         except CapacityError as error:

@@ -17,12 +17,13 @@ from rlsim.cost.sharing import Crowded, Streamed, judge_bytes, layers_to_offload
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.scorers import beside_generation, bytes_beside, tp_of
 from rlsim.hardware import Cluster
-from rlsim.policies.parts import JudgePlacement, Placing, PlanContext
+from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext
 from rlsim.search import Budget, find_plan
 from rlsim.sim.control import ControlContext
 from rlsim.sim.simulation import Judge
-from rlsim.workflow import Placement, Plan, colocated
+from rlsim.workflow import Call, Placement, Plan, colocated
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_meshes
 
@@ -41,12 +42,21 @@ class Site:
 
     Its judge, if it has one, is on GPUs of its own (`judge` None) or beside the other calls.
 
-    Raises `RlsimError`s that say what does not fit.
+    `streamed` are calls that take responses by the chunk, as `streaming` says, on the GPUs of the others. Raises
+    `RlsimError`s that say what does not fit.
     """
 
-    def __init__(self, setup: Setup, judge: JudgePlacement | None, placing: Placing | None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        judge: JudgePlacement | None,
+        placing: Placing | None,
+        streaming: ChunkStreaming | None = None,
+        streamed: tuple[Call, ...] = (),
+    ) -> None:
         self._setup = setup
         self._placing = placing
+        self._streaming, self._streamed = streaming, streamed
         self._spec = setup.experiment.workflow.reward.judge if setup.scoring.judged.any() else None
         self._colocated = judge if self._spec else None
 
@@ -134,7 +144,7 @@ class Site:
         return layers_to_offload(model, self._resident, self._setup.cluster.host, batched, typical)
 
     @property
-    def _beside_bytes(self) -> float:
+    def _judge_bytes(self) -> float:
         """What a colocated judge takes of each GPU's memory."""
         model, engine = self._setup.judge_model, self._setup.experiment.engine
         if self._colocated is None or self._spec is None or model is None:
@@ -142,6 +152,15 @@ class Site:
         kv_bytes = JUDGE_KV_SHARE * self._setup.cluster.gpu.memory_bytes
         layers, batched = self.offloaded_layers, engine.max_num_batched_tokens
         return kv_bytes + judge_bytes(model, layers, self._spec.tp, batched, JUDGE_SEQUENCES)
+
+    def _beside_bytes(self, plan: Plan) -> float:
+        """The same with models that take responses by the chunk on the generator's GPUs."""
+        shared = [(call, plan.of(call.name)) for call in self._streamed if plan.of(call.name).shared]
+        engines = (
+            bytes_beside(self._setup.models[call.model], tp_of(at), self._setup.experiment, self.cluster)
+            for call, at in shared
+        )
+        return self._judge_bytes + sum(engines)
 
     def record(self) -> dict[str, object] | None:
         """The judge as the manifest has it; None if there is none."""
@@ -199,7 +218,8 @@ class Site:
             plan = self._placing.plan(self.plan_context)
             check_meshes(workflow, plan, self._placeable)
             plan = self._without_idle_syncs(plan)
-        self.memory.check(plan, self._beside_bytes)
+        plan = beside_generation(plan, self._setup.algorithm, self._streamed)
+        self.memory.check(plan, self._beside_bytes(plan))
         return plan
 
     @property
@@ -243,7 +263,7 @@ class Site:
             training=self.training_strategy,
             style=self.style,
             reward=self.reward_placement,
-            check=lambda plan: self.memory.check(plan, self._beside_bytes),
+            check=lambda plan: self.memory.check(plan, self._beside_bytes(plan)),
             search=self._search,
         )
 
@@ -297,7 +317,7 @@ class Site:
             memory_utilization=setup.experiment.memory_utilization,
             sampling_s_per_logit=engine.sampling_per_logit,
             pp=1 if self.generation.strategy is None else self.generation.strategy.pp,
-            resident_bytes=self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes,
+            resident_bytes=self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes(self.plan),
         )
 
     @cached_property
@@ -359,9 +379,10 @@ class Site:
         return self.machine.lookups().merge([self.calls.lookups(), *judge])
 
     def crowded(self, tp: int) -> StepCost:
-        """A rollout replica's steps while a colocated judge has work on its GPUs."""
+        """A rollout replica's steps while a colocated judge, or a model that takes chunks, works on its GPUs."""
         if tp not in self._crowded_steps:
-            factor = self._colocated.slowdown if self._colocated else 1.0
+            beside = (self._colocated, self._streaming)
+            factor = max(part.slowdown if part else 1.0 for part in beside)
             self._crowded_steps[tp] = Crowded(self.machine.step(tp), factor)
         return self._crowded_steps[tp]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlsim.errors import ConfigError
-from rlsim.policies.parts import JudgePlacement, Part, Placing, Rewiring, flattened
+from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Part, Placing, Rewiring, flattened
 from rlsim.policies.plan import AsPlanned
 from rlsim.policies.verl import VeRL
 from rlsim.sim.batching import Batching, Batchings
@@ -31,6 +31,7 @@ class System:
     rewirings: tuple[Rewiring, ...]
     judge: JudgePlacement | None  # None: GPUs are kept for it
     placing: Placing | None  # None: all calls share all GPUs
+    streaming: ChunkStreaming | None = None  # None: nothing is handed over by the chunk
 
     @classmethod
     def of(cls, parts: Iterable[Part], shown: str = "") -> System:
@@ -48,12 +49,14 @@ class System:
         batchings = [part for part in every if isinstance(part, Batching)]
         rewards = [part for part in every if isinstance(part, RewardControl)]
         judges = [part for part in every if isinstance(part, JudgePlacement)]
+        streams = [part for part in every if isinstance(part, ChunkStreaming)]
         launching = [part for part in batchings if type(part).launch is not Batching.launch]
         for deciding, what in (
             (launching, "what to launch"),
             (rewards, "timeouts"),
             (judges, "where the judge runs"),
             (placings, "where the calls run"),
+            (streams, "the chunks of responses"),
         ):
             if len(deciding) > 1:
                 raise ConfigError(f"{shown}: {_names(deciding)} all decide {what}; at most one may")
@@ -68,6 +71,7 @@ class System:
             tuple(part for part in every if isinstance(part, Rewiring)),
             judges[0] if judges else None,
             placings[0] if placings else None,
+            streams[0] if streams else None,
         )
 
     def check_layout(self, context: ControlContext) -> None:

@@ -24,6 +24,20 @@ class Rewiring:
         raise NotImplementedError
 
 
+class ChunkStreaming(Rewiring):
+    """Gives edges the grain `chunk`, and says what streaming costs."""
+
+    @property
+    def handover_s(self) -> float:
+        """Seconds that a generating replica takes for each chunk it hands over."""
+        raise NotImplementedError
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long an iteration takes while generation and a scoring model work on the same GPU."""
+        raise NotImplementedError
+
+
 class JudgePlacement:
     """Puts an LLM judge on the GPUs of the other calls, instead of keeping GPUs for it."""
 

@@ -14,9 +14,10 @@ from rlsim.workflow.plan import Plan
 class REAL(Schema, Placing):
     """Search meshes and strategies for all calls under the light estimator, then keep that plan."""
 
-    method: Literal["descent", "mcmc", "brute"] = Field(
-        default="descent",
-        description="descent: coordinate descent with restarts; mcmc: as published; brute: exact, small spaces only",
+    method: Literal["auto", "descent", "mcmc", "brute"] = Field(
+        default="auto",
+        description="descent: coordinate descent with restarts; mcmc: as published; brute: branch and bound, exact; "
+        "auto: brute where that ends soon, else descent",
     )
     evaluations: int = Field(default=20_000, ge=1, description="plans that the search may evaluate")
     seed: int = Field(default=0, ge=0, description="of the search")

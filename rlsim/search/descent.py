@@ -13,6 +13,7 @@ from rlsim.search.greedy import start
 from rlsim.search.problem import Floats, Ints, Problem
 from rlsim.search.progress import Budget, Found, Improvement, Trace
 
+HOPELESS = 1.02  # a restart so much worse than the best, once no single call improves it, is given up
 CHUNK = 16_384  # candidates whose bound is computed at once
 FIRST = 128  # candidates scheduled at first; more if none of them ends the search among the rest
 PAIRS = 65_536  # above so many pairs of options of two calls, only the fastest of each mesh are paired
@@ -51,6 +52,7 @@ class _Descent:
         self.problem, self.trace, self._rng, self._alpha = problem, trace, rng, alpha
         self._bound = LowerBound(problem)
         self._plan, self._score_s = start(problem), np.inf
+        self._settled: set[bytes] = set()  # plans that a descent has ended at
         model = [(problem.calls.index(e.source), problem.calls.index(e.target)) for e in problem.reallocations]
         others = list(itertools.combinations(range(len(problem.calls)), 2))
         self._pairs = model + [pair for pair in others if pair not in model and pair[::-1] not in model]
@@ -68,17 +70,22 @@ class _Descent:
         best, best_s = self._plan, self._score_s
         while self.trace.left:
             self._plan, self._score_s = best.copy(), np.inf
-            changed = self._rng.choice(len(best), size=min(len(best), int(self._rng.integers(2, 5))), replace=False)
-            self._plan[changed] = self._rng.integers(self.problem.sizes[changed])
+            changed = self._rng.choice(len(best), size=int(self._rng.integers(2, len(best) + 1)), replace=False)
+            for call in changed:  # random options would mostly be poor: a random mesh, and what is fastest there
+                self._plan[call] = self._rng.choice(self._short[call])
             self._try(self._plan[None])
-            self._descend()
+            self._descend(HOPELESS * best_s)
             if self._score_s <= best_s:
                 best, best_s = self._plan, self._score_s
 
-    def _descend(self) -> None:
-        """To a plan that no change of one call or of a pair improves."""
+    def _descend(self, worth_pairs_s: float = np.inf) -> None:
+        """To a plan that no change of one call or, if it is worth it by then, of a pair improves."""
         while self.trace.left:
-            if not self._sweep_calls() and not self._sweep_pairs():
+            if self._sweep_calls():
+                continue
+            plan = self._plan.tobytes()
+            if self._score_s > worth_pairs_s or plan in self._settled or not self._sweep_pairs():
+                self._settled.add(plan)
                 return
 
     def _sweep_calls(self) -> bool:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
-from rlsim.errors import unknown_name
+from rlsim.errors import ConfigError, unknown_name
 from rlsim.search.brute import brute_force
 from rlsim.search.descent import descent
 from rlsim.search.mcmc import mcmc
 from rlsim.search.problem import Problem
 from rlsim.search.progress import Budget, Found, Improvement
 
-METHODS = ("descent", "mcmc", "brute")
+METHODS = ("auto", "descent", "mcmc", "brute")
+
+#: `auto` tries to prove the best plan of spaces up to so many plans, judging so many partial ones at most.
+SMALL, TRIED = 1e12, 5_000_000
 
 
 def find_plan(
@@ -24,10 +28,14 @@ def find_plan(
 ) -> Found:
     """The best plan that a method finds within a budget; see the functions of these names.
 
-    `brute` has no budget: it ends with the proof. Raises `CatalogueError` for an unknown method, `CapacityError` if no
-    plan fits, and `ConfigError` from `brute` for a space that is too large.
+    `brute` has no budget: it ends with the proof. `auto` is `brute` where that ends soon, else `descent`. Raises
+    `CatalogueError` for an unknown method, `CapacityError` if no plan fits, and `ConfigError` from `brute` for a space
+    that is too large.
     """
-    if method == "descent":
+    if method == "auto" and problem.space <= SMALL:
+        with suppress(ConfigError):
+            return brute_force(problem, most=TRIED, on_improvement=on_improvement)
+    if method in ("auto", "descent"):
         return descent(problem, budget, seed=seed, on_improvement=on_improvement)
     if method == "mcmc":
         return mcmc(problem, budget, seed=seed, on_improvement=on_improvement)

@@ -16,13 +16,16 @@ from rlsim.sim.request import Request
 class RunningBatch:
     """Running requests of a replica with `capacity_pages` pages of `page_tokens` tokens.
 
-    `skew` is the share of the padding to the longest context that a step pays for (`StepCost.skew`). A request that
-    left and came back has a new admission number; entries of older ones are stale and skipped.
+    `skew` is the share of the padding to the longest context that a step pays for (`StepCost.skew`). With
+    `chunk_tokens` above 0 it knows when a response reaches a multiple of so many tokens. A request that left and came
+    back has a new admission number; entries of older ones are stale and skipped.
     """
 
     __slots__ = (
         "_capacity_pages",
         "_capacity_tokens",
+        "_chunk_tokens",
+        "_chunks",
         "_finishing",
         "_longest",
         "_padding",
@@ -35,7 +38,7 @@ class RunningBatch:
         "tokens",
     )
 
-    def __init__(self, page_tokens: int, capacity_pages: int, skew: float) -> None:
+    def __init__(self, page_tokens: int, capacity_pages: int, skew: float, chunk_tokens: int = 0) -> None:
         self.step = 0  # counter of decode steps
         self.size = 0  # requests
         self.tokens = 0  # sum of their contexts
@@ -46,6 +49,8 @@ class RunningBatch:
         self._capacity_tokens = capacity_pages * page_tokens
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it finishes at, admission number, request)
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
+        self._chunk_tokens = chunk_tokens
+        self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
         self._short = [-i % page_tokens for i in range(2 * page_tokens)]  # tokens missing in a last page
         self._residues = [0] * page_tokens  # how many requests have offset % page_tokens == i
 
@@ -69,6 +74,16 @@ class RunningBatch:
                 heappush(longest, (-offset, order, request))
         self.tokens += tokens
         self.size += len(requests)
+        if self._chunk_tokens:
+            self._await_chunks(requests)
+
+    def _await_chunks(self, requests: Sequence[Request]) -> None:
+        """Note down when these requests complete their next chunk, unless they finish by then."""
+        for request in requests:
+            generated = request.offset + self.step - request.prompt_tokens
+            ahead = self._chunk_tokens - generated % self._chunk_tokens
+            if generated + ahead < request.response_tokens:
+                heappush(self._chunks, (self.step + ahead, request.order, request))
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
@@ -93,9 +108,27 @@ class RunningBatch:
             self.leave(finished)
         return finished
 
+    def _steps_to_chunk(self, most: int) -> int:
+        """Steps until the next chunk is complete; `most` if none is awaited any more."""
+        heap = self._chunks
+        while heap and heap[0][2].order != heap[0][1]:
+            heappop(heap)
+        return heap[0][0] - self.step if heap else most
+
+    def chunks_complete(self) -> list[tuple[Request, int]]:
+        """The requests whose next chunk is complete, and what they have generated (tokens); they go on."""
+        heap, step = self._chunks, self.step
+        reached = []
+        while heap and heap[0][0] <= step:
+            _, order, request = heappop(heap)
+            if request.order == order:
+                reached.append(request)
+        self._await_chunks(reached)
+        return [(request, request.offset + step - request.prompt_tokens) for request in reached]
+
     def clear(self) -> None:
         """Forget all requests."""
-        self._finishing, self._longest = [], []
+        self._finishing, self._longest, self._chunks = [], [], []
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 
@@ -110,13 +143,15 @@ class RunningBatch:
         return (self.tokens + self.size * ahead + padding) // page
 
     def steps_ahead(self) -> int:
-        """Decode steps until the first response finishes or the next step's pages are missing."""
+        """Decode steps until the first response finishes or completes a chunk, or the next step's pages are missing."""
         heap = self._finishing
         finish, order, request = heap[0]
         while request.order != order:
             heappop(heap)
             finish, order, request = heap[0]
         steps, capacity = finish - self.step, self._capacity_pages
+        if self._chunks:
+            steps = min(steps, self._steps_to_chunk(steps))
         most = self.tokens + self.size * (steps - 1 + self._padding)
         if most <= self._capacity_tokens or self.pages(steps - 1) <= capacity:
             return steps

@@ -31,6 +31,14 @@ class PromptFeed:
         return tuple(Prompt(position) for position in range(first, self._next))
 
 
+class Unfinished(NamedTuple):
+    """A prompt whose responses are not all there, or do not all count yet, when the step's batch is complete."""
+
+    prompt: Prompt
+    generated_tokens: tuple[int, ...]  # of each of its responses that was not aborted
+    complete: tuple[bool, ...]  # which of these are whole responses
+
+
 class Batching:
     """Base of all batchings: launches exactly a batch, and every response belongs to it."""
 
@@ -54,11 +62,22 @@ class Batching:
         """
         return Launch(feed.take(missing), feed.responses)
 
+    @property
+    def pauses(self) -> bool:
+        """Whether `keep` is asked."""
+        return False
+
+    def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:  # noqa: ARG002
+        """The step is over: those of its unfinished prompts whose responses keep their tokens, until a launch resumes
+        them. Asked of batchings that pause.
+        """
+        return ()
+
     def put_back(self, unfinished: Sequence[Prompt]) -> None:
-        """The step is over, and these prompts are neither finished nor dropped; what they generated is gone."""
+        """The step is over, and these prompts are not finished, dropped or kept; what they generated is gone."""
 
     def waiting(self) -> int:
-        """Prompts that were put back and wait to be launched again."""
+        """Prompts that were kept or put back and wait to be launched again."""
         return 0
 
 
@@ -85,6 +104,15 @@ class Batchings(Batching):
         """As the first says."""
         return self.parts[0].more(missing, feed)
 
+    @property
+    def pauses(self) -> bool:
+        """If the first does."""
+        return self.parts[0].pauses
+
+    def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
+        """As the first says."""
+        return self.parts[0].keep(unfinished)
+
     def put_back(self, unfinished: Sequence[Prompt]) -> None:
         """Told to all."""
         for part in self.parts:
@@ -102,6 +130,8 @@ class Settled(NamedTuple):
     launched: int  # responses
     dropped: int  # prompts that do not count
     put_back: int  # prompts that go back to be launched again
+    resumed: int = 0  # responses that came from an earlier step
+    paused: int = 0  # responses that go on in a later step
 
 
 class _Group:
@@ -112,7 +142,7 @@ class _Group:
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.samples = 0  # launched
-        self.left: set[int] = set()  # those that are neither finished nor aborted
+        self.left: dict[int, Request] = {}  # those that are neither finished nor aborted
         self.finished: list[Request] = []  # in that order
         self.settled = False
 
@@ -131,25 +161,29 @@ class StepBatch(RolloutControl):
         self._of: dict[int, _Group] = {}  # by request
         self._news: dict[int, _Group] = {}
         self._complete = self._dropped = 0
-        self.size = 0  # requests launched
+        self.size = 0  # new requests launched
+        self.resumed = 0  # requests that came from earlier steps
+        self.paused: dict[int, list[Request]] = {}  # by prompt position, once the step is over: what it keeps
         self.over = False
         self.first = batching.launch(feed)
         surplus = len(self.first.prompts) > feed.prompts or self.first.samples > feed.responses
-        self.certain = not surplus and not batching.needs_rewards
+        self.certain = not surplus and not batching.needs_rewards and not batching.pauses
         self._accepted: set[int] = set()
         #: The rollout goes on when nothing is left to generate: rewards decide what else is launched.
         self.open = batching.needs_rewards
 
     def launched(self, requests: Sequence[Request], prompts: Iterable[Prompt]) -> None:
         """These requests to these prompts have been launched."""
-        self.size += len(requests)
+        resumed = sum(request.resumed is not None for request in requests) if self._batching.pauses else 0
+        self.size += len(requests) - resumed
+        self.resumed += resumed
         if self.certain:
             return
         for prompt in prompts:
             self._groups[prompt.position] = _Group(prompt)
         for request in requests:
             group = self._of[request.id] = self._groups[request.prompt_id]
-            group.left.add(request.id)
+            group.left[request.id] = request
             group.samples += 1
 
     def finished(self, requests: Sequence[Request]) -> None:
@@ -159,7 +193,7 @@ class StepBatch(RolloutControl):
             return
         for request in requests:
             group = self._of[request.id]
-            group.left.discard(request.id)
+            group.left.pop(request.id, None)
             group.finished.append(request)
             self._news[request.prompt_id] = group
 
@@ -175,14 +209,23 @@ class StepBatch(RolloutControl):
         return list(self._decide())
 
     def close(self) -> Settled:
-        """The rollout is over: settle what its last moment brought, and put back what is not finished."""
+        """The rollout is over: settle what its last moment brought; keep or put back what is not finished."""
         if not self.over:
             for _ in self._decide():
                 pass
         self.over = True
-        unfinished = [g for g in self._groups.values() if not g.settled]
-        self._batching.put_back([g.prompt._replace(first_sample=g.prompt.first_sample + g.samples) for g in unfinished])
-        return Settled(self.first.label, self.size, self._dropped, len(unfinished))
+        unfinished = {g.prompt.position: g for g in self._groups.values() if not g.settled}
+        if self._batching.pauses:
+            there = {at: [*g.finished, *g.left.values()] for at, g in unfinished.items()}
+            asked = [
+                Unfinished(g.prompt, tuple(r.generated for r in there[at]), tuple(r.finished for r in there[at]))
+                for at, g in unfinished.items()
+            ]
+            self.paused = {prompt.position: there[prompt.position] for prompt in self._batching.keep(asked)}
+        back = [group for at, group in unfinished.items() if at not in self.paused]
+        self._batching.put_back([g.prompt._replace(first_sample=g.prompt.first_sample + g.samples) for g in back])
+        paused = sum(map(len, self.paused.values()))
+        return Settled(self.first.label, self.size, self._dropped, len(back), self.resumed, paused)
 
     @property
     def accepted(self) -> Set[int] | None:

@@ -64,11 +64,16 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Generate `samples` new responses to each of these prompts. `label` names the kind of round in the results."""
+    """Generate `samples` new responses to each of these prompts. `label` names the kind of round in the results.
+
+    `resume`: prompts that the batching kept (`Batching.keep`); their responses go on where they were. Only the first
+    launch of a step may resume.
+    """
 
     prompts: tuple[Prompt, ...]
     samples: int
     label: str = ""
+    resume: tuple[Prompt, ...] = ()
 
 
 Action = Reconfigure | Migrate | Release | Abort | Launch | Stop
@@ -215,6 +220,16 @@ class RolloutReport:
     label: str  # the kind of round, see `Launch`
 
 
+@dataclass(frozen=True)
+class ScoringReport:
+    """What a control learns when all calls that take responses by the chunk are done with a step."""
+
+    step: int
+    chunk_tokens: int  # that the rollout handed over
+    stage_time_s: float  # from the start of generation
+    response_tokens: int  # generated in the step
+
+
 class RolloutControl:
     """Base of all rollout controls: never changes anything. Override what the system decides."""
 
@@ -236,6 +251,13 @@ class RolloutControl:
     def next_tp(self, report: RolloutReport) -> int | None:  # noqa: ARG002
         """A generation stage is over: the layout that the next one starts with, or None to leave that as it is."""
         return None
+
+    def chunk_tokens(self, planned: int) -> int:
+        """A rollout begins whose responses go on by the chunk: the length of one; `planned`: what the workflow says."""
+        return planned
+
+    def on_scored(self, report: ScoringReport) -> None:
+        """The calls that took a step's responses by the chunk are done."""
 
     @property
     def label(self) -> str:
@@ -269,6 +291,17 @@ class Controls(RolloutControl):
         """What the last of those that have an opinion says."""
         wanted = [tp for tp in [part.next_tp(report) for part in self.parts] if tp is not None]
         return wanted[-1] if wanted else None
+
+    def chunk_tokens(self, planned: int) -> int:
+        """What the last of those that change it says."""
+        for part in self.parts:
+            planned = part.chunk_tokens(planned)
+        return planned
+
+    def on_scored(self, report: ScoringReport) -> None:
+        """Told to all."""
+        for part in self.parts:
+            part.on_scored(report)
 
     @property
     def label(self) -> str:

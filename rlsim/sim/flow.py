@@ -1,4 +1,4 @@
-"""Samples of one step on their way along edges of the grain `sample`."""
+"""Samples of one step on their way along edges of the grains `sample` and `chunk`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ class Inbox:
     """Samples that a call may work on, and whether more will come.
 
     `on_samples` is told of new ones, `first` fires with the first of them or when none will come, `closed` at the end.
+    Where responses come by the chunk, `on_chunks` is told of those that are on their way.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
         self.first = env.event()
         self.closed = env.event()
         self.samples: list[Request] = []  # all that ever came
+        self.chunks: dict[int, tuple[Request, int]] = {}  # by request: how many tokens have come of it
         self.on_samples: Callable[[Sequence[Request]], None] | None = None
+        self.on_chunks: Callable[[Sequence[tuple[Request, int]]], None] | None = None
 
     def put(self, samples: Sequence[Request]) -> None:
         """These have come."""
@@ -30,9 +33,23 @@ class Inbox:
         if samples and self.on_samples:
             self.on_samples(samples)
 
-    def listen(self, on_samples: Callable[[Sequence[Request]], None]) -> None:
+    def put_chunks(self, chunks: Sequence[tuple[Request, int]]) -> None:
+        """So many tokens of these have come."""
+        self.chunks.update((request.id, (request, tokens)) for request, tokens in chunks)
+        if not self.first.triggered:
+            self.first.succeed()
+        if self.on_chunks:
+            self.on_chunks(chunks)
+
+    def listen(
+        self,
+        on_samples: Callable[[Sequence[Request]], None],
+        on_chunks: Callable[[Sequence[tuple[Request, int]]], None] | None = None,
+    ) -> None:
         """Tell of what is here already, and of all that comes."""
-        self.on_samples = on_samples
+        self.on_samples, self.on_chunks = on_samples, on_chunks
+        if on_chunks and self.chunks:
+            on_chunks(list(self.chunks.values()))
         if self.samples:
             on_samples(self.samples)
 
@@ -83,14 +100,19 @@ class Flow:
 
     Reward calls score whatever their source delivers, so that rewards can decide what is trained on; inference and
     training work on responses of the batch only. With `Workflow.group_advantage` training takes a prompt's `responses`
-    together.
+    together. A call that takes chunks is told of every response on its way, and gets those of the batch whole.
     """
 
     def __init__(self, env: simpy.Environment, workflow: Workflow, responses: int) -> None:
         self.inboxes: dict[str, Inbox] = {}
         self._joins: list[_Join] = []
+        self._chunked: dict[str, tuple[int, list[str]]] = {}  # by source: chunk length, who takes them
         for call in workflow.calls:
-            sources = {e.source for e in workflow.into(call.name) if e.grain == "sample"}
+            edges = workflow.into(call.name)
+            for edge in edges:
+                if edge.grain == "chunk":
+                    self._chunked.setdefault(edge.source, (edge.chunk_tokens, []))[1].append(call.name)
+            sources = {e.source for e in edges if e.grain in ("sample", "chunk")}
             if sources or call.kind == "reward":
                 group = responses if call.kind == "train" and workflow.group_advantage else 1
                 inbox = self.inboxes[call.name] = Inbox(env)
@@ -105,6 +127,15 @@ class Flow:
         for join in self._joins:
             if source in join.sources:
                 join.deliver(samples)
+
+    def chunked(self, source: str) -> tuple[int, Sequence[str]]:
+        """How long the chunks are that `source` hands over (tokens), and which calls take them; 0 if none does."""
+        return self._chunked.get(source, (0, ()))
+
+    def deliver_chunks(self, source: str, chunks: Sequence[tuple[Request, int]]) -> None:
+        """`source` has come so far with these samples (tokens)."""
+        for name in self.chunked(source)[1]:
+            self.inboxes[name].put_chunks(chunks)
 
     def close(self, source: str) -> None:
         """`source` will deliver no more."""

@@ -7,9 +7,9 @@ iterate once (prefill) or as many times as nothing can change (decode), and let 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import simpy
 
@@ -20,20 +20,34 @@ from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 
 
+class ChunkListener(NamedTuple):
+    """Who is told of responses while they are generated."""
+
+    tokens: int  # of a chunk
+    handover_s: float  # of the replica's time for each chunk
+    on_chunks: Callable[[Sequence[tuple[Request, int]]], None]  # requests, and how many tokens each has generated
+
+
 class Replica:
-    """`tp` GPUs of one node that decode together. Starts with nothing to do; `receive` gives it requests."""
+    """`tp` GPUs of one node that decode together. Starts with nothing to do; `receive` gives it requests.
+
+    `chunks` is told each time a response reaches a multiple of its chunk length; each such chunk, and the last one of
+    a response, makes the replica's next iteration begin later by the time of a hand-over.
+    """
 
     __slots__ = (
         "_admitted",
         "_arrivals",
         "_asleep",
         "_batch",
+        "_chunks",
         "_config",
         "_jump",
         "_kv_arrived",
         "_numbers",
         "_on_finish",
         "_orders",
+        "_owed_s",
         "_page_tokens",
         "_prefill_pages",
         "_prefilling",
@@ -69,6 +83,7 @@ class Replica:
         recorder: Recorder,
         on_finish: Callable[[Replica, list[Request]], None],
         numbers: Iterator[int],
+        chunks: ChunkListener | None = None,
     ) -> None:
         self.env = env
         self.index = index
@@ -94,7 +109,9 @@ class Replica:
         self._prefilling: list[Request] = []  # in admission order
         self._prefill_pages = 0
         self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
-        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew)
+        self._chunks = chunks
+        self._owed_s = 0.0  # for chunks that were handed over at the boundary before
+        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunks.tokens if chunks else 0)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
@@ -196,23 +213,26 @@ class Replica:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
                 tokens, steps = batch.padded_tokens(), batch.steps_ahead()
                 curve = self.cost.decode(batch.size)
-                start = env.now
-                self._jump = start, curve, tokens
+                start, owed_s = env.now, self._owed_s
+                self._jump = start + owed_s, curve, tokens
                 self._asleep = True
                 try:
-                    yield env.timeout(curve.steps_s(tokens, steps))
+                    yield env.timeout(owed_s + curve.steps_s(tokens, steps))
                     self._asleep = False
                 except simpy.Interrupt:
                     steps = 0
                     if not self._only_just(start):
-                        steps = curve.steps_within(tokens, env.now - start)
-                        yield from self._until(start + curve.steps_s(tokens, steps))
+                        steps = max(curve.steps_within(tokens, env.now - start - owed_s), 1)
+                        yield from self._until(start + owed_s + curve.steps_s(tokens, steps))
+                if owed_s and steps:
+                    self._owed_s = 0.0
                 self._jump = None
                 batch.step += steps
                 batch.tokens += steps * batch.size
                 self._finish("decode", start)
             else:
                 self.close()
+                self._owed_s = 0.0
                 self._asleep = True
                 with suppress(simpy.Interrupt):
                     yield env.event()
@@ -231,7 +251,7 @@ class Replica:
         env, batch = self.env, self._batch
         decodes = batch.size if self._config.chunked_prefill else 0
         time_s = self.cost.mixed_s(decodes, batch.padded_tokens(), work) if decodes else self.cost.prefill_s(work)
-        start = env.now
+        start, time_s = env.now, time_s + self._owed_s
         self._asleep = True
         try:
             yield env.timeout(time_s)
@@ -241,6 +261,7 @@ class Replica:
                 self._unadmit()
                 return
             yield from self._until(start + time_s)
+        self._owed_s = 0.0
         if decodes:
             batch.step += 1
             batch.tokens += decodes
@@ -256,7 +277,7 @@ class Replica:
         self._prefilling = [request for request in self._prefilling if request.prefill_left]
         self._prefill_pages = sum(self._pages_of(request.context) for request in self._prefilling)
         batch.join(complete)
-        self._finish("mixed" if decodes else "prefill", start)
+        self._finish("mixed" if decodes else "prefill", start, complete)
 
     # ---- at a boundary ----------------------------------------------------------------------------------------------
 
@@ -337,7 +358,7 @@ class Replica:
             request.prefill_left = request.order = 0
             self._waiting.appendleft(request)
 
-    def _finish(self, kind: str, start: float) -> None:
+    def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
         """End iterations of one kind that began at `start`: let go of every request whose response is complete."""
         now = self.env.now
         if kind != self._span_kind or start != self._span_end:
@@ -352,7 +373,18 @@ class Replica:
         if finished:
             for request in finished:
                 request.finished_at = now
+        if self._chunks:
+            self._hand_over(self._chunks, len(finished), prefilled)
+        if finished:
             self._on_finish(self, finished)
+
+    def _hand_over(self, chunks: ChunkListener, finished: int, prefilled: Sequence[Request]) -> None:
+        """Tell of responses that have just completed a chunk; of those just prefilled, the batch does not know yet."""
+        reached = [(r, r.generated) for r in prefilled if r.generated % chunks.tokens == 0 and not r.finished]
+        reached += self._batch.chunks_complete()
+        self._owed_s += chunks.handover_s * (finished + len(reached))
+        if reached:
+            chunks.on_chunks(reached)
 
     def _pages_of(self, context: int) -> int:
         return -(-context // self._page_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pydantic import Field
 
 from rlsim.schema import Schema
@@ -34,6 +36,13 @@ class EngineConfig(Schema):
         return int(self.watermark * capacity_pages)
 
 
+class Resumed(NamedTuple):
+    """What a response brought from earlier steps."""
+
+    tokens: int
+    version: int  # of the oldest weights that generated any of them (or, without tokens, of the present ones)
+
+
 class Request:
     """One response: what is asked, how far it is, and when things happened (simulated seconds, NaN until they do)."""
 
@@ -52,6 +61,7 @@ class Request:
         "prompt_tokens",
         "replica",
         "response_tokens",
+        "resumed",
         "reward",
         "row",
         "scored_at",
@@ -84,7 +94,30 @@ class Request:
         self.preemptions = 0
         self.aborted = False
         self.timed_out = False  # in its reward call
+        self.resumed: Resumed | None = None  # if it was begun in an earlier step
         self.reward = self.started_at = self.first_token_at = self.finished_at = self.scored_at = NAN
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Those generated in earlier steps."""
+        return self.resumed.tokens if self.resumed else 0
+
+    def resume(self, id: int, began: int, now: int) -> Request:  # noqa: A002
+        """The same response in a later step, under another number: it keeps its tokens, but no KV cache.
+
+        `began` and `now`: versions of the weights that generated in the step it comes from, and that go on with it.
+        """
+        later = Request(id, self.prompt_id, self.prompt_tokens, self.response_tokens, self.generated, self.row)
+        oldest = self.resumed.version if self.resumed else began
+        later.resumed = Resumed(self.generated, oldest if self.generated else now)
+        later.tps, later.timed_out = self.tps, self.timed_out
+        later.started_at, later.first_token_at, later.finished_at = (
+            self.started_at,
+            self.first_token_at,
+            self.finished_at,
+        )
+        later.reward, later.scored_at = self.reward, self.scored_at
+        return later
 
     @property
     def context(self) -> int:

@@ -32,10 +32,24 @@ class Responses:
     scored_at: NDArray[np.float64]
     reward: NDArray[np.float64]  # NaN if it was not scored
     timed_out: NDArray[np.bool_]  # its reward call ran into a timeout
+    paused: NDArray[np.bool_]  # goes on in a later step, with its tokens
+    resumed: NDArray[np.bool_]  # was begun in an earlier step
+    resumed_tokens: NDArray[np.int64]  # generated in earlier steps
+    version: NDArray[np.int64]  # updates of the oldest weights that generated any of it
 
     @classmethod
-    def of(cls, requests: Sequence[Request], accepted: Container[int] | None = None) -> Responses:
-        """The columns of these requests, in their order; `accepted` are the ids that are trained on, all if None."""
+    def of(
+        cls,
+        requests: Sequence[Request],
+        accepted: Container[int] | None = None,
+        version: int = 0,
+        paused: Container[int] | None = None,
+    ) -> Responses:
+        """The columns of these requests, in their order; `accepted` are the ids that are trained on, all if None.
+
+        `version` is that of the step's weights; `paused` are the ids that go on in a later step, None where no response
+        ever goes on from step to step.
+        """
 
         def ints(name: str) -> NDArray[np.int64]:
             return np.fromiter(map(attrgetter(name), requests), np.int64, len(requests))
@@ -50,6 +64,12 @@ class Responses:
         trained = ~np.isnan(finished_at)
         if accepted is not None:
             trained &= np.fromiter((r.id in accepted for r in requests), np.bool_, len(requests))
+        goes_on, resumed = np.zeros(len(requests), np.bool_), np.zeros(len(requests), np.bool_)
+        resumed_tokens, oldest = np.zeros(len(requests), np.int64), np.full(len(requests), version, np.int64)
+        for i, request in enumerate(requests if paused is not None else ()):
+            goes_on[i] = paused is not None and request.id in paused
+            if request.resumed:
+                resumed[i], resumed_tokens[i], oldest[i] = True, *request.resumed
         return cls(
             id=ints("id"),
             prompt_id=ints("prompt_id"),
@@ -67,6 +87,10 @@ class Responses:
             scored_at=floats("scored_at"),
             reward=floats("reward"),
             timed_out=flags("timed_out"),
+            paused=goes_on,
+            resumed=resumed,
+            resumed_tokens=resumed_tokens,
+            version=oldest,
         )
 
     def __len__(self) -> int:

@@ -6,13 +6,12 @@ docs/engine.md is the specification.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import simpy
-from simpy.events import EventPriority
 
-from rlsim.cost.curve import REACHED
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import PolicyError, RlsimError
@@ -30,14 +29,14 @@ from rlsim.sim.control import (
     Stop,
     decides,
 )
+from rlsim.sim.moment import ASK, at_end, rest_of
 from rlsim.sim.recorder import Recorder
-from rlsim.sim.replica import Replica
+from rlsim.sim.replica import ChunkListener, Replica
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.view import LiveView
 
 _T = TypeVar("_T")
 Routing = Literal["contiguous", "round_robin"]
-_AFTER_ALL_ELSE = EventPriority(2)  # SimPy's own are 0 (urgent) and 1 (normal)
 
 
 class Rollout:
@@ -47,6 +46,7 @@ class Rollout:
     each time that happens. `launcher` makes the requests of a `Launch`. `used_tps` says, per node, which degrees this
     run has used before; the rollout adds to it. `on_finish` is told of responses that are complete, `on_release` of
     GPUs that are given up before the end. `crowded` is the step cost of a replica whose GPUs are shared (`share`).
+    `resumed` are further requests that have tokens from an earlier step, `chunks` is told of responses on their way.
     Raises `PolicyError` for an action that names what is not there.
     """
 
@@ -71,10 +71,12 @@ class Rollout:
         on_drained: Callable[[], None] | None = None,
         crowded: Callable[[int], StepCost] | None = None,
         label: str = "",
+        resumed: Sequence[Request] = (),
+        chunks: ChunkListener | None = None,
     ) -> None:
         self.env = env
         self.started_at = env.now
-        self.requests = list(requests)
+        self.requests = [*requests, *resumed]
         self.cap_tokens = cap_tokens
         self.label = label
         self.gpus_per_node = len(mesh[0])
@@ -93,7 +95,8 @@ class Rollout:
         self._on_finish = on_finish
         self._on_drained = on_drained
         self._crowded = crowded
-        self._shared: set[int] = set()  # GPUs on which something else runs too
+        self._chunks = chunks
+        self._shared: Counter[int] = Counter()  # by GPU: how many other things run there too
         self._used_tps = used_tps if used_tps is not None else {}
         self._tp = dict.fromkeys(range(len(mesh)), tp)
         self._active: dict[int, list[Replica]] = {}
@@ -116,8 +119,10 @@ class Rollout:
         for node in range(len(mesh)):
             self._used_tps.setdefault(node, set()).add(tp)
             self._start_node(node, tp)
-        for replica, share in zip(self.replicas, dealt(self.requests, len(self.replicas), routing), strict=True):
+        for replica, share in zip(self.replicas, dealt(requests, len(self.replicas), routing), strict=True):
             self._give(replica, share)
+        if resumed:
+            self._deal_to_active(resumed)
         if not self.requests:
             self._none_left()
 
@@ -140,6 +145,7 @@ class Rollout:
                 self._recorder,
                 self._finished,
                 self._numbers,
+                self._chunks,
             )
             self.replicas.append(replica)
             started.append(replica)
@@ -148,12 +154,12 @@ class Rollout:
         return started
 
     def _step_cost(self, gpus: tuple[int, ...]) -> StepCost:
-        crowded = self._crowded is not None and not self._shared.isdisjoint(gpus)
+        crowded = self._crowded is not None and any(self._shared[gpu] for gpu in gpus)
         return (self._crowded if crowded and self._crowded else self._costs.step)(len(gpus))
 
     def share(self, gpus: tuple[int, ...], shared: bool) -> None:
         """Something else begins to run on these GPUs, or ends: replicas there take on their other pace."""
-        (self._shared.update if shared else self._shared.difference_update)(gpus)
+        (self._shared.update if shared else self._shared.subtract)(gpus)
         for replica in self.active():
             if not set(gpus).isdisjoint(replica.gpus):
                 replica.at_boundary(lambda r=replica: r.set_cost(self._step_cost(r.gpus)))  # type: ignore[misc]
@@ -230,18 +236,12 @@ class Rollout:
         """Have the control asked at this moment, after everything else that happens at it."""
         if not self._asking:
             self._asking = True
-            self._ask_at(self.env.now)
-
-    def _ask_at(self, moment: float) -> None:
-        event = self.env.event()
-        event._ok, event._value = True, None  # SimPy's way to schedule with a priority
-        event.callbacks.append(self._ask)
-        self.env.schedule(event, _AFTER_ALL_ELSE, max(moment - self.env.now, 0.0))
+            at_end(self.env, ASK, self._ask)
 
     def _ask(self, _: simpy.Event) -> None:
-        following = self.env.peek()
-        if following <= self.env.now * (1 + REACHED) and following > self.env.now:
-            self._ask_at(following)
+        following = rest_of(self.env)
+        if following is not None:
+            at_end(self.env, ASK, self._ask, following)
             return
         self._asking = False
         if self.done.triggered or self._stopping:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -14,15 +14,25 @@ from rlsim.cost.step import StepCost
 from rlsim.errors import PolicyError
 from rlsim.hardware import Cluster
 from rlsim.sim.batching import Batching, PromptFeed, Settled, StepBatch
-from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutCosts, RolloutReport
+from rlsim.sim.control import (
+    Controls,
+    Launch,
+    Prompt,
+    RolloutControl,
+    RolloutCosts,
+    RolloutReport,
+    ScoringReport,
+)
 from rlsim.sim.elastic import ElasticCall, Pieces
 from rlsim.sim.flow import BATCH, Flow
 from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import Recorder, Span
+from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.responses import Responses
 from rlsim.sim.reward import RewardControl, RewardDesk, Scoring
 from rlsim.sim.rollout import Rollout, Routing
+from rlsim.sim.scorer import Scorer
 from rlsim.sim.service import Service
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
@@ -49,6 +59,7 @@ class Judge(NamedTuple):
     slowdown: float  # how many times as long that work takes while the judge is busy
     capacity_pages: int
     config: EngineConfig
+    handover_s: float = 0.0  # of a rollout replica's time, for each chunk of a response that it hands over
 
 
 class CallRecord(NamedTuple):
@@ -111,7 +122,8 @@ class Simulation:
     `requests(prompts, samples, first_id)` gives the requests of a launch. `batching` says what is launched and trained
     on, `control` decides during generation, `reward` about reward calls. Steps follow each other as the workflow's
     edges allow; a call holds all GPUs of its placement from start to end, but for edges of the grain `sample`:
-    such a call works on samples as they come, on whichever of its replicas' GPUs are free.
+    such a call works on samples as they come, on whichever of its replicas' GPUs are free. `scorers` are the engines of
+    the calls that take responses by the chunk, by call name.
     """
 
     workflow: Workflow
@@ -130,7 +142,8 @@ class Simulation:
     batching: Batching = field(default_factory=Batching)
     reward: RewardControl = field(default_factory=RewardControl)
     judge: Judge | None = None
-    crowded: Callable[[int], StepCost] | None = None  # a rollout replica's steps while a judge runs on its GPUs
+    scorers: Mapping[str, Judge] = field(default_factory=dict)
+    crowded: Callable[[int], StepCost] | None = None  # a rollout replica's steps while others work on its GPUs
     routing: Routing = "contiguous"
 
     def run(self) -> Outcome:
@@ -144,14 +157,26 @@ class _Step:
 
     def __init__(self, env: simpy.Environment, what: Simulation) -> None:
         self.flow = Flow(env, what.workflow, what.feed.responses)
+        self.batching = what.batching
+        self.version = 0  # of the weights that generate: how many updates they have had
+        self.paused: frozenset[int] = frozenset()  # requests that go on in a later step
         self.batch: StepBatch | None = None
         self.rollout: Rollout | None = None
         self.requests: list[Request] = []
         self.ids = 0
         self.offered: set[int] = set()  # responses that reward calls have been given
+        self.scorers: dict[str, Scorer] = {}  # by call that takes chunks
+        self.scored: set[str] = set()  # those of these calls that are done
+        self.chunk_tokens = 0
+        self.generates_at = float("nan")  # when its rollout began
 
     def responses(self) -> Responses:
-        return Responses.of(self.requests, self.batch.accepted if self.batch else None)
+        return Responses.of(
+            self.requests,
+            self.batch.accepted if self.batch else None,
+            self.version,
+            self.paused if self.batching.pauses else None,
+        )
 
 
 class _Run:
@@ -165,6 +190,11 @@ class _Run:
         self.last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
         self.steps = [_Step(self.env, what) for _ in range(what.steps)]
+        self.updates = 0  # of the rollout's weights, so far
+        self.updating = _updating(what.workflow)
+        self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
+        #: By prompt position: responses that go on in a later step, and the version of the weights of theirs.
+        self.paused: dict[int, tuple[int, list[Request]]] = {}
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
@@ -195,11 +225,14 @@ class _Run:
                 yield self.done[edge.source, step - edge.lag]
         if call.kind == "reward":
             record = yield from self._reward(call, step, placement)
+        elif any(edge.grain == "chunk" for edge in edges):
+            record = yield from self._in_chunks(call, step, placement)
         elif any(edge.grain == "sample" for edge in edges):
             record = yield from self._in_pieces(call, step, placement)
         else:
             record = yield from self._at_once(call, step, placement)
         self.outcome.calls.append(record)
+        self.updates += call.name in self.updating
 
     def _at_once(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
         """All of a call, on all its GPUs."""
@@ -227,12 +260,13 @@ class _Run:
         inbox, pieces = flow.inboxes[call.name], self.what.times.pieces(call)
         yield inbox.first
         ready_at = env.now
-        recorder = Recorder(self.outcome.spans, step)
-        judge = self.what.judge
+        recorder, state = Recorder(self.outcome.spans, step), self.steps[step]
 
         def slowdown(gpus: tuple[int, ...]) -> float:
-            busy = self.desk.judge.busy_gpus if judge and self.desk.judge else frozenset()
-            return judge.slowdown if judge and not busy.isdisjoint(gpus) else 1.0
+            beside = [(self.what.scorers[name].slowdown, s.busy_gpus) for name, s in state.scorers.items()]
+            if self.what.judge and self.desk.judge:
+                beside.append((self.what.judge.slowdown, self.desk.judge.busy_gpus))
+            return max((factor for factor, busy in beside if not busy.isdisjoint(gpus)), default=1.0)
 
         work = ElasticCall(env, self.pool, placement.replicas(), pieces, inbox, recorder, call.name, slowdown)
         work.on_done = lambda samples: flow.deliver(call.name, samples)
@@ -252,6 +286,64 @@ class _Run:
         return CallRecord(
             step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, tuple(parts.items()), samples
         )
+
+    def _in_chunks(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """Prefill responses while they are generated; over when all of the batch are scored."""
+        env, state, engine = self.env, self.steps[step], self.what.scorers[call.name]
+        flow, inbox = state.flow, state.flow.inboxes[call.name]
+        yield inbox.first
+        ready_at = env.now
+        if not placement.shared:
+            yield self.pool.acquire(placement.gpus)
+        start_at, rollout = env.now, state.rollout
+        beside = rollout if placement.shared and rollout and not rollout.done.triggered else None
+        scorer = state.scorers[call.name] = Scorer(
+            env,
+            placement.replicas(engine.tp),
+            engine.crowded if beside else engine.cost,
+            engine.capacity_pages,
+            engine.config,
+            Recorder(self.outcome.spans, step, call.name, placement.shared),
+            on_busy=beside.share if beside else None,
+        )
+        if beside and beside.done.callbacks is not None:
+            beside.done.callbacks.append(lambda _: scorer.set_cost(engine.cost))
+        left, complete = 0, env.event()
+
+        def scored(request: Request) -> None:
+            nonlocal left
+            left -= 1
+            flow.deliver(call.name, [request])
+            if not left and inbox.closed.triggered:
+                complete.succeed()
+
+        def submit(samples: Sequence[Request]) -> None:
+            nonlocal left
+            left += len(samples)
+            for sample in samples:
+                scorer.complete(sample, scored)
+
+        inbox.listen(submit, scorer.chunks)
+        yield inbox.closed
+        scorer.keep_only(frozenset(request.id for request in inbox.samples))
+        if left:
+            yield complete
+        scorer.close()
+        flow.close(call.name)
+        if not placement.shared:
+            self.pool.release(placement.gpus)
+        self._report_scored(state, call.name, step)
+        parts = (("compute", scorer.mean_busy_s),)
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
+
+    def _report_scored(self, state: _Step, name: str, step: int) -> None:
+        """Tell the control, after the last of the calls that take chunks."""
+        state.scored.add(name)
+        if len(state.scored) == self.chunked:
+            tokens = sum(r.generated - r.resumed_tokens for r in state.requests)
+            stage_s = self.env.now - state.generates_at
+            self.what.control.on_scored(ScoringReport(step, state.chunk_tokens, stage_s, tokens))
 
     def _reward(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
         """Score responses as they are offered; over when all of the batch have their rewards."""
@@ -316,12 +408,20 @@ class _Run:
         """Run the generation stage; returns the GPUs that it gave up before its end."""
         what, state, flow = self.what, self.steps[step], self.steps[step].flow
         mesh = placement.rollout_mesh(what.cluster)
+        state.version = self.updates
         batch = state.batch = StepBatch(what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples))
         requests = self._launched(state, batch.first)
-        yield from self._lay_out(step, mesh, len(requests))
+        resumed = [r for r in requests if r.resumed] if batch.first.resume else []
+        generating = [r for r in resumed if not r.finished]
+        yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
         rewards = {c.name for c in what.workflow.calls if c.kind == "reward"}
         streams = any(e.grain == "sample" and e.target in rewards for e in what.workflow.edges if e.source == call.name)
         listens = streams or flow.wants(BATCH) or not batch.certain
+
+        def launch(more: Launch) -> Sequence[Request]:
+            if more.resume:
+                raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
+            return self._launched(state, more)
 
         def finished(responses: Sequence[Request]) -> None:
             batch.finished(responses)
@@ -332,7 +432,7 @@ class _Run:
             self.env,
             mesh=mesh,
             tp=self.tp,
-            requests=requests,
+            requests=[r for r in requests if not r.resumed] if resumed else requests,
             costs=what.costs,
             config=what.config,
             control=what.control if batch.certain else Controls([batch, what.control]),
@@ -342,18 +442,26 @@ class _Run:
             routing=what.routing,
             used_tps=self.used_tps,
             open=batch.open,
-            launcher=lambda launch: self._launched(state, launch),
+            launcher=launch,
             on_finish=finished if listens else None,
             on_drained=lambda: self._offer(call, state, [r for r in state.requests if r.finished]),
             crowded=what.crowded,
             label=batch.first.label,
+            resumed=generating,
+            chunks=self._chunks(call, state),
         )
-        start = self.env.now
+        start = state.generates_at = self.env.now
+        self._go_on(call, state, generating)
+        if len(generating) < len(resumed):
+            finished([r for r in resumed if r.finished])
+            rollout.ask()
         yield rollout.done
         settled = batch.close()
         if not batch.certain:
+            state.paused = frozenset(r.id for kept in batch.paused.values() for r in kept)
+            self.paused |= {at: (state.version, kept) for at, kept in batch.paused.items()}
             for request in state.requests:
-                request.aborted = not request.finished
+                request.aborted = not request.finished and request.id not in state.paused
         if flow.wants(call.name):
             self._offer(call, state, self._batch(state))
         flow.close(call.name)
@@ -363,13 +471,33 @@ class _Run:
         return set(rollout.released_at)
 
     def _launched(self, state: _Step, launch: Launch) -> list[Request]:
-        """The requests of a launch, told to the step's batch."""
+        """The requests of a launch, told to the step's batch: new ones, then those that go on."""
         requests = self.what.requests(launch.prompts, launch.samples, state.ids)
+        for prompt in launch.resume:
+            if prompt.position not in self.paused:
+                raise PolicyError(f"the prompt at position {prompt.position} was not kept: it cannot be resumed")
+            began, kept = self.paused.pop(prompt.position)
+            requests += [r.resume(state.ids + len(requests) + i, began, state.version) for i, r in enumerate(kept)]
         state.ids += len(requests)
         state.requests += requests
         if state.batch:
-            state.batch.launched(requests, launch.prompts)
+            state.batch.launched(requests, [*launch.prompts, *launch.resume])
         return requests
+
+    def _chunks(self, call: Call, state: _Step) -> ChunkListener | None:
+        """Who takes responses by the chunk; None if nobody does."""
+        planned, calls = state.flow.chunked(call.name)
+        if not planned:
+            return None
+        state.chunk_tokens = self.what.control.chunk_tokens(planned)
+        handover_s = sum(self.what.scorers[name].handover_s for name in calls)
+        return ChunkListener(state.chunk_tokens, handover_s, lambda c: state.flow.deliver_chunks(call.name, c))
+
+    def _go_on(self, call: Call, state: _Step, resumed: Sequence[Request]) -> None:
+        """Hand over what responses from earlier steps have already."""
+        there = [(r, r.generated) for r in resumed if r.generated]
+        if there and state.chunk_tokens:
+            state.flow.deliver_chunks(call.name, there)
 
     def _offer(self, call: Call, state: _Step, responses: Sequence[Request]) -> None:
         """Give reward calls those of these responses that they have not seen."""
@@ -417,6 +545,14 @@ class _Run:
                 longest_s = max(longest_s, pause_s)
         self.last_tp = dict.fromkeys(range(len(mesh)), self.tp)
         yield self.env.timeout(longest_s)
+
+
+def _updating(workflow: Workflow) -> frozenset[str]:
+    """The calls that give the rollout new weights: those that sync its model, else those that train it."""
+    models = {call.model for call in workflow.calls if call.kind == "generate"}
+    calls = [call for call in workflow.calls if call.model in models]
+    syncs = frozenset(call.name for call in calls if call.kind == "sync")
+    return syncs or frozenset(call.name for call in calls if call.kind == "train")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from rlsim.errors import ConfigError
 
 CallKind = Literal["generate", "inference", "train", "reward", "sync"]
-Grain = Literal["stage", "sample"]
+Grain = Literal["stage", "sample", "chunk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,15 @@ class Call:
 class Edge:
     """`target` needs what `source` produces: of the same step (`lag` 0), or of the one `lag` steps before.
 
-    `grain`: `stage` is all of it, then go; `sample` is each response as soon as it is done.
+    `grain`: `stage` is all of it, then go; `sample` is each response as soon as it is done; `chunk` is every
+    `chunk_tokens` tokens of each response while it is generated, and what is left of it at its end.
     """
 
     source: str
     target: str
     lag: int = 0
     grain: Grain = "stage"
+    chunk_tokens: int = 0  # of the grain `chunk`
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Workflow:
                     f"workflow {self.name}: {edge.source} -> {edge.target} cannot have the grain `sample`: it is for "
                     "responses of the same step on their way to a reward, inference or train call"
                 )
+            self._check_chunks(edge)
         if len([call for call in self.calls if call.kind == "generate"]) > 1:
             raise ConfigError(f"workflow {self.name}: one call of the kind generate is possible, several are not")
         for call in self.calls:
@@ -82,6 +85,23 @@ class Workflow:
                 )
         self.order()
 
+    def _check_chunks(self, edge: Edge) -> None:
+        where = f"workflow {self.name}: {edge.source} -> {edge.target}"
+        if (edge.grain == "chunk") != (edge.chunk_tokens >= 1):
+            raise ConfigError(f"{where}: the grain `chunk`, and no other, has chunk_tokens, at least 1")
+        if edge.grain != "chunk":
+            return
+        if edge.lag or (self.call(edge.source).kind, self.call(edge.target).kind) != ("generate", "inference"):
+            raise ConfigError(
+                f"{where} cannot have the grain `chunk`: it is for responses of the same step on their way from a "
+                "generate to an inference call"
+            )
+        others = [e for e in self.edges if e.grain == "chunk" and e.source == edge.source]
+        if any(e.chunk_tokens != edge.chunk_tokens for e in others):
+            raise ConfigError(f"{where}: all chunks that leave {edge.source} have the same length")
+        if any(e.grain == "sample" for e in self.into(edge.target)):
+            raise ConfigError(f"{where}: what comes by the chunk cannot come by the sample from elsewhere")
+
     def _streams(self, edge: Edge) -> bool:
         sources = ("generate", "reward", "inference")
         return self.call(edge.source).kind in sources and self.call(edge.target).kind in (*sources[1:], "train")
@@ -95,6 +115,25 @@ class Workflow:
             for edge in self.edges
         )
         return replace(self, edges=edges)
+
+    def in_chunks(self, models: Sequence[str], chunk_tokens: int) -> Self:
+        """The workflow with grain `chunk` on every edge of the step from a generate to an inference call of `models`.
+
+        Raises `ConfigError` if there is none.
+        """
+
+        def streams(edge: Edge) -> bool:
+            source, target = self.call(edge.source), self.call(edge.target)
+            return edge.lag == 0 and (source.kind, target.kind) == ("generate", "inference") and target.model in models
+
+        if not any(streams(edge) for edge in self.edges):
+            known = sorted({call.model for call in self.calls if call.kind == "inference"})
+            raise ConfigError(
+                f"workflow {self.name}: no inference call of {' or '.join(models)} takes responses from generation "
+                f"(its inference calls are of {', '.join(known) or 'no model'})"
+            )
+        edges = (replace(e, grain="chunk", chunk_tokens=chunk_tokens) if streams(e) else e for e in self.edges)
+        return replace(self, edges=tuple(edges))
 
     def call(self, name: str) -> Call:
         """The call of that name; raises `ConfigError` if there is none."""

@@ -1,0 +1,87 @@
+"""Engines of the calls that take responses by the chunk: what they cost, and the memory they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlsim.cost.calibration import Calibration
+from rlsim.cost.memory import kv_page_bytes, rollout_memory
+from rlsim.cost.roofline import step_cost
+from rlsim.cost.sharing import Crowded, judge_bytes
+from rlsim.errors import CapacityError
+from rlsim.experiment.schema import Experiment
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+from rlsim.policies.parts import ChunkStreaming
+from rlsim.sim.simulation import Judge
+from rlsim.workflow import Call, Placement, Plan, Workflow
+
+#: Share of GPU memory that a scoring model on the generator's GPUs has for its KV cache (assumed).
+KV_SHARE = 0.05
+
+#: Sequences whose scores such a model computes at once: its logits are no larger.
+SEQUENCES = 64
+
+
+def streamed_calls(workflow: Workflow) -> tuple[Call, ...]:
+    """The calls that take responses by the chunk."""
+    return tuple(call for call in workflow.calls if any(e.grain == "chunk" for e in workflow.into(call.name)))
+
+
+def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) -> Plan:
+    """The plan, with `streamed` calls beside generation where they want its GPUs."""
+    generating = {g for call in workflow.calls if call.kind == "generate" for g in plan.of(call.name).gpus}
+    placements: dict[str, Placement] = dict(plan.placements)
+    for call in streamed:
+        placement = plan.of(call.name)
+        placements[call.name] = replace(placement, shared=not generating.isdisjoint(placement.gpus))
+    return Plan(placements)
+
+
+def scorer_of(
+    model: Model,
+    placement: Placement,
+    streaming: ChunkStreaming,
+    experiment: Experiment,
+    cluster: Cluster,
+    calibration: Calibration,
+    longest_tokens: int,
+) -> Judge:
+    """A scoring model on its GPUs, or beside generation.
+
+    `longest_tokens`: the longest prompt and response together. Raises `CapacityError` if its KV cache cannot hold that.
+    """
+    engine = experiment.engine
+    tp = tp_of(placement)
+    cost = step_cost(model, tp, cluster, calibration)
+    if placement.shared:
+        pages = int(KV_SHARE * cluster.gpu.memory_bytes / kv_page_bytes(model, tp, engine.page_tokens))
+    else:
+        pages = rollout_memory(
+            model,
+            cluster.gpu,
+            tp,
+            page_tokens=engine.page_tokens,
+            memory_utilization=experiment.memory_utilization,
+            max_batched_tokens=engine.max_num_batched_tokens,
+            max_sequences=engine.max_num_seqs,
+        ).pages
+    if pages * engine.page_tokens < longest_tokens:
+        raise CapacityError(
+            f"{model.name} at TP {tp}, which takes responses by the chunk, has room for {pages * engine.page_tokens} "
+            f"tokens of KV cache; a response with its prompt may need {longest_tokens}"
+        )
+    slowdown = streaming.slowdown if placement.shared else 1.0
+    return Judge(tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
+
+
+def tp_of(placement: Placement) -> int:
+    """TP of the engine of a scoring model there."""
+    return placement.strategy.tp if placement.strategy else 1
+
+
+def bytes_beside(model: Model, tp: int, experiment: Experiment, cluster: Cluster) -> float:
+    """What a scoring model beside generation takes of each GPU's memory: weights, working memory and KV cache."""
+    batched = experiment.engine.max_num_batched_tokens
+    return KV_SHARE * cluster.gpu.memory_bytes + judge_bytes(model, 0, tp, batched, SEQUENCES)

@@ -1,0 +1,212 @@
+"""OPPO (overlap for PPO): stream responses to the reward model in chunks, and let a few sequences more run than needed.
+
+- `Chunked`, inside a step: the actor's output goes to the scoring model every so many tokens. Every some steps each
+  candidate length is tried for one step, and the fastest is kept.
+- `Overcommit`, between steps: the buffer holds B + Δ prompts, the step trains on the first B that finish, and the rest
+  keep their tokens and go on in the next step. Δ grows while the reward improves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field, PrivateAttr, model_validator
+
+from rlsim.policies.parts import ChunkStreaming, Composition, Part
+from rlsim.policies.verl import VeRL
+from rlsim.schema import Schema
+from rlsim.sim.batching import Batching, PromptFeed, Unfinished
+from rlsim.sim.control import ControlContext, Launch, Prompt, RolloutControl, ScoringReport
+from rlsim.units import Seconds, Tokens
+from rlsim.workflow.graph import Workflow
+
+
+class Chunked(Schema, RolloutControl, ChunkStreaming):
+    """Responses go to the scoring models by the chunk, which prefill them while the actor decodes on.
+
+    The fastest length is the one whose step took the least time from the start of generation to the last score, for
+    each token generated in it: steps differ in their lengths.
+    """
+
+    size: Literal["adaptive"] | Annotated[Tokens, Field(ge=1)] = Field(
+        default="adaptive", description="tokens of a chunk; adaptive: the fastest candidate"
+    )
+    candidates: tuple[Annotated[Tokens, Field(ge=1)], ...] = Field(
+        default=(128, 256, 512), min_length=1, description="lengths that are tried, one step each"
+    )
+    every: int = Field(default=50, ge=1, description="steps from one trial of all candidates to the next")
+    models: tuple[str, ...] = Field(
+        default=("reward",), min_length=1, description="models whose inference calls take chunks"
+    )
+    handover: Annotated[Seconds, Field(ge=0)] = Field(
+        default=0.001, description="time of the generating replica for each chunk it hands over (assumed), s"
+    )
+    interference: float = Field(
+        default=0.3, ge=0, description="on shared GPUs, how much longer either takes while both work (assumed)"
+    )
+
+    _steps: int = PrivateAttr(default=0)  # begun
+    _took_s: dict[int, float] = PrivateAttr(default_factory=dict)  # by candidate, at its last trial: s per token
+    _kept: int = PrivateAttr(default=0)
+
+    @model_validator(mode="after")
+    def _time_for_all(self) -> Chunked:
+        if self.size == "adaptive" and self.every < len(self.candidates):
+            raise ValueError(f"every {self.every} steps there is no time to try {len(self.candidates)} candidates")
+        return self
+
+    @property
+    def handover_s(self) -> float:
+        """Of the generating replica, for each chunk."""
+        return self.handover
+
+    @property
+    def slowdown(self) -> float:
+        """On shared GPUs."""
+        return 1.0 + self.interference
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """Generation to the models' inference calls by the chunk."""
+        return workflow.in_chunks(self.models, self.candidates[0] if self.size == "adaptive" else self.size)
+
+    def chunk_tokens(self, planned: int) -> int:
+        """The next candidate while they are tried, else the fastest of them."""
+        if self.size != "adaptive":
+            return planned
+        turn = self._steps % self.every
+        self._steps += 1
+        if turn < len(self.candidates):
+            return self.candidates[turn]
+        if turn == len(self.candidates):
+            self._kept = min(self.candidates, key=lambda c: self._took_s.get(c, math.inf))
+        return self._kept
+
+    def on_scored(self, report: ScoringReport) -> None:
+        """How fast that step was."""
+        self._took_s[report.chunk_tokens] = report.stage_time_s / max(report.response_tokens, 1)
+
+
+class RewardCurve(Schema):
+    """A simulated reward of every step: from `start` to `end` exponentially, or through `points`.
+
+    Between two points the reward is on a straight line, beyond them constant.
+    """
+
+    start: float = Field(default=0.0, description="reward before the first step")
+    end: float = Field(default=1.0, description="reward in the end")
+    time_constant_steps: float = Field(default=100.0, gt=0, description="steps until 63% of the way is made")
+    points: tuple[tuple[float, float], ...] = Field(
+        default=(), description="[step, reward], steps ascending; instead of `start`, `end` and `time_constant_steps`"
+    )
+    noise: float = Field(default=0.0, ge=0, description="standard deviation of a step's reward around that")
+    seed: int = Field(default=0, ge=0, description="of the noise")
+
+    @model_validator(mode="after")
+    def _one_curve(self) -> RewardCurve:
+        if any(b <= a for (a, _), (b, _) in pairwise(self.points)):
+            raise ValueError("points: the steps must ascend")
+        given = self.model_fields_set & {"start", "end", "time_constant_steps"}
+        if self.points and given:
+            raise ValueError(f"points say what the reward is; leave out {', '.join(sorted(given))}")
+        return self
+
+    def at(self, step: int) -> float:
+        """The reward of a step, from 0."""
+        noise = float(np.random.default_rng((self.seed, step)).normal(0.0, self.noise)) if self.noise else 0.0
+        if self.points:
+            steps, rewards = zip(*self.points, strict=True)
+            return float(np.interp(step, steps, rewards)) + noise
+        return self.end + (self.start - self.end) * math.exp(-step / self.time_constant_steps) + noise
+
+
+class Overcommit(Schema, Batching):
+    """Launch Δ prompts more than needed; what is not finished goes on in the next step.
+
+    With `delta: adaptive` Δ follows the slope of the reward: d is the mean of the last `window` steps less that of
+    the `window` steps before; Δ grows by max(1, ⌊Δ/4⌋) where d > 0 and shrinks by as much otherwise, within
+    `delta_min` and `delta_max`. One published line has the opposite sign; the equation and the text say this. The
+    rewards are a simulated curve that the experiment gives, no claim about learning.
+    """
+
+    delta: Literal["adaptive"] | Annotated[int, Field(ge=0)] = Field(
+        default="adaptive", description="prompts beyond the batch; adaptive: by the slope of the reward"
+    )
+    delta_start: int = Field(default=8, ge=0, description="prompts beyond the batch at first")
+    delta_min: int = Field(default=4, ge=0, description="fewest prompts beyond the batch")
+    delta_max: int = Field(default=64, ge=0, description="most prompts beyond the batch")
+    window: int = Field(default=5, ge=1, description="steps that a mean reward is taken over")
+    reward: RewardCurve = Field(default=RewardCurve(), description="simulated reward of each step")
+
+    _delta: int = PrivateAttr(default=0)
+    _rewards: list[float] = PrivateAttr(default_factory=list)  # of the steps so far
+    _paused: list[Prompt] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Overcommit:
+        if not self.delta_min <= self.delta_start <= self.delta_max:
+            raise ValueError(
+                f"delta_start {self.delta_start} does not lie between delta_min {self.delta_min} and delta_max "
+                f"{self.delta_max}"
+            )
+        self._delta = self.delta_start if self.delta == "adaptive" else self.delta
+        return self
+
+    @property
+    def pauses(self) -> bool:
+        """What is left goes on in the next step."""
+        return True
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        """All that wait, and new prompts up to B + Δ."""
+        size = feed.prompts + self._delta
+        resume, self._paused = tuple(self._paused), []
+        return Launch(feed.take(max(size - len(resume), 0)), feed.responses, resume=resume)
+
+    def keep(self, unfinished: Sequence[Unfinished]) -> list[Prompt]:
+        """All of them; the step is over, so its reward is known and Δ adapts."""
+        self._paused = [one.prompt for one in unfinished]
+        self._rewards.append(self.reward.at(len(self._rewards)))
+        if self.delta == "adaptive":
+            self._delta = adapted(self._delta, self._rewards, self.window, self.delta_min, self.delta_max)
+        return self._paused
+
+    def waiting(self) -> int:
+        """Prompts that go on in the next step."""
+        return len(self._paused)
+
+
+def adapted(delta: int, rewards: Sequence[float], window: int, least: int, most: int) -> int:
+    """Δ after a step, by the rewards of all steps so far; as it was while these are fewer than two windows."""
+    if len(rewards) < 2 * window:
+        return delta
+    slope = sum(rewards[-window:]) / window - sum(rewards[-2 * window : -window]) / window
+    change = max(1, delta // 4)
+    return min(max(delta + (change if slope > 0 else -change), least), most)
+
+
+class OPPO(Schema, Composition):
+    """Chunked streaming and overcommit together."""
+
+    tp: int | Literal["best"] = Field(default="best", description="tensor-parallel degree, as of `verl`")
+    chunk: Literal["adaptive"] | Annotated[Tokens, Field(ge=1)] = Field(
+        default="adaptive", description="`size` of `chunked`"
+    )
+    delta: Literal["adaptive"] | Annotated[int, Field(ge=0)] = Field(default="adaptive", description="see `overcommit`")
+    models: tuple[str, ...] = Field(default=("reward",), min_length=1, description="see `chunked`")
+    reward: RewardCurve = Field(default=RewardCurve(), description="see `overcommit`")
+
+    def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
+        """As `verl`."""
+        return VeRL(tp=self.tp).alternatives(context)
+
+    def parts(self) -> Sequence[Part]:
+        """As published."""
+        return (
+            VeRL(tp=self.tp),
+            Chunked(size=self.chunk, models=self.models),
+            Overcommit(delta=self.delta, reward=self.reward),
+        )

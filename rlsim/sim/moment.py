@@ -1,0 +1,40 @@
+"""The end of a moment: what wants to see all of it waits until everything else that happens at it has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import simpy
+from simpy.events import EventPriority
+
+from rlsim.cost.curve import REACHED
+
+#: Priorities of the end of a moment; SimPy's own are 0 (urgent) and 1 (normal).
+ASK = EventPriority(2)  # decisions
+SETTLE = EventPriority(3)  # what starts after all decisions
+
+
+def at_end(
+    env: simpy.Environment, priority: EventPriority, then: Callable[[simpy.Event], None] | None = None, at: float = 0.0
+) -> simpy.Event:
+    """An event after all else that happens now, or at the moment `at` if that lies ahead."""
+    event = env.event()
+    event._ok, event._value = True, None  # SimPy's way to schedule with a priority
+    if then is not None:
+        event.callbacks.append(then)
+    env.schedule(event, priority, max(at - env.now, 0.0))
+    return event
+
+
+def rest_of(env: simpy.Environment) -> float | None:
+    """A later event that is of this same moment but for rounding (1e-9 of its value); None if there is none."""
+    following = env.peek()
+    return following if env.now < following <= env.now * (1 + REACHED) else None
+
+
+def settled(env: simpy.Environment) -> Generator[simpy.Event, object, None]:
+    """Wait until this moment is over."""
+    at: float | None = env.now
+    while at is not None:
+        yield at_end(env, SETTLE, at=at)
+        at = rest_of(env)

@@ -1,0 +1,549 @@
+"""Chunks, scoring models, prompts that go on in the next step, and the policies that use them, worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import simpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import Arrival, RefEngine, score
+from test_systems import Checks, OneEach, Times, call_of, gen_s
+from workloads import LinearStep, StubCosts
+
+from rlsim.cost.sharing import Crowded
+from rlsim.cost.step import StepCost
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import ConfigError, PolicyError
+from rlsim.hardware import load_cluster
+from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve, adapted
+from rlsim.sim.batching import Batching, PromptFeed, Unfinished
+from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, ScoringReport
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.scorer import Scorer
+from rlsim.sim.simulation import Judge, Outcome, Simulation
+from rlsim.workflow import Call, Placement, Workflow
+from rlsim.workflow.graph import Edge
+from rlsim.workflow.plan import Plan
+
+PREFILL = LinearStep(a=0.5, p=0.25)  # an iteration of the scoring model
+PAGES = 10**6
+
+
+def graph(chunk_tokens: int = 0) -> Workflow:
+    """Generate, score by a model, train; without chunks the model scores at the barrier."""
+    calls = (
+        Call("generate", "generate", "actor"),
+        Call("score", "inference", "reward"),
+        Call("train", "train", "actor"),
+        Call("weight_sync", "sync", "actor"),
+    )
+    edges = (
+        Edge("generate", "score"),
+        Edge("score", "train"),
+        Edge("train", "weight_sync"),
+        Edge("weight_sync", "generate", lag=1),
+    )
+    workflow = Workflow("stream", calls, edges)
+    return workflow.in_chunks(["reward"], chunk_tokens) if chunk_tokens else workflow
+
+
+@dataclass
+class Played:
+    """A run, and what its control was told."""
+
+    outcome: Outcome
+    reports: list[ScoringReport] = field(default_factory=list)
+
+
+class Listening(OneEach):
+    def __init__(self) -> None:
+        self.reports: list[ScoringReport] = []
+
+    def on_scored(self, report: ScoringReport) -> None:
+        self.reports.append(report)
+
+
+class BarrierTimes(Times):
+    """The scoring model at the barrier takes one iteration."""
+
+    def parts(self, call: Call, placement: Placement, responses: Any, rollout_tp: int) -> list[tuple[str, float]]:
+        if call.kind == "inference":
+            return [("compute", 0.5 + 0.25 * float(responses.total_tokens[responses.trained].sum()))]
+        return super().parts(call, placement, responses, rollout_tp)
+
+
+def play(
+    lengths: Mapping[int, Sequence[int]],
+    prompts: int,
+    *,
+    workflow: Workflow,
+    steps: int = 1,
+    gpus: int = 1,
+    shared: float | None = None,
+    responses: int = 1,
+    batching: Batching | None = None,
+    control: RolloutControl | None = None,
+    handover_s: float = 0.0,
+    step: LinearStep = LinearStep(a=1.0),  # noqa: B008
+    pages: int = PAGES,
+    budget: int = 8192,
+) -> Played:
+    """Prompts of one token on `gpus` GPUs and a scoring model on one more, or on the same, that factor slower."""
+
+    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+        made = [(p.position, lengths[p.position][p.first_sample + k]) for p in launched for k in range(samples)]
+        return [Request(first_id + i, at, 1, n, row=at * 100) for i, (at, n) in enumerate(made)]
+
+    actor = tuple(range(gpus))
+    strategy = TrainStrategy(dp=gpus)
+    scoring = Placement((gpus,)) if shared is None else Placement((0,), shared=True)
+    factor = 1.0 if shared is None else shared
+    listening = Listening()
+    outcome = Simulation(
+        workflow=workflow,
+        plan=Plan(
+            {
+                "generate": Placement(actor),
+                "score": scoring,
+                "train": Placement(actor, strategy),
+                "weight_sync": Placement(actor, strategy),
+            }
+        ),
+        cluster=load_cluster("8xh100").model_copy(update={"gpus_per_node": gpus + 1}),
+        control=Controls([listening, control]) if control else listening,
+        initial_tp=1,
+        feed=PromptFeed(prompts, responses),
+        requests=requests,
+        costs=StubCosts({1: step}, {1: PAGES}),
+        times=BarrierTimes(),
+        scoring=Checks(),
+        config=EngineConfig(),
+        cap_tokens=max(n for of in lengths.values() for n in of),
+        steps=steps,
+        batching=batching or Batching(),
+        scorers={
+            "score": Judge(
+                1,
+                PREFILL,
+                Crowded(PREFILL, factor),
+                factor,
+                pages,
+                EngineConfig(page_tokens=1, max_num_batched_tokens=budget),
+                handover_s,
+            )
+        },
+        crowded=None if shared is None else lambda _: Crowded(step, factor),
+        routing="round_robin",
+    ).run()
+    return Played(outcome, listening.reports)
+
+
+# ---------------------------------------------------------------------------------------------------------- chunks
+
+
+def test_the_scoring_model_prefills_while_the_actor_decodes() -> None:
+    # Chunks at 4 s (prompt and 4 tokens: 0.5 + 5/4 s) and at 8 s (0.5 + 4/4), the last 2 tokens at 10 s (0.5 + 2/4).
+    played = play({0: [10]}, 1, workflow=graph(4))
+    call = call_of(played.outcome, "inference")
+    assert gen_s(played.outcome) == 10.0
+    assert (call.ready_at, call.start_at, call.end_at) == (4.0, 4.0, 11.0)
+    assert [(s.start_at, s.end_at) for s in played.outcome.spans if s.kind == "score"] == [
+        (4.0, 5.75),
+        (8.0, 9.5),
+        (10.0, 11.0),
+    ]
+    assert call.parts == (("compute", 1.75 + 1.5 + 1.0),)
+    assert call_of(played.outcome, "train").start_at == 11.0
+    assert played.reports == [ScoringReport(0, 4, 11.0, 10)]
+    barrier = play({0: [10]}, 1, workflow=graph())
+    assert call_of(barrier.outcome, "inference").end_at == 10.0 + 0.5 + 11 / 4
+
+
+def test_a_chunk_longer_than_the_response_is_the_barrier() -> None:
+    assert call_of(play({0: [10]}, 1, workflow=graph(100)).outcome, "inference").end_at == 13.25
+
+
+def test_a_response_that_ends_at_a_chunk_is_handed_over_once() -> None:
+    played = play({0: [8]}, 1, workflow=graph(4), handover_s=0.125)
+    assert [(s.start_at, s.end_at) for s in played.outcome.spans if s.kind == "score"] == [(4.0, 5.75), (8.125, 9.625)]
+
+
+def test_a_hand_over_delays_the_next_iteration() -> None:
+    # Two responses on one GPU: both hand over at 2 s, so the third step ends at 3.5 s; at 4.5 s both again, one ends.
+    played = play({0: [4], 1: [6]}, 2, workflow=graph(2), handover_s=0.25)
+    finished = played.outcome.responses[0].finished_at.tolist()
+    assert finished == [4.5, 4.5 + 0.5 + 2.0]
+    assert gen_s(played.outcome) == 7.0
+
+
+def test_shared_gpus_slow_both_down() -> None:
+    # At 4 s the model begins (2 × 1.75 s, to 7.5), so steps take 2 s: 6 tokens at 8 s, then 1 s each: 8 tokens at 10 s.
+    # The second chunk takes 2 × 1.5 s: 10 tokens at 14 s. The last one has the GPU to itself: 1 s.
+    played = play({0: [10]}, 1, workflow=graph(4), shared=2.0)
+    spans = [(s.start_at, s.end_at) for s in played.outcome.spans if s.kind == "score"]
+    assert spans == [(4.0, 7.5), (10.0, 13.0), (14.0, 15.0)]
+    assert gen_s(played.outcome) == 14.0
+    assert call_of(played.outcome, "inference").end_at == 15.0
+
+
+def test_a_share_without_slowdown_is_a_gpu_of_its_own() -> None:
+    own, shared = (play({0: [10]}, 1, workflow=graph(4), shared=s) for s in (None, 1.0))
+    assert [c.end_at for c in own.outcome.calls] == [c.end_at for c in shared.outcome.calls]
+
+
+def test_too_short_and_too_long_chunks_are_slower() -> None:
+    """Every iteration of the scoring model costs half a second of host time, every hand-over a tenth of the actor's."""
+    lengths = {i: [n] for i, n in enumerate((60, 75, 90, 120))}
+    ends = {
+        size: call_of(play(lengths, 4, gpus=4, workflow=graph(size), handover_s=0.1).outcome, "inference").end_at
+        for size in (1, 4, 16, 30, 60, 200)
+    }
+    best = min(ends, key=lambda size: ends[size])
+    assert best in (16, 30)
+    assert ends[1] > ends[4] > ends[best] < ends[60] < ends[200]
+
+
+# ------------------------------------------------------------------------------------------------ the scoring model
+
+
+def serve(
+    arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, pages: int, prompt: int = 1
+) -> tuple[dict[int, float], Scorer]:
+    """What the scoring model makes of these."""
+    env = simpy.Environment()
+    config = EngineConfig(
+        page_tokens=engine.page_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+    )
+    scorer = Scorer(env, [(0,)], step, pages, config, Recorder())
+    total = {a.id: a.tokens for a in arrivals if a.last}
+    requests = {i: Request(i, i, prompt, n - prompt, n - prompt) for i, n in total.items()}
+    scored_at: dict[int, float] = {}
+
+    def come(a: Arrival) -> None:
+        if a.last:
+            scorer.complete(requests[a.id], lambda r: scored_at.update({r.id: env.now}))
+        else:
+            scorer.chunks([(requests[a.id], a.tokens - prompt)])
+
+    for arrival in sorted(arrivals, key=lambda a: a.at):
+        event = env.timeout(arrival.at)
+        assert event.callbacks is not None
+        event.callbacks.append(lambda _, a=arrival: come(a))  # type: ignore[misc]
+    env.run()
+    return scored_at, scorer
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=200)
+@given(st.integers(0, 2**32), st.booleans())
+def test_the_scoring_model_equals_its_reference(seed: int, ties: bool) -> None:
+    rng = random.Random(seed)
+    arrivals = []
+    for i in range(rng.randint(1, 14)):
+        total, chunk = rng.randint(2, 90), rng.choice([3, 10, 40])
+        at = float(rng.randint(0, 6)) if ties else rng.uniform(0, 6)
+        for tokens in [*range(chunk, total, chunk), total]:
+            arrivals.append(Arrival(at, i, tokens, tokens == total))
+            at += float(rng.randint(1, 3)) if ties else rng.uniform(0.01, 3.0)
+    engine = RefEngine(rng.choice([1, 4, 16]), rng.choice([1, 3, 100]), rng.choice([5, 20, 1000]), False, 0)
+    largest = max(-(-a.tokens // engine.page_tokens) for a in arrivals)
+    pages = largest + rng.choice([0, 3, 20, 10**6])
+    step = LinearStep(a=0.25, p=1 / 64) if ties else LinearStep(a=rng.uniform(0.01, 1.0), p=0.013, q=1e-4)
+    expected = score(arrivals, step, engine, pages)
+    scored_at, scorer = serve(arrivals, step, engine, pages)
+    assert scored_at == pytest.approx(expected, rel=1e-9, abs=0)
+    assert set(scored_at) == {a.id for a in arrivals}
+    assert scorer.peak_pages <= pages
+    if pages > 10**6:
+        assert scorer.recomputed_tokens == 0
+
+
+def test_the_last_to_come_loses_its_cache_where_pages_are_missing() -> None:
+    # 10 pages of a token. At 0 s 4 tokens of 0, at 1 s 4 of 1 (0.5 + 4/4 s each). At 5 s 8 of 0: 4 more, so 1 goes.
+    arrivals = [Arrival(0, 0, 4, False), Arrival(2, 1, 4, False), Arrival(5, 0, 8, True), Arrival(8, 1, 6, True)]
+    engine = RefEngine(1, 100, 1000, False, 0)
+    scored_at, scorer = serve(arrivals, PREFILL, engine, 10)
+    assert scored_at == {0: 5.0 + 1.5, 1: 8.0 + 0.5 + 6 / 4}  # all 6 tokens of 1, not 2
+    assert scorer.recomputed_tokens == 4
+
+
+def test_what_nobody_wants_is_forgotten() -> None:
+    env = simpy.Environment()
+    scorer = Scorer(env, [(0,), (1,)], PREFILL, 100, EngineConfig(page_tokens=1), Recorder())
+    a, b, c = (Request(i, i, 1, 20, 20) for i in range(3))
+    done: list[tuple[int, float]] = []
+    scorer.chunks([(a, 3), (b, 7), (c, 3)])  # a and c on GPU 0, b on GPU 1
+    env.run(until=0.6)
+    assert scorer.busy_gpus == {0, 1}
+    scorer.keep_only(frozenset({2}))
+    scorer.complete(c, lambda r: done.append((r.id, env.now)))
+    env.run()
+    assert done == [(2, (0.5 + 8 / 4) + (0.5 + 17 / 4))]
+    assert scorer.busy_gpus == frozenset()
+
+
+# ------------------------------------------------------------------------------------------------ from step to step
+
+
+RESUMED = {0: [2], 1: [9], 2: [3], 3: [2], 4: [9], 5: [3], 6: [3]}
+
+
+def test_what_is_left_goes_on_in_the_next_step() -> None:
+    # A prefill of n tokens takes 1 + n/2 s, each further token 1 s: L tokens of a new prompt take 0.5 + L.
+    played = play(
+        RESUMED, 2, workflow=graph(), gpus=3, steps=3, batching=Overcommit(delta=1), step=LinearStep(1.0, p=0.5)
+    )
+    first, second, third = played.outcome.responses
+    assert gen_s(played.outcome) == 3.5  # prompts 0 and 2; prompt 1 has 3 tokens by then
+    assert first.trained.tolist() == [True, False, True]
+    assert first.paused.tolist() == [False, True, False]
+    assert not first.aborted.any()
+    assert first.response_tokens.tolist() == [2, 3, 3]
+    # Prompts 3 and 4 are new, on GPUs 0 and 1; 1 goes on on GPU 2: 1 + 4/2 s for its fourth token, 5 s for the others.
+    # Then the batch is complete. Prompt 4 stops at its next boundary, 8.5 s, with 8 tokens.
+    assert second.prompt_id.tolist() == [3, 4, 1]
+    start = call_of(played.outcome, "generate", 1).start_at
+    assert (second.finished_at - start)[[0, 2]].tolist() == pytest.approx([2.5, 8.0])
+    assert gen_s(played.outcome, 1) == pytest.approx(8.5)
+    assert second.resumed.tolist() == [False, False, True]
+    assert second.resumed_tokens.tolist() == [0, 0, 3]
+    assert second.response_tokens.tolist() == [2, 8, 9]
+    assert (1 - second.version).tolist() == [0, 0, 1]  # staleness
+    # Prompt 4 lacks a token: 1 + 9/2 s. Prompts 5 and 6 take 3.5 s: the batch without it.
+    assert third.prompt_id[third.trained].tolist() == [5, 6]
+    settled = [r.settled for r in played.outcome.rollouts]
+    assert [(s.launched, s.resumed, s.paused, s.put_back) for s in settled] == [
+        (3, 0, 1, 0),
+        (2, 1, 1, 0),
+        (2, 1, 1, 0),
+    ]
+    assert [r.waiting for r in played.outcome.rollouts] == [1, 1, 1]
+
+
+def conserved(outcome: Outcome) -> None:
+    generated = sum(int((r.response_tokens - r.resumed_tokens).sum()) for r in outcome.responses)
+    trained = sum(int(r.response_tokens[r.trained].sum()) for r in outcome.responses)
+    aborted = sum(int(r.response_tokens[~(r.trained | r.paused)].sum()) for r in outcome.responses)
+    last = outcome.responses[-1]
+    assert generated == trained + aborted + int(last.response_tokens[last.paused].sum())
+    for before, after in zip(outcome.responses, outcome.responses[1:], strict=False):
+        paused = dict(zip(before.prompt_id[before.paused], before.response_tokens[before.paused], strict=True))
+        resumed = dict(zip(after.prompt_id[after.resumed], after.resumed_tokens[after.resumed], strict=True))
+        assert paused == resumed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_launched_are_trained_aborted_or_carried_over(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = {i: [int(n)] for i, n in enumerate(rng.geometric(0.05, 400))}
+    delta = int(rng.integers(0, 9))
+    chunk = int(rng.choice([0, 3, 16]))
+    played = play(lengths, 8, workflow=graph(chunk), gpus=3, steps=12, batching=Overcommit(delta=delta))
+    conserved(played.outcome)
+    trained = np.concatenate([r.prompt_id[r.trained] for r in played.outcome.responses])
+    assert len(trained) == 12 * 8
+    assert len(set(trained)) == len(trained)  # each prompt once
+    for settled in (r.settled for r in played.outcome.rollouts):
+        assert settled.launched + settled.resumed == 8 + delta
+        assert settled.launched + settled.resumed == 8 + settled.paused
+    stale = [step - r.version[r.trained] for step, r in enumerate(played.outcome.responses)]
+    assert max(map(max, stale)) == 0 if delta == 0 else max(map(max, stale)) > 0
+
+
+def test_groups_of_responses_are_kept_whole() -> None:
+    # Two responses a prompt; prompt 1 has one of them when prompts 0 and 2 are complete, and gets the other next step.
+    lengths = {0: [2, 2], 1: [2, 9], 2: [3, 3], 3: [9, 9], 4: [9, 9]}
+    played = play(lengths, 2, workflow=graph(), gpus=6, responses=2, steps=2, batching=Overcommit(delta=1))
+    first, second = played.outcome.responses
+    assert first.paused.tolist() == [False, False, True, True, False, False]
+    resumed = second.prompt_id == 1
+    assert second.trained[resumed].all()
+    assert sorted(second.response_tokens[resumed]) == [2, 9]
+    assert sorted(second.resumed_tokens[resumed]) == [2, 3]
+    assert call_of(played.outcome, "generate", 1).end_at - call_of(played.outcome, "generate", 1).start_at == 9.0
+
+
+def test_the_scoring_model_reads_what_is_resumed_from_its_start() -> None:
+    # As above, with chunks of 2 tokens. In step 1 prompt 1 comes with its 3 tokens at once.
+    played = play(
+        RESUMED, 2, workflow=graph(2), gpus=3, steps=2, batching=Overcommit(delta=1), step=LinearStep(1.0, p=0.5)
+    )
+    start = call_of(played.outcome, "generate", 1).start_at
+    spans = [s for s in played.outcome.spans if s.kind == "score" and s.step == 1]
+    assert (spans[0].start_at, spans[0].end_at) == (start, start + 0.5 + 4 / 4)
+    assert call_of(played.outcome, "inference", 1).end_at > start + 8.5  # the batch, not what goes on
+    assert played.outcome.responses[1].trained.tolist() == [True, False, True]
+
+
+def test_with_equal_lengths_nothing_is_won_or_lost() -> None:
+    lengths = {i: [7] for i in range(60)}
+    plain = play(lengths, 4, workflow=graph(), gpus=8, steps=5)
+    over = play(lengths, 4, workflow=graph(), gpus=8, steps=5, batching=Overcommit(delta=3))
+    for step in range(5):
+        assert gen_s(over.outcome, step) == gen_s(plain.outcome, step)
+        responses = over.outcome.responses[step]
+        assert not responses.aborted.any()
+        assert (responses.resumed_tokens[responses.resumed] == 7).all()  # nothing is computed again
+        assert over.outcome.rollouts[step].settled.launched == (7 if step == 0 else 4)
+    conserved(over.outcome)
+
+
+class Partial(Batching):
+    """Keeps what prompts have, but only of the first; the others begin again."""
+
+    def __init__(self) -> None:
+        self.kept: list[Prompt] = []
+        self.back: list[Prompt] = []
+        self.seen: list[Unfinished] = []
+
+    @property
+    def pauses(self) -> bool:
+        return True
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        again, self.back = tuple(self.back), []
+        return Launch((*again, *feed.take(4 - len(again) - len(self.kept))), 1, resume=tuple(self.kept))
+
+    def keep(self, unfinished: Sequence[Unfinished]) -> list[Prompt]:
+        self.seen += unfinished
+        self.kept = [u.prompt for u in unfinished[:1]]
+        return self.kept
+
+    def put_back(self, unfinished: Sequence[Prompt]) -> None:
+        self.back = list(unfinished)
+
+
+def test_a_batching_may_keep_some_and_put_others_back() -> None:
+    batching = Partial()
+    lengths = {0: [2], 1: [9, 9], 2: [8, 3], 3: [2], 4: [9], 5: [9]}
+    played = play(lengths, 2, workflow=graph(), gpus=4, steps=2, batching=batching)
+    first, second = played.outcome.responses
+    assert batching.seen[:2] == [Unfinished(Prompt(1), (2,), (False,)), Unfinished(Prompt(2), (2,), (False,))]
+    assert first.aborted.tolist() == [False, False, True, False]
+    assert second.prompt_id.tolist() == [2, 4, 5, 1]
+    assert second.resumed_tokens.tolist() == [0, 0, 0, 2]
+    assert sorted(second.response_tokens[second.trained]) == [3, 9]  # another sample of 2, the same one of 1
+
+
+def test_only_what_was_kept_can_be_resumed() -> None:
+    class Wrong(Batching):
+        def launch(self, feed: PromptFeed) -> Launch:
+            return Launch(feed.take(1), 1, resume=(Prompt(7),))
+
+    with pytest.raises(PolicyError, match="position 7 was not kept"):
+        play({0: [3]}, 1, workflow=graph(), batching=Wrong())
+
+
+# ------------------------------------------------------------------------------------------------------- Δ
+
+
+def test_delta_grows_while_the_reward_improves_and_shrinks_otherwise() -> None:
+    assert adapted(8, [0.0, 0.0, 1.0], 2, 0, 99) == 8  # fewer than two windows
+    assert adapted(8, [0.0, 0.0, 1.0, 1.0], 2, 0, 99) == 10  # by a quarter
+    assert adapted(8, [1.0, 1.0, 0.0, 0.0], 2, 0, 99) == 6
+    assert adapted(8, [1.0, 1.0, 1.0, 1.0], 2, 0, 99) == 6  # no better
+    assert adapted(3, [0.0, 1.0], 1, 0, 99) == 4  # by one at least
+    assert adapted(3, [1.0, 0.0], 1, 0, 99) == 2
+    assert adapted(8, [0.0, 1.0], 1, 0, 9) == 9
+    assert adapted(8, [1.0, 0.0], 1, 7, 99) == 7
+
+
+def test_delta_follows_the_slope_of_the_reward_in_a_run() -> None:
+    rng = np.random.default_rng(0)
+    lengths = {i: [int(n)] for i, n in enumerate(rng.geometric(0.05, 600))}
+    reward = RewardCurve(points=((0, 0.0), (6, 1.0), (12, 0.0)))
+    batching = Overcommit(window=2, delta_start=4, delta_min=2, delta_max=12, reward=reward)
+    played = play(lengths, 8, workflow=graph(), gpus=3, steps=14, batching=batching)
+    deltas = [r.settled.launched + r.settled.resumed - 8 for r in played.outcome.rollouts]
+    # After step 3 (rewards of 0 to 3) it grows; from step 7 on the mean of the last two steps is no better.
+    assert deltas[:4] == [4, 4, 4, 4]
+    assert deltas[4:8] == [5, 6, 7, 8]
+    assert all(b < a or b == 2 for a, b in itertools.pairwise(deltas[8:]))
+    conserved(played.outcome)
+
+
+def test_reward_curves() -> None:
+    rising = RewardCurve(start=0.2, end=0.8, time_constant_steps=10)
+    assert rising.at(0) == pytest.approx(0.2)
+    assert rising.at(10) == pytest.approx(0.8 - 0.6 / np.e)
+    assert rising.at(10_000) == pytest.approx(0.8)
+    noisy = RewardCurve(noise=0.5, seed=3)
+    assert noisy.at(4) == noisy.at(4) != RewardCurve().at(4)
+    points = RewardCurve(points=((2, 1.0), (4, 3.0)))
+    assert [points.at(step) for step in (0, 2, 3, 4, 9)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    with pytest.raises(ValueError, match="ascend"):
+        RewardCurve(points=((2, 1.0), (2, 3.0)))
+    with pytest.raises(ValueError, match="leave out end"):
+        RewardCurve(points=((2, 1.0),), end=1.0)
+    with pytest.raises(ValueError, match="delta_start 3 does not lie between"):
+        Overcommit(delta_start=3)
+
+
+# ------------------------------------------------------------------------------------------------- chunk lengths
+
+
+def test_each_candidate_is_tried_and_the_fastest_kept() -> None:
+    chunked = Chunked(candidates=(10, 20, 40), every=6)
+    took = {10: 3.0, 20: 1.0, 40: 2.0}
+
+    def step(number: int) -> int:
+        size = chunked.chunk_tokens(0)
+        chunked.on_scored(ScoringReport(number, size, took[size] * (100 + number), 100 + number))  # longer every time
+        return size
+
+    assert [step(i) for i in range(6)] == [10, 20, 40, 20, 20, 20]
+    took[40] = 0.5
+    assert [step(i) for i in range(6, 14)] == [10, 20, 40, 40, 40, 40, 10, 20]
+
+
+def test_the_fastest_length_is_kept_in_a_run() -> None:
+    lengths = {i: [60 + 15 * (i % 4)] for i in range(40)}
+    chunked = Chunked(candidates=(1, 20, 200), every=8)
+    played = play(lengths, 4, gpus=4, steps=6, workflow=chunked.rewired(graph()), control=chunked, handover_s=0.1)
+    assert [r.chunk_tokens for r in played.reports] == [1, 20, 200, 20, 20, 20]
+    stage = [r.stage_time_s for r in played.reports]
+    assert stage[1] < min(stage[0], stage[2])
+    assert stage[3] == pytest.approx(stage[1])
+
+
+def test_a_fixed_length_stays() -> None:
+    played = play({i: [30] for i in range(3)}, 1, steps=3, workflow=graph(7), control=Chunked(size=7))
+    assert [r.chunk_tokens for r in played.reports] == [7, 7, 7]
+
+
+# ----------------------------------------------------------------------------------------------------- what fits
+
+
+def test_graphs_with_chunks_are_checked() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no inference call of critic takes responses from generation \(.* of reward"
+    ):
+        graph().in_chunks(["critic"], 10)
+    with pytest.raises(ConfigError, match="has chunk_tokens, at least 1"):
+        graph().in_chunks(["reward"], 0)
+    calls = graph().calls
+    with pytest.raises(ConfigError, match="cannot have the grain `chunk`"):
+        Workflow("w", calls, (Edge("score", "train", grain="chunk", chunk_tokens=4),))
+    twice = (*calls, Call("values", "inference", "critic"))
+    edges = (Edge("generate", "score", 0, "chunk", 4), Edge("generate", "values", 0, "chunk", 8))
+    with pytest.raises(ConfigError, match="the same length"):
+        Workflow("w", twice, edges)
+
+
+def test_candidates_need_time() -> None:
+    with pytest.raises(ValueError, match="no time to try 3 candidates"):
+        Chunked(every=2)
+
+
+def test_the_parts_of_oppo() -> None:
+    parts = OPPO(chunk=500, delta=16, tp=1).parts()
+    assert [type(part).__name__ for part in parts] == ["VeRL", "Chunked", "Overcommit"]
