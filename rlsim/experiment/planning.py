@@ -11,7 +11,7 @@ import numpy as np
 import simpy
 
 from rlsim.cost.machine import Machine
-from rlsim.cost.memory import RESERVED_BYTES
+from rlsim.cost.memory import RESERVED_BYTES, inference_memory
 from rlsim.cost.placement import PairTimes
 from rlsim.cost.placement import Placement as Layout
 from rlsim.cost.strategy import TrainStrategy
@@ -58,13 +58,13 @@ class PlanSpace:
     """
 
     def __init__(self, setup: Setup, site: Site) -> None:
-        self._setup, self._site = setup, site
+        self._setup, self._site, self._cluster = setup, site, site.cluster
         self.workflow, self.gpu = setup.algorithm, setup.cluster.gpu
         self.calls = [call for call in setup.algorithm.calls if call.kind not in ("sync", "reward")]
         batch = setup.sampler(setup.experiment.seed_list[0]).step(0)
         self._prompts, self._responses = batch.prompt_tokens, batch.response_tokens
         self._lengths = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
-        self._meshes = list(meshes(setup.cluster.gpus, setup.cluster.gpus_per_node))
+        self._meshes = list(meshes(self._cluster.gpus, self._cluster.gpus_per_node))
         self.options: dict[str, list[tuple[int, Candidate]]] = {}  # first GPU and candidate of each option
         made: dict[tuple[str, object], list[Candidate]] = {}
         for call in self.calls:
@@ -75,7 +75,7 @@ class PlanSpace:
                     made[key] = list(self._candidates(call, size))
             found = [(first, c) for first, gpus in self._meshes for c in made[repr(shape), gpus]]
             if not found:
-                raise CapacityError(f"call {call.name} fits on no mesh of {setup.cluster.name}")
+                raise CapacityError(f"call {call.name} fits on no mesh of {self._cluster.name}")
             self.options[call.name] = found
 
     @property
@@ -98,14 +98,16 @@ class PlanSpace:
                     pair = self._layouts(sources[0]), self._layouts(target)
                     time_s = self._site.calls.reallocation(call.model).time_s
                     reallocations.append(
-                        Reallocation(sources[0], target, PairTimes(time_s, self._setup.cluster, *pair))
+                        Reallocation(
+                            sources[0], target, PairTimes(time_s, self._cluster, *pair), self._copy_bytes(target, pair)
+                        )
                     )
         return Problem(
             options=[self._columns(call.name) for call in self.calls],
             dependencies=dependencies,
             reallocations=reallocations,
-            gpus=self._setup.cluster.gpus,
-            memory_bytes=self._setup.cluster.gpu.memory_bytes - RESERVED_BYTES,
+            gpus=self._cluster.gpus,
+            memory_bytes=self._cluster.gpu.memory_bytes - RESERVED_BYTES,
             order=[name for name in workflow.order() if name in names],
         )
 
@@ -135,18 +137,33 @@ class PlanSpace:
     def _layouts(self, name: str) -> list[Layout]:
         return [Layout.of(first, c.strategy) for first, c in self.options[name]]
 
+    def _copy_bytes(self, target: str, pair: tuple[list[Layout], list[Layout]]) -> PairTimes | None:
+        """What a trained model's inference keeps of its own; nothing where training has just these weights."""
+        call = self.workflow.call(target)
+        if call.kind != "inference" or self._site.style.offload:
+            return None
+        model = self._setup.models[call.model]
+
+        def size(source: Layout, to: Layout) -> float:
+            if source == to:
+                return 0.0
+            strategy = TrainStrategy(dp=to.dp, tp=to.tp, pp=to.pp, cp=to.cp, zero_stage=3 if to.zero3 else 0)
+            return inference_memory(model, strategy).parameter_bytes
+
+        return PairTimes(size, self._cluster, *pair)
+
     def _data_s(self, source: str, target: str) -> PairTimes:
         kind = self._setup.algorithm.call(source).kind
         size = (GENERATED_BYTES if kind == "generate" else INFERRED_BYTES) * float(self._lengths.sum())
         time_s = partial(self._site.calls.data.time_s, size)
-        return PairTimes(time_s, self._setup.cluster, self._layouts(source), self._layouts(target))
+        return PairTimes(time_s, self._cluster, self._layouts(source), self._layouts(target))
 
     # ---- one call on a mesh of so many GPUs -------------------------------------------------------------------------
 
     def _candidates(self, call: Call, gpus: int) -> Iterator[Candidate]:
         model, mini = self._setup.models[call.model], self._setup.experiment.training.mini_batches
         sequences = len(self._lengths) // (mini if call.kind == "train" else 1)
-        per_node = min(self._setup.cluster.gpus_per_node, gpus)
+        per_node = min(self._cluster.gpus_per_node, gpus)
         for tp, pp in degrees(gpus, per_node):
             dp = gpus // tp // pp
             try:
@@ -172,8 +189,10 @@ class PlanSpace:
                     style, dp=dp, tp=tp, pp=pp, zero_stage=zero, offload=offload, micro_batches=count,
                     sequence_parallel=tp > 1,
                 )  # fmt: skip
-                memory, cost = self._site.memory.of(call, strategy), self._site.calls.of(call.model, strategy)
-                if memory.resident_bytes + memory.active_bytes + RESERVED_BYTES > self._setup.cluster.gpu.memory_bytes:
+                copied = call.model in self._trained and not offload  # whose bytes depend on where training is
+                memory = self._site.memory.of(call, strategy, holds_weights=copied)
+                cost = self._site.calls.of(call.model, strategy)
+                if memory.resident_bytes + memory.active_bytes + RESERVED_BYTES > self._cluster.gpu.memory_bytes:
                     continue
                 if call.kind == "train":
                     time = cost.train_s(self._lengths, training.mini_batches, training.epochs)
@@ -186,8 +205,8 @@ class PlanSpace:
         """Generation alone on its GPUs, as long as the engine takes, with more and less memory for its KV cache."""
         setup, engine = self._setup, self._setup.experiment.engine
         placement = Placement(tuple(range(strategy.gpus)), strategy)
-        nodes = placement.nodes(setup.cluster)
-        cluster = setup.cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
+        nodes = placement.nodes(self._cluster)
+        cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
         lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
         shares = {tuple(share) for share in dealt(lengths, strategy.dp, setup.experiment.routing)}
         longest, replica = setup.longest_prompt + setup.experiment.trace.cap, strategy.tp * strategy.pp

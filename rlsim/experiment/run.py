@@ -141,6 +141,8 @@ class _Case:
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
         try:
+            asked = spec.make()
+            asked.check_layout(self.setup.site(asked).context)
             for alternative, _ in self._alternatives(spec):
                 system = alternative.make()
                 site = self.setup.site(system)

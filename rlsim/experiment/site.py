@@ -25,6 +25,7 @@ from rlsim.sim.control import ControlContext
 from rlsim.sim.simulation import Judge
 from rlsim.workflow import Call, Placement, Plan, colocated
 from rlsim.workflow.memory import PlanMemory
+from rlsim.workflow.plan import check_meshes
 
 if TYPE_CHECKING:
     from rlsim.experiment.build import Setup
@@ -214,10 +215,22 @@ class Site:
         if self._placing is None:
             plan = colocated(workflow, self.gpus, self.training_strategy(len(self.gpus)), self.reward_placement)
         else:
-            plan = self._without_idle_syncs(self._placing.plan(self.plan_context))
+            plan = self._placing.plan(self.plan_context)
+            check_meshes(workflow, plan, self._placeable)
+            plan = self._without_idle_syncs(plan)
         plan = beside_generation(plan, self._setup.algorithm, self._streamed)
         self.memory.check(plan, self._beside_bytes(plan))
         return plan
+
+    @property
+    def _placeable(self) -> Cluster:
+        """The cluster, if the GPUs that calls may have are numbered as it does."""
+        if self.gpus != tuple(range(len(self.gpus))):
+            raise ConfigError(
+                f"workflow.reward.judge keeps {len(self.judge_gpus)} GPUs, some of every node: a system that places "
+                "its calls needs the judge on whole nodes, or beside the calls"
+            )
+        return self.cluster
 
     def _without_idle_syncs(self, plan: Plan) -> Plan:
         """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""
@@ -319,6 +332,9 @@ class Site:
             if whole % tp == 0 and left % tp and planned is None:
                 who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
                 infeasible[tp] = f"TP {tp} does not divide the {left} GPUs of a node that {who}"
+        if not feasible and replica is not None:
+            gpu = self.memory.fullest_resident(self.plan, self.generation.gpus)
+            raise CapacityError(f"call generate does not fit on GPU {gpu}: {infeasible[replica]}")
         if not feasible:
             raise CapacityError(
                 "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())

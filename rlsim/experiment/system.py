@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from rlsim.errors import ConfigError
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Part, Placing, Rewiring, flattened
 from rlsim.policies.plan import AsPlanned
+from rlsim.policies.verl import VeRL
 from rlsim.sim.batching import Batching, Batchings
-from rlsim.sim.control import Controls, RolloutControl
+from rlsim.sim.control import ControlContext, Controls, RolloutControl
 from rlsim.sim.reward import RewardControl
 from rlsim.workflow.graph import Workflow
 
@@ -72,6 +73,15 @@ class System:
             placings[0] if placings else None,
             streams[0] if streams else None,
         )
+
+    def check_layout(self, context: ControlContext) -> None:
+        """Raises `ConfigError` if the plan says how generation uses its GPUs, and a part of the system does too."""
+        open_ = isinstance(self.layout, AsPlanned) or (isinstance(self.layout, VeRL) and self.layout.tp == "best")
+        if context.replica_gpus is not None and not open_:
+            raise ConfigError(
+                f"the plan says how generation uses its GPUs (replicas of {context.replica_gpus}), and so does "
+                f"{type(self.layout).__name__}; leave tp out of the plan's generation, or the layout out of the system"
+            )
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """The workflow as all parts want it."""

@@ -8,6 +8,7 @@ from rlsim.experiment.site import Site, layout_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.responses import Responses
 from rlsim.workflow import Call, Placement, Workflow
+from rlsim.workflow.plan import same_weights
 
 #: Bytes per token that a call hands on: generation token numbers (int64) and log-probs (fp32), inference fp32 numbers.
 GENERATED_BYTES = 12
@@ -57,7 +58,7 @@ class ExperimentTimes:
             target = plan.of(name)
             if target.strategy is None and target.gpus == source.gpus:
                 total += self._calls.sync_s(call.model, source.strategy, rollout_tp)
-            else:
+            elif not same_weights(source, target):
                 both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
                 total += self._calls.reallocation(call.model).time_s(*both)
         return total

@@ -83,8 +83,11 @@ class Megatron(Schema, Placing):
                 context.style, dp=gpus // tp // pp, tp=tp, pp=pp, cp=1, zero_stage=zero, sequence_parallel=tp > 1,
                 micro_batches=self.micro_batches,
             )  # fmt: skip
+            # A rollout engine shards no parameters: under ZeRO-3 it has the same degrees but other weights.
             placed = {
-                call.name: Placement(context.gpus, strategy)
+                call.name: Placement(
+                    context.gpus, replace(strategy, zero_stage=0) if call.kind == "generate" else strategy
+                )
                 for call in context.workflow.calls
                 if call.kind not in ("sync", "reward")
             }

@@ -80,17 +80,17 @@ class ExplicitPlan(Schema, Placing):
         placed = {call.name: call for call in context.workflow.calls if call.kind not in ("sync", "reward")}
         for name in self.calls:
             if name not in placed:
-                raise unknown_name("call in the plan", name, placed)
+                raise ConfigError(str(unknown_name("call in the plan", name, placed)))
         if missing := placed.keys() - self.calls.keys():
             raise ConfigError(f"the plan places no call {', '.join(sorted(missing))}")
         found: dict[str, Placement] = {}
         for name, call in self.calls.items():
             gpus = _gpus(name, call.gpus, context.gpus)
-            if placed[name].kind == "generate" and call.tp is None:
-                found[name] = Placement(gpus)
-            else:
-                strategy = _strategy(name, call, len(gpus), context.style)
+            if placed[name].kind == "generate":
+                strategy = _generation(name, call, len(gpus))
                 found[name] = Placement(gpus, strategy, memory_share=call.memory_share)
+            else:
+                found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
         return with_transfers(context.workflow, found, context.reward)
 
 
@@ -111,9 +111,23 @@ def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:
         return known
     first, _, last = text.partition("-")
     gpus = tuple(range(int(first), int(last or first) + 1))
-    if not gpus or not set(gpus) <= set(known):
+    if not gpus:
+        raise ConfigError(f"plan: {name}: gpus {text}: the last number is below the first")
+    if not set(gpus) <= set(known):
         raise ConfigError(f"plan: {name}: gpus {text}: GPUs {known[0]}-{known[-1]} are there for the calls")
     return gpus
+
+
+def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
+    """The rollout engine's degrees; None if the system's layout says them. It knows nothing of training's switches."""
+    senseless = sorted(call.model_fields_set - {"gpus", "tp", "pp", "dp", "memory_share"})
+    if senseless:
+        raise ConfigError(f"plan: {name}: {', '.join(senseless)}: generation has only gpus, tp, pp, dp and memory_share")
+    if call.tp is None:
+        if call.pp > 1 or call.dp is not None:
+            raise ConfigError(f"plan: {name}: pp and dp need a tp beside them; without one the system's layout decides")
+        return None
+    return _strategy(name, call, gpus, TrainStrategy())
 
 
 def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> TrainStrategy:

@@ -85,7 +85,13 @@ def _on_policy(
         Edge(train.name, sync.name),
         Edge(sync.name, generate.name, lag=1),
     ]
-    return Workflow(name, (generate, *prepare, train, sync), tuple(edges), group_advantage, baseline_responses)
+    calls = [generate, *prepare, train, sync]
+    for call in prepare:
+        if call.model == "actor":  # nothing to move where it runs as training does
+            again = Call(f"{call.name}_sync", "sync", "actor")
+            calls.append(again)
+            edges += [Edge(train.name, again.name), Edge(again.name, call.name, lag=1)]
+    return Workflow(name, tuple(calls), tuple(edges), group_advantage, baseline_responses)
 
 
 ALGORITHMS: dict[str, Callable[..., Workflow]] = {"grpo": grpo, "ppo": ppo, "remax": remax, "dpo": dpo}

@@ -55,7 +55,6 @@ class PlanMemory:
 
     def __init__(self, workflow: Workflow, models: Mapping[str, Model], gpu: Gpu, batch: BatchSize) -> None:
         self._workflow, self._models, self._gpu, self._batch = workflow, models, gpu, batch
-        self._trained = {call.model for call in workflow.calls if call.kind == "train"}
 
     def of(self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False) -> CallMemory:
         """A call's memory on each GPU. `holds_weights`: training of the same model keeps just these weights there."""
@@ -80,8 +79,8 @@ class PlanMemory:
                 "activations": memory.activation_bytes,
                 "logits": memory.logits_bytes,
             }
-            stays = call.model not in self._trained and not strategy.offload
-            return CallMemory(weights, working) if stays else CallMemory({}, {**weights, **working})
+            # A copy of a trained model stays too: it comes right after training, and generation is before its use.
+            return CallMemory({}, {**weights, **working}) if strategy.offload else CallMemory(weights, working)
         return CallMemory()
 
     def of_engine(self, call: Call, placement: Placement) -> CallMemory:
@@ -108,9 +107,16 @@ class PlanMemory:
 
     def resident_bytes(self, plan: Plan, gpus: tuple[int, ...]) -> float:
         """What stays on the fullest of these GPUs between calls."""
+        return max(self._resident_bytes(plan, gpus).values(), default=0.0)
+
+    def fullest_resident(self, plan: Plan, gpus: tuple[int, ...]) -> int:
+        """Which of these GPUs that is; the first of equal ones."""
+        on = self._resident_bytes(plan, gpus)
+        return max(on, key=lambda gpu: (on[gpu], -gpu))
+
+    def _resident_bytes(self, plan: Plan, gpus: tuple[int, ...]) -> dict[int, float]:
         calls = self.calls(plan).values()
-        on = {gpu: sum(memory.resident_bytes for at, memory in calls if gpu in at.gpus) for gpu in gpus}
-        return max(on.values(), default=0.0)
+        return {gpu: sum(memory.resident_bytes for at, memory in calls if gpu in at.gpus) for gpu in gpus}
 
     def check(self, plan: Plan, beside_bytes: float = 0.0) -> None:
         """Raises `CapacityError`, with the call, the GPU and the bytes, where a call does not fit beside the others.

@@ -91,9 +91,9 @@ def with_transfers(workflow: Workflow, placed: Mapping[str, Placement], reward: 
             placements[call.name] = reward or Placement(())
         elif call.kind == "sync":
             sources, targets = workflow.beside(call.name)
-            ends = [placed[name] for name in (*sources, *targets)]
-            moves = any(not same_weights(ends[0], end) for end in ends[1:])
-            gpus = {gpu for end in ends for gpu in end.gpus} if moves else ()
+            source = placed[sources[0]]
+            moved = [end for end in (placed[name] for name in targets) if not same_weights(source, end)]
+            gpus = {gpu for end in (source, *moved) for gpu in end.gpus} if moved else ()
             placements[call.name] = Placement(tuple(sorted(gpus)))
     return Plan(placements)
 
@@ -105,6 +105,32 @@ def same_weights(one: Placement, other: Placement) -> bool:
         return False
     sharded = [s.zero_stage == 3 and s.shards > 1 for s in (a, b)]
     return (a.shards, a.tp, a.pp) == (b.shards, b.tp, b.pp) and sharded[0] == sharded[1]
+
+
+def check_meshes(workflow: Workflow, plan: Plan, cluster: Cluster) -> None:
+    """Raises `ConfigError` for a call whose GPUs the costs cannot price, or whose weights nothing brings.
+
+    A mesh is part of one node, or whole nodes: costs take it that a mesh begins where a node does.
+    """
+    trained = {call.model: plan.of(call.name) for call in workflow.calls if call.kind == "train"}
+    synced = {name for call in workflow.calls if call.kind == "sync" for name in workflow.beside(call.name)[1]}
+    for call in workflow.calls:
+        placement = plan.of(call.name)
+        nodes = placement.nodes(cluster)
+        if call.kind in ("generate", "inference", "train") and len(nodes) > 1:
+            part = next((node for node in nodes if len(node) < cluster.gpus_per_node), None)
+            if part is not None:
+                raise ConfigError(
+                    f"call {call.name} has GPUs {placement.gpus[0]}-{placement.gpus[-1]}, of one node only {len(part)} "
+                    f"of {cluster.gpus_per_node}: a call has part of one node, or whole nodes"
+                )
+        source = trained.get(call.model)
+        waits = call.kind in ("generate", "inference") and call.name not in synced
+        if waits and source is not None and not same_weights(source, placement):
+            raise ConfigError(
+                f"call {call.name} has other GPUs or another layout than training of its model, and no sync call "
+                f"of workflow {workflow.name} brings it new weights"
+            )
 
 
 def colocated(
