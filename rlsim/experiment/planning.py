@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -11,7 +12,7 @@ import numpy as np
 import simpy
 
 from rlsim.cost.machine import Machine
-from rlsim.cost.memory import RESERVED_BYTES, inference_memory
+from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_memory
 from rlsim.cost.placement import PairTimes
 from rlsim.cost.placement import Placement as Layout
 from rlsim.cost.strategy import TrainStrategy
@@ -31,8 +32,14 @@ if TYPE_CHECKING:
 #: Whole nodes: any run of neighbouring ones up to so many nodes in the cluster, aligned powers of two beyond.
 ANY_RUN_NODES = 8
 
-#: Shares of a GPU's memory that are tried for a rollout engine: the less it has, the more others may keep there.
-ENGINE_SHARES = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
+#: Shares of a GPU's memory that are tried for a rollout engine, up to what lets all its sequences run at once: the
+#: less it has, the more others may keep there.
+ENGINE_SHARES = (0.3, 0.5, 0.7)
+
+#: A layout of generation that takes so many times as long as the fastest is not tried with less memory.
+SLOW = 1.5
+
+_NO_LIMIT = 1e3  # times the memory of a GPU
 
 #: Most micro-batches of a rank that are tried, for each pipeline stage.
 MICRO_BATCHES_PER_STAGE = 8
@@ -161,21 +168,26 @@ class PlanSpace:
     # ---- one call on a mesh of so many GPUs -------------------------------------------------------------------------
 
     def _candidates(self, call: Call, gpus: int) -> Iterator[Candidate]:
-        model, mini = self._setup.models[call.model], self._setup.experiment.training.mini_batches
-        sequences = len(self._lengths) // (mini if call.kind == "train" else 1)
-        per_node = min(self._cluster.gpus_per_node, gpus)
-        for tp, pp in degrees(gpus, per_node):
-            dp = gpus // tp // pp
-            try:
-                model.check_tp(tp)
-            except ConfigError:
-                continue
-            if pp > model.num_hidden_layers or dp > sequences:
-                continue
-            if call.kind == "generate":
-                yield from self._generation(TrainStrategy(dp=dp, tp=tp, pp=pp))
-            else:
-                yield from undominated(self._variants(call, dp, tp, pp, sequences // dp))
+        mini = self._setup.experiment.training.mini_batches if call.kind == "train" else 1
+        share = len(self._lengths) // mini
+        spread = [
+            (gpus // tp // pp, tp, pp)
+            for tp, pp in degrees(gpus, min(self._cluster.gpus_per_node, gpus))
+            if self._suits(call, tp, pp) and gpus // tp // pp <= share
+        ]
+        if call.kind == "generate":
+            yield from self._generation([TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread])
+            return
+        for dp, tp, pp in spread:
+            yield from undominated(self._variants(call, dp, tp, pp, share // dp))
+
+    def _suits(self, call: Call, tp: int, pp: int) -> bool:
+        model = self._setup.models[call.model]
+        try:
+            model.check_tp(tp)
+        except ConfigError:
+            return False
+        return pp <= model.num_hidden_layers
 
     def _variants(self, call: Call, dp: int, tp: int, pp: int, share: int) -> Iterator[Candidate]:
         """Numbers of micro-batches, and for a model that is not trained whether it waits in host memory."""
@@ -201,39 +213,66 @@ class PlanSpace:
                 yield Candidate(strategy, time.total_s, memory.resident_bytes, memory.active_bytes)
             count *= 2
 
-    def _generation(self, strategy: TrainStrategy) -> Iterator[Candidate]:
-        """Generation alone on its GPUs, as long as the engine takes, with more and less memory for its KV cache."""
-        setup, engine = self._setup, self._setup.experiment.engine
-        placement = Placement(tuple(range(strategy.gpus)), strategy)
-        nodes = placement.nodes(self._cluster)
-        cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
-        lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
-        shares = {tuple(share) for share in dealt(lengths, strategy.dp, setup.experiment.routing)}
-        longest, replica = setup.longest_prompt + setup.experiment.trace.cap, strategy.tp * strategy.pp
-        largest = setup.experiment.memory_utilization
-        for memory_share in [share for share in ENGINE_SHARES if share < largest] + [largest]:
-            machine = Machine(
-                setup.model,
-                cluster,
-                setup.calibration,
-                page_tokens=engine.page_tokens,
-                max_batched_tokens=engine.max_num_batched_tokens,
-                max_sequences=engine.max_num_seqs,
-                memory_utilization=memory_share,
-                pp=strategy.pp,
-                sampling_s_per_logit=engine.sampling_per_logit,
-            )
-            if machine.feasible_tps(longest, replica)[0]:
-                # Replicas do not wait for each other.
-                rollouts = [self._rollout(share, machine, replica) for share in shares]
-                active_bytes = memory_share * cluster.gpu.memory_bytes - RESERVED_BYTES
-                time_s = max(seconds for seconds, _ in rollouts)
-                yield Candidate(strategy, time_s, 0.0, active_bytes, memory_share)
-                if all(at_once for _, at_once in rollouts):
-                    return  # more memory changes nothing
+    def _generation(self, strategies: Sequence[TrainStrategy]) -> Iterator[Candidate]:
+        """Generation alone on its GPUs: with memory for all sequences at once and, unless it is slow, with less."""
+        limits = {strategy: self._share_for_all(strategy) for strategy in strategies}
+        alone = [c for strategy, share in limits.items() for c in self._generated(strategy, share)]
+        fastest_s = min((candidate.time_s for candidate in alone), default=0.0)
+        for candidate in alone:
+            yield candidate
+            if candidate.time_s <= SLOW * fastest_s:
+                for share in ENGINE_SHARES:
+                    if share < limits[candidate.strategy]:
+                        yield from self._generated(candidate.strategy, share)
 
-    def _rollout(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> tuple[float, bool]:
-        """One replica on its own: seconds, and whether nothing ever waited for KV cache."""
+    def _share_for_all(self, strategy: TrainStrategy) -> float:
+        """Share of a GPU's memory that lets all sequences run at once; not more than the experiment allows."""
+        setup, engine = self._setup, self._setup.experiment.engine
+        memory = rollout_memory(
+            setup.model,
+            self.gpu,
+            strategy.tp,
+            pp=strategy.pp,
+            page_tokens=engine.page_tokens,
+            memory_utilization=_NO_LIMIT,
+            max_batched_tokens=engine.max_num_batched_tokens,
+            max_sequences=engine.max_num_seqs,
+        )
+        replicas = self._dealt(strategy)
+        pages = max(sum(-(-(p + r) // engine.page_tokens) for p, r in lengths) for lengths in replicas)
+        kv_bytes = (pages + 1) / (1 - engine.watermark) * memory.page_bytes
+        needed = memory.weight_bytes + memory.activation_bytes + RESERVED_BYTES + kv_bytes
+        return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, setup.experiment.memory_utilization)
+
+    def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int], ...]]:
+        """Prompt and response tokens of the replicas' sequences, of replicas with the same ones once."""
+        lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
+        return {tuple(share) for share in dealt(lengths, strategy.dp, self._setup.experiment.routing)}
+
+    def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
+        """As long as the engine takes; nothing if a whole response does not fit."""
+        setup, engine = self._setup, self._setup.experiment.engine
+        nodes = Placement(tuple(range(strategy.gpus)), strategy).nodes(self._cluster)
+        machine = Machine(
+            setup.model,
+            self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])}),
+            setup.calibration,
+            page_tokens=engine.page_tokens,
+            max_batched_tokens=engine.max_num_batched_tokens,
+            max_sequences=engine.max_num_seqs,
+            memory_utilization=memory_share,
+            pp=strategy.pp,
+            sampling_s_per_logit=engine.sampling_per_logit,
+        )
+        replica = strategy.tp * strategy.pp
+        if machine.feasible_tps(setup.longest_prompt + setup.experiment.trace.cap, replica)[0]:
+            # No replica waits for another.
+            time_s = max(self._rollout_s(lengths, machine, replica) for lengths in self._dealt(strategy))
+            active_bytes = memory_share * self.gpu.memory_bytes - RESERVED_BYTES
+            yield Candidate(strategy, time_s, 0.0, active_bytes, memory_share)
+
+    def _rollout_s(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> float:
+        """One replica on its own."""
         env, engine, cap = simpy.Environment(), self._setup.experiment.engine, self._setup.experiment.trace.cap
         rollout = Rollout(
             env,
@@ -246,9 +285,7 @@ class PlanSpace:
             cap_tokens=cap,
         )
         env.run(until=rollout.done)
-        pages = sum(-(-(prompt + response) // engine.page_tokens) for prompt, response in lengths)
-        room = machine.capacity_pages(replica)
-        return env.now, pages <= room - engine.watermark_pages(room)
+        return env.now
 
 
 def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:

@@ -122,7 +122,9 @@ def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
     """The rollout engine's degrees; None if the system's layout says them. It knows nothing of training's switches."""
     senseless = sorted(call.model_fields_set - {"gpus", "tp", "pp", "dp", "memory_share"})
     if senseless:
-        raise ConfigError(f"plan: {name}: {', '.join(senseless)}: generation has only gpus, tp, pp, dp and memory_share")
+        raise ConfigError(
+            f"plan: {name}: {', '.join(senseless)}: generation has only gpus, tp, pp, dp and memory_share"
+        )
     if call.tp is None:
         if call.pp > 1 or call.dp is not None:
             raise ConfigError(f"plan: {name}: pp and dp need a tp beside them; without one the system's layout decides")
