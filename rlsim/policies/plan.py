@@ -116,7 +116,7 @@ def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:
 
 def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
     """The rollout engine's degrees; None if the system's layout says them. It knows nothing of training's switches."""
-    senseless = sorted(call.model_fields_set - {"gpus", "tp", "pp", "dp"})
+    senseless = sorted(call.model_dump(exclude_defaults=True).keys() - {"gpus", "tp", "pp", "dp"})
     if senseless:
         raise ConfigError(f"plan: {name}: {', '.join(senseless)}: generation has only gpus, tp, pp and dp")
     if call.tp is None:
