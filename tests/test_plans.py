@@ -42,6 +42,8 @@ PPO: dict[str, Any] = {
     "seeds": 1,
     "systems": [{"verl": {"tp": 2}}],
 }
+#: Models of which little fits on a GPU.
+BIG = {"model": "llama-3-7b", "models": {"critic": "llama-3-7b", "reward": "llama-3-7b"}}
 #: A plan of PPO with calls side by side.
 APART: dict[str, dict[str, Any]] = {
     "generate": {"gpus": "all", "tp": 2},
@@ -325,6 +327,24 @@ def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
     for i, expected in enumerate(space.problem.cost_s(plans)):
         # The first step fills the overlap of steps and the last one empties it.
         steps = result.steps.loc[result.steps["system"] == str(i), "step_time_s"].to_numpy()[1:-1]
+        assert steps == pytest.approx(expected, rel=1e-6), found[i]
+
+
+def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
+    """Of a model that crowds the GPUs, those that fill them most: nothing is refused, nothing waits for KV cache."""
+    given = experiment(**BIG, workflow={"steps": 4, "prompts": 256})
+    space, rng = space_of(given), np.random.default_rng(7)
+    problem = space.problem
+    drawn = rng.integers(problem.sizes, size=(4000, len(problem.sizes)))
+    fitting = drawn[problem.fits(drawn)]
+    fullest = fitting[np.argsort(problem.peak_bytes(fitting))[-6:]]
+    assert problem.peak_bytes(fullest).min() > 0.95 * problem.memory_bytes
+    found = [ExplicitPlan.of(space.plan(plan.tolist()), space.workflow) for plan in fullest]
+    systems = [{"name": str(i), "use": [{"plan": one.model_dump(exclude_none=True)}]} for i, one in enumerate(found)]
+    result = rlsim.run({**given, "systems": systems})
+    assert (result.steps["preemptions"] == 0).all()
+    for i, expected in enumerate(problem.cost_s(fullest)):
+        steps = result.steps.loc[result.steps["system"] == str(i), "step_time_s"].to_numpy()[1:-1]
         assert steps == pytest.approx(expected, rel=0.01), found[i]
 
 
@@ -353,7 +373,6 @@ PLACED: dict[str, dict[str, range]] = {
     "deepspeed_chat": {"generate": range(8), "train": range(8), "reward_score": range(8), "train_critic": range(8)},
     "megatron": {"generate": range(8), "train": range(8), "reward_score": range(8), "values": range(8)},
 }  # fmt: skip
-BIG = {"model": "llama-3-7b", "models": {"critic": "llama-3-7b", "reward": "llama-3-7b"}}
 
 
 @pytest.fixture(scope="module")
