@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,23 @@ import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Arrival, RefEngine, score
-from test_systems import Checks, OneEach, Times, call_of, gen_s
+from test_systems import Checks, OneEach, Times, call_of, gen_s, train
 from workloads import LinearStep, StubCosts
 
+import rlsim
 from rlsim.cost.sharing import Crowded
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.system import System
 from rlsim.hardware import load_cluster
+from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve, adapted
-from rlsim.sim.batching import Batching, PromptFeed, Unfinished
+from rlsim.policies.reward_scheduler import AsyncReward
+from rlsim.policies.verl import VeRL
+from rlsim.sim.batching import Batching, Batchings, PromptFeed, Unfinished
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, ScoringReport
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
@@ -88,6 +96,7 @@ def play(
     steps: int = 1,
     gpus: int = 1,
     shared: float | None = None,
+    takes_turns: bool = False,
     responses: int = 1,
     batching: Batching | None = None,
     control: RolloutControl | None = None,
@@ -96,15 +105,18 @@ def play(
     pages: int = PAGES,
     budget: int = 8192,
 ) -> Played:
-    """Prompts of one token on `gpus` GPUs and a scoring model on one more, or on the same, that factor slower."""
+    """Prompts of one token on `gpus` GPUs and a scoring model on one more.
+
+    `shared`: on the first of them, beside generation, both that factor slower. `takes_turns`: there, but after it.
+    """
 
     def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-        made = [(p.position, lengths[p.position][p.first_sample + k]) for p in launched for k in range(samples)]
-        return [Request(first_id + i, at, 1, n, row=at * 100) for i, (at, n) in enumerate(made)]
+        made = [(p.position, p.first_sample + k) for p in launched for k in range(samples)]
+        return [Request(first_id + i, at, 1, lengths[at][k], row=at * 100 + k) for i, (at, k) in enumerate(made)]
 
     actor = tuple(range(gpus))
     strategy = TrainStrategy(dp=gpus)
-    scoring = Placement((gpus,)) if shared is None else Placement((0,), shared=True)
+    scoring = Placement((gpus,) if shared is None and not takes_turns else (0,), shared=shared is not None)
     factor = 1.0 if shared is None else shared
     listening = Listening()
     outcome = Simulation(
@@ -194,6 +206,12 @@ def test_shared_gpus_slow_both_down() -> None:
     assert call_of(played.outcome, "inference").end_at == 15.0
 
 
+def test_on_gpus_that_are_not_shared_nothing_overlaps() -> None:
+    played = play({0: [10]}, 1, workflow=graph(4), takes_turns=True)
+    call = call_of(played.outcome, "inference")
+    assert (call.ready_at, call.start_at, call.end_at) == (4.0, 10.0, 13.25)
+
+
 def test_a_share_without_slowdown_is_a_gpu_of_its_own() -> None:
     own, shared = (play({0: [10]}, 1, workflow=graph(4), shared=s) for s in (None, 1.0))
     assert [c.end_at for c in own.outcome.calls] == [c.end_at for c in shared.outcome.calls]
@@ -276,6 +294,21 @@ def test_the_last_to_come_loses_its_cache_where_pages_are_missing() -> None:
     assert scorer.recomputed_tokens == 4
 
 
+def test_what_comes_at_one_moment_is_taken_together() -> None:
+    moment = 1.0 + 1e-12  # the same but for rounding
+    arrivals = [Arrival(1.0, 0, 4, True), Arrival(moment, 1, 4, True), Arrival(1.5, 2, 2, True)]
+    scored_at, _ = serve(arrivals, PREFILL, RefEngine(1, 100, 1000, False, 0), 100)
+    assert scored_at == pytest.approx({0: 3.5, 1: 3.5, 2: 4.5}, rel=1e-9, abs=0)
+
+
+def test_what_is_not_trained_on_does_not_hold_up_the_scores() -> None:
+    # Of three prompts one is needed. At 2 s 9 tokens come, to 4.75 s. At 4 s it is there, with 2 tokens more of each;
+    # those of the others are dropped: 0.5 + 2/4 s.
+    played = play({0: [4], 1: [9], 2: [9]}, 1, workflow=graph(2), gpus=3, batching=Overcommit(delta=2))
+    assert gen_s(played.outcome) == 4.0
+    assert call_of(played.outcome, "inference").end_at == 5.75
+
+
 def test_what_nobody_wants_is_forgotten() -> None:
     env = simpy.Environment()
     scorer = Scorer(env, [(0,), (1,)], PREFILL, 100, EngineConfig(page_tokens=1), Recorder())
@@ -329,6 +362,15 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
     assert [r.waiting for r in played.outcome.rollouts] == [1, 1, 1]
 
 
+def test_a_response_is_as_old_as_its_first_token() -> None:
+    begun = Request(3, 7, 10, 20, generated=4)
+    later = begun.resume(0, began=2, now=3)
+    last = later.resume(5, began=3, now=4)
+    assert (later.id, later.generated, later.resumed) == (0, 4, (4, 2))
+    assert last.resumed == (4, 2)
+    assert Request(3, 7, 10, 20).resume(0, began=2, now=3).resumed == (0, 3)  # it had only waited
+
+
 def conserved(outcome: Outcome) -> None:
     generated = sum(int((r.response_tokens - r.resumed_tokens).sum()) for r in outcome.responses)
     trained = sum(int(r.response_tokens[r.trained].sum()) for r in outcome.responses)
@@ -336,8 +378,8 @@ def conserved(outcome: Outcome) -> None:
     last = outcome.responses[-1]
     assert generated == trained + aborted + int(last.response_tokens[last.paused].sum())
     for before, after in zip(outcome.responses, outcome.responses[1:], strict=False):
-        paused = dict(zip(before.prompt_id[before.paused], before.response_tokens[before.paused], strict=True))
-        resumed = dict(zip(after.prompt_id[after.resumed], after.resumed_tokens[after.resumed], strict=True))
+        paused = dict(zip(before.row[before.paused], before.response_tokens[before.paused], strict=True))
+        resumed = dict(zip(after.row[after.resumed], after.resumed_tokens[after.resumed], strict=True))
         assert paused == resumed
 
 
@@ -355,6 +397,11 @@ def test_tokens_launched_are_trained_aborted_or_carried_over(seed: int) -> None:
     for settled in (r.settled for r in played.outcome.rollouts):
         assert settled.launched + settled.resumed == 8 + delta
         assert settled.launched + settled.resumed == 8 + settled.paused
+    begun: dict[int, int] = {}  # by row: the step that generated its first token
+    for step, r in enumerate(played.outcome.responses):
+        for row, tokens, version in zip(r.row.tolist(), r.response_tokens.tolist(), r.version.tolist(), strict=True):
+            if tokens:
+                assert version == begun.setdefault(row, step)
     stale = [step - r.version[r.trained] for step, r in enumerate(played.outcome.responses)]
     assert max(map(max, stale)) == 0 if delta == 0 else max(map(max, stale)) > 0
 
@@ -432,6 +479,26 @@ def test_a_batching_may_keep_some_and_put_others_back() -> None:
     assert second.prompt_id.tolist() == [2, 4, 5, 1]
     assert second.resumed_tokens.tolist() == [0, 0, 0, 2]
     assert sorted(second.response_tokens[second.trained]) == [3, 9]  # another sample of 2, the same one of 1
+
+
+def test_what_goes_on_may_wait_for_its_rewards() -> None:
+    """Dynamic sampling counts rewards: prompts whose responses are there, but not scored in time, are kept too."""
+    rng = np.random.default_rng(1)
+    lengths = {i: [int(n) for n in rng.geometric(0.2, 2)] for i in range(200)}
+    rewards = {i: [float(r) for r in rng.integers(0, 2, 2)] for i in range(200)}
+    batching = Batchings([Overcommit(delta=2), DynamicSampling()])
+    outcome = train(
+        lengths, 3, 2, gpus=4, steps=8, batching=batching, scoring=Checks(1.5, workers=2, rewards=rewards),
+        rewire=AsyncReward().rewired,
+    )  # fmt: skip
+    conserved(outcome)
+    trained = np.concatenate([r.prompt_id[r.trained] for r in outcome.responses])
+    assert sorted(trained) == sorted(list(set(trained)) * 2)
+    assert len(trained) == 8 * 3 * 2
+    kept_whole = [r for r in outcome.responses if ((r.resumed_tokens == r.response_tokens) & r.resumed).any()]
+    assert kept_whole
+    for r in outcome.responses:
+        assert not np.isnan(r.reward[r.trained]).any()
 
 
 def test_only_what_was_kept_can_be_resumed() -> None:
@@ -547,3 +614,68 @@ def test_candidates_need_time() -> None:
 def test_the_parts_of_oppo() -> None:
     parts = OPPO(chunk=500, delta=16, tp=1).parts()
     assert [type(part).__name__ for part in parts] == ["VeRL", "Chunked", "Overcommit"]
+
+
+# --------------------------------------------------------------------------------------------------- experiments
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "chunks",
+    "cluster": "8xh800",
+    "model": "qwen2.5-1.5b",
+    "calibration": "h800-vllm",
+    "trace": {"path": "rollpacker-math", "cap": "2K"},
+    "workflow": {"prompts": 24, "responses": 1, "steps": 4, "reward": {"from_trace": False}},
+    "training": {"backend": "megatron"},
+    "seeds": 1,
+}
+
+
+def test_systems_of_an_experiment() -> None:
+    """The reference model reads responses on the actor's own GPUs; what is left of a step goes on in the next."""
+    tp1 = {"verl": {"tp": 1}}
+    chunked = {"chunked": {"models": ["reference"], "size": 256}}
+    systems = [
+        tp1,
+        {"name": "intra", "use": [tp1, chunked]},
+        {"name": "inter", "use": [tp1, {"overcommit": {"delta": 8}}]},
+        {"oppo": {"models": ["reference"], "tp": 1, "delta": 8, "chunk": 256}},
+    ]
+    result = rlsim.run({**EXPERIMENT, "systems": systems})
+    steps = result.steps.set_index(["system", "step"])
+    assert (steps["trained"] == 24).all()
+    for system in ("verl", "intra"):
+        for column in ("staleness", "resumed", "paused", "paused_tokens", "resumed_tokens"):
+            assert (steps.loc[system][column] == 0).all()
+    for system in ("inter", "oppo"):
+        own = steps.loc[system]
+        assert own["paused"].tolist() == [8] * 4
+        assert own["resumed"].tolist() == [0, 8, 8, 8]
+        assert own["resumed_tokens"].tolist()[1:] == own["paused_tokens"].tolist()[:-1]
+        assert own["staleness"].max() >= 1
+        assert (own["wasted_tokens"] == 0).all()
+        responses = result.responses[(result.responses["system"] == system) & result.responses["trained"]]
+        ends = own["paused_tokens"].iloc[-1]
+        assert own["response_tokens"].sum() == responses["response_tokens"].sum() + ends
+        assert responses.groupby("step")["staleness"].max().tolist() == own["staleness"].tolist()
+    spans = result.spans[result.spans["kind"] == "ref_log_prob"].groupby("system")["shared"].all()
+    assert spans.to_dict() == {"inter": False, "intra": True, "oppo": True, "verl": False}
+    calls = result.calls[result.calls["system"] == "intra"].set_index("step")
+    begun, generated = (calls[calls["call"] == name] for name in ("ref_log_prob", "generate"))
+    assert (begun["start_at"] < generated["end_at"]).all()
+    assert (begun["end_at"] > generated["end_at"]).all()
+    kv = Setup.of(load_experiment({**EXPERIMENT, "systems": systems})[0], Path())
+    pages = [
+        kv.site(System.of([VeRL(tp=1), *parts])).machine.capacity_pages(1)
+        for parts in ([], [Chunked(models=("reference",))])
+    ]
+    assert pages[1] < pages[0]  # the reference model's weights and KV cache stand beside the rollout's
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"system 'oppo': workflow grpo: no inference call of reward takes responses"):
+        rlsim.run({**EXPERIMENT, "systems": [{"oppo": {"tp": 1}}]})
+
+
+def test_two_parts_cannot_both_chunk() -> None:
+    with pytest.raises(ConfigError, match="all decide the chunks of responses"):
+        System.of([VeRL(tp=1), Chunked(), Chunked()], "x")

@@ -234,6 +234,7 @@ def changed(**calls: Any) -> dict[str, Any]:
         (changed(train={"tp": 8}), "TP 8 does not divide its 12 heads"),
         (changed(generate={"pp": 2}), "generate: pp and dp need a tp"),
         (changed(generate={"tp": 2, "cp": 2}), "generate: cp: generation has only"),
+        (changed(train={"gpus": "0-3", "memory_share": 0.5}), "train: memory_share is for generation"),
         (changed(generate={"tp": 2, "micro_batches": 2}), "generate: micro_batches: generation has only"),
     ],
 )
@@ -331,7 +332,7 @@ def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
 
 
 def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
-    """Of a model that crowds the GPUs, those that fill them most: nothing is refused, nothing waits for KV cache."""
+    """Of a model that crowds the GPUs, those that fill them most; some wait for KV cache."""
     given = experiment(**BIG, workflow={"steps": 4, "prompts": 256})
     space, rng = space_of(given), np.random.default_rng(7)
     problem = space.problem
@@ -342,7 +343,7 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
     found = [ExplicitPlan.of(space.plan(plan.tolist()), space.workflow) for plan in fullest]
     systems = [{"name": str(i), "use": [{"plan": one.model_dump(exclude_none=True)}]} for i, one in enumerate(found)]
     result = rlsim.run({**given, "systems": systems})
-    assert (result.steps["preemptions"] == 0).all()
+    assert result.steps["preemptions"].gt(0).any()
     for i, expected in enumerate(problem.cost_s(fullest)):
         steps = result.steps.loc[result.steps["system"] == str(i), "step_time_s"].to_numpy()[1:-1]
         assert steps == pytest.approx(expected, rel=0.01), found[i]

@@ -139,6 +139,10 @@ def _tables(result: Result) -> Iterator[Table]:
             gen = parts_s[0] + (f" ±{half:.1f}" if half == half else "")
             compared.add_row(name, step, gen, speedup, bubble, f"{row['switches']:.1f}")
             wasted = [f"{row['wasted_fraction']:.0%}" for _ in waste]
-            parts.add_row(system, *parts_s, f"{row['tokens_per_s']:,.0f}", *wasted, f"{row['bound_share']:.0%}")
+            parts.add_row(system, *parts_s, f"{row['tokens_per_s']:,.0f}", *wasted, _share(row["bound_share"]))
         yield compared
         yield parts
+
+
+def _share(value: float) -> str:
+    return "–" if value != value else f"{value:.0%}"

@@ -105,6 +105,11 @@ class Setup:
         """The calls of a step, as no system has changed them yet."""
         return workflow_of(self.experiment.workflow, self.models)
 
+    @property
+    def launched_responses(self) -> int:
+        """To each prompt: those that are trained on and those that they are compared with."""
+        return self.experiment.workflow.responses + self.algorithm.baseline_responses
+
     @cached_property
     def batch(self) -> BatchSize:
         """What a step's calls work on."""
@@ -146,7 +151,7 @@ class Setup:
         return StepSampler(
             self.trace,
             workflow.prompts,
-            workflow.responses,
+            self.launched_responses,
             trace.cap,
             seed,
             default_prompt_tokens=trace.default_prompt_tokens,
@@ -157,6 +162,8 @@ class Setup:
         training = self.experiment.training
         graph = system.rewired(self.algorithm)
         streamed = any(e.grain == "sample" and graph.call(e.target).kind == "train" for e in graph.edges)
+        if streamed and graph.baseline_responses:
+            raise ConfigError(f"{graph.name}: its training cannot take samples as they come")
         if streamed and (training.mini_batches > 1 or training.epochs > 1):
             raise ConfigError(
                 "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
@@ -198,7 +205,7 @@ class Setup:
             cluster=self.cluster,
             control=system.control,
             initial_tp=site.context.check_tp(system.layout.initial_tp(site.context)),
-            feed=PromptFeed(spec.prompts, spec.responses),
+            feed=PromptFeed(spec.prompts, self.launched_responses),
             requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
             costs=site.machine,
             times=ExperimentTimes(self.algorithm, site, experiment.training),

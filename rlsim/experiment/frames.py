@@ -61,32 +61,33 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
     start = 0.0
     for step, end in enumerate(outcome.step_ends):
         responses, summary = outcome.responses[step], outcome.rollouts[step]
-        generate = next(call for call in calls[step] if call.kind == "generate")
+        generate = next((call for call in calls[step] if call.kind == "generate"), None)
+        began, ended = (generate.start_at, generate.end_at) if generate else (start, start)
         switches = [s for s in outcome.switches if s.step == step]
         kept, settled = responses.trained, summary.settled
         generated_tokens = responses.response_tokens - responses.resumed_tokens
-        here = kept & (generated_tokens > 0)
-        generated = [(generate.start_at, generate.end_at)]
+        here = (kept | responses.baseline) & (generated_tokens > 0) & (generate is not None)
+        generated = [(began, ended)]
         prepared = [
             *generated,
             *(work for c in calls[step] if c.kind in ("reward", "inference") for work in at_work(c)),
         ]
         trained = [*prepared, *(work for c in calls[step] if c.kind == "train" for work in at_work(c))]
         finished = np.sort(responses.finished_at[kept])
-        p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else generate.end_at
+        p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else ended
         rows.append(
             {
                 "step": step,
                 "step_time_s": end - start,
                 "round": settled.label,
-                "gen_time_s": generate.end_at - generate.start_at,
+                "gen_time_s": ended - began,
                 "prep_time_s": _union_s(prepared) - _union_s(generated),
                 "train_time_s": _union_s(trained) - _union_s(prepared),
                 "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
                 "sync_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "sync"),
                 "tokens": responses.total_tokens[kept].sum(),
                 "response_tokens": generated_tokens.sum(),
-                "wasted_tokens": responses.response_tokens[~(kept | responses.paused)].sum(),
+                "wasted_tokens": responses.response_tokens[~(kept | responses.paused | responses.baseline)].sum(),
                 "paused_tokens": responses.response_tokens[responses.paused].sum(),
                 "resumed_tokens": responses.resumed_tokens.sum(),
                 "launched": settled.launched,
@@ -99,7 +100,7 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
                 "timeouts": (responses.timed_out & kept).sum(),
                 "longest_tokens": responses.response_tokens[kept].max(initial=0),
                 "bubble_fraction": max(1.0 - busy[step] / (gpus * (end - start)), 0.0),
-                "gen_p90_time_s": max(p90_at - generate.start_at, 0.0),
+                "gen_p90_time_s": max(p90_at - began, 0.0),
                 "gen_bound_s": bound.time_s(
                     (responses.prompt_tokens + responses.resumed_tokens)[here], generated_tokens[here]
                 ),

@@ -11,7 +11,7 @@ import numpy as np
 import simpy
 
 from rlsim.cost.machine import Machine
-from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_memory
+from rlsim.cost.memory import RESERVED_BYTES, inference_memory
 from rlsim.cost.placement import PairTimes
 from rlsim.cost.placement import Placement as Layout
 from rlsim.cost.strategy import TrainStrategy
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 #: Whole nodes: any run of neighbouring ones up to so many nodes in the cluster, aligned powers of two beyond.
 ANY_RUN_NODES = 8
 
+#: Shares of a GPU's memory that are tried for a rollout engine: the less it has, the more others may keep there.
+ENGINE_SHARES = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
+
 #: Most micro-batches of a rank that are tried, for each pipeline stage.
 MICRO_BATCHES_PER_STAGE = 8
 
@@ -43,6 +46,7 @@ class Candidate:
     time_s: float
     resident_bytes: float
     active_bytes: float
+    memory_share: float | None = None  # of a GPU, for a rollout engine
 
 
 class PlanSpace:
@@ -116,7 +120,8 @@ class PlanSpace:
         for call, index in zip(self.calls, chosen, strict=True):
             first, candidate = self.options[call.name][index]
             strategy = candidate.strategy
-            placed[call.name] = Placement(tuple(range(first, first + strategy.gpus)), strategy)
+            gpus = tuple(range(first, first + strategy.gpus))
+            placed[call.name] = Placement(gpus, strategy, memory_share=candidate.memory_share)
         return with_transfers(self._setup.algorithm, placed, self._site.reward_placement)
 
     # ---- arrays -----------------------------------------------------------------------------------------------------
@@ -202,42 +207,38 @@ class PlanSpace:
             count *= 2
 
     def _generation(self, strategy: TrainStrategy) -> Iterator[Candidate]:
-        """Generation alone on its GPUs: as long as the engine takes, and the KV cache that it fills."""
+        """Generation alone on its GPUs, as long as the engine takes, with more and less memory for its KV cache."""
         setup, engine = self._setup, self._setup.experiment.engine
-        limits = {
-            "page_tokens": engine.page_tokens,
-            "max_batched_tokens": engine.max_num_batched_tokens,
-            "max_sequences": engine.max_num_seqs,
-            "memory_utilization": setup.experiment.memory_utilization,
-        }
         placement = Placement(tuple(range(strategy.gpus)), strategy)
         nodes = placement.nodes(self._cluster)
         cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
-        machine = Machine(
-            setup.model,
-            cluster,
-            setup.calibration,
-            pp=strategy.pp,
-            sampling_s_per_logit=engine.sampling_per_logit,
-            **limits,  # type: ignore[arg-type]
-        )
-        replica = strategy.tp * strategy.pp
-        longest = setup.longest_prompt + setup.experiment.trace.cap
-        if not machine.feasible_tps(longest, replica)[0]:
-            return
         lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
         shares = {tuple(share) for share in dealt(lengths, strategy.dp, setup.experiment.routing)}
-        rollouts = [self._rollout(share, machine, replica) for share in shares]  # replicas do not wait for each other
-        memory = rollout_memory(setup.model, cluster.gpu, strategy.tp, pp=strategy.pp, **limits)  # type: ignore[arg-type]
-        last_pages = engine.page_tokens * -(-len(self._lengths) // strategy.dp)  # partly filled ones
-        peak = max(max(tokens for _, tokens in rollouts) + last_pages, longest) * (1 + engine.watermark)
-        kv_bytes = peak / engine.page_tokens * memory.page_bytes
-        kept_free = (1 - setup.experiment.memory_utilization) * cluster.gpu.memory_bytes
-        time_s = max(seconds for seconds, _ in rollouts)
-        yield Candidate(strategy, time_s, 0.0, memory.weight_bytes + memory.activation_bytes + kv_bytes + kept_free)
+        longest, replica = setup.longest_prompt + setup.experiment.trace.cap, strategy.tp * strategy.pp
+        largest = setup.experiment.memory_utilization
+        for memory_share in [share for share in ENGINE_SHARES if share < largest] + [largest]:
+            machine = Machine(
+                setup.model,
+                cluster,
+                setup.calibration,
+                page_tokens=engine.page_tokens,
+                max_batched_tokens=engine.max_num_batched_tokens,
+                max_sequences=engine.max_num_seqs,
+                memory_utilization=memory_share,
+                pp=strategy.pp,
+                sampling_s_per_logit=engine.sampling_per_logit,
+            )
+            if machine.feasible_tps(longest, replica)[0]:
+                # Replicas do not wait for each other.
+                rollouts = [self._rollout(share, machine, replica) for share in shares]
+                active_bytes = memory_share * cluster.gpu.memory_bytes - RESERVED_BYTES
+                time_s = max(seconds for seconds, _ in rollouts)
+                yield Candidate(strategy, time_s, 0.0, active_bytes, memory_share)
+                if all(at_once for _, at_once in rollouts):
+                    return  # more memory changes nothing
 
-    def _rollout(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> tuple[float, int]:
-        """One replica on its own: seconds, and the most tokens of KV cache that it holds at a time."""
+    def _rollout(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> tuple[float, bool]:
+        """One replica on its own: seconds, and whether nothing ever waited for KV cache."""
         env, engine, cap = simpy.Environment(), self._setup.experiment.engine, self._setup.experiment.trace.cap
         rollout = Rollout(
             env,
@@ -250,7 +251,9 @@ class PlanSpace:
             cap_tokens=cap,
         )
         env.run(until=rollout.done)
-        return env.now, rollout.replicas[0].peak_tokens
+        pages = sum(-(-(prompt + response) // engine.page_tokens) for prompt, response in lengths)
+        room = machine.capacity_pages(replica)
+        return env.now, pages <= room - engine.watermark_pages(room)
 
 
 def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:

@@ -24,6 +24,9 @@ from rlsim.experiment.site import Site
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.schema import place_of
 
+#: More systems than these are counted in notes, not listed.
+MOST_NAMES = 4
+
 #: Called with (runs done, runs in all, what runs next).
 Progress = Callable[[int, int, str], None]
 
@@ -187,13 +190,20 @@ class _Case:
             for spec, share in self._trained_shares()
             if share < 1
         ]
+        sites, unfit = self.sites(), dict[str, list[str]]()
+        for names, site in sites.items():
+            for tp, why in site.context.infeasible.items():
+                unfit.setdefault(f"TP{tp} is infeasible%s: {why}", []).append(names)
         infeasible = [
-            f"TP{tp} is infeasible{f' for {names}' if len(self.sites()) > 1 else ''}: {why}"
-            for names, site in self.sites().items()
-            for tp, why in site.context.infeasible.items()
+            note % (f" for {_listed(', '.join(names).split(', '))}" if len(names) < len(sites) else "")
+            for note, names in unfit.items()
         ]
         prefix = f"{self.name}: " if self.name else ""
         return [prefix + note for note in (*tuned, *partial, *infeasible, *self.notes, *sampled, *scored, *outside)]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} systems, {names[0]} among them"
 
 
 def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames]) -> dict[str, Any]:

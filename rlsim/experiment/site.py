@@ -288,11 +288,8 @@ class Site:
     @cached_property
     def generation(self) -> Placement:
         """Where responses are generated."""
-        workflow = self._setup.algorithm
-        name = next((call.name for call in workflow.calls if call.kind == "generate"), None)
-        if name is None:
-            raise ConfigError(f"workflow {workflow.name} generates nothing: a run needs a call of the kind generate")
-        return self.plan.of(name)
+        generate = [call.name for call in self._setup.algorithm.calls if call.kind == "generate"]
+        return self.plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
 
     @cached_property
     def rollout_cluster(self) -> Cluster:
@@ -306,7 +303,8 @@ class Site:
     @cached_property
     def machine(self) -> Machine:
         """Times and sizes of the rollout; made once, since look-ups are cached in it."""
-        setup, engine = self._setup, self._setup.experiment.engine
+        setup, engine, share = self._setup, self._setup.experiment.engine, self.generation.memory_share
+        resident_bytes = self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes(self.plan)
         return Machine(
             setup.model,
             self.rollout_cluster,
@@ -314,10 +312,10 @@ class Site:
             page_tokens=engine.page_tokens,
             max_batched_tokens=engine.max_num_batched_tokens,
             max_sequences=engine.max_num_seqs,
-            memory_utilization=setup.experiment.memory_utilization,
+            memory_utilization=setup.experiment.memory_utilization if share is None else share,
             sampling_s_per_logit=engine.sampling_per_logit,
             pp=1 if self.generation.strategy is None else self.generation.strategy.pp,
-            resident_bytes=self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes(self.plan),
+            resident_bytes=resident_bytes if share is None else 0.0,  # the share is there, or the plan does not fit
         )
 
     @cached_property

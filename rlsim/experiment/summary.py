@@ -42,8 +42,8 @@ def summarise(result: Result) -> pd.DataFrame:
         step = gen = (float("nan"),) * 3
         if baseline in result.manifest["systems"][case]:
             reference, own = by_seed.loc[(case, baseline)], by_seed.loc[(case, system)]
-            ratios = (reference / own.reindex(reference.index)).dropna()
-            step, gen = _mean_ratio(ratios["step_time_s"].tolist()), _mean_ratio(ratios["gen_time_s"].tolist())
+            ratios = reference / own.reindex(reference.index)
+            step, gen = (_mean_ratio(ratios[c].dropna().tolist()) for c in ("step_time_s", "gen_time_s"))
         row["speedup"], row["speedup_low"], row["speedup_high"] = step
         row["gen_speedup"] = gen[0]
         row["tokens_per_s"] = float(mine["tokens"].sum() / mine["step_time_s"].sum())
@@ -53,7 +53,8 @@ def summarise(result: Result) -> pd.DataFrame:
         row["wasted_fraction"] = float(mine["wasted_tokens"].sum() / max(mine["response_tokens"].sum(), 1))
         row["switches"] = float(mine["switches"].mean())
         row["switch_time_s"] = float(mine["switch_time_s"].mean())
-        row["bound_share"] = float(mine["gen_bound_s"].sum() / mine["gen_time_s"].sum())
+        gen_time_s = float(mine["gen_time_s"].sum())
+        row["bound_share"] = float(mine["gen_bound_s"].sum()) / gen_time_s if gen_time_s else float("nan")
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -69,7 +70,9 @@ def _half_interval(values: Sequence[float]) -> float:
 
 
 def _mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean and its interval (NaN with a single value)."""
+    """Geometric mean and its interval (NaN with a single value; all NaN without any)."""
+    if not ratios:
+        return (float("nan"),) * 3
     logs = np.log(ratios)
     centre, half = float(logs.mean()), _half_interval(logs.tolist())
     return float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half))

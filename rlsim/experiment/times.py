@@ -28,7 +28,8 @@ class ExperimentTimes:
             return [("weights", self._weights_s(call, rollout_tp))]
         assert placement.strategy is not None
         cost = self._calls.of(call.model, placement.strategy)
-        lengths = responses.total_tokens[responses.trained]
+        taken = responses.trained | responses.baseline if call.model == "reward" else responses.trained
+        lengths = responses.total_tokens[taken]
         if call.kind == "train":
             time = cost.train_s(lengths, self._training.mini_batches, self._training.epochs)
         else:

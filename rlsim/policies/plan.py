@@ -33,6 +33,9 @@ class CallPlan(Schema):
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
         default=None, description="their token budget, where their number is not given"
     )
+    memory_share: float | None = Field(
+        default=None, gt=0, le=1, description="of each GPU, for the engine of generate; default: what others leave"
+    )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage")
     recompute: Recompute | None = Field(default=None, description="activation recomputation")
     offload: bool | None = Field(default=None, description="states in host memory between the call's runs")
@@ -69,7 +72,7 @@ class ExplicitPlan(Schema, Placing):
                     counted = strategy.micro_batches is not None
                     key = "micro_batches" if counted else "micro_batch_tokens"
                     given[key] = getattr(strategy, key)
-                calls[call.name] = CallPlan(gpus=gpus, **given)
+                calls[call.name] = CallPlan(gpus=gpus, memory_share=placement.memory_share, **given)
         return cls(calls=calls)
 
     def plan(self, context: PlanContext) -> Plan:
@@ -84,7 +87,10 @@ class ExplicitPlan(Schema, Placing):
         for name, call in self.calls.items():
             gpus = _gpus(name, call.gpus, context.gpus)
             if placed[name].kind == "generate":
-                found[name] = Placement(gpus, _generation(name, call, len(gpus)))
+                strategy = _generation(name, call, len(gpus))
+                found[name] = Placement(gpus, strategy, memory_share=call.memory_share)
+            elif call.memory_share is not None:
+                raise ConfigError(f"plan: {name}: memory_share is for generation")
             else:
                 found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
         return with_transfers(context.workflow, found, context.reward)
@@ -116,9 +122,12 @@ def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:
 
 def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
     """The rollout engine's degrees; None if the system's layout says them. It knows nothing of training's switches."""
-    senseless = sorted(call.model_dump(exclude_defaults=True).keys() - {"gpus", "tp", "pp", "dp"})
+    given = call.model_dump(exclude_defaults=True).keys()
+    senseless = sorted(given - {"gpus", "tp", "pp", "dp", "memory_share"})
     if senseless:
-        raise ConfigError(f"plan: {name}: {', '.join(senseless)}: generation has only gpus, tp, pp and dp")
+        raise ConfigError(
+            f"plan: {name}: {', '.join(senseless)}: generation has only gpus, tp, pp, dp and memory_share"
+        )
     if call.tp is None:
         if call.pp > 1 or call.dp is not None:
             raise ConfigError(f"plan: {name}: pp and dp need a tp beside them; without one the system's layout decides")
@@ -132,7 +141,7 @@ def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> Tra
     dp = call.dp or max(gpus // share, 1)
     if dp * share != gpus:
         raise ConfigError(f"plan: {name}: DP {dp} × TP {tp} × PP {call.pp} × CP {call.cp} are not its {gpus} GPUs")
-    given = call.model_dump(exclude={"gpus", "tp", "pp", "cp", "dp"}, exclude_none=True)
+    given = call.model_dump(exclude={"gpus", "tp", "pp", "cp", "dp", "memory_share"}, exclude_none=True)
     if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
         given["zero_stage"] = 1  # the other stages do not go with a pipeline
     return replace(style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=tp > 1, **given)

@@ -48,6 +48,7 @@ class Request:
 
     __slots__ = (
         "aborted",
+        "baseline",
         "finished_at",
         "first_token_at",
         "generated",
@@ -93,6 +94,7 @@ class Request:
         self.tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order
         self.preemptions = 0
         self.aborted = False
+        self.baseline = False  # scored to compare with, not trained on
         self.timed_out = False  # in its reward call
         self.resumed: Resumed | None = None  # if it was begun in an earlier step
         self.reward = self.started_at = self.first_token_at = self.finished_at = self.scored_at = NAN
@@ -116,6 +118,7 @@ class Request:
             self.first_token_at,
             self.finished_at,
         )
+        later.baseline = self.baseline
         later.reward, later.scored_at = self.reward, self.scored_at
         return later
 

@@ -28,6 +28,7 @@ class Responses:
     tps: tuple[tuple[int, ...], ...]  # tensor-parallel degrees each ran under, in order
     aborted: NDArray[np.bool_]  # dropped unfinished
     trained: NDArray[np.bool_]  # belongs to the step's batch
+    baseline: NDArray[np.bool_]  # scored to compare the trained ones with
     row: NDArray[np.int64]  # of the trace
     scored_at: NDArray[np.float64]
     reward: NDArray[np.float64]  # NaN if it was not scored
@@ -61,7 +62,7 @@ class Responses:
             return np.fromiter(map(attrgetter(name), requests), np.bool_, len(requests))
 
         finished_at = floats("finished_at")
-        trained = ~np.isnan(finished_at)
+        trained, baseline = ~np.isnan(finished_at), flags("baseline")
         if accepted is not None:
             trained &= np.fromiter((r.id in accepted for r in requests), np.bool_, len(requests))
         goes_on, resumed = np.zeros(len(requests), np.bool_), np.zeros(len(requests), np.bool_)
@@ -82,7 +83,8 @@ class Responses:
             replica=ints("replica"),
             tps=tuple(map(attrgetter("tps"), requests)),
             aborted=flags("aborted"),
-            trained=trained,
+            trained=trained & ~baseline,
+            baseline=trained & baseline,
             row=ints("row"),
             scored_at=floats("scored_at"),
             reward=floats("reward"),

@@ -195,6 +195,8 @@ class _Run:
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
         #: By prompt position: responses that go on in a later step, and the version of the weights of theirs.
         self.paused: dict[int, tuple[int, list[Request]]] = {}
+        if not any(call.kind == "generate" for call in what.workflow.calls):
+            self._take_given()
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
@@ -204,6 +206,16 @@ class _Run:
             self.outcome.step_ends.append(self.env.now)
             self.outcome.responses.append(state.responses())
             state.requests, state.rollout = [], None
+
+    def _take_given(self) -> None:
+        """Responses that nobody generates: they are there from the start."""
+        for step, state in enumerate(self.steps):
+            state.version = step
+            state.requests = self._launched(state, Batching().launch(self.what.feed))[:]
+            for request in state.requests:
+                request.generated, request.finished_at = request.response_tokens, self.env.now
+            settled = Settled("", len(state.requests), 0, 0)
+            self.outcome.rollouts.append(RolloutSummary(step, 0, 0, 0, settled, 0, 0.0))
 
     def _run_until(self, calls: Sequence[simpy.Process], step: int) -> None:
         try:
@@ -473,6 +485,9 @@ class _Run:
     def _launched(self, state: _Step, launch: Launch) -> list[Request]:
         """The requests of a launch, told to the step's batch: new ones, then those that go on."""
         requests = self.what.requests(launch.prompts, launch.samples, state.ids)
+        if baselines := self.what.workflow.baseline_responses:  # the last of each prompt's
+            for i, request in enumerate(requests):
+                request.baseline = i % launch.samples >= launch.samples - baselines
         for prompt in launch.resume:
             if prompt.position not in self.paused:
                 raise PolicyError(f"the prompt at position {prompt.position} was not kept: it cannot be resumed")

@@ -91,6 +91,22 @@ _PUBLISHED: tuple[tuple[str, str, float], ...] = (
     ("rollpacker/adaptive-timeout", "*", 0.23),
     ("rollpacker/stream-*", "*", 0.14),
     ("rollpacker/judge", "*", 0.11),
+    ("oppo/intra-step", "speedup", 0.11),
+    ("oppo/inter-step", "speedup", 0.40),
+    ("oppo/oppo", "speedup", 0.45),
+    ("oppo/intra-step", "share *", 0.52),
+    ("oppo/trl", "GPUs busy *", 0.17),
+    ("oppo/oppo", "GPUs busy *", 0.36),
+    ("oppo/chunk-size", "*", 5.01),
+    ("real/*", "iteration_s, with outside", 0.05),
+    ("real/*", "iteration_s, scheduled", 0.12),
+    ("real/published-plan", "generate_s", 0.47),
+    ("real/published-plan", "train_s", 0.39),
+    ("real/published-plan", "*_s", 0.25),
+    ("real/published-plan", "over the heuristic", 0.46),
+    ("real/heuristic", "generate_s", 0.74),
+    ("real/heuristic", "*_s", 0.53),
+    ("real/weak-scaling", "*", 0.21),
 )
 
 #: The first that matches counts, for each statistic.

@@ -49,10 +49,17 @@ def remax(*, reference: bool = True, old_log_probs: bool = False, reward_model: 
 
 
 def dpo() -> Workflow:
-    """DPO (Rafailov et al. 2023): log-probs of given pairs of responses under the reference, then training."""
+    """DPO (Rafailov et al. 2023): log-probs of given pairs of responses under the reference, then training.
+
+    The next batch is taken when this one is trained on.
+    """
     reference, train = Call("ref_log_prob", "inference", "reference"), Call("train", "train", "actor")
-    again = Edge(train.name, train.name, lag=1)
-    return Workflow("dpo", (reference, train), (Edge(reference.name, train.name), again), group_advantage=True)
+    edges = (
+        Edge(reference.name, train.name),
+        Edge(train.name, reference.name, lag=1),
+        Edge(train.name, train.name, lag=1),
+    )
+    return Workflow("dpo", (reference, train), edges)
 
 
 def _reward(reward_model: bool) -> Call:

@@ -81,9 +81,15 @@ class PlanMemory:
             }
             # A copy of a trained model stays too: it comes right after training, and generation is before its use.
             return CallMemory({}, {**weights, **working}) if strategy.offload else CallMemory(weights, working)
-        if call.kind == "generate":
-            return CallMemory({}, {"weights": rollout_weight_bytes(model, strategy.tp, strategy.pp)})
         return CallMemory()
+
+    def of_engine(self, call: Call, placement: Placement) -> CallMemory:
+        """A rollout engine's: its share of the GPU where the plan says it, else its weights: KV takes what is left."""
+        assert placement.strategy is not None
+        if placement.memory_share is not None:
+            return CallMemory({}, {"rollout engine": placement.memory_share * self._gpu.memory_bytes - RESERVED_BYTES})
+        strategy = placement.strategy
+        return CallMemory({}, {"weights": rollout_weight_bytes(self._models[call.model], strategy.tp, strategy.pp)})
 
     def calls(self, plan: Plan) -> dict[str, tuple[Placement, CallMemory]]:
         """The memory of every call that the plan says how to spread; a rollout's KV cache takes what is left."""
@@ -91,7 +97,9 @@ class PlanMemory:
         train = {c.model: plan.of(c.name) for c in self._workflow.calls if c.kind == "train"}
         for call in self._workflow.calls:
             placement = plan.of(call.name)
-            if placement.strategy is not None and placement.gpus and call.kind != "sync":
+            if placement.strategy is not None and call.kind == "generate":
+                found[call.name] = placement, self.of_engine(call, placement)
+            elif placement.strategy is not None and placement.gpus and call.kind != "sync":
                 holder = train.get(call.model)
                 holds = holder is not None and same_weights(holder, placement)
                 found[call.name] = placement, self.of(call, placement.strategy, holds_weights=holds)

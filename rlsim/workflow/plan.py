@@ -16,12 +16,14 @@ class Placement:
     """GPUs of one call (none: it runs on CPUs, or there is nothing to do) and its parallel strategy.
 
     A `generate` call without a strategy uses its GPUs as the rollout control decides while the clock runs. A call holds
-    its GPUs alone unless it is `shared`: then it runs beside whatever else is on them.
+    its GPUs alone unless it is `shared`: then it runs beside whatever else is on them. `memory_share`: of each GPU's
+    memory, what a `generate` call's engine takes while it runs (default: what others leave).
     """
 
     gpus: tuple[int, ...]
     strategy: TrainStrategy | None = None
     shared: bool = False
+    memory_share: float | None = None
 
     def replicas(self, gpus: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Neighbouring GPUs for every data-parallel replica of the strategy, or for replicas of so many GPUs."""

@@ -1,0 +1,82 @@
+"""OPPO's published figures (SYSTEMS: overlap for PPO) beside rlsim's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rlsim.experiment.result import Result
+from rlsim.experiment.run import run
+from rlsim.validate.rows import Kind, Row, markdown
+
+SPEEDUPS = {"intra-step": 1.2, "inter-step": 1.6, "oppo": 1.9}
+UTILIZATION = {"trl": 0.506, "oppo": 0.710}
+HIDDEN = 0.17  # share of the step that streaming hides
+BEST_CHUNK = 500
+
+
+def row(case: str, quantity: str, kind: Kind, reference: float, simulated: float, note: str = "") -> Row:
+    """A row of this part."""
+    return Row("published", f"oppo/{case}", quantity, kind, reference, simulated, note)
+
+
+def run_experiments() -> tuple[Result, Result]:
+    """The results that `rows` takes (ten seconds)."""
+    return run("oppo_7b"), run("oppo_chunk_size")
+
+
+def rows(placed: Result, chunks: Result) -> Iterator[Row]:
+    """Every figure with rlsim's value."""
+    summary = placed.summary().set_index("system")
+    speedups, step_s = summary["speedup"].to_dict(), summary["step_time_s"].to_dict()
+    for system, published in SPEEDUPS.items():
+        yield row(system, "speedup", "output", published, speedups[system])
+    hidden = 1 - step_s["intra-step"] / step_s["trl"]
+    yield row("intra-step", "share of the step hidden", "output", HIDDEN, hidden)
+    for system, published in UTILIZATION.items():
+        yield row(system, "GPUs busy in generation and scoring", "output", published, busy_share(placed, system))
+    by_size = chunk_seconds(chunks)
+    best = min(by_size, key=lambda size: by_size[size])
+    spread = ", ".join(f"{size}: {by_size[size] / by_size[best]:.3f}" for size in sorted(by_size))
+    yield row("chunk-size", "best size (tokens)", "output", BEST_CHUNK, best, spread)
+
+
+def chunk_seconds(result: Result) -> dict[int, float]:
+    """Mean seconds of a step by chunk size."""
+    steps = result.summary().set_index("system")["step_time_s"]
+    return {int(str(name).rpartition("size")[2]): float(s) for name, s in steps.items() if "size" in str(name)}
+
+
+def busy_share(result: Result, system: str) -> float:
+    """Share of GPU time from the start of generation to the last score in which a GPU decodes, prefills or scores."""
+    gpus = int(result.manifest["cluster"]["nodes"]) * int(result.manifest["cluster"]["gpus_per_node"])
+    calls, spans = (frame[frame["system"] == system] for frame in (result.calls, result.spans))
+    ends = calls[calls["call"] == "reward_score"].set_index(["seed", "step"])["end_at"]
+    starts = calls[calls["call"] == "generate"].set_index(["seed", "step"])["start_at"]
+    at_work = spans[spans["kind"].isin(["decode", "prefill", "mixed", "reward_score"])]
+    keys = list(zip(at_work["seed"], at_work["step"], strict=True))
+    seconds = np.minimum(at_work["end_at"], ends.loc[keys].to_numpy()) - at_work["start_at"]
+    return float((seconds.clip(lower=0) * at_work["gpus"]).sum() / (gpus * (ends - starts).sum()))
+
+
+def open_inputs() -> str:
+    """A table of the speedups where an input that the paper leaves open is changed."""
+    fewer: dict[str, Any] = {"seeds": 1, "workflow.steps": 40}
+    settings: dict[str, dict[str, Any]] = {
+        "as shipped: judged QA, cap 4K": {},
+        "cap 1K": {"trace.cap": "1K"},
+        "cap 2K": {"trace.cap": "2K"},
+        "math task's lengths": {"trace.path": "rollpacker-math"},
+        "math task's lengths, cap 1K": {"trace.path": "rollpacker-math", "trace.cap": "1K"},
+        "reward model and critic half as large (3B)": {
+            "models": {"critic": "qwen2.5-3b", "reward": "qwen2.5-3b"},
+        },
+        "decoding of a training framework (60 us a sequence)": {"engine.sampling_per_logit": 60e-6 / 152064},
+    }
+    table = []
+    for what, changes in settings.items():
+        speedups = run("oppo_7b", overrides={**fewer, **changes}).summary().set_index("system")["speedup"].to_dict()
+        table.append((what, *(f"{speedups[system]:.2f}" for system in SPEEDUPS)))
+    return markdown(("setting", *SPEEDUPS), table)
