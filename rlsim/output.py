@@ -20,10 +20,7 @@ def atomic_path(path: Path, error: type[RlsimError] = ConfigError) -> Iterator[P
 
     Raises `error` for a folder that does not exist or cannot be written to.
     """
-    if not path.parent.is_dir():
-        raise error(f"{path}: the folder {path.parent} does not exist")
-    if path.is_dir():
-        raise error(f"{path}: is a folder; give a file name")
+    check_folder(path, error)
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
         os.close(handle)
@@ -38,6 +35,14 @@ def atomic_path(path: Path, error: type[RlsimError] = ConfigError) -> Iterator[P
         raise error(f"{path}: cannot be written: {problem.strerror or problem}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_folder(path: Path, error: type[RlsimError] = ConfigError) -> None:
+    """Raises `error` if there is no folder for such a file, or a folder in its place."""
+    if not path.parent.is_dir():
+        raise error(f"{path}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise error(f"{path}: is a folder; give a file name")
 
 
 def check_chart_path(path: Path, error: type[RlsimError] = ConfigError) -> None:

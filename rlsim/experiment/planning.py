@@ -74,6 +74,7 @@ class PlanSpace:
         self._meshes = list(meshes(self._cluster.gpus, self._cluster.gpus_per_node))
         self.options: dict[str, list[tuple[int, Candidate]]] = {}  # first GPU and candidate of each option
         made: dict[tuple[str, object], list[Candidate]] = {}
+        self._least_bytes: dict[str, float] = {}  # of the strategies of a call that did not fit
         for call in self.calls:
             shape = (call.kind, setup.models[call.model], call.model in self._trained)
             for size in sorted({gpus for _, gpus in self._meshes}):
@@ -82,7 +83,9 @@ class PlanSpace:
                     made[key] = list(self._candidates(call, size))
             found = [(first, c) for first, gpus in self._meshes for c in made[repr(shape), gpus]]
             if not found:
-                raise CapacityError(f"call {call.name} fits on no mesh of {self._cluster.name}")
+                least = self._least_bytes.get(call.name)
+                why = f": it needs {least / 1e9:.2f} GB of a GPU's {self.gpu.memory_bytes / 1e9:.2f}" if least else ""
+                raise CapacityError(f"call {call.name} fits on no mesh of {self._cluster.name}{why}")
             self.options[call.name] = found
 
     @property
@@ -204,7 +207,9 @@ class PlanSpace:
                 copied = call.model in self._trained and not offload  # whose bytes depend on where training is
                 memory = self._site.memory.of(call, strategy, holds_weights=copied)
                 cost = self._site.calls.of(call.model, strategy)
-                if memory.resident_bytes + memory.active_bytes + RESERVED_BYTES > self._cluster.gpu.memory_bytes:
+                needed = memory.resident_bytes + memory.active_bytes + RESERVED_BYTES
+                if needed > self._cluster.gpu.memory_bytes:
+                    self._least_bytes[call.name] = min(needed, self._least_bytes.get(call.name, needed))
                     continue
                 if call.kind == "train":
                     time = cost.train_s(self._lengths, training.mini_batches, training.epochs)

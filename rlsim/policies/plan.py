@@ -89,6 +89,8 @@ class ExplicitPlan(Schema, Placing):
             if placed[name].kind == "generate":
                 strategy = _generation(name, call, len(gpus))
                 found[name] = Placement(gpus, strategy, memory_share=call.memory_share)
+            elif call.memory_share is not None:
+                raise ConfigError(f"plan: {name}: memory_share is for generation")
             else:
                 found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
         return with_transfers(context.workflow, found, context.reward)
@@ -120,7 +122,8 @@ def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:
 
 def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
     """The rollout engine's degrees; None if the system's layout says them. It knows nothing of training's switches."""
-    senseless = sorted(call.model_fields_set - {"gpus", "tp", "pp", "dp", "memory_share"})
+    given = call.model_dump(exclude_defaults=True).keys()
+    senseless = sorted(given - {"gpus", "tp", "pp", "dp", "memory_share"})
     if senseless:
         raise ConfigError(
             f"plan: {name}: {', '.join(senseless)}: generation has only gpus, tp, pp, dp and memory_share"

@@ -1,0 +1,517 @@
+"""Plans: memory worked out by hand, refusals, the engine against the light estimator, frameworks, `rlsim plan`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ruamel.yaml import YAML
+
+import rlsim
+from rlsim.cli import main
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError, ConfigError, RlsimError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.planning import PlanSpace
+from rlsim.experiment.result import Result
+from rlsim.hardware import load_cluster, load_gpu
+from rlsim.models import Model
+from rlsim.policies.plan import ExplicitPlan
+from rlsim.workflow import Call, Edge, Placement, Workflow, dpo, grpo, ppo, remax
+from rlsim.workflow.memory import BatchSize, PlanMemory
+from rlsim.workflow.plan import Plan, check_meshes, same_weights, with_transfers
+
+SMALL = "qwen2.5-1.5b"
+PPO: dict[str, Any] = {
+    "name": "plans",
+    "cluster": "8xh100",
+    "model": SMALL,
+    "models": {"critic": SMALL, "reward": SMALL},
+    "calibration": "h100-sglang",
+    "trace": {"fixed": 256, "cap": 256, "default_prompt_tokens": 256},
+    "workflow": {"algorithm": "ppo", "prompts": 64, "responses": 1, "steps": 3},
+    "training": {"backend": "megatron", "mini_batches": 2, "micro_batch_tokens": 4096},
+    "seeds": 1,
+    "systems": [{"verl": {"tp": 2}}],
+}
+#: Models of which little fits on a GPU.
+BIG = {"model": "llama-3-7b", "models": {"critic": "llama-3-7b", "reward": "llama-3-7b"}}
+#: A plan of PPO with calls side by side.
+APART: dict[str, dict[str, Any]] = {
+    "generate": {"gpus": "all", "tp": 2},
+    "reward_score": {"gpus": "0-3"},
+    "ref_log_prob": {"gpus": "4-7"},
+    "values": {"gpus": "all", "tp": 2},
+    "train": {"gpus": "0-3", "tp": 2},
+    "train_critic": {"gpus": "4-7", "tp": 2},
+}
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    made = copy.deepcopy(PPO)
+    for key, value in changes.items():
+        merged = isinstance(value, Mapping) and key not in ("models", "cluster")
+        made[key] = {**made[key], **value} if merged else value
+    return made
+
+
+def planned(calls: Mapping[str, Any], *others: Any) -> list[Any]:
+    return [{"name": "planned", "use": [{"plan": {"calls": calls}}, *others]}]
+
+
+def on(gpus: Sequence[int], **degrees: Any) -> Placement:
+    return Placement(tuple(gpus), TrainStrategy(**degrees))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+#: 16,779,264 parameters a layer: 4 · 1024² of attention, 3 · 1024 · 4096 of MLP, 2 · 1024 of norms.
+TINY = Model(
+    name="tiny", model_type="llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=8, head_dim=128, vocab_size=1000,
+)  # fmt: skip
+PARAMETERS = 4 * 16_779_264 + 2 * 1_024_000 + 1024  # with embedding, head and final norm
+BATCH = BatchSize(sequences=8, mean_tokens=100.0, longest_tokens=150)
+
+
+def tiny_memory(gpu_bytes: float = 85e9) -> PlanMemory:
+    gpu = load_gpu("h100-sxm").model_copy(update={"memory_bytes": gpu_bytes})
+    return PlanMemory(grpo(old_log_probs=False), {"actor": TINY, "reference": TINY}, gpu, BATCH)
+
+
+def tiny_plan(**changes: Placement) -> Plan:
+    placed = {
+        "generate": on(range(4), dp=4),
+        "ref_log_prob": on(range(2), dp=2, micro_batches=1),
+        "train": on(range(4), dp=2, tp=2, zero_stage=1, micro_batches=2, sequence_parallel=True),
+    }
+    return with_transfers(grpo(old_log_probs=False), {**placed, **changes})
+
+
+def test_memory_of_a_small_plan_by_hand() -> None:
+    calls = tiny_memory().calls(tiny_plan())
+    half = PARAMETERS / 2  # TP 2
+    assert calls["train"][1].resident == {"parameters": 2 * half, "optimizer states": 12 * half / 2}
+    # Two of eight sequences in a micro-batch: 200 tokens; four layers keep 2 · 1024 / 2 bytes of each, one layer all.
+    everything = 2 * (4 * 1024 / 2 + (4 * 1024 + 3 * 4096) / 2)
+    assert calls["train"][1].active == {
+        "gradients": 4 * half,
+        "gathered layers": 0,
+        "activations": 200 * (4 * 1024 + everything),
+        "logits": 2 * 4 * 200 * 1000 / 2,
+    }
+    assert calls["ref_log_prob"][1].resident == {"parameters": 2 * PARAMETERS}
+    assert calls["ref_log_prob"][1].active == {
+        "gathered layers": 0,
+        "activations": 400 * 2 * (4 * 1024 + 4 * 1024 + 3 * 4096),
+        "logits": (2 + 4) * 400 * 1000,
+    }
+    assert calls["generate"][1].active == {"weights": 2 * PARAMETERS}
+    memory, plan = tiny_memory(), tiny_plan()
+    assert memory.resident_bytes(plan, (2, 3)) == 2 * half + 6 * half
+    assert memory.resident_bytes(plan, (0, 1, 2, 3)) == 2 * half + 6 * half + 2 * PARAMETERS
+    assert memory.fullest_resident(plan, (1, 2, 3)) == 1
+
+
+def test_a_plan_fits_to_the_byte_or_is_refused_with_the_call_the_gpu_and_the_bytes() -> None:
+    calls = tiny_memory().calls(tiny_plan())
+    train, reference = calls["train"][1], calls["ref_log_prob"][1]
+    needed = train.resident_bytes + train.active_bytes + reference.resident_bytes + 2 * 2**30
+    tiny_memory(needed).check(tiny_plan())
+    with pytest.raises(CapacityError, match=r"tiny: call train .* on GPU 0: parameters .* ref_log_prob between its"):
+        tiny_memory(needed - 1).check(tiny_plan())
+    elsewhere = tiny_plan(ref_log_prob=on((3,), micro_batches=1))
+    with pytest.raises(CapacityError, match="on GPU 3: "):
+        tiny_memory(needed - 1).check(elsewhere)
+
+
+def test_offloaded_states_take_room_only_while_their_call_runs() -> None:
+    offloaded = on(range(4), dp=2, tp=2, zero_stage=1, micro_batches=2, sequence_parallel=True, offload=True)
+    plain, calls = tiny_memory().calls(tiny_plan())["train"][1], tiny_memory().calls(tiny_plan(train=offloaded))
+    moved = calls["train"][1]
+    assert moved.resident_bytes == 0
+    assert moved.active_bytes == plain.resident_bytes + plain.active_bytes
+
+
+def test_a_copy_of_a_trained_model_stays_while_others_run_but_the_same_weights_are_there_once() -> None:
+    workflow = ppo()
+    models = dict.fromkeys(("actor", "reference", "critic", "reward"), TINY)
+    memory = PlanMemory(workflow, models, load_gpu("h100-sxm"), BATCH)
+    values = workflow.call("values")
+    copied = memory.of(values, TrainStrategy(dp=4))
+    assert copied.resident == {"parameters": 2 * PARAMETERS}  # from critic_sync on, past generation, to its use
+    assert memory.of(values, TrainStrategy(dp=4), holds_weights=True).resident_bytes == 0
+    assert memory.of(values, TrainStrategy(dp=4, offload=True)).resident_bytes == 0
+
+
+# ---- plans as graphs -------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_ppo_wait_for_what_they_need() -> None:
+    workflow = ppo()
+    assert [call.name for call in workflow.calls if call.kind != "sync"] == [
+        "generate", "reward_score", "ref_log_prob", "values", "train", "train_critic",
+    ]  # fmt: skip
+    needs = {c.name: {(e.source, e.lag) for e in workflow.into(c.name)} for c in workflow.calls}
+    assert needs["generate"] == {("weight_sync", 1)}
+    assert needs["values"] == {("generate", 0), ("critic_sync", 1)}
+    assert needs["train"] == needs["train_critic"] == {("reward_score", 0), ("ref_log_prob", 0), ("values", 0)}
+    assert needs["critic_sync"] == {("train_critic", 0)}
+
+
+@pytest.mark.parametrize(
+    "workflow", [grpo(), grpo(reward_model=True), ppo(), ppo(old_log_probs=True), remax(old_log_probs=True), dpo()]
+)
+def test_every_call_on_a_trained_model_gets_its_new_weights(workflow: Workflow) -> None:
+    trained = {call.model for call in workflow.calls if call.kind == "train"}
+    for call in workflow.calls:
+        if call.kind in ("generate", "inference") and call.model in trained:
+            assert any(e.lag == 1 and workflow.call(e.source).kind == "sync" for e in workflow.into(call.name))
+
+
+def test_a_call_that_no_weights_reach_is_refused_unless_it_runs_as_training_does() -> None:
+    calls = (
+        Call("generate", "generate", "actor"),
+        Call("again", "inference", "actor"),
+        Call("train", "train", "actor"),
+    )
+    sync = Call("weight_sync", "sync", "actor")
+    edges = (Edge("generate", "again"), Edge("again", "train"), Edge("train", "weight_sync"))
+    workflow = Workflow("own", (*calls, sync), (*edges, Edge("weight_sync", "generate", lag=1)))
+    same = {"generate": on(range(8), dp=8), "again": on(range(8), dp=8), "train": on(range(8), dp=8)}
+    check_meshes(workflow, with_transfers(workflow, same), load_cluster("8xh100"))
+    apart = with_transfers(workflow, {**same, "again": on(range(4), dp=4)})
+    with pytest.raises(ConfigError, match=r"call again has other GPUs .* no sync call of workflow own"):
+        check_meshes(workflow, apart, load_cluster("8xh100"))
+
+
+def test_new_weights_take_the_gpus_of_both_sides_or_none() -> None:
+    workflow = grpo(reference=False)
+    train = on(range(4), dp=2, tp=2)
+    generate, again = on(range(2, 8), dp=6), on(range(4), dp=2, tp=2)
+    plan = with_transfers(workflow, {"generate": generate, "old_log_prob": again, "train": train})
+    assert plan.of("weight_sync").gpus == tuple(range(8))
+    assert plan.of("old_log_prob_sync").gpus == ()
+    assert same_weights(train, again)
+    assert not same_weights(on(range(4), dp=4, zero_stage=3), on(range(4), dp=4))
+    assert not same_weights(train, on(range(4, 8), dp=2, tp=2))
+
+
+# ---- plans spelled out -----------------------------------------------------------------------------------------------
+
+
+def refusal(calls: Mapping[str, Any], *others: Any, **changes: Any) -> str:
+    with pytest.raises(RlsimError) as refused:
+        rlsim.run(experiment(systems=planned(calls, *others), **changes))
+    message = str(refused.value)
+    assert "system 'planned': " in message
+    return message.partition("system 'planned': ")[2]
+
+
+def changed(**calls: Any) -> dict[str, Any]:
+    return {**APART, **calls}
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ({k: v for k, v in APART.items() if k != "values"}, "the plan places no call values"),
+        (changed(value={}), "unknown call in the plan 'value'; did you mean 'values'?"),
+        (changed(weight_sync={}), "unknown call in the plan 'weight_sync'"),
+        (changed(train={"gpus": "0-8"}), "train: gpus 0-8: GPUs 0-7 are there"),
+        (changed(train={"gpus": "5-2"}), "train: gpus 5-2: the last number is below the first"),
+        (changed(train={"gpus": "0-3", "tp": 2, "dp": 4}), "DP 4 × TP 2 × PP 1 × CP 1 are not its 4 GPUs"),
+        (changed(train={"gpus": "0-2", "tp": 2}), "are not its 3 GPUs"),
+        (changed(train={"gpus": "0-3", "pp": 4, "zero_stage": 3}), "ZeRO stages 2 and 3 do not go with pipeline"),
+        (changed(train={"tp": 8}), "TP 8 does not divide its 12 heads"),
+        (changed(generate={"pp": 2}), "generate: pp and dp need a tp"),
+        (changed(generate={"tp": 2, "cp": 2}), "generate: cp: generation has only"),
+        (changed(train={"gpus": "0-3", "memory_share": 0.5}), "train: memory_share is for generation"),
+        (changed(generate={"tp": 2, "micro_batches": 2}), "generate: micro_batches: generation has only"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(calls: dict[str, Any], expected: str) -> None:
+    assert expected in refusal(calls)
+
+
+@pytest.mark.parametrize("layout", [{"verl": {"tp": 2}}, {"verl": {"tp": 4}}, "pat"])
+def test_the_layout_of_generation_is_said_once(layout: Any) -> None:
+    assert "the plan says how generation uses its GPUs (replicas of 2), and so does" in refusal(APART, layout)
+    assert rlsim.run(experiment(systems=planned(changed(generate={}), layout))).steps["initial_tp"].gt(0).all()
+
+
+def test_a_mesh_is_part_of_a_node_or_whole_nodes() -> None:
+    assert "call train has GPUs 4-11" in refusal(changed(train={"gpus": "4-11"}), cluster="2x8xh100")
+    assert "call train has GPUs 0-11" in refusal(changed(train={"gpus": "0-11", "dp": 12}), cluster="2x8xh100")
+
+
+def test_a_plan_beyond_a_gpu_is_refused_by_run() -> None:
+    message = refusal(APART, model="llama-3-34b")
+    assert "llama-3-34b: call train (DP 2, TP 2, PP 1, ZeRO 1) does not fit on GPU 0: parameters 35.32 GB + " in message
+    assert "GB > 85.52 GB of h100-sxm" in message
+    message = refusal(changed(generate={"gpus": "3", "tp": 1}), trace={"cap": "2M"})
+    assert message.startswith("call generate does not fit on GPU 3: qwen2.5-1.5b rollout at TP 1 does not fit: ")
+
+
+def test_generation_has_whole_parameters_where_training_shards_them() -> None:
+    """Under ZeRO-3 the new weights must be gathered, though the degrees are the same."""
+    training = {"backend": "fsdp", "mini_batches": 1}
+    result = rlsim.run(
+        experiment(
+            workflow={"algorithm": "grpo", "steps": 2},
+            models={},
+            training=training,
+            systems=[
+                {
+                    "name": "planned",
+                    "use": [{"plan": {"calls": {c: {"tp": 1} for c in ("generate", "old_log_prob", "train")}
+                    | {"ref_log_prob": {}}}}],
+                }
+            ],
+        )
+    )  # fmt: skip
+    calls = result.calls.set_index("call")
+    assert (calls.loc["weight_sync", "end_at"] > calls.loc["weight_sync", "start_at"]).all()
+    assert (calls.loc["weight_sync", "gpus"] == 8).all()
+    assert (calls.loc["old_log_prob_sync", "gpus"] == 0).all()
+
+
+# ---- the engine against the light estimator --------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "ppo on two nodes": {"cluster": "2x8xh100"},
+    "ppo, sharded": {"training": {"backend": "fsdp"}},
+    "grpo on two nodes": {"cluster": "2x8xh100", "models": {}, "workflow": {"algorithm": "grpo", "steps": 5}},
+    "grpo with a reward model": {"models": {"reward": SMALL}, "workflow": {"algorithm": "grpo", "steps": 5}},
+}
+
+
+def space_of(given: dict[str, Any]) -> PlanSpace:
+    loaded, _, folder = load_experiment(given)
+    setup = Setup.of(loaded, folder)
+    return PlanSpace(setup, setup.site())
+
+
+def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list[list[int]]:
+    """Plans that fit, every other one with pipeline stages in generation."""
+    problem = space.problem
+    piped = [i for i, (_, option) in enumerate(space.options["generate"]) if option.strategy.pp > 1]
+    at = [call.name for call in space.calls].index("generate")
+    plans: list[list[int]] = []
+    while len(plans) < count:
+        plan = [int(rng.integers(options)) for options in problem.sizes]
+        if len(plans) % 2:
+            plan[at] = int(rng.choice(piped))
+        if problem.fits([plan])[0]:
+            plans.append(plan)
+    return plans
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
+    given = experiment(**{"workflow": {"steps": 5}, **SETTINGS[setting]})
+    space = space_of(given)
+    plans = random_plans(space, 6, np.random.default_rng(5))
+    found = [ExplicitPlan.of(space.plan(plan), space.workflow) for plan in plans]
+    systems = [{"name": str(i), "use": [{"plan": one.model_dump(exclude_none=True)}]} for i, one in enumerate(found)]
+    result = rlsim.run({**given, "systems": systems})
+    assert (result.steps["staleness"] == 0).all()
+    for i, expected in enumerate(space.problem.cost_s(plans)):
+        # The first step fills the overlap of steps and the last one empties it.
+        steps = result.steps.loc[result.steps["system"] == str(i), "step_time_s"].to_numpy()[1:-1]
+        assert steps == pytest.approx(expected, rel=1e-6), found[i]
+
+
+def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
+    """Of a model that crowds the GPUs, those that fill them most; some wait for KV cache."""
+    given = experiment(**BIG, workflow={"steps": 4, "prompts": 256})
+    space, rng = space_of(given), np.random.default_rng(7)
+    problem = space.problem
+    drawn = rng.integers(problem.sizes, size=(4000, len(problem.sizes)))
+    fitting = drawn[problem.fits(drawn)]
+    fullest = fitting[np.argsort(problem.peak_bytes(fitting))[-6:]]
+    assert problem.peak_bytes(fullest).min() > 0.95 * problem.memory_bytes
+    found = [ExplicitPlan.of(space.plan(plan.tolist()), space.workflow) for plan in fullest]
+    systems = [{"name": str(i), "use": [{"plan": one.model_dump(exclude_none=True)}]} for i, one in enumerate(found)]
+    result = rlsim.run({**given, "systems": systems})
+    assert result.steps["preemptions"].gt(0).any()
+    for i, expected in enumerate(problem.cost_s(fullest)):
+        steps = result.steps.loc[result.steps["system"] == str(i), "step_time_s"].to_numpy()[1:-1]
+        assert steps == pytest.approx(expected, rel=0.01), found[i]
+
+
+def test_a_wrong_estimate_would_be_seen() -> None:
+    """Two plans of the same calls differ by more than the tolerance above."""
+    costs = (problem := space_of(experiment()).problem).cost_s(
+        random_plans(space_of(experiment()), 6, np.random.default_rng(5))
+    )
+    assert len(problem.calls) == 6
+    assert np.ptp(costs) > 0.2 * costs.min()
+
+
+# ---- placements of frameworks ----------------------------------------------------------------------------------------
+
+#: GPUs of calls on 8 GPUs.
+PLACED: dict[str, dict[str, range]] = {
+    "trl": {"generate": range(7), "train": range(7), "values": range(7), "reward_score": range(7, 8)},
+    "openrlhf": {
+        "generate": range(4), "ref_log_prob": range(4, 6), "train": range(4, 6), "values": range(6, 8),
+        "reward_score": range(6, 8), "train_critic": range(6, 8),
+    },
+    "nemo_aligner": {
+        "generate": range(4), "ref_log_prob": range(4), "train": range(4), "values": range(4, 8),
+        "reward_score": range(4, 8), "train_critic": range(4, 8),
+    },
+    "deepspeed_chat": {"generate": range(8), "train": range(8), "reward_score": range(8), "train_critic": range(8)},
+    "megatron": {"generate": range(8), "train": range(8), "reward_score": range(8), "values": range(8)},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def frameworks() -> Result:
+    models = {"critic": SMALL, "reward": SMALL}
+    small = [name for name in PLACED if name != "megatron"]  # TP 8 does not divide the heads of the small model
+    return rlsim.run(experiment(systems=small, models=models, workflow={"prompts": 112}))
+
+
+def busy_gpus(result: Result, system: str) -> dict[str, set[int]]:
+    """GPUs on which each call ran; generation's are those of prefill and decode."""
+    found: dict[str, set[int]] = {}
+    for row in result.spans[result.spans["system"] == system].itertuples():
+        kind = "generate" if row.kind in ("prefill", "decode", "mixed") else row.kind
+        found.setdefault(kind, set()).update(range(row.gpu, row.gpu + row.gpus))
+    return found
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_calls_run_on_the_gpus_of_the_framework_and_no_others(name: str, frameworks: Result) -> None:
+    result = frameworks if name != "megatron" else rlsim.run(experiment(systems=["megatron"], **BIG))
+    busy = busy_gpus(result, name)
+    for call, gpus in PLACED[name].items():
+        assert busy[call] == set(gpus), call
+    steps = result.steps[result.steps["system"] == name]
+    assert (steps["staleness"] == 0).all()
+    assert (steps["trained"] == steps["launched"]).all()
+
+
+@pytest.mark.parametrize("name", [name for name in PLACED if name != "megatron"])
+def test_the_time_of_every_gpu_adds_up(name: str, frameworks: Result) -> None:
+    spans = frameworks.spans[frameworks.spans["system"] == name]
+    steps = frameworks.steps[frameworks.steps["system"] == name]
+    busy_s = 0.0
+    for gpu in range(8):
+        its = spans[(spans["gpu"] <= gpu) & (gpu < spans["gpu"] + spans["gpus"])].sort_values("start_at")
+        for (_, end), (start, _) in pairwise(zip(its["start_at"], its["end_at"], strict=True)):
+            assert start >= end - 1e-9, f"GPU {gpu} runs two calls at once"
+        busy_s += float((its["end_at"] - its["start_at"]).sum())
+    total_s = 8 * float(steps["step_time_s"].sum())
+    bubble_s = 8 * float((steps["bubble_fraction"] * steps["step_time_s"]).sum())
+    assert busy_s + bubble_s == pytest.approx(total_s)
+    assert bubble_s > 0 or name == "deepspeed_chat"
+
+
+def test_megatron_takes_the_fewest_pipeline_stages_that_fit() -> None:
+    """13B on 16 GPUs of TP 8: all fits without stages; of 34B, training fits from two on."""
+    setting = {"cluster": "4x8xh100", "workflow": {"steps": 1}}
+    for model, pp in (("llama-3-13b", 1), ("llama-3-34b", 2)):
+        given = experiment(**setting, model=model, models={"critic": model, "reward": SMALL}, systems=["megatron"])
+        given["training"]["zero_stage"] = 0
+        given["models"]["reward"] = model
+        loaded, _, folder = load_experiment(given)
+        setup = Setup.of(loaded, folder)
+        site = setup.site(next(iter(_systems(given))))
+        strategies = {site.plan.of(name).strategy for name in ("train", "train_critic", "reward_score")}
+        assert {(s.tp, s.pp, s.dp) for s in strategies if s} == {(8, pp, 4 // pp)}
+
+
+def _systems(given: dict[str, Any]) -> list[Any]:
+    from rlsim.experiment.systems import parse_systems
+
+    return [spec.make() for spec in parse_systems(given["systems"], "test")]
+
+
+def test_real_is_no_slower_than_the_heuristic_and_the_same_seed_finds_the_same_plan() -> None:
+    real = {"real": {"evaluations": 2000}}
+    given = experiment(**BIG, systems=["megatron", real], workflow={"steps": 4})
+    first, again = rlsim.run(given), rlsim.run(given)
+    total = first.steps.groupby("system")["step_time_s"].sum()
+    assert total["real"] <= total["megatron"]
+    assert first.calls.equals(again.calls)
+
+
+# ---- rlsim plan ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    with (tmp_path / "ppo.yaml").open("w") as file:
+        YAML().dump(experiment(workflow={"steps": 4}), file)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rlsim_plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["rlsim", "plan", "ppo.yaml", *arguments])
+    try:
+        main()
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    return 0
+
+
+def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ("--out", "plan.yaml", "--json", "plan.json", "--chart", "search.svg")
+    assert rlsim_plan(monkeypatch, "--evaluations", "2000", *files, "--apply") == 0
+    shown = capsys.readouterr().out
+    found = json.loads((folder / "plan.json").read_text())
+    assert f"iteration: {found['iteration_time_s']:.2f} s" in shown
+    assert (folder / "search.svg").read_text().startswith("<svg")
+    part = YAML(typ="safe").load(folder / "plan.yaml")
+    assert part["plan"] == found["plan"]
+    result = rlsim.run("ppo.yaml", overrides={"systems": [{"name": "written", "use": [part]}], "workflow.steps": 5})
+    assert result.steps["step_time_s"].to_numpy()[1:-1] == pytest.approx(found["iteration_time_s"], rel=0.01)
+    assert (folder / "results" / "plans" / "steps.parquet").is_file()
+    assert rlsim_plan(monkeypatch, "--evaluations", "2000", "--json", "again.json", "--quiet") == 0
+    assert json.loads((folder / "again.json").read_text())["plan"] == found["plan"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--method", "annealing"], "unknown search method 'annealing'"),
+        (["--seconds", "0"], "a search budget must be positive"),
+        (["--seconds", "-1"], "--seconds"),
+        (["--evaluations", "0"], "--evaluations"),
+        (["--chart", "search.txt"], "search.txt: a chart is written as one of .html, .svg, .png"),
+        (["--out", "nowhere/plan.yaml", "--json", "plan.json"], "nowhere/plan.yaml: the folder nowhere does not exist"),
+        (["--json", "."], "is a folder"),
+        (["--set", "model=llama-3-70b"], "call train fits on no mesh of 8xh100: it needs"),
+        (["--set", "cases={a: {seeds: 2}}"], "a plan is searched for one case"),
+        (["--set", "model=llama-3-71b"], "unknown model 'llama-3-71b'"),
+    ],
+)
+def test_a_failing_search_says_why_and_writes_nothing(
+    arguments: list[str],
+    expected: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = [] if "--json" in arguments or "--chart" in arguments else ["--json", "plan.json", "--out", "plan.yaml"]
+    budget = [] if "--seconds" in arguments or "--evaluations" in arguments else ["--evaluations", "500"]
+    assert rlsim_plan(monkeypatch, *arguments, *files, *budget) == 2
+    shown = capsys.readouterr().err
+    assert expected in shown
+    assert "Traceback" not in shown
+    assert [path.name for path in folder.iterdir()] == ["ppo.yaml"]
