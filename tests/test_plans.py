@@ -333,7 +333,7 @@ def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
 
 def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
     """Of a model that crowds the GPUs, those that fill them most; some wait for KV cache."""
-    given = experiment(**BIG, workflow={"steps": 4, "prompts": 256})
+    given = experiment(**BIG, workflow={"steps": 4, "prompts": 2048})
     space, rng = space_of(given), np.random.default_rng(7)
     problem = space.problem
     drawn = rng.integers(problem.sizes, size=(4000, len(problem.sizes)))
@@ -450,6 +450,25 @@ def test_real_is_no_slower_than_the_heuristic_and_the_same_seed_finds_the_same_p
     total = first.steps.groupby("system")["step_time_s"].sum()
     assert total["real"] <= total["megatron"]
     assert first.calls.equals(again.calls)
+
+
+def test_a_searched_plan_leaves_the_gpus_of_a_judge_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes, the last one of them the judge's."""
+    monkeypatch.chdir(tmp_path)
+    text = "prompt_id,sample_id,response_tokens,judge_tokens\n"
+    path = "judged.csv"
+    judge = {"model": SMALL, "reserved": 0.5}
+    given = experiment(
+        cluster="2x8xh100", models={}, trace={"fixed": None, "path": path},
+        workflow={"algorithm": "grpo", "prompts": 16, "responses": 4, "reward": {"judge": judge}, "steps": 2},
+        systems=[{"real": {"evaluations": 500}}],
+    )  # fmt: skip
+    Path(path).write_text(text + "".join(f"{i // 4},{i % 4},200,20\n" for i in range(128)))
+    result = rlsim.run(given)
+    assert busy_gpus(result, "real").pop("reward") <= set(range(8, 16))
+    assert set().union(*(gpus for call, gpus in busy_gpus(result, "real").items() if call != "reward")) <= set(range(8))
+    with pytest.raises(ConfigError, match="some of every node"):
+        rlsim.run({**given, "workflow": {**given["workflow"], "reward": {"judge": {**judge, "reserved": 0.25}}}})
 
 
 # ---- rlsim plan ------------------------------------------------------------------------------------------------------

@@ -70,8 +70,9 @@ class ExperimentTimes:
         target, total = layout_of(self._site.plan.of(call.name), rollout_tp), 0.0
         for edge in self._workflow.into(call.name):
             source = self._site.plan.of(edge.source)
-            if edge.lag == 0 and source.gpus:
-                size = GENERATED_BYTES if self._workflow.call(edge.source).kind == "generate" else INFERRED_BYTES
+            kind = self._workflow.call(edge.source).kind
+            if edge.lag == 0 and source.gpus and kind != "reward":  # one number a response, wherever it is judged
+                size = GENERATED_BYTES if kind == "generate" else INFERRED_BYTES
                 total += self._calls.data.time_s(size * tokens, layout_of(source, rollout_tp), target)
         return total
 
