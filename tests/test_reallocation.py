@@ -11,7 +11,7 @@ import pytest
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.placement import PairTimes, Placement
+from rlsim.cost.layout import Layout, PairTimes
 from rlsim.cost.reallocation import DataTransfer, Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import CollectiveTime
@@ -40,11 +40,11 @@ def measured(cluster: Cluster) -> Collectives:
     return Collectives(calibration.collectives, calibration.reference, cluster)
 
 
-def at(first_gpu: int, dp: int = 1, tp: int = 1, pp: int = 1, *, zero3: bool = False) -> Placement:
-    return Placement(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp, zero3=zero3)
+def at(first_gpu: int, dp: int = 1, tp: int = 1, pp: int = 1, *, zero3: bool = False) -> Layout:
+    return Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp, zero3=zero3)
 
 
-def moved_s(source: Placement, target: Placement, cluster: Cluster = H100) -> float:
+def moved_s(source: Layout, target: Layout, cluster: Cluster = H100) -> float:
     return Reallocation(LLAMA, cluster, Rates()).time_s(source, target)
 
 
@@ -79,12 +79,12 @@ def messages_s(
     return max(loads.values(), default=0.0)
 
 
-def loop_s(cluster: Cluster, collectives: CollectiveTime, source: Placement, target: Placement) -> float:
+def loop_s(cluster: Cluster, collectives: CollectiveTime, source: Layout, target: Layout) -> float:
     """REAL's scheme, GPU by GPU and layer by layer."""
     if source == target:
         return 0.0
 
-    def holders(placement: Placement) -> dict[tuple[int, int], list[int]]:
+    def holders(placement: Layout) -> dict[tuple[int, int], list[int]]:
         """(stage, TP rank) -> GPUs, in their order."""
         held = defaultdict(list)
         gpu = placement.first_gpu
@@ -95,7 +95,7 @@ def loop_s(cluster: Cluster, collectives: CollectiveTime, source: Placement, tar
                     gpu += 1
         return held
 
-    def parameters(placement: Placement, stage: int) -> dict[str, int]:
+    def parameters(placement: Layout, stage: int) -> dict[str, int]:
         size = math.ceil(LLAMA.num_hidden_layers / placement.pp)
         layers = range(min(stage * size, LLAMA.num_hidden_layers), min((stage + 1) * size, LLAMA.num_hidden_layers))
         units = {f"layer {layer}": LLAMA.layer_parameters for layer in layers}
@@ -142,7 +142,7 @@ def loop_s(cluster: Cluster, collectives: CollectiveTime, source: Placement, tar
     return gather + messages_s(cluster, collectives, messages, copies)
 
 
-def random_placement(rng: random.Random, cluster: Cluster) -> Placement:
+def random_placement(rng: random.Random, cluster: Cluster) -> Layout:
     size = cluster.gpus_per_node
     gpus = rng.choice([n for n in (1, 2, 4, 8, 16, 24, 32, 64) if n <= min(cluster.gpus, 32)])
     starts = range(0, min(cluster.gpus, 64) - gpus + 1, min(gpus, size))
@@ -252,7 +252,7 @@ def test_a_critic_moves_less() -> None:
 
 
 def test_context_parallel_ranks_hold_the_same_parameters() -> None:
-    with_cp = Placement.of(0, TrainStrategy(dp=2, cp=2, tp=2, zero_stage=3))
+    with_cp = Layout.of(0, TrainStrategy(dp=2, cp=2, tp=2, zero_stage=3))
     assert moved_s(with_cp, at(0, dp=4, tp=2, zero3=True)) == 0.0
     assert moved_s(with_cp, at(8, dp=4, tp=2)) == moved_s(at(0, dp=4, tp=2, zero3=True), at(8, dp=4, tp=2))
 
@@ -273,9 +273,7 @@ def test_errors() -> None:
 # Data ----------------------------------------------------------------------------------------------------------------
 
 
-def data_loop_s(
-    cluster: Cluster, collectives: CollectiveTime, size: float, source: Placement, target: Placement
-) -> float:
+def data_loop_s(cluster: Cluster, collectives: CollectiveTime, size: float, source: Layout, target: Layout) -> float:
     messages = defaultdict(list)
     for d in range(source.dp):
         head = source.first_gpu + ((source.pp - 1) * source.shards + d * source.cp) * source.tp
@@ -318,10 +316,10 @@ def test_data_by_hand() -> None:
 
 
 def test_pairs_are_computed_once() -> None:
-    asked: list[tuple[Placement, Placement]] = []
+    asked: list[tuple[Layout, Layout]] = []
     reallocation = Reallocation(LLAMA, H100, measured(H100))
 
-    def time_s(source: Placement, target: Placement) -> float:
+    def time_s(source: Layout, target: Layout) -> float:
         asked.append((source, target))
         return reallocation.time_s(source, target)
 
@@ -340,9 +338,9 @@ def test_pairs_are_computed_once() -> None:
 
 def test_pairs_on_other_nodes_are_one() -> None:
     reallocation = Reallocation(LLAMA, H100, measured(H100))
-    asked: list[Placement] = []
+    asked: list[Layout] = []
 
-    def time_s(source: Placement, target: Placement) -> float:
+    def time_s(source: Layout, target: Layout) -> float:
         asked.append(target)
         return reallocation.time_s(source, target)
 

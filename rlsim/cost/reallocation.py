@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.cost.layout import Integers, Layout, canonical
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import Floats
-from rlsim.cost.placement import Integers, Placement, canonical
 from rlsim.cost.transfer import CollectiveTime
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
@@ -42,9 +42,9 @@ class Reallocation:
         self.model, self.cluster = model, cluster
         self._collectives = collectives
         self._broadcasts = _Broadcasts(cluster, collectives)
-        self._known: dict[tuple[Placement, Placement], float] = {}
+        self._known: dict[tuple[Layout, Layout], float] = {}
 
-    def time_s(self, source: Placement, target: Placement) -> float:
+    def time_s(self, source: Layout, target: Layout) -> float:
         """Seconds until every GPU of `target` has its part of the model, which `source` holds as a whole.
 
         Pieces that a GPU already has cost nothing if the TP degree stays (layers are used where they lie), else one
@@ -64,12 +64,12 @@ class Reallocation:
             known = self._known[pair] = self._time_s(*pair)
         return known
 
-    def _check(self, placement: Placement) -> None:
+    def _check(self, placement: Layout) -> None:
         self.model.check_tp(placement.tp)
         if placement.pp > self.model.num_hidden_layers:
             raise ConfigError(f"{self.model.name}: PP {placement.pp} exceeds its {self.model.num_hidden_layers} layers")
 
-    def _time_s(self, source: Placement, target: Placement) -> float:
+    def _time_s(self, source: Layout, target: Layout) -> float:
         if source == target:
             return 0.0
         wants = _parameter_wants(self.cluster, common_bytes(self.model, source.pp, target.pp), source, target)
@@ -80,7 +80,7 @@ class Reallocation:
             copied = np.bincount(wants.target[here], wants.size[here] / rate, target.end_gpu).astype(np.float64)
         return self._gather_s(source) + self._broadcasts.slowest_s(wants.where(~here), copied)
 
-    def _gather_s(self, source: Placement) -> float:
+    def _gather_s(self, source: Layout) -> float:
         """All-gathering what ZeRO-3 shards: layer by layer, the embedding, the head with the final norm."""
         if not source.zero3:
             return 0.0
@@ -94,7 +94,7 @@ class Reallocation:
         return model.num_hidden_layers * unit_s(model.layer_parameters) + ends_s
 
 
-def _without_cp(placement: Placement) -> Placement:
+def _without_cp(placement: Layout) -> Layout:
     """The data-parallel placement that holds the same parameters."""
     return placement if placement.cp == 1 else replace(placement, dp=placement.shards, cp=1)
 
@@ -105,9 +105,9 @@ class DataTransfer:
     def __init__(self, cluster: Cluster, collectives: CollectiveTime) -> None:
         self.cluster = cluster
         self._broadcasts = _Broadcasts(cluster, collectives)
-        self._known: dict[tuple[float, Placement, Placement], float] = {}
+        self._known: dict[tuple[float, Layout, Layout], float] = {}
 
-    def time_s(self, total_bytes: float, source: Placement, target: Placement) -> float:
+    def time_s(self, total_bytes: float, source: Layout, target: Layout) -> float:
         """Seconds until `target` has the data that a call on `source` made.
 
         `total_bytes` are those of the whole batch: tokens times the bytes kept per token (token numbers,
@@ -232,7 +232,7 @@ def common_bytes(model: Model, source_pp: int, target_pp: int) -> Floats:
     return BF16 * parameters
 
 
-def _parameter_wants(cluster: Cluster, common: Floats, source: Placement, target: Placement) -> _Wants:
+def _parameter_wants(cluster: Cluster, common: Floats, source: Layout, target: Layout) -> _Wants:
     """Every piece that every target GPU needs, with the cheapest GPU to take it from (perhaps itself)."""
     stage = source.shards * source.tp
     pieces = -(-source.tp // target.tp)
@@ -273,7 +273,7 @@ def _parameter_wants(cluster: Cluster, common: Floats, source: Placement, target
     return _Wants(chosen, gpu, piece, size)
 
 
-def _data_wants(total_bytes: float, source: Placement, target: Placement) -> _Wants:
+def _data_wants(total_bytes: float, source: Layout, target: Layout) -> _Wants:
     """Every part of the batch that every target GPU needs, with the head that holds it."""
     pieces = math.ceil(source.dp / target.dp) + 1
     places = np.arange(target.gpus)

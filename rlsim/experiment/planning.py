@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import simpy
 
+from rlsim.cost.layout import Layout, PairTimes
 from rlsim.cost.machine import Machine
 from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_memory
-from rlsim.cost.placement import PairTimes
-from rlsim.cost.placement import Placement as Layout
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES

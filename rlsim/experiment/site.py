@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calls import CallCosts
+from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.machine import Machine
 from rlsim.cost.memory import kv_page_bytes, rollout_memory
-from rlsim.cost.placement import Placement as Layout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, Streamed, judge_bytes, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost

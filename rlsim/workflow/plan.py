@@ -65,16 +65,18 @@ def grouped(
 ) -> Plan:
     """Every call on the GPUs of its group and with that group's strategy; `groups` is by call name.
 
-    The rollout control says how generation uses its GPUs. Models that are not trained wait in host memory.
+    The rollout control says how generation uses its GPUs. Models that are not trained wait in host memory, if others
+    are trained on their GPUs.
     """
     trained = {call.model for call in workflow.calls if call.kind == "train"}
+    crowded = {gpu for call in workflow.calls if call.kind == "train" for gpu in groups[call.name][0]}
     placed: dict[str, Placement] = {}
     for call in workflow.calls:
         if call.kind == "generate":
             placed[call.name] = Placement(groups[call.name][0])
         elif call.kind not in ("reward", "sync"):
             gpus, strategy = groups[call.name]
-            frozen = call.model not in trained
+            frozen = call.model not in trained and not crowded.isdisjoint(gpus)
             placed[call.name] = Placement(gpus, replace(strategy, offload=True) if frozen else strategy)
     return with_transfers(workflow, placed, reward)
 

@@ -17,7 +17,7 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class Layout:
     """A mesh, the GPUs from number `first_gpu` on, and the degrees of a model on it.
 
     On the mesh TP is innermost, then CP, DP and PP, as in `TrainStrategy`. Raises `ConfigError` for a degree below 1, a
@@ -33,12 +33,12 @@ class Placement:
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp, self.cp) < 1 or self.first_gpu < 0:
-            raise ConfigError(f"placement: degrees must be at least 1 and GPU numbers at least 0, got {self}")
+            raise ConfigError(f"layout: degrees must be at least 1 and GPU numbers at least 0, got {self}")
         if self.zero3 and self.pp > 1:
-            raise ConfigError("placement: ZeRO stage 3 does not go with pipeline parallelism")
+            raise ConfigError("layout: ZeRO stage 3 does not go with pipeline parallelism")
 
     @classmethod
-    def of(cls, first_gpu: int, strategy: TrainStrategy) -> Placement:
+    def of(cls, first_gpu: int, strategy: TrainStrategy) -> Layout:
         """The placement of a training or inference call on the GPUs from number `first_gpu` on."""
         return cls(
             first_gpu=first_gpu,
@@ -64,19 +64,19 @@ class Placement:
         """One more than the number of the last GPU."""
         return self.first_gpu + self.gpus
 
-    def moved(self, gpus: int) -> Placement:
+    def moved(self, gpus: int) -> Layout:
         """The same layout on the mesh that begins so many GPUs later."""
         return replace(self, first_gpu=self.first_gpu + gpus) if gpus else self
 
 
-def canonical(cluster: Cluster, source: Placement, target: Placement) -> tuple[Placement, Placement]:
+def canonical(cluster: Cluster, source: Layout, target: Layout) -> tuple[Layout, Layout]:
     """The same pair moved to the first nodes that will do: only the relative position counts for a transfer.
 
     Raises `ConfigError` for a GPU that the cluster does not have.
     """
     size = cluster.gpus_per_node
     if max(source.end_gpu, target.end_gpu) > cluster.gpus:
-        raise ConfigError(f"placement beyond the {cluster.gpus} GPUs of cluster {cluster.name!r}: {source}, {target}")
+        raise ConfigError(f"layout beyond the {cluster.gpus} GPUs of cluster {cluster.name!r}: {source}, {target}")
     starts = source.first_gpu // size, target.first_gpu // size
     ends = (source.end_gpu - 1) // size, (target.end_gpu - 1) // size
     if ends[0] < starts[1] or ends[1] < starts[0]:  # no node in common: how far apart does not matter
@@ -92,10 +92,10 @@ class PairTimes:
 
     def __init__(
         self,
-        time_s: Callable[[Placement, Placement], float],
+        time_s: Callable[[Layout, Layout], float],
         cluster: Cluster,
-        sources: Sequence[Placement],
-        targets: Sequence[Placement],
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
     ) -> None:
         self._time_s = time_s
         self._sources, self._targets = sources, targets
@@ -142,7 +142,7 @@ class PairTimes:
         return (key * per_node + first % per_node) * (reach + per_node) + distance
 
 
-def _layouts(placements: Sequence[Placement], per_node: int) -> tuple[Integers, tuple[Integers, Integers, Integers]]:
+def _layouts(placements: Sequence[Layout], per_node: int) -> tuple[Integers, tuple[Integers, Integers, Integers]]:
     """A number for each placement's degrees; and first GPUs, first nodes and last nodes."""
     numbers: dict[tuple[object, ...], int] = {}
     layout = [numbers.setdefault((p.dp, p.tp, p.pp, p.cp, p.zero3), len(numbers)) for p in placements]
