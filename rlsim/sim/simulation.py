@@ -563,11 +563,11 @@ class _Run:
 
 
 def _updating(workflow: Workflow) -> frozenset[str]:
-    """The calls that give the rollout new weights: those that sync its model, else those that train it."""
-    models = {call.model for call in workflow.calls if call.kind == "generate"}
-    calls = [call for call in workflow.calls if call.model in models]
-    syncs = frozenset(call.name for call in calls if call.kind == "sync")
-    return syncs or frozenset(call.name for call in calls if call.kind == "train")
+    """The calls that give the rollout new weights: the syncs before generation, else those that train its model."""
+    generate = {call.name: call.model for call in workflow.calls if call.kind == "generate"}
+    syncs = {e.source for e in workflow.edges if e.target in generate and workflow.call(e.source).kind == "sync"}
+    trains = (call.name for call in workflow.calls if call.kind == "train" and call.model in generate.values())
+    return frozenset(syncs or trains)
 
 
 @contextmanager
