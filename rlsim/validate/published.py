@@ -128,7 +128,7 @@ change.
 """
 
 _REAL = """
-## REAL: execution plans for PPO (LLaMA-3 7B actor and critic, two nodes of 8 H100)
+### REAL: execution plans for PPO (LLaMA-3 7B actor and critic, two nodes of 8 H100)
 
 Prompts and responses of 1,024 tokens each, 512 a step, 8 mini-batches. "Scheduled" takes the published seconds of the
 calls and the rule by which both the engine and the search start calls; all else is rlsim's own.
@@ -156,7 +156,7 @@ What each of these is worth (one changed at a time, then all; ratios are rlsim /
 """
 
 _OPPO = """
-## OPPO: overlap for PPO (Qwen2.5-7B, seven H200s and one, 112 prompts a step)
+### OPPO: overlap for PPO (Qwen2.5-7B, seven H200s and one, 112 prompts a step)
 
 Nothing is calibrated here: every figure is predicted.
 
@@ -173,8 +173,8 @@ How to read the errors:
   nothing here: a response that is complete goes on at once, and one that ends last has a last chunk of milliseconds.
   The published loss beyond 500 tokens fits a generator that stops for all sequences at every chunk, which rlsim does
   not have.
-- **Scoring hidden** is half of the published share: a 7B model reads 112 responses in two seconds on an H200 in vLLM's
-  kernels.
+- **Scoring hidden** is less than half of the published share: a 7B reward model that stays on its H200 reads 112
+  responses in two seconds.
 
 Speedups when one open input is changed:
 
