@@ -171,8 +171,8 @@ How to read the errors:
   the published one wherever the cap is 2K or more.
 - **Chunk size.** Small chunks cost hand-overs and iterations of the reward model, as published. Large ones cost
   nothing here: a response that is complete goes on at once, and one that ends last has a last chunk of milliseconds.
-  The published loss beyond 500 tokens fits a generator that stops for all sequences at every chunk, which rlsim does
-  not have.
+  So there is no loss beyond 500 tokens as published. A generator that hands complete responses over only at the end of
+  a chunk of all its sequences was tried: at 3,000 tokens it loses 0.5%, as the tail takes longer than the scoring.
 - **Scoring hidden** is less than half of the published share: a 7B reward model that stays on its H200 reads 112
   responses in two seconds.
 
