@@ -117,8 +117,8 @@ def _tables(report: PlanReport) -> list[Table]:
 
     calls = Table(box=None, pad_edge=False, header_style="bold", title=f"{report.experiment.name} · plan")
     calls.add_column("call", overflow="fold")
-    for heading in ("GPUs", "TP", "PP", "DP", "micro-batches", "ZeRO", "s", "GB kept", "GB beside"):
-        calls.add_column(heading, justify="right", no_wrap=heading != "micro-batches")
+    for heading in ("GPUs", "TP", "PP", "DP", "micro-\nbatches", "ZeRO", "s", "GB\nkept", "GB\nbeside"):
+        calls.add_column(heading, justify="right", no_wrap=True)
     for row in report.calls().to_dict("records"):
         first, last = row["first_gpu"], row["first_gpu"] + row["gpus"] - 1
         counted = ["" if pd.isna(row[key]) else str(row[key]) for key in ("micro_batches", "zero_stage")]

@@ -61,11 +61,18 @@ def busy_share(result: Result, system: str) -> float:
     return float((seconds.clip(lower=0) * at_work["gpus"]).sum() / (gpus * (ends - starts).sum()))
 
 
+def _always(delta: int) -> dict[str, Any]:
+    """The shipped systems with a fixed overcommit instead of one that grows with the reward."""
+    part = {"overcommit": {"delta": delta}}
+    return {"systems.2.use.1": part, "systems.3.use.2": part}
+
+
 def open_inputs() -> str:
     """A table of the speedups where an input that the paper leaves open is changed."""
     fewer: dict[str, Any] = {"seeds": 1, "workflow.steps": 40}
     settings: dict[str, dict[str, Any]] = {
         "as shipped: judged QA, cap 4K": {},
+        **{f"always {delta} prompts beyond the batch": _always(delta) for delta in (8, 16, 32)},
         "cap 1K": {"trace.cap": "1K"},
         "cap 2K": {"trace.cap": "2K"},
         "math task's lengths": {"trace.path": "rollpacker-math"},
