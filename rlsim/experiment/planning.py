@@ -13,7 +13,13 @@ import simpy
 
 from rlsim.cost.layout import Layout, PairTimes
 from rlsim.cost.machine import Machine
-from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_memory
+from rlsim.cost.memory import (
+    RESERVED_BYTES,
+    inference_memory,
+    kv_page_bytes,
+    rollout_activation_bytes,
+    rollout_weight_bytes,
+)
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES
@@ -37,8 +43,6 @@ ENGINE_SHARES = (0.3, 0.5, 0.7)
 
 #: A layout of generation that takes so many times as long as the fastest is not tried with less memory.
 SLOW = 1.5
-
-_NO_LIMIT = 1e3  # times the memory of a GPU
 
 #: Most micro-batches of a rank that are tried, for each pipeline stage.
 MICRO_BATCHES_PER_STAGE = 8
@@ -232,20 +236,13 @@ class PlanSpace:
     def _share_for_all(self, strategy: TrainStrategy) -> float:
         """Share of a GPU's memory that lets all sequences run at once; not more than the experiment allows."""
         setup, engine = self._setup, self._setup.experiment.engine
-        memory = rollout_memory(
-            setup.model,
-            self.gpu,
-            strategy.tp,
-            pp=strategy.pp,
-            page_tokens=engine.page_tokens,
-            memory_utilization=_NO_LIMIT,
-            max_batched_tokens=engine.max_num_batched_tokens,
-            max_sequences=engine.max_num_seqs,
-        )
+        model, tp, pp = setup.model, strategy.tp, strategy.pp
+        batched, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
+        working = rollout_weight_bytes(model, tp, pp) + rollout_activation_bytes(model, tp, batched, sequences)
         replicas = self._dealt(strategy)
         pages = max(sum(-(-(p + r) // engine.page_tokens) for p, r in lengths) for lengths in replicas)
-        kv_bytes = (pages + 1) / (1 - engine.watermark) * memory.page_bytes
-        needed = memory.weight_bytes + memory.activation_bytes + RESERVED_BYTES + kv_bytes
+        kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, tp, engine.page_tokens, pp)
+        needed = working + RESERVED_BYTES + kv_bytes
         return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, setup.experiment.memory_utilization)
 
     def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int], ...]]:

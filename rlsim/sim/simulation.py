@@ -211,8 +211,7 @@ class _Run:
         """Responses that nobody generates: they are there from the start."""
         for step, state in enumerate(self.steps):
             state.version = step
-            state.requests = self._launched(state, Batching().launch(self.what.feed))[:]
-            for request in state.requests:
+            for request in self._launched(state, Batching().launch(self.what.feed)):
                 request.generated, request.finished_at = request.response_tokens, self.env.now
             settled = Settled("", len(state.requests), 0, 0)
             self.outcome.rollouts.append(RolloutSummary(step, 0, 0, 0, settled, 0, 0.0))
