@@ -1,0 +1,124 @@
+"""AReaL's trajectory dumps (`rollout.dump_to_file`), joined with its session traces (`perf_tracer.session_tracer`).
+
+Read from inclusionAI/AReaL at 4aef98d (1.0.4): `areal/infra/workflow_executor.py` (`_dump_trajectory`) writes
+`rollout/<version>/<task_id>.jsonl` with task_id, sample_idx, seqlen, prompt_len, head_version, tail_version, reward,
+prompt, completion, where prompt_len is seqlen less the tokens under the loss mask; `areal/utils/perf_tracer.py`
+(`SessionRecord`) writes `session_tracer/<role>/sessions-r<rank>.jsonl` with task_id, session_id, rank, status,
+submit_ts, total_s, generate_s, reward_s and phases. Sessions hold times and no lengths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+
+from rlsim.trace.importers.collect import Response
+from rlsim.trace.importers.dumps import NOT_TOLD, Dump
+from rlsim.trace.importers.rows import Row, file_rows
+
+
+def _read(row: Row, tally: Counter[str]) -> Iterator[tuple[Response, Row]]:
+    total, prompt = row.whole("seqlen", 1), row.whole("prompt_len")
+    if prompt >= total:
+        raise row.fail(f"prompt_len {prompt} leaves nothing of seqlen {total} for the response")
+    head, tail = row.whole("head_version", -1), row.whole("tail_version", -1)
+    if tail > head:
+        tally["{n} responses are of tasks that more than one version of the weights generated"] += 1
+    yield (
+        Response(
+            step=tail,
+            prompt=row.text("prompt"),
+            group=row.whole("task_id"),
+            prompt_tokens=prompt or None,
+            response_tokens=total - prompt,
+            reward=row.number("reward"),
+        ),
+        row,
+    )
+
+
+DUMPS = (
+    Dump(
+        "areal",
+        "AReaL's trajectory dump",
+        ("task_id", "sample_idx", "seqlen", "prompt_len", "head_version", "tail_version", "reward", "prompt"),
+        _read,
+        ("steps are the newest version of the weights a task was generated with (tail_version)", NOT_TOLD),
+    ),
+    Dump(
+        "areal",
+        "AReaL's session trace",
+        ("task_id", "session_id", "rank", "submit_ts", "status"),
+        refused="AReaL's session trace holds times and no lengths. Import the trial's folder, in which its dump of "
+        "trajectories (rollout.dump_to_file) lies under rollout/: the sessions' times are joined to it",
+    ),
+)  # fmt: skip
+
+
+def trial_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The trajectory dumps and session traces of a trial's folder, `…/logs/USER/EXPERIMENT/TRIAL`."""
+    parts = ("rollout", "session_tracer")
+    dumps, sessions = (sorted((folder / part).rglob("*.jsonl")) if (folder / part).is_dir() else [] for part in parts)
+    return dumps, sessions
+
+
+def with_sessions(dump: Dump, files: Sequence[Path]) -> tuple[Dump, Callable[[pd.DataFrame, list[str]], pd.DataFrame]]:
+    """`dump` for reading a trial's trajectories, and what joins the times of the session traces `files` to them.
+
+    That gives arrival_s, and reward_time_s where a task has one session for each of its samples: sessions start in
+    the order of the samples. Ranks number their tasks alike; with several nothing is joined, and a note says so.
+    """
+    keys: list[tuple[int, int]] = []
+
+    def read(row: Row, tally: Counter[str]) -> Iterator[tuple[Response, Row]]:
+        for response, part in _read(row, tally):
+            keys.append((row.whole("task_id"), row.whole("sample_idx")))
+            yield response, part
+
+    def join(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+        sessions, ranks = _sessions(files)
+        if ranks > 1:
+            notes.append(f"session traces of {ranks} ranks, which number their tasks alike: times are not joined")
+            return frame
+        sizes = Counter(task for task, _ in keys)
+        first = min(one[0].submit_at for one in sessions.values())
+        arrival: list[float | None] = []
+        reward: list[float | None] = []
+        for task, sample in keys:
+            of_task = sessions.get(task, [])
+            own = of_task[sample] if len(of_task) == sizes[task] > sample else None
+            any_of = own or (of_task[0] if of_task else None)
+            arrival.append(any_of.submit_at - first if any_of else None)
+            reward.append(own.reward_s if own else None)
+        known = [sum(value is not None for value in values) for values in (arrival, reward)]
+        notes.append(f"session traces give the arrival of {known[0]:,} responses and the reward time of {known[1]:,}")
+        columns = {"arrival_s": arrival, "reward_time_s": reward}
+        return frame.assign(**{name: pd.Series(v, dtype=object) for name, v in columns.items() if name not in frame})
+
+    return replace(dump, read=read), join
+
+
+@dataclass(frozen=True)
+class _Session:
+    session: int
+    submit_at: float
+    reward_s: float | None
+
+
+def _sessions(files: Sequence[Path]) -> tuple[dict[int, list[_Session]], int]:
+    """The sessions of every task in the order they started, and how many ranks they are of."""
+    sessions: dict[int, list[_Session]] = {}
+    ranks = set()
+    for file in files:
+        for row in file_rows(file, "AReaL's session trace"):
+            row.get("submit_ts")
+            one = _Session(row.whole("session_id"), row.number("submit_ts") or 0.0, row.number("reward_s"))
+            sessions.setdefault(row.whole("task_id"), []).append(one)
+            ranks.add((row.values.get("role"), row.whole("rank")))
+    for found in sessions.values():
+        found.sort(key=lambda one: one.session)
+    return sessions, len(ranks)

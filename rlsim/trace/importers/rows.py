@@ -1,0 +1,190 @@
+"""Rows of a rollout dump, one at a time, with the checks that name file and row."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsim.errors import TraceError
+
+JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+CSV = (".csv", ".csv.gz")
+PARQUET = (".parquet", ".pq")
+UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
+_BATCH = 256  # rows of a table that are held at a time: those of a rollout dump carry texts
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a dump: `values` as read, the `file` and the `place` in it ("line 3") for messages."""
+
+    file: Path
+    place: str
+    values: Mapping[str, Any]
+    project: str = ""
+
+    def fail(self, why: str) -> TraceError:
+        """The error that says what is wrong with this row."""
+        return TraceError(f"{self.file}: {self.place}: {why}")
+
+    def get(self, key: str) -> Any:
+        """The value of `key`. Raises `TraceError` with the nearest name if the row has none."""
+        if key in self.values:
+            return self.values[key]
+        near = difflib.get_close_matches(key, [str(k) for k in self.values], n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(map(str, self.values))[:200]}"
+        raise self.fail(f"no {key!r}, which every row of {self.project or 'this layout'} has{hint}")
+
+    def whole(self, key: str, least: int = 0) -> int:
+        """A whole number of at least `least`."""
+        value = self.get(key)
+        if not is_number(value) or value != math.floor(value) or value < least:
+            raise self.fail(f"{key} should be a whole number, {least} or more (got {shown(value)})")
+        return int(value)
+
+    def number(self, key: str) -> float | None:
+        """A number, or None where the row has null, NaN or no such key."""
+        value = self.values.get(key)
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return None
+        if not is_number(value):
+            raise self.fail(f"{key} should be a number (got {shown(value)})")
+        return float(value)
+
+    def text(self, key: str) -> str:
+        """A text."""
+        value = self.get(key)
+        if not isinstance(value, str):
+            raise self.fail(f"{key} should be text (got {shown(value)})")
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        """A list."""
+        value = self.get(key)
+        if not isinstance(value, list):
+            raise self.fail(f"{key} should be a list (got {shown(value)})")
+        return value
+
+    def having(self, values: Mapping[str, Any], place: str = "") -> Row:
+        """The same place with other values, as for one sample of a row that holds several."""
+        return Row(self.file, f"{self.place}{place}", values, self.project)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number; flags are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def shown(value: Any) -> str:
+    """`value` as a message shows it, shortened."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def ends(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether the name of `path` ends in one of `suffixes`, in any case."""
+    return path.name.lower().endswith(suffixes)
+
+
+def first_keys(path: Path) -> set[str]:
+    """The keys of a file's first row: what a layout is recognised by. Empty if the kind of file is another."""
+    if ends(path, PARQUET):
+        return set(_parquet(path).schema_arrow.names)
+    if ends(path, (*JSONL, *CSV)):
+        row = next(file_rows(path), None)
+        return set() if row is None else {str(key) for key in row.values}
+    return set()
+
+
+def file_rows(path: Path, project: str = "") -> Iterator[Row]:
+    """The rows of a JSON Lines, Parquet or CSV file, never all in memory at once.
+
+    Raises `TraceError` for a file that is empty, damaged, or has a line that is no JSON object.
+    """
+    if ends(path, PARQUET):
+        yield from _parquet_rows(path, project)
+    elif ends(path, CSV):
+        yield from _csv_rows(path, project)
+    else:
+        yield from _json_rows(path, project)
+
+
+def _json_rows(path: Path, project: str) -> Iterator[Row]:
+    opener: Any = gzip.open if path.name.lower().endswith(".gz") else open
+    empty = True
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                empty = False
+                try:
+                    values = json.loads(line)
+                except ValueError as error:
+                    cut = "" if line.endswith("\n") else "; the last line was cut while being written? Delete it"
+                    raise TraceError(f"{path}: line {number}: not valid JSON: {error}{cut}") from None
+                if not isinstance(values, dict):
+                    raise TraceError(f'{path}: line {number}: expected an object such as {{"response_tokens": 512}}')
+                yield Row(path, f"line {number}", values, project)
+    except UNREADABLE as error:
+        raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
+    if empty:
+        raise TraceError(f"{path}: the file is empty")
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise TraceError(f"{path}: not a readable Parquet file (truncated or damaged?): {reason}") from None
+
+
+def _parquet_rows(path: Path, project: str) -> Iterator[Row]:
+    import pyarrow as pa
+
+    number = 0
+    try:
+        for batch in _parquet(path).iter_batches(batch_size=_BATCH):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(path, f"row {number}", values, project)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise TraceError(f"{path}: not a readable Parquet file (truncated or damaged?): {reason}") from None
+    if number == 0:
+        raise TraceError(f"{path}: the table holds no rows")
+
+
+def _csv_rows(path: Path, project: str) -> Iterator[Row]:
+    import pandas as pd
+
+    number = 0
+    try:
+        with pd.read_csv(path, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""]) as chunks:
+            for chunk in chunks:
+                for values in chunk.astype(object).where(chunk.notna(), None).to_dict("records"):
+                    number += 1
+                    yield Row(path, f"row {number}", {str(k): _plain(v) for k, v in values.items()}, project)
+    except pd.errors.EmptyDataError:
+        raise TraceError(f"{path}: the file is empty") from None
+    except UNREADABLE as error:
+        raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
+    except (pd.errors.ParserError, ValueError) as error:
+        raise TraceError(f"{path}: not valid CSV: {str(error).strip()}") from None
+    if number == 0:
+        raise TraceError(f"{path}: the table has a header and no rows")
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value

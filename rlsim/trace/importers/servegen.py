@@ -1,0 +1,159 @@
+"""ServeGen's clients: `chunk-<i>-dataset.json` (distributions of lengths) with `chunk-<i>-trace.csv` (rates).
+
+Read from alibaba/ServeGen at f891d11, `servegen/clientpool.py` (`_load_data`) and its `data/`. A dataset has, by the
+second its window begins, input_tokens (text_tokens of multimodal models) and output_tokens as the text of a dictionary
+{length: probability}, "{}" in a window without requests; a trace has, without a header, rows of second, requests per
+second, CV, pattern and two parameters. Windows weigh as many requests as their rates say.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from rlsim.errors import TraceError
+
+Floats = npt.NDArray[np.float64]
+DATASET = re.compile(r"chunk-(\d+)-dataset\.json")
+_INPUTS = ("input_tokens", "text_tokens")
+
+
+@dataclass(frozen=True)
+class _Window:
+    """One client's window: lengths with the share of its requests up to each, and how many requests it has."""
+
+    requests: float
+    output: tuple[Floats, Floats]
+    input: tuple[Floats, Floats] | None
+    text_only: bool
+
+
+def datasets(path: Path) -> list[Path]:
+    """The datasets of clients that `path` (a file or a folder) holds."""
+    found = sorted(path.glob("chunk-*-dataset.json")) if path.is_dir() else [path]
+    return [file for file in found if DATASET.fullmatch(file.name)]
+
+
+def read_servegen(files: Sequence[Path], where: Path, rows: int, notes: list[str]) -> pd.DataFrame:
+    """`rows` equally likely requests of all clients: response_tokens, and prompt_tokens of the same quantile.
+
+    The marginal of response lengths is exact to 1 in `rows`. A client's window pairs prompt and response by quantile,
+    as ServeGen's generator does. Raises `TraceError` with file and window.
+    """
+    windows, unrated = [], 0
+    for file in files:
+        rates = file.with_name(file.name.replace("-dataset.json", "-trace.csv"))
+        known = _rates(rates) if rates.is_file() else None
+        unrated += known is None
+        windows += _windows(file, known)
+    total = sum(window.requests for window in windows)
+    if total <= 0:
+        raise TraceError(f"{where}: no window of a ServeGen client has any requests")
+    weights, outputs, inputs = zip(*(_atoms(window) for window in windows), strict=True)
+    weight, output, prompt = (np.concatenate(parts) for parts in (weights, outputs, inputs))
+    order = np.lexsort((prompt, output))
+    cumulative = np.cumsum(weight[order]) / weight.sum()
+    at = order[np.minimum(np.searchsorted(cumulative, (np.arange(rows) + 0.5) / rows), len(order) - 1)]
+    notes.append(
+        f"ServeGen layout: distributions of {len(files):,} clients in {len(windows):,} windows"
+        + (f", {total:,.0f} requests" if not unrated else "")
+        + f", taken at {rows:,} equally likely points; prompt and response of a client's window are paired by quantile, "
+        "as ServeGen's generator pairs them; arrivals are left out"
+    )
+    if any(window.text_only for window in windows):
+        notes.append("prompts of multimodal models are their text: tokens of images, audio and video are not in them")
+    if unrated:
+        notes.append(f"{unrated} clients without chunk-<i>-trace.csv: their windows weigh 1 request each")
+    frame = pd.DataFrame({"response_tokens": np.maximum(output[at], 1)})
+    if (output[at] < 1).any():
+        notes.append(f"{int((output[at] < 1).sum())} requests of no output tokens are taken as 1 token long")
+    if np.isnan(prompt).all():
+        return frame
+    return frame.assign(prompt_tokens=pd.Series(prompt[at]).where(prompt[at] >= 1))
+
+
+def _atoms(window: _Window) -> tuple[Floats, Floats, Floats]:
+    """Pieces of a window on which both lengths are constant: requests, response and prompt tokens of each."""
+    lengths, share = window.output
+    if window.input is None:
+        return np.diff(share, prepend=0.0) * window.requests, lengths, np.full(len(lengths), np.nan)
+    prompts, prompt_share = window.input
+    ends = np.union1d(share, prompt_share)
+    middle = ends - np.diff(ends, prepend=0.0) / 2
+    output = lengths[np.minimum(np.searchsorted(share, middle), len(lengths) - 1)]
+    prompt = prompts[np.minimum(np.searchsorted(prompt_share, middle), len(prompts) - 1)]
+    return np.diff(ends, prepend=0.0) * window.requests, output, prompt
+
+
+def _windows(file: Path, rates: dict[int, float] | None) -> list[_Window]:
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TraceError(f"{file}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{file}: not valid JSON (truncated or damaged?): {error}") from None
+    if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()):
+        raise TraceError(f"{file}: expected windows by the second they begin, each with output_tokens")
+    if not all(str(start).isdigit() for start in data):
+        odd = next(start for start in data if not str(start).isdigit())
+        raise TraceError(f"{file}: window {odd!r} should be the second it begins")
+    starts = sorted(int(start) for start in data)
+    found = []
+    for place, start in enumerate(starts):
+        fields = data[str(start)]
+        if "output_tokens" not in fields:
+            raise TraceError(f"{file}: window {start}: no 'output_tokens'; it has {', '.join(fields) or 'nothing'}")
+        output = _pdf(fields["output_tokens"], f"{file}: window {start}: output_tokens")
+        named = next((name for name in _INPUTS if name in fields), None)
+        prompt = _pdf(fields[named], f"{file}: window {start}: {named}") if named else None
+        end = starts[place + 1] if place + 1 < len(starts) else None
+        if output is None or (named and prompt is None):
+            continue
+        within = 1.0 if rates is None else sum(
+            requests for at, requests in rates.items() if start <= at and (end is None or at < end)
+        )  # fmt: skip
+        found.append(_Window(within, output, prompt, named == "text_tokens"))
+    return found
+
+
+def _pdf(text: Any, where: str) -> tuple[Floats, Floats] | None:
+    """Lengths and the share up to each, of the text of a dictionary; None if it is empty."""
+    if not isinstance(text, str) or not re.fullmatch(r"\{[-+\d.eE:,\s]*\}", text):
+        raise TraceError(f"{where} should be the text of a dictionary such as '{{81: 0.25, 82: 0.75}}'")
+    pairs = [pair.split(":") for pair in text[1:-1].split(",") if pair.strip()]
+    if not pairs:
+        return None
+    try:
+        values = np.array(pairs, np.float64)
+    except ValueError:
+        raise TraceError(f"{where} is not a dictionary of lengths and probabilities") from None
+    lengths, share = values[np.argsort(values[:, 0])].T
+    if (share < 0).any() or not abs(share.sum() - 1) < 1e-3:
+        raise TraceError(f"{where}: the probabilities sum to {share.sum():.4g}, expected 1")
+    return lengths, np.cumsum(share) / share.sum()
+
+
+def _rates(file: Path) -> dict[int, float]:
+    """Requests of each window of a client's rates, by the second it begins; the last is as long as the one before."""
+    rates: list[tuple[int, float]] = []
+    with file.open(encoding="utf-8", newline="") as opened:
+        for number, cells in enumerate(csv.reader(opened), 1):
+            try:
+                at, rate = int(cells[0]), float(cells[1])
+            except (ValueError, IndexError):
+                raise TraceError(
+                    f"{file}: line {number}: expected second,rate,cv,pattern,… (got {','.join(cells)[:60]!r})"
+                ) from None
+            rates.append((at, rate))
+    ends = [at for at, _ in rates[1:]]
+    last = rates[-1][0] + (rates[-1][0] - rates[-2][0] if len(rates) > 1 else 600)
+    return {at: rate * (end - at) for (at, rate), end in zip(rates, [*ends, last], strict=True)}
