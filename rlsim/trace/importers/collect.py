@@ -141,8 +141,8 @@ class Collector:
                 continue
             if self._cap is not None and count > self._cap:
                 self.tally[
-                    f"{{n}} responses are longer than the cap of {self._cap} tokens when tokenized again (decoding does "
-                    "not always round-trip): taken as cut there"
+                    f"{{n}} responses are longer than the cap of {self._cap} tokens when tokenized again (decoding "
+                    "does not always round-trip): taken as cut there"
                 ] += 1
             self._values["response_tokens"][index] = max(1, min(count, self._cap or count))
         self._texts, self._characters = [], 0

@@ -77,7 +77,7 @@ def import_trace(
         if format == metrics.NAME or (format is None and "response_tokens" not in columns
                                       and metrics.is_metric_log(files[0])):  # fmt: skip
             raise TraceError(f"{path}: {metrics.ADVICE}")
-        dump = _dump(files, path, format, columns)
+        dump = _dump(files[0], format, columns)
         if dump is not None:
             join = None
             if sessions:
@@ -88,8 +88,11 @@ def import_trace(
                 frame = join(frame, notes)
             row_name = _placed(places, path)
         elif len(files) > 1:
-            raise TraceError(f"{path}: {len(files)} files, such as {files[0].name}, of no layout that a folder may hold "
-                             f"({', '.join(sorted({d.name for d in DUMPS}))}, servegen); import one file")  # fmt: skip
+            known = ", ".join(sorted({dump.name for dump in DUMPS}))
+            raise TraceError(
+                f"{path}: {len(files)} files, such as {files[0].name}, of no layout that a folder may hold ({known}, "
+                "servegen); import one file"
+            )
         else:
             frame, meta, row_name = read_table(files[0], format if format in KINDS else _kind_for(files[0], format))
             notes = [*meta.notes, *notes]
@@ -143,11 +146,10 @@ def _in_order(files: Sequence[Path]) -> list[Path]:
     return sorted(files, key=lambda file: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(file))])
 
 
-def _dump(files: Sequence[Path], path: Path, wanted: str | None, columns: Mapping[str, str]) -> Dump | None:
+def _dump(first: Path, wanted: str | None, columns: Mapping[str, str]) -> Dump | None:
     """The project whose dump this is, by the keys of the first row; None if it is none."""
     if wanted not in (None, *KINDS, *(dump.name for dump in DUMPS)):
         return None
-    first = files[0]
     if ends(first, slime.SUFFIXES):
         if wanted not in (None, "slime"):
             raise TraceError(f"{first}: not in the {wanted} layout; a .pt file is read as slime's")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.trace.importers.collect import Response
-from rlsim.trace.importers.dumps import Dump
+from rlsim.trace.importers.dumps import NOT_TOLD, Dump
 from rlsim.trace.importers.rows import Row, is_number
 
 _TURNS = "{n} responses have several turns: what was generated in them is added up, tokens of tools are left out"
@@ -78,11 +78,10 @@ def _step(file: Path) -> int:
     return int(found[1]) if found else 0
 
 
-_NOTES = ("which responses were cut is not logged: with a cap, those that reach it count as cut",)
 DUMPS = (
-    Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", "token_loss_mask", "idx"), _read, _NOTES),
+    Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", "token_loss_mask", "idx"), _read, (NOT_TOLD,)),
     Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", "generation_logprobs", "idx"), _read,
-         _NOTES),
+         (NOT_TOLD,)),
     Dump(
         "nemo-rl",
         "NeMo-RL's validation data",

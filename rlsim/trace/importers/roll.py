@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlsim.trace.importers.collect import Response
-from rlsim.trace.importers.dumps import Dump
+from rlsim.trace.importers.dumps import NOT_TOLD, Dump
 from rlsim.trace.importers.rows import Row, is_number
 
 
@@ -86,7 +86,7 @@ DUMPS = (
         ("global_step", "responses", "scores", "sampling_params"),
         _read_rollout,
         ("prompt lengths are those of the data set's prompt, without what a chat template adds",
-         "which responses were cut is not dumped: with a cap, those that reach it count as cut"),
+         NOT_TOLD),
         texts=True,
     ),
     Dump(

@@ -68,7 +68,7 @@ def _latin1(text: str, *_: Any) -> bytes:
     return text.encode("latin1")
 
 
-_TORCH = {("torch._utils", "_rebuild_tensor_v2"): _tensor, ("torch._utils", "_rebuild_tensor_v3"): _tensor,
+_TORCH: dict[tuple[str, str], Callable[..., Any]] = {("torch._utils", "_rebuild_tensor_v2"): _tensor, ("torch._utils", "_rebuild_tensor_v3"): _tensor,
           ("torch", "Size"): tuple}  # fmt: skip
 _NUMPY: dict[tuple[str, str], Callable[..., Any]] = {
     (f"numpy.{core}.multiarray", name): stand_in
@@ -81,7 +81,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
 }  # fmt: skip
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """A name that is not on the list."""
 
 
@@ -95,7 +95,7 @@ class _Plain(pickle.Unpickler):
             return found
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
             return name  # the kind of a tensor's storage, only ever named
-        raise _Refused(f"{module}.{name}")
+        raise _RefusedError(f"{module}.{name}")
 
     def persistent_load(self, _pid: Any) -> None:
         """Storages are not read."""
@@ -118,7 +118,7 @@ def load_torch(path: Path) -> Any:
         raise TraceError(
             f"{path}: not a readable file of torch.save (truncated, damaged, or of its form before torch 1.6)"
         ) from None
-    except _Refused as refused:
+    except _RefusedError as refused:
         raise TraceError(
             f"{path}: refused: it names {refused}, which is no plain value. A pickle can run any code as it is read; "
             "rlsim reads only numbers, text, lists, dictionaries and tensors"

@@ -66,8 +66,8 @@ def read_servegen(files: Sequence[Path], where: Path, rows: int, notes: list[str
     notes.append(
         f"ServeGen layout: distributions of {len(files):,} clients in {len(windows):,} windows"
         + (f", {total:,.0f} requests" if not unrated else "")
-        + f", taken at {rows:,} equally likely points; prompt and response of a client's window are paired by quantile, "
-        "as ServeGen's generator pairs them; arrivals are left out"
+        + f", taken at {rows:,} equally likely points; prompt and response of a client's window are paired by "
+        "quantile, as ServeGen's generator pairs them; arrivals are left out"
     )
     if any(window.text_only for window in windows):
         notes.append("prompts of multimodal models are their text: tokens of images, audio and video are not in them")

@@ -1,8 +1,8 @@
 """slime's rollouts (`--save-debug-rollout-data PATH` or `--dump-details`): a file of `torch.save` per rollout.
 
 Read from THUDM/slime at 624b824 (0.3.1) and v0.1.0 to v0.3.0: `slime/observability/rollout_data_utils.py` saves
-{"rollout_id", "samples"}, a sample being `slime/utils/types.py` `Sample.to_dict()` with index, group_index (since 0.2), prompt,
-tokens, response, response_length, label, reward, loss_mask, status, metadata and more.
+{"rollout_id", "samples"}, a sample being `slime/utils/types.py` `Sample.to_dict()` with index, group_index (since 0.2),
+prompt, tokens, response, response_length, label, reward, loss_mask, status, metadata and more.
 `tokens` holds prompt and response. Loaded by `safe_pickle`, which runs nothing.
 """
 

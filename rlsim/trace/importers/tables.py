@@ -55,8 +55,8 @@ TABLES: tuple[Table, ...] = (
           empty_note=_EMPTY),
     Table("burstgpt", ("Timestamp", "Model", "Request tokens", "Response tokens", "Log Type"),
           {"arrival_s": "Timestamp", "prompt_tokens": "Request tokens", "response_tokens": "Response tokens"},
-          "BurstGPT layout: arrival from the first Timestamp on; Model and Log Type are the task; Session ID and Elapsed "
-          "time are left out: each request of a conversation is a prompt of its own", "first", ("Model", "Log Type"),
+          "BurstGPT layout: arrival from the first Timestamp on; Model and Log Type are the task; Session ID and "
+          "Elapsed time are left out: each request of a conversation is a prompt of its own", "first", ("Model", "Log Type"),
           ("Session ID", "Elapsed time", "Total tokens"), _EMPTY),
 )  # fmt: skip
 
@@ -64,7 +64,7 @@ TABLES: tuple[Table, ...] = (
 def read_known(
     table: Table, frame: pd.DataFrame, path: Path, row_name: RowName, columns: dict[str, str], notes: list[str]
 ) -> tuple[pd.DataFrame, RowName]:
-    """`frame` with the columns of rlsim's schema that `table` names; `columns` is the caller's mapping, which goes first.
+    """`frame` with the columns of rlsim's schema that `table` names; `columns` (the caller's mapping) goes first.
 
     Adds the mapping that goes with the layout to `columns`, and what is assumed to `notes`.
     """

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rlsim.trace.importers.collect import Response
-from rlsim.trace.importers.dumps import Dump
+from rlsim.trace.importers.dumps import NOT_TOLD, Dump
 from rlsim.trace.importers.rows import Row, is_number
 
 _FIXED = ("step", "prompt", "completion", "advantage", "image", "images")
@@ -54,9 +54,8 @@ DUMPS = (
         "TRL's table of completions",
         ("step", "prompt", "completion"),
         _read,
-        ("which responses were cut is not logged: with a cap, those that reach it count as cut",
-         "TRL writes the responses of the last batch before each logging step: with logging_steps above 1 steps are "
-         "missing"),
+        (NOT_TOLD,
+         "TRL writes the last batch before each logging: with logging_steps above 1 steps are missing"),
         texts=True,
         repeats=True,
     ),
