@@ -99,9 +99,7 @@ def settings_of(
     given = validate(dict(train), TrainingArguments, "train")
     _check_gpus(log, cluster, find)
     prompts, responses = _batch(log, prompts, responses, find)
-    cap = find.pick("cap", cap, "data.max_response_length", _ROLLOUT + "response_length")
-    if cap is None:
-        raise CalibrationError(f"{log.path}: the response cap is not known: give cap (veRL's data.max_response_length)")
+    cap = _cap(log, cap, find)
     rollout_tp = find.pick("rollout_tp", rollout_tp, _ROLLOUT + "tensor_model_parallel_size")
     if rollout_tp is None:
         raise CalibrationError(f"{log.path}: the rollout's TP is not known: give rollout_tp")
@@ -131,6 +129,26 @@ def settings_of(
         or 0.9,
         notes=tuple(find.notes),
     )
+
+
+def batch_of(
+    log: VerlLog, prompts: int | None = None, responses: int | None = None, cap: int | None = None
+) -> tuple[int, int, int, tuple[str, ...]]:
+    """Prompts, responses to each, and the response cap (tokens) of a logged run's steps, and notes.
+
+    What is not given is taken from the log's configuration and metrics. Raises `CalibrationError` for what neither
+    says, or what the metrics contradict.
+    """
+    find = _Finder(log)
+    prompts, responses = _batch(log, prompts, responses, find)
+    return prompts, responses, _cap(log, cap, find), tuple(find.notes)
+
+
+def _cap(log: VerlLog, cap: int | None, find: _Finder) -> int:
+    cap = find.pick("cap", cap, "data.max_response_length", _ROLLOUT + "response_length")
+    if cap is None:
+        raise CalibrationError(f"{log.path}: the response cap is not known: give cap (veRL's data.max_response_length)")
+    return cap
 
 
 def _check_gpus(log: VerlLog, cluster: Cluster, find: _Finder) -> None:

@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     from rlsim.trace.describe import Description
     from rlsim.trace.facts import FactCheck
     from rlsim.trace.fit import LengthFit
+    from rlsim.trace.schema import Trace
 
 app = typer.Typer(no_args_is_help=True, help="Response-length traces: import, describe, fit, generate.")
 
+#: Those of `rlsim.trace.importers.FORMATS`, spelled out so that --help does not load it.
+FORMAT_NAMES = (
+    "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, trl, roll, servegen, mooncake, vidur, azure, "
+    "burstgpt, histogram, cdf"
+)
 CAP_HELP = "Response cap, such as 16K."
 
 
@@ -42,10 +48,13 @@ def _say(text: str) -> None:
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="IN", help="Parquet, CSV or JSON Lines file, also .gz.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="IN", help="Parquet, CSV, JSON Lines (also .gz) or .pt file, folder, or quoted glob."),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The .parquet file to write.")],
     format: Annotated[  # noqa: A002 - the option's name
-        str | None, typer.Option(help="parquet, csv, jsonl, mooncake, vidur, azure, histogram or cdf; else recognised.")
+        str | None, typer.Option(help=f"One of {FORMAT_NAMES}; by default recognised.")
     ] = None,
     column: Annotated[
         list[str] | None, typer.Option(help="OURS=THEIRS, such as response_tokens=output_len; may be repeated.")
@@ -53,8 +62,24 @@ def import_(
     cap: Annotated[str | None, typer.Option(help="Cap the responses were sampled under, such as 16K.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the trace (default: the file's).")] = None,
     source: Annotated[str, typer.Option(help="Where the lengths come from.")] = "",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="The model's tokenizer.json or local folder, for dumps of texts (veRL, TRL, ROLL)."),
+    ] = None,
+    derive: Annotated[
+        bool, typer.Option("--derive", help="Make up lengths that meet the means of veRL's metric log.")
+    ] = False,
+    batch: Annotated[
+        str | None, typer.Option(help="With --derive: PROMPTSxRESPONSES of a step, if the log does not tell.")
+    ] = None,
 ) -> None:
-    """Read another program's trace and write it in rlsim's schema."""
+    """Read another program's rollouts or trace and write them in rlsim's schema.
+
+    \b
+    rlsim trace import rollouts/ mine.parquet --tokenizer Qwen3-8B/
+    rlsim trace import BurstGPT_1.csv burst.parquet
+    rlsim trace import verl.log made-up.parquet --derive --cap 16K
+    """
     from rlsim.trace.files import write_trace
     from rlsim.trace.importers import import_trace
 
@@ -64,14 +89,32 @@ def import_(
         if not (ours.strip() and equals and theirs.strip()):
             raise TraceError(f"--column {item}: expected OURS=THEIRS, such as response_tokens=output_len")
         mapping[ours.strip()] = theirs.strip()
-    trace = import_trace(
-        file, format=format, columns=mapping, cap_tokens=_tokens("--cap", cap), name=name, source=source
-    )
+    cap_tokens = _tokens("--cap", cap)
+    if derive:
+        trace = _derived(file, batch, cap_tokens, name, source, {"--format": format, "--tokenizer": tokenizer,
+                                                                "--column": column})  # fmt: skip
+    elif batch is not None:
+        raise TraceError("--batch goes with --derive, which reads veRL's metric log")
+    else:
+        trace = import_trace(file, format=format, columns=mapping, cap_tokens=cap_tokens, name=name, source=source,
+                             tokenizer=tokenizer)  # fmt: skip
     write_trace(trace, out)
     prompts = trace.frame["prompt_id"].nunique()
     _say(f"wrote {out}: {len(trace):,} responses of {prompts:,} prompts")
     for note in trace.meta.notes:
         _say(f"note: {note}")
+
+
+def _derived(
+    file: Path, batch: str | None, cap_tokens: int | None, name: str | None, source: str, others: dict[str, object]
+) -> Trace:
+    from rlsim.calibrate.verl_trace import batch_size, derive_trace
+
+    for option, value in others.items():
+        if value and value != "verl-metrics":
+            raise TraceError(f"{option} does not go with --derive, which reads veRL's metric log")
+    prompts, responses = batch_size(batch) if batch is not None else (None, None)
+    return derive_trace(file, prompts=prompts, responses=responses, cap_tokens=cap_tokens, name=name, source=source)
 
 
 @app.command("describe")

@@ -78,10 +78,10 @@ def _step(file: Path) -> int:
     return int(found[1]) if found else 0
 
 
+_PROJECT = "NeMo-RL's training data"
 DUMPS = (
-    Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", "token_loss_mask", "idx"), _read, (NOT_TOLD,)),
-    Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", "generation_logprobs", "idx"), _read,
-         (NOT_TOLD,)),
+    Dump("nemo-rl", _PROJECT, ("input_lengths", "rewards", "token_loss_mask", "idx"), _read, (NOT_TOLD,)),
+    Dump("nemo-rl", _PROJECT, ("input_lengths", "rewards", "generation_logprobs", "idx"), _read, (NOT_TOLD,)),
     Dump(
         "nemo-rl",
         "NeMo-RL's validation data",

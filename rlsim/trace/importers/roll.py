@@ -27,7 +27,7 @@ def _read_rollout(row: Row, tally: Counter[str]) -> Iterator[tuple[Response, Row
             raise row.fail(f"{key} should be a list of {count} elements, one per response, as ROLL dumps a step")
     for i in range(count):
         one = row.having({key: value[i] for key, value in row.values.items()}, f", response {i + 1}")
-        prompt = _text(one.values.get("prompt")) or _text(one.values.get("messages"))
+        prompt = _text(one.values.get("prompt"))
         cap = _cap(one)
         if cap is not None:
             tally[
@@ -36,8 +36,7 @@ def _read_rollout(row: Row, tally: Counter[str]) -> Iterator[tuple[Response, Row
         yield (
             Response(
                 step=one.whole("global_step"),
-                prompt=prompt,
-                group=_text(one.values.get("id")),
+                prompt=prompt or _text(one.values.get("messages")),
                 prompt_text=prompt,
                 response_text=one.text("responses"),
                 reward=one.number("scores"),

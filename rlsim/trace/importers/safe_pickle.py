@@ -68,15 +68,18 @@ def _latin1(text: str, *_: Any) -> bytes:
     return text.encode("latin1")
 
 
-_TORCH: dict[tuple[str, str], Callable[..., Any]] = {("torch._utils", "_rebuild_tensor_v2"): _tensor, ("torch._utils", "_rebuild_tensor_v3"): _tensor,
-          ("torch", "Size"): tuple}  # fmt: skip
-_NUMPY: dict[tuple[str, str], Callable[..., Any]] = {
+_StandIns = dict[tuple[str, str], Callable[..., Any]]
+_TORCH: _StandIns = {("torch._utils", f"_rebuild_tensor_{version}"): _tensor for version in ("v2", "v3")}
+_NUMPY: _StandIns = {
     (f"numpy.{core}.multiarray", name): stand_in
     for core in ("core", "_core")
     for name, stand_in in (("_reconstruct", _array), ("scalar", _scalar))
 } | {("numpy", "ndarray"): Sized, ("numpy", "dtype"): _Dtype}
-_KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
-    **_TORCH, **_NUMPY, ("collections", "OrderedDict"): collections.OrderedDict, ("_codecs", "encode"): _latin1,
+_KNOWN: _StandIns = {
+    **_TORCH,
+    **_NUMPY,
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): collections.OrderedDict, ("_codecs", "encode"): _latin1,
     ("builtins", "set"): set, ("__builtin__", "set"): set,
 }  # fmt: skip
 

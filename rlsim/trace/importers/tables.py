@@ -56,7 +56,8 @@ TABLES: tuple[Table, ...] = (
     Table("burstgpt", ("Timestamp", "Model", "Request tokens", "Response tokens", "Log Type"),
           {"arrival_s": "Timestamp", "prompt_tokens": "Request tokens", "response_tokens": "Response tokens"},
           "BurstGPT layout: arrival from the first Timestamp on; Model and Log Type are the task; Session ID and "
-          "Elapsed time are left out: each request of a conversation is a prompt of its own", "first", ("Model", "Log Type"),
+          "Elapsed time are left out: each request of a conversation is a prompt of its own",
+          "first", ("Model", "Log Type"),
           ("Session ID", "Elapsed time", "Total tokens"), _EMPTY),
 )  # fmt: skip
 
