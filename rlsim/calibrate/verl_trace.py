@@ -17,9 +17,9 @@ from rlsim.errors import CalibrationError
 from rlsim.trace import Trace, TraceMeta, make_trace
 
 _DERIVED = (
-    "DERIVED, not measured: the log has means of {steps:,} steps and no lengths. Each step's are those of one lognormal "
-    "that meets its mean, and its share at the cap or else its longest response; the shape is assumed, and so is that "
-    "{share:.0%} of the variance of log length is the prompt's, and that all prompts of a step are as long as their mean"
+    "DERIVED, not measured: the log has means of {steps:,} steps and no lengths. Each step's are those of one "
+    "lognormal that meets its mean, and its share at the cap or else its longest response; assumed are this shape, "
+    "that {share:.0%} of the variance of log length is the prompt's, and that prompts are as long as the step's mean"
 )
 
 
@@ -53,7 +53,7 @@ def derive_trace(
             logged = Logged(logged.step, where, logged.response_mean, logged.response_max, logged.clip_ratio, 1.0)
         batch = reconstruct(logged, prompts, responses, cap)
         columns = {
-            "prompt_id": batch.prompt_id,
+            "prompt_id": epoch * prompts + batch.prompt_id,
             "sample_id": np.tile(np.arange(responses), prompts),
             "response_tokens": batch.response_tokens,
             "epoch": epoch,
@@ -63,7 +63,7 @@ def derive_trace(
         frames.append(pd.DataFrame(columns))
     notes = [
         _DERIVED.format(steps=len(steps), share=PROMPT_SHARE),
-        "every logged step is an epoch of its own, its prompts 0, 1, …: which prompts came again is not logged",
+        "every logged step is an epoch of its own with prompts of its own: which came again is not logged",
     ]
     if (steps["response_max"].isna() & ~(steps["clip_ratio"] > 0)).any():
         notes.append(f"where neither the longest nor a share at the cap is logged, log length has sd {SPREAD}: assumed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +12,14 @@ import typer
 from rlsim.errors import TraceError
 
 if TYPE_CHECKING:
-    from rlsim.trace.describe import Description
+    from rlsim.trace.describe import Description, Summary
     from rlsim.trace.facts import FactCheck
     from rlsim.trace.fit import LengthFit
     from rlsim.trace.schema import Trace
 
 app = typer.Typer(no_args_is_help=True, help="Response-length traces: import, describe, fit, generate.")
 
+MOST_EPOCHS = 4  # that a table of `describe` has columns for
 #: Those of `rlsim.trace.importers.FORMATS`, spelled out so that --help does not load it.
 FORMAT_NAMES = (
     "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, trl, roll, servegen, mooncake, vidur, azure, "
@@ -159,7 +161,8 @@ def _print_description(description: Description) -> None:
     table.add_column("")
     first = description.parts[0]
     rows: dict[str, list[str]] = {}
-    for part in description.parts:
+    shown = _shown(description.parts)
+    for part in shown:
         table.add_column(part.part, justify="right")
         sizes = ", ".join(f"{count:,} × {size}" for size, count in part.samples_per_prompt.items())
         cells = {"responses": number(part.responses), "prompts × samples": sizes, "mean": number(part.mean_tokens)}
@@ -182,8 +185,19 @@ def _print_description(description: Description) -> None:
     Console().print(table)
     if description.source:
         _say(f"source: {description.source}")
+    if len(shown) < len(description.parts):
+        _say(f"{len(shown)} of {len(description.parts)} columns: --json has the rest")
     for note in description.notes:
         _say(f"note: {note}")
+
+
+def _shown(parts: Sequence[Summary]) -> list[Summary]:
+    """All parts, but of many epochs only some, the first and the last among them."""
+    epochs = [part for part in parts if part.part.startswith("epoch ")]
+    if len(epochs) <= MOST_EPOCHS:
+        return list(parts)
+    kept = {round(i * (len(epochs) - 1) / (MOST_EPOCHS - 1)) for i in range(MOST_EPOCHS)}
+    return [part for part in parts if part not in epochs] + [epochs[i] for i in sorted(kept)]
 
 
 @app.command("fit")
