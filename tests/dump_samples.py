@@ -5,7 +5,6 @@ Sources and versions stand in the importers' docstrings (`rlsim/trace/importers`
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import zipfile
@@ -30,7 +29,8 @@ def words(count: int) -> str:
 def tokenizer(folder: Path) -> Path:
     """A tokenizer.json that takes every word as a token, as the tokenizers package writes it."""
     spec = {
-        "version": "1.0", "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+        "version": "1.0",
+        "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
         "padding": None, "added_tokens": [], "normalizer": None, "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None, "decoder": None,
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, **{w: i + 1 for i, w in enumerate(WORDS)}},
@@ -60,7 +60,8 @@ def verl(folder: Path, steps: int = 3) -> Path:
 
 def areal_row(task: int, sample: int, prompt: str, prompt_len: int, length: int, **other: Any) -> dict[str, Any]:
     return {"task_id": task, "sample_idx": sample, "seqlen": prompt_len + length, "prompt_len": prompt_len,
-            "head_version": 0, "tail_version": 1, "reward": 1.0, "prompt": prompt, "completion": words(3), **other}  # fmt: skip
+            "head_version": 0, "tail_version": 1, "reward": 1.0, "prompt": prompt, "completion": words(3),
+            **other}  # fmt: skip
 
 
 def session(task: int, number: int, submit: float, reward_s: float, **other: Any) -> dict[str, Any]:
@@ -158,9 +159,3 @@ def servegen(folder: Path, client: int, output: dict[int, float], rates: list[fl
     lines = [f"{600 * i},{rate},0.9,Gamma,1.2,3.4" if rate else f"{600 * i},0,0,,0,0" for i, rate in enumerate(rates)]
     (folder / f"chunk-{client}-trace.csv").write_text("\n".join(lines) + "\n")
     return path
-
-
-def csv_bytes(frame: pd.DataFrame) -> bytes:
-    out = io.StringIO()
-    frame.to_csv(out, index=False)
-    return out.getvalue().encode()

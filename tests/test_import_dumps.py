@@ -105,7 +105,7 @@ def test_verl_gzip_and_columns(tmp_path: Path) -> None:
     columns = {"task": "data_source", "reward": "judged"}
     trace = import_trace(tmp_path / "1.jsonl.gz", tokenizer=tokenizer(tmp_path), columns=columns)
     assert (column(trace, "task"), column(trace, "reward")) == (["gsm8k"], [2.5])
-    with pytest.raises(TraceError, match="line 1: no 'data_sorce'.*did you mean 'data_source'"):
+    with pytest.raises(TraceError, match=r"line 1: no 'data_sorce'.*did you mean 'data_source'"):
         import_trace(tmp_path / "1.jsonl.gz", tokenizer=tokenizer(tmp_path), columns={"task": "data_sorce"})
 
 
@@ -170,7 +170,7 @@ def test_areal_sessions_of_several_ranks_are_not_joined(tmp_path: Path) -> None:
 
 def test_areal_sessions_alone_hold_no_lengths(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "sessions-r0.jsonl", [session(7, 1, 1700000003.0, 0.5)])
-    with pytest.raises(TraceError, match="holds times and no lengths. Import the trial's folder"):
+    with pytest.raises(TraceError, match=r"holds times and no lengths. Import the trial's folder"):
         import_trace(path)
 
 
@@ -313,7 +313,8 @@ def test_roll_logging_board(tmp_path: Path) -> None:
     def line(length: int) -> dict[str, Any]:
         pad = ["<|endoftext|>"] * 5
         return {
-            "log_probs2": [-0.1] * length, "logprobs": [-0.1] * length, "new_response_mask": [True] * length + [False] * 5,
+            "log_probs2": [-0.1] * length, "logprobs": [-0.1] * length,
+            "new_response_mask": [True] * length + [False] * 5,
             "prompt": "<|endoftext|>one two", "response": words(length), "old_log_probs2_entropy": [0.2] * length,
             "ref_logprobs": [-0.1] * length, "values": [0.0] * length, "token_rewards": [0.0] * length, "reward": 0.5,
             "step": 4, "response_tokens": ["one"] * length + pad,
@@ -347,5 +348,5 @@ def test_single_prompts_that_come_twice_begin_no_epoch() -> None:
 def test_a_pt_file_of_another_program(tmp_path: Path) -> None:
     import pickle
 
-    with pytest.raises(TraceError, match="not a rollout of slime, a dictionary with rollout_id and samples .*model"):
+    with pytest.raises(TraceError, match=r"not a rollout of slime, a dictionary with rollout_id and samples .*model"):
         import_trace(pt_file(tmp_path / "m.pt", pickle.dumps({"model": {}, "epoch": 1}, protocol=2)))

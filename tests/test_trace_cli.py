@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rlsim.catalogue import data_dir
 from rlsim.cli.trace import app
 from rlsim.errors import RlsimError, TraceError
-from rlsim.trace import make_trace, read_trace
+from rlsim.trace import make_trace, read_trace, write_trace
 from rlsim.trace.chart import write_chart
 from rlsim.trace.describe import describe
 
@@ -156,3 +156,37 @@ def test_the_command_group_is_quick_to_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_describe_shows_rewards_where_there_are_any(tmp_path: Path) -> None:
+    frame = small().drop(columns="task")
+    assert "reward" not in run("describe", written(frame, tmp_path))
+    frame["correct"] = [True, True, False, False] * 20 + [True] * 40 + [None] * 40
+    frame["reward"] = np.tile([1.0, -0.5], 80)
+    frame["reward_time_s"] = np.tile([0.5, 1.5], 80)
+    frame["judge_tokens"] = 300
+    path = written(frame, tmp_path)
+    part = json.loads(run("describe", path, "--json"))["parts"][0]
+    assert (part["correct_share"], part["mixed_prompts"]) == (
+        pytest.approx(80 / 120, abs=1e-4),
+        pytest.approx(2 / 3, abs=1e-4),
+    )
+    assert (part["reward_mean"], part["reward_min"], part["reward_max"]) == (0.25, -0.5, 1.0)
+    assert (part["reward_time_mean_s"], part["reward_time_max_s"]) == (1.0, 1.5)
+    text = run("describe", path)
+    for words in ("right", "66.67%", "mean reward", "-0.50 to 1.00", "longest reward call (s)", "answer of the judge"):
+        assert words in text
+    assert "longest test case" in run("describe", data_dir("traces") / "rollpacker-code.parquet")
+
+
+def test_describe_shows_some_of_many_epochs(tmp_path: Path) -> None:
+    frame = pd.concat([small().drop(columns="task").assign(epoch=e) for e in range(30)])
+    text = run("describe", written(frame, tmp_path))
+    assert "epoch 0" in text.replace("\n", " ")
+    assert "5 of 31 columns: --json has the rest" in text
+    assert len(json.loads(run("describe", tmp_path / "t.parquet", "--json"))["parts"]) == 31
+
+
+def written(frame: pd.DataFrame, tmp_path: Path) -> Path:
+    write_trace(make_trace(frame), tmp_path / "t.parquet")
+    return tmp_path / "t.parquet"

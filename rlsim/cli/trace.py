@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -178,6 +178,7 @@ def _print_description(description: Description) -> None:
             "  the same, responses shuffled": share(part.straggling_prompts_shuffled),
             "median prompt": number(part.prompt_tokens_median),
         }
+        cells |= _reward_cells(part, first, share, number)
         for name, value in cells.items():
             rows.setdefault(name, []).append(value)
     for name, values in rows.items():
@@ -189,6 +190,29 @@ def _print_description(description: Description) -> None:
         _say(f"{len(shown)} of {len(description.parts)} columns: --json has the rest")
     for note in description.notes:
         _say(f"note: {note}")
+
+
+def _reward_cells(
+    part: Summary,
+    first: Summary,
+    share: Callable[[float | None], str],
+    number: Callable[[float | None, int], str],
+) -> dict[str, str]:
+    """Rows on rewards, of what the trace has (its whole, `first`, tells)."""
+    cells: dict[str, str] = {}
+    if first.correct_share is not None:
+        cells |= {"right": share(part.correct_share), "prompts with right and wrong": share(part.mixed_prompts)}
+    if first.reward_mean is not None:
+        lowest, highest = number(part.reward_min, 2), number(part.reward_max, 2)
+        cells |= {"mean reward": number(part.reward_mean, 3), "lowest to highest": f"{lowest} to {highest}"}
+    if first.reward_time_mean_s is not None:
+        cells |= {"mean reward call (s)": number(part.reward_time_mean_s, 2),
+                  "longest reward call (s)": number(part.reward_time_max_s, 2)}  # fmt: skip
+    if first.longest_test_run_mean_s is not None:
+        cells["mean of the longest test case (s)"] = number(part.longest_test_run_mean_s, 2)
+    if first.judge_tokens_mean is not None:
+        cells["mean answer of the judge"] = number(part.judge_tokens_mean, 0)
+    return cells
 
 
 def _shown(parts: Sequence[Summary]) -> list[Summary]:

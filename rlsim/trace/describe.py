@@ -35,6 +35,20 @@ class Summary(Schema):
     straggling_prompts: float | None = Field(description="share of prompts with a response in the longest 1%")
     straggling_prompts_shuffled: float | None = Field(description="the same with responses dealt out at random")
     prompt_tokens_median: float | None = Field(description="median prompt length, if known")
+    correct_share: float | None = Field(default=None, description="share judged right, of responses that were judged")
+    mixed_prompts: float | None = Field(
+        default=None,
+        description="share of prompts with right and wrong responses: a group-relative loss learns of those",
+    )
+    reward_mean: float | None = Field(default=None, description="mean reward, of responses that have one")
+    reward_min: float | None = Field(default=None, description="lowest reward")
+    reward_max: float | None = Field(default=None, description="highest reward")
+    reward_time_mean_s: float | None = Field(default=None, description="mean time of the reward call, s")
+    reward_time_max_s: float | None = Field(default=None, description="longest reward call, s")
+    longest_test_run_mean_s: float | None = Field(
+        default=None, description="mean over responses of the longest run time of a test case, s"
+    )
+    judge_tokens_mean: float | None = Field(default=None, description="mean length of a judge's answer")
 
 
 class Description(Schema):
@@ -87,7 +101,35 @@ def _summary(part: str, frame: pd.DataFrame, cap: int | None, own: int | None, a
         straggling_prompts=_round(stragglers[0] if stragglers else None),
         straggling_prompts_shuffled=_round(stragglers[1] if stragglers else None),
         prompt_tokens_median=None if prompt is None or prompt.isna().all() else float(prompt.median()),
+        **_rewards(frame),
     )
+
+
+def _rewards(frame: pd.DataFrame) -> dict[str, float | None]:
+    """What the reward columns say, as fields of `Summary`; of those the trace does not have nothing."""
+
+    def known(column: str) -> Any:
+        return frame[column].dropna() if column in frame else []
+
+    found: dict[str, float | None] = {}
+    correct, reward, seconds = known("correct"), known("reward"), known("reward_time_s")
+    runs, judged = known("test_run_s"), known("judge_tokens")
+    if len(correct):
+        right = correct.astype(float)
+        share = right.groupby(frame.loc[right.index, "code"]).mean()
+        found["correct_share"] = _round(float(right.mean()))
+        found["mixed_prompts"] = _round(float(((share > 0) & (share < 1)).mean()))
+    if len(reward):
+        found |= {"reward_mean": _round(float(reward.mean())), "reward_min": float(reward.min()),
+                  "reward_max": float(reward.max())}  # fmt: skip
+    if len(seconds):
+        found |= {"reward_time_mean_s": _round(float(seconds.mean())), "reward_time_max_s": float(seconds.max())}
+    longest = [max(cases) for cases in runs if len(cases)]
+    if longest:
+        found["longest_test_run_mean_s"] = _round(float(np.mean(longest)))
+    if len(judged):
+        found["judge_tokens_mean"] = round(float(judged.mean()), 2)
+    return found
 
 
 def _round(value: float | None) -> float | None:

@@ -115,8 +115,8 @@ def _sessions(files: Sequence[Path]) -> tuple[dict[int, list[_Session]], int]:
     ranks = set()
     for file in files:
         for row in file_rows(file, "AReaL's session trace"):
-            row.get("submit_ts")
-            one = _Session(row.whole("session_id"), row.number("submit_ts") or 0.0, row.number("reward_s"))
+            reward_s = row.number("reward_s") if "reward_s" in row.values else None
+            one = _Session(row.whole("session_id"), row.number("submit_ts") or 0.0, reward_s)
             sessions.setdefault(row.whole("task_id"), []).append(one)
             ranks.add((row.values.get("role"), row.whole("rank")))
     for found in sessions.values():

@@ -160,15 +160,15 @@ def _dump(first: Path, wanted: str | None, columns: Mapping[str, str]) -> Dump |
         raise TraceError(f"{first}: {'the file is empty' if first.exists() else 'no such file'}")
     keys = first_keys(first)
     asked = [dump for dump in DUMPS if wanted in (None, *KINDS, dump.name)]
-    found = next((dump for dump in asked if dump.needs and set(dump.needs) <= keys), None)
-    if found is not None:
+    found = next((dump for dump in asked if set(dump.needs) <= keys), None)
+    if found is not None and not found.refused:
         return found
-    if wanted is not None and wanted not in KINDS:
-        needs = asked[0].needs
+    if wanted is not None and wanted not in KINDS and found is None:
+        needs = max((dump.needs for dump in asked), key=lambda needs: len(keys & set(needs)))
         raise TraceError(f"{first}: not in the {wanted} layout, which needs {', '.join(needs)}{_nearest(needs, keys)}")
     if "response_tokens" not in columns and "response_tokens" not in keys:
-        _refuse_near(keys, first, [(dump.name, dump.needs) for dump in DUMPS])
-    return None
+        _refuse_near(keys, first, [(dump.name, dump.needs) for dump in asked if not dump.refused])
+    return found
 
 
 def _kind_for(path: Path, layout: str | None) -> str | None:

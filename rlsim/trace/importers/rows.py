@@ -50,8 +50,8 @@ class Row:
         return int(value)
 
     def number(self, key: str) -> float | None:
-        """A number, or None where the row has null, NaN or no such key."""
-        value = self.values.get(key)
+        """A number, or None where the row has null or NaN."""
+        value = self.get(key)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return None
         if not is_number(value):

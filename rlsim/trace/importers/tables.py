@@ -108,6 +108,10 @@ def _arrival(frame: pd.DataFrame, column: str, kind: str, path: Path, row_name: 
             ) from None
         return (at - at.min()).dt.total_seconds()
     values = pd.to_numeric(frame[column], errors="coerce")
+    bad = values.isna() & frame[column].notna()
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise TraceError(f"{path}: {row_name(row)}: {column} is not a number (got {frame[column].iloc[row]!r})")
     if kind == "first":
         return values - values.min()
     return values * (1e-3 if kind == "ms" else 1.0)

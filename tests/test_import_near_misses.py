@@ -1,0 +1,185 @@
+"""Dumps that are nearly a project's: refused with file, row, what was expected, and the nearest name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dump_samples import areal_row, jsonl, nemo_row, roll_step, slime, slime_sample, tokenizer, trl, verl_row
+
+from rlsim.errors import TraceError
+from rlsim.trace.importers import DUMPS, FORMATS, import_trace
+
+Row = dict[str, Any]
+
+
+def verl_one() -> Row:
+    return verl_row(1, "p", 3, 0.0)
+
+
+def areal_one() -> Row:
+    return areal_row(1, 0, "p", 10, 5)
+
+
+def nemo_one() -> Row:
+    return nemo_row(0, [1, 2], [1, 1, 1], 1.0)
+
+
+def roll_one() -> Row:
+    return roll_step(1, ["one", "one"], [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("row", "theirs", "wrong", "layout"),
+    [
+        (verl_one, "output", "outputs", "verl"),
+        (verl_one, "score", "scores", "verl"),
+        (areal_one, "seqlen", "seq_len", "areal"),
+        (areal_one, "prompt_len", "promt_len", "areal"),
+        (nemo_one, "input_lengths", "input_length", "nemo-rl"),
+        (roll_one, "responses", "response", "roll"),
+        (roll_one, "global_step", "global_steps", "roll"),
+    ],
+)
+def test_one_field_misspelt(tmp_path: Path, row: Callable[[], Row], theirs: str, wrong: str, layout: str) -> None:
+    good = row()
+    bad = {wrong if key == theirs else key: value for key, value in good.items()}
+    path = jsonl(tmp_path / "1.jsonl", [bad])
+    with pytest.raises(
+        TraceError, match=rf"1.jsonl: looks like the {layout} layout, but '{wrong}' should be '{theirs}'"
+    ):
+        import_trace(path, tokenizer=tokenizer(tmp_path))
+    with pytest.raises(TraceError, match=rf"(not in|looks like) the {layout} layout, .*'{wrong}' should be '{theirs}'"):
+        import_trace(path, tokenizer=tokenizer(tmp_path), format=layout)
+    # and in a later row, where the layout is known
+    path = jsonl(tmp_path / "2.jsonl", [good, bad])
+    with pytest.raises(
+        TraceError, match=rf"2.jsonl: line 2.*: no '{theirs}', which every row of .*did you mean '{wrong}'"
+    ):
+        import_trace(path, tokenizer=tokenizer(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "message"),
+    [
+        (verl_one, {"output": 7}, r"line 1: output should be text \(got 7\)"),
+        (verl_one, {"step": "one"}, r"line 1: step should be a whole number, 0 or more \(got 'one'\)"),
+        (verl_one, {"score": [1.0]}, r"line 1: score should be a number \(got \[1.0\]\)"),
+        (areal_one, {"seqlen": 12.5}, "line 1: seqlen should be a whole number"),
+        (areal_one, {"seqlen": 10}, "line 1: prompt_len 10 leaves nothing of seqlen 10"),
+        (areal_one, {"sample_idx": 0, "reward": "high"}, "line 1: reward should be a number"),
+        (nemo_one, {"input_lengths": [4, 5]}, "line 1: input_lengths should be a list of one element"),
+        (nemo_one, {"input_lengths": [99]}, "token_loss_mask has 8 elements, fewer than input_lengths 99"),
+        (nemo_one, {"token_loss_mask": [["x"] * 8]}, "token_loss_mask should be a list of numbers"),
+        (roll_one, {"scores": [1.0]}, "line 1: scores should be a list of 2 elements, one per response"),
+        (roll_one, {"responses": "one two"}, "line 1: responses should be a list"),
+        (roll_one, {"scores": ["a", "b"]}, "line 1, response 1: scores should be a number"),
+    ],
+)
+def test_wrong_types(tmp_path: Path, row: Callable[[], Row], change: Row, message: str) -> None:
+    path = jsonl(tmp_path / "1.jsonl", [row() | change])
+    with pytest.raises(TraceError, match=message) as error:
+        import_trace(path, tokenizer=tokenizer(tmp_path))
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"status": "done"}, "sample 1: status should be one of pending, completed, truncated, aborted, failed"),
+        ({"response_length": -1}, "sample 1: response_length should be a whole number"),
+        ({"response_length": 99}, "sample 1: response_length 99 is more than the 7 tokens"),
+        ({"reward": "good"}, "sample 1: reward should be a number"),
+    ],
+)
+def test_slime_wrong_values(tmp_path: Path, change: Row, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        import_trace(slime(tmp_path / "0.pt", 0, [slime_sample(0, "q", 3, 4, **change)]))
+
+
+def test_slime_misspelt_field(tmp_path: Path) -> None:
+    sample = slime_sample(0, "q", 3, 4)
+    sample["response_len"] = sample.pop("response_length")
+    with pytest.raises(TraceError, match=r"sample 1: no 'response_length'.*did you mean 'response_len'"):
+        import_trace(slime(tmp_path / "0.pt", 0, [sample]))
+    with pytest.raises(TraceError, match="sample 1: expected a dictionary"):
+        import_trace(slime(tmp_path / "0.pt", 0, ["x"]))
+    with pytest.raises(TraceError, match=r"a .pt file is read as slime's"):
+        import_trace(slime(tmp_path / "0.pt", 0, [sample]), format="verl")
+
+
+def test_trl_misspelt_column(tmp_path: Path) -> None:
+    import pandas as pd
+
+    path = trl(tmp_path / "c", 1, [("one", 2)])
+    pd.read_parquet(path).rename(columns={"completion": "completions"}).to_parquet(path)
+    with pytest.raises(TraceError, match="looks like the trl layout, but 'completions' should be 'completion'"):
+        import_trace(path, tokenizer=tokenizer(tmp_path))
+    pd.read_parquet(path).rename(columns={"completions": "completion"}).assign(step=1.5).to_parquet(path)
+    with pytest.raises(TraceError, match="row 1: step should be a whole number"):
+        import_trace(path, tokenizer=tokenizer(tmp_path))
+
+
+def test_layouts_mixed_in_a_folder(tmp_path: Path) -> None:
+    jsonl(tmp_path / "d" / "1.jsonl", [verl_one()])
+    jsonl(tmp_path / "d" / "2.jsonl", [areal_one()])
+    with pytest.raises(
+        TraceError, match=r"2.jsonl: line 1: no 'input', which every row of veRL's dump of generations has"
+    ):
+        import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
+
+
+def test_empty_and_cut_files(tmp_path: Path) -> None:
+    good = json.dumps(verl_one())
+    path = tmp_path / "1.jsonl"
+    path.write_text("")
+    for layout in (None, "verl"):
+        with pytest.raises(TraceError, match=r"1.jsonl: the file is empty"):
+            import_trace(path, tokenizer=tokenizer(tmp_path), format=layout)
+    path.write_text(f"{good}\n{good[:50]}")
+    with pytest.raises(TraceError, match=r"1.jsonl: line 2: not valid JSON.*cut while being written"):
+        import_trace(path, tokenizer=tokenizer(tmp_path))
+    path.write_text(f"{good}\n[1]\n")
+    with pytest.raises(TraceError, match="line 2: expected an object"):
+        import_trace(path, tokenizer=tokenizer(tmp_path))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "1.jsonl").write_text(good + "\n")
+    (tmp_path / "d" / "2.jsonl").write_text("")
+    with pytest.raises(TraceError, match=r"2.jsonl: the file is empty"):
+        import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
+    (tmp_path / "1.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(TraceError, match="not a readable Parquet file"):
+        import_trace(tmp_path / "1.parquet")
+    (tmp_path / "1.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(TraceError, match="cannot be read"):
+        import_trace(tmp_path / "1.jsonl.gz")
+
+
+def test_folders_and_patterns_without_files(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    with pytest.raises(TraceError, match="the folder holds no file that ends in"):
+        import_trace(tmp_path / "d")
+    with pytest.raises(TraceError, match="no file matches"):
+        import_trace(tmp_path / "*.jsonl")
+    with pytest.raises(TraceError, match="no such file"):
+        import_trace(tmp_path / "1.jsonl")
+    for name in "ab":
+        (tmp_path / "d" / f"{name}.csv").write_text("response_tokens\n5\n")
+    with pytest.raises(TraceError, match=r"2 files, such as a.csv, of no layout that a folder may hold"):
+        import_trace(tmp_path / "d")
+
+
+@pytest.mark.parametrize("name", ["veRL", "nemo_rl", "burst-gpt", "slim"])
+def test_misspelt_formats(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TraceError, match=r"unknown format .*did you mean"):
+        import_trace(jsonl(tmp_path / "1.jsonl", [verl_one()]), format=name)
+
+
+def test_help_names_every_format() -> None:
+    from rlsim.cli.trace import FORMAT_NAMES
+
+    assert sorted(FORMAT_NAMES.split(", ")) == sorted(FORMATS)
+    assert {dump.name for dump in DUMPS} <= set(FORMATS)
