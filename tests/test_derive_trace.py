@@ -32,10 +32,10 @@ def console(path: Path) -> Path:
 
 def file_logger(path: Path) -> Path:
     names = ("mean", "max", "clip_ratio")
-    rows = [
-        {"step": step, "data": {"timing_s/gen": 61.3, **{f"response_length/{n}": v for n, v in zip(names, values[:3], strict=True)}}}
-        for step, values in STEPS.items()
-    ]  # fmt: skip
+    rows = []
+    for step, values in STEPS.items():
+        lengths = {f"response_length/{name}": value for name, value in zip(names, values[:3], strict=True)}
+        rows.append({"step": step, "data": {"timing_s/gen": 61.3, **lengths}})
     return jsonl(path, rows)
 
 
@@ -93,9 +93,8 @@ def test_without_derive_a_metric_log_is_refused(tmp_path: Path, write: object, n
     ],
 )
 def test_derive_near_misses(tmp_path: Path, arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(
-        app, ["import", str(console(tmp_path / "l.log")), str(tmp_path / "o.parquet"), *arguments]
-    )
+    log, out = console(tmp_path / "l.log"), tmp_path / "o.parquet"
+    result = CliRunner().invoke(app, ["import", str(log), str(out), *arguments])
     assert isinstance(result.exception, RlsimError)
     assert message in str(result.exception)
     assert not out.exists()
