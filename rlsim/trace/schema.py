@@ -208,6 +208,8 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
 
 def _checked_ids(series: pd.Series[Any], refuse: Callable[..., None]) -> Any:
     """Whole numbers stay numbers if all are; otherwise everything becomes text."""
+    if pd.api.types.is_signed_integer_dtype(series.dtype):
+        return series.to_numpy(np.int64)
     values = [v.item() if isinstance(v, np.generic) else v for v in series]
     refuse(np.array([isinstance(v, bool) or not isinstance(v, int | float | str) for v in values]),
            "is neither a whole number nor text")  # fmt: skip

@@ -82,7 +82,8 @@ def read_known(
     if table.task and "task" not in columns:
         missing = [name for name in table.task if name not in names]
         if not missing:
-            frame = frame.assign(task=frame[list(table.task)].astype(str).agg(" ".join, axis=1))
+            parts = [frame[name].astype(str) for name in table.task]
+            frame = frame.assign(task=parts[0].str.cat(parts[1:], sep=" "))
             frame = frame.drop(columns=[c for c in table.task if c not in columns.values()])
     if table.empty_note and columns.get("response_tokens") in names:
         empty = pd.to_numeric(frame[columns["response_tokens"]], errors="coerce").to_numpy() == 0
