@@ -132,6 +132,13 @@ def test_layouts_mixed_in_a_folder(tmp_path: Path) -> None:
         import_trace(tmp_path / "d", tokenizer=tokenizer(tmp_path))
 
 
+def test_a_length_that_cannot_be_names_its_file(tmp_path: Path) -> None:
+    for step, length in ((1, 5), (2, -5)):
+        jsonl(tmp_path / "d" / f"{step}.jsonl", [verl_one() | {"step": step, "n": length}])
+    with pytest.raises(TraceError, match=r"d: 2.jsonl: line 1: response_tokens is negative \(got -5\)"):
+        import_trace(tmp_path / "d", columns={"response_tokens": "n"})
+
+
 def test_empty_and_cut_files(tmp_path: Path) -> None:
     good = json.dumps(verl_one())
     path = tmp_path / "1.jsonl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,14 +11,12 @@ import typer
 from rlsim.errors import TraceError
 
 if TYPE_CHECKING:
-    from rlsim.trace.describe import Description, Summary
     from rlsim.trace.facts import FactCheck
     from rlsim.trace.fit import LengthFit
     from rlsim.trace.schema import Trace
 
 app = typer.Typer(no_args_is_help=True, help="Response-length traces: import, describe, fit, generate.")
 
-MOST_EPOCHS = 4  # that a table of `describe` has columns for
 #: Those of `rlsim.trace.importers.FORMATS`, spelled out so that --help does not load it.
 FORMAT_NAMES = (
     "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, trl, roll, servegen, mooncake, vidur, azure, "
@@ -128,6 +125,7 @@ def describe_(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Print quantiles, share at the cap and correlation within prompts."""
+    from rlsim.cli.description import print_description
     from rlsim.trace.describe import describe
     from rlsim.trace.files import read_trace
 
@@ -142,86 +140,9 @@ def describe_(
     if json:
         sys.stdout.write(description.model_dump_json(indent=2) + "\n")
         return
-    _print_description(description)
+    print_description(description)
     if chart is not None:
         _say(f"wrote {chart}")
-
-
-def _print_description(description: Description) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    def share(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2%}"
-
-    def number(value: float | None, digits: int = 0) -> str:
-        return "–" if value is None else f"{value:,.{digits}f}"
-
-    table = Table(title=f"Response lengths of {description.name} (tokens)", title_justify="left")
-    table.add_column("")
-    first = description.parts[0]
-    rows: dict[str, list[str]] = {}
-    shown = _shown(description.parts)
-    for part in shown:
-        table.add_column(part.part, justify="right")
-        sizes = ", ".join(f"{count:,} × {size}" for size, count in part.samples_per_prompt.items())
-        cells = {"responses": number(part.responses), "prompts × samples": sizes, "mean": number(part.mean_tokens)}
-        cells |= {name: number(value) for name, value in part.quantiles.items()}
-        cells |= {"longest": number(part.max_tokens), "longest / median": number(part.max_over_median, 1)}
-        at_cap = f"share at the cap of {first.cap_tokens:,}" if first.cap_tokens else "share marked as cut"
-        cells |= {at_cap: share(part.share_at_cap)}
-        cells |= {f"share above {limit:,}": share(value) for limit, value in part.share_above.items()}
-        cells |= {
-            "correlation within a prompt (log)": number(part.icc_log, 3),
-            "sd of log length within a prompt": number(part.within_sd_log, 3),
-            "prompts with a response in the longest 1%": share(part.straggling_prompts),
-            "  the same, responses shuffled": share(part.straggling_prompts_shuffled),
-            "median prompt": number(part.prompt_tokens_median),
-        }
-        cells |= _reward_cells(part, first, share, number)
-        for name, value in cells.items():
-            rows.setdefault(name, []).append(value)
-    for name, values in rows.items():
-        table.add_row(name, *values)
-    Console().print(table)
-    if description.source:
-        _say(f"source: {description.source}")
-    if len(shown) < len(description.parts):
-        _say(f"{len(shown)} of {len(description.parts)} columns: --json has the rest")
-    for note in description.notes:
-        _say(f"note: {note}")
-
-
-def _reward_cells(
-    part: Summary,
-    first: Summary,
-    share: Callable[[float | None], str],
-    number: Callable[[float | None, int], str],
-) -> dict[str, str]:
-    """Rows on rewards, of what the trace has (its whole, `first`, tells)."""
-    cells: dict[str, str] = {}
-    if first.correct_share is not None:
-        cells |= {"right": share(part.correct_share), "prompts with right and wrong": share(part.mixed_prompts)}
-    if first.reward_mean is not None:
-        lowest, highest = number(part.reward_min, 2), number(part.reward_max, 2)
-        cells |= {"mean reward": number(part.reward_mean, 3), "lowest to highest": f"{lowest} to {highest}"}
-    if first.reward_time_mean_s is not None:
-        cells |= {"mean reward call (s)": number(part.reward_time_mean_s, 2),
-                  "longest reward call (s)": number(part.reward_time_max_s, 2)}  # fmt: skip
-    if first.longest_test_run_mean_s is not None:
-        cells["mean of the longest test case (s)"] = number(part.longest_test_run_mean_s, 2)
-    if first.judge_tokens_mean is not None:
-        cells["mean answer of the judge"] = number(part.judge_tokens_mean, 0)
-    return cells
-
-
-def _shown(parts: Sequence[Summary]) -> list[Summary]:
-    """All parts, but of many epochs only some, the first and the last among them."""
-    epochs = [part for part in parts if part.part.startswith("epoch ")]
-    if len(epochs) <= MOST_EPOCHS:
-        return list(parts)
-    kept = {round(i * (len(epochs) - 1) / (MOST_EPOCHS - 1)) for i in range(MOST_EPOCHS)}
-    return [part for part in parts if part not in epochs] + [epochs[i] for i in sorted(kept)]
 
 
 @app.command("fit")

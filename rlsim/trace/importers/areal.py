@@ -116,7 +116,10 @@ def _sessions(files: Sequence[Path]) -> tuple[dict[int, list[_Session]], int]:
     for file in files:
         for row in file_rows(file, "AReaL's session trace"):
             reward_s = row.number("reward_s") if "reward_s" in row.values else None
-            one = _Session(row.whole("session_id"), row.number("submit_ts") or 0.0, reward_s)
+            submit_at = row.number("submit_ts")
+            if submit_at is None:
+                raise row.fail("submit_ts should be a number (got null)")
+            one = _Session(row.whole("session_id"), submit_at, reward_s)
             sessions.setdefault(row.whole("task_id"), []).append(one)
             ranks.add((row.values.get("role"), row.whole("rank")))
     for found in sessions.values():

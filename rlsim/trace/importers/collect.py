@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class Collector:
         self._asked, self._tokenizer, self._cap = dict(asked), tokenizer, cap_tokens
         self._values: dict[str, list[Any]] = {name: [] for name in dict.fromkeys((*_COLUMNS, *asked))}
         self._step: list[int] = []
-        self._places: list[str] = []
+        self._places: list[tuple[Path, str]] = []
         self._prompt: list[int] = []
         self._codes: dict[tuple[str, int], int] = {}
         self._groups: dict[tuple[int, str], dict[object, int]] = {}
@@ -96,7 +97,7 @@ class Collector:
             values.append(given[name] if name in given else getattr(response, name))
         self._prompt.append(code)
         self._step.append(response.step)
-        self._places.append(f"{row.file}: {row.place}")
+        self._places.append((row.file, row.place))
         if self._tokenizer is not None:
             self._wait(index, code, response)
 
@@ -147,7 +148,7 @@ class Collector:
             self._values["response_tokens"][index] = max(1, min(count, self._cap or count))
         self._texts, self._characters = [], 0
 
-    def frame(self) -> tuple[pd.DataFrame, list[str], list[str]]:
+    def frame(self) -> tuple[pd.DataFrame, list[tuple[Path, str]], list[str]]:
         """The columns of rlsim's schema that something filled, the place of every row, and what has to be said."""
         self._tokenize()
         prompt = np.array(self._prompt, np.int64)

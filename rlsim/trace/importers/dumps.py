@@ -47,7 +47,7 @@ def read_dump(
     columns: Mapping[str, str],
     tokenizer: str | Path | None,
     cap_tokens: int | None,
-) -> tuple[pd.DataFrame, list[str], list[str]]:
+) -> tuple[pd.DataFrame, list[tuple[Path, str]], list[str]]:
     """The responses in `files` as columns of rlsim's schema, the place of every row, and notes.
 
     `columns` maps columns of the schema to keys of the rows and comes before what the layout says. Raises `TraceError`

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,30 +11,23 @@ import pandas as pd
 
 from rlsim.errors import TraceError
 from rlsim.trace.files import absorb_source, read_table
-from rlsim.trace.importers import areal, metrics, nemo_rl, roll, servegen, slime, trl, verl
-from rlsim.trace.importers.dumps import Dump, read_dump
-from rlsim.trace.importers.rows import CSV, JSONL, PARQUET, ends, first_keys
+from rlsim.trace.importers import areal, metrics, servegen
+from rlsim.trace.importers.dumps import read_dump
+from rlsim.trace.importers.layouts import (
+    DUMPS,
+    FILES,
+    FORMATS,
+    KINDS,
+    SHAPES,
+    dump_of,
+    find_files,
+    nearest,
+    refuse_near,
+)
+from rlsim.trace.importers.rows import PARQUET, ends
 from rlsim.trace.importers.shapes import COUNTS, from_cdf, from_histogram, made_row
 from rlsim.trace.importers.tables import TABLES, RowName, read_known
 from rlsim.trace.schema import BY_NAME, Trace, TraceMeta, check_names, make_trace
-
-KINDS = ("parquet", "csv", "jsonl")
-#: Rollout dumps in the order in which they are tried: those with more keys first.
-DUMPS: tuple[Dump, ...] = tuple(
-    sorted(
-        (*areal.DUMPS, *verl.DUMPS, *nemo_rl.DUMPS, *slime.DUMPS, *trl.DUMPS, *roll.DUMPS),
-        key=lambda dump: -len(dump.needs),
-    )
-)
-_SHAPES = {"histogram": ("response_tokens", "count"), "cdf": ("length", "cdf")}
-FORMATS = tuple(
-    dict.fromkeys(
-        (*KINDS, "areal", "verl", metrics.NAME, "nemo-rl", "slime", "trl", "roll", "servegen",
-         *(table.name for table in TABLES), *_SHAPES)
-    )
-)  # fmt: skip
-_FILES = (*JSONL, *CSV, *PARQUET, *slime.SUFFIXES)
-_VALIDATION = re.compile(r"(^|[_.-])(eval|val_data)[_.-]")
 
 
 def import_trace(
@@ -73,11 +65,11 @@ def import_trace(
             raise TraceError(f"{path}: no chunk-<i>-dataset.json, which ServeGen's layout needs")
         frame, row_name = servegen.read_servegen(clients, path, rows, notes), made_row
     else:
-        files, sessions = _files(path, notes)
+        files, sessions = find_files(path, notes)
         if format == metrics.NAME or (format is None and "response_tokens" not in columns
                                       and metrics.is_metric_log(files[0])):  # fmt: skip
             raise TraceError(f"{path}: {metrics.ADVICE}")
-        dump = _dump(files[0], format, columns)
+        dump = dump_of(files[0], format, columns)
         if dump is not None:
             join = None
             if sessions:
@@ -109,66 +101,19 @@ def import_trace(
 
 def _name(path: Path) -> str:
     name = path.name
-    for suffix in sorted(_FILES, key=len, reverse=True):
+    for suffix in sorted(FILES, key=len, reverse=True):
         name = name.removesuffix(suffix)
     return name.replace("*", "").strip("-_.") or "trace"
 
 
-def _placed(places: Sequence[str], path: Path) -> RowName:
-    prefix = f"{path}: "
-    return lambda i: places[i].removeprefix(prefix)
+def _placed(places: Sequence[tuple[Path, str]], path: Path) -> RowName:
+    def name(index: int) -> str:
+        file, place = places[index]
+        if file == path:
+            return place
+        return f"{file.relative_to(path) if file.is_relative_to(path) else file.name}: {place}"
 
-
-def _files(path: Path, notes: list[str]) -> tuple[list[Path], list[Path]]:
-    """The files to import in the order of the numbers in their names, and session traces that belong to them."""
-    if path.is_dir():
-        dumps, sessions = areal.trial_files(path)
-        if dumps:
-            notes.append(f"{len(dumps):,} files under {path.name}/rollout")
-            return _in_order(dumps), sessions
-        found = [file for file in path.iterdir() if file.is_file() and ends(file, _FILES)]
-        found = found or [file for file in path.rglob("*") if file.is_file() and ends(file, _FILES)]
-        if not found:
-            raise TraceError(f"{path}: the folder holds no file that ends in {', '.join(_FILES)}")
-    elif path.exists() or not any(sign in path.name for sign in "*?["):
-        return [path], []
-    else:
-        found = [file for file in path.parent.glob(path.name) if file.is_file()]
-        if not found:
-            raise TraceError(f"{path}: no file matches")
-    kept = [file for file in found if not _VALIDATION.search(file.name)]
-    if kept and len(kept) < len(found):
-        notes.append(f"{len(found) - len(kept)} files of validation samples are left out")
-    return _in_order(kept or found), []
-
-
-def _in_order(files: Sequence[Path]) -> list[Path]:
-    return sorted(files, key=lambda file: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(file))])
-
-
-def _dump(first: Path, wanted: str | None, columns: Mapping[str, str]) -> Dump | None:
-    """The project whose dump this is, by the keys of the first row; None if it is none."""
-    if wanted not in (None, *KINDS, *(dump.name for dump in DUMPS)):
-        return None
-    if ends(first, slime.SUFFIXES):
-        if wanted not in (None, "slime"):
-            raise TraceError(f"{first}: not in the {wanted} layout; a .pt file is read as slime's")
-        return slime.DUMPS[0]
-    if not first.is_file() or first.stat().st_size == 0:
-        if wanted in KINDS or wanted is None:
-            return None
-        raise TraceError(f"{first}: {'the file is empty' if first.exists() else 'no such file'}")
-    keys = first_keys(first)
-    asked = [dump for dump in DUMPS if wanted in (None, *KINDS, dump.name)]
-    found = next((dump for dump in asked if set(dump.needs) <= keys), None)
-    if found is not None and not found.refused:
-        return found
-    if wanted is not None and wanted not in KINDS and found is None:
-        needs = max((dump.needs for dump in asked), key=lambda needs: len(keys & set(needs)))
-        raise TraceError(f"{first}: not in the {wanted} layout, which needs {', '.join(needs)}{_nearest(needs, keys)}")
-    if "response_tokens" not in columns and "response_tokens" not in keys:
-        _refuse_near(keys, first, [(dump.name, dump.needs) for dump in asked if not dump.refused])
-    return found
+    return name
 
 
 def _kind_for(path: Path, layout: str | None) -> str | None:
@@ -215,30 +160,10 @@ def _table(
     if found:
         return read_known(found[0], frame, path, row_name, columns, notes)
     if wanted is None or wanted in KINDS:
-        _refuse_near(names, path, [(table.name, table.needs) for table in TABLES])
+        refuse_near(names, path, [(table.name, table.needs) for table in TABLES])
         return frame, row_name
-    needs = ({table.name: table.needs for table in reversed(TABLES)} | _SHAPES)[wanted]
-    raise TraceError(f"{path}: not in the {wanted} layout, which needs {', '.join(needs)}{_nearest(needs, names)}")
-
-
-def _nearest(needs: Sequence[str], names: set[str]) -> str:
-    hints = []
-    for need in needs:
-        near = difflib.get_close_matches(need, sorted(names - set(needs)), n=1, cutoff=0.7)
-        if need not in names and near:
-            hints.append(f"{near[0]!r} should be {need!r}")
-    return f"; {' and '.join(hints)}" if hints else f", and the file has {', '.join(sorted(names))}"
-
-
-def _refuse_near(names: set[str], path: Path, layouts: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """A file that would be of a known layout but for a misspelt column is refused with the right name."""
-    for layout, needs in layouts:
-        missing = [n for n in needs if n not in names]
-        if len(missing) == 1 and len(needs) > 1:
-            near = difflib.get_close_matches(missing[0], sorted(names - set(needs)), n=1, cutoff=0.7)
-            if near:
-                like = f"{path}: looks like the {layout} layout"
-                raise TraceError(f"{like}, but {near[0]!r} should be {missing[0]!r}")
+    needs = ({table.name: table.needs for table in reversed(TABLES)} | SHAPES)[wanted]
+    raise TraceError(f"{path}: not in the {wanted} layout, which needs {', '.join(needs)}{nearest(needs, names)}")
 
 
 def _numbered(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:

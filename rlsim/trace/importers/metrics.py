@@ -5,6 +5,7 @@ Metric names are those of `rlsim.calibrate.verl_log`, which reads them.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from rlsim.trace.importers.rows import CSV, JSONL, PARQUET, ends
 NAME = "verl-metrics"
 _CONSOLE = re.compile(r"(?:^|[\s)\]])step:\d+ - [^\n]*\w+/\w+:")
 _METRIC = "response_length/"
-_HEAD = 1 << 18  # characters that are looked at: a configuration dump stands before the first step
 ADVICE = (
     "veRL's metric log holds each step's mean, longest and share cut at the cap (response_length/mean, max, "
     "clip_ratio), and no lengths: there is no trace in it. Import the dump of generations (trainer.rollout_data_dir) "
@@ -26,10 +26,21 @@ def is_metric_log(path: Path) -> bool:
     if not path.is_file() or ends(path, (*PARQUET, ".gz", ".pt", ".pth")):
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
-        head = file.read(_HEAD)
-    if ends(path, CSV):
-        first = head.partition("\n")[0]
-        return _METRIC in first or (('"tag"' in first or first.startswith(("tag,", "step,tag"))) and _METRIC in head)
-    if ends(path, (*JSONL, ".json")):
-        return f'"{_METRIC}' in head and '"prompt"' not in head
-    return bool(_CONSOLE.search(head)) or _METRIC in head
+        if ends(path, CSV):
+            first, second = file.readline(), file.readline()
+            return _METRIC in first or ("tag" in first and _METRIC in second)
+        if ends(path, JSONL):
+            return _is_metrics_row(file.readline())
+        return any(_CONSOLE.search(line) or f'"{_METRIC}' in line for line in file)
+
+
+def _is_metrics_row(line: str) -> bool:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    if not isinstance(row, dict):
+        return False
+    data = row.get("data")
+    logged = isinstance(data, dict) and "step" in row and any("/" in key for key in data)
+    return logged or any(key.startswith(_METRIC) for key in row)

@@ -82,8 +82,10 @@ def read_known(
     if table.task and "task" not in columns:
         missing = [name for name in table.task if name not in names]
         if not missing:
-            parts = [frame[name].astype(str) for name in table.task]
-            frame = frame.assign(task=parts[0].str.cat(parts[1:], sep=" "))
+            task: Any = frame[table.task[0]].astype(str)
+            for name in table.task[1:]:
+                task = task + " " + frame[name].astype(str)
+            frame = frame.assign(task=task)
             frame = frame.drop(columns=[c for c in table.task if c not in columns.values()])
     if table.empty_note and columns.get("response_tokens") in names:
         empty = pd.to_numeric(frame[columns["response_tokens"]], errors="coerce").to_numpy() == 0
