@@ -101,6 +101,16 @@ def test_servegen_clients_weigh_by_their_requests(tmp_path: Path) -> None:
     assert "3 clients" in trace.meta.notes[0]
 
 
+def test_servegen_windows_of_unequal_length(tmp_path: Path) -> None:
+    """One request a second for 300 s by client 1, for 900 s by client 2."""
+    for client, (length, ends) in enumerate(((10, "300"), (20, "900")), 1):
+        path = servegen(tmp_path / "m", client, {length: 1.0}, [])
+        rates = f"0,1.0,1,Gamma,1,1\n{ends},0,0,,0,0\n1200,0,0,,0,0\n"
+        path.with_name(f"chunk-{client}-trace.csv").write_text(rates)
+    counts = np.unique(import_trace(tmp_path / "m", rows=400).response_tokens, return_counts=True)[1]
+    assert counts.tolist() == [100, 300]
+
+
 def test_servegen_alone_without_rates(tmp_path: Path) -> None:
     path = servegen(tmp_path / "m", 1, {10: 0.5, 20: 0.5}, [1.0])
     path.with_name("chunk-1-trace.csv").unlink()
