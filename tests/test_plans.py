@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -538,3 +539,9 @@ def test_a_failing_search_says_why_and_writes_nothing(
     assert expected in shown
     assert "Traceback" not in shown
     assert [path.name for path in folder.iterdir()] == ["ppo.yaml"]
+
+
+def test_no_sequence_is_cut_between_micro_batches() -> None:
+    long = replace(BATCH, longest_tokens=20_000)
+    assert BATCH.micro_batch_tokens(TrainStrategy(micro_batch_tokens=8192)) == 8192
+    assert long.micro_batch_tokens(TrainStrategy(micro_batch_tokens=8192)) == 20_000

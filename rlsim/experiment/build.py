@@ -122,7 +122,7 @@ class Setup:
         return BatchSize(
             spec.prompts * spec.responses,
             prompt + float(self.trace.response_tokens.clip(max=cap).mean()),
-            self.longest_prompt + cap,
+            self.longest_prompt + int(self.trace.response_tokens.clip(max=cap).max()),
             experiment.training.mini_batches,
         )
 
@@ -232,9 +232,10 @@ def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, fir
 
 
 def _fixed_lengths(experiment: Experiment) -> Trace:
-    """As many responses as a step takes, all of one length."""
+    """As many responses as a step takes, all of one length; one more of each prompt for a baseline (ReMax)."""
     spec, workflow = experiment.trace, experiment.workflow
-    prompt, sample = np.divmod(np.arange(workflow.prompts * workflow.responses), workflow.responses)
+    samples = workflow.responses + 1
+    prompt, sample = np.divmod(np.arange(workflow.prompts * samples), samples)
     columns = {"prompt_id": prompt, "sample_id": sample, "prompt_tokens": spec.default_prompt_tokens}
     return make_trace(pd.DataFrame({**columns, "response_tokens": spec.fixed}), TraceMeta(name=f"fixed-{spec.fixed}"))
 
