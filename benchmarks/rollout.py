@@ -34,9 +34,10 @@ from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt, RolloutControl
+from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import Scoring
-from rlsim.sim.simulation import CallTimes, Outcome, Simulation
+from rlsim.sim.simulation import CallTimes, Simulation
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

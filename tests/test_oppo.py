@@ -33,10 +33,12 @@ from rlsim.policies.reward_scheduler import AsyncReward
 from rlsim.policies.verl import VeRL
 from rlsim.sim.batching import Batching, Batchings, PromptFeed, Unfinished
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, ScoringReport
+from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.scorer import Scorer
-from rlsim.sim.simulation import Judge, Outcome, Simulation
+from rlsim.sim.service import ScoringEngine
+from rlsim.sim.simulation import Simulation
 from rlsim.workflow import Call, Placement, Workflow
 from rlsim.workflow.graph import Edge
 from rlsim.workflow.plan import Plan
@@ -142,7 +144,7 @@ def play(
         steps=steps,
         batching=batching or Batching(),
         scorers={
-            "score": Judge(
+            "score": ScoringEngine(
                 1,
                 PREFILL,
                 Crowded(PREFILL, factor),

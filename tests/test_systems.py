@@ -38,11 +38,12 @@ from rlsim.sim.control import (
     RolloutView,
 )
 from rlsim.sim.elastic import Pieces
+from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import RewardControl, RewardJob, Scoring
 from rlsim.sim.service import Service
-from rlsim.sim.simulation import CallTimes, Outcome, Simulation
+from rlsim.sim.simulation import CallTimes, Simulation
 from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
 
 Lengths = Mapping[int, Sequence[int]]  # by prompt position, one per sample

@@ -67,6 +67,7 @@ def test_remax_scores_a_baseline_that_it_does_not_train_on() -> None:
 
 def test_dpo_generates_nothing_and_takes_one_batch_after_another() -> None:
     result = run(workflow={"algorithm": "dpo"})
+    assert result.manifest["tuned"] == {"": {}}  # nothing to choose
     assert set(result.calls["call"]) == {"ref_log_prob", "train"}
     assert (result.steps["gen_time_s"] == 0).all()
     assert (result.steps["staleness"] == 0).all()

@@ -26,8 +26,10 @@ from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt
+from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
-from rlsim.sim.simulation import Judge, Outcome, Simulation
+from rlsim.sim.service import ScoringEngine
+from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
@@ -120,7 +122,7 @@ class Setup:
         return BatchSize(
             spec.prompts * spec.responses,
             prompt + float(self.trace.response_tokens.clip(max=cap).mean()),
-            self.longest_prompt + cap,
+            self.longest_prompt + int(self.trace.response_tokens.clip(max=cap).max()),
             experiment.training.mini_batches,
         )
 
@@ -175,7 +177,7 @@ class Setup:
             )
         return graph
 
-    def scorers(self, system: System) -> dict[str, Judge]:
+    def scorers(self, system: System) -> dict[str, ScoringEngine]:
         """The engines of the calls that take responses by the chunk; raises `CapacityError` if one does not fit."""
         graph, plan, streaming = self.workflow(system), self.site(system).plan, system.streaming
         longest = self.longest_prompt + self.experiment.trace.cap
@@ -204,7 +206,7 @@ class Setup:
             plan=plan,
             cluster=self.cluster,
             control=system.control,
-            initial_tp=site.context.check_tp(system.layout.initial_tp(site.context)),
+            initial_tp=system.initial_tp(site.context),
             feed=PromptFeed(spec.prompts, self.launched_responses),
             requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
             costs=site.machine,
@@ -230,9 +232,10 @@ def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, fir
 
 
 def _fixed_lengths(experiment: Experiment) -> Trace:
-    """As many responses as a step takes, all of one length."""
+    """As many responses as a step takes, all of one length; one more of each prompt for a baseline (ReMax)."""
     spec, workflow = experiment.trace, experiment.workflow
-    prompt, sample = np.divmod(np.arange(workflow.prompts * workflow.responses), workflow.responses)
+    samples = workflow.responses + 1
+    prompt, sample = np.divmod(np.arange(workflow.prompts * samples), samples)
     columns = {"prompt_id": prompt, "sample_id": sample, "prompt_tokens": spec.default_prompt_tokens}
     return make_trace(pd.DataFrame({**columns, "response_tokens": spec.fixed}), TraceMeta(name=f"fixed-{spec.fixed}"))
 

@@ -12,8 +12,8 @@ import pandas as pd
 
 from rlsim.cost.bound import GenerationBound
 from rlsim.experiment.columns import TABLES
+from rlsim.sim.outcome import CallRecord, Outcome
 from rlsim.sim.recorder import Span
-from rlsim.sim.simulation import CallRecord, Outcome
 from rlsim.trace import StepSampler
 
 Frames = dict[str, pd.DataFrame]

@@ -141,8 +141,6 @@ class _Case:
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
         try:
-            asked = spec.make()
-            asked.check_layout(self.setup.site(asked).context)
             for alternative, _ in self._alternatives(spec):
                 system = alternative.make()
                 site = self.setup.site(system)
@@ -150,7 +148,7 @@ class _Case:
                 _ = site.judge  # raises if it does not fit
                 self.setup.scorers(system)
                 system.control.setup(site.context)
-                site.context.check_tp(system.layout.initial_tp(site.context))
+                system.initial_tp(site.context)
         except CapacityError as error:
             if not spec.variant:
                 raise CapacityError(f"{spec.shown}: {error}") from None

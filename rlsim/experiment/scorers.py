@@ -14,10 +14,10 @@ from rlsim.experiment.schema import Experiment
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming
-from rlsim.sim.simulation import Judge
+from rlsim.sim.service import ScoringEngine
 from rlsim.workflow import Call, Placement, Plan, Workflow
 
-#: Share of GPU memory that a scoring model on the generator's GPUs has for its KV cache (assumed).
+#: Share of GPU memory that a scoring model beside other calls has for its KV cache (assumed).
 KV_SHARE = 0.05
 
 #: Sequences whose scores such a model computes at once: its logits are no larger.
@@ -47,7 +47,7 @@ def scorer_of(
     cluster: Cluster,
     calibration: Calibration,
     longest_tokens: int,
-) -> Judge:
+) -> ScoringEngine:
     """A scoring model on its GPUs, or beside generation.
 
     `longest_tokens`: the longest prompt and response together. Raises `CapacityError` if its KV cache cannot hold that.
@@ -55,25 +55,14 @@ def scorer_of(
     engine = experiment.engine
     tp = tp_of(placement)
     cost = step_cost(model, tp, cluster, calibration)
-    if placement.shared:
-        pages = int(KV_SHARE * cluster.gpu.memory_bytes / kv_page_bytes(model, tp, engine.page_tokens))
-    else:
-        pages = rollout_memory(
-            model,
-            cluster.gpu,
-            tp,
-            page_tokens=engine.page_tokens,
-            memory_utilization=experiment.memory_utilization,
-            max_batched_tokens=engine.max_num_batched_tokens,
-            max_sequences=engine.max_num_seqs,
-        ).pages
+    pages = kv_pages(model, tp, placement.shared, experiment, cluster)
     if pages * engine.page_tokens < longest_tokens:
         raise CapacityError(
             f"{model.name} at TP {tp}, which takes responses by the chunk, has room for {pages * engine.page_tokens} "
             f"tokens of KV cache; a response with its prompt may need {longest_tokens}"
         )
     slowdown = streaming.slowdown if placement.shared else 1.0
-    return Judge(tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
+    return ScoringEngine(tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
 
 
 def tp_of(placement: Placement) -> int:
@@ -81,7 +70,23 @@ def tp_of(placement: Placement) -> int:
     return placement.strategy.tp if placement.strategy else 1
 
 
-def bytes_beside(model: Model, tp: int, experiment: Experiment, cluster: Cluster) -> float:
-    """What a scoring model beside generation takes of each GPU's memory: weights, working memory and KV cache."""
+def kv_pages(model: Model, tp: int, shared: bool, experiment: Experiment, cluster: Cluster) -> int:
+    """Room for the KV cache of a scoring model, on GPUs that it shares with other calls or has to itself."""
+    engine = experiment.engine
+    if shared:
+        return int(KV_SHARE * cluster.gpu.memory_bytes / kv_page_bytes(model, tp, engine.page_tokens))
+    return rollout_memory(
+        model,
+        cluster.gpu,
+        tp,
+        page_tokens=engine.page_tokens,
+        memory_utilization=experiment.memory_utilization,
+        max_batched_tokens=engine.max_num_batched_tokens,
+        max_sequences=engine.max_num_seqs,
+    ).pages
+
+
+def bytes_beside(model: Model, tp: int, experiment: Experiment, cluster: Cluster, offloaded_layers: int = 0) -> float:
+    """What a scoring model beside other calls takes of each GPU's memory: weights, working memory and KV cache."""
     batched = experiment.engine.max_num_batched_tokens
-    return KV_SHARE * cluster.gpu.memory_bytes + judge_bytes(model, 0, tp, batched, SEQUENCES)
+    return KV_SHARE * cluster.gpu.memory_bytes + judge_bytes(model, offloaded_layers, tp, batched, SEQUENCES)

@@ -11,30 +11,23 @@ from rlsim.cost.calls import CallCosts
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.machine import Machine
-from rlsim.cost.memory import kv_page_bytes, rollout_memory
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.sharing import Crowded, Streamed, judge_bytes, layers_to_offload, stream_s
+from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.scorers import beside_generation, bytes_beside, tp_of
+from rlsim.experiment.scorers import beside_generation, bytes_beside, kv_pages, tp_of
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext
 from rlsim.search import Budget, find_plan
 from rlsim.sim.control import ControlContext
-from rlsim.sim.simulation import Judge
+from rlsim.sim.service import ScoringEngine
 from rlsim.workflow import Call, Placement, Plan, colocated
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_meshes
 
 if TYPE_CHECKING:
     from rlsim.experiment.build import Setup
-
-#: Share of GPU memory that a colocated judge's engine may use beside its resident weights, for its own KV cache.
-JUDGE_KV_SHARE = 0.05
-
-#: Sequences whose next token a colocated judge samples at once: its logits are no larger.
-JUDGE_SEQUENCES = 64
 
 
 class Site:
@@ -94,7 +87,7 @@ class Site:
         return whole.model_copy(update={"nodes": nodes, "gpus_per_node": gpus // nodes})
 
     @cached_property
-    def judge(self) -> Judge | None:
+    def judge(self) -> ScoringEngine | None:
         """The judge's engine; None if no response is to be judged."""
         spec, model, whole = self._spec, self._setup.judge_model, self._setup.cluster
         if spec is None or model is None:
@@ -104,25 +97,14 @@ class Site:
         if self._colocated is not None:
             cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, whole.host))
             slowdown = self._colocated.slowdown
-            page_bytes = kv_page_bytes(model, spec.tp, engine.page_tokens)
-            pages = int(JUDGE_KV_SHARE * whole.gpu.memory_bytes / page_bytes)
-        else:
-            pages = rollout_memory(
-                model,
-                whole.gpu,
-                spec.tp,
-                page_tokens=engine.page_tokens,
-                memory_utilization=experiment.memory_utilization,
-                max_batched_tokens=engine.max_num_batched_tokens,
-                max_sequences=engine.max_num_seqs,
-            ).pages
+        pages = kv_pages(model, spec.tp, self._colocated is not None, experiment, whole)
         longest = self._setup.longest_prompt + experiment.trace.cap + spec.prompt_tokens + self._setup.longest_answer
         if pages * engine.page_tokens < longest:
             raise CapacityError(
                 f"workflow.reward.judge: {model.name} at TP {spec.tp} has room for {pages * engine.page_tokens} tokens "
                 f"of KV cache, a response to judge may need {longest}"
             )
-        return Judge(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine)
+        return ScoringEngine(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine)
 
     @cached_property
     def _resident(self) -> StepCost:
@@ -146,12 +128,11 @@ class Site:
     @property
     def _judge_bytes(self) -> float:
         """What a colocated judge takes of each GPU's memory."""
-        model, engine = self._setup.judge_model, self._setup.experiment.engine
+        model = self._setup.judge_model
         if self._colocated is None or self._spec is None or model is None:
             return 0.0
-        kv_bytes = JUDGE_KV_SHARE * self._setup.cluster.gpu.memory_bytes
-        layers, batched = self.offloaded_layers, engine.max_num_batched_tokens
-        return kv_bytes + judge_bytes(model, layers, self._spec.tp, batched, JUDGE_SEQUENCES)
+        setup = self._setup
+        return bytes_beside(model, self._spec.tp, setup.experiment, setup.cluster, self.offloaded_layers)
 
     def _beside_bytes(self, plan: Plan) -> float:
         """The same with models that take responses by the chunk on the generator's GPUs."""
@@ -325,7 +306,10 @@ class Site:
         prompt_tokens = self._setup.longest_prompt
         planned = self.generation.strategy
         replica = None if planned is None else planned.tp * planned.pp
-        feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap, replica)
+        if any(call.kind == "generate" for call in self._setup.algorithm.calls):
+            feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap, replica)
+        else:
+            feasible, infeasible = (1,), {}  # responses are given: one layout is as good as another
         mesh = self.generation.rollout_mesh(self._setup.cluster)
         left, whole = len(mesh[0]), self._setup.cluster.gpus_per_node
         for tp in (1 << i for i in range(whole.bit_length())):

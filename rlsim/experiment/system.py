@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from rlsim.errors import ConfigError
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Part, Placing, Rewiring, flattened
-from rlsim.policies.plan import AsPlanned
-from rlsim.policies.verl import VeRL
 from rlsim.sim.batching import Batching, Batchings
-from rlsim.sim.control import ControlContext, Controls, RolloutControl
+from rlsim.sim.control import PLANNED, ControlContext, Controls, RolloutControl
 from rlsim.sim.reward import RewardControl
 from rlsim.workflow.graph import Workflow
 
@@ -39,9 +37,6 @@ class System:
         every = list(flattened(parts))
         layouts: list[Part] = [part for part in every if is_layout(part)]
         placings = [part for part in every if isinstance(part, Placing)]
-        if placings and not layouts:
-            layouts = [AsPlanned()]
-            every += layouts
         if len(layouts) != 1:
             what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"
             raise ConfigError(f"{shown}: {what} the layout that a rollout starts with; exactly one does")
@@ -74,14 +69,17 @@ class System:
             streams[0] if streams else None,
         )
 
-    def check_layout(self, context: ControlContext) -> None:
-        """Raises `ConfigError` if the plan says how generation uses its GPUs, and a part of the system does too."""
-        open_ = isinstance(self.layout, AsPlanned) or (isinstance(self.layout, VeRL) and self.layout.tp == "best")
-        if context.replica_gpus is not None and not open_:
-            raise ConfigError(
-                f"the plan says how generation uses its GPUs (replicas of {context.replica_gpus}), and so does "
-                f"{type(self.layout).__name__}; leave tp out of the plan's generation, or the layout out of the system"
-            )
+    def initial_tp(self, context: ControlContext) -> int:
+        """GPUs of a replica at the start of the run.
+
+        Raises `ConfigError` if the plan says that too, and the layout contradicts it or would change it later;
+        `CapacityError` if the model does not fit.
+        """
+        kind, base = type(self.layout), RolloutControl
+        changes = kind.on_finish is not base.on_finish or kind.next_tp is not base.next_tp
+        if changes and context.replica_gpus is not None:
+            raise ConfigError(f"{PLANNED.format(context.replica_gpus)}; {kind.__name__} changes that while it runs")
+        return context.check_tp(self.layout.initial_tp(context))
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """The workflow as all parts want it."""

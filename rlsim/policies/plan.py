@@ -13,7 +13,6 @@ from rlsim.cost.strategy import Recompute, TrainStrategy
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.policies.parts import Placing, PlanContext
 from rlsim.schema import Schema
-from rlsim.sim.control import ControlContext, RolloutControl
 from rlsim.units import Tokens
 from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Placement, Plan, with_transfers
@@ -94,18 +93,6 @@ class ExplicitPlan(Schema, Placing):
             else:
                 found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
         return with_transfers(context.workflow, found, context.reward)
-
-
-class AsPlanned(RolloutControl):
-    """The layout that the plan gives generation, from start to end."""
-
-    def initial_tp(self, context: ControlContext) -> int:
-        """GPUs of a replica: TP × PP."""
-        if context.replica_gpus is None:
-            raise ConfigError(
-                "the plan leaves open how generation uses its GPUs: give its call a tp, or add a layout such as verl"
-            )
-        return context.replica_gpus
 
 
 def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:

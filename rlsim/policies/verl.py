@@ -20,7 +20,7 @@ class VeRL(Schema, RolloutControl):
     )
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        """For `tp: best`, every degree that fits."""
+        """For `tp: best`, every degree that fits (one, where the plan says it)."""
         return [{"tp": tp} for tp in context.feasible_tps] if self.tp == "best" else ()
 
     def initial_tp(self, context: ControlContext) -> int:

@@ -182,6 +182,13 @@ class RolloutView(Protocol):
         """The active replicas of one node or of all, with their requests."""
 
 
+#: Why a layout that says how generation uses its GPUs is refused, where the plan does so too.
+PLANNED = (
+    "the plan says how generation uses its GPUs (replicas of {}): leave tp out of the plan's generation, or the layout "
+    "out of the system"
+)
+
+
 @dataclass(frozen=True)
 class ControlContext:
     """What a control learns once, before the run: the machine and the limits, no lengths."""
@@ -198,7 +205,11 @@ class ControlContext:
     replica_gpus: int | None = None  # of a rollout replica (TP × PP), where the plan says it
 
     def check_tp(self, tp: int) -> int:
-        """`tp` if a node can run it; else `ConfigError` (does not divide the node) or `CapacityError` (too small)."""
+        """`tp` if a node can run it; else `CapacityError` (too small), or `ConfigError`: the plan says another degree,
+        or it does not divide the node.
+        """
+        if self.replica_gpus not in (None, tp):
+            raise ConfigError(f"{PLANNED.format(self.replica_gpus)}; the system's layout would begin with {tp}")
         if tp in self.infeasible:
             raise CapacityError(self.infeasible[tp])
         if tp < 1 or self.gpus_per_node % tp:

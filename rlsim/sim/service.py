@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import simpy
 
@@ -11,6 +12,18 @@ from rlsim.cost.step import StepCost
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import EngineConfig, Request
+
+
+class ScoringEngine(NamedTuple):
+    """What a model that scores responses runs on: a `Service` that answers, or a `Scorer` that reads along."""
+
+    tp: int
+    cost: StepCost
+    crowded: StepCost  # while other work runs on its GPUs
+    slowdown: float  # how many times as long that work takes while the model is busy
+    capacity_pages: int
+    config: EngineConfig
+    handover_s: float = 0.0  # of a rollout replica's time, for each chunk of a response that it hands over
 
 
 class Service:

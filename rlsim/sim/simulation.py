@@ -6,34 +6,28 @@ import gc
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import simpy
 
 from rlsim.cost.step import StepCost
 from rlsim.errors import PolicyError
 from rlsim.hardware import Cluster
-from rlsim.sim.batching import Batching, PromptFeed, Settled, StepBatch
-from rlsim.sim.control import (
-    Controls,
-    Launch,
-    Prompt,
-    RolloutControl,
-    RolloutCosts,
-    RolloutReport,
-    ScoringReport,
-)
+from rlsim.sim.batching import Batching, PromptFeed
+from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts, ScoringReport
 from rlsim.sim.elastic import ElasticCall, Pieces
-from rlsim.sim.flow import BATCH, Flow
+from rlsim.sim.flow import Flow
+from rlsim.sim.generation import Generation
+from rlsim.sim.outcome import CallRecord, Outcome
 from rlsim.sim.pool import GpuPool
-from rlsim.sim.recorder import Recorder, Span
-from rlsim.sim.replica import ChunkListener
+from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.responses import Responses
 from rlsim.sim.reward import RewardControl, RewardDesk, Scoring
-from rlsim.sim.rollout import Rollout, Routing
+from rlsim.sim.rollout import Routing
 from rlsim.sim.scorer import Scorer
-from rlsim.sim.service import Service
+from rlsim.sim.service import ScoringEngine, Service
+from rlsim.sim.step import StepState
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
 
@@ -48,71 +42,6 @@ class CallTimes(Protocol):
 
     def pieces(self, call: Call) -> Pieces:
         """The same call done in pieces, as samples come."""
-
-
-class Judge(NamedTuple):
-    """The engine of a model that scores responses."""
-
-    tp: int
-    cost: StepCost
-    crowded: StepCost  # while other work runs on its GPUs
-    slowdown: float  # how many times as long that work takes while the judge is busy
-    capacity_pages: int
-    config: EngineConfig
-    handover_s: float = 0.0  # of a rollout replica's time, for each chunk of a response that it hands over
-
-
-class CallRecord(NamedTuple):
-    """One call of one step: when it was ready, ran and ended (simulated seconds), and what its time went to."""
-
-    step: int
-    call: str
-    kind: str
-    model: str
-    ready_at: float
-    start_at: float
-    end_at: float
-    gpus: int
-    parts: tuple[tuple[str, float], ...]
-    samples: tuple[int, ...] = ()  # that each data-parallel replica worked on, if it took them as they came
-
-
-class SwitchRecord(NamedTuple):
-    """One change of a node's tensor-parallel degree."""
-
-    step: int
-    at: float
-    node: int
-    from_tp: int
-    to_tp: int
-    weights_s: float
-    kv_s: float
-    graph_s: float
-    control_s: float
-
-
-class RolloutSummary(NamedTuple):
-    """What one generation stage came to besides its responses."""
-
-    step: int
-    initial_tp: int
-    preemptions: int
-    peak_kv_tokens: int  # of the fullest replica
-    settled: Settled
-    waiting: int  # prompts that wait to be launched again afterwards
-    released_gpu_s: float  # GPU time that generation gave up before its end
-
-
-@dataclass
-class Outcome:
-    """Everything that happened in a run."""
-
-    spans: list[Span] = field(default_factory=list)
-    calls: list[CallRecord] = field(default_factory=list)
-    switches: list[SwitchRecord] = field(default_factory=list)
-    rollouts: list[RolloutSummary] = field(default_factory=list)
-    responses: list[Responses] = field(default_factory=list)  # by step
-    step_ends: list[float] = field(default_factory=list)  # moment when all calls of a step are done
 
 
 @dataclass(frozen=True)
@@ -141,8 +70,8 @@ class Simulation:
     steps: int
     batching: Batching = field(default_factory=Batching)
     reward: RewardControl = field(default_factory=RewardControl)
-    judge: Judge | None = None
-    scorers: Mapping[str, Judge] = field(default_factory=dict)
+    judge: ScoringEngine | None = None
+    scorers: Mapping[str, ScoringEngine] = field(default_factory=dict)
     crowded: Callable[[int], StepCost] | None = None  # a rollout replica's steps while others work on its GPUs
     routing: Routing = "contiguous"
 
@@ -152,51 +81,21 @@ class Simulation:
             return _Run(self).outcome
 
 
-class _Step:
-    """What is under way in one step."""
-
-    def __init__(self, env: simpy.Environment, what: Simulation) -> None:
-        self.flow = Flow(env, what.workflow, what.feed.responses)
-        self.batching = what.batching
-        self.version = 0  # of the weights that generate: how many updates they have had
-        self.paused: frozenset[int] = frozenset()  # requests that go on in a later step
-        self.batch: StepBatch | None = None
-        self.rollout: Rollout | None = None
-        self.requests: list[Request] = []
-        self.ids = 0
-        self.offered: set[int] = set()  # responses that reward calls have been given
-        self.scorers: dict[str, Scorer] = {}  # by call that takes chunks
-        self.scored: set[str] = set()  # those of these calls that are done
-        self.chunk_tokens = 0
-        self.generates_at = float("nan")  # when its rollout began
-
-    def responses(self) -> Responses:
-        return Responses.of(
-            self.requests,
-            self.batch.accepted if self.batch else None,
-            self.version,
-            self.paused if self.batching.pauses else None,
-        )
-
-
 class _Run:
     def __init__(self, what: Simulation) -> None:
         self.what = what
         self.env = simpy.Environment()
         self.pool = GpuPool(self.env)
         self.outcome = Outcome()
-        self.used_tps: dict[int, set[int]] = {}
-        self.tp = self.planned_tp = what.initial_tp  # that the last rollout began with; that the next one is to
-        self.last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
+        self.generation = Generation(self.env, what, self.outcome, self.pool.release)
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
-        self.steps = [_Step(self.env, what) for _ in range(what.steps)]
-        self.updates = 0  # of the rollout's weights, so far
+        self.steps = [
+            StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
+        ]
         self.updating = _updating(what.workflow)
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
-        #: By prompt position: responses that go on in a later step, and the version of the weights of theirs.
-        self.paused: dict[int, tuple[int, list[Request]]] = {}
         if not any(call.kind == "generate" for call in what.workflow.calls):
-            self._take_given()
+            self.generation.take_given(self.steps)
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
@@ -206,15 +105,6 @@ class _Run:
             self.outcome.step_ends.append(self.env.now)
             self.outcome.responses.append(state.responses())
             state.requests, state.rollout = [], None
-
-    def _take_given(self) -> None:
-        """Responses that nobody generates: they are there from the start."""
-        for step, state in enumerate(self.steps):
-            state.version = step
-            for request in self._launched(state, Batching().launch(self.what.feed)):
-                request.generated, request.finished_at = request.response_tokens, self.env.now
-            settled = Settled("", len(state.requests), 0, 0)
-            self.outcome.rollouts.append(RolloutSummary(step, 0, 0, 0, settled, 0, 0.0))
 
     def _run_until(self, calls: Sequence[simpy.Process], step: int) -> None:
         try:
@@ -243,7 +133,7 @@ class _Run:
         else:
             record = yield from self._at_once(call, step, placement)
         self.outcome.calls.append(record)
-        self.updates += call.name in self.updating
+        self.generation.version += call.name in self.updating
 
     def _at_once(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
         """All of a call, on all its GPUs."""
@@ -253,13 +143,13 @@ class _Run:
         start_at, held = env.now, set(placement.gpus)
         parts: tuple[tuple[str, float], ...] = ()
         if call.kind == "generate":
-            held -= yield from self._generate(call, step, placement)
+            held -= yield from self.generation.run(call, step, state, placement)
         else:
-            parts = tuple(self.what.times.parts(call, placement, state.responses(), self.planned_tp))
+            parts = tuple(self.what.times.parts(call, placement, state.responses(), self.generation.planned_tp))
             yield env.timeout(sum(seconds for _, seconds in parts))
             Recorder(self.outcome.spans, step).add(placement.gpus, start_at, env.now, call.name)
             if state.flow.wants(call.name):
-                state.flow.deliver(call.name, self._batch(state))
+                state.flow.deliver(call.name, state.trained_on())
                 state.flow.close(call.name)
         self.pool.release(held)
         gpus = len(placement.gpus)
@@ -348,7 +238,7 @@ class _Run:
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
 
-    def _report_scored(self, state: _Step, name: str, step: int) -> None:
+    def _report_scored(self, state: StepState, name: str, step: int) -> None:
         """Tell the control, after the last of the calls that take chunks."""
         state.scored.add(name)
         if len(state.scored) == self.chunked:
@@ -381,7 +271,7 @@ class _Run:
 
         inbox.listen(submit)
         yield inbox.closed
-        batch = self._batch(state)
+        batch = state.trained_on()
         desk.withdraw(frozenset(r.id for r in inbox.samples) - frozenset(r.id for r in batch))
         missing |= {request.id for request in batch if not request.scored}
         if missing:
@@ -391,10 +281,6 @@ class _Run:
         flow.close(call.name)
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
-
-    def _batch(self, state: _Step) -> list[Request]:
-        accepted = state.batch.accepted if state.batch else None
-        return [r for r in state.requests if r.finished and (accepted is None or r.id in accepted)]
 
     def _judge(self, call: Call, step: int, placement: Placement) -> Service | None:
         """The judge of a step. Where it begins beside a rollout, it slows that and what follows down, and is slowed."""
@@ -412,153 +298,6 @@ class _Run:
             self.what.cluster.node_of,
             on_busy=rollout.share if beside and rollout else None,
         )
-
-    # ---- generation -------------------------------------------------------------------------------------------------
-
-    def _generate(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, set[int]]:
-        """Run the generation stage; returns the GPUs that it gave up before its end."""
-        what, state, flow = self.what, self.steps[step], self.steps[step].flow
-        mesh = placement.rollout_mesh(what.cluster)
-        state.version = self.updates
-        batch = state.batch = StepBatch(what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples))
-        requests = self._launched(state, batch.first)
-        resumed = [r for r in requests if r.resumed] if batch.first.resume else []
-        generating = [r for r in resumed if not r.finished]
-        yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
-        rewards = {c.name for c in what.workflow.calls if c.kind == "reward"}
-        streams = any(e.grain == "sample" and e.target in rewards for e in what.workflow.edges if e.source == call.name)
-        listens = streams or flow.wants(BATCH) or not batch.certain
-
-        def launch(more: Launch) -> Sequence[Request]:
-            if more.resume:
-                raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
-            return self._launched(state, more)
-
-        def finished(responses: Sequence[Request]) -> None:
-            batch.finished(responses)
-            if streams:
-                self._offer(call, state, responses)
-
-        rollout = state.rollout = Rollout(
-            self.env,
-            mesh=mesh,
-            tp=self.tp,
-            requests=[r for r in requests if not r.resumed] if resumed else requests,
-            costs=what.costs,
-            config=what.config,
-            control=what.control if batch.certain else Controls([batch, what.control]),
-            cap_tokens=what.cap_tokens,
-            recorder=Recorder(self.outcome.spans, step),
-            on_release=self.pool.release,
-            routing=what.routing,
-            used_tps=self.used_tps,
-            open=batch.open,
-            launcher=launch,
-            on_finish=finished if listens else None,
-            on_drained=lambda: self._offer(call, state, [r for r in state.requests if r.finished]),
-            crowded=what.crowded,
-            label=batch.first.label,
-            resumed=generating,
-            chunks=self._chunks(call, state),
-        )
-        start = state.generates_at = self.env.now
-        self._go_on(call, state, generating)
-        if len(generating) < len(resumed):
-            finished([r for r in resumed if r.finished])
-            rollout.ask()
-        yield rollout.done
-        settled = batch.close()
-        if not batch.certain:
-            state.paused = frozenset(r.id for kept in batch.paused.values() for r in kept)
-            self.paused |= {at: (state.version, kept) for at, kept in batch.paused.items()}
-            for request in state.requests:
-                request.aborted = not request.finished and request.id not in state.paused
-        if flow.wants(call.name):
-            self._offer(call, state, self._batch(state))
-        flow.close(call.name)
-        flow.close(BATCH)
-        self._note(step, start, rollout, settled)
-        rollout.close()
-        return set(rollout.released_at)
-
-    def _launched(self, state: _Step, launch: Launch) -> list[Request]:
-        """The requests of a launch, told to the step's batch: new ones, then those that go on."""
-        requests = self.what.requests(launch.prompts, launch.samples, state.ids)
-        if baselines := self.what.workflow.baseline_responses:  # the last of each prompt's
-            for i, request in enumerate(requests):
-                request.baseline = i % launch.samples >= launch.samples - baselines
-        for prompt in launch.resume:
-            if prompt.position not in self.paused:
-                raise PolicyError(f"the prompt at position {prompt.position} was not kept: it cannot be resumed")
-            began, kept = self.paused.pop(prompt.position)
-            requests += [r.resume(state.ids + len(requests) + i, began, state.version) for i, r in enumerate(kept)]
-        state.ids += len(requests)
-        state.requests += requests
-        if state.batch:
-            state.batch.launched(requests, [*launch.prompts, *launch.resume])
-        return requests
-
-    def _chunks(self, call: Call, state: _Step) -> ChunkListener | None:
-        """Who takes responses by the chunk; None if nobody does."""
-        planned, calls = state.flow.chunked(call.name)
-        if not planned:
-            return None
-        state.chunk_tokens = self.what.control.chunk_tokens(planned)
-        handover_s = sum(self.what.scorers[name].handover_s for name in calls)
-        return ChunkListener(state.chunk_tokens, handover_s, lambda c: state.flow.deliver_chunks(call.name, c))
-
-    def _go_on(self, call: Call, state: _Step, resumed: Sequence[Request]) -> None:
-        """Hand over what responses from earlier steps have already."""
-        there = [(r, r.generated) for r in resumed if r.generated]
-        if there and state.chunk_tokens:
-            state.flow.deliver_chunks(call.name, there)
-
-    def _offer(self, call: Call, state: _Step, responses: Sequence[Request]) -> None:
-        """Give reward calls those of these responses that they have not seen."""
-        if not state.flow.wants(call.name):
-            return
-        new = [request for request in responses if request.id not in state.offered]
-        state.offered.update(request.id for request in new)
-        if new:
-            state.flow.deliver(call.name, new)
-
-    def _note(self, step: int, start: float, rollout: Rollout, settled: Settled) -> None:
-        """Write down how a rollout went, and let the control choose the next one's layout."""
-        end = self.env.now
-        for at, node, from_tp, to_tp, time in rollout.switches:
-            self.last_tp[node] = to_tp
-            self.outcome.switches.append(
-                SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
-            )
-        preemptions = sum(replica.preemptions for replica in rollout.replicas)
-        peak = max(replica.peak_tokens for replica in rollout.replicas)
-        released = sum(end - at for at in rollout.released_at.values())
-        waiting = self.what.batching.waiting()
-        self.outcome.rollouts.append(RolloutSummary(step, self.tp, preemptions, peak, settled, waiting, released))
-        lengths = tuple(r.generated for r in rollout.requests if r.finished)
-        report = RolloutReport(step, self.tp, end - start, preemptions, lengths, settled.label)
-        wanted = self.what.control.next_tp(report)
-        self.planned_tp = self.tp if wanted is None else wanted
-
-    def _lay_out(self, step: int, mesh: Sequence[tuple[int, ...]], requests: int) -> Generator[simpy.Event, Any, None]:
-        """Pause the nodes that are not in the layout which the step starts with; the weight sync brought the weights.
-
-        Going back to the layout of the step before is free if its decode graphs were kept; a newly planned one is not.
-        """
-        what, start, longest_s = self.what, self.env.now, 0.0
-        planned, self.tp = self.planned_tp != self.tp, self.planned_tp
-        for node, gpus in enumerate(mesh):
-            last_tp = self.last_tp.get(node, self.tp)
-            if last_tp != self.tp and (planned or not what.config.first_layout_kept):
-                first_use = self.tp not in self.used_tps.get(node, ())
-                cost = what.costs.switch(last_tp, self.tp, (), -(-requests // len(mesh)), "recompute", first_use)
-                record = SwitchRecord(step, start, node, last_tp, self.tp, 0.0, 0.0, cost.graph_s, cost.control_s)
-                self.outcome.switches.append(record)
-                pause_s = cost.graph_s + cost.control_s
-                Recorder(self.outcome.spans, step).add(gpus, start, start + pause_s, "switch", self.tp)
-                longest_s = max(longest_s, pause_s)
-        self.last_tp = dict.fromkeys(range(len(mesh)), self.tp)
-        yield self.env.timeout(longest_s)
 
 
 def _updating(workflow: Workflow) -> frozenset[str]:

@@ -97,7 +97,7 @@ _PUBLISHED: tuple[tuple[str, str, float], ...] = (
     ("oppo/intra-step", "share *", 0.61),
     ("oppo/trl", "GPUs busy *", 0.17),
     ("oppo/oppo", "GPUs busy *", 0.36),
-    ("oppo/chunk-size", "*", 5.01),
+    ("oppo/chunk-size", "*", 0.01),
     ("real/*", "iteration_s, with outside", 0.05),
     ("real/*", "iteration_s, scheduled", 0.12),
     ("real/published-plan", "generate_s", 0.47),

@@ -25,9 +25,9 @@ class BatchSize:
     mini_batches: int = 1  # of a training call
 
     def micro_batch_tokens(self, strategy: TrainStrategy, mini_batches: int = 1) -> int:
-        """Tokens of the largest micro-batch of one rank, if sequences spread evenly."""
+        """Tokens of the largest micro-batch of one rank, if sequences spread evenly: no sequence is cut in two."""
         if strategy.micro_batches is None:
-            return strategy.micro_batch_tokens
+            return max(strategy.micro_batch_tokens, self.longest_tokens)
         share = self.sequences / strategy.dp / mini_batches / strategy.micro_batches
         return math.ceil(max(self.longest_tokens, share * self.mean_tokens))
 

@@ -1,0 +1,203 @@
+"""The generation stages of a run: what each launches, the layout it starts with, what becomes of its responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import simpy
+
+from rlsim.errors import PolicyError
+from rlsim.sim.batching import Batching, Settled, StepBatch
+from rlsim.sim.control import Controls, Launch, RolloutReport
+from rlsim.sim.flow import BATCH
+from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.replica import ChunkListener
+from rlsim.sim.request import Request
+from rlsim.sim.rollout import Rollout
+from rlsim.sim.step import StepState
+from rlsim.workflow.graph import Call
+from rlsim.workflow.plan import Placement
+
+if TYPE_CHECKING:
+    from rlsim.sim.simulation import Simulation
+
+
+class Generation:
+    """What generation remembers from one step to the next.
+
+    `outcome` is written to; `on_release` is told the GPUs that a rollout gives up before its end.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        what: Simulation,
+        outcome: Outcome,
+        on_release: Callable[[Iterable[int]], None],
+    ) -> None:
+        self.version = 0  # of the rollout's weights: updates so far
+        self.planned_tp = what.initial_tp  # that the next rollout is to begin with
+        self._env, self._what, self._outcome, self._on_release = env, what, outcome, on_release
+        self._tp = what.initial_tp  # that the last one began with
+        self._last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
+        self._used_tps: dict[int, set[int]] = {}
+        #: By prompt position: responses that go on in a later step, and the version of the weights of theirs.
+        self._paused: dict[int, tuple[int, list[Request]]] = {}
+
+    def take_given(self, states: Sequence[StepState]) -> None:
+        """Responses that nobody generates: they are there from the start."""
+        for step, state in enumerate(states):
+            state.version = step
+            for request in self._launched(state, Batching().launch(self._what.feed)):
+                request.generated, request.finished_at = request.response_tokens, self._env.now
+            settled = Settled("", len(state.requests), 0, 0)
+            self._outcome.rollouts.append(RolloutSummary(step, 0, 0, 0, settled, 0, 0.0))
+
+    def run(
+        self, call: Call, step: int, state: StepState, placement: Placement
+    ) -> Generator[simpy.Event, Any, set[int]]:
+        """Run the generation stage; returns the GPUs that it gave up before its end."""
+        what, flow = self._what, state.flow
+        mesh = placement.rollout_mesh(what.cluster)
+        state.version = self.version
+        batch = state.batch = StepBatch(what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples))
+        requests = self._launched(state, batch.first)
+        resumed = [r for r in requests if r.resumed] if batch.first.resume else []
+        generating = [r for r in resumed if not r.finished]
+        yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
+        rewards = {c.name for c in what.workflow.calls if c.kind == "reward"}
+        streams = any(e.grain == "sample" and e.target in rewards for e in what.workflow.edges if e.source == call.name)
+        listens = streams or flow.wants(BATCH) or not batch.certain
+
+        def launch(more: Launch) -> Sequence[Request]:
+            if more.resume:
+                raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
+            return self._launched(state, more)
+
+        def finished(responses: Sequence[Request]) -> None:
+            batch.finished(responses)
+            if streams:
+                self._offer(call, state, responses)
+
+        rollout = state.rollout = Rollout(
+            self._env,
+            mesh=mesh,
+            tp=self._tp,
+            requests=[r for r in requests if not r.resumed] if resumed else requests,
+            costs=what.costs,
+            config=what.config,
+            control=what.control if batch.certain else Controls([batch, what.control]),
+            cap_tokens=what.cap_tokens,
+            recorder=Recorder(self._outcome.spans, step),
+            on_release=self._on_release,
+            routing=what.routing,
+            used_tps=self._used_tps,
+            open=batch.open,
+            launcher=launch,
+            on_finish=finished if listens else None,
+            on_drained=lambda: self._offer(call, state, [r for r in state.requests if r.finished]),
+            crowded=what.crowded,
+            label=batch.first.label,
+            resumed=generating,
+            chunks=self._chunks(call, state),
+        )
+        start = state.generates_at = self._env.now
+        self._go_on(call, state, generating)
+        if len(generating) < len(resumed):
+            finished([r for r in resumed if r.finished])
+            rollout.ask()
+        yield rollout.done
+        settled = batch.close()
+        if not batch.certain:
+            state.paused = frozenset(r.id for kept in batch.paused.values() for r in kept)
+            self._paused |= {at: (state.version, kept) for at, kept in batch.paused.items()}
+            for request in state.requests:
+                request.aborted = not request.finished and request.id not in state.paused
+        if flow.wants(call.name):
+            self._offer(call, state, state.trained_on())
+        flow.close(call.name)
+        flow.close(BATCH)
+        self._note(step, start, rollout, settled)
+        rollout.close()
+        return set(rollout.released_at)
+
+    def _launched(self, state: StepState, launch: Launch) -> list[Request]:
+        """The requests of a launch, told to the step's batch: new ones, then those that go on."""
+        requests = self._what.requests(launch.prompts, launch.samples, state.ids)
+        if baselines := self._what.workflow.baseline_responses:  # the last of each prompt's
+            for i, request in enumerate(requests):
+                request.baseline = i % launch.samples >= launch.samples - baselines
+        for prompt in launch.resume:
+            if prompt.position not in self._paused:
+                raise PolicyError(f"the prompt at position {prompt.position} was not kept: it cannot be resumed")
+            began, kept = self._paused.pop(prompt.position)
+            requests += [r.resume(state.ids + len(requests) + i, began, state.version) for i, r in enumerate(kept)]
+        state.ids += len(requests)
+        state.requests += requests
+        if state.batch:
+            state.batch.launched(requests, [*launch.prompts, *launch.resume])
+        return requests
+
+    def _chunks(self, call: Call, state: StepState) -> ChunkListener | None:
+        """Who takes responses by the chunk; None if nobody does."""
+        planned, calls = state.flow.chunked(call.name)
+        if not planned:
+            return None
+        state.chunk_tokens = self._what.control.chunk_tokens(planned)
+        handover_s = sum(self._what.scorers[name].handover_s for name in calls)
+        return ChunkListener(state.chunk_tokens, handover_s, lambda c: state.flow.deliver_chunks(call.name, c))
+
+    def _go_on(self, call: Call, state: StepState, resumed: Sequence[Request]) -> None:
+        """Hand over what responses from earlier steps have already."""
+        there = [(r, r.generated) for r in resumed if r.generated]
+        if there and state.chunk_tokens:
+            state.flow.deliver_chunks(call.name, there)
+
+    def _offer(self, call: Call, state: StepState, responses: Sequence[Request]) -> None:
+        """Give reward calls those of these responses that they have not seen."""
+        if not state.flow.wants(call.name):
+            return
+        new = [request for request in responses if request.id not in state.offered]
+        state.offered.update(request.id for request in new)
+        if new:
+            state.flow.deliver(call.name, new)
+
+    def _note(self, step: int, start: float, rollout: Rollout, settled: Settled) -> None:
+        """Write down how a rollout went, and let the control choose the next one's layout."""
+        end = self._env.now
+        for at, node, from_tp, to_tp, time in rollout.switches:
+            self._last_tp[node] = to_tp
+            self._outcome.switches.append(
+                SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
+            )
+        preemptions = sum(replica.preemptions for replica in rollout.replicas)
+        peak = max(replica.peak_tokens for replica in rollout.replicas)
+        released = sum(end - at for at in rollout.released_at.values())
+        waiting = self._what.batching.waiting()
+        self._outcome.rollouts.append(RolloutSummary(step, self._tp, preemptions, peak, settled, waiting, released))
+        lengths = tuple(r.generated for r in rollout.requests if r.finished)
+        report = RolloutReport(step, self._tp, end - start, preemptions, lengths, settled.label)
+        wanted = self._what.control.next_tp(report)
+        self.planned_tp = self._tp if wanted is None else wanted
+
+    def _lay_out(self, step: int, mesh: Sequence[tuple[int, ...]], requests: int) -> Generator[simpy.Event, Any, None]:
+        """Pause the nodes that are not in the layout which the step starts with; the weight sync brought the weights.
+
+        Going back to the layout of the step before is free if its decode graphs were kept; a newly planned one is not.
+        """
+        what, start, longest_s = self._what, self._env.now, 0.0
+        planned, self._tp = self.planned_tp != self._tp, self.planned_tp
+        for node, gpus in enumerate(mesh):
+            last_tp = self._last_tp.get(node, self._tp)
+            if last_tp != self._tp and (planned or not what.config.first_layout_kept):
+                first_use = self._tp not in self._used_tps.get(node, ())
+                cost = what.costs.switch(last_tp, self._tp, (), -(-requests // len(mesh)), "recompute", first_use)
+                record = SwitchRecord(step, start, node, last_tp, self._tp, 0.0, 0.0, cost.graph_s, cost.control_s)
+                self._outcome.switches.append(record)
+                pause_s = cost.graph_s + cost.control_s
+                Recorder(self._outcome.spans, step).add(gpus, start, start + pause_s, "switch", self._tp)
+                longest_s = max(longest_s, pause_s)
+        self._last_tp = dict.fromkeys(range(len(mesh)), self._tp)
+        yield self._env.timeout(longest_s)

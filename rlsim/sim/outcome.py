@@ -1,0 +1,63 @@
+"""What a run leaves behind: its calls, switches, generation stages, responses and who held which GPU when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rlsim.sim.batching import Settled
+from rlsim.sim.recorder import Span
+from rlsim.sim.responses import Responses
+
+
+class CallRecord(NamedTuple):
+    """One call of one step: when it was ready, ran and ended (simulated seconds), and what its time went to."""
+
+    step: int
+    call: str
+    kind: str
+    model: str
+    ready_at: float
+    start_at: float
+    end_at: float
+    gpus: int
+    parts: tuple[tuple[str, float], ...]
+    samples: tuple[int, ...] = ()  # that each data-parallel replica worked on, if it took them as they came
+
+
+class SwitchRecord(NamedTuple):
+    """One change of a node's tensor-parallel degree."""
+
+    step: int
+    at: float
+    node: int
+    from_tp: int
+    to_tp: int
+    weights_s: float
+    kv_s: float
+    graph_s: float
+    control_s: float
+
+
+class RolloutSummary(NamedTuple):
+    """What one generation stage came to besides its responses."""
+
+    step: int
+    initial_tp: int
+    preemptions: int
+    peak_kv_tokens: int  # of the fullest replica
+    settled: Settled
+    waiting: int  # prompts that wait to be launched again afterwards
+    released_gpu_s: float  # GPU time that generation gave up before its end
+
+
+@dataclass
+class Outcome:
+    """Everything that happened in a run."""
+
+    spans: list[Span] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+    switches: list[SwitchRecord] = field(default_factory=list)
+    rollouts: list[RolloutSummary] = field(default_factory=list)
+    responses: list[Responses] = field(default_factory=list)  # by step
+    step_ends: list[float] = field(default_factory=list)  # moment when all calls of a step are done

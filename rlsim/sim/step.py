@@ -1,0 +1,43 @@
+"""What is under way in one step."""
+
+from __future__ import annotations
+
+from rlsim.sim.batching import Batching, StepBatch
+from rlsim.sim.flow import Flow
+from rlsim.sim.request import Request
+from rlsim.sim.responses import Responses
+from rlsim.sim.rollout import Rollout
+from rlsim.sim.scorer import Scorer
+
+
+class StepState:
+    """What is under way in one step."""
+
+    def __init__(self, flow: Flow, batching: Batching) -> None:
+        self.flow = flow
+        self.batching = batching
+        self.version = 0  # of the weights that generate: how many updates they have had
+        self.paused: frozenset[int] = frozenset()  # requests that go on in a later step
+        self.batch: StepBatch | None = None
+        self.rollout: Rollout | None = None
+        self.requests: list[Request] = []
+        self.ids = 0
+        self.offered: set[int] = set()  # responses that reward calls have been given
+        self.scorers: dict[str, Scorer] = {}  # by call that takes chunks
+        self.scored: set[str] = set()  # those of these calls that are done
+        self.chunk_tokens = 0
+        self.generates_at = float("nan")  # when its rollout began
+
+    def responses(self) -> Responses:
+        """Them as later calls see them."""
+        return Responses.of(
+            self.requests,
+            self.batch.accepted if self.batch else None,
+            self.version,
+            self.paused if self.batching.pauses else None,
+        )
+
+    def trained_on(self) -> list[Request]:
+        """The finished requests that belong to the batch."""
+        accepted = self.batch.accepted if self.batch else None
+        return [r for r in self.requests if r.finished and (accepted is None or r.id in accepted)]
