@@ -1,0 +1,117 @@
+"""What was found, in a few sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from rlsim.report.choice import best_other
+from rlsim.report.frames.comparison import verdict
+
+if TYPE_CHECKING:
+    from rlsim.experiment.result import Result
+
+_MOST_CASES = 6
+_ALL_TRAINED = 0.999
+
+
+def findings(result: Result) -> tuple[str, ...]:
+    """The answer first: the best system of each case; then idle GPUs, and how sure the figures are."""
+    summary, manifest = result.summary(), result.manifest
+    baseline, seeds = str(manifest["baseline"]), len(manifest["seeds"])
+    cases = list(dict.fromkeys(summary["case"]))
+    sentences = []
+    for case in cases[:_MOST_CASES]:
+        rows = summary[summary["case"] == case]
+        tuned = manifest["tuned"].get(case, {})
+        prefix = f"{case}: " if case else ""
+        sentences.append(prefix + best_sentence(rows, baseline, tuned, seeds))
+        if partial := tokens_sentence(rows, result, case, baseline):
+            sentences.append(prefix + partial)
+    if len(cases) > _MOST_CASES:
+        sentences.append(f"{len(cases) - _MOST_CASES} more cases are compared below.")
+    if len(cases) == 1:
+        sentences.append(idle_sentence(summary, baseline))
+    sentences.append(calibration_sentence(manifest))
+    return tuple(sentences)
+
+
+def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], seeds: int) -> str:
+    """Which system of one case's summary is fastest, by how much, and whether that is certain."""
+    by_name = {str(row["system"]): row for row in rows.to_dict("records")}
+    if len(by_name) == 1:
+        name, row = next(iter(by_name.items()))
+        return f"{_named(name, tuned)} takes {row['step_time_s']:.1f} s a step; there is nothing to compare it with."
+    if baseline not in by_name:
+        best = str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0])
+        step_s = by_name[best]["step_time_s"]
+        return f"{_named(best, tuned)} is the fastest at {step_s:.1f} s a step. The baseline {baseline} did not run."
+    base_s = by_name[baseline]["step_time_s"]
+    best = str(best_other(rows, baseline))
+    row = by_name[best]
+    speedup, low, high = (float(row[c]) for c in ("speedup", "speedup_low", "speedup_high"))
+    interval = f"95% interval {low:.2f} to {high:.2f}, {seeds} seeds" if low == low else "one seed, no interval"
+    times = f"{row['step_time_s']:.1f} s a step against {base_s:.1f} s"
+    by = f"{speedup:.2f} times as fast ({interval})"
+    match verdict(speedup, low, high):
+        case "faster":
+            return f"{_named(best, tuned)} is the fastest: {times} under {_named(baseline, tuned)}, {by}."
+        case "slower":
+            return (
+                f"No system is faster than {_named(baseline, tuned)}. {_named(best, tuned)} comes next: {times}, {by}."
+            )
+        case _:
+            told = "cannot be told apart by these seeds" if low == low and low != high else "are equally fast"
+            return f"{_named(best, tuned)} and {_named(baseline, tuned)} {told}: {times}, {by}."
+
+
+def tokens_sentence(rows: pd.DataFrame, result: Result, case: str, baseline: str) -> str:
+    """Where systems train on fewer responses a step than the baseline: the comparison by tokens; else empty."""
+    steps = result.steps[result.steps["case"] == case]
+    trained = steps.groupby("system")["trained"].mean()
+    if baseline not in trained.index:
+        return ""
+    fewer = [str(name) for name, mean in trained.items() if mean < _ALL_TRAINED * trained[baseline]]
+    if not fewer:
+        return ""
+    rates = rows.set_index("system")["tokens_per_s"]
+    best = str(rates.idxmax())
+    who = ", ".join(fewer) if len(fewer) <= 3 else f"{len(fewer)} systems"
+    train = "trains" if len(fewer) == 1 else "train"
+    return (
+        f"{who} {train} on fewer responses a step than {baseline}, so step times flatter: by tokens trained on "
+        f"per second {best} leads, {rates[best] / rates[baseline]:.2f} times {baseline}."
+    )
+
+
+def idle_sentence(rows: pd.DataFrame, baseline: str) -> str:
+    """How much of the GPU time is idle, under the baseline and under the best other system."""
+    idle = rows.set_index("system")["bubble_fraction"]
+    first = baseline if baseline in idle.index else str(idle.index[0])
+    best = best_other(rows, first)
+    text = f"GPUs are idle {idle[first]:.1%} of the time under {first}"
+    return text + (f" and {idle[best]:.1%} under {best}." if best else ".")
+
+
+def calibration_sentence(manifest: Mapping[str, Any]) -> str:
+    """The error of the calibrations used, and how much was looked up outside what they were measured at."""
+    records = {record["calibration"]["name"]: record["calibration"] for record in manifest["setups"].values()}
+    texts = []
+    for name, record in records.items():
+        medians = [residual["median"] for residual in record["residuals"].values()]
+        if medians:
+            low, high = (f"{value:.1%}" for value in (min(medians), max(medians)))
+            error = f"off by {low}" if low == high else f"off by {low} to {high}"
+            texts.append(f"kernel times of {name} are {error} in the median, by operator")
+        else:
+            texts.append(f"the calibration {name} states no errors")
+    counts = pd.DataFrame([row for table in manifest["lookups"].values() for row in table.values()]).sum()
+    outside = float(counts.get("extrapolated", 0)) / max(float(counts.sum()), 1.0)
+    text = "; ".join(texts)
+    return f"{text[0].upper()}{text[1:]}; {outside:.1%} of the shapes looked up lie outside what was measured."
+
+
+def _named(system: str, tuned: Mapping[str, str]) -> str:
+    return f"{system} ({tuned[system]})" if system in tuned else system
