@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rlsim.experiment.result import Result
 
 _MOST_CASES = 6
+_SPEEDUP = ("speedup", "speedup_low", "speedup_high")
 _ALL_TRAINED = 0.999
 
 
@@ -22,7 +24,7 @@ def findings(result: Result) -> tuple[str, ...]:
     summary, manifest = result.summary(), result.manifest
     baseline, seeds = str(manifest["baseline"]), len(manifest["seeds"])
     cases = list(dict.fromkeys(summary["case"]))
-    sentences = []
+    sentences = [cases_sentence(summary, baseline)] if len(cases) > 1 else []
     for case in cases[:_MOST_CASES]:
         rows = summary[summary["case"] == case]
         tuned = manifest["tuned"].get(case, {})
@@ -36,6 +38,22 @@ def findings(result: Result) -> tuple[str, ...]:
         sentences.append(idle_sentence(summary, baseline))
     sentences.append(calibration_sentence(manifest))
     return tuple(sentences)
+
+
+def cases_sentence(summary: pd.DataFrame, baseline: str) -> str:
+    """Over several cases: which systems are fastest in how many, and where that is certain."""
+    groups = [rows for _, rows in summary.groupby("case", sort=False)]
+    fastest = Counter(str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0]) for rows in groups)
+    leads = [
+        rows[[verdict(*values) == "faster" for values in rows[list(_SPEEDUP)].to_numpy()]].shape[0] > 0
+        for rows in groups
+    ]
+    who = ", ".join(f"{name} in {count}" for name, count in fastest.most_common(_MOST_CASES))
+    text = f"Fastest in {len(groups)} cases: {who}."
+    if summary["speedup"].notna().any():
+        text += f" In {sum(leads)} of {len(groups)} a system is faster than {baseline}"
+        text += " beyond the spread of the seeds." if summary["speedup_low"].notna().any() else "."
+    return text
 
 
 def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], seeds: int) -> str:
@@ -52,10 +70,12 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
     best = str(best_other(rows, baseline))
     row = by_name[best]
     speedup, low, high = (float(row[c]) for c in ("speedup", "speedup_low", "speedup_high"))
-    interval = f"95% interval {low:.2f} to {high:.2f}, {seeds} seeds" if low == low else "one seed, no interval"
+    interval = f"95% interval {_ratio(low)} to {_ratio(high)}, {seeds} seeds" if low == low else "one seed, no interval"
     times = f"{row['step_time_s']:.1f} s a step against {base_s:.1f} s"
-    by = f"{speedup:.2f} times as fast ({interval})"
+    by = f"{_ratio(speedup)} times as fast ({interval})"
     match verdict(speedup, low, high):
+        case "equal":
+            return f"All systems take the same time: {base_s:.1f} s a step."
         case "faster":
             return f"{_named(best, tuned)} is the fastest: {times} under {_named(baseline, tuned)}, {by}."
         case "slower":
@@ -63,8 +83,8 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
                 f"No system is faster than {_named(baseline, tuned)}. {_named(best, tuned)} comes next: {times}, {by}."
             )
         case _:
-            told = "cannot be told apart by these seeds" if low == low and low != high else "are equally fast"
-            return f"{_named(best, tuned)} and {_named(baseline, tuned)} {told}: {times}, {by}."
+            both = f"{_named(best, tuned)} and {_named(baseline, tuned)}"
+            return f"{both} cannot be told apart by these seeds: {times}, {by}."
 
 
 def tokens_sentence(rows: pd.DataFrame, result: Result, case: str, baseline: str) -> str:
@@ -82,7 +102,7 @@ def tokens_sentence(rows: pd.DataFrame, result: Result, case: str, baseline: str
     train = "trains" if len(fewer) == 1 else "train"
     return (
         f"{who} {train} on fewer responses a step than {baseline}, so step times flatter: by tokens trained on "
-        f"per second {best} leads, {rates[best] / rates[baseline]:.2f} times {baseline}."
+        f"per second {best} leads, {_ratio(rates[best] / rates[baseline])} times {baseline}."
     )
 
 
@@ -104,13 +124,24 @@ def calibration_sentence(manifest: Mapping[str, Any]) -> str:
         if medians:
             low, high = (f"{value:.1%}" for value in (min(medians), max(medians)))
             error = f"off by {low}" if low == high else f"off by {low} to {high}"
-            texts.append(f"kernel times of {name} are {error} in the median, by operator")
+            elsewhere = sorted({note.partition(". ")[0] for note in _notes(record) if "not measured on" in note})
+            where = f" ({', '.join(elsewhere)})" if elsewhere else ""
+            texts.append(f"kernel times of {name} are {error} in the median, by operator{where}")
         else:
             texts.append(f"the calibration {name} states no errors")
     counts = pd.DataFrame([row for table in manifest["lookups"].values() for row in table.values()]).sum()
     outside = float(counts.get("extrapolated", 0)) / max(float(counts.sum()), 1.0)
     text = "; ".join(texts)
     return f"{text[0].upper()}{text[1:]}; {outside:.1%} of the shapes looked up lie outside what was measured."
+
+
+def _notes(calibration: Mapping[str, Any]) -> list[str]:
+    return [str(residual["note"]) for residual in calibration["residuals"].values()]
+
+
+def _ratio(value: float) -> str:
+    """With a third digit near 1, where it tells faster from slower."""
+    return f"{value:.3f}" if 0.9 < value < 1.1 else f"{value:.2f}"
 
 
 def _named(system: str, tuned: Mapping[str, str]) -> str:

@@ -36,8 +36,11 @@ SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (4, 2), (10, 4), (1, 3))
 GREY, CAP, SWITCH = "#9A9A9A", "#B00020", ENGINE["switch"]
 
+#: Slower than the baseline, as fast, faster.
+DIVERGING = ("#D55E00", "#FFFFFF", "#2F8FCC")
+
 #: Degrees of tensor parallelism, from 1 up: light to dark.
-TP_SHADES = ("#DCE9F5", "#A6CBE6", "#5BA3D0", "#1F78B4", "#0B4A8A", "#06224A")
+TP_SHADES = ("#A9CFE8", "#7DB3DA", "#4A90C4", "#1F6CA8", "#0B4A84", "#06224A")
 
 
 def kind_colours(kinds: Iterable[str], calls: pd.DataFrame) -> dict[str, str]:

@@ -7,12 +7,13 @@ from typing import Any
 import pandas as pd
 
 from rlsim.report.charts.style import GRID, INK, bar_height, data, finished, legend
-from rlsim.report.palette import BUBBLE, GREY, PARTS
+from rlsim.report.palette import BUBBLE, DIVERGING, GREY, PARTS
 
 #: Colour and shape of each verdict; shape too, for those who print in grey.
 VERDICTS = {
     "faster": ("#0072B2", "triangle-right"),
     "not told apart": ("#7A7A7A", "circle"),
+    "equal": ("#7A7A7A", "square"),
     "slower": ("#D55E00", "triangle-left"),
     "baseline": ("#000000", "diamond"),
 }
@@ -25,7 +26,9 @@ def speedup_chart(frame: pd.DataFrame, by_seed: pd.DataFrame, baseline: str) -> 
     order = frame["system"].tolist()
     y = alt.Y("system:N", sort=order, title=None, axis=alt.Axis(grid=True))
     scale = alt.Scale(zero=False, nice=True, padding=12)
-    x = alt.X("speedup:Q", title=f"speedup of the step over {baseline} (times)", scale=scale)
+    x = alt.X(
+        "speedup:Q", title=f"speedup of the step over {baseline} (times)", scale=scale, axis=alt.Axis(tickCount=10)
+    )
     present = [name for name in VERDICTS if name in set(frame["verdict"])]
     colours, shapes = ([VERDICTS[name][i] for name in present] for i in (0, 1))
     hue = alt.Color("verdict:N", scale=alt.Scale(domain=present, range=colours), legend=legend(present))
@@ -54,7 +57,7 @@ def cases_chart(summary: pd.DataFrame, baseline: str) -> Any:
     colour = alt.Color(
         "speedup:Q",
         title="speedup",
-        scale=alt.Scale(type="log", domain=[1 / far, 1, far], range=["#D55E00", "#FFFFFF", "#0072B2"]),
+        scale=alt.Scale(type="log", domain=[1 / far, 1, far], range=list(DIVERGING), interpolate="rgb"),
         legend=None,
     )
     x = alt.X("case:N", sort=cases, title=None, axis=alt.Axis(orient="top", labelAngle=0 if len(cases) <= 8 else -40))
@@ -106,10 +109,10 @@ def _stacked(
     order = list(dict.fromkeys(rows["system"]))
     names = list(colours)
     share = "%" in unit
-    axis = alt.Axis(format=".0%" if share else "~s" if rows["value"].max() >= 1e5 else ",")
     domain = [0, 1.13 if share else float(labels["at"].max()) * 1.1 or 1.0]
-    values = [0, 0.2, 0.4, 0.6, 0.8, 1.0] if share else alt.Undefined
-    axis = alt.Axis(format=".0%", values=values) if share else axis
+    axis = (
+        alt.Axis(format=".0%", values=[0, 0.2, 0.4, 0.6, 0.8, 1.0]) if share else alt.Axis(format=",~f", tickCount=10)
+    )
     scale = alt.Scale(domain=domain, nice=False)
     y = alt.Y("system:N", sort=order, title=None)
     rows = rows.assign(order=rows["kind"].map({name: i for i, name in enumerate(names)}))

@@ -14,20 +14,25 @@ from rlsim.report.palette import ENGINE, SWITCH, TP_SHADES
 _LABELLED = 8  # switches: more are drawn without their degrees
 
 
-def generation_chart(shown: Generation, until_s: float, gpus: int) -> Any:
-    """Three panels over the same seconds: active sequences, sequences per replica, GPUs by TP; switches as rules."""
+def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) -> Any:
+    """Three panels over the same seconds: active sequences, sequences per replica, GPUs by TP; switches as rules.
+
+    The axes end at `until_s` seconds, `most` active sequences and all `gpus`, so that systems can be compared.
+    """
     import altair as alt
 
     width = WIDTH - 110
     scale = alt.Scale(domain=[0, until_s], nice=False)
 
     def x(title: str | None) -> Any:
-        return alt.X("at_s:Q", title=title, scale=scale, axis=alt.Axis(labels=title is not None, format="~g"))
-
-    def panel(column: str, title: str, colour: str) -> Any:
-        base = alt.Chart(data(shown.sequences)).encode(
-            x=x(None), y=alt.Y(f"{column}:Q", title=title, axis=alt.Axis(minExtent=48, format="~s", tickCount=4))
+        return alt.X(
+            "at_s:Q", title=title, scale=scale, axis=alt.Axis(labels=title is not None, format=",~f", tickCount=10)
         )
+
+    def panel(column: str, title: str, colour: str, domain: Any) -> Any:
+        axis = alt.Axis(minExtent=48, format=",~f", tickCount=4)
+        y = alt.Y(f"{column}:Q", title=title, axis=axis, scale=alt.Scale(domain=domain, nice=True))
+        base = alt.Chart(data(shown.sequences)).encode(x=x(None), y=y)
         area = base.mark_area(interpolate="step-after", color=colour, opacity=0.18)
         return area + base.mark_line(interpolate="step-after", color=colour, strokeWidth=1.8)
 
@@ -45,7 +50,7 @@ def generation_chart(shown: Generation, until_s: float, gpus: int) -> Any:
                 title="GPUs by TP degree",
                 stack="zero",
                 scale=alt.Scale(domain=[0, gpus], nice=False),
-                axis=alt.Axis(minExtent=48, tickCount=4, format="~s"),
+                axis=alt.Axis(minExtent=48, tickCount=4, format=",~f"),
             ),
             color=alt.Color("degree:N", scale=alt.Scale(domain=names, range=shades), legend=legend(names)),
             order="tp:Q",
@@ -53,8 +58,8 @@ def generation_chart(shown: Generation, until_s: float, gpus: int) -> Any:
     )
     rules = [_switches(shown.switches, scale, labelled) for labelled in (True, False, False)]
     panels = [
-        panel("active", "active sequences", ENGINE["decode"]),
-        panel("batch", "per active replica", "#009E73"),
+        panel("active", "active sequences", ENGINE["decode"], [0, most]),
+        panel("batch", "per replica", "#009E73", alt.Undefined),
         layouts,
     ]
     heights = (130, 100, 110)
@@ -97,7 +102,10 @@ def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: flo
         .mark_rect()
         .encode(
             x=alt.X(
-                "start_s:Q", title="time since the step began (s)", scale=alt.Scale(domain=[0, until_s], nice=False)
+                "start_s:Q",
+                title="time since the step began (s)",
+                axis=alt.Axis(format=",~f", tickCount=10),
+                scale=alt.Scale(domain=[0, until_s], nice=False),
             ),
             x2="end_s:Q",
             y=alt.Y(

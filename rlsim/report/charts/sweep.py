@@ -8,7 +8,7 @@ import pandas as pd
 
 from rlsim.report.charts.style import GRID, INK, WIDTH, data, finished, legend
 from rlsim.report.frames.sweep import SPEEDUP, STEP_TIME, is_number, label, levels
-from rlsim.report.palette import DASHES, GREY, SERIES
+from rlsim.report.palette import DASHES, DIVERGING, GREY, SERIES
 
 TITLES = {SPEEDUP: "speedup of the step", STEP_TIME: "mean step time (s)"}
 _LOG = 30.0  # an axis whose values differ by more is drawn in log
@@ -128,7 +128,7 @@ def _colour(values: pd.Series[float], metric: str) -> tuple[Any, str]:
     key = alt.Legend(title=TITLES[metric], orient="top", gradientLength=220, format=".3~g")
     if metric == SPEEDUP:
         far = max(float(values.max()), float((1 / values).max()), 1.05)
-        scale = alt.Scale(type="log", domain=[1 / far, 1, far], range=["#D55E00", "#FFFFFF", "#0072B2"])
+        scale = alt.Scale(type="log", domain=[1 / far, 1, far], range=list(DIVERGING), interpolate="rgb")
         edge = far**0.7
         dark = f"datum.value > {edge:.4g} || datum.value < {1 / edge:.4g}"
     else:

@@ -19,13 +19,15 @@ _WAITING = 1e-6  # of a step: less is rounding
 
 
 def verdict(speedup: float, low: float, high: float) -> str:
-    """`faster` or `slower` than the baseline, or `not told apart` where the interval includes 1.
+    """`faster` or `slower` than the baseline, `not told apart` where the interval includes 1, `equal` in every seed.
 
     Without an interval (one seed) the speedup alone decides; `no speedup` where there is none.
     """
     if pd.isna(speedup):
         return "no speedup"
     low, high = (speedup, speedup) if pd.isna(low) else (low, high)
+    if low == high == 1:
+        return "equal"
     return "faster" if low > 1 else "slower" if high < 1 else "not told apart"
 
 

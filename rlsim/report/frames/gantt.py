@@ -34,6 +34,7 @@ class Gantt(NamedTuple):
     duration_s: float
     resolution_s: float  # 0: exact; else gaps shorter than this are not drawn, or the width of a bin
     grouped: bool  # rows are groups of GPUs, and heights within a row shares of them
+    beside: bool  # some work, drawn as strips, ran beside other work
 
 
 def gantt(result: Result, choice: Choice, system: str, gpus: int, gpus_per_node: int) -> Gantt:
@@ -49,7 +50,14 @@ def gantt(result: Result, choice: Choice, system: str, gpus: int, gpus_per_node:
     )
     if gpus <= MOST_GPUS:
         marks, resolution = merged(inside, duration)
-        return Gantt(_by_gpu(marks), tuple(f"GPU {g}" for g in range(gpus)), duration, resolution, False)
+        return Gantt(
+            _by_gpu(marks),
+            tuple(f"GPU {g}" for g in range(gpus)),
+            duration,
+            resolution,
+            False,
+            bool(marks["shared"].any()),
+        )
     alone = exclusive(spans)
     alone = alone.assign(
         start_s=(alone["start_at"] - began).clip(lower=0), end_s=(alone["end_at"] - began).clip(upper=duration)
@@ -58,7 +66,7 @@ def gantt(result: Result, choice: Choice, system: str, gpus: int, gpus_per_node:
     bins = _BINS
     while len(marks := by_group(alone, edges, duration, bins)) > MOST_MARKS and bins > 10:
         bins //= 2
-    return Gantt(marks, names, duration, duration / bins, True)
+    return Gantt(marks, names, duration, duration / bins, True, False)
 
 
 def merged(spans: pd.DataFrame, duration_s: float, most: int = MOST_MARKS) -> tuple[pd.DataFrame, float]:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from rlsim.report.setups import CaseSetup
 
 
+_COLUMNS = (
+    "Columns: means over steps and seeds, ± half their 95% interval over seeds. tokens/s: trained on, per second of "
+    "step time. idle: share of GPU time. wasted: share of the generated tokens that is not trained on. switches: changes "
+    "of a node's TP per step. bound: lower bound of generation over generation time; 100% is the best possible."
+)
+
+
 def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
     """Table and chart of the step's speedup over the baseline, case by case."""
     summary, baseline = result.summary(), str(result.manifest["baseline"])
@@ -38,6 +45,7 @@ def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
             title = setup.named(f"Speedup over {baseline}")
             blocks.append(Figure(setup.figure("speedups"), title, chart, _speedup_caption(baseline, seeds)))
         blocks.append(_comparison_table(rows, result, setup))
+    blocks.append(Text(_COLUMNS))
     return Section("speedups", "Which system is fastest", tuple(blocks))
 
 
@@ -84,13 +92,7 @@ def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> T
         cells += [f"{row['wasted_fraction']:.1%}"] * waste
         bound = row["bound_share"]
         texts.append([*cells, f"{row['switches']:.1f}", "–" if bound != bound else f"{bound:.0%}"])
-    caption = (
-        "Means over steps and seeds, ± half their 95% interval over seeds. tokens/s: trained on, per second of step "
-        "time; idle: share of GPU time; switches: changes of a node's TP per step; bound: lower bound of generation "
-        "over generation time, 100% is the best possible"
-    )
-    caption += "; wasted: share of generated tokens that is not trained on." if waste else "."
-    return Table(setup.named("Comparison") + ". " + caption, tuple(headings), texts)
+    return Table(setup.named("Comparison"), tuple(headings), texts)
 
 
 def step_section(result: Result, setups: list[CaseSetup]) -> Section:
@@ -149,7 +151,8 @@ def lengths_section(result: Result, setups: list[CaseSetup]) -> Section:
         if len(groups) == 1:
             caption += f"All systems trained on the same {len(groups[0].tokens):,} responses."
         else:
-            caption += "Systems trained on different responses, as they choose or drop some; the dot is of the first."
+            caption += "Systems trained on different responses, as they choose or drop some; the dot is of "
+            caption += f"{groups[0].systems[0]}."
         chart = lengths_chart(groups, setup.cap_tokens)
         blocks.append(Figure(setup.figure("lengths"), setup.named("Response lengths"), chart, caption))
         rows = [

@@ -36,7 +36,14 @@ def calibration_section(result: Result, setups: list[CaseSetup]) -> Section:
         slug = unique_slug(f"calibration {name}", taken)
         blocks.append(Figure(slug, f"Errors of {name}", residuals_chart(rows[["operator", "median", "p90"]]), caption))
         texts = [
-            [r["operator"], f"{r['count']:,}", f"{r['median']:.1%}", f"{r['p90']:.1%}", f"{r['bias']:+.1%}", r["note"]]
+            [
+                r["operator"],
+                f"{r['count']:,}",
+                f"{r['median']:.1%}",
+                f"{r['p90']:.1%}",
+                f"{r['bias']:+.1%}".replace("-", "−"),
+                r["note"],
+            ]
             for r in rows.to_dict("records")
         ]
         headings = ("operator", "shapes", "median", "90% below", "bias", "measured at")
@@ -129,6 +136,7 @@ def as_yaml(data: Any) -> str:
 
     stream = io.StringIO()
     yaml = YAML()
+    yaml.width = 100
     yaml.representer.add_representer(type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null"))
     yaml.dump(data, stream)
     return stream.getvalue()

@@ -31,6 +31,7 @@ def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Sect
     blocks: list[Block] = [Text(chosen_text(choice))]
     found = {system: generation(result, choice, system) for system in choice.systems}
     until = max((shown.duration_s for shown in found.values() if shown), default=0.0)
+    most = max((int(shown.sequences["active"].max()) for shown in found.values() if shown), default=0)
     for number, (system, shown) in enumerate(found.items(), 1):
         if shown is None:
             blocks.append(Text(f"{system} generated nothing in this step."))
@@ -43,8 +44,8 @@ def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Sect
         caption += "All systems have the same time axis. " if len(found) > 1 else ""
         changes = f"Dashed: {count} change{'s' if count > 1 else ''} of a node's TP."
         caption += changes if count else "No node changed its TP."
-        title = f"Generation under {system}"
-        blocks.append(Figure(f"generation-{number}", title, generation_chart(shown, until, setup.gpus), caption))
+        title = _titled(f"Generation under {system}", result, choice, system)
+        blocks.append(Figure(f"generation-{number}", title, generation_chart(shown, until, most, setup.gpus), caption))
     return Section("generation", "Generation over time", tuple(blocks))
 
 
@@ -56,8 +57,7 @@ def timeline_section(result: Result, choice: Choice, setup: CaseSetup) -> Sectio
     until = max(shown.duration_s for shown in found.values())
     for number, (system, shown) in enumerate(found.items(), 1):
         chart = gantt_chart(shown, system, colours, until)
-        label = _round(result, choice, system)
-        title = f"GPUs under {system}: {shown.duration_s:,.1f} s" + (f" ({label})" if label else "")
+        title = _titled(f"GPUs under {system}: {shown.duration_s:,.1f} s", result, choice, system)
         blocks.append(Figure(f"timeline-{number}", title, chart, _timeline_caption(shown)))
     return Section("timeline", "What every GPU did", tuple(blocks))
 
@@ -69,13 +69,15 @@ def _timeline_caption(shown: Gantt) -> str:
             f"this work, in intervals of {shown.resolution_s:.2g} s. White is idle."
         )
     text = "Each row is a GPU; a block over several rows is one replica or call on all of them. White is idle. "
-    text += "A narrow strip at a row's lower edge is work beside other work on the same GPU. "
+    if shown.beside:
+        text += "A narrow strip at a row's lower edge is work beside other work on the same GPU. "
     return text + (
         f"Gaps below {shown.resolution_s:.2g} s are not drawn." if shown.resolution_s else "Every gap is drawn."
     )
 
 
-def _round(result: Result, choice: Choice, system: str) -> str:
+def _titled(title: str, result: Result, choice: Choice, system: str) -> str:
+    """The title, with the kind of round if there are several kinds."""
     steps = choice.rows(result.steps, system)
     label = str(steps.loc[steps["step"] == choice.step, "round"].iloc[0])
-    return f"{label} round" if label else ""
+    return f"{title} ({label} round)" if label else title
