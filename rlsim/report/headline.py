@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MOST_CASES = 6
 _SPEEDUP = ("speedup", "speedup_low", "speedup_high")
-_ALL_TRAINED = 0.999
+_SAME_TOKENS = 0.98
 
 
 def findings(result: Result) -> tuple[str, ...]:
@@ -70,9 +70,11 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
     best = str(best_other(rows, baseline))
     row = by_name[best]
     speedup, low, high = (float(row[c]) for c in ("speedup", "speedup_low", "speedup_high"))
-    interval = f"95% interval {_ratio(low)} to {_ratio(high)}, {seeds} seeds" if low == low else "one seed, no interval"
+    digits = 3 if any(0.9 < value < 1.1 for value in (speedup, low, high)) else 2
+    interval = f"95% interval {low:.{digits}f} to {high:.{digits}f}, {seeds} seeds"
+    interval = interval if low == low else "one seed, no interval"
     times = f"{row['step_time_s']:.1f} s a step against {base_s:.1f} s"
-    by = f"{_ratio(speedup)} times as fast ({interval})"
+    by = f"{speedup:.{digits}f} times as fast ({interval})"
     match verdict(speedup, low, high):
         case "equal":
             return f"All systems take the same time: {base_s:.1f} s a step."
@@ -88,22 +90,20 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
 
 
 def tokens_sentence(rows: pd.DataFrame, result: Result, case: str, baseline: str) -> str:
-    """Where systems train on fewer responses a step than the baseline: the comparison by tokens; else empty."""
-    steps = result.steps[result.steps["case"] == case]
-    trained = steps.groupby("system")["trained"].mean()
-    if baseline not in trained.index:
-        return ""
-    fewer = [str(name) for name, mean in trained.items() if mean < _ALL_TRAINED * trained[baseline]]
-    if not fewer:
+    """Where the fastest system trains on fewer tokens than the baseline: the comparison by tokens; else empty."""
+    tokens = result.steps[result.steps["case"] == case].groupby("system")["tokens"].mean()
+    best = str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0])
+    if baseline not in tokens.index or tokens[best] >= _SAME_TOKENS * tokens[baseline]:
         return ""
     rates = rows.set_index("system")["tokens_per_s"]
-    best = str(rates.idxmax())
-    who = ", ".join(fewer) if len(fewer) <= 3 else f"{len(fewer)} systems"
-    train = "trains" if len(fewer) == 1 else "train"
-    return (
-        f"{who} {train} on fewer responses a step than {baseline}, so step times flatter: by tokens trained on "
-        f"per second {best} leads, {_ratio(rates[best] / rates[baseline])} times {baseline}."
+    leader = str(rates.idxmax())
+    share, rate = tokens[best] / tokens[baseline], rates[leader] / rates[baseline]
+    text = (
+        f"In these steps {best} trains on {share:.0%} of the tokens that {baseline} trains on: step times flatter it. "
     )
+    if rate > 1:
+        return text + f"By tokens trained on per second {leader} leads, {_ratio(rate)} times {baseline}."
+    return text + f"By tokens trained on per second no system is ahead of {baseline}."
 
 
 def idle_sentence(rows: pd.DataFrame, baseline: str) -> str:

@@ -19,7 +19,12 @@ def residuals_chart(frame: pd.DataFrame) -> Any:
     long = long.assign(kind=long["kind"].map(dict(zip(("median", "p90"), names, strict=True))))
     y = alt.Y("operator:N", sort=order, title=None, axis=alt.Axis(grid=True))
     scale = alt.Scale(domain=[0, float(frame["p90"].max()) * 1.08 or 1.0], nice=True)
-    x = alt.X("error:Q", title="error of the fit on shapes it has not seen", axis=alt.Axis(format=".0%"), scale=scale)
+    x = alt.X(
+        "error:Q",
+        title="error of the fit on shapes it has not seen",
+        axis=alt.Axis(format=".0%", tickCount=8),
+        scale=scale,
+    )
     rule = alt.Chart(data(frame)).mark_rule(color="#9A9A9A", strokeWidth=2)
     rule = rule.encode(x=alt.X("median:Q", scale=scale), x2="p90:Q", y=y)
     dots = alt.Chart(data(long)).mark_point(size=85, filled=True, opacity=1)

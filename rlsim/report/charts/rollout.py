@@ -8,10 +8,11 @@ import pandas as pd
 
 from rlsim.report.charts.style import FAINT, WIDTH, data, finished, legend
 from rlsim.report.frames.gantt import Gantt
-from rlsim.report.frames.rollout import Generation
+from rlsim.report.frames.rollout import Generation, switch_labels
 from rlsim.report.palette import ENGINE, SWITCH, TP_SHADES
 
-_LABELLED = 8  # switches: more are drawn without their degrees
+_PANEL = WIDTH - 110  # px of a panel without its labels
+_CHARACTER = 6.5  # px of a label
 
 
 def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) -> Any:
@@ -21,7 +22,6 @@ def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) ->
     """
     import altair as alt
 
-    width = WIDTH - 110
     scale = alt.Scale(domain=[0, until_s], nice=False)
 
     def x(title: str | None) -> Any:
@@ -56,7 +56,7 @@ def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) ->
             order="tp:Q",
         )
     )
-    rules = [_switches(shown.switches, scale, labelled) for labelled in (True, False, False)]
+    rules = [_switches(shown.switches, scale, until_s if first else None) for first in (True, False, False)]
     panels = [
         panel("active", "active sequences", ENGINE["decode"], [0, most]),
         panel("batch", "per replica", "#009E73", alt.Undefined),
@@ -64,28 +64,34 @@ def generation_chart(shown: Generation, until_s: float, most: int, gpus: int) ->
     ]
     heights = (130, 100, 110)
     stacked = [
-        alt.layer(one, *rule).properties(width=width, height=height)
+        alt.layer(one, *rule).properties(width=_PANEL, height=height)
         for one, rule, height in zip(panels, rules, heights, strict=True)
     ]
     chart = alt.vconcat(*stacked, spacing=8).resolve_scale(color="independent")
     return finished(chart, description=f"Generation under {shown.system}: active sequences, batch, TP", fit=False)
 
 
-def _switches(switches: pd.DataFrame, scale: Any, labelled: bool) -> list[Any]:
-    """A rule per switch, with its degrees if they are few."""
+def _switches(switches: pd.DataFrame, scale: Any, until_s: float | None) -> list[Any]:
+    """A rule per switch; with `until_s`, the end of the axis, also labels above the panel."""
     import altair as alt
 
     if switches.empty:
         return []
-    text = "TP " + switches["from_tp"].astype(str) + "→" + switches["to_tp"].astype(str)
-    rows = switches.assign(text=text)
-    told = [alt.Tooltip("at_s:Q", format=".2f"), "node:N", "text:N", alt.Tooltip("pause_s:Q", format=".2f")]
-    base = alt.Chart(data(rows)).encode(x=alt.X("at_s:Q", scale=scale))
-    rule = base.mark_rule(color=SWITCH, strokeWidth=1.4, strokeDash=[4, 2]).encode(tooltip=told)
-    if not labelled or len(rows) > _LABELLED:
+    rows = switches.assign(text=switches["from_tp"].astype(str) + "→" + switches["to_tp"].astype(str))
+    told = [
+        alt.Tooltip("at_s:Q", format=".2f", title="at (s)"),
+        "node:N",
+        alt.Tooltip("text:N", title="TP"),
+        alt.Tooltip("pause_s:Q", format=".2f", title="pause (s)"),
+    ]
+    x = alt.X("at_s:Q", scale=scale)
+    rule = alt.Chart(data(rows)).mark_rule(color=SWITCH, strokeWidth=1.4, strokeDash=[4, 2]).encode(x=x, tooltip=told)
+    if until_s is None:
         return [rule]
-    label = base.mark_text(color=SWITCH, angle=270, align="right", dx=-3, dy=-6, fontSize=11)
-    return [rule, label.encode(text="text:N", y=alt.value(0))]
+    labels = alt.Chart(data(switch_labels(rows, _CHARACTER * until_s / _PANEL))).mark_text(
+        color=SWITCH, align="left", fontSize=11
+    )
+    return [rule, labels.encode(x=x, y=alt.value(-7), text="text:N")]
 
 
 def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: float) -> Any:
@@ -99,7 +105,7 @@ def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: flo
     names = list(present)
     chart = (
         alt.Chart(data(shown.marks))
-        .mark_rect()
+        .mark_rect(strokeWidth=0.5)  # in the fill's colour: no seams between neighbours
         .encode(
             x=alt.X(
                 "start_s:Q",
@@ -122,6 +128,9 @@ def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: flo
             ),
             y2="high:Q",
             color=alt.Color(
+                "kind:N", scale=alt.Scale(domain=names, range=list(present.values())), legend=legend(names)
+            ),
+            stroke=alt.Stroke(
                 "kind:N", scale=alt.Scale(domain=names, range=list(present.values())), legend=legend(names)
             ),
             tooltip=[

@@ -11,7 +11,7 @@ from rlsim.report.frames.sweep import SPEEDUP, STEP_TIME, is_number, label, leve
 from rlsim.report.palette import DASHES, DIVERGING, GREY, SERIES
 
 TITLES = {SPEEDUP: "speedup of the step", STEP_TIME: "mean step time (s)"}
-_LOG = 30.0  # an axis whose values differ by more is drawn in log
+_LOG = 10.0  # an axis whose values differ by more is drawn in log
 
 
 def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
@@ -28,13 +28,10 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
         low, high = float(rows["x"].min()), float(rows["x"].max())
         log = low > 0 and high / low >= _LOG
         values = sorted(set(rows["x"])) if rows["x"].nunique() <= 12 else None
-        scale = alt.Scale(type="log" if log else "linear", zero=False, nice=False, padding=16)
-        x = alt.X(
-            "x:Q",
-            title=axis,
-            scale=scale,
-            axis=alt.Axis(values=values or alt.Undefined, format="~s" if high >= 1e5 else ",~g"),
-        )
+        kind: dict[str, Any] = {"type": "log"} if log else {"zero": False}
+        scale = alt.Scale(nice=False, padding=16, **kind)
+        axis_look = alt.Axis(values=values or alt.Undefined, format=",~f", labelOverlap="greedy")
+        x = alt.X("x:Q", title=axis, scale=scale, axis=axis_look)
     else:
         x = alt.X("x:N", title=axis, sort=levels(points[axis]), axis=alt.Axis(labelAngle=0))
     y = alt.Y("value:Q", title=TITLES[metric], scale=alt.Scale(zero=metric == STEP_TIME))
@@ -53,7 +50,7 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
     dots = base.mark_circle(size=55, opacity=1).encode(y=y, tooltip=told)
     layers = [line, dots]
     if low_high and rows["low"].notna().any():
-        band = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.5, opacity=0.6)
+        band = base.transform_filter("isValid(datum.low)").mark_rule(strokeWidth=1.2)
         layers.insert(0, band.encode(y="low:Q", y2="high:Q"))
     chart = alt.layer(*layers).properties(height=300)
     return finished(chart, description=f"{TITLES[metric]} along {axis}, one line per system")
@@ -64,7 +61,9 @@ def heatmap(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str, text: s
     import altair as alt
 
     across, down = levels(points[x_axis]), levels(points[y_axis])
-    shown = points[text].astype(str) if text else points[metric].map(lambda value: f"{value:.3g}")
+    shown = (
+        points[text].astype(str) if text else points[metric].map(("{:.2f}" if metric == SPEEDUP else "{:,.1f}").format)
+    )
     rows = pd.DataFrame(
         {"x": points[x_axis].map(label), "y": points[y_axis].map(label), "value": points[metric], "text": shown}
     )
@@ -84,7 +83,7 @@ def heatmap(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str, text: s
     )
     layers = [cells]
     if widest < each - 4:
-        ink = alt.condition(dark, alt.value("#FFFFFF"), alt.value(INK))
+        ink = alt.condition(dark, alt.value("#FFFFFF"), alt.value(INK)) if dark else alt.value(INK)
         layers.append(base.mark_text(fontSize=12).encode(text="text:N", color=ink))
     chart = alt.layer(*layers).properties(width=each * len(across), height=max(30 * len(down), 60))
     return finished(chart, description=f"{TITLES[metric]} over {x_axis} and {y_axis}", fit=False)
@@ -122,17 +121,16 @@ def _zero_free(kind: str) -> dict[str, Any]:
 
 
 def _colour(values: pd.Series[float], metric: str) -> tuple[Any, str]:
-    """Colour of the metric, and the test that says where text must be white: speedups diverge at 1."""
+    """Colour of the metric, and the test that says where text must be white (empty: nowhere). Speedups diverge at 1."""
     import altair as alt
 
-    key = alt.Legend(title=TITLES[metric], orient="top", gradientLength=220, format=".3~g")
     if metric == SPEEDUP:
         far = max(float(values.max()), float((1 / values).max()), 1.05)
+        marks = [round(far**power, 2) for power in (-1, -0.5, 0, 0.5, 1)]
         scale = alt.Scale(type="log", domain=[1 / far, 1, far], range=list(DIVERGING), interpolate="rgb")
-        edge = far**0.7
-        dark = f"datum.value > {edge:.4g} || datum.value < {1 / edge:.4g}"
-    else:
-        low, high = float(values.min()), float(values.max())
-        scale = alt.Scale(domain=[low, high] if high > low else [low * 0.9, high * 1.1], range=["#EAF2F9", "#0B4A8A"])
-        dark = f"datum.value > {low + 0.55 * (high - low):.6g}"
-    return alt.Color("value:Q", scale=scale, legend=key), dark
+        key = alt.Legend(title=TITLES[metric], orient="top", gradientLength=260, format=".2f", values=marks)
+        return alt.Color("value:Q", scale=scale, legend=key), ""
+    low, high = float(values.min()), float(values.max())
+    scale = alt.Scale(domain=[low, high] if high > low else [low * 0.9, high * 1.1], range=["#EAF2F9", "#0B4A8A"])
+    key = alt.Legend(title=TITLES[metric], orient="top", gradientLength=260, format=",~f")
+    return alt.Color("value:Q", scale=scale, legend=key), f"datum.value > {low + 0.55 * (high - low):.6g}"

@@ -81,6 +81,27 @@ def gpus_by_tp(spans: pd.DataFrame, at: Floats) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"at_s": [], "tp": [], "gpus": []})
 
 
+def switch_labels(switches: pd.DataFrame, character_s: float) -> pd.DataFrame:
+    """Labels (at_s, text) that do not overlap, each from its switch to the right; `character_s`: width of a character.
+
+    `switches` has columns at_s and text, what the switch was. One that would begin within the label before it is
+    counted there.
+    """
+    labels: list[tuple[float, list[str]]] = []
+    for row in switches.sort_values("at_s").to_dict("records"):
+        if labels and row["at_s"] < labels[-1][0] + (len(_counted(labels[-1][1])) + 1) * character_s:
+            labels[-1][1].append(row["text"])
+        else:
+            labels.append((row["at_s"], [row["text"]]))
+    return pd.DataFrame([{"at_s": at_s, "text": _counted(texts)} for at_s, texts in labels])
+
+
+def _counted(texts: list[str]) -> str:
+    if len(texts) == 1:
+        return texts[0]
+    return f"{texts[0]} ×{len(texts)}" if len(set(texts)) == 1 else f"{len(texts)} switches"
+
+
 def _covering(
     start: pd.Series[float], end: pd.Series[float], at: Floats, weight: pd.Series[int] | None = None
 ) -> npt.NDArray[np.int64]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from rlsim.errors import ConfigError
@@ -29,7 +31,7 @@ def varying(frame: pd.DataFrame, axes: Sequence[str]) -> list[str]:
     return [axis for axis in axes if frame[axis].map(label).nunique() > 1]
 
 
-def slices(frame: pd.DataFrame, axes: Sequence[str]) -> Iterator[Slice]:
+def cut(frame: pd.DataFrame, axes: Sequence[str]) -> Iterator[Slice]:
     """The sweep cut up: along its first two varying axes, once for each combination of the others."""
     shown, others = axes[:2], list(axes[2:])
     if not others:
@@ -56,7 +58,7 @@ def best_systems(points: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
 
 def is_number(values: pd.Series[Any]) -> bool:
     """Whether an axis holds numbers only (true and false are names)."""
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.tolist())
+    return all(isinstance(value, Real) and not isinstance(value, bool) for value in values.tolist())
 
 
 def levels(values: pd.Series[Any]) -> list[str]:
@@ -69,8 +71,8 @@ def levels(values: pd.Series[Any]) -> list[str]:
 
 def label(value: Any) -> str:
     """An axis' value as it is written on the axis."""
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool | np.bool) or value is None:
         return str(value).lower()
-    if isinstance(value, int | float):
-        return f"{value:,}" if float(value).is_integer() else f"{value:.4g}"
+    if isinstance(value, Real):
+        return f"{int(float(value)):,}" if float(value).is_integer() else f"{float(value):.4g}"
     return str(value)

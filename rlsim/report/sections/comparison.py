@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = (
-    "Columns: means over steps and seeds, ± half their 95% interval over seeds. tokens/s: trained on, per second of "
-    "step time. idle: share of GPU time. wasted: share of the generated tokens that is not trained on. switches: changes "
-    "of a node's TP per step. bound: lower bound of generation over generation time; 100% is the best possible."
+    "± is half the 95% interval of a mean over seeds. tokens/s: trained on, per second of step time. idle: share of "
+    "GPU time. wasted: share of the generated tokens that is not trained on. switches: changes of a node's TP, a step. "
+    "bound: lower bound of generation over generation time; 100% is the best possible."
 )
 
 
@@ -92,7 +92,7 @@ def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> T
         cells += [f"{row['wasted_fraction']:.1%}"] * waste
         bound = row["bound_share"]
         texts.append([*cells, f"{row['switches']:.1f}", "–" if bound != bound else f"{bound:.0%}"])
-    return Table(setup.named("Comparison"), tuple(headings), texts)
+    return Table(setup.named("Means over steps and seeds"), tuple(headings), texts)
 
 
 def step_section(result: Result, setups: list[CaseSetup]) -> Section:

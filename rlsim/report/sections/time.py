@@ -42,7 +42,7 @@ def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Sect
             f"Bottom: GPUs at work, by TP degree; white is idle or paused. {MOMENTS} moments are drawn. "
         )
         caption += "All systems have the same time axis. " if len(found) > 1 else ""
-        changes = f"Dashed: {count} change{'s' if count > 1 else ''} of a node's TP."
+        changes = f"Dashed: {count} change{'s' if count > 1 else ''} of a node's TP, from one degree to another."
         caption += changes if count else "No node changed its TP."
         title = _titled(f"Generation under {system}", result, choice, system)
         blocks.append(Figure(f"generation-{number}", title, generation_chart(shown, until, most, setup.gpus), caption))
