@@ -295,10 +295,11 @@ def test_kinds_of_work_have_one_colour_each() -> None:
     assert len(set(colours.values())) == len(colours)
 
 
-def test_command_writes_page_and_pictures(results: Path, tmp_path: Path) -> None:
+def test_command_writes_page_and_pictures(ppo: Result, tmp_path: Path) -> None:
+    results = ppo.write(tmp_path / "ppo")
     written, pictures = tmp_path / "page.html", tmp_path / "pictures"
-    arguments = ["report", str(results), "--out", str(written), "--title", "My run", "--case", "2K"]
-    done = CliRunner().invoke(app, [*arguments, "--system", "pat", "--png", str(pictures), "--svg", str(pictures)])
+    arguments = ["report", str(results), "--out", str(written), "--title", "My run"]
+    done = CliRunner().invoke(app, [*arguments, "--system", "oppo", "--png", str(pictures), "--svg", str(pictures)])
     assert done.exit_code == 0, done.output
     assert str(written) in done.output
     text = written.read_text(encoding="utf-8")
@@ -306,7 +307,7 @@ def test_command_writes_page_and_pictures(results: Path, tmp_path: Path) -> None
     ids = re.findall(r'id="chart-([^"]+)"', text)
     assert {path.name for path in pictures.iterdir()} == {f"{name}{end}" for name in ids for end in (".png", ".svg")}
     assert (pictures / "timeline-1.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (pictures / "speedups-2k.svg").read_text(encoding="utf-8")
+    assert "<svg" in (pictures / "step.svg").read_text(encoding="utf-8")
 
 
 def test_command_refuses_what_it_cannot_do_before_the_work(results: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rlsim import __version__
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path
+from rlsim.output import atomic_path, check_folder
 
 _TEMPLATE = "page.html"
 
@@ -111,11 +111,17 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Write the page, whole or not at all; raises `ConfigError` if that is not possible."""
-        if path.suffix not in (".html", ".htm"):
-            raise ConfigError(f"{path}: a report is written as .html")
+        check_page_path(path)
         text = self.html()
         with atomic_path(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
+
+
+def check_page_path(path: Path) -> None:
+    """Raises `ConfigError` if a page cannot be written there."""
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"{path}: a report is written as .html")
+    check_folder(path)
 
 
 @cache

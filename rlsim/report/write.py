@@ -7,10 +7,9 @@ from pathlib import Path
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.result import Result, read_result
-from rlsim.output import check_folder
 from rlsim.report.choice import choose
 from rlsim.report.headline import findings
-from rlsim.report.page import Page
+from rlsim.report.page import Page, check_page_path
 from rlsim.report.pictures import check_pictures_folder, write_pictures
 from rlsim.report.sections.comparison import gpu_section, lengths_section, speedup_section, step_section
 from rlsim.report.sections.method import calibration_section, configuration_section, notes_section
@@ -45,7 +44,7 @@ def write_report(
     target = Path(path) if path is not None else Path(str(source)) / REPORT
     folders = [(Path(folder), suffix) for folder, suffix in ((png, ".png"), (svg, ".svg")) if folder is not None]
     result = source if isinstance(source, Result) else read_result(source)
-    check_folder(target)  # before the work, not after it
+    check_page_path(target)  # before the work, not after it
     for folder, _ in folders:
         check_pictures_folder(folder)
     page = report_page(result, title=title, case=case, systems=systems, seed=seed, step=step)
