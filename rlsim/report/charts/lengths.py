@@ -23,12 +23,13 @@ def lengths_chart(groups: list[Lengths], cap_tokens: int) -> Any:
         for i, (group, name) in enumerate(zip(groups, names, strict=True))
     ]
     rows = pd.concat(curves, ignore_index=True)
+    rows["tokens"] = rows["tokens"].clip(lower=1)  # there is no zero on a log axis
     shown = list(dict.fromkeys(names))
     colours = [*SERIES[: min(len(groups), len(SERIES))], GREY][: len(shown)]
     dashes = [*DASHES[: min(len(groups), len(SERIES))], (1, 0)][: len(shown)]
-    low = max(int(min(group.tokens[0] for group in groups)), 1)
+    low = max(float(min(group.tokens[0] for group in groups)), 1)
     high = max(int(max(group.tokens[-1] for group in groups)), cap_tokens)
-    low = min(low, int(high / 2))  # where all are equal there is still an axis
+    low = min(low, high / 2)  # where all are equal there is still an axis
     x = alt.X(
         "tokens:Q",
         title="response length (tokens, log scale)",
@@ -69,6 +70,6 @@ def _name(systems: tuple[str, ...], groups: int) -> str:
     return systems[0] if len(systems) == 1 else f"{systems[0]} and {len(systems) - 1} more"
 
 
-def _ticks(low: int, high: int) -> list[int]:
+def _ticks(low: float, high: int) -> list[int]:
     steps = (1, 2, 5) if high < 300 * low else (1, 3)
     return [step * 10**e for e in range(9) for step in steps if low <= step * 10**e <= high]
