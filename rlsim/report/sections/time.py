@@ -39,7 +39,8 @@ def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Sect
         count = len(shown.switches)
         caption = (
             "Top: sequences between first admission and last token. Middle: these, divided by the replicas at work. "
-            f"Bottom: GPUs at work, by TP degree; white is idle or paused. {MOMENTS} moments are drawn. "
+            "Bottom: GPUs at work, by TP degree (times PP, if a plan pipelines generation); white is idle or paused. "
+            f"{MOMENTS} moments are drawn. "
         )
         caption += "All systems have the same time axis. " if len(found) > 1 else ""
         changes = f"Dashed: {count} change{'s' if count > 1 else ''} of a node's TP, from one degree to another."
