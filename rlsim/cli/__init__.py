@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlsim import __version__
-from rlsim.cli import calibrate, listing, planning, running, trace, validate
+from rlsim.cli import calibrate, listing, planning, reporting, running, trace, validate
 from rlsim.errors import RlsimError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("plan")(planning.plan)
 app.add_typer(listing.app, name="list")
 app.add_typer(trace.app, name="trace")
 app.add_typer(calibrate.app, name="calibrate")
+app.command("report")(reporting.report)
 app.command("validate")(validate.validate)
 
 

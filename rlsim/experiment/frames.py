@@ -119,7 +119,7 @@ def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
 
 def _busy_gpu_s(spans: Sequence[Span], step_ends: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """GPU-seconds of work in each step; a span over a step's end counts on both sides."""
-    spans = _not_covered(spans)
+    spans = uncovered(spans)
     start = np.array([s.start_at for s in spans])
     end = np.array([s.end_at for s in spans])
     gpus = np.array([len(s.gpus) for s in spans], dtype=np.float64)
@@ -132,7 +132,7 @@ def _busy_gpu_s(spans: Sequence[Span], step_ends: Sequence[float]) -> np.ndarray
     )
 
 
-def _not_covered(spans: Sequence[Span]) -> Sequence[Span]:
+def uncovered(spans: Sequence[Span]) -> Sequence[Span]:
     """The spans, those on shared GPUs cut down to the time in which their GPUs did nothing else."""
     beside = [span for span in spans if span.shared]
     if not beside:

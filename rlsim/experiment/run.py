@@ -211,9 +211,8 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
         "experiment": experiment.model_dump(mode="json"),
         "cluster": setup.cluster.model_dump(mode="json"),
         "model": setup.model.model_dump(mode="json"),
-        "calibration": setup.calibration.model_dump(
-            mode="json", include={"name", "gpu", "engine", "provenance", "residuals"}
-        ),
+        "calibration": _calibration_record(setup),
+        "setups": {case.name: _setup_record(case.setup) for case in cases},
         "seeds": list(experiment.seed_list),
         "baseline": cases[0].baseline,
         "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
@@ -227,6 +226,22 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
             **{name: version(name) for name in ("numpy", "pandas", "pyarrow", "scipy", "simpy")},
         },
     }
+
+
+def _setup_record(setup: Setup) -> dict[str, Any]:
+    """What a case's figures refer to: cases may differ in cluster, model, cap and calibration."""
+    return {
+        "cluster": setup.cluster.name,
+        "gpus": setup.cluster.gpus,
+        "gpus_per_node": setup.cluster.gpus_per_node,
+        "model": setup.model.name,
+        "cap_tokens": setup.experiment.trace.cap,
+        "calibration": _calibration_record(setup),
+    }
+
+
+def _calibration_record(setup: Setup) -> dict[str, Any]:
+    return setup.calibration.model_dump(mode="json", include={"name", "gpu", "engine", "provenance", "residuals"})
 
 
 def _sha256(paths: Iterable[Path]) -> str:

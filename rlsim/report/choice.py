@@ -1,0 +1,95 @@
+"""Which run the charts over time show: a case, some systems, a seed and a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from rlsim.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from rlsim.experiment.result import Result
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One step of some systems on the same seed, and in words why it."""
+
+    case: str
+    systems: tuple[str, ...]
+    seed: int
+    step: int
+    why: str
+
+    def rows(self, table: pd.DataFrame, system: str) -> pd.DataFrame:
+        """The rows of a result table that belong to a system's whole run."""
+        return table[(table["case"] == self.case) & (table["system"] == system) & (table["seed"] == self.seed)]
+
+
+def choose(
+    result: Result,
+    *,
+    case: str | None = None,
+    systems: Sequence[str] = (),
+    seed: int | None = None,
+    step: int | None = None,
+) -> Choice:
+    """What was asked for; else the first case, baseline and best other system, and the baseline's median step.
+
+    The median is taken over the step times of the seeds and steps that are left to choose from (the lower one of two).
+    Raises `CatalogueError` for a case or system, and `ConfigError` for a seed or step, that was not run.
+    """
+    cases = [name for name, names in result.manifest["systems"].items() if names]
+    if case is None:
+        case = cases[0]
+    elif case not in cases:
+        raise (
+            unknown_name("case", case, cases) if cases != [""] else ConfigError(f"there is no case {case!r}: no cases")
+        )
+    summary = result.summary()
+    summary = summary[summary["case"] == case]
+    names = summary["system"].tolist()
+    for name in systems:
+        if name not in names:
+            raise unknown_name("system", name, names)
+    chosen = tuple(dict.fromkeys(systems)) or _baseline_and_best(summary, str(result.manifest["baseline"]))
+    steps = result.steps[(result.steps["case"] == case) & (result.steps["system"] == chosen[0])]
+    for what, value in (("seed", seed), ("step", step)):
+        if value is not None:
+            known = sorted(steps[what].unique().tolist())
+            if value not in known:
+                raise ConfigError(f"{what} {value} was not run; there are {_listed(known)}")
+            steps = steps[steps[what] == value]
+    ordered = steps.sort_values(["step_time_s", "seed", "step"])
+    middle = ordered.iloc[(len(ordered) - 1) // 2]
+    which = "the baseline and the best other system" if not systems and len(chosen) > 1 else "as asked for"
+    median = f"the median step of {chosen[0]} by step time"
+    fixed = [text for text, value in (("the seed", seed), ("the step", step)) if value is not None]
+    why = f"{which}; {median if not fixed else ' and '.join(fixed) + ' as asked for'}"
+    return Choice(case, chosen, int(middle["seed"]), int(middle["step"]), why)
+
+
+def best_other(summary: pd.DataFrame, baseline: str) -> str | None:
+    """Of one case's summary, the fastest system that is not the baseline, nor equal to it in every step.
+
+    A tuned system runs as one of the others: under another name it is the same run. None if there is no other.
+    """
+    others = summary[summary["system"] != baseline]
+    same = (others["speedup"] == 1) & (others["speedup_low"].isna() | (others["speedup_low"] == 1))
+    others = others[~same] if not same.all() else others
+    return None if others.empty else str(others.sort_values("step_time_s", kind="stable")["system"].iloc[0])
+
+
+def _baseline_and_best(summary: pd.DataFrame, baseline: str) -> tuple[str, ...]:
+    first = baseline if baseline in set(summary["system"]) else str(summary["system"].iloc[0])
+    other = best_other(summary, first)
+    return (first,) if other is None else (first, other)
+
+
+def _listed(values: list[int]) -> str:
+    if len(values) > 3 and values == list(range(values[0], values[-1] + 1)):
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(map(str, values))

@@ -1,0 +1,1 @@
+"""What the charts show, as plain tables: pandas in, pandas out."""

@@ -1,0 +1,158 @@
+"""Who held which GPU when, in few enough marks to draw: by GPU on small clusters, by groups of nodes on large ones."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from rlsim.report.frames.comparison import exclusive
+
+if TYPE_CHECKING:
+    from rlsim.experiment.result import Result
+    from rlsim.report.choice import Choice
+
+Floats = npt.NDArray[np.float64]
+MOST_GPUS = 32  # drawn one by one
+MOST_ROWS = 16  # of groups of nodes
+MOST_MARKS = 3000
+_BINS = 160
+MARKS = ("start_s", "end_s", "low", "high", "kind", "what")
+_LEVELS = 200  # a row's height is drawn in so many steps
+_MARGIN = 0.06  # of a row's height, above and below
+_BESIDE = 0.35  # of a row's height: work beside other work on the same GPUs
+
+
+class Gantt(NamedTuple):
+    """Rectangles of one step; row r of the chart reaches from r to r + 1."""
+
+    marks: pd.DataFrame  # start_s, end_s (since the step began), low, high (rows), kind, what
+    rows: tuple[str, ...]
+    duration_s: float
+    resolution_s: float  # 0: exact; else gaps shorter than this are not drawn, or the width of a bin
+    grouped: bool  # rows are groups of GPUs, and heights within a row shares of them
+    beside: bool  # some work, drawn as strips, ran beside other work
+
+
+def gantt(result: Result, choice: Choice, system: str, gpus: int, gpus_per_node: int) -> Gantt:
+    """All work in the chosen step's window, from the end of the step before to its own end."""
+    steps = choice.rows(result.steps, system).sort_values("step")
+    ends = steps["step_time_s"].cumsum().to_numpy()
+    began = float(ends[choice.step] - steps["step_time_s"].iloc[choice.step])
+    duration = float(ends[choice.step] - began)
+    spans = choice.rows(result.spans, system)
+    spans = spans[(spans["end_at"] > began) & (spans["start_at"] < began + duration)]
+    inside = spans.assign(
+        start_s=(spans["start_at"] - began).clip(lower=0), end_s=(spans["end_at"] - began).clip(upper=duration)
+    )
+    if gpus <= MOST_GPUS:
+        marks, resolution = merged(inside, duration)
+        return Gantt(
+            _by_gpu(marks),
+            tuple(f"GPU {g}" for g in range(gpus)),
+            duration,
+            resolution,
+            False,
+            bool(marks["shared"].any()),
+        )
+    alone = exclusive(spans)
+    alone = alone.assign(
+        start_s=(alone["start_at"] - began).clip(lower=0), end_s=(alone["end_at"] - began).clip(upper=duration)
+    )
+    edges, names = _groups(gpus, gpus_per_node)
+    bins = _BINS
+    while len(marks := by_group(alone, edges, duration, bins)) > MOST_MARKS and bins > 10:
+        bins //= 2
+    return Gantt(marks, names, duration, duration / bins, True, False)
+
+
+def merged(spans: pd.DataFrame, duration_s: float, most: int = MOST_MARKS) -> tuple[pd.DataFrame, float]:
+    """Neighbouring spans of one kind on the same GPUs as one, and the gap that was bridged for it (0: none but 0).
+
+    Gaps are bridged only as far as needed to stay within `most` marks.
+    """
+    keys = ["gpu", "gpus", "kind", "tp", "shared"]
+    ordered = spans.sort_values([*keys, "start_s"])
+    new_key = (ordered[keys] != ordered[keys].shift()).any(axis=1).to_numpy(dtype=bool, na_value=True)
+    gap = (ordered["start_s"] - ordered["end_s"].shift()).to_numpy()
+    bridged = 0.0
+    while True:
+        first = new_key | (gap > max(bridged, 1e-9 * duration_s))
+        if first.sum() <= most or bridged > duration_s:
+            break
+        bridged = bridged * 2 if bridged else duration_s / 4000
+    grouped = ordered.groupby(np.cumsum(first), sort=False)
+    result = grouped.agg({**dict.fromkeys([*keys, "label"], "first"), "start_s": "min", "end_s": "max"})
+    return result.reset_index(drop=True), bridged
+
+
+def _by_gpu(spans: pd.DataFrame) -> pd.DataFrame:
+    low = spans["gpu"].astype(float)
+    high = low + spans["gpus"]
+    low = low.where(~spans["shared"], high - _BESIDE)
+    last = spans["gpu"] + spans["gpus"] - 1
+    where = "GPU " + spans["gpu"].astype(str) + ("–" + last.astype(str)).where(last > spans["gpu"], "")
+    what = where + ", TP " + spans["tp"].astype(str)
+    frame = spans.assign(low=low + _MARGIN, high=high - _MARGIN, what=what)
+    return frame.sort_values(["shared", "start_s"])[list(MARKS)]
+
+
+def _groups(gpus: int, gpus_per_node: int) -> tuple[list[int], tuple[str, ...]]:
+    """First GPU of each group of nodes (and the end), and the groups' names; no more than MOST_ROWS groups."""
+    nodes = -(-gpus // gpus_per_node)
+    each = -(-nodes // MOST_ROWS)
+    first = list(range(0, nodes, each))
+    last = [min(node + each, nodes) - 1 for node in first]
+    names = tuple(f"node {a}" if a == b else f"nodes {a}–{b}" for a, b in zip(first, last, strict=True))
+    return [*(node * gpus_per_node for node in first), gpus], names
+
+
+def by_group(spans: pd.DataFrame, edges: list[int], duration_s: float, bins: int) -> pd.DataFrame:
+    """Rectangles whose height within a row is the share of its GPUs that did a kind of work, in each of `bins` bins.
+
+    `edges`: first GPU of every row, and the end. Neighbouring bins of equal shares are one rectangle.
+    """
+    times = np.linspace(0.0, duration_s, bins + 1)
+    kinds = list(dict.fromkeys(spans["kind"]))
+    frames = []
+    for row, (first, end) in enumerate(itertools.pairwise(edges)):
+        here = np.minimum(spans["gpu"] + spans["gpus"], end) - np.maximum(spans["gpu"], first)
+        mine = spans.assign(held=here)[here > 0]
+        base = np.zeros(bins)
+        for kind in kinds:
+            own = mine[mine["kind"] == kind]
+            share = np.diff(_gpu_seconds(own, times)) / ((end - first) * duration_s / bins)
+            frames.append(_stretches(times, base, base + share, row).assign(kind=kind))
+            base = base + share
+    marks = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=MARKS)
+    return marks[list(MARKS)]
+
+
+def _stretches(times: Floats, base: Floats, top: Floats, row: int) -> pd.DataFrame:
+    """Rectangles from `base` to `top` (shares of a row's height) over the bins between `times`."""
+    levels = np.rint(np.stack([base, top]) * _LEVELS)
+    first = np.flatnonzero(np.append(True, (np.diff(levels) != 0).any(axis=0)))
+    kept = first[levels[1, first] > levels[0, first]]
+    after = np.append(first[1:], len(base))[np.isin(first, kept)]
+    low, high = (row + _MARGIN + (1 - 2 * _MARGIN) * levels[i, kept] / _LEVELS for i in (0, 1))
+    what = [f"{share:.0%} of the row's GPUs" for share in (levels[1, kept] - levels[0, kept]) / _LEVELS]
+    return pd.DataFrame(
+        {"start_s": times[kept], "end_s": times[after], "low": low, "high": high, "what": pd.Series(what, dtype=str)}
+    )
+
+
+def _gpu_seconds(spans: pd.DataFrame, times: Floats) -> Floats:
+    """GPU-seconds of the spans before each of `times`; exact."""
+    total = np.zeros(len(times))
+    for column, sign in (("start_s", 1.0), ("end_s", -1.0)):
+        at = spans[column].to_numpy(dtype=float)
+        order = np.argsort(at, kind="stable")
+        weight = spans["held"].to_numpy(dtype=float)[order]
+        count = np.concatenate([[0.0], np.cumsum(weight)])
+        moment = np.concatenate([[0.0], np.cumsum(weight * at[order])])
+        index = np.searchsorted(at[order], times, side="right")
+        total += sign * (count[index] * times - moment[index])
+    return total

@@ -1,0 +1,78 @@
+"""A sweep as charts need it: one row per point and system, axes as columns, cut into slices of at most two axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from rlsim.errors import ConfigError
+
+#: What a sweep is drawn in: the speedup where there are several systems, else the step time.
+SPEEDUP, STEP_TIME = "speedup", "step_time_s"
+
+
+class Slice(NamedTuple):
+    """Points that differ in at most two axes."""
+
+    axes: tuple[str, ...]  # one or two of them
+    fixed: dict[str, Any]  # the other axes that vary in the sweep, and their values here
+    points: pd.DataFrame
+
+
+def varying(frame: pd.DataFrame, axes: Sequence[str]) -> list[str]:
+    """The axes that take more than one value. Raises `ConfigError` for an axis that is no column."""
+    missing = [axis for axis in axes if axis not in frame]
+    if missing:
+        raise ConfigError(f"no column for the axes {', '.join(missing)}; there are {', '.join(map(str, frame))}")
+    return [axis for axis in axes if frame[axis].map(label).nunique() > 1]
+
+
+def cut(frame: pd.DataFrame, axes: Sequence[str]) -> Iterator[Slice]:
+    """The sweep cut up: along its first two varying axes, once for each combination of the others."""
+    shown, others = axes[:2], list(axes[2:])
+    if not others:
+        yield Slice(tuple(shown), {}, frame)
+        return
+    keys = [frame[axis].map(label) for axis in others]
+    for _, points in frame.groupby(keys, sort=False):
+        yield Slice(tuple(shown), {axis: points[axis].iloc[0] for axis in others}, points)
+
+
+def is_grid(points: pd.DataFrame, axes: Sequence[str], most: int = 24) -> bool:
+    """Whether two axes span a grid that is at least half full and small enough to write numbers into."""
+    levels = [points[axis].map(label).nunique() for axis in axes]
+    there = len(points[list(axes)].map(label).drop_duplicates())
+    return max(levels) <= most and 2 * there >= levels[0] * levels[1]
+
+
+def best_systems(points: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
+    """At every point the system with the shortest step: axes, system, speedup, step_time_s."""
+    keys = [points[axis].map(label).rename(f"key {i}") for i, axis in enumerate(axes)]
+    best = points.groupby(keys, sort=False)[STEP_TIME].idxmin()
+    return points.loc[best, [*axes, "system", *(c for c in (SPEEDUP, STEP_TIME) if c in points)]]
+
+
+def is_number(values: pd.Series[Any]) -> bool:
+    """Whether an axis holds numbers only (true and false are names)."""
+    return all(isinstance(value, Real) and not isinstance(value, bool) for value in values.tolist())
+
+
+def levels(values: pd.Series[Any]) -> list[str]:
+    """An axis' values as labels: numbers in ascending order, names as they come."""
+    unique = list({label(value): value for value in values.tolist()}.items())
+    if is_number(values):
+        unique.sort(key=lambda item: item[1])
+    return [text for text, _ in unique]
+
+
+def label(value: Any) -> str:
+    """An axis' value as it is written on the axis."""
+    if isinstance(value, bool | np.bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, Real):
+        return f"{int(float(value)):,}" if float(value).is_integer() else f"{float(value):.4g}"
+    return str(value)

@@ -1,0 +1,148 @@
+"""What was found, in a few sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from rlsim.report.choice import best_other
+from rlsim.report.frames.comparison import verdict
+
+if TYPE_CHECKING:
+    from rlsim.experiment.result import Result
+
+_MOST_CASES = 6
+_SPEEDUP = ("speedup", "speedup_low", "speedup_high")
+_SAME_TOKENS = 0.98
+
+
+def findings(result: Result) -> tuple[str, ...]:
+    """The answer first: the best system of each case; then idle GPUs, and how sure the figures are."""
+    summary, manifest = result.summary(), result.manifest
+    baseline, seeds = str(manifest["baseline"]), len(manifest["seeds"])
+    cases = list(dict.fromkeys(summary["case"]))
+    sentences = [cases_sentence(summary, baseline)] if len(cases) > 1 else []
+    for case in cases[:_MOST_CASES]:
+        rows = summary[summary["case"] == case]
+        tuned = manifest["tuned"].get(case, {})
+        prefix = f"{case}: " if case else ""
+        sentences.append(prefix + best_sentence(rows, baseline, tuned, seeds))
+        if partial := tokens_sentence(rows, result, case, baseline):
+            sentences.append(prefix + partial)
+    if len(cases) > _MOST_CASES:
+        sentences.append(f"{len(cases) - _MOST_CASES} more cases are compared below.")
+    if len(cases) == 1:
+        sentences.append(idle_sentence(summary, baseline))
+    sentences.append(calibration_sentence(manifest))
+    return tuple(sentences)
+
+
+def cases_sentence(summary: pd.DataFrame, baseline: str) -> str:
+    """Over several cases: which systems are fastest in how many, and where that is certain."""
+    groups = [rows for _, rows in summary.groupby("case", sort=False)]
+    fastest = Counter(str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0]) for rows in groups)
+    leads = [
+        rows[[verdict(*values) == "faster" for values in rows[list(_SPEEDUP)].to_numpy()]].shape[0] > 0
+        for rows in groups
+    ]
+    who = ", ".join(f"{name} in {count}" for name, count in fastest.most_common(_MOST_CASES))
+    text = f"Fastest in {len(groups)} cases: {who}."
+    if summary["speedup"].notna().any():
+        text += f" In {sum(leads)} of {len(groups)} a system is faster than {baseline}"
+        text += " beyond the spread of the seeds." if summary["speedup_low"].notna().any() else "."
+    return text
+
+
+def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], seeds: int) -> str:
+    """Which system of one case's summary is fastest, by how much, and whether that is certain."""
+    by_name = {str(row["system"]): row for row in rows.to_dict("records")}
+    if len(by_name) == 1:
+        name, row = next(iter(by_name.items()))
+        return f"{_named(name, tuned)} takes {row['step_time_s']:.1f} s a step; there is nothing to compare it with."
+    if baseline not in by_name:
+        best = str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0])
+        step_s = by_name[best]["step_time_s"]
+        return f"{_named(best, tuned)} is the fastest at {step_s:.1f} s a step. The baseline {baseline} did not run."
+    base_s = by_name[baseline]["step_time_s"]
+    best = str(best_other(rows, baseline))
+    row = by_name[best]
+    speedup, low, high = (float(row[c]) for c in ("speedup", "speedup_low", "speedup_high"))
+    digits = 3 if any(0.9 < value < 1.1 for value in (speedup, low, high)) else 2
+    interval = f"95% interval {low:.{digits}f} to {high:.{digits}f}, {seeds} seeds"
+    interval = interval if low == low else "one seed, no interval"
+    times = f"{row['step_time_s']:.1f} s a step against {base_s:.1f} s"
+    by = f"{speedup:.{digits}f} times as fast ({interval})"
+    match verdict(speedup, low, high):
+        case "equal":
+            return f"All systems take the same time: {base_s:.1f} s a step."
+        case "faster":
+            return f"{_named(best, tuned)} is the fastest: {times} under {_named(baseline, tuned)}, {by}."
+        case "slower":
+            return (
+                f"No system is faster than {_named(baseline, tuned)}. {_named(best, tuned)} comes next: {times}, {by}."
+            )
+        case _:
+            both = f"{_named(best, tuned)} and {_named(baseline, tuned)}"
+            return f"{both} cannot be told apart by these seeds: {times}, {by}."
+
+
+def tokens_sentence(rows: pd.DataFrame, result: Result, case: str, baseline: str) -> str:
+    """Where the fastest system trains on fewer tokens than the baseline: the comparison by tokens; else empty."""
+    tokens = result.steps[result.steps["case"] == case].groupby("system")["tokens"].mean()
+    best = str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0])
+    if baseline not in tokens.index or tokens[best] >= _SAME_TOKENS * tokens[baseline]:
+        return ""
+    rates = rows.set_index("system")["tokens_per_s"]
+    leader = str(rates.idxmax())
+    share, rate = tokens[best] / tokens[baseline], rates[leader] / rates[baseline]
+    text = (
+        f"In these steps {best} trains on {share:.0%} of the tokens that {baseline} trains on: step times flatter it. "
+    )
+    if rate > 1:
+        return text + f"By tokens trained on per second {leader} leads, {_ratio(rate)} times {baseline}."
+    return text + f"By tokens trained on per second no system is ahead of {baseline}."
+
+
+def idle_sentence(rows: pd.DataFrame, baseline: str) -> str:
+    """How much of the GPU time is idle, under the baseline and under the best other system."""
+    idle = rows.set_index("system")["bubble_fraction"]
+    first = baseline if baseline in idle.index else str(idle.index[0])
+    best = best_other(rows, first)
+    text = f"GPUs are idle {idle[first]:.1%} of the time under {first}"
+    return text + (f" and {idle[best]:.1%} under {best}." if best else ".")
+
+
+def calibration_sentence(manifest: Mapping[str, Any]) -> str:
+    """The error of the calibrations used, and how much was looked up outside what they were measured at."""
+    records = {record["calibration"]["name"]: record["calibration"] for record in manifest["setups"].values()}
+    texts = []
+    for name, record in records.items():
+        medians = [residual["median"] for residual in record["residuals"].values()]
+        if medians:
+            low, high = (f"{value:.1%}" for value in (min(medians), max(medians)))
+            error = f"off by {low}" if low == high else f"off by {low} to {high}"
+            elsewhere = sorted({note.partition(". ")[0] for note in _notes(record) if "not measured on" in note})
+            where = f" ({', '.join(elsewhere)})" if elsewhere else ""
+            texts.append(f"kernel times of {name} are {error} in the median, by operator{where}")
+        else:
+            texts.append(f"the calibration {name} states no errors")
+    counts = pd.DataFrame([row for table in manifest["lookups"].values() for row in table.values()]).sum()
+    outside = float(counts.get("extrapolated", 0)) / max(float(counts.sum()), 1.0)
+    text = "; ".join(texts)
+    return f"{text[0].upper()}{text[1:]}; {outside:.1%} of the shapes looked up lie outside what was measured."
+
+
+def _notes(calibration: Mapping[str, Any]) -> list[str]:
+    return [str(residual["note"]) for residual in calibration["residuals"].values()]
+
+
+def _ratio(value: float) -> str:
+    """With a third digit near 1, where it tells faster from slower."""
+    return f"{value:.3f}" if 0.9 < value < 1.1 else f"{value:.2f}"
+
+
+def _named(system: str, tuned: Mapping[str, str]) -> str:
+    return f"{system} ({tuned[system]})" if system in tuned else system

@@ -1,0 +1,136 @@
+"""A page: sections of text, charts and tables, written as one HTML file that loads nothing from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlsim import __version__
+from rlsim.errors import ConfigError
+from rlsim.output import atomic_path, check_folder
+
+_TEMPLATE = "page.html"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart (Altair) with its title and a caption that says how to read it; `id` names its picture."""
+
+    id: str
+    title: str
+    chart: Any
+    caption: str
+    form: ClassVar[str] = "figure"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts. The first column is the rows' heading; `folded` shows it on demand."""
+
+    caption: str
+    headings: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    words: frozenset[int] = frozenset()  # columns beside the first that hold words, not numbers
+    folded: bool = False
+    form: ClassVar[str] = "table"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph, or a smaller heading."""
+
+    text: str
+    heading: bool = False
+    form: ClassVar[str] = "text"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Paragraphs of a list."""
+
+    items: tuple[str, ...]
+    form: ClassVar[str] = "list"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text that is shown as it is."""
+
+    text: str
+    label: str
+    form: ClassVar[str] = "code"
+
+
+Block = Figure | Table | Text | Listing | Code
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading of the table of contents, and what stands below it."""
+
+    id: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A title, what was found in a few sentences, and the sections."""
+
+    title: str
+    description: str
+    findings: tuple[str, ...]
+    sections: tuple[Section, ...]
+    facts: tuple[tuple[str, str], ...] = field(default=())  # a line below the title: name and value
+
+    @property
+    def figures(self) -> list[Figure]:
+        """Every chart, in order. Raises `ConfigError` if two have the same id."""
+        found = [block for section in self.sections for block in section.blocks if isinstance(block, Figure)]
+        ids = [figure.id for figure in found]
+        if len(set(ids)) < len(ids):
+            raise ConfigError(f"two charts of a page are called {next(i for i in ids if ids.count(i) > 1)!r}")
+        return found
+
+    def html(self) -> str:
+        """The page as HTML; whatever came from the user is escaped."""
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        specs = {figure.id: figure.chart.to_dict() for figure in self.figures}
+        return environment.get_template(_TEMPLATE).render(page=self, specs=specs, vega=_vega(), version=__version__)
+
+    def write(self, path: Path) -> None:
+        """Write the page, whole or not at all; raises `ConfigError` if that is not possible."""
+        check_page_path(path)
+        text = self.html()
+        with atomic_path(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+def check_page_path(path: Path) -> None:
+    """Raises `ConfigError` if a page cannot be written there."""
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"{path}: a report is written as .html")
+    check_folder(path)
+
+
+@cache
+def _vega() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, once for all charts; it cannot end its own element."""
+    import vl_convert
+
+    return (
+        str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+        .replace("</script", "<\\/script")
+        .replace("<!--", "<\\!--")
+    )

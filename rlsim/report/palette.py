@@ -1,0 +1,68 @@
+"""One colour for every kind of work, the same in all charts.
+
+The hues are Okabe and Ito's, which people with any of the common colour blindnesses tell apart; calls of one family
+(log-probs, training, …) get light and dark shades of one hue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import pandas as pd
+
+#: Work of the rollout engine, in the order in which it is stacked.
+ENGINE = {"decode": "#0072B2", "mixed": "#33508F", "prefill": "#56B4E9", "switch": "#D55E00"}
+BUBBLE, BUBBLE_COLOUR = "idle (bubble)", "#DEDEDE"
+
+#: Shades of the calls, by kind of call.
+_FAMILIES = {
+    "reward": ("#CC79A7", "#7E3F6B", "#EBC3DA"),
+    "inference": ("#009E73", "#9AD6C0", "#00553E", "#B7C94B"),
+    "train": ("#E69F00", "#8C510A", "#F0E442"),
+    "sync": ("#4A4A4A", "#8C8C8C"),
+}
+
+#: Parts of a step; each in the colour of the work that it is made of.
+PARTS = {
+    "generation": ENGINE["decode"],
+    "rewards and log-probs": _FAMILIES["inference"][0],
+    "training": _FAMILIES["train"][0],
+    "weight sync": _FAMILIES["sync"][0],
+    "waiting": BUBBLE_COLOUR,
+}
+
+#: Lines of systems; after these a line is grey.
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (4, 2), (10, 4), (1, 3))
+GREY, CAP, SWITCH = "#9A9A9A", "#B00020", ENGINE["switch"]
+
+#: Slower than the baseline, as fast, faster.
+DIVERGING = ("#D55E00", "#FFFFFF", "#2F8FCC")
+
+#: Degrees of tensor parallelism, from 1 up: light to dark.
+TP_SHADES = ("#A9CFE8", "#7DB3DA", "#4A90C4", "#1F6CA8", "#0B4A84", "#06224A")
+
+
+def kind_colours(kinds: Iterable[str], calls: pd.DataFrame) -> dict[str, str]:
+    """Colours of the kinds of spans, in stacking order, the bubble last; `calls` (the result table) names families."""
+    present = set(kinds)
+    colours = {kind: colour for kind, colour in ENGINE.items() if kind in present}
+    family_of: Mapping[str, str] = dict(zip(calls["call"], calls["kind"], strict=True))
+    rest = [call for call in family_of if call in present] + sorted(present - set(family_of) - set(ENGINE))
+    for family, shades in _FAMILIES.items():
+        members = [kind for kind in rest if family_of.get(kind, "reward") == family]
+        colours |= zip(members, shades if len(members) <= len(shades) else _ramp(shades, len(members)), strict=False)
+    return colours | {BUBBLE: BUBBLE_COLOUR}
+
+
+def _ramp(shades: tuple[str, ...], count: int) -> list[str]:
+    """`count` different shades from a family's darkest to its lightest."""
+    first, last = (sorted(shades, key=_lightness)[i] for i in (0, -1))
+    ends = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in (first, last)]
+    steps = [i / (count - 1) for i in range(count)]
+    return ["#" + "".join(f"{round(a + (b - a) * s):02X}" for a, b in zip(*ends, strict=True)) for s in steps]
+
+
+def _lightness(colour: str) -> int:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 299 * red + 587 * green + 114 * blue

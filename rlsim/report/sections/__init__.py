@@ -1,0 +1,1 @@
+"""The parts of a report: headings, charts with captions, tables."""

@@ -1,0 +1,142 @@
+"""How sure the figures are, what to know about them, and exactly what was run."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from rlsim.report.charts.calibration import residuals_chart
+from rlsim.report.page import Block, Code, Figure, Listing, Section, Table, Text
+from rlsim.report.setups import unique_slug
+
+if TYPE_CHECKING:
+    from rlsim.experiment.result import Result
+    from rlsim.report.setups import CaseSetup
+
+
+def calibration_section(result: Result, setups: list[CaseSetup]) -> Section:
+    """Errors of every calibration used, and how many shapes lay outside what it was measured at."""
+    blocks: list[Block] = []
+    taken: set[str] = set()
+    records = {setup.calibration["name"]: setup.calibration for setup in setups}
+    for name, record in records.items():
+        blocks.append(Text(f"Calibration {name}", heading=True))
+        blocks.append(Text(_origin(record)))
+        rows = pd.DataFrame([{"operator": op, **values} for op, values in record["residuals"].items()])
+        if rows.empty:
+            blocks.append(Text("It states no errors: how far its times are off is unknown."))
+            continue
+        caption = (
+            "Absolute relative errors of predicted kernel times on measured shapes that the fit has not seen. "
+            "Circle: half of the errors are smaller; square: nine in ten are."
+        )
+        slug = unique_slug(f"calibration {name}", taken)
+        blocks.append(Figure(slug, f"Errors of {name}", residuals_chart(rows[["operator", "median", "p90"]]), caption))
+        texts = [
+            [
+                r["operator"],
+                f"{r['count']:,}",
+                f"{r['median']:.1%}",
+                f"{r['p90']:.1%}",
+                f"{r['bias']:+.1%}".replace("-", "−"),
+                r["note"],
+            ]
+            for r in rows.to_dict("records")
+        ]
+        headings = ("operator", "shapes", "median", "90% below", "bias", "measured at")
+        caption = f"Errors of {name} in numbers; bias: median signed error, positive is predicted too slow"
+        blocks.append(Table(caption, headings, texts, words=frozenset({5})))
+    blocks.append(Text("Look-ups", heading=True))
+    blocks.append(_lookups(result.manifest["lookups"]))
+    blocks.append(
+        Text(
+            "These are errors of single kernels. How far whole engines, real rollouts and published figures are off is "
+            "compared in rlsim's documentation, docs/validation.md, and repeated by the command rlsim validate."
+        )
+    )
+    return Section("calibration", "How sure the figures are", tuple(blocks))
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    provenance = record["provenance"]
+    sources = [
+        f"{source['project']} at {source['commit']}" if source.get("commit") else str(source["project"])
+        for source in provenance.get("sources", [])
+    ]
+    notes = "; ".join(provenance.get("notes", []))
+    text = f"Times of {record['gpu']} under {record['engine']}"
+    text += f", fitted on {provenance['date']}" if provenance.get("date") else ""
+    text += f" to {', '.join(sources)}." if sources else "."
+    return text + (f" To know: {notes}." if notes else "")
+
+
+def _lookups(tables: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Table:
+    counts: dict[str, dict[str, int]] = {}
+    for table in tables.values():
+        for operator, row in table.items():
+            mine = counts.setdefault(operator, dict.fromkeys(("exact", "interpolated", "extrapolated"), 0))
+            for kind in mine:
+                mine[kind] += row[kind]
+    rows = [
+        [operator, *(f"{row[kind]:,}" for kind in row), f"{row['extrapolated'] / max(sum(row.values()), 1):.1%}"]
+        for operator, row in counts.items()
+    ]
+    caption = (
+        "Distinct shapes whose time was looked up: at a measured point, between measured points (or within the range "
+        "of a fit), and outside, where the times are least certain"
+    )
+    return Table(caption, ("operator", "measured", "between", "outside", "share outside"), rows)
+
+
+def notes_section(result: Result) -> Section:
+    """What the run noted about its own figures."""
+    notes = result.notes
+    block: Block = Listing(notes) if notes else Text("The run noted nothing.")
+    return Section("notes", "Notes of the run", (block,))
+
+
+def configuration_section(result: Result, setups: list[CaseSetup]) -> Section:
+    """The experiment with all defaults, what it ran on, versions and hashes."""
+    manifest = result.manifest
+    cases = [
+        [
+            setup.case or "all",
+            setup.cluster,
+            f"{setup.gpus:,}",
+            str(setup.gpus_per_node),
+            setup.model,
+            f"{setup.cap_tokens:,}",
+            setup.calibration["name"],
+        ]
+        for setup in setups
+    ]
+    headings = ("case", "cluster", "GPUs", "GPUs per node", "model", "cap (tokens)", "calibration")
+    versions = {"rlsim": manifest["rlsim"], **manifest["versions"]}
+    rows = [[name, value] for name, value in versions.items()]
+    hashes = [[f"SHA-256 of the {name}", value] for name, value in manifest["hashes"].items()]
+    return Section(
+        "configuration",
+        "Exactly what was run",
+        (
+            Table("What each case ran on", headings, cases, words=frozenset({1, 4, 6})),
+            Text(f"Seeds: {', '.join(map(str, manifest['seeds']))}. Baseline: {manifest['baseline']}."),
+            Text("The experiment, with every default filled in and every override applied", heading=True),
+            Code(as_yaml(manifest["experiment"]), "The experiment as YAML"),
+            Table("Versions and hashes", ("what", "value"), [*rows, *hashes], words=frozenset({1})),
+        ),
+    )
+
+
+def as_yaml(data: Any) -> str:
+    """A JSON-like value as YAML."""
+    from ruamel.yaml import YAML
+
+    stream = io.StringIO()
+    yaml = YAML()
+    yaml.width = 100
+    yaml.representer.add_representer(type(None), lambda to, _: to.represent_scalar("tag:yaml.org,2002:null", "null"))
+    yaml.dump(data, stream)
+    return stream.getvalue()

@@ -1,0 +1,58 @@
+"""What each case ran on, and by which name its parts of the page are known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlsim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlsim.experiment.result import Result
+
+
+@dataclass(frozen=True)
+class CaseSetup:
+    """One case of an experiment: its name (empty if there are no cases), its id in the page, what it ran on."""
+
+    case: str
+    id: str  # appended to the ids of its charts; empty if there are no cases
+    cluster: str
+    gpus: int
+    gpus_per_node: int
+    model: str
+    cap_tokens: int
+    calibration: Mapping[str, Any]
+
+    def named(self, what: str) -> str:
+        """A title that names the case, if there are cases."""
+        return f"{what}: {self.case}" if self.case else what
+
+    def figure(self, name: str) -> str:
+        """The id of one of its charts."""
+        return f"{name}-{self.id}" if self.id else name
+
+
+def case_setups(result: Result) -> list[CaseSetup]:
+    """Every case in which something ran, in order. Raises `ConfigError` for results that do not say on what."""
+    manifest = result.manifest
+    if "setups" not in manifest:
+        raise ConfigError(f"the results were written by another version of rlsim ({manifest.get('rlsim')}): run again")
+    setups: list[CaseSetup] = []
+    ids: set[str] = set()
+    for case, record in manifest["setups"].items():
+        if manifest["systems"][case]:
+            setups.append(CaseSetup(case=case, id=unique_slug(case, ids), **record))
+    return setups
+
+
+def unique_slug(text: str, taken: set[str]) -> str:
+    """`text` as it may stand in a file name or an id, told apart from those in `taken`, to which it is added."""
+    base = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or ("x" if text else "")
+    slug, count = base, 2
+    while slug in taken:
+        slug, count = f"{base}-{count}", count + 1
+    taken.add(slug)
+    return slug

@@ -1,0 +1,335 @@
+"""The report: figures that agree with the results, and a page on which a browser draws every chart."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from browser import open_page
+from typer.testing import CliRunner
+
+import rlsim
+from rlsim.cli import app
+from rlsim.errors import ConfigError, RlsimError
+from rlsim.experiment.result import Result
+from rlsim.hardware import load_cluster
+from rlsim.report.choice import best_other, choose
+from rlsim.report.frames.comparison import gpu_shares, speedups, step_parts
+from rlsim.report.frames.gantt import MOST_MARKS, gantt
+from rlsim.report.headline import best_sentence, findings
+from rlsim.report.palette import BUBBLE, kind_colours
+from rlsim.report.write import report_page, write_report
+
+HOSTILE = '<script>alert("x")</script> & "co"'
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    base = {
+        "name": HOSTILE,
+        "description": "</script><img src=x onerror=alert(1)>",
+        "cluster": "8xh100",
+        "model": "llama-3.1-8b",
+        "calibration": "h100-vllm",
+        "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2K"},
+        "workflow": {"algorithm": "grpo", "prompts": 6, "responses": 4, "steps": 2},
+        "seeds": 3,
+        "baseline": "verl-tp1",
+        "systems": [{"verl": {"tp": [1, "best"]}}, {"pat": {"start_tp": 1}}, {"name": HOSTILE, "use": ["rlhfuse"]}],
+        "cases": {"2K": {}, "<b>1K</b>": {"trace.cap": "1K"}},
+    }
+    return base | changes
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results") / "grpo"
+    rlsim.run(experiment(), out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(results: Path) -> Result:
+    return rlsim.read_result(results)
+
+
+@pytest.fixture(scope="module")
+def page(results: Path) -> Path:
+    return rlsim.write_report(results)
+
+
+@pytest.fixture(scope="module")
+def judged() -> Result:
+    """Rewards from a judge beside other calls on the same GPUs, chunks scored, rounds of two kinds, sixteen GPUs."""
+    return rlsim.run(
+        "rollpacker_7b", seeds=1, overrides={"workflow.prompts": 12, "workflow.responses": 4, "workflow.steps": 3}
+    )
+
+
+@pytest.fixture(scope="module")
+def ppo() -> Result:
+    return rlsim.run("oppo_7b", seeds=1, overrides={"workflow.prompts": 14, "workflow.steps": 2, "trace.cap": "1K"})
+
+
+@pytest.fixture(scope="module")
+def large() -> Result:
+    """1,024 GPUs."""
+    kilo = load_cluster("2x8xh100").model_dump(mode="json") | {"name": "kilo", "nodes": 128}
+    workflow = {"prompts": 128, "responses": 8, "steps": 1}
+    systems = [{"verl": {"tp": [4, 8]}}]
+    return rlsim.run(experiment(cluster=kilo, workflow=workflow, systems=systems, baseline=None, seeds=1, cases={}))
+
+
+class Links(HTMLParser):
+    """Whatever a page would load, and the elements that it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.loads += [
+            value or "" for name, value in attrs if name in ("src", "srcset", "data", "poster", "background")
+        ]
+        self.loads += [value or "" for name, value in attrs if name == "href" and tag != "a"]
+
+
+def test_a_browser_draws_every_chart(page: Path, results: Path, result: Result, tmp_path: Path) -> None:
+    assert page == results / "report.html"
+    opened = open_page(page, tmp_path)
+    assert opened.console == []
+    names = {figure.id for figure in report_page(result).figures}
+    assert names >= {"cases", "speedups-2k", "step-b-1k-b", "gpu-time-2k", "lengths-2k", "generation-1", "timeline-2"}
+    assert set(opened.charts()) == names
+    assert opened.undrawn() == []
+
+
+def test_a_browser_draws_judges_chunks_and_a_thousand_gpus(
+    judged: Result, ppo: Result, large: Result, tmp_path: Path
+) -> None:
+    for number, one in enumerate((judged, ppo, large)):
+        opened = open_page(write_report(one, tmp_path / f"{number}.html"), tmp_path / f"browser-{number}")
+        assert opened.console == []
+        assert len(opened.charts()) >= 8
+        assert opened.undrawn() == []
+
+
+def test_the_browser_test_sees_what_is_broken(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    broken = re.sub(r'("mark": {[^}]*"type": )"point"', r'\1"no such mark"', text)
+    assert broken != text
+    (tmp_path / "page.html").write_text(broken, encoding="utf-8")
+    opened = open_page(tmp_path / "page.html", tmp_path / "browser")
+    assert opened.console
+    assert "speedups-2k" in opened.undrawn()
+    assert "step-2k" not in opened.undrawn()
+
+
+def test_a_page_needs_nothing_and_lets_nothing_in(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'" in text
+    assert text.count("window.vegaEmbed") == 1  # the libraries are there once, not per chart
+    assert len(text) < 1_500_000
+    links = Links()
+    links.feed(text)
+    assert [load for load in links.loads if load and not load.startswith("data:")] == []
+    assert not re.search(r"@import|url\(\s*['\"]?http", text)
+    assert 'alert("x")' not in text
+    assert "img" not in {tag for tag, _ in links.tags}
+    assert "<b>1K" not in text
+    assert "&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;" in text
+
+
+def test_a_page_can_be_read_without_its_charts(page: Path) -> None:
+    links = Links()
+    links.feed(page.read_text(encoding="utf-8"))
+    tags = [tag for tag, _ in links.tags]
+    ids = {attrs["id"] for _, attrs in links.tags if "id" in attrs}
+    assert {attrs["href"] for tag, attrs in links.tags if tag == "a"} <= {f"#{name}" for name in ids}
+    assert all("aria-labelledby" in attrs for tag, attrs in links.tags if tag in ("figure", "section"))
+    assert tags.count("figcaption") == tags.count("figure")
+    assert tags.count("caption") == tags.count("table")
+    assert tags.count("h1") == 1
+
+
+def test_the_same_results_make_the_same_page(page: Path, result: Result, tmp_path: Path) -> None:
+    assert write_report(result, tmp_path / "again.html").read_bytes() == page.read_bytes()
+
+
+def test_shares_of_gpu_time_agree_with_the_summary(result: Result, judged: Result, ppo: Result, large: Result) -> None:
+    assert judged.spans["shared"].any()
+    for one in (result, judged, ppo, large):
+        gpus = {case: record["gpus"] for case, record in one.manifest["setups"].items()}
+        shares = gpu_shares(one, gpus)
+        assert (shares["share"] >= 0).all()
+        assert shares.groupby(["case", "system"])["share"].sum().to_numpy() == pytest.approx(1.0)
+        idle = shares[shares["kind"] == BUBBLE].set_index(["case", "system"])["share"]
+        bubble = one.summary().set_index(["case", "system"])["bubble_fraction"]
+        assert idle.loc[bubble.index].to_numpy() == pytest.approx(bubble.to_numpy(), abs=1e-9)
+
+
+def test_parts_of_a_step_add_up(result: Result, judged: Result, ppo: Result) -> None:
+    for one in (result, judged, ppo):
+        for _, rows in one.summary().groupby("case"):
+            parts = step_parts(rows)
+            whole = parts.groupby("system")["time_s"].sum()
+            assert whole[rows["system"]].to_numpy() == pytest.approx(rows["step_time_s"].to_numpy())
+            generation = parts[parts["part"] == "generation"].set_index("system")["time_s"]
+            assert generation[rows["system"]].to_numpy() == pytest.approx(rows["gen_time_s"].to_numpy())
+
+
+def test_time_in_which_nothing_runs_is_waiting() -> None:
+    row = {"system": "a", "step_time_s": 10.0, "gen_time_s": 4.0, "prep_time_s": 2.0, "train_time_s": 1.0}
+    parts = step_parts(pd.DataFrame([{**row, "sync_time_s": 1.0}]))
+    assert dict(zip(parts["part"], parts["time_s"], strict=True)) == {
+        "generation": 4.0,
+        "rewards and log-probs": 2.0,
+        "training": 1.0,
+        "weight sync": 1.0,
+        "waiting": 2.0,
+    }
+
+
+def summary_of(*rows: tuple[str, float, float, float, float]) -> pd.DataFrame:
+    columns = ["system", "step_time_s", "speedup", "speedup_low", "speedup_high"]
+    return pd.DataFrame(rows, columns=columns).assign(case="", bubble_fraction=0.0)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("other", "expected", "verdict"),
+    [
+        ((5.0, 2.0, 1.9, 2.1), "b is the fastest: 5.0 s a step against 10.0 s under a (tp 2), 2.00 times", "faster"),
+        ((12.0, 0.83, 0.8, 0.9), "No system is faster than a (tp 2). b comes next: 12.0 s", "slower"),
+        ((9.9, 1.01, 0.99, 1.03), "b and a (tp 2) cannot be told apart by these seeds", "not told apart"),
+        ((10.0, 1.0, 1.0, 1.0), "All systems take the same time: 10.0 s a step.", "equal"),
+        ((5.0, 2.0, NAN, NAN), "2.00 times as fast (one seed, no interval)", "faster"),
+    ],
+)
+def test_the_headline_says_what_the_interval_allows(
+    other: tuple[float, float, float, float], expected: str, verdict: str
+) -> None:
+    rows = summary_of(("a", 10.0, 1.0, 1.0, 1.0), ("b", *other))
+    assert expected in best_sentence(rows, "a", {"a": "tp 2"}, 5)
+    assert speedups(rows, "a")["verdict"].tolist() == ["baseline", verdict]
+
+
+def test_a_system_equal_to_the_baseline_is_not_the_best_other() -> None:
+    rows = summary_of(("a", 10.0, 1.0, 1.0, 1.0), ("a again", 10.0, 1.0, 1.0, 1.0), ("b", 11.0, 0.9, 0.8, 1.0))
+    assert best_other(rows, "a") == "b"
+    assert best_other(rows[:2], "a") == "a again"
+    assert best_other(rows[:1], "a") is None
+
+
+def test_findings_name_the_fastest_system_and_the_error_of_the_calibration(judged: Result) -> None:
+    summary = judged.summary()
+    fastest = summary.sort_values("step_time_s", kind="stable")["system"].iloc[0]
+    text = " ".join(findings(judged))
+    assert f"{fastest} " in text
+    assert "not measured on h800-sxm" in text
+    medians = [r["median"] for r in judged.manifest["calibration"]["residuals"].values()]
+    assert f"off by {min(medians):.1%} to {max(medians):.1%}" in text
+
+
+def test_step_times_that_flatter_are_said(judged: Result) -> None:
+    fewer = judged.steps.assign(tokens=judged.steps["tokens"].where(judged.steps["system"] == "verl", 1))
+    text = " ".join(findings(Result(**{**judged.__dict__, "steps": fewer})))
+    assert "0% of the tokens that verl trains on: step times flatter it" in text
+    assert "no system is ahead of verl" in text
+
+
+def test_baseline_and_best_other_at_the_median_step_are_shown(result: Result) -> None:
+    choice = choose(result)
+    assert (choice.case, choice.systems[0]) == ("2K", "verl-tp1")
+    times = choice.rows(result.steps, "verl-tp1")
+    shown = times.loc[times["step"] == choice.step, "step_time_s"].iloc[0]
+    every = result.steps.query("case == '2K' and system == 'verl-tp1'")["step_time_s"].sort_values().tolist()
+    assert shown == every[(len(every) - 1) // 2]
+    chosen = choose(result, case="<b>1K</b>", systems=["pat"], seed=2, step=1)
+    assert (chosen.case, chosen.systems, chosen.seed, chosen.step) == ("<b>1K</b>", ("pat",), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"case": "2k"}, "did you mean '2K'"),
+        ({"systems": ["patt"]}, "did you mean 'pat'"),
+        ({"seed": 7}, "seed 7 was not run; there are 0, 1, 2"),
+        ({"step": 2}, "step 2 was not run; there are 0, 1"),
+    ],
+)
+def test_what_was_not_run_cannot_be_shown(result: Result, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(RlsimError, match=re.escape(message)):
+        choose(result, **asked)
+
+
+def test_a_timeline_of_any_size_has_few_marks(result: Result, judged: Result, large: Result) -> None:
+    for one in (result, judged, large):
+        choice = choose(one)
+        setup = one.manifest["setups"][choice.case]
+        for system in choice.systems:
+            shown = gantt(one, choice, system, setup["gpus"], setup["gpus_per_node"])
+            assert 0 < len(shown.marks) <= MOST_MARKS
+            assert len(shown.rows) <= 32
+            assert shown.marks["low"].min() >= 0
+            assert shown.marks["high"].max() <= len(shown.rows)
+            assert (shown.marks["end_s"] > shown.marks["start_s"]).all()
+            assert shown.marks["end_s"].max() <= shown.duration_s * (1 + 1e-9)
+
+
+def test_kinds_of_work_have_one_colour_each() -> None:
+    names = [f"log_prob_{number}" for number in range(7)]
+    calls = pd.DataFrame({"call": [*names, "train"], "kind": [*["inference"] * 7, "train"]})
+    colours = kind_colours(["decode", "switch", *names, "train", "surprise"], calls)
+    assert list(colours)[:2] == ["decode", "switch"]
+    assert list(colours)[-1] == BUBBLE
+    assert set(colours) == {"decode", "switch", *names, "train", "surprise", BUBBLE}
+    assert len(set(colours.values())) == len(colours)
+
+
+def test_command_writes_page_and_pictures(ppo: Result, tmp_path: Path) -> None:
+    results = ppo.write(tmp_path / "ppo")
+    written, pictures = tmp_path / "page.html", tmp_path / "pictures"
+    arguments = ["report", str(results), "--out", str(written), "--title", "My run"]
+    done = CliRunner().invoke(app, [*arguments, "--system", "oppo", "--png", str(pictures), "--svg", str(pictures)])
+    assert done.exit_code == 0, done.output
+    assert str(written) in done.output
+    text = written.read_text(encoding="utf-8")
+    assert "<h1>My run</h1>" in text
+    ids = re.findall(r'id="chart-([^"]+)"', text)
+    assert {path.name for path in pictures.iterdir()} == {f"{name}{end}" for name in ids for end in (".png", ".svg")}
+    assert (pictures / "timeline-1.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (pictures / "step.svg").read_text(encoding="utf-8")
+
+
+def test_command_refuses_what_it_cannot_do_before_the_work(results: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for arguments, message in (
+        ([str(tmp_path)], "holds no rlsim results"),
+        ([str(results), "--out", str(tmp_path / "page.pdf")], "a report is written as .html"),
+        ([str(results), "--out", str(tmp_path / "no" / "page.html")], "does not exist"),
+        ([str(results), "--png", str(tmp_path / "file")], "give a folder for the pictures"),
+        ([str(results), "--system", "nobody"], "unknown system 'nobody'"),
+    ):
+        done = CliRunner().invoke(app, ["report", *arguments])
+        assert isinstance(done.exception, RlsimError), arguments
+        assert message in str(done.exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
+
+
+def test_results_in_memory_need_a_path_and_old_results_a_new_run(result: Result, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give the report's path"):
+        write_report(result)
+    manifest = {key: value for key, value in result.manifest.items() if key != "setups"}
+    old = Result(**{**result.__dict__, "manifest": json.loads(json.dumps(manifest))})
+    with pytest.raises(ConfigError, match="run again"):
+        write_report(old, tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,272 @@
+"""The tables behind a report's charts, against figures computed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from browser import open_page
+
+from rlsim.errors import ConfigError
+from rlsim.experiment.columns import TABLES
+from rlsim.experiment.result import Result
+from rlsim.report.choice import Choice
+from rlsim.report.frames.comparison import gpu_shares, seed_speedups
+from rlsim.report.frames.gantt import by_group, gantt, merged
+from rlsim.report.frames.lengths import survival, trained_lengths
+from rlsim.report.frames.rollout import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
+from rlsim.report.frames.sweep import best_systems, cut, is_grid, label, levels, varying
+from rlsim.report.page import Page
+from rlsim.report.palette import BUBBLE
+from rlsim.report.sections.sweep import sweep_findings, sweep_section, sweep_table
+
+RUN = {"case": "", "system": "a", "seed": 0, "step": 0}
+
+
+def table(name: str, *rows: dict[str, Any]) -> pd.DataFrame:
+    """A result table of these rows; columns that a row leaves out are zero or empty."""
+    blank = {"string": "", "bool": False, "int64": 0, "float64": 0.0}
+    columns = TABLES[name]
+    filled = [{column.name: row.get(column.name, blank[column.dtype]) for column in columns} for row in rows]
+    return pd.DataFrame(filled, columns=[c.name for c in columns]).astype({c.name: c.dtype for c in columns})
+
+
+def span(gpu: int, gpus: int, start: float, end: float, kind: str, **more: Any) -> dict[str, Any]:
+    return RUN | {"gpu": gpu, "gpus": gpus, "start_at": start, "end_at": end, "kind": kind, "tp": gpus} | more
+
+
+def results(**tables: pd.DataFrame) -> Result:
+    """One step of 10 s on four GPUs."""
+    empty = {name: table(name) for name in TABLES}
+    empty["steps"] = table("steps", RUN | {"step_time_s": 10.0})
+    return Result(**{**empty, **tables}, manifest={"systems": {"": ["a"]}, "baseline": "a"})
+
+
+CHOICE = Choice("", ("a",), 0, 0, "")
+
+
+def test_shares_of_gpu_seconds() -> None:
+    spans = table(
+        "spans",
+        span(0, 4, 0.0, 5.0, "decode"),  # 20 of 40 GPU-seconds
+        span(0, 2, 5.0, 7.0, "train"),  # 4
+        span(2, 1, 4.0, 9.0, "judge", shared=True),  # beside decode until 5: alone for 4
+        span(3, 1, 9.0, 12.0, "decode"),  # 1 of it within the run
+    )
+    shares = gpu_shares(results(spans=spans), {"": 4})
+    assert dict(zip(shares["kind"], shares["share"], strict=True)) == pytest.approx(
+        {"decode": 21 / 40, "train": 4 / 40, "judge": 4 / 40, BUBBLE: 11 / 40}
+    )
+
+
+def test_speedup_of_every_seed() -> None:
+    times = {("base", 0): 10.0, ("base", 1): 20.0, ("fast", 0): 5.0, ("fast", 1): 16.0}
+    rows = [RUN | {"system": name, "seed": seed, "step_time_s": time} for (name, seed), time in times.items()]
+    one = results(steps=table("steps", *rows))
+    one = Result(**{**one.__dict__, "manifest": {"baseline": "base"}})
+    frame = seed_speedups(one, "").set_index(["system", "seed"])["speedup"]
+    assert frame.to_dict() == {("base", 0): 1.0, ("base", 1): 1.0, ("fast", 0): 2.0, ("fast", 1): 1.25}
+
+
+def test_share_of_responses_at_least_as_long() -> None:
+    curve = survival(np.array([1, 2, 2, 4]))
+    assert dict(zip(curve["tokens"], curve["share"], strict=True)) == {1: 1.0, 2: 0.75, 4: 0.25}
+    long = survival(np.arange(1, 5001))
+    assert len(long) <= 251
+    assert long["tokens"].iloc[-1] == 5000
+    assert long["share"].iloc[-1] == pytest.approx(1 / 5000)
+
+
+def test_systems_that_trained_on_the_same_lengths_are_one_line() -> None:
+    rows = [
+        RUN | {"system": name, "response_tokens": tokens, "trained": tokens != 9}
+        for name, lengths in (("a", (4, 8, 9)), ("b", (8, 4, 9)), ("c", (8, 8, 9)))
+        for tokens in lengths
+    ]
+    one = results(responses=table("responses", *rows))
+    groups = trained_lengths(Result(**{**one.__dict__, "manifest": {"systems": {"": ["a", "b", "c"]}}}), "")
+    assert [group.systems for group in groups] == [("a", "b"), ("c",)]
+    assert groups[0].tokens.tolist() == [4, 8]
+    assert groups[0].share_at(8) == 0.5
+
+
+def test_active_sequences_replicas_and_gpus() -> None:
+    responses = pd.DataFrame(
+        {"start_at": [0.0, 1.0, -5.0, 2.0, np.nan], "finish_at": [3.0, 4.0, 2.0, np.nan, np.nan]}
+    )  # the third was resumed, the fourth never finished, the last never began
+    at = np.array([0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert active_sequences(responses, 0.0, 5.0, at).tolist() == [2, 2, 3, 3, 2, 1, 0]
+    spans = table(
+        "spans",
+        span(0, 2, 0.0, 2.0, "decode", label="replica 0"),
+        span(4, 2, 0.0, 2.0, "decode", label="replica 0"),  # the same replica on a second run of GPUs
+        span(2, 2, 0.0, 4.0, "prefill", label="replica 1", tp=4),
+    )
+    assert active_replicas(spans, at).tolist() == [2, 2, 2, 1, 1, 0, 0]
+    by_tp = gpus_by_tp(spans, at)
+    assert by_tp[by_tp["tp"] == 2]["gpus"].tolist() == [4, 4, 4, 0, 0, 0, 0]
+    assert by_tp[by_tp["tp"] == 4]["gpus"].tolist() == [2, 2, 2, 2, 2, 0, 0]
+
+
+def test_generation_counts_from_its_begin() -> None:
+    one = results(
+        calls=table("calls", RUN | {"call": "generate", "kind": "generate", "start_at": 2.0, "end_at": 6.0}),
+        responses=table(
+            "responses", RUN | {"start_at": 2.0, "finish_at": 4.0}, RUN | {"start_at": 2.0, "finish_at": 6.0}
+        ),
+        spans=table("spans", span(0, 4, 2.0, 6.0, "decode", label="replica 0"), span(0, 4, 6.0, 9.0, "train")),
+        switches=table("switches", RUN | {"at": 3.0, "from_tp": 2, "to_tp": 4, "weights_s": 0.5, "kv_s": 0.25}),
+    )
+    shown = generation(one, CHOICE, "a", moments=5)
+    assert shown is not None
+    assert shown.duration_s == 4.0
+    assert shown.sequences["at_s"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert shown.sequences["active"].tolist() == [2, 2, 1, 1, 0]
+    assert shown.sequences["batch"].tolist()[:4] == [2.0, 2.0, 1.0, 1.0]
+    assert np.isnan(shown.sequences["batch"].iloc[4])
+    assert shown.switches[["at_s", "from_tp", "to_tp", "pause_s"]].values.tolist() == [[1.0, 2, 4, 0.75]]
+    assert generation(results(), CHOICE, "a") is None
+
+
+def test_labels_of_switches_do_not_overlap() -> None:
+    switches = pd.DataFrame({"at_s": [0.0, 0.5, 50.0, 51.0, 90.0], "text": ["1→2", "1→2", "2→4", "4→8", "8→4"]})
+    labels = switch_labels(switches, 1.0)
+    assert labels.values.tolist() == [[0.0, "1→2 ×2"], [50.0, "2 switches"], [90.0, "8→4"]]
+
+
+def test_timeline_by_gpu() -> None:
+    spans = table(
+        "spans",
+        span(0, 2, -1.0, 1.0, "decode"),  # begun in the step before
+        span(0, 2, 1.0, 3.0, "decode"),  # goes on: one mark
+        span(0, 2, 4.0, 5.0, "decode"),
+        span(1, 1, 4.0, 6.0, "judge", shared=True),
+        span(3, 1, 9.0, 11.0, "train"),  # ends in the step after
+    )
+    shown = gantt(results(spans=spans), CHOICE, "a", 4, 8)
+    marks = shown.marks.sort_values(["kind", "start_s"])
+    assert marks[["kind", "start_s", "end_s"]].values.tolist() == [
+        ["decode", 0.0, 3.0],
+        ["decode", 4.0, 5.0],
+        ["judge", 4.0, 6.0],
+        ["train", 9.0, 10.0],
+    ]
+    assert marks["what"].tolist() == ["GPU 0–1, TP 2", "GPU 0–1, TP 2", "GPU 1, TP 1", "GPU 3, TP 1"]
+    assert shown.marks["low"].round(2).min() == 0.06
+    assert shown.beside
+    assert not shown.resolution_s
+
+
+def test_marks_are_merged_only_as_far_as_needed() -> None:
+    many = [span(0, 1, i, i + 0.85, "decode", start_s=float(i), end_s=i + 0.85) for i in range(100)]
+    frame = pd.DataFrame(many).assign(label="", shared=False)
+    exact, bridged = merged(frame, 100.0, most=100)
+    assert (len(exact), bridged) == (100, 0.0)
+    fewer, bridged = merged(frame, 100.0, most=99)
+    assert len(fewer) == 1
+    assert 0.1 <= bridged < 0.3
+
+
+def test_timeline_by_groups_of_gpus() -> None:
+    spans = pd.DataFrame(
+        [
+            {"gpu": 0, "gpus": 12, "start_s": 0.0, "end_s": 4.0, "kind": "decode"},  # all of row 0, half of row 1
+            {"gpu": 12, "gpus": 4, "start_s": 3.0, "end_s": 4.0, "kind": "train"},  # half a bin of row 1
+        ]
+    )
+    marks = by_group(spans, [0, 8, 16], 8.0, bins=4)
+    inside = marks.assign(low=(marks["low"] % 1 - 0.06) / 0.88, high=(marks["high"] % 1 - 0.06) / 0.88)
+    found = inside[["kind", "start_s", "end_s", "low", "high", "what"]].round(6).values.tolist()
+    assert found == [
+        ["decode", 0.0, 4.0, 0.0, 1.0, "100% of the row's GPUs"],
+        ["decode", 0.0, 4.0, 0.0, 0.5, "50% of the row's GPUs"],
+        ["train", 2.0, 4.0, 0.5, 0.75, "25% of the row's GPUs"],
+    ]
+
+
+def points(axes: dict[str, list[Any]], systems: tuple[str, ...] = ("verl", "pat", "other")) -> pd.DataFrame:
+    """A made-up sweep: `pat` is ahead where the first axis is large."""
+    grid = pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
+    rows = []
+    for number, point in enumerate(grid.to_dict("records")):
+        for order, system in enumerate(systems):
+            speedup = 1 + 0.1 * order * (number - 1)
+            more = {"speedup": speedup, "speedup_low": speedup - 0.05, "speedup_high": speedup + 0.05}
+            rows.append({**point, "system": system, "step_time_s": 100 / speedup, **more})
+    return pd.DataFrame(rows)
+
+
+def test_axes_of_a_sweep() -> None:
+    frame = points({"cap": [8192, 4096], "engine": ["vllm", "sglang"], "fixed": [1]})
+    assert varying(frame, ["cap", "engine", "fixed"]) == ["cap", "engine"]
+    with pytest.raises(ConfigError, match="no column for the axes nothing"):
+        varying(frame, ["nothing"])
+    assert levels(frame["cap"]) == ["4,096", "8,192"]
+    assert levels(frame["engine"]) == ["vllm", "sglang"]
+    assert [label(value) for value in (np.int64(8192), 0.125, True, None, "a")] == [
+        "8,192",
+        "0.125",
+        "true",
+        "none",
+        "a",
+    ]
+    assert is_grid(frame, ["cap", "engine"])
+    diagonal = pd.DataFrame({"x": range(9), "y": range(9)})
+    assert not is_grid(diagonal, ["x", "y"])
+
+
+def test_slices_and_best_systems_of_a_sweep() -> None:
+    frame = points({"cap": [1, 2], "prompts": [1, 2], "eta": [1.1, 1.2]})
+    parts = list(cut(frame, ["cap", "prompts", "eta"]))
+    assert [part.fixed for part in parts] == [{"eta": 1.1}, {"eta": 1.2}]
+    assert all(len(part.points) == 12 for part in parts)
+    best = best_systems(points({"cap": [1, 2, 3]}), ["cap"])
+    assert best[["cap", "system"]].values.tolist() == [[1, "verl"], [2, "verl"], [3, "other"]]
+    found = sweep_findings(points({"cap": [1, 2, 3]}), ["cap"], "verl")
+    assert found[0] == "Fastest at 3 points: verl in 2, other in 1."
+    assert found[1] == "The largest speedup over verl is 1.20: other at cap 3."
+
+
+@pytest.mark.parametrize(
+    ("axes", "charts"),
+    [
+        ({"cap <b>": [1024, 2048, 16384]}, {"sweep-speedup", "sweep-step-time"}),
+        ({"engine": ["a", "<i>b</i>"]}, {"sweep-speedup", "sweep-step-time"}),
+        ({"cap": [1, 2], "prompts": [8, 16], "eta": [1.1, 1.2]}, {"sweep-best-1", "sweep-map-1-2", "sweep-map-2-1"}),
+    ],
+)
+def test_charts_of_a_sweep_are_drawn(
+    axes: dict[str, list[Any]], charts: set[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("sweep")
+    frame = points(axes)
+    section = sweep_section(frame, list(axes), "verl")
+    page = Page("A sweep", "", sweep_findings(frame, list(axes), "verl"), (section,))
+    assert {figure.id for figure in page.figures} >= charts
+    page.write(folder / "page.html")
+    opened = open_page(folder / "page.html", folder / "browser")
+    assert opened.console == []
+    assert set(opened.charts()) == {figure.id for figure in page.figures}
+    assert opened.undrawn() == []
+
+
+def test_a_random_sweep_is_drawn_as_dots(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("random")
+    rng = np.random.default_rng(0)
+    frame = pd.concat([points({"cap": [int(c)], "eta": [float(e)]}) for c, e in rng.uniform(1, 900, (20, 2))])
+    page = Page("Dots", "", (), (sweep_section(frame, ["cap", "eta"], "verl"),))
+    page.write(folder / "page.html")
+    opened = open_page(folder / "page.html", folder / "browser")
+    assert (opened.console, opened.undrawn()) == ([], [])
+    assert [figure.id for figure in page.figures] == ["sweep-map-1", "sweep-map-2"]
+
+
+def test_table_of_a_sweep_is_cut_and_says_so() -> None:
+    frame = points({"cap": [1, 2, 3]})
+    whole, part = sweep_table(frame, ["cap"]), sweep_table(frame, ["cap"], most=4)
+    assert whole.headings == ("cap", "system", "step (s)", "speedup")
+    assert len(whole.rows) == 9
+    assert whole.rows[0] == ["1", "verl", "100.00", "1.000"]
+    assert (len(part.rows), part.caption) == (4, "Points of the sweep, the first 4 of 9 rows")
