@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from rlsim.sim.control import RolloutView as RolloutView
     from rlsim.sim.control import Stop as Stop
     from rlsim.sim.reward import RewardControl as RewardControl
+    from rlsim.sweeps.read import SweepResult as SweepResult
+    from rlsim.sweeps.read import read_sweep as read_sweep
+    from rlsim.sweeps.run import sweep as sweep
 
 _CONTROL = (
     "Abort",
@@ -55,8 +58,11 @@ _HOME = {
     "Rewiring": "rlsim.policies.parts",
     "RlsimError": "rlsim.errors",
     "Schema": "rlsim.schema",
+    "SweepResult": "rlsim.sweeps.read",
     "read_result": "rlsim.experiment.result",
+    "read_sweep": "rlsim.sweeps.read",
     "run": "rlsim.experiment.run",
+    "sweep": "rlsim.sweeps.run",
     **dict.fromkeys(_CONTROL, "rlsim.sim.control"),
 }
 __all__ = [
@@ -77,9 +83,12 @@ __all__ = [
     "RolloutView",
     "Schema",
     "Stop",
+    "SweepResult",
     "__version__",
     "read_result",
+    "read_sweep",
     "run",
+    "sweep",
 ]
 
 
