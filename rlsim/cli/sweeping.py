@@ -23,7 +23,9 @@ MOST_ROWS = 40
 
 
 def sweep(
-    file: Annotated[str, typer.Argument(help="Sweep file, or an experiment; or the name of one that ships with rlsim.")],
+    file: Annotated[
+        str, typer.Argument(help="Sweep file, or an experiment; or the name of one that ships with rlsim.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
     grid: Annotated[
         list[str] | None,
@@ -43,7 +45,9 @@ def sweep(
     ] = None,
     tables: Annotated[
         str | None,
-        typer.Option(help="Tables to keep beside the summary: steps,calls (default), responses, switches, spans; or all."),
+        typer.Option(
+            help="Tables to keep beside steps and summary: calls (default), responses, switches, spans; or all."
+        ),
     ] = None,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove results of points that the sweep does not have any more.")
@@ -115,7 +119,9 @@ def _progress(hidden: bool) -> Iterator[Progress | None]:
         task = bar.add_task("points", total=None)
 
         def update(done: int, total: int, failed: int) -> None:
-            bar.update(task, completed=done, total=total, description=f"points, {failed} failed" if failed else "points")
+            bar.update(
+                task, completed=done, total=total, description=f"points, {failed} failed" if failed else "points"
+            )
 
         yield update
 
@@ -179,7 +185,12 @@ def _print(found: SweepResult, definition: Definition) -> None:
         axes = [axis.name for axis in found.axes]
         names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
         shown = [
-            [*(_text(row[name]) for name in names), f"{row['step_time_s']:.1f}", f"{row['gen_time_s']:.1f}", _speedup(row)]
+            [
+                *(_text(row[name]) for name in names),
+                f"{row['step_time_s']:.1f}",
+                f"{row['gen_time_s']:.1f}",
+                _speedup(row),
+            ]
             for row in summary.to_dict("records")
         ]
         Console().print(_table([*names, "step s", "gen s", "speedup"], shown, left=len(names)))

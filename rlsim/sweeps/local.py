@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
@@ -23,7 +23,7 @@ from rlsim.sweeps.task import MOST_ATTEMPTS, Answer, Failed, Task
 POINTS_OF_A_WORKER = 100
 
 
-def run_locally(tasks: Sequence[Task], workers: int) -> Iterator[Answer]:
+def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, None]:
     """Run tasks in so many processes; answers come as they are ready.
 
     A task whose process dies is run again, and after `MOST_ATTEMPTS` the answer is that it failed. When the iterator
@@ -93,7 +93,7 @@ class _Worker:
             self.connection.send(task)
 
     def receive(self) -> Answer | None:
-        """What it has sent: an answer, or None if it has become ready or died. Raises `RlsimError` if it never started."""
+        """Its answer, or None if it has become ready or died; raises `RlsimError` if it never started."""
         try:
             result = self.connection.recv()
         except (EOFError, OSError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim import catalogue
-from rlsim.errors import ConfigError, RlsimError
+from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
 from rlsim.experiment.schema import Experiment
 from rlsim.schema import read_yaml, validate
@@ -71,7 +71,7 @@ def load_sweep(
     if seeds is not None:
         fixed["seeds"] = Value(seeds, OVERRIDDEN)
     every = settings_of(spec.axes, shown)
-    check_free({key: f"{shown}: set" for key in spec.set} | dict.fromkeys(pairs, "--set"), every)
+    check_free(dict.fromkeys(spec.set, f"{shown}: set") | dict.fromkeys(pairs, "--set"), every)
     if seeds is not None:
         check_free({"seeds": "--seeds"}, every)
     base = _experiment_of(data, fixed, inner)
@@ -109,9 +109,9 @@ def _find(path: Path) -> Path:
             return shipped[path.stem]
     if path.suffix or len(path.parts) > 1:
         return path  # reading it says what is wrong
-    from rlsim.errors import unknown_name
-
-    raise unknown_name("sweep or experiment", str(path), {**catalogue.names("sweeps"), **catalogue.names("experiments")})
+    raise unknown_name(
+        "sweep or experiment", str(path), {**catalogue.names("sweeps"), **catalogue.names("experiments")}
+    )
 
 
 def _experiment(spec: SweepSpec, shown: str, folder: Path) -> tuple[dict[str, Any], str, Path]:

@@ -39,7 +39,8 @@ class SweepResult:
     @property
     def points(self) -> pd.DataFrame:
         """One row per point, in the sweep's order: point, its axes, status (done, failed or missing), error."""
-        return self.points_table().to_pandas()
+        frame: pd.DataFrame = self.points_table().to_pandas()
+        return frame
 
     @property
     def failed(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -84,7 +84,7 @@ def run_definition(
         try:
             if progress:
                 progress(done, total, failed)
-            with closing(_answers(tasks, executor, workers, address, definition.folder)) as answers:
+            with closing(_answers(tasks, executor, workers, address)) as answers:
                 for answer in answers:
                     _keep(answer, store)
                     done += 1
@@ -98,12 +98,12 @@ def run_definition(
 
 
 def _answers(
-    tasks: Sequence[Task], executor: Executor, workers: int | None, address: str | None, folder: Path
-) -> Iterator[Answer]:
+    tasks: Sequence[Task], executor: Executor, workers: int | None, address: str | None
+) -> Generator[Answer, None, None]:
     if executor == "ray":
         from rlsim.sweeps.on_ray import run_on_ray
 
-        return run_on_ray(tasks, workers, address, folder)
+        return run_on_ray(tasks, workers, address)
     from rlsim.sweeps.local import run_locally
 
     return run_locally(tasks, workers or _cores())
@@ -129,7 +129,7 @@ def _kept_tables(wanted: Iterable[str] | None, store: Store) -> tuple[str, ...]:
     names = set(DEFAULT_TABLES if wanted is None and earlier is None else wanted or ())
     for name in names - set(COLUMNS):
         raise ConfigError(f"unknown table {name!r}; expected one of: {', '.join(COLUMNS)}")
-    names |= {*(earlier["tables"] if earlier else ()), "summary"}
+    names |= {*(earlier["tables"] if earlier else ()), "steps", "summary"}
     return tuple(name for name in COLUMNS if name in names)
 
 

@@ -1,7 +1,7 @@
 """The directory of a sweep: one Parquet file per table and point, each there whole or not at all.
 
     sweep.json                        the definition: experiment, points, axis columns
-    steps/point=p0123…/part.parquet   a table, one file per point; `summary` is written last: a point that has it is done
+    steps/point=p0123…/part.parquet   a table, a file for each point; one that has its `summary`, written last, is done
     failed/p0123….json                why a point has no results
     points.parquet                    one row per point: its axes, done or failed, the error
     log.jsonl                         when what ran for how long: the only file that differs from run to run

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from rlsim.errors import ConfigError, RlsimError
 
@@ -52,6 +52,10 @@ class Task:
         except Exception as error:  # a policy of the user's own may raise anything
             return Failed(f"{type(error).__name__}: {error}", _own_traceback(error))
 
+    def plain_config(self) -> dict[str, Any]:
+        """A copy of the resolved experiment, to be validated."""
+        return cast("dict[str, Any]", _copied(self.config))
+
     def _files(self) -> dict[str, bytes]:
         from rlsim.experiment.run import run_loaded
         from rlsim.experiment.schema import Experiment
@@ -59,7 +63,7 @@ class Task:
         from rlsim.sweeps.identity import inputs_of
         from rlsim.sweeps.tables import to_arrow, to_bytes, with_axes, with_record
 
-        experiment = validate(_copied(self.config), Experiment, self.shown)
+        experiment = validate(self.plain_config(), Experiment, self.shown)
         _check_same(self.inputs, inputs_of(experiment, self.shown, self.folder))
         result = run_loaded(experiment, self.shown, self.folder)
         record = self._record(result.manifest)
@@ -101,6 +105,5 @@ def _copied(value: Any) -> Any:
 
 def _own_traceback(error: Exception) -> str:
     """File, line and function of every call, innermost last; files by name, so that it is the same everywhere."""
-    return "\n".join(
-        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)
-    )
+    calls = traceback.extract_tb(error.__traceback__)
+    return "\n".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls)
