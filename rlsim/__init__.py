@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rlsim.comparison.compare import Comparison as Comparison
+    from rlsim.comparison.compare import compare as compare
     from rlsim.errors import RlsimError as RlsimError
     from rlsim.experiment.result import Result as Result
     from rlsim.experiment.result import read_result as read_result
@@ -52,6 +54,7 @@ _CONTROL = (
 )
 _HOME = {
     "Batching": "rlsim.sim.batching",
+    "Comparison": "rlsim.comparison.compare",
     "Composition": "rlsim.policies.parts",
     "Result": "rlsim.experiment.result",
     "RewardControl": "rlsim.sim.reward",
@@ -59,6 +62,7 @@ _HOME = {
     "RlsimError": "rlsim.errors",
     "Schema": "rlsim.schema",
     "SweepResult": "rlsim.sweeps.read",
+    "compare": "rlsim.comparison.compare",
     "read_result": "rlsim.experiment.result",
     "read_sweep": "rlsim.sweeps.read",
     "run": "rlsim.experiment.run",
@@ -68,6 +72,7 @@ _HOME = {
 __all__ = [
     "Abort",
     "Batching",
+    "Comparison",
     "Composition",
     "ControlContext",
     "Launch",
@@ -85,6 +90,7 @@ __all__ = [
     "Stop",
     "SweepResult",
     "__version__",
+    "compare",
     "read_result",
     "read_sweep",
     "run",

@@ -31,19 +31,19 @@ def columns_of(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> tup
     for key in keys:
         name = f"experiment.{key}" if key in _TAKEN else key
         unit, meaning = _described(key)
-        columns.append(AxisColumn(name, key, _dtype(_at(config, key) for config in configs), unit, meaning))
+        columns.append(AxisColumn(name, key, _dtype(value_at(config, key) for config in configs), unit, meaning))
     return tuple(columns)
 
 
 def resolved(config: Mapping[str, Any], column: AxisColumn) -> Any:
     """The value of an axis in a resolved experiment, as its column holds it; None if it is not there."""
-    value = _at(config, column.key)
+    value = value_at(config, column.key)
     if value is None or column.dtype != "string":
         return float(value) if column.dtype == "float64" and value is not None else value
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _at(config: Any, key: str) -> Any:
+def value_at(config: Any, key: str) -> Any:
     here = config
     for part in key.split("."):
         if isinstance(here, list) and part.isdigit() and int(part) < len(here):
