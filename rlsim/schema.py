@@ -10,7 +10,7 @@ import difflib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -167,12 +167,21 @@ def _position(data: Any, location: Sequence[int | str]) -> str:
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     fields = model
     for part in location:
-        info = fields.model_fields.get(str(part))
-        nested = info.annotation if info else None
-        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
+        if isinstance(part, int):
+            continue  # an element of a list of what was found
+        info = next((one for name, one in fields.model_fields.items() if part in (name, one.alias)), None)
+        nested = model_within(info.annotation) if info else None
+        if nested is None:
             return []
         fields = nested
-    return list(fields.model_fields)
+    return [info.alias or name for name, info in fields.model_fields.items()]
+
+
+def model_within(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds, alone, as an option or in a list; None if it holds none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(model_within, get_args(annotation))), None)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

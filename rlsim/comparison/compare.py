@@ -48,9 +48,9 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
 
     The table has a row for each run, point, case and system: `directory`, `point`, `case`, `system`, `tuned`; a column
     for every key in which the configurations differ; `seeds` (how many), `step_time_s`, `gen_time_s`, `gen_p90_time_s`
-    (means, s), `tokens_per_s`, `bubble_fraction`; `baseline` (what it is compared with), `is_baseline` (it is that
-    itself), `paired`; and for step, gen and gen_p90 `…_speedup`, `…_speedup_low`, `…_speedup_high` (baseline time / own, 95% interval) and
-    `…_difference_s` (own mean − baseline's, over the seeds that are compared).
+    (means, s), `tokens_per_s`, `bubble_fraction`; `baseline` (what it is compared with), `is_baseline` (with itself),
+    `paired`; and for step, gen and gen_p90 `…_speedup`, `…_speedup_low`, `…_speedup_high` (baseline time / own, 95%
+    interval) and `…_difference_s` (own mean − baseline's, over the seeds that are compared).
 
     Runs that saw the same responses are paired by seed; others are taken as independent samples (Welch), and a note
     says why. Raises `ConfigError` for a directory without results, `CatalogueError` for an unknown baseline.

@@ -112,7 +112,7 @@ def _of_sweep(folder: Path) -> Iterator[Run]:
 def _runs(
     directory: str, point: str, axes: Mapping[str, Any], manifest: Mapping[str, Any], steps: pd.DataFrame
 ) -> Iterator[Run]:
-    experiment = manifest["experiment"]
+    experiment = {**manifest["experiment"], "seeds": manifest["seeds"]}
     mine = dict(tuple(steps.groupby(["case", "system"], sort=False)))
     for case, systems in manifest["systems"].items():
         config = _with_case(experiment, experiment.get("cases", {}).get(case, {}))

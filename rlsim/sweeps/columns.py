@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from rlsim import units
 from rlsim.experiment.schema import Experiment
+from rlsim.schema import model_within
 from rlsim.sweeps.tables import COLUMNS, AxisColumn
 
 _UNITS: dict[Callable[..., Any], str] = {
@@ -44,6 +45,7 @@ def resolved(config: Mapping[str, Any], column: AxisColumn) -> Any:
 
 
 def value_at(config: Any, key: str) -> Any:
+    """The value at a key path of a resolved experiment; None if there is none."""
     here = config
     for part in key.split("."):
         if isinstance(here, list) and part.isdigit() and int(part) < len(here):
@@ -70,7 +72,7 @@ def _described(key: str) -> tuple[str, str]:
     model: type[BaseModel] = Experiment
     *path, last = key.split(".")
     for part in path:
-        inner = _model_of(model.model_fields[part].annotation) if part in model.model_fields else None
+        inner = model_within(model.model_fields[part].annotation) if part in model.model_fields else None
         if inner is None:
             return "", ""
         model = inner
@@ -78,11 +80,6 @@ def _described(key: str) -> tuple[str, str]:
     if field is None:
         return "", ""
     return _unit_of([*field.metadata, *_annotations(field.annotation)]), field.description or ""
-
-
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    options = (annotation, *get_args(annotation))
-    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _annotations(annotation: Any) -> list[Any]:

@@ -25,9 +25,9 @@ POINTS_OF_A_WORKER = 100
 def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) -> Generator[Answer, None, None]:
     """Run tasks in a Ray cluster, `workers` at a time (default: its CPUs); answers come as they are ready.
 
-    `address` is the cluster's (default: `RAY_ADDRESS`, else a Ray is started here and stopped at the end; one that
-    this process is connected to is used as it is). A task whose worker or node dies is run again, and after
-    `MOST_ATTEMPTS` the answer is that it failed. Raises `RlsimError` if Ray is missing or cannot be reached.
+    `address` is the cluster's (default: `RAY_ADDRESS`, else a Ray is started here and stopped at the end). A task
+    whose worker or node dies is run again, and after `MOST_ATTEMPTS` the answer is that it failed. Raises `RlsimError`
+    if Ray is missing or cannot be reached, or if this process is connected already.
     """
     if not tasks:
         return
