@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -20,6 +21,8 @@ from rlsim.sweeps.task import MOST_ATTEMPTS, Answer, Done, Failed, Task
 
 #: A worker process is replaced after so many points, so that memory it does not give back stays bounded.
 POINTS_OF_A_WORKER = 100
+#: How long a cluster's address may take to answer (s).
+CONNECT_S = 10.0
 
 
 def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) -> Generator[Answer, None, None]:
@@ -105,6 +108,7 @@ def _connected(ray: Any, address: str | None, staging: Path, tasks: Sequence[Tas
     environment = {"working_dir": str(staging), "env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}}
     if ray.is_initialized():
         raise ConfigError("this process is connected to a Ray cluster already; call ray.shutdown() first")
+    _check_reachable(address or os.environ.get("RAY_ADDRESS"))
     try:
         ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
@@ -113,3 +117,14 @@ def _connected(ray: Any, address: str | None, staging: Path, tasks: Sequence[Tas
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str | None) -> None:
+    """Raises `RlsimError` if nothing listens at `host:port`: Ray itself would go on trying for many minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # none, `auto` or `local`
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise RlsimError(f"cannot connect to Ray at {address}: {error.strerror or error}") from None
