@@ -6,9 +6,8 @@ import hashlib
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from functools import cache, lru_cache
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
-from rlsim.policies.registry import policy_names
+from rlsim.policies.registry import home_of
 
 #: Parts of rlsim that only start, store or show simulations.
 NO_PART_OF_RESULTS = ("cli", "sweeps", "comparison", "report", "validate", "calibrate", "data")
@@ -40,25 +39,31 @@ def config_of(experiment: Experiment) -> dict[str, Any]:
     return {**config, "seeds": list(experiment.seed_list)}
 
 
-def inputs_of(experiment: Experiment, shown: str, folder: Path) -> dict[str, str]:
+def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:
     """SHA-256 of everything that the experiment names: traces, models, calibrations, clusters, code, by what it is.
 
-    Checks on the way that all of it exists, in every case, and that the systems can be made. Raises `RlsimError`.
+    Checks on the way that all of it exists, in every case, and that the systems can be made. `known` keeps hashes for
+    the next experiment of the same folder. Raises `RlsimError`.
     """
+    known = {} if known is None else known
     found: dict[str, str] = {"rlsim": f"{__version__} {code_hash()}"}
+
+    def add(what: str, hash_of: Callable[..., str], *arguments: Any) -> None:
+        if what not in known:
+            known[what] = hash_of(*arguments)
+        found[what] = known[what]
+
     for _, case in cases_of(experiment, shown):
         reward = case.workflow.reward
-        models = [case.model, *case.models.values(), *([reward.judge.model] if reward.judge else [])]
         for name in traces_of(case):
-            path = find_trace(name, folder)
-            found[f"trace {name}"] = _file_hash(path, path.stat().st_mtime_ns, path.stat().st_size)
-        for name in models:
-            found[f"model {name}"] = _record_hash(find_model(name, folder).model_dump(mode="json", exclude={"source"}))
-        found[f"calibration {case.calibration}"] = _calibration_hash(case.calibration)
-        cluster = load_cluster(case.cluster, source=f"{shown}: cluster")
-        found[f"cluster {cluster.name}"] = _record_hash(cluster.model_dump(mode="json"))
+            add(f"trace {name}", _trace_hash, name, folder)
+        for name in [case.model, *case.models.values(), *([reward.judge.model] if reward.judge else [])]:
+            add(f"model {name}", _model_hash, name, folder)
+        add(f"calibration {case.calibration}", _calibration_hash, case.calibration)
+        cluster = case.cluster if isinstance(case.cluster, str) else json.dumps(case.cluster, sort_keys=True)
+        add(f"cluster {cluster}", _cluster_hash, case.cluster, f"{shown}: cluster")
         for module, file in modules_of(case, shown):
-            found[f"module {module}"] = _sha256(file.read_bytes())
+            add(f"module {module}", _file_hash, file)
     return dict(sorted(found.items()))
 
 
@@ -70,9 +75,8 @@ def traces_of(case: Experiment) -> tuple[str, ...]:
 
 def modules_of(case: Experiment, shown: str) -> Iterator[tuple[str, Path]]:
     """Modules outside rlsim that define a system's parts or the workflow: name and file."""
-    known = policy_names()
     parts = [part.policy for spec in parse_systems(case.systems, shown) for part in spec.parts]
-    for name in dict.fromkeys([*(known.get(part, part) for part in parts), case.workflow.algorithm]):
+    for name in dict.fromkeys([*map(home_of, parts), case.workflow.algorithm]):
         module, colon, _ = name.partition(":")
         if colon and module.partition(".")[0] != "rlsim":
             try:
@@ -95,25 +99,29 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that compute and write results."""
-    names = ("numpy", "pandas", "pyarrow", "scipy", "simpy")
-    return {"python": ".".join(map(str, sys.version_info[:3])), **{name: version(name) for name in names}}
+def _trace_hash(name: str, folder: Path) -> str:
+    return _file_hash(find_trace(name, folder))
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _model_hash(name: str, folder: Path) -> str:
+    return _record_hash(find_model(name, folder).model_dump(mode="json", exclude={"source"}))
+
+
+def _calibration_hash(name: str) -> str:
+    return _record_hash(load_calibration(name).model_dump(mode="json"))
+
+
+def _cluster_hash(cluster: str | Mapping[str, Any], source: str) -> str:
+    return _record_hash(load_cluster(cluster, source).model_dump(mode="json"))
+
+
+def _file_hash(path: Path) -> str:
+    return _sha256(path.read_bytes())
 
 
 def _record_hash(record: Any) -> str:
     return _sha256(json.dumps(record, sort_keys=True).encode())
 
 
-@lru_cache(maxsize=64)
-def _calibration_hash(name: str) -> str:
-    return _record_hash(load_calibration(name).model_dump(mode="json"))
-
-
-@lru_cache(maxsize=256)
-def _file_hash(path: Path, modified_ns: int, size: int) -> str:  # noqa: ARG001 - a changed file is read again
-    return _sha256(path.read_bytes())
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -135,12 +135,13 @@ def _valid(
     """The experiment of every point and what it reads."""
     found: list[tuple[Experiment, dict[str, str]]] = []
     mistakes: dict[str, list[Settings]] = {}
+    known: dict[str, str] = {}
     for i, settings in enumerate(every):
         if progress:
             progress(i, len(every))
         try:
             experiment = _experiment_of(data, {**fixed, **settings}, inner)
-            found.append((experiment, inputs_of(experiment, inner, folder)))
+            found.append((experiment, inputs_of(experiment, inner, folder, known)))
         except RlsimError as error:
             for line in str(error).splitlines():
                 mistakes.setdefault(line, []).append(settings)
