@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rlsim.comparison.compare import Comparison as Comparison
+    from rlsim.comparison.compare import compare as compare
     from rlsim.errors import RlsimError as RlsimError
     from rlsim.experiment.result import Result as Result
     from rlsim.experiment.result import read_result as read_result
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from rlsim.sim.control import RolloutView as RolloutView
     from rlsim.sim.control import Stop as Stop
     from rlsim.sim.reward import RewardControl as RewardControl
+    from rlsim.sweeps.read import SweepResult as SweepResult
+    from rlsim.sweeps.read import read_sweep as read_sweep
+    from rlsim.sweeps.run import sweep as sweep
 
 _CONTROL = (
     "Abort",
@@ -50,20 +55,26 @@ _CONTROL = (
 )
 _HOME = {
     "Batching": "rlsim.sim.batching",
+    "Comparison": "rlsim.comparison.compare",
     "Composition": "rlsim.policies.parts",
     "Result": "rlsim.experiment.result",
     "RewardControl": "rlsim.sim.reward",
     "Rewiring": "rlsim.policies.parts",
     "RlsimError": "rlsim.errors",
     "Schema": "rlsim.schema",
+    "SweepResult": "rlsim.sweeps.read",
+    "compare": "rlsim.comparison.compare",
     "read_result": "rlsim.experiment.result",
+    "read_sweep": "rlsim.sweeps.read",
     "run": "rlsim.experiment.run",
+    "sweep": "rlsim.sweeps.run",
     "write_report": "rlsim.report.write",
     **dict.fromkeys(_CONTROL, "rlsim.sim.control"),
 }
 __all__ = [
     "Abort",
     "Batching",
+    "Comparison",
     "Composition",
     "ControlContext",
     "Launch",
@@ -79,9 +90,13 @@ __all__ = [
     "RolloutView",
     "Schema",
     "Stop",
+    "SweepResult",
     "__version__",
+    "compare",
     "read_result",
+    "read_sweep",
     "run",
+    "sweep",
     "write_report",
 ]
 

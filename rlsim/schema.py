@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -58,10 +58,10 @@ def load(path: Path, model: type[S]) -> S:
     return validate(read_yaml(path), model, source=str(path))
 
 
-def validate(data: Any, model: type[S], source: str = "", elsewhere: Collection[str] = ()) -> S:
+def validate(data: Any, model: type[S], source: str = "", elsewhere: Mapping[str, str] | None = None) -> S:
     """`data` (plain or with ruamel.yaml's line numbers) as `model`; raises `ConfigError` with every mistake in it.
 
-    `elsewhere`: key paths whose values are not from the file `source`, so that its lines say nothing about them.
+    `elsewhere`: key paths whose values are not from the file `source`, and where each is from, for messages.
     """
     try:
         return model.model_validate(data)
@@ -70,7 +70,7 @@ def validate(data: Any, model: type[S], source: str = "", elsewhere: Collection[
 
 
 def describe_errors(
-    error: ValidationError, data: Any, model: type[BaseModel], source: str, elsewhere: Collection[str] = ()
+    error: ValidationError, data: Any, model: type[BaseModel], source: str, elsewhere: Mapping[str, str] | None = None
 ) -> list[str]:
     """One line per mistake: `file:line:column: key.path: what was expected`."""
     messages: dict[tuple[int | str, ...], list[str]] = {}
@@ -90,10 +90,8 @@ def describe_errors(
         if any(other[: len(location)] == location and other != location for other in messages):
             continue  # one form of a value failed as a whole, another within: the latter says where
         key = ".".join(str(part) for part in location)
-        if any(f"{key}.".startswith(f"{other}.") for other in elsewhere):
-            prefix = "as overridden"
-        else:
-            prefix = ":".join(part for part in (source, _position(data, location)) if part)
+        origins = (where for other, where in (elsewhere or {}).items() if f"{key}.".startswith(f"{other}."))
+        prefix = next(origins, None) or ":".join(part for part in (source, _position(data, location)) if part)
         message = " or ".join([found[0], *(text.removeprefix("Input should be ") for text in found[1:])])
         if location in got:
             message += f" (got {_shown(got[location])})"
@@ -169,12 +167,21 @@ def _position(data: Any, location: Sequence[int | str]) -> str:
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
     fields = model
     for part in location:
-        info = fields.model_fields.get(str(part))
-        nested = info.annotation if info else None
-        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
+        if isinstance(part, int):
+            continue  # an element of a list of what was found
+        info = next((one for name, one in fields.model_fields.items() if part in (name, one.alias)), None)
+        nested = model_within(info.annotation) if info else None
+        if nested is None:
             return []
         fields = nested
-    return list(fields.model_fields)
+    return [info.alias or name for name, info in fields.model_fields.items()]
+
+
+def model_within(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds, alone, as an option or in a list; None if it holds none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(model_within, get_args(annotation))), None)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

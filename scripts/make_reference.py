@@ -27,6 +27,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.hardware import Cluster
 from rlsim.policies.registry import BUILTIN, load_policy
 from rlsim.sim import control
+from rlsim.sweeps.schema import SweepSpec
 from rlsim.trace.fit import LengthFit
 from rlsim.trace.generate import Recipe
 from rlsim.trace.mixture import LengthModel
@@ -68,7 +69,7 @@ def _schema_tables(
     nested: dict[type[BaseModel], list[str]] = {}
     rows = []
     for name, field in model.model_fields.items():
-        key = prefix + name
+        key = prefix + (field.alias or name)
         inner, marker = _nested(field.annotation)
         if inner is not None and inner not in leave_out:
             nested.setdefault(inner, []).append(f"{key}{marker}")
@@ -76,7 +77,7 @@ def _schema_tables(
         if inner in leave_out:
             kind = f"`{inner.__name__}`"
         elif inner is not None:
-            kind = f"list of `{key}{marker}.…`" if marker else f"keys `{key}.…`"
+            kind = f"{'list of' if marker == '[]' else 'keys'} `{key}{marker}.…`"
         meaning = field.description or (_first_line(inner) if inner is not None else "")
         rows.append((f"`{key}`", kind, unit, _default(field, inner is not None), meaning))
     yield f"### {title}\n\n{_first_line(model)}\n\n" + _table(("key", "type", "unit", "default", "meaning"), rows)
@@ -91,7 +92,7 @@ def _nested(annotation: Any) -> tuple[type[BaseModel] | None, str]:
         return annotation, ""
     for inner in get_args(annotation):
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            return inner, "[]" if get_origin(annotation) is tuple else ""
+            return inner, {tuple: "[]", dict: ".*"}.get(get_origin(annotation), "")
     return None, ""
 
 
@@ -268,6 +269,7 @@ def _cell(text: str) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "experiment": lambda: schema_tables(Experiment, "The file"),
+    "sweep": lambda: schema_tables(SweepSpec, "The sweep file"),
     "cluster": lambda: schema_tables(Cluster, "A cluster spelled out"),
     "recipe": lambda: schema_tables(Recipe, "The recipe", leave_out=(LengthFit, LengthModel)),
     "policies": policies,

@@ -54,7 +54,7 @@ class Setup:
         named = experiment.trace.path or ()
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         judge = experiment.workflow.reward.judge
-        actor = _find_model(experiment.model, folder)
+        actor = find_model(experiment.model, folder)
         return cls(
             experiment,
             load_cluster(experiment.cluster, source=f"{shown}: cluster"),
@@ -62,8 +62,8 @@ class Setup:
             load_calibration(experiment.calibration),
             mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment),
             paths,
-            _by_role(actor, {role: _find_model(name, folder) for role, name in experiment.models.items()}),
-            _find_model(judge.model, folder) if judge else None,
+            _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
+            find_model(judge.model, folder) if judge else None,
         )
 
     @cached_property
@@ -247,7 +247,7 @@ def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:
     return {r: m.model_copy(update=scalar) if r in ("critic", "reward") else m for r, m in models.items()}
 
 
-def _find_model(name: str, folder: Path) -> Model:
+def find_model(name: str, folder: Path) -> Model:
     """A model by its name in the catalogue, or its config.json (from the working directory or `folder`)."""
     if name.endswith(".json") and not Path(name).exists() and (folder / name).exists():
         name = str(folder / name)

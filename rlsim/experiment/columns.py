@@ -134,3 +134,26 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("shared", "bool", "", "it ran beside other work on the same GPUs"),
     ),
 }
+
+#: Columns of `Result.summary()`, one row per case and system; means are over steps and seeds.
+SUMMARY: tuple[Column, ...] = (
+    *_RUN[:2],
+    Column("step_time_s", "float64", "s", "mean step time"),
+    Column("gen_time_s", "float64", "s", "mean generation time"),
+    Column("gen_p90_time_s", "float64", "s", "mean time until 90% of the batch was there"),
+    Column("prep_time_s", "float64", "s", "mean time in which reward or log-prob calls ran and generation did not"),
+    Column("train_time_s", "float64", "s", "mean time in which training ran and none of those before did"),
+    Column("sync_time_s", "float64", "s", "mean time of new weights to the rollout engine"),
+    Column("step_time_s_half", "float64", "s", "half the 95% interval of step_time_s over seeds"),
+    Column("gen_time_s_half", "float64", "s", "half the 95% interval of gen_time_s over seeds"),
+    Column("speedup", "float64", "", "of the step over the baseline, geometric mean over seeds"),
+    Column("speedup_low", "float64", "", "lower end of its 95% interval; missing with one seed"),
+    Column("speedup_high", "float64", "", "upper end of its 95% interval; missing with one seed"),
+    Column("gen_speedup", "float64", "", "of generation over the baseline"),
+    Column("tokens_per_s", "float64", "tokens/s", "tokens trained on per second of step time"),
+    Column("bubble_fraction", "float64", "", "share of GPU time in which the GPU did nothing"),
+    Column("wasted_fraction", "float64", "", "share of the generated tokens that is not trained on"),
+    Column("switches", "float64", "", "changes of a node's degree per step"),
+    Column("switch_time_s", "float64", "s", "pauses of nodes for these changes, per step"),
+    Column("bound_share", "float64", "", "lower bound over generation time"),
+)

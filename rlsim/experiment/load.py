@@ -13,6 +13,9 @@ from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.schema import Experiment
 from rlsim.schema import read_yaml, validate
 
+#: Where a value is from that no file says, in messages.
+OVERRIDDEN = "as overridden"
+
 
 def load_experiment(
     source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()
@@ -23,17 +26,25 @@ def load_experiment(
     `key.path=value` texts, or a mapping of key paths to values. Raises `ConfigError` with file and line for anything
     that does not fit.
     """
-    if isinstance(source, Mapping):
-        data, shown, folder = _copied(source), "experiment", Path.cwd()
-    else:
-        path = _find(Path(source))
-        data, shown, folder = read_yaml(path), str(source), path.resolve().parent
-    if not isinstance(data, dict):
-        raise ConfigError(f"{shown}: expected a mapping of keys to values")
+    data, shown, folder = read_experiment(source)
     pairs = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     for key, value in pairs.items():
         set_path(data, key, value, "--set ")
-    return validate(data, Experiment, shown, elsewhere=pairs), shown, folder
+    return validate(data, Experiment, shown, elsewhere=dict.fromkeys(pairs, OVERRIDDEN)), shown, folder
+
+
+def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, Path]:
+    """The keys of an experiment as they are given, a name for it in messages, and the folder of its relative paths.
+
+    `source` is as in `load_experiment`. Raises `RlsimError` if there is no such file, or it is no mapping.
+    """
+    if isinstance(source, Mapping):
+        return _copied(source), "experiment", Path.cwd()
+    path = _find(Path(source))
+    data = read_yaml(path)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}: expected a mapping of keys to values")
+    return data, str(source), path.resolve().parent
 
 
 def with_settings(experiment: Experiment, settings: Mapping[str, Any], shown: str) -> Experiment:

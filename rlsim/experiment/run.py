@@ -52,7 +52,17 @@ def run(
         check_target(out)  # before the work, not after it
     if seeds is not None:
         experiment = with_settings(experiment, {"seeds": seeds}, shown)
-    cases = [_Case(name, case, folder, shown) for name, case in _cases(experiment, shown)]
+    result = run_loaded(experiment, shown, folder, strict=strict, progress=progress)
+    if out is not None:
+        result.write(out)
+    return result
+
+
+def run_loaded(
+    experiment: Experiment, shown: str, folder: Path, *, strict: bool = False, progress: Progress | None = None
+) -> Result:
+    """Run an experiment as `load_experiment` gave it; the rest as in `run`."""
+    cases = [_Case(name, case, folder, shown) for name, case in cases_of(experiment, shown)]
     total = sum(len(case.pending()) for case in cases)
     done = 0
     collected: list[Frames] = []
@@ -70,13 +80,14 @@ def run(
     if not collected:
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
-    result = Result(**tables, manifest=_manifest(experiment, cases, collected))
-    if out is not None:
-        result.write(out)
-    return result
+    return Result(**tables, manifest=_manifest(experiment, cases, collected))
 
 
-def _cases(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
+def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
+    """Every case of an experiment with its settings, by name; the experiment itself under \"\" if it has none.
+
+    Raises `ConfigError` with file and line for settings that do not fit.
+    """
     if not experiment.cases:
         yield "", experiment
     for name, settings in experiment.cases.items():

@@ -43,7 +43,7 @@ def summarise(result: Result) -> pd.DataFrame:
         if baseline in result.manifest["systems"][case]:
             reference, own = by_seed.loc[(case, baseline)], by_seed.loc[(case, system)]
             ratios = reference / own.reindex(reference.index)
-            step, gen = (_mean_ratio(ratios[c].dropna().tolist()) for c in ("step_time_s", "gen_time_s"))
+            step, gen = (mean_ratio(ratios[c].dropna().tolist()) for c in ("step_time_s", "gen_time_s"))
         row["speedup"], row["speedup_low"], row["speedup_high"] = step
         row["gen_speedup"] = gen[0]
         row["tokens_per_s"] = float(mine["tokens"].sum() / mine["step_time_s"].sum())
@@ -69,7 +69,7 @@ def _half_interval(values: Sequence[float]) -> float:
     return float(quantile * np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
-def _mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
+def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Geometric mean and its interval (NaN with a single value; all NaN without any)."""
     if not ratios:
         return (float("nan"),) * 3

@@ -1,0 +1,161 @@
+"""`rlsim compare`."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.table import Table
+
+    from rlsim.comparison.compare import Comparison
+
+#: Settings after these are not printed one by one.
+MOST_GROUPS = 24
+PRINTED = Path("-")
+
+
+def compare(
+    directories: Annotated[list[str], typer.Argument(help="Directories that `rlsim run` or `rlsim sweep` wrote.")],
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="A system, one of the directories, DIRECTORY:SYSTEM, or KEY.PATH=VALUE of an axis."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything to this file; - prints it.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the run table to this file; - prints it.")] = None,
+) -> None:
+    """Compare runs and sweeps: one row per run, differences with 95% intervals, paired by seed where that is fair.
+
+    One directory is compared with its own baseline; several with the first of them, the same system each.
+
+    Example: rlsim compare results/before results/after --baseline verl-best
+    """
+    from rlsim.comparison.compare import compare as compare_directories
+    from rlsim.output import atomic_path, check_folder
+
+    for file in (json_file, csv):
+        if file is not None and file != PRINTED:
+            check_folder(file)
+    found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)
+    texts = []
+    if json_file is not None:
+        texts.append((json_file, json.dumps(found.as_json(), indent=2, ensure_ascii=False) + "\n"))
+    if csv is not None:
+        texts.append((csv, found.table.to_csv(index=False)))
+    for file, text in texts:
+        if file == PRINTED:
+            typer.echo(text, nl=False)
+        else:
+            with atomic_path(file) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+    if PRINTED not in (json_file, csv):
+        _print(found)
+
+
+def _print(found: Comparison) -> None:
+    from rich.console import Console
+
+    from rlsim.sweeps.differences import shown
+
+    letters = _letters(found)
+    console, plain = Console(), Console(soft_wrap=True, highlight=False, markup=False)
+    for directory, letter in letters.items():
+        plain.print(f"{letter} = {directory}")
+    for key, values in found.differences.items():
+        plain.print(f"{key}: " + "; ".join(f"{shown(value)} in {letters[where]}" for where, value in values.items()))
+    if letters:
+        plain.print()
+    groups = list(_groups(found))
+    for title, rows in groups[:MOST_GROUPS]:
+        if title:
+            plain.print(title, style="bold")
+        for table in _tables(rows, letters):
+            console.print(table)
+            console.print()
+    if len(groups) > MOST_GROUPS:
+        plain.print(f"{len(groups) - MOST_GROUPS} more settings: --csv or --json has them")
+    plain.print("step, gen and 90% by in the lower tables: baseline time / own, with 95% intervals over seeds")
+    if not found.table["paired"].all():
+        plain.print("* not paired by seed")
+    for note in found.notes:
+        plain.print(f"note: {note}", style="dim")
+
+
+def _letters(found: Comparison) -> dict[str, str]:
+    """Short names of the directories; none if there is one."""
+    directories = list(found.table["directory"].unique())
+    names = [*string.ascii_uppercase, *(f"D{i}" for i in range(len(directories)))]
+    return dict(zip(directories, names, strict=False)) if len(directories) > 1 else {}
+
+
+def _groups(found: Comparison) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Runs of the same case and settings, but for those in which whole directories differ."""
+    own = [key for key in found.settings if key not in found.differences]
+    keys = [*own, "case"]
+    texts = found.table[keys].map(_text)
+    for values, rows in found.table.groupby([texts[key] for key in keys], sort=False):
+        parts = [f"{key} {value}" for key, value in zip(own, values, strict=False) if value != "–"]
+        yield " · ".join([*parts, *([str(values[-1])] if values[-1] else [])]), rows
+
+
+def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
+    """The run table, and what each is compared with."""
+    from rich.table import Table
+
+    means, speedups = (Table(box=None, pad_edge=False, header_style="bold") for _ in range(2))
+    names = [*(["in"] if letters else []), "system"]
+    for table in (means, speedups):
+        for name in names:
+            table.add_column(name, overflow="fold")
+    means.columns[-1].min_width = 20
+    for heading in ("step s", "gen s", "90% by", "tokens/s", "bubble"):
+        means.add_column(heading, justify="right", no_wrap=True, min_width=7)
+    speedups.add_column("against", overflow="fold")
+    for heading in ("step", "gen", "90% by"):
+        speedups.add_column(heading, justify="right", no_wrap=True)
+    for row in rows.to_dict("records"):
+        tuned = f" ({row['tuned']})" if row["tuned"] else ""
+        where = [letters[row["directory"]]] if letters else []
+        times = (f"{row[name]:.1f}" for name in ("step_time_s", "gen_time_s", "gen_p90_time_s"))
+        rates = (f"{row['tokens_per_s']:,.0f}", f"{row['bubble_fraction']:.1%}")
+        means.add_row(*where, row["system"] + tuned, *times, *rates)
+        if row["baseline"] and not row["is_baseline"]:
+            star = "" if row["paired"] else "*"
+            cells = (_speedup(row, short) for short in ("step", "gen", "gen_p90"))
+            speedups.add_row(*where, row["system"], _against(row, letters) + star, *cells)
+    yield means
+    if speedups.row_count:
+        yield speedups
+
+
+def _against(row: dict[Any, Any], letters: dict[str, str]) -> str:
+    """In what the baseline differs."""
+    baseline = str(row["baseline"]).removesuffix(f":{row['system']}")
+    for directory, letter in letters.items():
+        if baseline == directory or baseline.startswith(f"{directory}:"):
+            return " ".join([letter, *filter(None, [baseline[len(directory) + 1 :]])])
+    return baseline
+
+
+def _speedup(row: dict[Any, Any], short: str) -> str:
+    value, low, high = (row[f"{short}_speedup{end}"] for end in ("", "_low", "_high"))
+    if value != value:
+        return "–"
+    return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low == low else "")
+
+
+def _text(value: Any) -> str:
+    from rlsim.sweeps.differences import shown
+
+    if value is None or value != value:
+        return "–"
+    broken = isinstance(value, float) and value != int(value)
+    return f"{value:.4g}" if broken else shown(int(value) if isinstance(value, float) else value, 30)

@@ -1,0 +1,220 @@
+"""`rlsim sweep`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlsim.sweeps.points import Definition
+    from rlsim.sweeps.read import SweepResult
+    from rlsim.sweeps.run import Progress
+
+#: More rows than these are left to `rlsim compare` and the tables.
+MOST_ROWS = 40
+
+
+def sweep(
+    file: Annotated[
+        str, typer.Argument(help="Sweep file, or an experiment; or the name of one that ships with rlsim.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--grid", metavar="KEY.PATH=[A, B]", help="Add an axis: every value with all others; repeatable."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a key of the experiment, at all points; repeatable."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes (default: one a core); with ray: points at work at a time.")
+    ] = None,
+    executor: Annotated[str, typer.Option(help="local, or ray (needs rlsim[ray]).")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster (default: $RAY_ADDRESS, else one is started here).")
+    ] = None,
+    tables: Annotated[
+        str | None,
+        typer.Option(
+            help="Tables to keep beside steps and summary: calls (default), responses, switches, spans; or all."
+        ),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove results of points that the sweep does not have any more.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points; run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what became of every point as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
+) -> None:
+    """Run an experiment under many settings, on all cores; interrupted, the same command goes on.
+
+    A point that fails is recorded and the rest goes on; the exit code is 1 then.
+
+    Example: rlsim sweep pat_vs_static --grid "trace.cap=[4K, 8K]" --seeds 3 --out results/caps
+    """
+    from rlsim.experiment.load import parse_overrides
+    from rlsim.sweeps.points import load_sweep
+    from rlsim.sweeps.run import run_definition
+    from rlsim.sweeps.tables import COLUMNS
+
+    sys.path += [str(folder) for folder in (Path(file).resolve().parent, Path.cwd())]  # as `rlsim run` does
+    definition = load_sweep(file, overrides=settings or (), seeds=seeds, axes=parse_overrides(grid or ()))
+    if dry_run:
+        _list(definition, as_json)
+        return
+    target = out or Path("results") / definition.name
+    names = list(COLUMNS) if tables == "all" else tables.replace(" ", "").split(",") if tables else None
+    try:
+        with _progress(hidden=quiet or as_json) as progress:
+            found = run_definition(
+                definition,
+                target,
+                tables=names,
+                workers=workers,
+                executor=executor,  # type: ignore[arg-type]  # checked there
+                address=address,
+                prune=prune,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"rlsim: interrupted; what is done is in {target}, and the same command goes on", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps({"directory": str(target), "points": _plain(found)}, indent=2))
+    elif quiet:
+        typer.echo(str(target))
+    else:
+        _print(found, definition)
+    for line in _failures(found):
+        typer.echo(f"rlsim: {line}", err=True)
+    if found.failed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(hidden: bool) -> Iterator[Progress | None]:
+    """Points done and time left on standard error: a bar in a terminal, a line at every tenth otherwise."""
+    if hidden:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("points", total=None)
+
+        def update(done: int, total: int, failed: int) -> None:
+            bar.update(
+                task, completed=done, total=total, description=f"points, {failed} failed" if failed else "points"
+            )
+
+        yield update
+
+
+def _lines() -> Callable[[int, int, int], None]:
+    import time
+
+    begun, told, there = time.monotonic(), -1, -1
+
+    def update(done: int, total: int, failed: int) -> None:
+        nonlocal told, there
+        there = done if there < 0 else there  # from an earlier run
+        if 10 * done // total == told:
+            return
+        told = 10 * done // total
+        left_s = (time.monotonic() - begun) / (done - there) * (total - done) if done > there else float("nan")
+        left = f", {left_s:.0f} s left" if left_s > 0 else ""
+        typer.echo(f"{done} of {total} points{f', {failed} failed' if failed else ''}{left}", err=True)
+
+    return update
+
+
+def _plain(found: SweepResult) -> list[dict[str, Any]]:
+    return found.points_table().to_pylist()  # type: ignore[no-any-return]
+
+
+def _failures(found: SweepResult) -> Iterator[str]:
+    """One line for every distinct error."""
+    points: dict[str, list[str]] = {}
+    for point, error in found.failed.items():
+        points.setdefault(error, []).append(point)
+    for error, names in points.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"failed: {names[0]}{more}: {error}"
+
+
+def _list(definition: Definition, as_json: bool) -> None:
+    from rich.console import Console
+
+    axes = [axis.column.name for axis in definition.points[0].axes]
+    rows = [(point.name, *(axis.value for axis in point.axes)) for point in definition.points]
+    if as_json:
+        typer.echo(json.dumps([dict(zip(["point", *axes], row, strict=True)) for row in rows], indent=2))
+        return
+    console = Console(soft_wrap=True)
+    console.print(_table(["point", *axes], [[_text(value) for value in row] for row in rows]))
+    console.print(_counted(definition), highlight=False)
+
+
+def _counted(definition: Definition) -> str:
+    points, again = len(definition.points), definition.asked - len(definition.points)
+    return f"{points} points" + (f" ({again} more come out the same as others)" if again else "")
+
+
+def _print(found: SweepResult, definition: Definition) -> None:
+    """The summary of every point, if they are few."""
+    from rich.console import Console
+
+    summary = found.summary()
+    if 0 < len(summary) <= MOST_ROWS:
+        axes = [axis.name for axis in found.axes]
+        names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
+        shown = [
+            [
+                *(_text(row[name]) for name in names),
+                f"{row['step_time_s']:.1f}",
+                f"{row['gen_time_s']:.1f}",
+                _speedup(row),
+            ]
+            for row in summary.to_dict("records")
+        ]
+        Console().print(_table([*names, "step s", "gen s", "speedup"], shown, left=len(names)))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
+    console.print(f"next: rlsim compare {found.directory}")
+
+
+def _speedup(row: dict[Any, Any]) -> str:
+    value, low, high = row["speedup"], row["speedup_low"], row["speedup_high"]
+    interval = f" [{low:.2f}, {high:.2f}]" if low == low else ""
+    return f"{value:.2f}{interval}" if value == value else "–"
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,1 @@
+"""Comparing results: runs and sweeps as one table of runs, and differences with intervals."""

@@ -1,0 +1,74 @@
+"""Which run each is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlsim.comparison.runs import Run
+from rlsim.errors import unknown_name
+from rlsim.units import token_count
+
+
+class Baseline:
+    """The baseline as a user names it (see `rlsim.comparison.compare.compare`), found for each run.
+
+    Raises `CatalogueError` for one that no run has.
+    """
+
+    def __init__(self, runs: Sequence[Run], asked: str | None) -> None:
+        self._runs = runs
+        self.missing: list[str] = []  # runs without one
+        self._default = asked is None
+        self._directory = self._system = self._key = self._value = ""
+        directories = list(dict.fromkeys(run.directory for run in runs))
+        systems = list(dict.fromkeys(run.system for run in runs))
+        if asked is None:
+            self._directory = directories[0] if len(directories) > 1 else ""
+            return
+        directory, colon, system = asked.rpartition(":")
+        key, equals, value = asked.partition("=")
+        if asked in systems:
+            self._system = asked
+        elif asked.rstrip("/") in directories:
+            self._directory = asked.rstrip("/")
+        elif colon and directory.rstrip("/") in directories and system in systems:
+            self._directory, self._system = directory.rstrip("/"), system
+        elif equals and any(_is(run.axes.get(key), value) for run in runs):
+            self._key, self._value = key, value
+        else:
+            values = {f"{key}={value}" for run in runs for key, value in run.axes.items()}
+            raise unknown_name("baseline", asked, {*systems, *directories, *values})
+
+    def of(self, run: Run) -> Run | None:
+        """The run that `run` is compared with; None, and it is noted, if there is none, or not one alone."""
+        same_place = self._directory or run.directory
+        there = [one for one in self._runs if one.directory == same_place and self._matches(run, one)]
+        elsewhere = self._directory or self._key
+        wanted = [self._system or (run.system if elsewhere else run.baseline)]
+        if self._directory and self._default and there:
+            wanted.append(there[0].baseline)
+        for system in wanted:
+            found = [one for one in there if one.system == system]
+            if len(found) == 1:
+                return found[0]
+        self.missing.append(run.name)
+        return None
+
+    def _matches(self, run: Run, other: Run) -> bool:
+        """Whether they agree in the case and in the axes that both have, but for the one that is asked for."""
+        if self._key and not _is(other.axes.get(self._key), self._value):
+            return False
+        shared = (key for key in run.axes if key in other.axes and key != self._key)
+        same_case = run.case == other.case or not (run.case and other.case)
+        return same_case and all(run.axes[key] == other.axes[key] for key in shared)
+
+
+def _is(value: Any, text: str) -> bool:
+    """Whether a value is what a user writes, `4K` or `4096`."""
+    if str(value) == text:
+        return True
+    try:
+        return not isinstance(value, str) and value is not None and bool(value == token_count(text))
+    except ValueError:
+        return False

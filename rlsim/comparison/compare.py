@@ -1,0 +1,142 @@
+"""The run table: every run beside the one it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim.comparison.baseline import Baseline
+from rlsim.comparison.intervals import NONE, paired, unpaired, why_unpaired
+from rlsim.comparison.runs import Run, runs_in
+from rlsim.errors import ConfigError
+from rlsim.sweeps.columns import value_at
+from rlsim.sweeps.differences import differences
+
+#: Columns of the table beside those of settings; a setting of the same name is called `experiment.…`.
+OWN_COLUMNS = ("directory", "point", "case", "system", "tuned", "seeds", "baseline", "is_baseline", "paired")
+
+#: What is compared: step, generation, and the time to 90% of the batch, which no single long response decides.
+METRICS = {"step": "step_time_s", "gen": "gen_time_s", "gen_p90": "gen_p90_time_s"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs and their differences."""
+
+    table: pd.DataFrame  # see `compare`
+    settings: tuple[str, ...]  # columns of the table in which configurations differ
+    differences: Mapping[str, Mapping[str, Any]]  # key path -> directory -> value
+    notes: tuple[str, ...]  # what was not paired, and why
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values; missing numbers are null."""
+        rows = self.table.astype(object).where(self.table.notna(), None).to_dict("records")
+        return {"runs": rows, "differences": {k: dict(v) for k, v in self.differences.items()}, "notes": [*self.notes]}
+
+
+def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -> Comparison:
+    """Compare the systems of runs and sweeps, by the directories they were written to.
+
+    `baseline` says what each is compared with: a system (of the same directory and settings), one of the directories
+    (the same system and settings there), `DIRECTORY:SYSTEM`, or `KEY.PATH=VALUE` of an axis (the same system at the
+    point that differs in this alone). Default: with one directory its experiment's own baseline; with several the
+    first of them, and where that lacks a system, its own baseline.
+
+    The table has a row for each run, point, case and system: `directory`, `point`, `case`, `system`, `tuned`; a column
+    for every key in which the configurations differ; `seeds` (how many), `step_time_s`, `gen_time_s`, `gen_p90_time_s`
+    (means, s), `tokens_per_s`, `bubble_fraction`; `baseline` (what it is compared with), `is_baseline` (with itself),
+    `paired`; and for step, gen and gen_p90 `…_speedup`, `…_speedup_low`, `…_speedup_high` (baseline time / own, 95%
+    interval) and `…_difference_s` (own mean − baseline's, over the seeds that are compared).
+
+    Runs that saw the same responses are paired by seed; others are taken as independent samples (Welch), and a note
+    says why. Raises `ConfigError` for a directory without results, `CatalogueError` for an unknown baseline.
+    """
+    if not directories:
+        raise ConfigError("name at least one directory of results")
+    runs = [run for directory in dict.fromkeys(map(str, directories)) for run in runs_in(directory)]
+    choose = Baseline(runs, baseline)
+    axes = list(dict.fromkeys(key for run in runs for key in run.axes))
+    between = differences([run.settings for run in runs])
+    beside = [key for key in between if not any(f"{key}.".startswith(f"{axis}.") for axis in axes)]
+    rows, reasons = [], dict[str, list[str]]()
+    for i, run in enumerate(runs):
+        row: dict[str, Any] = {"directory": run.directory, "point": run.point, "case": run.case, "system": run.system}
+        row["tuned"] = run.tuned
+        row |= {_column(key): run.axes.get(key, value_at(run.config, key)) for key in axes}
+        row |= {_column(key): between[key][i] for key in beside}
+        row |= _means(run)
+        against = choose.of(run)
+        row["baseline"] = _called(against, run)
+        row |= _compared(run, against, reasons)
+        rows.append(row)
+    shown = tuple(map(_column, [*axes, *beside]))
+    return Comparison(pd.DataFrame(rows), shown, _by_directory(runs), tuple(_notes(reasons, choose.missing)))
+
+
+def _column(key: str) -> str:
+    return f"experiment.{key}" if key in OWN_COLUMNS else key
+
+
+def _called(baseline: Run | None, run: Run) -> str:
+    """How the table names what a run is compared with: by what differs."""
+    if baseline is None:
+        return ""
+    other = [f"{key}={value}" for key, value in baseline.axes.items() if value != run.axes.get(key, value)]
+    where = [baseline.directory] if baseline.directory != run.directory else []
+    return ":".join([*where, *other, baseline.system])
+
+
+def _means(run: Run) -> dict[str, Any]:
+    steps = run.steps
+    total_s = float(steps["step_time_s"].sum())
+    return {
+        "seeds": len(run.by_seed),
+        **{metric: float(steps[metric].mean()) for metric in METRICS.values()},
+        "tokens_per_s": float(steps["tokens"].sum()) / total_s,
+        "bubble_fraction": float((steps["bubble_fraction"] * steps["step_time_s"]).sum()) / total_s,
+    }
+
+
+def _compared(run: Run, against: Run | None, reasons: dict[str, list[str]]) -> dict[str, Any]:
+    why = why_unpaired(run, against) if against else ""
+    if against and why:
+        reasons.setdefault(why, []).append(f"{run.name} against {against.name}")
+    row: dict[str, Any] = {"is_baseline": against is run, "paired": against is not None and not why}
+    for short, metric in METRICS.items():
+        speedup, difference_s = NONE, float("nan")
+        if against:
+            speedup = unpaired(run, against, metric) if why else paired(run, against, metric)
+            own, theirs = run.by_seed[metric], against.by_seed[metric]
+            difference_s = float(own.mean() - theirs.mean()) if why else float((own - theirs).dropna().mean())
+        row |= {f"{short}_speedup": speedup.ratio, f"{short}_speedup_low": speedup.low}
+        row |= {f"{short}_speedup_high": speedup.high, f"{short}_difference_s": difference_s}
+    return row
+
+
+def _by_directory(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Keys in which the directories' experiments differ, cases and axes apart."""
+    first: dict[str, Run] = {}
+    for run in runs:
+        first.setdefault(run.directory, run)
+    axes = {name for run in runs for name in run.axes}
+    found = differences([run.config for run in first.values()])
+    return {
+        key: dict(zip(first, values, strict=True))
+        for key, values in found.items()
+        if key not in axes and key != "description"
+    }
+
+
+def _notes(reasons: Mapping[str, Sequence[str]], missing: Sequence[str]) -> list[str]:
+    notes = []
+    for why, pairs in reasons.items():
+        more = f" and {len(pairs) - 1} more" if len(pairs) > 1 else ""
+        notes.append(f"not paired ({why}): {pairs[0]}{more}; their intervals are Welch's, of independent samples")
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        notes.append(f"no baseline with the same settings: {missing[0]}{more}")
+    return notes

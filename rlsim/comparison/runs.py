@@ -1,0 +1,137 @@
+"""What is compared: every system of every case, of every run and every point of a sweep."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim.errors import ConfigError
+from rlsim.experiment.load import set_path
+from rlsim.experiment.result import MANIFEST
+from rlsim.sweeps.read import read_sweep
+from rlsim.sweeps.store import DEFINITION
+
+#: Columns of `steps` that are read.
+_COLUMNS = (
+    "case", "system", "seed", "step", "step_time_s", "gen_time_s", "gen_p90_time_s", "tokens", "response_tokens",
+    "wasted_tokens", "launched", "trained", "bubble_fraction",
+)  # fmt: skip
+#: Keys that say nothing about what a run does, or that other columns show.
+_NOT_SETTINGS = ("name", "description", "cases", "systems", "baseline", "seeds")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One system under one set of settings, with its steps of all seeds."""
+
+    directory: str
+    point: str  # of a sweep; empty for a run
+    axes: Mapping[str, Any]  # of a sweep: key path -> value
+    case: str
+    system: str
+    baseline: str  # of its experiment
+    config: Mapping[str, Any]  # the experiment with the case's settings
+    trace_hash: str
+    tuned: str  # what a tuned system came out as
+    steps: pd.DataFrame
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        settings = ", ".join(f"{key}={value}" for key, value in self.axes.items())
+        return " ".join(part for part in (self.directory, settings, self.case, self.system) if part)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its configuration without names, systems and seeds."""
+        return {key: value for key, value in self.config.items() if key not in _NOT_SETTINGS}
+
+    @cached_property
+    def by_seed(self) -> pd.DataFrame:
+        """Mean times of a step (s), by seed."""
+        return self.steps.groupby("seed")[["step_time_s", "gen_time_s", "gen_p90_time_s"]].mean()
+
+    @property
+    def workload(self) -> dict[str, Any]:
+        """What decides which responses a seed draws: two runs with the same workload see the same."""
+        trace, workflow = self.config["trace"], self.config["workflow"]
+        drawn = {"trace": self.trace_hash} | {f"trace.{key}": value for key, value in trace.items() if key != "path"}
+        algorithm = {"remax": "remax"}.get(workflow["algorithm"], "")  # its baselines are drawn as well
+        keys = ("prompts", "responses", "steps")
+        return drawn | {f"workflow.{key}": workflow[key] for key in keys} | {"workflow.algorithm": algorithm}
+
+    @cached_property
+    def plain_tokens(self) -> pd.Series:
+        """Response tokens by seed and step, where the step launched its batch and nothing else; else missing."""
+        workflow = self.config["workflow"]
+        batch = workflow["prompts"] * workflow["responses"]
+        steps = self.steps.set_index(["seed", "step"])
+        plain = (steps["launched"] == batch) & (steps["trained"] == batch) & (steps["wasted_tokens"] == 0)
+        return steps["response_tokens"].where(plain)
+
+
+def runs_in(directory: str | Path) -> list[Run]:
+    """Every run of a directory that `rlsim run` or `rlsim sweep` wrote; raises `ConfigError` if there is none."""
+    folder = Path(directory)
+    if (folder / DEFINITION).is_file():
+        found = list(_of_sweep(folder))
+    elif (folder / MANIFEST).is_file():
+        found = list(_of_run(folder))
+    else:
+        raise ConfigError(f"{folder} holds neither a run nor a sweep (no {MANIFEST}, no {DEFINITION})")
+    if not found:
+        raise ConfigError(f"{folder}: no point of the sweep is done")
+    return found
+
+
+def _of_run(folder: Path) -> Iterator[Run]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        steps = pd.read_parquet(folder / "steps.parquet", columns=list(_COLUMNS))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: the results are damaged: {error}") from None
+    yield from _runs(str(folder), "", {}, manifest, steps)
+
+
+def _of_sweep(folder: Path) -> Iterator[Run]:
+    sweep = read_sweep(folder)
+    steps = dict(tuple(sweep.table("steps", ["point", *_COLUMNS]).groupby("point", sort=False)))
+    for row in sweep.points.to_dict("records"):
+        if row["status"] == "done":
+            axes = {axis.key: _plain(row[axis.name]) for axis in sweep.axes}
+            yield from _runs(str(folder), row["point"], axes, sweep.record(row["point"]), steps[row["point"]])
+
+
+def _runs(
+    directory: str, point: str, axes: Mapping[str, Any], manifest: Mapping[str, Any], steps: pd.DataFrame
+) -> Iterator[Run]:
+    experiment = {**manifest["experiment"], "seeds": manifest["seeds"]}
+    mine = dict(tuple(steps.groupby(["case", "system"], sort=False)))
+    for case, systems in manifest["systems"].items():
+        config = _with_case(experiment, experiment.get("cases", {}).get(case, {}))
+        path, first = config["trace"].get("path"), experiment["trace"].get("path")
+        traced = manifest["hashes"]["trace"] if path == first else json.dumps(path)  # only the first one's is known
+        for system in systems:
+            tuned = manifest["tuned"].get(case, {}).get(system, "")
+            yield Run(
+                directory, point, axes, case, system, manifest["baseline"], config, traced, tuned, mine[case, system]
+            )
+
+
+def _with_case(experiment: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(dict(experiment))
+    for key, value in settings.items():
+        set_path(config, key, value)
+    return config
+
+
+def _plain(value: Any) -> Any:
+    """Missing as None."""
+    return None if pd.isna(value) else value

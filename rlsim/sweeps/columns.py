@@ -1,0 +1,92 @@
+"""The column of an axis: its name, type, unit and meaning, and its values, from the resolved experiments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+from rlsim import units
+from rlsim.experiment.schema import Experiment
+from rlsim.schema import model_within
+from rlsim.sweeps.tables import COLUMNS, AxisColumn
+
+_UNITS: dict[Callable[..., Any], str] = {
+    units.seconds: "s",
+    units.byte_count: "bytes",
+    units.bandwidth: "bytes/s",
+    units.flop_rate: "FLOP/s",
+    units.token_count: "tokens",
+}
+_TAKEN = {"point", *(column.name for columns in COLUMNS.values() for column in columns)}
+
+
+def columns_of(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> tuple[AxisColumn, ...]:
+    """The columns of the keys that a sweep sets, typed so that they hold the values of all its points.
+
+    A key that a table also has as a column (`model` in `calls`) is called `experiment.model`.
+    """
+    columns = []
+    for key in keys:
+        name = f"experiment.{key}" if key in _TAKEN else key
+        unit, meaning = _described(key)
+        columns.append(AxisColumn(name, key, _dtype(value_at(config, key) for config in configs), unit, meaning))
+    return tuple(columns)
+
+
+def resolved(config: Mapping[str, Any], column: AxisColumn) -> Any:
+    """The value of an axis in a resolved experiment, as its column holds it; None if it is not there."""
+    value = value_at(config, column.key)
+    if value is None or column.dtype != "string":
+        return float(value) if column.dtype == "float64" and value is not None else value
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value at a key path of a resolved experiment; None if there is none."""
+    here = config
+    for part in key.split("."):
+        if isinstance(here, list) and part.isdigit() and int(part) < len(here):
+            here = here[int(part)]
+        elif isinstance(here, Mapping):
+            here = here.get(part)
+        else:
+            return None
+    return here
+
+
+def _dtype(values: Iterable[Any]) -> str:
+    """The type that holds all values: mixed ones are text, and so are lists and mappings (JSON)."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {bool}:
+        return "bool"
+    if kinds == {int}:
+        return "int64"
+    return "float64" if kinds and kinds <= {int, float} else "string"
+
+
+def _described(key: str) -> tuple[str, str]:
+    """Unit and meaning of a key of an experiment; empty where the schema does not go."""
+    model: type[BaseModel] = Experiment
+    *path, last = key.split(".")
+    for part in path:
+        inner = model_within(model.model_fields[part].annotation) if part in model.model_fields else None
+        if inner is None:
+            return "", ""
+        model = inner
+    field = model.model_fields.get(last)
+    if field is None:
+        return "", ""
+    return _unit_of([*field.metadata, *_annotations(field.annotation)]), field.description or ""
+
+
+def _annotations(annotation: Any) -> list[Any]:
+    """Everything that is noted within a type, however nested."""
+    noted = list(get_args(annotation)[1:]) if get_origin(annotation) is Annotated else []
+    return noted + [item for inner in get_args(annotation) for item in _annotations(inner)]
+
+
+def _unit_of(notes: Iterable[Any]) -> str:
+    return next((_UNITS[note.func] for note in notes if getattr(note, "func", None) in _UNITS), "")

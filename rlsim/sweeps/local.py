@@ -1,0 +1,155 @@
+"""Points on the cores of this machine, in processes of our own, so that it is known whose work died with one.
+
+`concurrent.futures` breaks its whole pool when a process is killed, and does not say which work did it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
+
+from rlsim.errors import RlsimError
+from rlsim.sweeps.task import MOST_ATTEMPTS, Answer, Failed, Task
+
+#: A worker is replaced after so many points, so that memory it does not give back stays bounded.
+POINTS_OF_A_WORKER = 100
+
+
+def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, None]:
+    """Run tasks in so many processes; answers come as they are ready.
+
+    A task whose process dies is run again, and after `MOST_ATTEMPTS` the answer is that it failed. When the iterator
+    is closed, the processes are ended. Raises `RlsimError` if processes cannot be started.
+    """
+    context = multiprocessing.get_context("spawn")
+    waiting, deaths = deque(tasks), dict[str, int]()
+    pool = [_Worker(context) for _ in range(min(workers, len(tasks)))]
+    try:
+        while pool:
+            for connection in wait([worker.connection for worker in pool]):
+                worker = next(one for one in pool if one.connection is connection)
+                task = worker.task
+                answer = worker.receive()
+                if worker.dead and task is not None:
+                    deaths[task.point] = deaths.get(task.point, 0) + 1
+                    if deaths[task.point] < MOST_ATTEMPTS:
+                        waiting.append(task)
+                    else:
+                        answer = Answer(task, worker.obituary(deaths[task.point]), worker.elapsed_s)
+                if worker.spent:
+                    pool.remove(worker)
+                    worker.end()
+                    if waiting:
+                        pool.append(_Worker(context))
+                elif waiting:
+                    worker.send(waiting.popleft())  # before the answer is stored: it does not wait for the disk
+                else:
+                    pool.remove(worker)
+                    worker.end()
+                if answer is not None:
+                    yield answer
+    finally:
+        for worker in pool:
+            worker.end()
+
+
+class _Worker:
+    """A process and our end of the pipe to it. It says that it is ready, then answers each task that it is sent."""
+
+    def __init__(self, context: SpawnContext) -> None:
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        with _interrupts_ignored():  # the child inherits that: an interrupt is for the parent to handle
+            self._process.start()
+        theirs.close()
+        self.task: Task | None = None
+        self.dead = False
+        self._ready = False
+        self._answered = 0
+        self._sent_at = 0.0
+
+    @property
+    def spent(self) -> bool:
+        """Whether it takes no more tasks."""
+        return self.dead or self._answered >= POINTS_OF_A_WORKER
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since it was sent its task."""
+        return time.monotonic() - self._sent_at
+
+    def send(self, task: Task) -> None:
+        """Give it a task."""
+        self.task, self._sent_at = task, time.monotonic()
+        with suppress(OSError):  # it has died meanwhile: `receive` will find that out
+            self.connection.send(task)
+
+    def receive(self) -> Answer | None:
+        """Its answer, or None if it has become ready or died; raises `RlsimError` if it never started."""
+        try:
+            result = self.connection.recv()
+        except (EOFError, OSError):
+            self.dead = True
+            self._process.join()
+            if not self._ready and (self._process.exitcode or 0) > 0:
+                raise RlsimError(
+                    f"a worker process could not start (exit code {self._process.exitcode}); a script that calls "
+                    "rlsim.sweep does so under `if __name__ == '__main__':`"
+                ) from None
+            return None
+        task, self.task = self.task, None
+        if task is None:
+            self._ready = True
+            return None
+        self._answered += 1
+        return Answer(task, result, self.elapsed_s)
+
+    def obituary(self, deaths: int) -> Failed:
+        """That it died, and how."""
+        code = self._process.exitcode or 0
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        hint = " (out of memory?)" if code == -9 else ""
+        return Failed(f"its worker process {how}{hint}, {deaths} times")
+
+    def end(self) -> None:
+        """End the process; it has nothing to tidy up."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+def _serve(connection: Connection) -> None:
+    """A worker's life: take tasks and answer them. It ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    connection.send(None)
+    with suppress(EOFError, OSError):
+        while True:
+            connection.send(connection.recv().run())
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,187 @@
+"""Runs a sweep into a directory, going on from whatever is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal
+
+from rlsim import __version__
+from rlsim.errors import ConfigError
+from rlsim.sweeps.differences import differences, listed
+from rlsim.sweeps.points import Definition, Point, load_sweep
+from rlsim.sweeps.read import SweepResult, read_sweep
+from rlsim.sweeps.store import Store
+from rlsim.sweeps.tables import COLUMNS, DEFAULT_TABLES
+from rlsim.sweeps.task import Answer, Done, Task
+
+#: Called with (points done or failed, points in all, failed so far).
+Progress = Callable[[int, int, int], None]
+Executor = Literal["local", "ray"]
+
+
+def sweep(
+    source: str | Path | Mapping[str, Any],
+    *,
+    out: str | Path,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    seeds: int | None = None,
+    axes: Mapping[str, Sequence[Any]] | None = None,
+    tables: Iterable[str] | None = None,
+    workers: int | None = None,
+    executor: Executor = "local",
+    address: str | None = None,
+    prune: bool = False,
+    progress: Progress | None = None,
+) -> SweepResult:
+    """Run every point of a sweep into the directory `out`, going on from what is there.
+
+    `source`, `overrides`, `seeds` and `axes` are as in `load_sweep`. `tables` names the tables to keep (default: steps
+    and calls) beside the summary. `workers` is the number of processes (default: one a core), or with the executor
+    `ray` of points at work in the cluster at `address` (default: its CPUs). A point that fails is recorded, and the
+    others go on; run again, failed points are tried again. Points are named by content, so a definition that has
+    grown runs only what is new; `prune` removes points that it does not have any more. Raises `ConfigError` for a
+    mistake in the definition or a directory that holds other points, before anything runs.
+    """
+    return run_definition(
+        load_sweep(source, overrides=overrides, seeds=seeds, axes=axes),
+        Path(out),
+        tables=tables,
+        workers=workers,
+        executor=executor,
+        address=address,
+        prune=prune,
+        progress=progress,
+    )
+
+
+def run_definition(
+    definition: Definition,
+    out: Path,
+    *,
+    tables: Iterable[str] | None = None,
+    workers: int | None = None,
+    executor: Executor = "local",
+    address: str | None = None,
+    prune: bool = False,
+    progress: Progress | None = None,
+) -> SweepResult:
+    """Run a sweep that is loaded; the rest as in `sweep`."""
+    if executor not in ("local", "ray"):
+        raise ConfigError(f"unknown executor {executor!r}; expected local or ray")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers: expected 1 or more, got {workers}")
+    store = Store(out)
+    with store.locked():
+        kept = _kept_tables(tables, store)
+        _make_room(definition, store, prune)
+        store.write_definition(_described(definition, kept))
+        waiting = _waiting(definition.points, store, kept)
+        tasks = [_task(point, definition, kept) for point in waiting]
+        done, failed, total = len(definition.points) - len(tasks), 0, len(definition.points)
+        try:
+            if progress:
+                progress(done, total, failed)
+            with closing(_answers(tasks, executor, workers, address)) as answers:
+                for answer in answers:
+                    _keep(answer, store)
+                    done += 1
+                    failed += not isinstance(answer.result, Done)
+                    if progress:
+                        progress(done, total, failed)
+        finally:
+            found = read_sweep(out)
+            store.write_points(found.points_table())
+    return found
+
+
+def _answers(
+    tasks: Sequence[Task], executor: Executor, workers: int | None, address: str | None
+) -> Generator[Answer, None, None]:
+    if executor == "ray":
+        from rlsim.sweeps.on_ray import run_on_ray
+
+        return run_on_ray(tasks, workers, address)
+    from rlsim.sweeps.local import run_locally
+
+    return run_locally(tasks, workers or _cores())
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _keep(answer: Answer, store: Store) -> None:
+    point = answer.task.point
+    if isinstance(answer.result, Done):
+        store.put(point, answer.result.files)
+    else:
+        store.fail(point, answer.result)
+    store.log({"point": point, "done": isinstance(answer.result, Done), "elapsed_s": round(answer.elapsed_s, 3)})
+
+
+def _kept_tables(wanted: Iterable[str] | None, store: Store) -> tuple[str, ...]:
+    """The tables to keep: those asked for and those that the directory has, the summary last."""
+    earlier = store.definition()
+    names = set(DEFAULT_TABLES if wanted is None and earlier is None else wanted or ())
+    for name in names - set(COLUMNS):
+        raise ConfigError(f"unknown table {name!r}; expected one of: {', '.join(COLUMNS)}")
+    names |= {*(earlier["tables"] if earlier else ()), "steps", "summary"}
+    return tuple(name for name in COLUMNS if name in names)
+
+
+def _make_room(definition: Definition, store: Store, prune: bool) -> None:
+    """Refuse, or with `prune` remove, results of points that the definition does not have."""
+    own = {point.name for point in definition.points}
+    foreign = store.done() - own
+    for point in (store.unfinished() - own) | (foreign if prune else set()):
+        store.remove(point)
+    if foreign and not prune:
+        raise ConfigError(
+            f"{store.directory} holds {len(foreign)} points that this sweep does not have{_why(definition, store)}; "
+            "choose another directory, or --prune to remove them"
+        )
+
+
+def _why(definition: Definition, store: Store) -> str:
+    earlier = store.definition() or {}
+    if earlier.get("rlsim") != __version__:
+        return f": they are of rlsim {earlier.get('rlsim')}, this is {__version__}"
+    changed = differences([earlier.get("base", {}), definition.base])
+    if not changed and earlier.get("inputs") != _inputs(definition):
+        return ": what it reads has changed (trace, model, calibration or code)"
+    return f": {listed(changed)}" if changed else ""
+
+
+def _inputs(definition: Definition) -> dict[str, str]:
+    return {what: value for point in definition.points for what, value in point.inputs.items()}
+
+
+def _waiting(points: Sequence[Point], store: Store, tables: Sequence[str]) -> list[Point]:
+    """The points that are to be run. Those under other axis columns get the present ones, without a run."""
+    states = [(point, store.state(point, tables)) for point in points]
+    return [p for p, state in states if state == "missing" or (state == "restamp" and not store.restamp(p, tables))]
+
+
+def _described(definition: Definition, tables: Sequence[str]) -> dict[str, Any]:
+    """What `sweep.json` holds."""
+    axes = definition.points[0].axes
+    return {
+        "rlsim": __version__,
+        "name": definition.name,
+        "tables": list(tables),
+        "base": definition.base,
+        "inputs": dict(sorted(_inputs(definition).items())),
+        "axes": [axis.column._asdict() for axis in axes],
+        "points": [
+            {"point": point.name, "axes": {axis.column.name: axis.value for axis in point.axes}}
+            for point in definition.points
+        ],
+    }
+
+
+def _task(point: Point, definition: Definition, tables: tuple[str, ...]) -> Task:
+    return Task(point.name, point.config, point.inputs, point.axes, tables, definition.shown, definition.folder)

@@ -1,0 +1,109 @@
+"""The work of one point: what is sent to a worker, and what comes back."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from rlsim.errors import ConfigError, RlsimError
+
+#: A point whose worker dies is given up after so many.
+MOST_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Done:
+    """A point's tables as Parquet files, by name."""
+
+    files: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why a point has no results."""
+
+    error: str
+    details: str = ""  # where in the code, for a mistake in it
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything that a worker needs to know of a point; plain values, so that it can be sent anywhere."""
+
+    point: str
+    config: Mapping[str, Any]  # the resolved experiment
+    inputs: Mapping[str, str]  # hashes of what it reads
+    axes: tuple[Any, ...]  # of `tables.Axis`
+    tables: tuple[str, ...]
+    shown: str  # the experiment in messages
+    folder: Path  # where its relative paths begin
+
+    def run(self) -> Done | Failed:
+        """Simulate the point. Never raises: what goes wrong is the answer."""
+        try:
+            return Done(self._files())
+        except RlsimError as error:
+            return Failed(str(error))
+        except MemoryError:
+            return Failed("out of memory")
+        except Exception as error:  # a policy of the user's own may raise anything
+            return Failed(f"{type(error).__name__}: {error}", _own_traceback(error))
+
+    def plain_config(self) -> dict[str, Any]:
+        """A copy of the resolved experiment, to be validated."""
+        return cast("dict[str, Any]", _copied(self.config))
+
+    def _files(self) -> dict[str, bytes]:
+        from rlsim.experiment.run import run_loaded
+        from rlsim.experiment.schema import Experiment
+        from rlsim.schema import validate
+        from rlsim.sweeps.identity import inputs_of
+        from rlsim.sweeps.tables import to_arrow, to_bytes, with_axes, with_record
+
+        experiment = validate(self.plain_config(), Experiment, self.shown)
+        _check_same(self.inputs, inputs_of(experiment, self.shown, self.folder))
+        result = run_loaded(experiment, self.shown, self.folder)
+        record = self._record(result.manifest)
+        files = {}
+        for table in self.tables:
+            frame = result.summary() if table == "summary" else getattr(result, table)
+            rows = with_axes(with_record(to_arrow(frame, table), record), self.axes, table)
+            files[table] = to_bytes(rows)
+        return files
+
+    def _record(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """The manifest of the point, without what depends on where files lie."""
+        model = {key: value for key, value in manifest["model"].items() if key != "source"}
+        own = {"experiment": dict(self.config), "model": model, "inputs": dict(self.inputs)}
+        return {"point": self.point, **manifest, **own}
+
+
+class Answer(NamedTuple):
+    """What became of a task, and how long that took (s)."""
+
+    task: Task
+    result: Done | Failed
+    elapsed_s: float
+
+
+def _check_same(expected: Mapping[str, str], found: Mapping[str, str]) -> None:
+    changed = [what for what in expected if found.get(what) != expected[what]]
+    if changed:
+        raise ConfigError(
+            f"where this point ran, these are not what they were when the sweep began: {', '.join(changed)}"
+        )
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _own_traceback(error: Exception) -> str:
+    """File, line and function of every call, innermost last; files by name, so that it is the same everywhere."""
+    calls = traceback.extract_tb(error.__traceback__)
+    return "\n".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls)

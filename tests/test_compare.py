@@ -1,0 +1,213 @@
+"""The run table: what is compared with what, paired or not, and the figures against SciPy's own tests."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+import rlsim
+from rlsim.cli import main
+from rlsim.errors import CatalogueError, ConfigError
+from rlsim.sweeps import run as running
+from rlsim.sweeps.task import Answer
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "tiny",
+    "cluster": "8xh100",
+    "model": "llama-3.1-8b",
+    "calibration": "h100-vllm",
+    "trace": {"path": "rollpacker-math", "cap": "2K"},
+    "workflow": {"prompts": 4, "responses": 4, "steps": 2},
+    "systems": [{"verl": {"tp": [2, 8]}}],
+    "seeds": 4,
+}
+CASES = {"cases": {"short": {"trace.cap": 512}, "long": {}}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that differ in one thing each, and a sweep."""
+    folder = tmp_path_factory.mktemp("results")
+    changes: dict[str, dict[str, Any]] = {
+        "base": {},
+        "sglang": {"calibration": "h100-sglang"},
+        "fewer-seeds": {"seeds": [2, 3, 9]},
+        "other-seeds": {"seeds": [7, 8, 9]},
+        "capped": {"trace.cap": 1024},
+        "pat": {"systems": ["pat"]},
+        "tuned": {"systems": [{"verl": {"tp": ["best"]}}, {"verl": {"tp": [2]}}]},
+    }
+    for name, overrides in changes.items():
+        rlsim.run(EXPERIMENT, overrides=overrides, out=folder / name)
+    rlsim.run({**copy.deepcopy(EXPERIMENT), **CASES}, out=folder / "cases")
+    axes = [{"grid": {"memory_utilization": [0.5, 0.9], "seeds": [2]}}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_answers", lambda tasks, *_: (Answer(task, task.run(), 0.0) for task in tasks))
+        rlsim.sweep({"name": "s", "experiment": EXPERIMENT, "axes": axes}, out=folder / "sweep")
+    return folder
+
+
+def rows(found: rlsim.Comparison) -> pd.DataFrame:
+    frame = found.table.copy()
+    frame["directory"] = [Path(directory).name for directory in frame["directory"]]
+    return frame.set_index(["directory", "system"])
+
+
+def by_seed(folder: Path, system: str, metric: str) -> pd.Series:
+    steps = pd.read_parquet(folder / "steps.parquet")
+    return steps[steps["system"] == system].groupby("seed")[metric].mean()
+
+
+def test_one_directory_is_compared_with_its_own_baseline(results: Path) -> None:
+    found = rlsim.compare([results / "base"])
+    table, summary = found.table, rlsim.read_result(results / "base").summary()
+    assert list(table["baseline"]) == ["verl-tp2", "verl-tp2"]
+    assert list(table["is_baseline"]) == [True, False]
+    assert table["paired"].all()
+    for own, theirs in (("step_speedup", "speedup"), ("step_speedup_low", "speedup_low"), ("tokens_per_s",) * 2):
+        np.testing.assert_allclose(table[own], summary[theirs], rtol=1e-12)
+    assert found.settings == ()
+    assert found.differences == {}
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("short", ["step", "gen", "gen_p90"])
+def test_runs_of_the_same_responses_are_paired_by_seed(results: Path, short: str) -> None:
+    table = rows(rlsim.compare([results / "base", results / "sglang"]))
+    row = table.loc[("sglang", "verl-tp8")]
+    own, theirs = (by_seed(results / name, "verl-tp8", f"{short}_time_s") for name in ("sglang", "base"))
+    interval = stats.ttest_1samp(np.log(theirs / own), 0).confidence_interval()
+    assert row["paired"]
+    assert row[f"{short}_speedup"] == pytest.approx(stats.gmean(theirs / own), rel=1e-12)
+    assert row[f"{short}_speedup_low"] == pytest.approx(np.exp(interval.low), rel=1e-9)
+    assert row[f"{short}_speedup_high"] == pytest.approx(np.exp(interval.high), rel=1e-9)
+    assert row[f"{short}_difference_s"] == pytest.approx((own - theirs).mean(), rel=1e-9)
+    assert row["calibration"] == "h100-sglang"
+    assert row["baseline"].endswith("base:verl-tp8")
+
+
+def test_only_the_seeds_that_both_have_are_paired(results: Path) -> None:
+    row = rows(rlsim.compare([results / "base", results / "fewer-seeds"])).loc[("fewer-seeds", "verl-tp8")]
+    assert row["paired"]
+    assert row["step_speedup"] == pytest.approx(1, abs=1e-12)  # the same seeds gave the same times
+    assert row["step_difference_s"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [("capped", "trace.cap is 1024 against 2048"), ("other-seeds", "they have no seed in common")],
+)
+def test_other_responses_are_not_paired_and_it_says_so(results: Path, other: str, why: str) -> None:
+    found = rlsim.compare([results / "base", results / other])
+    row = rows(found).loc[(other, "verl-tp8")]
+    own, theirs = (by_seed(results / name, "verl-tp8", "gen_time_s") for name in (other, "base"))
+    interval = stats.ttest_ind(np.log(theirs), np.log(own), equal_var=False).confidence_interval()
+    assert not row["paired"]
+    assert row["gen_speedup"] == pytest.approx(stats.gmean(theirs) / stats.gmean(own), rel=1e-12)
+    assert row["gen_speedup_low"] == pytest.approx(np.exp(interval.low), rel=1e-9)
+    assert row["gen_speedup_high"] == pytest.approx(np.exp(interval.high), rel=1e-9)
+    assert any(note.startswith(f"not paired ({why})") and "Welch" in note for note in found.notes)
+
+
+def test_another_trace_or_a_draw_that_changed_is_not_paired(results: Path, tmp_path: Path) -> None:
+    manifest = json.loads((results / "base" / "manifest.json").read_text())
+    steps = pd.read_parquet(results / "base" / "steps.parquet")
+    for name, hashes, more in (("trace", {"trace": "other"}, 0), ("draw", manifest["hashes"], 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(json.dumps({**manifest, "hashes": hashes}))
+        changed = steps.assign(response_tokens=steps["response_tokens"] + more)
+        changed.to_parquet(tmp_path / name / "steps.parquet")
+    notes = rlsim.compare([results / "base", tmp_path / "trace"]).notes
+    assert "the traces differ" in notes[0]
+    notes = rlsim.compare([results / "base", tmp_path / "draw"]).notes
+    assert "the responses differ (seed 0, step 0: " in notes[0]
+
+
+def test_the_baseline_is_a_system_a_directory_or_both(results: Path) -> None:
+    pair = [results / "base", results / "pat"]
+    default = rows(rlsim.compare(pair))
+    assert default.loc[("pat", "pat"), "baseline"] == f"{results / 'base'}:verl-tp2"  # it has no pat: its own baseline
+    both = rows(rlsim.compare(pair, baseline=f"{results / 'base'}:verl-tp8"))
+    assert both.loc[("pat", "pat"), "baseline"] == f"{results / 'base'}:verl-tp8"
+    assert both.loc[("base", "verl-tp2"), "baseline"] == "verl-tp8"
+    system = rlsim.compare(pair, baseline="verl-tp8")
+    assert rows(system).loc[("base", "verl-tp2"), "baseline"] == "verl-tp8"
+    assert rows(system).loc[("pat", "pat"), "baseline"] == ""
+    assert np.isnan(rows(system).loc[("pat", "pat"), "step_speedup"])
+    assert any(note.startswith("no baseline with the same settings: ") for note in system.notes)
+    directory = rows(rlsim.compare([results / "base", results / "sglang"], baseline=str(results / "sglang")))
+    assert directory.loc[("base", "verl-tp8"), "baseline"] == f"{results / 'sglang'}:verl-tp8"
+    with pytest.raises(CatalogueError, match="unknown baseline 'verl-tp88'; did you mean 'verl-tp8'"):
+        rlsim.compare(pair, baseline="verl-tp88")
+
+
+def test_points_of_a_sweep_are_rows_and_an_axis_can_be_the_baseline(results: Path) -> None:
+    found = rlsim.compare([results / "sweep"])
+    assert found.settings == ("memory_utilization", "experiment.seeds")
+    assert len(found.table) == 4
+    assert list(found.table["baseline"]) == ["verl-tp2"] * 4
+    axis = rlsim.compare([results / "sweep"], baseline="memory_utilization=0.9").table
+    assert list(axis["baseline"]) == [f"memory_utilization=0.9:verl-tp{tp}" for tp in (2, 8)] + ["verl-tp2", "verl-tp8"]
+    assert axis["paired"].all()
+    beside = rlsim.compare([results / "sweep", results / "base"], baseline=str(results / "base"))
+    assert list(beside.table["memory_utilization"]) == [0.5, 0.5, 0.9, 0.9, 0.9, 0.9]
+    assert (beside.table["baseline"] != "").all()
+
+
+def test_cases_and_tuned_systems(results: Path) -> None:
+    found = rlsim.compare([results / "cases"])
+    assert list(found.table["case"]) == ["short", "short", "long", "long"]
+    assert list(found.table["trace.cap"]) == [512, 512, 2048, 2048]
+    tuned = rlsim.compare([results / "tuned"]).table
+    assert list(tuned["tuned"]) == ["tp 8", ""]
+
+
+def test_keys_in_which_directories_differ(results: Path) -> None:
+    found = rlsim.compare([results / "base", results / "sglang", results / "capped"])
+    named = {key: [*values.values()] for key, values in found.differences.items()}
+    assert named == {
+        "calibration": ["h100-vllm", "h100-sglang", "h100-vllm"],
+        "trace.cap": [2048, 2048, 1024],
+    }
+
+
+def test_directories_without_results(results: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds neither a run nor a sweep"):
+        rlsim.compare([tmp_path])
+    with pytest.raises(ConfigError, match="at least one directory"):
+        rlsim.compare([])
+
+
+def test_the_command_line(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, other = str(results / "base"), str(results / "capped")
+    shown = _call(capsys, "compare", base, other)
+    assert f"A = {base}" in shown
+    assert "trace.cap: 2048 in A; 1024 in B" in shown
+    assert "* not paired by seed" in shown
+    written = json.loads(_call(capsys, "compare", base, other, "--json", "-"))
+    assert [run["trace.cap"] for run in written["runs"]] == [2048, 2048, 1024, 1024]
+    assert written["notes"]
+    assert _call(capsys, "compare", base, "--csv", str(tmp_path / "runs.csv"), "--json", str(tmp_path / "runs.json"))
+    table = pd.read_csv(tmp_path / "runs.csv")
+    assert list(table["system"]) == ["verl-tp2", "verl-tp8"]
+    assert json.loads((tmp_path / "runs.json").read_text())["runs"][1]["step_speedup"] == table["step_speedup"][1]
+
+
+def _call(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    before = sys.argv
+    sys.argv = ["rlsim", *arguments]
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        sys.argv = before
+    assert left.value.code == 0
+    return capsys.readouterr().out

@@ -1,0 +1,545 @@
+"""Sweeps: axes, points, the directory and what may happen to it, processes that die, and reading the results."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+import rlsim
+from rlsim.cli import main
+from rlsim.errors import CatalogueError, ConfigError, RlsimError
+from rlsim.experiment.columns import SUMMARY
+from rlsim.sweeps import run as running
+from rlsim.sweeps.axes import settings_of
+from rlsim.sweeps.points import Definition, load_sweep
+from rlsim.sweeps.schema import SweepSpec
+from rlsim.sweeps.store import LOCK, Store
+from rlsim.sweeps.task import Answer, Task
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "tiny",
+    "cluster": "8xh100",
+    "model": "llama-3.1-8b",
+    "calibration": "h100-vllm",
+    "trace": {"path": "rollpacker-math", "cap": 512},
+    "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+    "systems": [{"verl": {"tp": 8}}],
+    "seeds": 1,
+}
+
+
+def a_sweep(*axes: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    experiment = {**copy.deepcopy(EXPERIMENT), **changes}
+    return {"name": "small", "experiment": experiment, "axes": list(axes) or [{"grid": {"trace.cap": [256, 512]}}]}
+
+
+def values(*axes: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = SweepSpec.model_validate(a_sweep(*axes))
+    return [{key: value.value for key, value in point.items()} for point in settings_of(spec.axes, "s.yaml")]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file but the log and the lock."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in ("log.jsonl", LOCK))
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def ran(directory: Path) -> list[str]:
+    """The points that were run, in order, once for each time."""
+    log = directory / "log.jsonl"
+    return [json.loads(line)["point"] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points run in this process, for tests of what processes have no part in."""
+
+    def answers(tasks: Sequence[Task], *_: Any) -> Iterator[Answer]:
+        yield from (Answer(task, task.run(), 0.0) for task in tasks)
+
+    monkeypatch.setattr(running, "_answers", answers)
+
+
+# ------------------------------------------------------------------------------------------------------- the axes
+
+
+def test_grid_zip_list_and_random_make_every_combination() -> None:
+    found = values(
+        {"grid": {"a.x": [1, 2], "b": ["u"]}},
+        {"zip": {"c": [1, 2], "d": [3, 4]}},
+        {"list": [{"e": 1}, {"e": 2, "f": 3}]},
+    )
+    assert len(found) == 2 * 2 * 2
+    assert found[0] == {"a.x": 1, "b": "u", "c": 1, "d": 3, "e": 1}
+    assert found[1] == {"a.x": 1, "b": "u", "c": 1, "d": 3, "e": 2, "f": 3}
+    assert found[-1] == {"a.x": 2, "b": "u", "c": 2, "d": 4, "e": 2, "f": 3}
+
+
+def test_random_points_are_reproducible_and_grow_at_the_end() -> None:
+    keys = {
+        "u": {"uniform": [0.5, 1]},
+        "l": {"loguniform": [1, 1000]},
+        "i": {"int": ["1K", "2K"]},
+        "c": {"choice": ["p", "q"]},
+    }
+    few, many = (values({"random": {"points": n, "seed": 3, "keys": keys}}) for n in (5, 200))
+    assert many[:5] == few
+    assert values({"random": {"points": 5, "seed": 4, "keys": keys}}) != few
+    alone = values({"random": {"points": 5, "seed": 3, "keys": {"i": keys["i"]}}})
+    assert [point["i"] for point in alone] == [point["i"] for point in few]
+    frame = pd.DataFrame(many)
+    assert frame["u"].between(0.5, 1).all()
+    assert frame["l"].between(1, 1000).all()
+    assert 20 < frame["l"].median() < 50  # 10^1.5 = 32
+    assert set(frame["c"]) == {"p", "q"}
+    assert frame["i"].between(1024, 2048).all()
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ([{"zip": {"trace.cap": [1, 2], "seeds": [1]}}], "as many values of each"),
+        ([{"grid": {"trace.cap": 8}}], "trace.cap: expected a list of values"),
+        ([{"grid": {"trace.cap": []}}], "trace.cap: expected a list of values"),
+        ([{"grid": {}}], "expected keys"),
+        ([{"list": ["8K"]}], "expected settings such as"),
+        ([{"grid": {"seeds": [1]}, "zip": {"trace.cap": [1]}}], "one of grid, zip, list or random"),
+        ([{"random": {"points": 2, "keys": {"trace.cap": {"uniform": [2, 1]}}}}], "above the highest"),
+        ([{"random": {"points": 2, "keys": {"trace.cap": {"loguniform": [0, 1]}}}}], "above 0"),
+        ([{"random": {"points": 2, "keys": {"trace.cap": {}}}}], "give one of uniform"),
+        ([{"grids": {"trace.cap": [1]}}], "did you mean 'grid'?"),
+        ([{"grid": {"trace.cap": [1]}}, {"list": [{"trace": {"cap": 2, "fixed": 2}}]}], "two blocks set trace.cap"),
+    ],
+)
+def test_axes_that_make_no_sense_are_refused(axes: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(a_sweep(*axes))
+
+
+SWEEP_FILE = """\
+name: caps
+experiment: base.yaml
+axes:
+  - grid:
+      trace.cap: [256, lots, 512]
+      workflow.prompts: [2, 0]
+"""
+
+
+def test_every_mistake_of_every_point_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(json.dumps(EXPERIMENT), encoding="utf-8")
+    Path("caps.yaml").write_text(SWEEP_FILE, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_sweep("caps.yaml")
+    first, second = sorted(str(caught.value).splitlines())
+    assert first.startswith("caps.yaml:5:24: trace.cap: expected a length such as '24K', got 'lots' (2 of 6 points")
+    assert second.startswith("caps.yaml:6:29: workflow.prompts: Input should be greater than or equal to 1 (got 0)")
+    assert "3 of 6 points, such as trace.cap=256, workflow.prompts=0" in second
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ({"trace.cup": [1]}, "trace.cup: unknown key; did you mean 'cap'?"),
+        ({"model": ["llama-3.1-8b", "lama-3.1-8b"]}, "did you mean .llama-3.1-8b.* .1 of 2 points, such as model=lama"),
+        ({"trace.path": ["nowhere.parquet"]}, "no such file"),
+        ({"systems.0.verl.tpp": [1]}, "tpp: unknown key"),
+        ({"systems.4": ["pat"]}, "systems.4: there is no '4'"),
+        ({"calibration": ["h200-vlm"]}, "unknown calibration"),
+        ({"cluster": ["8xh1000"]}, "unknown cluster"),
+    ],
+)
+def test_points_that_cannot_be_are_found_before_anything_runs(axis: dict[str, Any], message: str) -> None:
+    with pytest.raises(RlsimError, match=message):
+        load_sweep(a_sweep({"grid": axis}))
+
+
+def test_nothing_overrules_an_axis_silently() -> None:
+    with pytest.raises(ConfigError, match=r"--set sets trace, which is an axis of the sweep \(trace.cap\)"):
+        load_sweep(a_sweep(), overrides={"trace": {"fixed": 3}})
+    with pytest.raises(ConfigError, match="--seeds sets seeds"):
+        load_sweep(a_sweep({"grid": {"seeds": [1, 2]}}), seeds=3)
+    with pytest.raises(ConfigError, match=r"case 'short' sets trace\.cap"):
+        load_sweep(a_sweep(cases={"short": {"trace.cap": 64}}))
+
+
+def test_an_experiment_is_a_sweep_of_one_point_until_axes_are_added() -> None:
+    assert len(load_sweep("pat_vs_static").points) == 1
+    found = load_sweep("pat_vs_static", seeds=2, overrides=["workflow.steps=1"], axes={"trace.cap": ["4K", "8K"]})
+    assert [[axis.value for axis in point.axes] for point in found.points] == [[4096], [8192]]
+    assert all(point.config["seeds"] == [0, 1] for point in found.points)
+    assert all(point.config["workflow"]["steps"] == 1 for point in found.points)
+    with pytest.raises(CatalogueError, match="did you mean 'pat_vs_static'"):
+        load_sweep("pat_vs_statics")
+
+
+def test_sweeps_that_ship_are_valid() -> None:
+    for name in rlsim.catalogue.names("sweeps"):
+        assert len(load_sweep(name).points) > 1
+
+
+# ----------------------------------------------------------------------------------------------- points and names
+
+
+def names(definition: Definition) -> list[str]:
+    return [point.name for point in definition.points]
+
+
+def test_points_are_named_by_what_decides_their_results(tmp_path: Path) -> None:
+    name = names(load_sweep(a_sweep()))
+    assert names(load_sweep(a_sweep(description="other words"))) == name
+    assert names(load_sweep(a_sweep({"grid": {"trace.cap": ["0.25K", "0.5K"]}}))) == name
+    assert names(load_sweep(a_sweep(seeds=[0]))) == name  # the seeds, not how they are written
+    assert names(load_sweep(a_sweep(seeds=2))) != name
+    assert names(load_sweep(a_sweep({"grid": {"trace.cap": [512, 256]}}))) == name[::-1]
+    trace = tmp_path / "mine.parquet"
+    shutil.copy(rlsim.catalogue.names("traces", ".parquet")["rollpacker-math"], trace)
+    before = names(load_sweep(a_sweep(trace={"path": str(trace), "cap": 512})))
+    shutil.copy(rlsim.catalogue.names("traces", ".parquet")["rollpacker-code"], trace)
+    assert names(load_sweep(a_sweep(trace={"path": str(trace), "cap": 512}))) != before
+
+
+POLICY = """\
+from rlsim.sim.control import RolloutControl
+
+class Mine(RolloutControl):
+    def initial_tp(self, context):
+        return {tp}
+"""
+
+
+def test_code_of_ones_own_is_part_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "mine_for_sweeps.py"
+    module.write_text(POLICY.format(tp=8), encoding="utf-8")
+    before = names(load_sweep(a_sweep(systems=["mine_for_sweeps:Mine"])))
+    module.write_text(POLICY.format(tp=4), encoding="utf-8")
+    assert names(load_sweep(a_sweep(systems=["mine_for_sweeps:Mine"]))) != before
+
+
+def test_points_that_come_out_the_same_are_one() -> None:
+    found = load_sweep(a_sweep({"grid": {"trace.cap": [256, "0.25K", 512]}}))
+    assert (found.asked, len(found.points)) == (3, 2)
+
+
+# ------------------------------------------------------------------------------------------------- what is written
+
+
+@pytest.mark.usefixtures("in_process")
+def test_tables_are_those_of_the_runs_with_axes_as_columns(tmp_path: Path) -> None:
+    axes = [{"grid": {"trace.cap": [256, 512], "model": ["llama-3.1-8b", "qwen2.5-7b"]}}]
+    found = rlsim.sweep(a_sweep(*axes, seeds=2, systems=["verl", "pat"]), out=tmp_path / "out", tables=["responses"])
+    assert found.definition["tables"] == ["steps", "responses", "summary"]
+    for (cap, model), rows in found.table("steps").groupby(["trace.cap", "experiment.model"], sort=False):
+        changes = {"trace.cap": cap, "model": model, "seeds": 2, "systems": ["verl", "pat"]}
+        alone = rlsim.run(EXPERIMENT, overrides=changes)
+        own = rows.drop(columns=["point", "trace.cap", "experiment.model"]).reset_index(drop=True)
+        pd.testing.assert_frame_equal(own, alone.steps, check_dtype=False)
+    assert list(found.summary().columns) == ["point", "trace.cap", "experiment.model", *(c.name for c in SUMMARY)]
+    assert list(found.points["status"]) == ["done"] * 4
+    assert found.table("steps", ["trace.cap", "gen_time_s"]).shape == (16, 3)
+    with pytest.raises(ConfigError, match="no table 'spans'; it kept: steps, responses, summary"):
+        found.table("spans")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_units_and_the_whole_configuration_are_in_every_file(tmp_path: Path) -> None:
+    found = rlsim.sweep(a_sweep(), out=tmp_path)
+    for table in found.definition["tables"]:
+        for path in tmp_path.glob(f"{table}/point=*/*.parquet"):
+            schema = pq.read_schema(path)
+            assert schema.field("trace.cap").metadata[b"unit"] == b"tokens"
+            assert b"maximum response length" in schema.field("trace.cap").metadata[b"meaning"]
+            assert all(schema.field(name).metadata[b"meaning"] for name in schema.names)
+    record = found.record(found.points["point"][0])
+    assert record["experiment"]["trace"]["cap"] == 256
+    assert record["experiment"]["training"]["micro_batch_tokens"] == 16384  # a default
+    assert set(record["inputs"]) >= {"trace rollpacker-math", "model llama-3.1-8b", "calibration h100-vllm", "rlsim"}
+    assert record["versions"]["pyarrow"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_columns_hold_the_values_of_all_points(tmp_path: Path) -> None:
+    axes = [
+        {"list": [{"memory_utilization": 0.5}, {"workflow.reward.workers": 4}]},
+        {"grid": {"systems": [["verl"], [{"verl": {"tp": 4}}]]}},
+    ]
+    points = rlsim.sweep(a_sweep(*axes), out=tmp_path).points
+    assert list(points["memory_utilization"]) == [0.5, 0.5, 0.9, 0.9]  # a default where a point does not set it
+    assert list(points["workflow.reward.workers"]) == [16, 16, 4, 4]
+    assert list(points["systems"])[:2] == ['["verl"]', '[{"verl": {"tp": 4}}]']
+
+
+def test_summary_columns_are_described() -> None:
+    assert [column.name for column in SUMMARY] == list(rlsim.run(EXPERIMENT).summary().columns)
+
+
+# ------------------------------------------------------------------------------------------ going on, and growing
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sweep of most tests below, by two processes."""
+    directory = tmp_path_factory.mktemp("sweep") / "two"
+    rlsim.sweep(a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}}), out=directory, workers=2)
+    return directory
+
+
+def test_one_and_two_workers_write_the_same_bytes(two_workers: Path, tmp_path: Path) -> None:
+    definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
+    rlsim.sweep(definition, out=tmp_path / "one", workers=1)
+    assert contents(tmp_path / "one") == contents(two_workers)
+    assert len(contents(two_workers)) == 3 * 4 + 2  # steps, calls and summary; sweep.json and points.parquet
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_grown_sweep_runs_only_what_is_new(two_workers: Path, tmp_path: Path) -> None:
+    grown = tmp_path / "grown"
+    shutil.copytree(two_workers, grown)
+    old = set(ran(grown))
+    # One more value, one more axis (the old points have its first value), and a column of another type.
+    axes = [
+        {"grid": {"trace.cap": [64, 128, 256], "workflow.prompts": [1, 2]}},
+        {"list": [{"memory_utilization": 0.9}]},
+    ]
+    rlsim.sweep(a_sweep(*axes), out=grown)
+    assert len(ran(grown)) == 6
+    assert set(ran(grown)[4:]).isdisjoint(old)
+    rlsim.sweep(a_sweep(*axes), out=tmp_path / "fresh")
+    assert contents(grown) == contents(tmp_path / "fresh")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_more_tables_run_the_points_again_and_fewer_keep_what_is_there(two_workers: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_workers, tmp_path / "more")
+    definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
+    rlsim.sweep(definition, out=tmp_path / "more", tables=["spans"])
+    assert len(ran(tmp_path / "more")) == 8
+    again = rlsim.sweep(definition, out=tmp_path / "more", tables=["calls"])
+    assert len(ran(tmp_path / "more")) == 8
+    assert again.definition["tables"] == ["steps", "calls", "spans", "summary"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_results_of_another_definition_are_never_mixed_in(two_workers: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    shutil.copytree(two_workers, target)
+    before = contents(target)
+    with pytest.raises(ConfigError, match=r"holds 4 points that this sweep does not have: workflow.steps 1 there, 2 h"):
+        rlsim.sweep(a_sweep(workflow={"prompts": 2, "responses": 2, "steps": 2}), out=target)
+    with pytest.raises(ConfigError, match=r"holds 3 points that this sweep does not have;"):
+        rlsim.sweep(a_sweep(), out=target)
+    assert contents(target) == before
+    rlsim.sweep(a_sweep(), out=target, prune=True)
+    assert len(ran(target)) == 5
+    rlsim.sweep(a_sweep(), out=tmp_path / "fresh")
+    assert contents(target) == contents(tmp_path / "fresh")
+
+
+def test_directories_of_something_else_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="exists and holds no sweep"):
+        rlsim.sweep(a_sweep(), out=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ConfigError, match="is a file"):
+        rlsim.sweep(a_sweep(), out=tmp_path / "thesis.tex")
+    with pytest.raises(ConfigError, match="holds no sweep"):
+        rlsim.read_sweep(tmp_path)
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with Store(tmp_path).locked(), pytest.raises(ConfigError, match="another process is running a sweep here"):
+        rlsim.sweep(a_sweep(), out=tmp_path)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_half_written_files_are_written_anew(two_workers: Path, tmp_path: Path) -> None:
+    target = tmp_path / "damaged"
+    shutil.copytree(two_workers, target)
+    parts = sorted(target.glob("summary/point=*"))
+    cut = parts[0] / "part.parquet"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    steps = target / "steps" / parts[1].name / "part.parquet"
+    steps.write_bytes(steps.read_bytes()[: steps.stat().st_size // 2])
+    (parts[2] / "part.parquet").unlink()  # killed between the tables
+    shutil.rmtree(target / "calls" / parts[3].name)
+    (target / ".tmp").mkdir()
+    (target / ".tmp" / "left over.parquet").write_bytes(b"PAR1")
+    definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
+    rlsim.sweep(definition, out=target)
+    assert sorted(ran(target)[4:]) == [part.name.removeprefix("point=") for part in parts[:4]]
+    assert contents(target) == contents(two_workers)
+
+
+# ------------------------------------------------------------------------------------------------- points that fail
+
+FAILING = {"grid": {"model": ["llama-3.1-8b", "llama-3-70b"], "trace.cap": [128, 256]}}  # 70B: not on one GPU
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_failing_point_is_recorded_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    path.write_text(json.dumps(a_sweep(FAILING, systems=[{"verl": {"tp": 1}}])), encoding="utf-8")
+    with pytest.raises(SystemExit) as left:
+        _call("sweep", str(path), "--out", str(out))
+    assert left.value.code == 1
+    shown = capsys.readouterr()
+    assert "2 failed" in shown.out
+    assert " and 1 more: " in shown.err
+    assert "GiB" in shown.err or "GB" in shown.err
+    found = rlsim.read_sweep(out)
+    assert list(found.points["status"]) == ["done", "done", "failed", "failed"]
+    assert len(found.summary()) == 2
+    assert set(found.failed) == set(found.points["point"][2:])
+    with pytest.raises(SystemExit):
+        _call("sweep", str(path), "--out", str(out), "-q")
+    assert len(ran(out)) == 6  # the failed ones again
+    smaller = {"grid": {"model": ["llama-3.1-8b"], "trace.cap": [128, 256]}}
+    rlsim.sweep(a_sweep(smaller, systems=[{"verl": {"tp": 1}}]), out=out)  # failures are in nobody's way
+    assert not list((out / "failed").iterdir())
+
+
+def _call(*arguments: str) -> None:
+    before = sys.argv
+    sys.argv = ["rlsim", *arguments]
+    try:
+        main()
+    finally:
+        sys.argv = before
+
+
+DEADLY = """\
+import os, signal
+from pathlib import Path
+from pydantic import BaseModel
+from rlsim.sim.control import RolloutControl
+
+class Deadly(BaseModel, RolloutControl):
+    tp: int = 8
+    lives: int = 1
+
+    def initial_tp(self, context):
+        found = len(list(Path({folder!r}).glob(f"died-{{self.tp}}-*")))
+        if found < self.lives:
+            (Path({folder!r}) / f"died-{{self.tp}}-{{found}}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.tp
+
+class Broken(RolloutControl):
+    def initial_tp(self, context):
+        raise KeyError("a mistake in the policy")
+"""
+
+
+def test_a_worker_that_dies_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "deadly_policy.py").write_text(DEADLY.format(folder=str(tmp_path)), encoding="utf-8")
+    systems = [
+        [{"deadly_policy:Deadly": {"tp": 8, "lives": 0}}],
+        [{"deadly_policy:Deadly": {"tp": 4, "lives": 1}}],
+        [{"deadly_policy:Deadly": {"tp": 2, "lives": 100}}],
+        ["deadly_policy:Broken"],
+    ]
+    found = rlsim.sweep(a_sweep({"grid": {"systems": systems}}), out=tmp_path / "out", workers=2)
+    assert list(found.points["status"]) == ["done", "done", "failed", "failed"]
+    assert len(list(tmp_path.glob("died-4-*"))) == 1
+    assert len(list(tmp_path.glob("died-2-*"))) == 3
+    killed, broken = found.failed.values()
+    assert killed == "its worker process was killed by signal 9 (out of memory?), 3 times"
+    assert broken == "KeyError: 'a mistake in the policy'"
+    failure = Store(tmp_path / "out").failure(found.points["point"][3])
+    assert failure is not None
+    assert failure.details.endswith("initial_tp")
+
+
+# ------------------------------------------------------------------------------------------ killed and interrupted
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """A sweep of ten points as a command."""
+    axes = {"grid": {"trace.cap": [100, 200, 300, 400, 500], "workflow.prompts": [1, 2]}}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(a_sweep(axes)), encoding="utf-8")
+    return [sys.executable, "-m", "rlsim", "sweep", str(tmp_path / "sweep.yaml"), "--workers", "2", "--out"]
+
+
+def _until(command: list[str], line: str, then: signal.Signals) -> tuple[int, str]:
+    """Run until such a line of progress, then send the process group a signal: exit code and the rest of stderr."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        for shown in process.stderr:
+            if shown.startswith(line):
+                os.killpg(process.pid, then)
+                break
+        rest = process.stderr.read()  # until the last of the group has gone
+    return process.returncode, rest
+
+
+def test_killed_and_continued_is_as_if_nothing_had_happened(command: list[str], tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    rlsim.sweep(tmp_path / "sweep.yaml", out=whole, workers=2)
+    for line in ("2 of 10", "6 of 10"):
+        code, _ = _until([*command, str(torn)], line, signal.SIGKILL)
+        assert code == -signal.SIGKILL
+        assert 0 < len(rlsim.read_sweep(torn).table("steps")) < 10
+    subprocess.run([*command, str(torn), "-q"], check=True, stdout=subprocess.DEVNULL)
+    assert contents(torn) == contents(whole)
+    assert not (torn / ".tmp").exists()
+    done = len(ran(torn))
+    assert 10 <= done <= 10 + 2 * 3  # at most what two processes and the writer had in hand is done twice
+
+
+def test_an_interrupt_ends_cleanly_and_keeps_what_is_done(command: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, rest = _until([*command, str(out)], "4 of 10", signal.SIGINT)
+    assert code == 130
+    assert f"interrupted; what is done is in {out}, and the same command goes on" in rest
+    assert "Traceback" not in rest
+    found = rlsim.read_sweep(out)
+    assert list(found.points["status"]).count("done") >= 4
+    assert pq.read_table(out / "points.parquet").num_rows == 10
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "tiny.yaml", str(tmp_path / "out")
+    path.write_text(json.dumps(EXPERIMENT), encoding="utf-8")
+    arguments = ["sweep", str(path), "--grid", "trace.cap=[128, 0.25K]", "--set", "workflow.prompts=1"]
+    for call, expected in {
+        "--dry-run": "2 points",
+        f"--out {out}": "2 points, 0 failed; results: ",
+        f"--out {out} --quiet": out,
+        f"--out {out} --json": '"status": "done"',
+        "--dry-run --json": '"trace.cap": 128',
+    }.items():
+        with pytest.raises(SystemExit) as left:
+            _call(*arguments, *call.split())
+        assert left.value.code == 0
+        assert expected in capsys.readouterr().out
+    assert len(ran(tmp_path / "out")) == 2
+    for wrong, message in {
+        "--tables stepps": "unknown table 'stepps'",
+        "--executor slurm": "expected local or ray",
+        "--grid trace.cup=[1]": "did you mean 'cap'?",
+        "--grid trace.cap=8": "expected a list of values",
+    }.items():
+        with pytest.raises(SystemExit) as left:
+            _call("sweep", str(path), "--out", out, *wrong.split())
+        assert left.value.code == 2
+        assert message in capsys.readouterr().err
