@@ -1,0 +1,363 @@
+"""rlsim beside AISimulate: the same batch rollouts of Qwen3-8B on H200, wall time and predicted makespan.
+
+    python benchmarks/peers.py --venv PATH                       # two minutes; PATH: where AISimulate is installed
+    python benchmarks/peers.py --venv PATH --page docs/peers.md  # and put the tables into the page
+    python benchmarks/peers.py --venv PATH --quick               # 64 and 128 responses, once each
+
+All requests arrive at once, 512-token prompts, lognormal lengths (median 2,000, sigma 0.9) capped at 16,384, seeded.
+Both tools: TP1, 8,192 batched tokens, 512 sequences, chunked prefill, pages of 64 tokens, requests dealt in turn.
+
+AISimulate prices GPU kernels alone, so the row `rlsim` does too; `rlsim, host time` adds what the calibration says the
+engine's host takes. `wall_s` is simulation in the process, database or calibration loaded (AISimulate's own
+`wall_time_ms`; building and running rlsim's simulation with nothing priced beforehand); `process_s` a whole process from
+start to end, file in and answer out. Both are medians; the tools take turns. The last line of output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from rollout import Lengths, simulation
+
+from rlsim import __version__
+from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.machine import Machine
+from rlsim.cost.step import Chunk
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+from rlsim.sim.request import EngineConfig
+from rlsim.sim.simulation import Simulation
+
+CAP_TOKENS, PROMPT_TOKENS = 16_384, 512
+ENGINE = EngineConfig(page_tokens=64, max_num_seqs=512, max_num_batched_tokens=8_192, chunked_prefill=True)
+STEPS = {
+    "decode": [(1, 1_000), (1, 16_000), (8, 8_000), (64, 2_000), (256, 1_000), (256, 3_000), (512, 1_000)],
+    "prefill": [(1, 512), (4, 512), (16, 512)],
+}
+HOW_TO = """AISimulate is not at {venv}. To put it there (Python 3.11 or later, 1.5 GB; PyPI has wheels of pre-releases only):
+
+    python3 -m venv {venv}
+    {venv}/bin/pip install --pre --only-binary aisimulate aisimulate
+"""
+CONFIGURATION = """
+traffic:
+  source: {type: trace, paths: [rollout.jsonl], format: mooncake, block_size: 512}
+  load: {type: trace_timestamps}
+engine:
+  mode: aggregated
+  model: Qwen/Qwen3-8B
+  hardware: h200_sxm
+  backend: vllm
+  workers:
+    aggregated:
+      context_length: 20000
+      parallelism: {tensor: 1, replicas: 1}
+      scheduler: {max_batched_tokens: 8192, max_sequences: 512}
+"""
+
+
+class Case(NamedTuple):
+    """One rollout."""
+
+    responses: int
+    replicas: int
+
+    @property
+    def name(self) -> str:
+        """As in the results."""
+        return f"{self.responses} responses, {self.replicas} replica{'s' if self.replicas > 1 else ''}"
+
+
+CASES = (Case(512, 1), Case(512, 8), Case(4_096, 1), Case(4_096, 8))
+QUICK = (Case(64, 1), Case(128, 8))
+
+
+class Answer(NamedTuple):
+    """What a tool says of a rollout, and how long it took over it."""
+
+    makespan_s: float
+    wall_s: float
+    process_s: float
+
+
+def draw(responses: int) -> list[int]:
+    """Response lengths in tokens."""
+    rng = np.random.default_rng(0)
+    return rng.lognormal(np.log(2_000), 0.9, responses).clip(1, CAP_TOKENS).astype(int).tolist()
+
+
+def write_requests(path: Path, lengths: Sequence[int]) -> None:
+    """The rollout as a trace in Mooncake's layout, which both tools read here."""
+    lines = (
+        {"request_id": f"r{i}", "timestamp": 0.0, "input_length": PROMPT_TOKENS, "output_length": n, "hash_ids": [i]}
+        for i, n in enumerate(lengths)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def read_requests(path: Path) -> Lengths:
+    """Prompt and response tokens of each."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [(line["input_length"], line["output_length"]) for line in lines]
+
+
+# ---- rlsim -----------------------------------------------------------------------------------------------------------
+
+
+def kernels_only(calibration: Calibration) -> Calibration:
+    """A calibration whose engine needs no time on the host."""
+    host = {"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0}
+    return calibration.model_copy(update={"host": calibration.host.model_copy(update=host)})
+
+
+def machine_of(calibration: Calibration) -> Machine:
+    """Qwen3-8B on H200, nothing priced yet."""
+    cluster, engine = load_cluster("8xh200"), ENGINE
+    return Machine(
+        load_model("qwen3-8b"),
+        cluster,
+        calibration,
+        page_tokens=engine.page_tokens,
+        max_batched_tokens=engine.max_num_batched_tokens,
+        max_sequences=engine.max_num_seqs,
+    )
+
+
+def rollout(calibration: Calibration, requests: Lengths, replicas: int, **changes: Any) -> Simulation:
+    """One generation stage, dealt in turn as AISimulate deals it; `changes` to the simulation."""
+    plain = simulation(machine_of(calibration), [requests], replicas)
+    return dataclasses.replace(plain, **{"config": ENGINE, "routing": "round_robin", **changes})
+
+
+def makespan_s(made: Simulation) -> float:
+    """When the last response is finished."""
+    return float(made.run().responses[0].finished_at.max())
+
+
+def variants() -> dict[str, tuple[Calibration, dict[str, Any]]]:
+    """rlsim as AISimulate is, and what else it models: by name, the calibration and what changes in the simulation."""
+    measured = load_calibration("h200-vllm")
+    plain = kernels_only(measured)
+    attention = plain.operators.decode_attention.model_copy(update={"skew": 0.0})
+    even = plain.model_copy(
+        update={"operators": plain.operators.model_copy(update={"decode_attention": attention})},
+    )
+    return {
+        "rlsim": (plain, {}),
+        "rlsim, host time": (measured, {}),
+        "rlsim, no skew of contexts": (even, {}),
+        "rlsim, contiguous shares": (plain, {"routing": "contiguous"}),
+        "rlsim, prefill apart": (plain, {"config": ENGINE.model_copy(update={"chunked_prefill": False})}),
+    }
+
+
+def run_rlsim(path: Path, case: Case, variant: str, repeats: int) -> Answer:
+    """In this process so many times, and once in one of its own."""
+    calibration, changes = variants()[variant]
+    requests, took, makespans = read_requests(path), [], set()
+    for _ in range(repeats):
+        gc.collect()
+        start = time.perf_counter()
+        makespans.add(makespan_s(rollout(calibration, requests, case.replicas, **changes)))
+        took.append(time.perf_counter() - start)
+    (answer,) = makespans
+    command = [sys.executable, __file__, "--simulate", str(path), "--replicas", str(case.replicas), "--as", variant]
+    start = time.perf_counter()
+    alone = subprocess.run(command, check=True, capture_output=True, text=True)
+    process_s = time.perf_counter() - start
+    if float(alone.stdout) != answer:
+        raise SystemExit(f"rlsim contradicts itself: {answer} s here, {alone.stdout.strip()} s in a process of its own")
+    return Answer(answer, median(took), process_s)
+
+
+# ---- AISimulate ------------------------------------------------------------------------------------------------------
+
+
+def run_aisimulate(venv: Path, path: Path, case: Case) -> Answer:
+    """Once, in a process of its own."""
+    configuration = path.parent / "aisimulate.yaml"
+    configuration.write_text(CONFIGURATION, encoding="utf-8")
+    out = path.parent / "aisimulate"
+    command = [
+        *(str(venv / "bin" / "aisimulate"), "predict", "-c", configuration.name, "--output-dir", out.name),
+        *("--overwrite", "--format", "json", "--set", f"engine.workers.aggregated.parallelism.replicas={case.replicas}"),
+    ]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
+    process_s = time.perf_counter() - start
+    if done.returncode:
+        raise SystemExit(f"aisimulate failed:\n{done.stderr[-2000:]}")
+    said = json.loads((out / "prediction.json").read_text(encoding="utf-8"))
+    if said["completed_requests"] != case.responses:
+        raise SystemExit(f"aisimulate finished {said['completed_requests']} of {case.responses} requests")
+    return Answer(said["duration_ms"] / 1e3, said["wall_time_ms"] / 1e3, process_s)
+
+
+def asked(venv: Path, code: str, *arguments: str) -> Any:
+    """What a script says when AISimulate's Python runs it."""
+    command = [str(venv / "bin" / "python"), code, *arguments]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def capacity_tokens(venv: Path, path: Path) -> int:
+    """KV-cache tokens of a replica of AISimulate."""
+    out = path.parent / "memory"
+    command = [
+        *(str(venv / "bin" / "aisimulate"), "predict", "-c", "aisimulate.yaml", "--output-dir", out.name),
+        *("--overwrite", "--detail", "memory"),
+    ]
+    subprocess.run(command, cwd=path.parent, check=True, capture_output=True)
+    said = json.loads((out / "prediction.json").read_text(encoding="utf-8"))
+    return int(said["memory_diagnostics"]["aggregated"]["total_kv_size_tokens"])
+
+
+def version(venv: Path) -> str:
+    """AISimulate's."""
+    code = "import importlib.metadata as m; print(m.version('aisimulate'))"
+    command = [str(venv / "bin" / "python"), "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+def measure(venv: Path, cases: Iterable[Case], folder: Path, repeats: int) -> list[dict[str, Any]]:
+    """A row per case and tool."""
+    rows = []
+    for case in cases:
+        path = folder / "rollout.jsonl"
+        write_requests(path, draw(case.responses))
+        answers: dict[str, list[Answer]] = {}
+        for _ in range(repeats):
+            answers.setdefault("aisimulate", []).append(run_aisimulate(venv, path, case))
+            for variant in variants():
+                answers.setdefault(variant, []).append(run_rlsim(path, case, variant, 3 * repeats))
+        for tool, said in answers.items():
+            wall_s, process_s = (median(one[i] for one in said) for i in (1, 2))
+            rows.append(
+                {
+                    "case": case.name,
+                    "tool": tool,
+                    "wall_s": round(wall_s, 5),
+                    "process_s": round(process_s, 3),
+                    "makespan_s": round(said[0].makespan_s, 3),
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def steps(venv: Path) -> list[dict[str, Any]]:
+    """Single engine steps as both price them."""
+    here = machine_of(kernels_only(load_calibration("h200-vllm"))).step(1)
+    price: dict[str, Callable[[int, int], float]] = {
+        "decode": lambda batch, context: here.decode(batch).step_s(batch * context),
+        "prefill": lambda batch, tokens: here.prefill_s([Chunk(tokens, 0)] * batch),
+    }
+    theirs = asked(venv, str(Path(__file__).with_name("aisimulate_steps.py")), json.dumps(STEPS))
+    return [
+        {"step": kind, "batch": batch, "context": context, "rlsim_s": price[kind](batch, context), "aisimulate_s": other}
+        for kind, points in STEPS.items()
+        for (batch, context), other in zip(points, theirs[kind], strict=True)
+    ]
+
+
+def tables(rows: list[dict[str, Any]], single: list[dict[str, Any]], capacities: tuple[int, int], peer: str) -> str:
+    """What the page shows."""
+    theirs = {row["case"]: row for row in rows if row["tool"] == "aisimulate"}
+    head = ("rollout", "tool", "makespan s", "against AISimulate", "simulation s", "faster", "process s", "faster")
+    lines = [
+        (
+            row["case"],
+            "AISimulate" if row["tool"] == "aisimulate" else row["tool"],
+            f"{row['makespan_s']:.1f}",
+            "" if row is other else f"{row['makespan_s'] / other['makespan_s'] - 1:+.1%}",
+            f"{row['wall_s']:.3g}",
+            "" if row is other else f"{other['wall_s'] / row['wall_s']:.0f}×",
+            f"{row['process_s']:.2f}",
+            "" if row is other else f"{other['process_s'] / row['process_s']:.1f}×",
+        )
+        for row in rows
+        for other in [theirs[row["case"]]]
+    ]
+    said = [
+        (
+            f"{one['step']}, batch {one['batch']}, {one['context']:,} tokens each",
+            f"{one['rlsim_s'] * 1e3:.1f}",
+            f"{one['aisimulate_s'] * 1e3:.1f}",
+            f"{one['rlsim_s'] / one['aisimulate_s'] - 1:+.1%}",
+        )
+        for one in single
+    ]
+    ours, their = capacities
+    said.append(("KV cache of a replica, tokens", f"{ours:,}", f"{their:,}", f"{ours / their - 1:+.1%}"))
+    day = datetime.now(UTC).date().isoformat()
+    return "\n\n".join(
+        [
+            f"Measured {day} on a machine with {os.cpu_count()} CPU cores: rlsim {__version__} (Python "
+            f"{sys.version_info.major}.{sys.version_info.minor}), AISimulate {peer}.",
+            _markdown(head, lines),
+            "Kernels of one step, milliseconds:",
+            _markdown(("step", "rlsim", "AISimulate", "difference"), said),
+        ]
+    )
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+
+
+def rewrite(page: Path, text: str) -> None:
+    """Put the tables between the page's marks."""
+    old = page.read_text(encoding="utf-8")
+    new = re.sub(r"(<!-- measured -->\n).*(<!-- end measured -->)", rf"\1\n{text}\n\n\2", old, flags=re.DOTALL)
+    page.write_text(new, encoding="utf-8")
+
+
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description="rlsim beside AISimulate.")
+    parser.add_argument("--venv", type=Path, help="virtual environment with AISimulate")
+    parser.add_argument("--quick", action="store_true", help="small rollouts, once each")
+    parser.add_argument("--repeats", type=int, default=3, help="medians of so many processes (3)")
+    parser.add_argument("--page", type=Path, help="Markdown page to put the tables into")
+    parser.add_argument("--simulate", type=Path, help="only simulate this file in rlsim and print the makespan")
+    parser.add_argument("--replicas", type=int, default=1, help="for --simulate")
+    parser.add_argument("--as", dest="variant", default="rlsim", help="for --simulate: which row of the table")
+    arguments = parser.parse_args()
+    if arguments.simulate:
+        calibration, changes = variants()[arguments.variant]
+        print(makespan_s(rollout(calibration, read_requests(arguments.simulate), arguments.replicas, **changes)))
+        return
+    venv = arguments.venv or Path("aisimulate-venv")
+    if not (venv / "bin" / "aisimulate").exists():
+        sys.exit(HOW_TO.format(venv=venv))
+    with tempfile.TemporaryDirectory() as scratch:
+        cases, repeats = (QUICK, 1) if arguments.quick else (CASES, arguments.repeats)
+        rows = measure(venv.absolute(), cases, Path(scratch), repeats)
+        capacity = capacity_tokens(venv.absolute(), Path(scratch) / "rollout.jsonl")
+    ours = machine_of(load_calibration("h200-vllm")).capacity_pages(1) * ENGINE.page_tokens
+    text = tables(rows, steps(venv.absolute()), (ours, capacity), version(venv))
+    print(text)
+    if arguments.page:
+        rewrite(arguments.page, text)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
