@@ -7,10 +7,15 @@
 All requests arrive at once, 512-token prompts, lognormal lengths (median 2,000, sigma 0.9) capped at 16,384, seeded.
 Both tools: TP1, 8,192 batched tokens, 512 sequences, chunked prefill, pages of 64 tokens, requests dealt in turn.
 
-AISimulate prices GPU kernels alone, so the row `rlsim` does too; `rlsim, host time` adds what the calibration says the
-engine's host takes. `wall_s` is simulation in the process, database or calibration loaded (AISimulate's own
-`wall_time_ms`; building and running rlsim's simulation with nothing priced beforehand); `process_s` a whole process from
-start to end, file in and answer out. Both are medians; the tools take turns. The last line of output is JSON.
+AISimulate prices GPU kernels alone, so the row `rlsim` does too; other rows change one thing, `rlsim, host time` adds
+what the calibration says the engine's host takes. Medians, the tools taking turns:
+
+- `wall_s`: simulation in the process, database or calibration loaded (AISimulate's own `wall_time_ms`; building and
+  running rlsim's simulation, no step priced beforehand);
+- `again_s`: rlsim's once more, steps priced, as every further step and seed of an experiment is;
+- `process_s`: a whole process from start to end, file in and answer out.
+
+The last line of output is JSON, a list of rows.
 """
 
 from __future__ import annotations
@@ -19,22 +24,19 @@ import argparse
 import dataclasses
 import gc
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from peers_page import Price, rewrite, tables
 from rollout import Lengths, simulation
 
-from rlsim import __version__
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.machine import Machine
 from rlsim.cost.step import Chunk
@@ -45,11 +47,13 @@ from rlsim.sim.simulation import Simulation
 
 CAP_TOKENS, PROMPT_TOKENS = 16_384, 512
 ENGINE = EngineConfig(page_tokens=64, max_num_seqs=512, max_num_batched_tokens=8_192, chunked_prefill=True)
+MODEL, CLUSTER = load_model("qwen3-8b"), load_cluster("8xh200")
 STEPS = {
     "decode": [(1, 1_000), (1, 16_000), (8, 8_000), (64, 2_000), (256, 1_000), (256, 3_000), (512, 1_000)],
     "prefill": [(1, 512), (4, 512), (16, 512)],
+    "kinds": [(8, 8_000), (64, 2_000), (512, 1_000)],
 }
-HOW_TO = """AISimulate is not at {venv}. To put it there (Python 3.11 or later, 1.5 GB; PyPI has wheels of pre-releases only):
+HOW_TO = """AISimulate is not at {venv}. To put it there (Python 3.11 or later, 1.5 GB; only pre-releases have wheels):
 
     python3 -m venv {venv}
     {venv}/bin/pip install --pre --only-binary aisimulate aisimulate
@@ -93,6 +97,7 @@ class Answer(NamedTuple):
     makespan_s: float
     wall_s: float
     process_s: float
+    again_s: float | None = None
 
 
 def draw(responses: int) -> list[int]:
@@ -127,14 +132,13 @@ def kernels_only(calibration: Calibration) -> Calibration:
 
 def machine_of(calibration: Calibration) -> Machine:
     """Qwen3-8B on H200, nothing priced yet."""
-    cluster, engine = load_cluster("8xh200"), ENGINE
     return Machine(
-        load_model("qwen3-8b"),
-        cluster,
+        MODEL,
+        CLUSTER,
         calibration,
-        page_tokens=engine.page_tokens,
-        max_batched_tokens=engine.max_num_batched_tokens,
-        max_sequences=engine.max_num_seqs,
+        page_tokens=ENGINE.page_tokens,
+        max_batched_tokens=ENGINE.max_num_batched_tokens,
+        max_sequences=ENGINE.max_num_seqs,
     )
 
 
@@ -169,12 +173,16 @@ def variants() -> dict[str, tuple[Calibration, dict[str, Any]]]:
 def run_rlsim(path: Path, case: Case, variant: str, repeats: int) -> Answer:
     """In this process so many times, and once in one of its own."""
     calibration, changes = variants()[variant]
-    requests, took, makespans = read_requests(path), [], set()
+    requests, took, again, makespans = read_requests(path), [], [], set()
     for _ in range(repeats):
         gc.collect()
         start = time.perf_counter()
-        makespans.add(makespan_s(rollout(calibration, requests, case.replicas, **changes)))
+        first = rollout(calibration, requests, case.replicas, **changes)
+        makespans.add(makespan_s(first))
         took.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        makespans.add(makespan_s(rollout(calibration, requests, case.replicas, **changes, costs=first.costs)))
+        again.append(time.perf_counter() - start)
     (answer,) = makespans
     command = [sys.executable, __file__, "--simulate", str(path), "--replicas", str(case.replicas), "--as", variant]
     start = time.perf_counter()
@@ -182,7 +190,7 @@ def run_rlsim(path: Path, case: Case, variant: str, repeats: int) -> Answer:
     process_s = time.perf_counter() - start
     if float(alone.stdout) != answer:
         raise SystemExit(f"rlsim contradicts itself: {answer} s here, {alone.stdout.strip()} s in a process of its own")
-    return Answer(answer, median(took), process_s)
+    return Answer(answer, median(took), process_s, median(again))
 
 
 # ---- AISimulate ------------------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def run_aisimulate(venv: Path, path: Path, case: Case) -> Answer:
     out = path.parent / "aisimulate"
     command = [
         *(str(venv / "bin" / "aisimulate"), "predict", "-c", configuration.name, "--output-dir", out.name),
-        *("--overwrite", "--format", "json", "--set", f"engine.workers.aggregated.parallelism.replicas={case.replicas}"),
+        *("--overwrite", "--set", f"engine.workers.aggregated.parallelism.replicas={case.replicas}"),
     ]
     start = time.perf_counter()
     done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
@@ -206,12 +214,6 @@ def run_aisimulate(venv: Path, path: Path, case: Case) -> Answer:
     if said["completed_requests"] != case.responses:
         raise SystemExit(f"aisimulate finished {said['completed_requests']} of {case.responses} requests")
     return Answer(said["duration_ms"] / 1e3, said["wall_time_ms"] / 1e3, process_s)
-
-
-def asked(venv: Path, code: str, *arguments: str) -> Any:
-    """What a script says when AISimulate's Python runs it."""
-    command = [str(venv / "bin" / "python"), code, *arguments]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
 def capacity_tokens(venv: Path, path: Path) -> int:
@@ -229,8 +231,12 @@ def capacity_tokens(venv: Path, path: Path) -> int:
 def version(venv: Path) -> str:
     """AISimulate's."""
     code = "import importlib.metadata as m; print(m.version('aisimulate'))"
-    command = [str(venv / "bin" / "python"), "-c", code]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return output(venv / "bin" / "python", "-c", code).strip()
+
+
+def output(program: Path, *arguments: str) -> str:
+    """What a program prints."""
+    return subprocess.run([str(program), *arguments], check=True, capture_output=True, text=True).stdout
 
 
 # ---- side by side ----------------------------------------------------------------------------------------------------
@@ -243,90 +249,38 @@ def measure(venv: Path, cases: Iterable[Case], folder: Path, repeats: int) -> li
         path = folder / "rollout.jsonl"
         write_requests(path, draw(case.responses))
         answers: dict[str, list[Answer]] = {}
-        for _ in range(repeats):
+        for turn in range(repeats):
             answers.setdefault("aisimulate", []).append(run_aisimulate(venv, path, case))
-            for variant in variants():
+            for variant in variants() if turn == 0 else ["rlsim"]:
                 answers.setdefault(variant, []).append(run_rlsim(path, case, variant, 3 * repeats))
         for tool, said in answers.items():
-            wall_s, process_s = (median(one[i] for one in said) for i in (1, 2))
-            rows.append(
-                {
-                    "case": case.name,
-                    "tool": tool,
-                    "wall_s": round(wall_s, 5),
-                    "process_s": round(process_s, 3),
-                    "makespan_s": round(said[0].makespan_s, 3),
-                }
-            )
-            print(rows[-1], flush=True)
+            row = {"case": case.name, "tool": tool, "makespan_s": round(said[0].makespan_s, 3)}
+            for what in ("wall_s", "again_s", "process_s"):
+                values = [getattr(one, what) for one in said]
+                row[what] = None if None in values else round(median(values), 5)
+            print(row, flush=True)
+            rows.append(row)
     return rows
 
 
-def steps(venv: Path) -> list[dict[str, Any]]:
-    """Single engine steps as both price them."""
-    here = machine_of(kernels_only(load_calibration("h200-vllm"))).step(1)
-    price: dict[str, Callable[[int, int], float]] = {
-        "decode": lambda batch, context: here.decode(batch).step_s(batch * context),
-        "prefill": lambda batch, tokens: here.prefill_s([Chunk(tokens, 0)] * batch),
-    }
-    theirs = asked(venv, str(Path(__file__).with_name("aisimulate_steps.py")), json.dumps(STEPS))
-    return [
-        {"step": kind, "batch": batch, "context": context, "rlsim_s": price[kind](batch, context), "aisimulate_s": other}
-        for kind, points in STEPS.items()
-        for (batch, context), other in zip(points, theirs[kind], strict=True)
-    ]
-
-
-def tables(rows: list[dict[str, Any]], single: list[dict[str, Any]], capacities: tuple[int, int], peer: str) -> str:
-    """What the page shows."""
-    theirs = {row["case"]: row for row in rows if row["tool"] == "aisimulate"}
-    head = ("rollout", "tool", "makespan s", "against AISimulate", "simulation s", "faster", "process s", "faster")
-    lines = [
-        (
-            row["case"],
-            "AISimulate" if row["tool"] == "aisimulate" else row["tool"],
-            f"{row['makespan_s']:.1f}",
-            "" if row is other else f"{row['makespan_s'] / other['makespan_s'] - 1:+.1%}",
-            f"{row['wall_s']:.3g}",
-            "" if row is other else f"{other['wall_s'] / row['wall_s']:.0f}×",
-            f"{row['process_s']:.2f}",
-            "" if row is other else f"{other['process_s'] / row['process_s']:.1f}×",
-        )
-        for row in rows
-        for other in [theirs[row["case"]]]
-    ]
-    said = [
-        (
-            f"{one['step']}, batch {one['batch']}, {one['context']:,} tokens each",
-            f"{one['rlsim_s'] * 1e3:.1f}",
-            f"{one['aisimulate_s'] * 1e3:.1f}",
-            f"{one['rlsim_s'] / one['aisimulate_s'] - 1:+.1%}",
-        )
-        for one in single
-    ]
-    ours, their = capacities
-    said.append(("KV cache of a replica, tokens", f"{ours:,}", f"{their:,}", f"{ours / their - 1:+.1%}"))
-    day = datetime.now(UTC).date().isoformat()
-    return "\n\n".join(
-        [
-            f"Measured {day} on a machine with {os.cpu_count()} CPU cores: rlsim {__version__} (Python "
-            f"{sys.version_info.major}.{sys.version_info.minor}), AISimulate {peer}.",
-            _markdown(head, lines),
-            "Kernels of one step, milliseconds:",
-            _markdown(("step", "rlsim", "AISimulate", "difference"), said),
-        ]
-    )
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
-
-
-def rewrite(page: Path, text: str) -> None:
-    """Put the tables between the page's marks."""
-    old = page.read_text(encoding="utf-8")
-    new = re.sub(r"(<!-- measured -->\n).*(<!-- end measured -->)", rf"\1\n{text}\n\n\2", old, flags=re.DOTALL)
-    page.write_text(new, encoding="utf-8")
+def prices(venv: Path, capacity: int) -> list[Price]:
+    """Single engine steps, decode steps by kind of kernel, and a replica's KV cache."""
+    machine = machine_of(kernels_only(load_calibration("h200-vllm")))
+    here = machine.step(1)
+    script = str(Path(__file__).with_name("aisimulate_steps.py"))
+    there = json.loads(output(venv / "bin" / "python", script, json.dumps(STEPS)).splitlines()[-1])
+    found = []
+    for (batch, context), other in zip(STEPS["decode"], there["decode"], strict=True):
+        what = f"decode, batch {batch}, context {context:,}"
+        found.append(Price(what, here.decode(batch).step_s(batch * context), other))
+    for (batch, tokens), other in zip(STEPS["prefill"], there["prefill"], strict=True):
+        found.append(Price(f"prefill, {batch} × {tokens} tokens", here.prefill_s([Chunk(tokens, 0)] * batch), other))
+    for (batch, context), kinds in zip(STEPS["kinds"], there["kinds"], strict=True):
+        ours = here.breakdown(batch, batch * context)
+        for kind, other in kinds.items():
+            found.append(Price(f"{kind} of batch {batch}, context {context:,}", ours[kind], other))
+    tokens = machine.capacity_pages(1) * ENGINE.page_tokens
+    return [*found, Price("KV cache of a replica, tokens", tokens, capacity)]
 
 
 def main() -> None:
@@ -351,11 +305,10 @@ def main() -> None:
         cases, repeats = (QUICK, 1) if arguments.quick else (CASES, arguments.repeats)
         rows = measure(venv.absolute(), cases, Path(scratch), repeats)
         capacity = capacity_tokens(venv.absolute(), Path(scratch) / "rollout.jsonl")
-    ours = machine_of(load_calibration("h200-vllm")).capacity_pages(1) * ENGINE.page_tokens
-    text = tables(rows, steps(venv.absolute()), (ours, capacity), version(venv))
-    print(text)
+    parts = tables(rows, list(variants()), prices(venv.absolute(), capacity), version(venv))
+    print("\n\n".join(parts.values()))
     if arguments.page:
-        rewrite(arguments.page, text)
+        rewrite(arguments.page, parts)
     print(json.dumps(rows))
 
 
