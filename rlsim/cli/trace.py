@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from rlsim.trace.facts import FactCheck
     from rlsim.trace.fit import LengthFit
 
-app = typer.Typer(no_args_is_help=True, help="Response-length traces: import, describe, fit, generate.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Response-length traces: import, describe, fit, generate.",
+    epilog="Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K",
+)
 
 CAP_HELP = "Response cap, such as 16K."
 
@@ -54,7 +58,10 @@ def import_(
     name: Annotated[str | None, typer.Option(help="Name of the trace (default: the file's).")] = None,
     source: Annotated[str, typer.Option(help="Where the lengths come from.")] = "",
 ) -> None:
-    """Read another program's trace and write it in rlsim's schema."""
+    """Read another program's trace and write it in rlsim's schema.
+
+    Example: rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
+    """
     from rlsim.trace.files import write_trace
     from rlsim.trace.importers import import_trace
 
@@ -82,7 +89,10 @@ def describe_(
     chart: Annotated[Path | None, typer.Option(help="Draw the distribution to this .html, .svg or .png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Print quantiles, share at the cap and correlation within prompts."""
+    """Print quantiles, share at the cap and correlation within prompts.
+
+    Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K --chart lengths.html
+    """
     from rlsim.trace.describe import describe
     from rlsim.trace.files import read_trace
 
@@ -150,7 +160,10 @@ def fit_(
     out: Annotated[Path | None, typer.Option(help="Write the fit to this .yaml or .json.")] = None,
     components: Annotated[int, typer.Option(min=1, max=3, help="Number of lognormals.")] = 2,
 ) -> None:
-    """Fit a censored lognormal mixture with the share the prompt has in it."""
+    """Fit a censored lognormal mixture with the share the prompt has in it.
+
+    Example: rlsim trace fit traces/deepscaler-llama-3.1-8b.parquet --cap 24K --out fit.yaml
+    """
     from rlsim.trace.files import read_trace
     from rlsim.trace.fit import fit_trace, save_fit
 
@@ -202,7 +215,10 @@ def generate_(
     out: Annotated[Path | None, typer.Option(help="Where to write (default: beside the recipe, as .parquet).")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the facts and write nothing.")] = False,
 ) -> None:
-    """Generate a trace from a recipe, after checking that it meets the recipe's facts."""
+    """Generate a trace from a recipe, after checking that it meets the recipe's facts.
+
+    Example: rlsim trace generate traces/deepscaler-llama-3.1-8b.yaml --check-only
+    """
     from rlsim.trace.files import write_trace
     from rlsim.trace.generate import check, draw_trace, load_recipe, require
 

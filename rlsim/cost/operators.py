@@ -64,7 +64,7 @@ class Operators:
         self._prefill_factor = _surface(fits.prefill_attention.correction, PREFILL_AXES)
         self._decode_factors: dict[int, Surface] = {}
         self._prefill_factors: dict[tuple[int, int], Surface] = {}
-        self._memory_factors = (nan, self._memory_factor)
+        self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
         self._memory_range = self._ranges.get("memory_bound", {}).get("bytes", (-inf, inf))
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
@@ -261,10 +261,10 @@ class Operators:
             self.count("memory_bound", bytes=size_bytes)
         time = fit.launch_s + size_bytes / (ref.memory_bytes_per_s * fit.efficiency)
         if self._memory_factor is not None:
-            at, factor = self._memory_factors  # of the last number of tokens: an iteration's kernels have the same
-            if at != tokens:
+            at, factor = self._memory_factor_at  # the last number of tokens: all kernels of an iteration have the same
+            if factor is None or at != tokens:
                 factor = self._memory_factor.along(tokens)
-                self._memory_factors = (tokens, factor)
+                self._memory_factor_at = (tokens, factor)
             time = max(time * factor(size_bytes), size_bytes / ref.memory_bytes_per_s)
         return time
 
