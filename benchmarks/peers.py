@@ -8,7 +8,8 @@ All requests arrive at once, 512-token prompts, lognormal lengths (median 2,000,
 Both tools: TP1, 8,192 batched tokens, 512 sequences, chunked prefill, pages of 64 tokens, requests dealt in turn.
 
 AISimulate prices GPU kernels alone, so the row `rlsim` does too; other rows change one thing, `rlsim, host time` adds
-what the calibration says the engine's host takes. Medians, the tools taking turns:
+what the calibration says the engine's host takes. Each run is a process of its own, the tools take turns, and the least
+of each time stands (a machine that is busy with other things slows both):
 
 - `wall_s`: simulation in the process, database or calibration loaded (AISimulate's own `wall_time_ms`; building and
   running rlsim's simulation, no step priced beforehand);
@@ -30,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,8 +96,8 @@ class Answer(NamedTuple):
 
     makespan_s: float
     wall_s: float
-    process_s: float
-    again_s: float | None = None
+    process_s: float  # with everything around it
+    again_s: float | None = None  # once more, with prices known
 
 
 def draw(responses: int) -> list[int]:
@@ -170,27 +170,28 @@ def variants() -> dict[str, tuple[Calibration, dict[str, Any]]]:
     }
 
 
-def run_rlsim(path: Path, case: Case, variant: str, repeats: int) -> Answer:
-    """In this process so many times, and once in one of its own."""
+def simulate(path: Path, replicas: int, variant: str) -> dict[str, float]:
+    """The makespan, and the seconds of a first and a second simulation."""
     calibration, changes = variants()[variant]
-    requests, took, again, makespans = read_requests(path), [], [], set()
-    for _ in range(repeats):
-        gc.collect()
-        start = time.perf_counter()
-        first = rollout(calibration, requests, case.replicas, **changes)
-        makespans.add(makespan_s(first))
-        took.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        makespans.add(makespan_s(rollout(calibration, requests, case.replicas, **changes, costs=first.costs)))
-        again.append(time.perf_counter() - start)
-    (answer,) = makespans
+    requests = read_requests(path)
+    gc.collect()
+    start = time.perf_counter()
+    first = rollout(calibration, requests, replicas, **changes)
+    answer = makespan_s(first)
+    wall_s = time.perf_counter() - start
+    second = rollout(calibration, requests, replicas, **changes, costs=first.costs)
+    start = time.perf_counter()
+    if makespan_s(second) != answer:
+        raise SystemExit("rlsim contradicts itself")
+    return {"makespan_s": answer, "wall_s": wall_s, "again_s": time.perf_counter() - start}
+
+
+def run_rlsim(path: Path, case: Case, variant: str) -> Answer:
+    """Once, in a process of its own."""
     command = [sys.executable, __file__, "--simulate", str(path), "--replicas", str(case.replicas), "--as", variant]
     start = time.perf_counter()
-    alone = subprocess.run(command, check=True, capture_output=True, text=True)
-    process_s = time.perf_counter() - start
-    if float(alone.stdout) != answer:
-        raise SystemExit(f"rlsim contradicts itself: {answer} s here, {alone.stdout.strip()} s in a process of its own")
-    return Answer(answer, median(took), process_s, median(again))
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return Answer(process_s=time.perf_counter() - start, **json.loads(done.stdout))
 
 
 # ---- AISimulate ------------------------------------------------------------------------------------------------------
@@ -252,12 +253,12 @@ def measure(venv: Path, cases: Iterable[Case], folder: Path, repeats: int) -> li
         for turn in range(repeats):
             answers.setdefault("aisimulate", []).append(run_aisimulate(venv, path, case))
             for variant in variants() if turn == 0 else ["rlsim"]:
-                answers.setdefault(variant, []).append(run_rlsim(path, case, variant, 3 * repeats))
+                answers.setdefault(variant, []).append(run_rlsim(path, case, variant))
         for tool, said in answers.items():
             row = {"case": case.name, "tool": tool, "makespan_s": round(said[0].makespan_s, 3)}
             for what in ("wall_s", "again_s", "process_s"):
                 values = [getattr(one, what) for one in said]
-                row[what] = None if None in values else round(median(values), 5)
+                row[what] = None if None in values else round(min(values), 5)
             print(row, flush=True)
             rows.append(row)
     return rows
@@ -288,15 +289,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="rlsim beside AISimulate.")
     parser.add_argument("--venv", type=Path, help="virtual environment with AISimulate")
     parser.add_argument("--quick", action="store_true", help="small rollouts, once each")
-    parser.add_argument("--repeats", type=int, default=3, help="medians of so many processes (3)")
+    parser.add_argument("--repeats", type=int, default=5, help="the least of so many processes (5)")
     parser.add_argument("--page", type=Path, help="Markdown page to put the tables into")
-    parser.add_argument("--simulate", type=Path, help="only simulate this file in rlsim and print the makespan")
+    parser.add_argument("--simulate", type=Path, help="only simulate this file in rlsim")
     parser.add_argument("--replicas", type=int, default=1, help="for --simulate")
     parser.add_argument("--as", dest="variant", default="rlsim", help="for --simulate: which row of the table")
     arguments = parser.parse_args()
     if arguments.simulate:
-        calibration, changes = variants()[arguments.variant]
-        print(makespan_s(rollout(calibration, read_requests(arguments.simulate), arguments.replicas, **changes)))
+        print(json.dumps(simulate(arguments.simulate, arguments.replicas, arguments.variant)))
         return
     venv = arguments.venv or Path("aisimulate-venv")
     if not (venv / "bin" / "aisimulate").exists():

@@ -62,7 +62,7 @@ def test_beside_aisimulate_simulates_the_file_that_both_read(tmp_path: Path) -> 
         "".join(json.dumps(line | {"output_length": n}) + "\n" for n in (900, 10, 20, 40, 80, 5, 6, 7)),
         encoding="utf-8",
     )
-    alone = results("peers.py", "--simulate", str(path), "--replicas", "8")
-    together = results("peers.py", "--simulate", str(path), "--replicas", "1")
-    hosted = results("peers.py", "--simulate", str(path), "--replicas", "1", "--as", "rlsim, host time")
+    simulate = ("peers.py", "--simulate", str(path), "--replicas")
+    alone, together = (results(*simulate, replicas)["makespan_s"] for replicas in ("8", "1"))
+    hosted = results(*simulate, "1", "--as", "rlsim, host time")["makespan_s"]
     assert 900 * 0.004 < alone < together < hosted < 900 * 0.01  # 16 GB of weights at 4.8 TB/s take 3.4 ms a token
