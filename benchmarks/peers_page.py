@@ -58,7 +58,9 @@ def tables(rows: list[dict[str, Any]], variants: Sequence[str], priced: list[Pri
 
 
 def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+    """A table whose columns of figures, all but the first, are aligned to the right."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows))
 
 
 def rewrite(page: Path, parts: Mapping[str, str]) -> None:

@@ -99,7 +99,7 @@ def _commands(command: Any, path: str) -> Iterator[str]:
     types = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
     rows = [_parameter(one, types.get(one.name)) for one in command.params if one.name != "help"]
     if rows:
-        text.append(_table(("argument or option", "value", "meaning"), rows))
+        text.append(_table(("name", "value", "meaning"), rows))
     yield "\n\n".join(text)
     for name, inner in getattr(command, "commands", {}).items():
         if not inner.hidden:
