@@ -33,6 +33,10 @@ from rlsim.trace.generate import Recipe
 from rlsim.trace.mixture import LengthModel
 from rlsim.trace.schema import COLUMNS
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from reference_code import api, cli  # beside this file, wherever it is run from
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 
@@ -278,6 +282,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "view": view,
     "context": context,
     "actions": actions,
+    "cli": cli,
+    "api": api,
 }
 
 

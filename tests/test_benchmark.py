@@ -7,19 +7,19 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def results(*command: str) -> dict[str, float]:
+def results(*command: str) -> Any:
     """The last line of a benchmark."""
     script, *options = command
     ran = subprocess.run(
         [sys.executable, str(BENCHMARKS / script), *options], capture_output=True, text=True, timeout=600
     )
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, float] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def test_a_whole_system_from_yaml_to_tables() -> None:
@@ -46,3 +46,23 @@ def test_quick_benchmark_ends_with_its_results_as_json() -> None:
     assert result["responses"] == 4 * 4_096
     assert result["tokens"] > 1_000 * result["responses"]
     assert 0.5 * result["responses"] < result["timeouts"] < 1.5 * result["responses"]
+
+
+def test_beside_aisimulate_says_how_to_get_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--venv", str(tmp_path / "none")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert f"{tmp_path}/none/bin/pip install --pre" in ran.stderr
+
+
+def test_beside_aisimulate_simulates_the_file_that_both_read(tmp_path: Path) -> None:
+    path = tmp_path / "rollout.jsonl"
+    line = {"request_id": "r0", "timestamp": 0.0, "input_length": 512, "hash_ids": [0]}
+    path.write_text(
+        "".join(json.dumps(line | {"output_length": n}) + "\n" for n in (900, 10, 20, 40, 80, 5, 6, 7)),
+        encoding="utf-8",
+    )
+    simulate = ("peers.py", "--simulate", str(path), "--replicas")
+    alone, together = (results(*simulate, replicas)["makespan_s"] for replicas in ("8", "1"))
+    hosted = results(*simulate, "1", "--as", "rlsim, host time")["makespan_s"]
+    assert 900 * 0.004 < alone < together < hosted < 900 * 0.01  # 16 GB of weights at 4.8 TB/s take 3.4 ms a token

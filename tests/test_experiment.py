@@ -423,7 +423,7 @@ def test_listings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert _output(monkeypatch, capsys, "--version") == f"rlsim {rlsim.__version__}\n"
-    assert "Start with: rlsim run" in _output(monkeypatch, capsys, "--help")
+    assert "Example: rlsim run" in _output(monkeypatch, capsys, "--help")
     for command in (["run"], ["list"], ["trace"], ["trace", "describe"]):
         assert "Usage: " in _output(monkeypatch, capsys, *command, "--help")
 

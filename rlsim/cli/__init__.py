@@ -17,7 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Simulate RLHF training steps under different schedulers: how long they take, and where the GPU time goes.",
-    epilog="Start with: rlsim run experiments/pat_vs_static.yaml",
+    epilog="Example: rlsim run experiments/pat_vs_static.yaml --seeds 3",
 )
 app.command("run")(running.run)
 app.command("plan")(planning.plan)
@@ -48,7 +48,7 @@ def _options(
 def main() -> None:
     """Run the command line. A user's mistake ends in one message and exit code 2."""
     try:
-        app()
+        app(prog_name="rlsim")  # also under `python -m`, whose help and completion are the same
     except RlsimError as error:
         typer.echo(f"rlsim: error: {error}", err=True)
         sys.exit(2)

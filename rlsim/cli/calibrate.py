@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.cli import complete
 from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from rlsim.calibrate.measure.suite import Progress as State
     from rlsim.cost.calibration import Calibration
 
-app = typer.Typer(help="Measure this machine and fit the measurements, or import those of others.")
+app = typer.Typer(
+    help="Measure this machine and fit the measurements, or import those of others.",
+    epilog="Example: rlsim calibrate --device cpu --budget 2m",
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -25,7 +29,11 @@ def calibrate(
     context: typer.Context,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try everything without a GPU.")] = "cuda",
     model: Annotated[
-        str | None, typer.Option(help="Model name or config.json (default: llama-3.1-8b; a small one on the CPU).")
+        str | None,
+        typer.Option(
+            help="Model name or config.json (default: llama-3.1-8b; a small one on the CPU).",
+            autocompletion=complete.models,
+        ),
     ] = None,
     tp: Annotated[str, typer.Option(help="TP degrees, such as 1,2 (default: powers of two up to the devices).")] = "",
     budget: Annotated[
@@ -33,7 +41,11 @@ def calibrate(
     ] = "10m",
     out: Annotated[Path | None, typer.Option(help="Folder to write to (default: calibrate-GPU).")] = None,
     base: Annotated[
-        str | None, typer.Option(help="Calibration that gives what is not measured here, such as h100-sglang.")
+        str | None,
+        typer.Option(
+            help="Calibration that gives what is not measured here, such as h100-sglang.",
+            autocompletion=complete.calibrations,
+        ),
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh/--resume", help="Discard the folder's measurements, or go on with them.")
@@ -42,8 +54,6 @@ def calibrate(
     """Measure kernels, whole steps and links of this machine within a budget, and fit a calibration to them.
 
     Interrupt it whenever you like: the same command goes on where it stopped.
-
-    Example: rlsim calibrate --device cpu --budget 2m
     """
     if context.invoked_subcommand is not None:
         return
@@ -75,17 +85,37 @@ def calibrate(
 @app.command("import")
 def import_(
     format: Annotated[  # noqa: A002 - what it is
-        str, typer.Argument(metavar="FORMAT", help="aiconfigurator, vidur or nccl-tests.")
+        str,
+        typer.Argument(
+            metavar="FORMAT",
+            help="aiconfigurator, vidur or nccl-tests.",
+            autocompletion=complete.one_of("aiconfigurator", "vidur", "nccl-tests"),
+        ),
     ],
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files or folders of that format.")],
-    gpu: Annotated[str, typer.Option(help="GPU of the catalogue that was measured, such as h100-sxm.")],
-    engine: Annotated[str, typer.Option(help="Engine that was measured: sglang, vllm, trtllm or torch.")],
+    gpu: Annotated[
+        str,
+        typer.Option(help="GPU of the catalogue that was measured, such as h100-sxm.", autocompletion=complete.gpus),
+    ],
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Engine that was measured: sglang, vllm, trtllm or torch.",
+            autocompletion=complete.one_of("sglang", "vllm", "trtllm", "torch"),
+        ),
+    ],
     version: Annotated[str | None, typer.Option(help="Engine release to take (default: the newest).")] = None,
-    base: Annotated[str | None, typer.Option(help="Calibration that gives what the tables lack.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Calibration that gives what the tables lack.", autocompletion=complete.calibrations),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the calibration (default: GPU-ENGINE).")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
 ) -> None:
-    """Fit a calibration to measurements that others have published, in their own layouts and units."""
+    """Fit a calibration to measurements that others have published, in their own layouts and units.
+
+    Example: rlsim calibrate import nccl-tests all_reduce.txt --gpu h100-sxm --engine vllm --base h100-vllm
+    """
     from rlsim.calibrate.importers import import_calibration
     from rlsim.cost.calibration import load_calibration
 
@@ -97,9 +127,16 @@ def import_(
 @app.command("from-run")
 def from_run_(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="Metric log of a veRL run: console output or JSON Lines.")],
-    model: Annotated[str, typer.Option(help="Model name or config.json.")],
-    cluster: Annotated[str, typer.Option(help="Cluster name or .yaml.")],
-    base: Annotated[str, typer.Option("--calibration", help="Calibration that everything else comes from.")],
+    model: Annotated[str, typer.Option(help="Model name or config.json.", autocompletion=complete.models)],
+    cluster: Annotated[str, typer.Option(help="Cluster name or .yaml.", autocompletion=complete.clusters)],
+    base: Annotated[
+        str,
+        typer.Option(
+            "--calibration",
+            help="Calibration that everything else comes from.",
+            autocompletion=complete.calibrations,
+        ),
+    ],
     tp: Annotated[int | None, typer.Option(help="TP of the rollout (default: as logged).")] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts a step (default: as logged).")] = None,
     responses: Annotated[int | None, typer.Option(help="Responses a prompt (default: as logged).")] = None,
@@ -114,7 +151,10 @@ def from_run_(
     name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
     out: Annotated[Path, typer.Option(help="Folder or .yaml to write to.")] = Path(),
 ) -> None:
-    """Fit training efficiency and host time to your own veRL run, and test them on steps it was not fitted to."""
+    """Fit training efficiency and host time to your own veRL run, and test them on steps it was not fitted to.
+
+    Example: rlsim calibrate from-run verl.log --model qwen2.5-7b --cluster 8xh100 --calibration h100-vllm
+    """
     from rlsim.calibrate.from_run import from_run, write
     from rlsim.units import token_count
 

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Show what the catalogue holds.")
+app = typer.Typer(
+    no_args_is_help=True, help="Show what the catalogue holds.", epilog="Example: rlsim list calibrations"
+)
 
 
 @app.command()
 def gpus() -> None:
-    """GPUs and their data-sheet figures."""
+    """GPUs and their data-sheet figures.
+
+    Example: rlsim list gpus
+    """
     from rlsim import catalogue
     from rlsim.hardware import load_gpu
 
@@ -31,7 +36,10 @@ def gpus() -> None:
 
 @app.command()
 def clusters() -> None:
-    """Clusters: nodes, GPUs and links."""
+    """Clusters: nodes, GPUs and links.
+
+    Example: rlsim list clusters
+    """
     from rlsim import catalogue
     from rlsim.hardware import load_cluster
 
@@ -45,7 +53,10 @@ def clusters() -> None:
 
 @app.command()
 def models() -> None:
-    """Models: parameters and KV cache."""
+    """Models: parameters and KV cache.
+
+    Example: rlsim list models
+    """
     from rlsim import catalogue
     from rlsim.models import load_model
 
@@ -65,7 +76,10 @@ def models() -> None:
 
 @app.command()
 def calibrations() -> None:
-    """Calibrations: which GPU and engine, and how far off on held-out shapes."""
+    """Calibrations: which GPU and engine, and how far off on held-out shapes.
+
+    Example: rlsim list calibrations
+    """
     from rlsim.cost.calibration import calibration_names, load_calibration
 
     rows = []
@@ -83,7 +97,10 @@ def calibrations() -> None:
 
 @app.command()
 def policies() -> None:
-    """Policies that an experiment's systems may use."""
+    """Policies that an experiment's systems may use.
+
+    Example: rlsim list policies
+    """
     from rlsim.policies.registry import load_policy, policy_names
 
     rows = [
@@ -95,7 +112,10 @@ def policies() -> None:
 
 @app.command()
 def traces() -> None:
-    """Response-length traces that ship with rlsim."""
+    """Response-length traces that ship with rlsim.
+
+    Example: rlsim list traces
+    """
     from rlsim import catalogue
     from rlsim.trace import read_trace
 

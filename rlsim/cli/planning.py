@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.cli import complete
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -18,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def plan(
-    experiment: Annotated[str, typer.Argument(help="Experiment file, or the name of one that ships with rlsim.")],
+    experiment: Annotated[
+        str,
+        typer.Argument(
+            help="Experiment file, or the name of one that ships with rlsim.", autocompletion=complete.experiments
+        ),
+    ],
     method: Annotated[
         str,
         typer.Option(
@@ -32,7 +39,12 @@ def plan(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a key of the experiment; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY.PATH=VALUE",
+            help="Set a key of the experiment; repeatable.",
+            autocompletion=complete.settings,
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as YAML, a part of a system.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,

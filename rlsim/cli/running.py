@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlsim.cli import complete
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -18,12 +20,22 @@ if TYPE_CHECKING:
 
 
 def run(
-    experiment: Annotated[str, typer.Argument(help="Experiment file, or the name of one that ships with rlsim.")],
+    experiment: Annotated[
+        str,
+        typer.Argument(
+            help="Experiment file, or the name of one that ships with rlsim.", autocompletion=complete.experiments
+        ),
+    ],
     out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a key of the experiment; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY.PATH=VALUE",
+            help="Set a key of the experiment; repeatable.",
+            autocompletion=complete.settings,
+        ),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse costs of shapes outside what the calibration was measured at.")

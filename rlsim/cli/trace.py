@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from rlsim.trace.fit import LengthFit
     from rlsim.trace.schema import Trace
 
-app = typer.Typer(no_args_is_help=True, help="Response-length traces: import, describe, fit, generate.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Response-length traces: import, describe, fit, generate.",
+    epilog="Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K",
+)
 
 #: Those of `rlsim.trace.importers.FORMATS`, spelled out so that --help does not load it.
 FORMAT_NAMES = (
@@ -75,8 +79,9 @@ def import_(
     """Read another program's rollouts or trace and write them in rlsim's schema.
 
     \b
+    Example:
     rlsim trace import rollouts/ mine.parquet --tokenizer Qwen3-8B/
-    rlsim trace import BurstGPT_1.csv burst.parquet
+    rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
     rlsim trace import verl.log made-up.parquet --derive --cap 16K
     """
     from rlsim.trace.files import write_trace
@@ -124,8 +129,13 @@ def describe_(
     chart: Annotated[Path | None, typer.Option(help="Draw the distribution to this .html, .svg or .png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Print quantiles, share at the cap and correlation within prompts."""
-    from rlsim.cli.description import print_description
+    """Read another program's rollouts or trace and write them in rlsim's schema.
+
+    \b
+    Example:
+    rlsim trace import rollouts/ mine.parquet --tokenizer Qwen3-8B/
+    rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
+    rlsim trace import verl.log made-up.parquet --derive --cap 16K
     from rlsim.trace.describe import describe
     from rlsim.trace.files import read_trace
 
@@ -152,7 +162,10 @@ def fit_(
     out: Annotated[Path | None, typer.Option(help="Write the fit to this .yaml or .json.")] = None,
     components: Annotated[int, typer.Option(min=1, max=3, help="Number of lognormals.")] = 2,
 ) -> None:
-    """Fit a censored lognormal mixture with the share the prompt has in it."""
+    """Fit a censored lognormal mixture with the share the prompt has in it.
+
+    Example: rlsim trace fit traces/deepscaler-llama-3.1-8b.parquet --cap 24K --out fit.yaml
+    """
     from rlsim.trace.files import read_trace
     from rlsim.trace.fit import fit_trace, save_fit
 
@@ -204,7 +217,10 @@ def generate_(
     out: Annotated[Path | None, typer.Option(help="Where to write (default: beside the recipe, as .parquet).")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Check the facts and write nothing.")] = False,
 ) -> None:
-    """Generate a trace from a recipe, after checking that it meets the recipe's facts."""
+    """Generate a trace from a recipe, after checking that it meets the recipe's facts.
+
+    Example: rlsim trace generate traces/deepscaler-llama-3.1-8b.yaml --check-only
+    """
     from rlsim.trace.files import write_trace
     from rlsim.trace.generate import check, draw_trace, load_recipe, require
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.cli import complete
+
 if TYPE_CHECKING:
     from rlsim.validate.parts import Section
 
@@ -20,7 +22,11 @@ REPEATABLE = ("kernels", "serving", "published")
 def validate(
     parts: Annotated[
         list[str] | None,
-        typer.Argument(help="kernels, serving, rollout, published (default: all).", show_default=False),
+        typer.Argument(
+            help="kernels, serving, rollout, published (default: all).",
+            show_default=False,
+            autocompletion=complete.one_of("kernels", "serving", "rollout", "published"),
+        ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
     data: Annotated[

@@ -8,10 +8,10 @@ equal stepping one token at a time to rounding.
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import lt
 
 #: Two moments that differ by this share of the time between them are one moment (rounding of sums, nothing physical).
 REACHED = 1e-9
@@ -28,8 +28,8 @@ class DecodeCurve:
     __slots__ = ("_knots", "_slopes", "_values", "batch", "furthest_tokens")
 
     def __init__(self, batch: int, context_tokens: Sequence[float], step_s: Sequence[float]) -> None:
-        knots, values = [float(x) for x in context_tokens], [float(y) for y in step_s]
-        if not knots or len(knots) != len(values) or any(b <= a for a, b in itertools.pairwise(knots)):
+        knots, values = list(map(float, context_tokens)), list(map(float, step_s))
+        if not knots or len(knots) != len(values) or not all(map(lt, knots, knots[1:])):
             raise ValueError("a decode curve needs ascending knots and one step time for each")
         self.batch = batch
         self.furthest_tokens = 0.0

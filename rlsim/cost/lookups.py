@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Literal
 
 from rlsim.errors import CalibrationError
@@ -11,6 +12,7 @@ from rlsim.errors import CalibrationError
 #: At a measured point; between measured points or in the range that a fit was made over; outside both.
 Kind = Literal["exact", "interpolated", "extrapolated"]
 KINDS: tuple[Kind, ...] = ("exact", "interpolated", "extrapolated")
+_EVERYWHERE = (-inf, inf)
 
 
 class Lookups:
@@ -21,12 +23,12 @@ class Lookups:
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, Counter[Kind]] = {}
+        self.counts: defaultdict[str, Counter[Kind]] = defaultdict(Counter)
         self.examples: dict[str, str] = {}
 
     def add(self, operator: str, kind: Kind, example: str = "") -> None:
         """One look-up of `operator`; `example` says what was outside of what, for extrapolated ones."""
-        self.counts.setdefault(operator, Counter())[kind] += 1
+        self.counts[operator][kind] += 1
         if kind == "extrapolated":
             self.examples.setdefault(operator, example)
 
@@ -35,11 +37,12 @@ class Lookups:
 
         Nothing is known about an operator without ranges: it counts as interpolated.
         """
-        for name, value in values.items():
-            if ranges and name in ranges and not ranges[name][0] <= value <= ranges[name][1]:
-                low, high = ranges[name]
-                self.add(operator, "extrapolated", f"{name} {value:g}, measured {low:g} to {high:g}")
-                return
+        if ranges:
+            for name, value in values.items():
+                low, high = ranges.get(name, _EVERYWHERE)
+                if not low <= value <= high:
+                    self.add(operator, "extrapolated", f"{name} {value:g}, measured {low:g} to {high:g}")
+                    return
         self.add(operator, "interpolated")
 
     def merge(self, others: Iterable[Lookups]) -> Lookups:
@@ -47,7 +50,7 @@ class Lookups:
         total = Lookups()
         for one in (self, *others):
             for operator, counts in one.counts.items():
-                total.counts.setdefault(operator, Counter()).update(counts)
+                total.counts[operator].update(counts)
             for operator, example in one.examples.items():
                 total.examples.setdefault(operator, example)
         return total

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import ceil, inf, log2
+from math import ceil, gcd, inf, log2, nan
 
 from rlsim.cost.calibration import Correction, OperatorFits, Reference, Residual
 from rlsim.cost.curve import DecodeCurve
@@ -51,22 +51,36 @@ class Operators:
     def __init__(self, fits: OperatorFits, reference: Reference, residuals: dict[str, Residual] | None = None) -> None:
         self.fits = fits
         self.reference = reference
-        self.lookups = Lookups()
+        self._lookups = Lookups()  # of all kernels but the products
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
         self._gemm: dict[tuple[float, int, int, float], float] = {}
+        self._row_block = gcd(*(tile.m for tile in fits.gemm.tiles))
+        self._split_times: dict[tuple[int, int, int, float], list[float]] = {}
+        self._gemm_factors: dict[tuple[int, int], Surface] = {}
         self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
         self._gemm_factor = _surface(fits.gemm.correction, GEMM_AXES)
         self._decode_factor = _surface(fits.decode_attention.correction, DECODE_AXES)
         self._memory_factor = _surface(fits.memory_bound.correction, MEMORY_AXES)
         self._prefill_factor = _surface(fits.prefill_attention.correction, PREFILL_AXES)
+        self._decode_factors: dict[int, Surface] = {}
         self._prefill_factors: dict[tuple[int, int], Surface] = {}
+        self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
+        self._memory_range = self._ranges.get("memory_bound", {}).get("bytes", (-inf, inf))
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
         self._prefill_range = (*new, context[1])
 
+    @property
+    def lookups(self) -> Lookups:
+        """Every shape asked for so far."""
+        products, ranges = Lookups(), self._ranges.get("gemm")
+        for m, n, k, groups in self._gemm:
+            products.add_within("gemm", ranges, m=m * groups, n=n, k=k)
+        return self._lookups.merge([products])
+
     def count(self, operator: str, **values: float) -> None:
         """Counts a look-up of `operator` at these values."""
-        self.lookups.add_within(operator, self._ranges.get(operator), **values)
+        self._lookups.add_within(operator, self._ranges.get(operator), **values)
 
     def ranges(self, operator: str) -> dict[str, tuple[float, float]] | None:
         """The measured ranges of `operator` by variable, if they are known."""
@@ -84,31 +98,48 @@ class Operators:
         known = self._gemm.get(key)
         if known is not None:
             return known
-        self.count("gemm", m=m * groups, n=n, k=k)
         fit, ref = self.fits.gemm, self.reference
-        rounding = fit.wave_rounding
-        sms, per_sm = ref.sm_count, ref.bf16_flop_per_s / ref.sm_count
-        compute = float("inf")
-        for tile in fit.tiles:
-            blocks = ceil(m / tile.m) * ceil(n / tile.n) * groups
-            unit = 2.0 * tile.m * tile.n / (per_sm * tile.efficiency)
-            for split in fit.splits:
-                waves = blocks * split / sms
-                waves = max(1.0, waves + rounding * (ceil(waves) - waves))
-                time = waves * unit * (k / split + fit.k_overhead)
-                if split > 1:
-                    time += fit.split_s + 4.0 * m * n * groups * split / ref.memory_bytes_per_s
-                if time < compute:
-                    compute = time
+        compute = inf
+        for split, time in zip(fit.splits, self._split_times_s(m, n, k, groups), strict=True):
+            if split > 1:
+                time += fit.split_s + 4.0 * m * n * groups * split / ref.memory_bytes_per_s
+            if time < compute:
+                compute = time
         size = _BF16 * groups * (float(n) * k + m * k + m * n)
         memory = size / (ref.memory_bytes_per_s * fit.memory_efficiency)
         high, low = (compute, memory) if compute > memory else (memory, compute)
         time = fit.launch_s + high * float((1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend))
         if self._gemm_factor is not None:
+            factor = self._gemm_factors.get((n, k))
+            if factor is None:
+                factor = self._gemm_factors[n, k] = self._gemm_factor.sliced(n, k)
             fastest = max(2.0 * m * n * k * groups / ref.bf16_flop_per_s, size / ref.memory_bytes_per_s)
-            time = max(time * self._gemm_factor(m, n, k), fastest)
+            time = max(time * factor(m), fastest)
         self._gemm[key] = time
         return time
+
+    def _split_times_s(self, m: float, n: int, k: int, groups: float) -> list[float]:
+        """Seconds of the blocks at each split of k, in the shape that is fastest there.
+
+        They depend on m by its number of blocks alone, which many m share.
+        """
+        key = (ceil(m / self._row_block), n, k, groups)
+        known = self._split_times.get(key)
+        if known is not None:
+            return known
+        fit, ref = self.fits.gemm, self.reference
+        rounding = fit.wave_rounding
+        sms, per_sm = ref.sm_count, ref.bf16_flop_per_s / ref.sm_count
+        times = [inf] * len(fit.splits)
+        for tile in fit.tiles:
+            blocks = ceil(m / tile.m) * ceil(n / tile.n) * groups
+            unit = 2.0 * tile.m * tile.n / (per_sm * tile.efficiency)
+            for i, split in enumerate(fit.splits):
+                waves = blocks * split / sms
+                waves = max(1.0, waves + rounding * (ceil(waves) - waves))
+                times[i] = min(times[i], waves * unit * (k / split + fit.k_overhead))
+        self._split_times[key] = times
+        return times
 
     def decode_attention_curve(self, batch: int, kv_heads: int, head_dim: int) -> tuple[list[float], list[float]]:
         """Knots of T, the sum of the batch's context tokens, and one layer's seconds there; linear in between, the
@@ -126,19 +157,24 @@ class Operators:
         slope = token_bytes / (ref.memory_bytes_per_s * efficiency)
         turn = (floor - stream) / slope
         knots = {0.0, turn} if turn > 0.0 else {0.0}
-        factor = self._decode_factor
-        if factor is None or fit.correction is None:
+        if self._decode_factor is None or fit.correction is None:
             ordered = [*sorted(knots), max(turn, 0.0) + 1.0]
             return ordered, [max(floor, stream + slope * total) for total in ordered]
+        heads = self._decode_factors.get(kv_heads)
+        if heads is None:
+            heads = self._decode_factors[kv_heads] = self._decode_factor.sliced(kv_heads)
+        factor = heads.along(batch)
         contexts = fit.correction.knots("context")
-        knots.update(batch * context for context in contexts)
+        factors = {batch * context: at for context, at in zip(contexts, factor.at_knots(), strict=True)}
+        knots.update(factors)
         ordered, times, longest = sorted(knots), [], 0.0
         for total in ordered:
-            time = max(floor, stream + slope * total) * factor(batch, max(total / batch, contexts[0]), kv_heads)
+            at = factors.get(total) or factor(max(total / batch, contexts[0]))
+            time = max(floor, stream + slope * total) * at
             longest = max(longest, time, total * token_bytes / ref.memory_bytes_per_s)
             times.append(longest)
         # beyond the last knot the formula goes on under the factor of that knot
-        last = factor(batch, contexts[-1], kv_heads)
+        last = factors[batch * contexts[-1]]
         return [*ordered, ordered[-1] * 2.0], [*times, longest + slope * last * ordered[-1]]
 
     def decode_attention_s(
@@ -189,7 +225,7 @@ class Operators:
             if end > last:
                 last = end
         if outside is None:
-            self.lookups.add("prefill_attention", "interpolated")
+            self._lookups.add("prefill_attention", "interpolated")
         else:
             self.count("prefill_attention", new=outside[0], context=sum(outside))
         queries = blocks * block
@@ -218,10 +254,18 @@ class Operators:
     def memory_bound_s(self, size_bytes: float, tokens: float) -> float:
         """Seconds of an elementwise kernel or norm over `tokens` tokens that moves `size_bytes` to and from memory."""
         fit, ref = self.fits.memory_bound, self.reference
-        self.count("memory_bound", bytes=size_bytes)
+        low, high = self._memory_range
+        if low <= size_bytes <= high:
+            self._lookups.add("memory_bound", "interpolated")
+        else:
+            self.count("memory_bound", bytes=size_bytes)
         time = fit.launch_s + size_bytes / (ref.memory_bytes_per_s * fit.efficiency)
         if self._memory_factor is not None:
-            time = max(time * self._memory_factor(tokens, size_bytes), size_bytes / ref.memory_bytes_per_s)
+            at, factor = self._memory_factor_at  # the last number of tokens: all kernels of an iteration have the same
+            if factor is None or at != tokens:
+                factor = self._memory_factor.along(tokens)
+                self._memory_factor_at = (tokens, factor)
+            time = max(time * factor(size_bytes), size_bytes / ref.memory_bytes_per_s)
         return time
 
 

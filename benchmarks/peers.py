@@ -1,0 +1,316 @@
+"""rlsim beside AISimulate: the same batch rollouts of Qwen3-8B on H200, wall time and predicted makespan.
+
+    python benchmarks/peers.py --venv PATH                       # two minutes; PATH: where AISimulate is installed
+    python benchmarks/peers.py --venv PATH --page docs/peers.md  # and put the tables into the page
+    python benchmarks/peers.py --venv PATH --quick               # 64 and 128 responses, once each
+
+All requests arrive at once, 512-token prompts, lognormal lengths (median 2,000, sigma 0.9) capped at 16,384, seeded.
+Both tools: TP1, 8,192 batched tokens, 512 sequences, chunked prefill, pages of 64 tokens, requests dealt in turn.
+
+AISimulate prices GPU kernels alone, so the row `rlsim` does too; other rows change one thing, `rlsim, host time` adds
+what the calibration says the engine's host takes. Each run is a process of its own, the tools take turns, and the least
+of each time stands (a machine that is busy with other things slows both):
+
+- `wall_s`: simulation in the process, database or calibration loaded (AISimulate's own `wall_time_ms`; building and
+  running rlsim's simulation, no step priced beforehand);
+- `again_s`: rlsim's once more, steps priced, as every further step and seed of an experiment is;
+- `process_s`: a whole process from start to end, file in and answer out.
+
+The last line of output is JSON, a list of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from peers_page import Price, rewrite, tables
+from rollout import Lengths, simulation
+
+from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.machine import Machine
+from rlsim.cost.step import Chunk
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+from rlsim.sim.request import EngineConfig
+from rlsim.sim.simulation import Simulation
+
+CAP_TOKENS, PROMPT_TOKENS = 16_384, 512
+ENGINE = EngineConfig(page_tokens=64, max_num_seqs=512, max_num_batched_tokens=8_192, chunked_prefill=True)
+MODEL, CLUSTER = load_model("qwen3-8b"), load_cluster("8xh200")
+STEPS = {
+    "decode": [(1, 1_000), (1, 16_000), (8, 8_000), (64, 2_000), (256, 1_000), (256, 3_000), (512, 1_000)],
+    "prefill": [(1, 512), (4, 512), (16, 512)],
+    "kinds": [(8, 8_000), (64, 2_000), (512, 1_000)],
+}
+HOW_TO = """AISimulate is not at {venv}. To put it there (Python 3.11 or later, 1.5 GB; only pre-releases have wheels):
+
+    python3 -m venv {venv}
+    {venv}/bin/pip install --pre --only-binary aisimulate aisimulate
+"""
+CONFIGURATION = """
+traffic:
+  source: {type: trace, paths: [rollout.jsonl], format: mooncake, block_size: 512}
+  load: {type: trace_timestamps}
+engine:
+  mode: aggregated
+  model: Qwen/Qwen3-8B
+  hardware: h200_sxm
+  backend: vllm
+  workers:
+    aggregated:
+      context_length: 20000
+      parallelism: {tensor: 1, replicas: 1}
+      scheduler: {max_batched_tokens: 8192, max_sequences: 512}
+"""
+
+
+class Case(NamedTuple):
+    """One rollout."""
+
+    responses: int
+    replicas: int
+
+    @property
+    def name(self) -> str:
+        """As in the results."""
+        return f"{self.responses} responses, {self.replicas} replica{'s' if self.replicas > 1 else ''}"
+
+
+CASES = (Case(512, 1), Case(512, 8), Case(4_096, 1), Case(4_096, 8))
+QUICK = (Case(64, 1), Case(128, 8))
+
+
+class Answer(NamedTuple):
+    """What a tool says of a rollout, and how long it took over it."""
+
+    makespan_s: float
+    wall_s: float
+    process_s: float  # with everything around it
+    again_s: float | None = None  # once more, with prices known
+
+
+def draw(responses: int) -> list[int]:
+    """Response lengths in tokens."""
+    rng = np.random.default_rng(0)
+    return rng.lognormal(np.log(2_000), 0.9, responses).clip(1, CAP_TOKENS).astype(int).tolist()
+
+
+def write_requests(path: Path, lengths: Sequence[int]) -> None:
+    """The rollout as a trace in Mooncake's layout, which both tools read here."""
+    lines = (
+        {"request_id": f"r{i}", "timestamp": 0.0, "input_length": PROMPT_TOKENS, "output_length": n, "hash_ids": [i]}
+        for i, n in enumerate(lengths)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def read_requests(path: Path) -> Lengths:
+    """Prompt and response tokens of each."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [(line["input_length"], line["output_length"]) for line in lines]
+
+
+# ---- rlsim -----------------------------------------------------------------------------------------------------------
+
+
+def kernels_only(calibration: Calibration) -> Calibration:
+    """A calibration whose engine needs no time on the host."""
+    host = {"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0}
+    return calibration.model_copy(update={"host": calibration.host.model_copy(update=host)})
+
+
+def machine_of(calibration: Calibration) -> Machine:
+    """Qwen3-8B on H200, nothing priced yet."""
+    return Machine(
+        MODEL,
+        CLUSTER,
+        calibration,
+        page_tokens=ENGINE.page_tokens,
+        max_batched_tokens=ENGINE.max_num_batched_tokens,
+        max_sequences=ENGINE.max_num_seqs,
+    )
+
+
+def rollout(calibration: Calibration, requests: Lengths, replicas: int, **changes: Any) -> Simulation:
+    """One generation stage, dealt in turn as AISimulate deals it; `changes` to the simulation."""
+    plain = simulation(machine_of(calibration), [requests], replicas)
+    return dataclasses.replace(plain, **{"config": ENGINE, "routing": "round_robin", **changes})
+
+
+def makespan_s(made: Simulation) -> float:
+    """When the last response is finished."""
+    return float(made.run().responses[0].finished_at.max())
+
+
+def variants() -> dict[str, tuple[Calibration, dict[str, Any]]]:
+    """rlsim as AISimulate is, and what else it models: by name, the calibration and what changes in the simulation."""
+    measured = load_calibration("h200-vllm")
+    plain = kernels_only(measured)
+    attention = plain.operators.decode_attention.model_copy(update={"skew": 0.0})
+    even = plain.model_copy(
+        update={"operators": plain.operators.model_copy(update={"decode_attention": attention})},
+    )
+    return {
+        "rlsim": (plain, {}),
+        "rlsim, host time": (measured, {}),
+        "rlsim, no skew of contexts": (even, {}),
+        "rlsim, contiguous shares": (plain, {"routing": "contiguous"}),
+        "rlsim, prefill apart": (plain, {"config": ENGINE.model_copy(update={"chunked_prefill": False})}),
+    }
+
+
+def simulate(path: Path, replicas: int, variant: str) -> dict[str, float]:
+    """The makespan, and the seconds of a first and a second simulation."""
+    calibration, changes = variants()[variant]
+    requests = read_requests(path)
+    gc.collect()
+    start = time.perf_counter()
+    first = rollout(calibration, requests, replicas, **changes)
+    answer = makespan_s(first)
+    wall_s = time.perf_counter() - start
+    second = rollout(calibration, requests, replicas, **changes, costs=first.costs)
+    start = time.perf_counter()
+    if makespan_s(second) != answer:
+        raise SystemExit("rlsim contradicts itself")
+    return {"makespan_s": answer, "wall_s": wall_s, "again_s": time.perf_counter() - start}
+
+
+def run_rlsim(path: Path, case: Case, variant: str) -> Answer:
+    """Once, in a process of its own."""
+    command = [sys.executable, __file__, "--simulate", str(path), "--replicas", str(case.replicas), "--as", variant]
+    start = time.perf_counter()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return Answer(process_s=time.perf_counter() - start, **json.loads(done.stdout))
+
+
+# ---- AISimulate ------------------------------------------------------------------------------------------------------
+
+
+def run_aisimulate(venv: Path, path: Path, case: Case) -> Answer:
+    """Once, in a process of its own."""
+    configuration = path.parent / "aisimulate.yaml"
+    configuration.write_text(CONFIGURATION, encoding="utf-8")
+    out = path.parent / "aisimulate"
+    command = [
+        *(str(venv / "bin" / "aisimulate"), "predict", "-c", configuration.name, "--output-dir", out.name),
+        *("--overwrite", "--set", f"engine.workers.aggregated.parallelism.replicas={case.replicas}"),
+    ]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
+    process_s = time.perf_counter() - start
+    if done.returncode:
+        raise SystemExit(f"aisimulate failed:\n{done.stderr[-2000:]}")
+    said = json.loads((out / "prediction.json").read_text(encoding="utf-8"))
+    if said["completed_requests"] != case.responses:
+        raise SystemExit(f"aisimulate finished {said['completed_requests']} of {case.responses} requests")
+    return Answer(said["duration_ms"] / 1e3, said["wall_time_ms"] / 1e3, process_s)
+
+
+def capacity_tokens(venv: Path, path: Path) -> int:
+    """KV-cache tokens of a replica of AISimulate."""
+    out = path.parent / "memory"
+    command = [
+        *(str(venv / "bin" / "aisimulate"), "predict", "-c", "aisimulate.yaml", "--output-dir", out.name),
+        *("--overwrite", "--detail", "memory"),
+    ]
+    subprocess.run(command, cwd=path.parent, check=True, capture_output=True)
+    said = json.loads((out / "prediction.json").read_text(encoding="utf-8"))
+    return int(said["memory_diagnostics"]["aggregated"]["total_kv_size_tokens"])
+
+
+def version(venv: Path) -> str:
+    """AISimulate's."""
+    code = "import importlib.metadata as m; print(m.version('aisimulate'))"
+    return output(venv / "bin" / "python", "-c", code).strip()
+
+
+def output(program: Path, *arguments: str) -> str:
+    """What a program prints."""
+    return subprocess.run([str(program), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+# ---- side by side ----------------------------------------------------------------------------------------------------
+
+
+def measure(venv: Path, cases: Iterable[Case], folder: Path, repeats: int) -> list[dict[str, Any]]:
+    """A row per case and tool."""
+    rows = []
+    for case in cases:
+        path = folder / "rollout.jsonl"
+        write_requests(path, draw(case.responses))
+        answers: dict[str, list[Answer]] = {}
+        for turn in range(repeats):
+            answers.setdefault("aisimulate", []).append(run_aisimulate(venv, path, case))
+            for variant in variants() if turn == 0 else ["rlsim"]:
+                answers.setdefault(variant, []).append(run_rlsim(path, case, variant))
+        for tool, said in answers.items():
+            row = {"case": case.name, "tool": tool, "makespan_s": round(said[0].makespan_s, 3)}
+            for what in ("wall_s", "again_s", "process_s"):
+                values = [getattr(one, what) for one in said]
+                row[what] = None if None in values else round(min(values), 5)
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def prices(venv: Path, capacity: int) -> list[Price]:
+    """Single engine steps, decode steps by kind of kernel, and a replica's KV cache."""
+    machine = machine_of(kernels_only(load_calibration("h200-vllm")))
+    here = machine.step(1)
+    script = str(Path(__file__).with_name("aisimulate_steps.py"))
+    there = json.loads(output(venv / "bin" / "python", script, json.dumps(STEPS)).splitlines()[-1])
+    found = []
+    for (batch, context), other in zip(STEPS["decode"], there["decode"], strict=True):
+        what = f"decode, batch {batch}, context {context:,}"
+        found.append(Price(what, here.decode(batch).step_s(batch * context), other))
+    for (batch, tokens), other in zip(STEPS["prefill"], there["prefill"], strict=True):
+        found.append(Price(f"prefill, {batch} × {tokens} tokens", here.prefill_s([Chunk(tokens, 0)] * batch), other))
+    for (batch, context), kinds in zip(STEPS["kinds"], there["kinds"], strict=True):
+        ours = here.breakdown(batch, batch * context)
+        for kind, other in kinds.items():
+            found.append(Price(f"{kind} of batch {batch}, context {context:,}", ours[kind], other))
+    tokens = machine.capacity_pages(1) * ENGINE.page_tokens
+    return [*found, Price("KV cache of a replica, tokens", tokens, capacity)]
+
+
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description="rlsim beside AISimulate.")
+    parser.add_argument("--venv", type=Path, help="virtual environment with AISimulate")
+    parser.add_argument("--quick", action="store_true", help="small rollouts, once each")
+    parser.add_argument("--repeats", type=int, default=5, help="the least of so many processes (5)")
+    parser.add_argument("--page", type=Path, help="Markdown page to put the tables into")
+    parser.add_argument("--simulate", type=Path, help="only simulate this file in rlsim")
+    parser.add_argument("--replicas", type=int, default=1, help="for --simulate")
+    parser.add_argument("--as", dest="variant", default="rlsim", help="for --simulate: which row of the table")
+    arguments = parser.parse_args()
+    if arguments.simulate:
+        print(json.dumps(simulate(arguments.simulate, arguments.replicas, arguments.variant)))
+        return
+    venv = arguments.venv or Path("aisimulate-venv")
+    if not (venv / "bin" / "aisimulate").exists():
+        sys.exit(HOW_TO.format(venv=venv))
+    with tempfile.TemporaryDirectory() as scratch:
+        cases, repeats = (QUICK, 1) if arguments.quick else (CASES, arguments.repeats)
+        rows = measure(venv.absolute(), cases, Path(scratch), repeats)
+        capacity = capacity_tokens(venv.absolute(), Path(scratch) / "rollout.jsonl")
+    parts = tables(rows, list(variants()), prices(venv.absolute(), capacity), version(venv))
+    print("\n\n".join(parts.values()))
+    if arguments.page:
+        rewrite(arguments.page, parts)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What the shell offers after TAB: names of the catalogue, keys of an experiment and names that a key takes.
+
+Where no name fits, nothing is offered, and the shell completes file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Completer = Callable[[str], list[str]]
+
+
+def one_of(*names: str) -> Completer:
+    """A fixed list of names."""
+    return lambda incomplete: _fitting(names, incomplete)
+
+
+def _of_catalogue(kind: str, suffix: str = ".yaml") -> Completer:
+    def complete(incomplete: str) -> list[str]:
+        from rlsim import catalogue
+
+        return _fitting(catalogue.names(kind, suffix), incomplete)
+
+    return complete
+
+
+experiments = _of_catalogue("experiments")
+clusters = _of_catalogue("clusters")
+models = _of_catalogue("models")
+gpus = _of_catalogue("gpus")
+calibrations = _of_catalogue("calibration")
+traces = _of_catalogue("traces", ".parquet")
+
+#: Names that a key of an experiment takes.
+_VALUES = {"cluster": clusters, "model": models, "calibration": calibrations, "trace.path": traces}
+
+
+def settings(incomplete: str) -> list[str]:
+    """What `--set` takes: keys with their equals sign, then names (in shells that do not split words at `=`)."""
+    from rlsim.experiment.schema import Experiment
+
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        return [f"{key}={name}" for name in _VALUES.get(key, one_of())(value)]
+    return _fitting((f"{name}=" for name in _keys(Experiment, "")), incomplete)
+
+
+def _keys(schema: type[BaseModel], prefix: str) -> Iterator[str]:
+    from pydantic import BaseModel
+
+    for name, field in schema.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _keys(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _fitting(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

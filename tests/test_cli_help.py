@@ -1,0 +1,110 @@
+"""Every command explains itself with an example that it would accept; TAB completes names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+
+from rlsim import catalogue
+from rlsim.cli import app, complete
+
+Command = Any  # typer brings its own click, whose classes have no public name
+
+
+def commands(command: Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
+    """The command itself and all below it, by path."""
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            yield from commands(inner, (*path, name))
+
+
+ROOT = typer.main.get_command(app)
+COMMANDS = dict(commands(ROOT))
+IDS = [" ".join(path) or "rlsim" for path in COMMANDS]
+
+
+def examples(command: Command) -> list[str]:
+    """Its examples, each on a line of its own."""
+    text = f"{command.help or ''}\n{command.epilog or ''}"
+    return re.findall(r"^ *Example: *(rlsim .*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=IDS)
+def test_help_has_an_example(path: tuple[str, ...]) -> None:
+    command = COMMANDS[path]
+    assert (command.help or "").strip()
+    assert examples(command), "no line 'Example: rlsim …' in the docstring or epilog"
+    assert all(line.split()[1 : len(path) + 1] == list(path) for line in examples(command))
+
+
+@pytest.mark.parametrize("line", [line for command in COMMANDS.values() for line in examples(command)])
+def test_examples_are_accepted(line: str) -> None:
+    """Options and arguments exist, nothing required is missing."""
+    command, words = ROOT, shlex.split(line)[1:]
+    path: list[str] = []
+    while words and words[0] in getattr(command, "commands", {}):
+        path.append(words.pop(0))
+        command = command.commands[path[-1]]
+    command.make_context(" ".join(path), words)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=IDS)
+def test_every_option_is_explained(path: tuple[str, ...]) -> None:
+    for parameter in COMMANDS[path].params:
+        if parameter.name not in ("help", "install_completion", "show_completion"):
+            assert parameter.help, parameter.name
+
+
+def completed(line: str) -> list[str]:
+    """What bash would offer at the end of a line."""
+    environment = os.environ | {
+        "_RLSIM_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
+    }
+    command = [sys.executable, "-m", "rlsim"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout.split()
+
+
+def test_bash_completes_experiments() -> None:
+    assert completed("rlsim run ") == list(catalogue.names("experiments"))
+    assert completed("rlsim run pat_v") == ["pat_vs_static"]
+
+
+def test_shell_falls_back_to_files() -> None:
+    assert completed("rlsim run no-such-") == []
+
+
+def test_keys_of_an_experiment_and_the_names_they_take() -> None:
+    assert "trace.cap=" in complete.settings("trace.")
+    assert "workflow.prompts=" in complete.settings("w")
+    assert complete.settings("cluster=2x8x") == ["cluster=2x8xa40", "cluster=2x8xh100", "cluster=2x8xh800"]
+    assert "trace.path=deepscaler-llama-3.1-8b" in complete.settings("trace.path=")
+    assert complete.settings("trace.cap=") == []
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [(complete.models, "qwen3-8b"), (complete.gpus, "h100-sxm"), (complete.calibrations, "h100-sxm-vllm")],
+)
+def test_names_of_the_catalogue(names: complete.Completer, kind: str) -> None:
+    assert kind in names("")
+    assert names(kind) == [kind]
+    assert names("?") == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, rlsim.cli; "
+        "print(sorted({'numpy', 'pandas', 'pydantic', 'altair', 'scipy', 'torch', 'ray'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
