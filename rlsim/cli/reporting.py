@@ -9,7 +9,7 @@ import typer
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Results directory of rlsim run.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Results directory of rlsim run or rlsim sweep.")],
     out: Annotated[Path | None, typer.Option(help="The page to write (default: DIR/report.html).")] = None,
     title: Annotated[str | None, typer.Option(help="Title of the page (default: the experiment's name).")] = None,
     png: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Also write every chart there as a PNG.")] = None,

@@ -79,10 +79,9 @@ def import_(
     """Read another program's rollouts or trace and write them in rlsim's schema.
 
     \b
-    Example:
-    rlsim trace import rollouts/ mine.parquet --tokenizer Qwen3-8B/
-    rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
-    rlsim trace import verl.log made-up.parquet --derive --cap 16K
+    Example: rlsim trace import rollouts/ mine.parquet --tokenizer Qwen3-8B/
+    Example: rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
+    Example: rlsim trace import verl.log made-up.parquet --derive --cap 16K
     """
     from rlsim.trace.files import write_trace
     from rlsim.trace.importers import import_trace
@@ -129,13 +128,11 @@ def describe_(
     chart: Annotated[Path | None, typer.Option(help="Draw the distribution to this .html, .svg or .png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Read another program's rollouts or trace and write them in rlsim's schema.
+    """Print quantiles, share at the cap and correlation within prompts.
 
-    \b
-    Example:
-    rlsim trace import rollouts/ mine.parquet --tokenizer Qwen3-8B/
-    rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
-    rlsim trace import verl.log made-up.parquet --derive --cap 16K
+    Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K
+    """
+    from rlsim.cli.description import print_description
     from rlsim.trace.describe import describe
     from rlsim.trace.files import read_trace
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +37,21 @@ class CaseSetup:
 
 def case_setups(result: Result) -> list[CaseSetup]:
     """Every case in which something ran, in order. Raises `ConfigError` for results that do not say on what."""
-    manifest = result.manifest
-    if "setups" not in manifest:
-        raise ConfigError(f"the results were written by another version of rlsim ({manifest.get('rlsim')}): run again")
+    return setups_of([result.manifest])
+
+
+def setups_of(manifests: Iterable[Mapping[str, Any]]) -> list[CaseSetup]:
+    """The same of several results."""
     setups: list[CaseSetup] = []
     ids: set[str] = set()
-    for case, record in manifest["setups"].items():
-        if manifest["systems"][case]:
-            setups.append(CaseSetup(case=case, id=unique_slug(case, ids), **record))
+    for manifest in manifests:
+        if "setups" not in manifest:
+            raise ConfigError(
+                f"the results were written by another version of rlsim ({manifest.get('rlsim')}): run again"
+            )
+        for case, record in manifest["setups"].items():
+            if manifest["systems"][case]:
+                setups.append(CaseSetup(case=case, id=unique_slug(case, ids), **record))
     return setups
 
 

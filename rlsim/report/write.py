@@ -15,13 +15,16 @@ from rlsim.report.sections.comparison import gpu_section, lengths_section, speed
 from rlsim.report.sections.method import calibration_section, configuration_section, notes_section
 from rlsim.report.sections.time import generation_section, timeline_section
 from rlsim.report.setups import case_setups
+from rlsim.report.sweep import sweep_page
+from rlsim.sweeps.read import SweepResult, read_sweep
+from rlsim.sweeps.store import DEFINITION
 
 #: The page's file in a results directory, if no other is given.
 REPORT = "report.html"
 
 
 def write_report(
-    source: Result | str | Path,
+    source: Result | SweepResult | str | Path,
     path: str | Path | None = None,
     *,
     title: str | None = None,
@@ -32,26 +35,42 @@ def write_report(
     png: str | Path | None = None,
     svg: str | Path | None = None,
 ) -> Path:
-    """Write results (or those in a directory) as one HTML page that needs nothing else, and return its path.
+    """Write the results of a run or sweep (or those in a directory) as one HTML page, and return its path.
 
-    `path` defaults to `report.html` in the results' directory. `case`, `systems`, `seed` and `step` say what the charts
-    over time show; by default the first case, the baseline and the best other system, at the baseline's median step.
-    `png` and `svg` are folders to write every chart to as a picture. Raises `ConfigError` for results or targets that
-    are not there, `CatalogueError` for names that were not run.
+    The page needs nothing else. `path` defaults to `report.html` in the results' directory. `case`, `systems`, `seed`
+    and `step` say what the charts over time show; by default the first case, the baseline and the best other system, at
+    the baseline's median step; a sweep has none. `png` and `svg` are folders to write every chart to as a picture.
+    Raises `ConfigError` for results or targets that are not there, `CatalogueError` for names that were not run.
     """
-    if path is None and isinstance(source, Result):
-        raise ConfigError("results in memory have no directory: give the report's path")
-    target = Path(path) if path is not None else Path(str(source)) / REPORT
+    found = read_any(source) if isinstance(source, str | Path) else source
+    target = _target(source, path)
     folders = [(Path(folder), suffix) for folder, suffix in ((png, ".png"), (svg, ".svg")) if folder is not None]
-    result = source if isinstance(source, Result) else read_result(source)
     check_page_path(target)  # before the work, not after it
     for folder, _ in folders:
         check_pictures_folder(folder)
-    page = report_page(result, title=title, case=case, systems=systems, seed=seed, step=step)
+    if isinstance(found, Result):
+        page = report_page(found, title=title, case=case, systems=systems, seed=seed, step=step)
+    elif case or systems or seed is not None or step is not None:
+        raise ConfigError(f"{found.directory} is a sweep: its page has no charts over time to choose a step for")
+    else:
+        page = sweep_page(found, title=title)
     page.write(target)
     for folder, suffix in folders:
         write_pictures(page, folder, suffix)
     return target
+
+
+def read_any(directory: str | Path) -> Result | SweepResult:
+    """The results of a run or of a sweep in a directory; raises `ConfigError` if there are neither."""
+    return read_sweep(directory) if (Path(directory) / DEFINITION).is_file() else read_result(directory)
+
+
+def _target(source: Result | SweepResult | str | Path, path: str | Path | None) -> Path:
+    if path is not None:
+        return Path(path)
+    if isinstance(source, Result):
+        raise ConfigError("results in memory have no directory: give the report's path")
+    return (source.directory if isinstance(source, SweepResult) else Path(source)) / REPORT
 
 
 def report_page(
@@ -75,7 +94,7 @@ def report_page(
         lengths_section(result, setups),
         generation_section(result, choice, setup),
         timeline_section(result, choice, setup),
-        calibration_section(result, setups),
+        calibration_section(result.manifest["lookups"], setups),
         notes_section(result),
         configuration_section(result, setups),
     )

@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from rlsim.report.setups import CaseSetup
 
 
-def calibration_section(result: Result, setups: list[CaseSetup]) -> Section:
-    """Errors of every calibration used, and how many shapes lay outside what it was measured at."""
+Lookups = Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
+def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
+    """Errors of every calibration used, and how many shapes lay outside what it was measured at.
+
+    `lookups` as in a manifest: by case and operator, how many shapes of each kind.
+    """
     blocks: list[Block] = []
     taken: set[str] = set()
     records = {setup.calibration["name"]: setup.calibration for setup in setups}
@@ -50,7 +56,7 @@ def calibration_section(result: Result, setups: list[CaseSetup]) -> Section:
         caption = f"Errors of {name} in numbers; bias: median signed error, positive is predicted too slow"
         blocks.append(Table(caption, headings, texts, words=frozenset({5})))
     blocks.append(Text("Look-ups", heading=True))
-    blocks.append(_lookups(result.manifest["lookups"]))
+    blocks.append(_lookups(lookups))
     blocks.append(
         Text(
             "These are errors of single kernels. How far whole engines, real rollouts and published figures are off is "
@@ -73,7 +79,7 @@ def _origin(record: Mapping[str, Any]) -> str:
     return text + (f" To know: {notes}." if notes else "")
 
 
-def _lookups(tables: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Table:
+def _lookups(tables: Lookups) -> Table:
     counts: dict[str, dict[str, int]] = {}
     for table in tables.values():
         for operator, row in table.items():
