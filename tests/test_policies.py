@@ -45,7 +45,7 @@ def machine(cluster: str, calibration: str) -> Setup:
             "calibration": calibration,
             "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "16K"},
             "workflow": {"prompts": 16, "responses": 8, "steps": 1},
-            "training": {"offload": True},
+            "training": {"offload": True, "cp": 2},  # a sequence of 16K tokens is too much for one A40
             "systems": ["pat"],
         }
     )

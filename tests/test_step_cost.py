@@ -122,6 +122,14 @@ def test_impossible_layouts_are_one_clear_message() -> None:
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128), (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+def test_a_noisy_profile_is_never_negative() -> None:
+    curve = DecodeCurve(1, [0.0, 100.0], [0.01, 0.02])
+    steep = ProfileStep(1, [curve], [64, 128], [8, 24], [[0.01, 0.05], [0.05, 0.2]])
+    assert steep.prefill_s([Chunk(8, 0)]) == pytest.approx(0.01 * 8 / 64)  # the slope would lead below zero
+    falling = ProfileStep(1, [curve], [64, 128], [8, 24], [[0.06, 0.05], [0.05, 0.02]])
+    assert falling.prefill_s([Chunk(24, 0)] * 40) == pytest.approx(0.02)  # no less than at 128
+
+
 def test_profile_returns_what_was_sampled() -> None:
     step = roofline(2)
     profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=256 * 1024)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -120,16 +118,3 @@ def test_parameters_below_one(bad: dict[str, int]) -> None:
         StepSampler(grid(4, 2), **({"prompts": 1, "responses": 1} | bad))
     with pytest.raises(TraceError, match="5 responses asked of groups of 2"):
         StepSampler(grid(4, 2), 1, 2).batch(0, 1, responses=5)
-
-
-def test_fast_enough_for_sweeps() -> None:
-    trace = grid(2000, 16)
-    best = min(_seconds(trace) for _ in range(5))
-    assert best < 0.2
-
-
-def _seconds(trace: Trace) -> float:
-    start = time.perf_counter()
-    sampler = StepSampler(trace, 512, 8, seed=1)
-    assert sum(len(b) for b in sampler.steps(40)) == 40 * 4096
-    return time.perf_counter() - start

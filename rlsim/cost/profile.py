@@ -134,13 +134,23 @@ class ProfileStep(StepCost):
         where = f"{tokens:g} tokens in sequences of {length:g}"
         exact = tokens in self._tokens and length in self._lengths
         self._prefills.add("prefill profile", "exact" if exact else "interpolated" if inside else "extrapolated", where)
-        i, u = _segment(self._tokens, tokens)
-        j, v = _segment(self._lengths, length)
-        i1, j1 = min(i + 1, len(self._tokens) - 1), min(j + 1, len(self._lengths) - 1)
-        grid = self._prefill
-        low = grid[i][j] + v * (grid[i][j1] - grid[i][j])
-        high = grid[i1][j] + v * (grid[i1][j1] - grid[i1][j])
-        return low + u * (high - low)
+        i, _ = _segment(self._tokens, tokens)
+        rows = self._prefill[i : i + 2]
+        return _along(self._tokens[i : i + 2], [_along(self._lengths, row, length) for row in rows], tokens)
+
+
+def _along(knots: Sequence[float], values: Sequence[float], x: float) -> float:
+    """Linear between knots; outside the edge slope continues.
+
+    But less work takes no smaller share of the time than of the work, and more work no less time: measured slopes are
+    noisy, and times must not fall to zero.
+    """
+    i, share = _segment(knots, x)
+    low, high = values[i], values[min(i + 1, len(values) - 1)]
+    found = low + share * (high - low)
+    if x < knots[0]:
+        return max(found, low * x / knots[0])
+    return max(found, high) if x > knots[-1] else found
 
 
 def profile_of(
