@@ -32,7 +32,7 @@ COUNT = "sum(i * i for i in range(20_000_000))"
 def definition(points: int) -> dict[str, Any]:
     """A sweep of so many points, each a fraction of a second of work."""
     caps = list(CAPS)[: max(points // len(PROMPTS), 1)]
-    changes = {"workflow.steps": 2, "seeds": 3, "systems": [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, "pat"]}
+    changes = {"workflow.steps": 2, "seeds": 2, "systems": [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, "pat"]}
     axes = [{"grid": {"trace.cap": caps, "workflow.prompts": list(PROMPTS)}}]
     return {"name": "benchmark", "experiment": "pat_vs_static", "set": changes, "axes": axes}
 

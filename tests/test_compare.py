@@ -52,6 +52,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "_answers", lambda tasks, *_: (Answer(task, task.run(), 0.0) for task in tasks))
         rlsim.sweep({"name": "s", "experiment": EXPERIMENT, "axes": axes}, out=folder / "sweep")
+        by_seed = {"name": "by seed", "experiment": EXPERIMENT, "axes": [{"grid": {"seeds": [[0], [1], [2], [3]]}}]}
+        rlsim.sweep(by_seed, out=folder / "by-seed")
     return folder
 
 
@@ -160,6 +162,16 @@ def test_points_of_a_sweep_are_rows_and_an_axis_can_be_the_baseline(results: Pat
     beside = rlsim.compare([results / "sweep", results / "base"], baseline=str(results / "base"))
     assert list(beside.table["memory_utilization"]) == [0.5, 0.5, 0.9, 0.9, 0.9, 0.9]
     assert (beside.table["baseline"] != "").all()
+
+
+def test_points_of_single_seeds_are_put_together(results: Path) -> None:
+    table = rows(rlsim.compare([results / "base", results / "by-seed"]))
+    whole, parts = table.loc["base"], table.loc["by-seed"]
+    same = ["seeds", "step_time_s", "gen_time_s", "gen_p90_time_s", "tokens_per_s", "bubble_fraction"]
+    pd.testing.assert_frame_equal(whole[same], parts[same])
+    own = rlsim.compare([results / "by-seed"]).table
+    summary = rlsim.read_result(results / "base").summary()
+    np.testing.assert_allclose(own["step_speedup_high"], summary["speedup_high"], rtol=1e-12)
 
 
 def test_cases_and_tuned_systems(results: Path) -> None:

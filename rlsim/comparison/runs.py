@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def runs_in(directory: str | Path) -> list[Run]:
     """Every run of a directory that `rlsim run` or `rlsim sweep` wrote; raises `ConfigError` if there is none."""
     folder = Path(directory)
     if (folder / DEFINITION).is_file():
-        found = list(_of_sweep(folder))
+        found = _with_all_seeds(_of_sweep(folder))
     elif (folder / MANIFEST).is_file():
         found = list(_of_run(folder))
     else:
@@ -107,6 +107,31 @@ def _of_sweep(folder: Path) -> Iterator[Run]:
         if row["status"] == "done":
             axes = {axis.key: _plain(row[axis.name]) for axis in sweep.axes}
             yield from _runs(str(folder), row["point"], axes, sweep.record(row["point"]), steps[row["point"]])
+
+
+def _with_all_seeds(runs: Iterable[Run]) -> list[Run]:
+    """Points of a sweep over `seeds` that differ in nothing else, and have none in common, as one run."""
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        others = {key: value for key, value in run.axes.items() if key != "seeds"}
+        together.setdefault(json.dumps([others, run.case, run.system], default=str), []).append(run)
+    found: list[Run] = []
+    for parts in together.values():
+        seeds = [seed for part in parts for seed in part.by_seed.index]
+        if len(parts) == 1 or len(set(seeds)) < len(seeds):
+            found += parts
+            continue
+        first = parts[0]
+        whole = replace(
+            first,
+            point="",
+            axes={key: value for key, value in first.axes.items() if key != "seeds"},
+            config={**first.config, "seeds": seeds},
+            tuned=" or ".join(dict.fromkeys(part.tuned for part in parts if part.tuned)),
+            steps=pd.concat([part.steps for part in parts], ignore_index=True),
+        )
+        found.append(whole)
+    return found
 
 
 def _runs(
