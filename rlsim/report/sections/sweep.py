@@ -85,7 +85,7 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
         title = f"{system}: {_title(metric).lower()} over {x} and {y}{where}"
         yield Figure(f"sweep-map{suffix}-{number}", title, chart, f"{form} {_meaning(metric, baseline)}")
     if len(compared) > _MOST_MAPS:
-        yield Text(f"{len(compared) - _MOST_MAPS} more systems are in the table, not drawn.")
+        yield Text(f"The table has every system; of {len(compared)}, {_MOST_MAPS} are drawn.")
 
 
 def _title(metric: str) -> str:
