@@ -76,6 +76,15 @@ def run(
     return result
 
 
+def check(experiment: Experiment, folder: Path, shown: str = "experiment") -> None:
+    """Everything that `run` checks before anything runs; raises `RlsimError` for whatever does not exist or fit.
+
+    Relative paths of the experiment start at `folder`.
+    """
+    for name, case in _cases(experiment, shown):
+        _Case(name, case, folder, shown)
+
+
 def _cases(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
     if not experiment.cases:
         yield "", experiment

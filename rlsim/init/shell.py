@@ -1,7 +1,7 @@
 """`key=value` overrides in a script that starts veRL: read, never run.
 
 Assignments, `${NAME:-default}`, `$((1024 * 2))`, arrays, `if` and `case` are followed as far as the text tells; what
-would have to be run (`$(…)`), or comes from outside, is unknown. An unknown value that is needed is an error with its line.
+would have to be run (`$(…)`), or comes from outside, is unknown. An unknown value that is needed is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from rlsim.init.shell_values import Doubt, Unknown, UnresolvedError, Variables, assignment, shown
+from rlsim.init.shell_values import Doubt, Element, Unknown, UnresolvedError, Variables, assignment, shown
 from rlsim.init.shell_words import Operator, Token, Word, tokens
 
 _OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)
@@ -86,7 +86,6 @@ class _Run:
         self.commands: list[list[Override]] = []
         self.config_name = ""
         self.notes: list[str] = []
-        self._listing = False  # overrides stand by themselves, one or more a line
 
     def block(self, at: int, end: int) -> None:
         """Carry out the tokens from `at` to `end`."""
@@ -285,10 +284,9 @@ class _Run:
         for i, word in enumerate(words):
             found += self._overrides(word, words[i + 1 : i + 2])
         if found:
-            listing = is_override(shown(words[0]))
-            if not (listing and self._listing):
+            # A list of settings needs no command; and a comment between the lines of one cuts it in two.
+            if not self.commands or not is_override(shown(words[0])):
                 self.commands.append([])
-            self._listing = listing
             self.commands[-1] += found
         return True
 
@@ -296,10 +294,11 @@ class _Run:
         found = []
         for field in self.variables.element(word):
             text = field.shown if isinstance(field, Doubt) else field
+            line = field.line if isinstance(field, Doubt | Element) else word.line
             if text.startswith("--config-name"):
                 self.config_name = text.partition("=")[2] or (shown(following[0]) if following else "")
             if is_override(text):
-                override = parse_override(text, word.line)
+                override = parse_override(text, line)
                 found.append(replace(override, value=field.unknown) if isinstance(field, Doubt) else override)
             elif isinstance(field, Doubt) and "[@]" in text and "=" not in text:
                 self.notes.append(f"line {word.line}: the settings in {text} are not known: {field.unknown.why}")

@@ -38,6 +38,13 @@ class Doubt:
 
     shown: str
     unknown: Unknown
+    line: int
+
+
+class Element(str):
+    """An element of an array, which knows its line."""
+
+    line: int
 
 
 Value = str | tuple[str | Doubt, ...] | Unknown
@@ -119,9 +126,9 @@ class Variables:
     def element(self, word: Word) -> list[str | Doubt]:
         """What a word becomes, or how it stands in the text and why that cannot be told."""
         try:
-            return self.arguments(word)
+            return [_placed(found, word.line) for found in self.arguments(word)]
         except UnresolvedError as error:
-            return [Doubt(shown(word), error.unknown)]
+            return [Doubt(shown(word), error.unknown, word.line)]
 
     def deciding(self, words: Iterable[Word]) -> str:
         """The variable that keeps the first unresolved of these words from being told; empty if none does."""
@@ -247,7 +254,7 @@ class Variables:
         inside = words[1:-1] if closing else words[1:]
         bare = [word.bare for word in inside]
         try:
-            for joint, joined in (("-o", any), ("-a", all)):
+            for joint, joined in (("||", any), ("&&", all), ("-o", any), ("-a", all)):
                 if joint in bare:
                     at = bare.index(joint)
                     sides = [self.condition([words[0], *half, words[-1]]) for half in (inside[:at], inside[at + 1 :])]
@@ -287,6 +294,15 @@ def assignment(word: Word) -> tuple[str, bool, tuple[Part, ...]] | None:
             return (name, text.endswith("+"), rest) if _NAME.fullmatch(name) else None
         text += part.text
     return None
+
+
+def _placed(found: str | Doubt, line: int) -> str | Doubt:
+    """Text with its line, unless it has one already."""
+    if isinstance(found, Doubt | Element):
+        return found
+    element = Element(found)
+    element.line = line
+    return element
 
 
 def shown(word: Word) -> str:

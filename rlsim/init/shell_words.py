@@ -89,6 +89,9 @@ def _until(reader: _Reader, closing: str) -> list[Token]:
         elif here == "#":
             while reader.peek() not in ("", "\n"):
                 reader.take()
+        elif found and _inside_test(found) and (joint := reader.peek(2)) in ("&&", "||"):
+            found.append(Word((Part("text", joint, False),), reader.line))
+            reader.take(2)
         elif closing and here == closing and not depth:
             reader.take()
             return found
@@ -105,6 +108,16 @@ def _until(reader: _Reader, closing: str) -> list[Token]:
     if closing:
         raise reader.fail(f"a bracket that is opened here is not closed by {closing!r}", began)
     return found
+
+
+def _inside_test(found: list[Token]) -> bool:
+    """Whether the tokens so far end inside `[[ … ]]`, where `&&` and `||` belong to the test."""
+    for token in reversed(found):
+        if isinstance(token, Operator) or token.bare == "]]":
+            return False
+        if token.bare == "[[":
+            return True
+    return False
 
 
 def _redirection(reader: _Reader) -> None:
