@@ -1,15 +1,16 @@
 """`rlsim init`: a starter, and veRL configurations as experiments, with where each value is from."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_calibrate_import import nccl_text
+from typer.testing import CliRunner, Result
 
 import rlsim
 from rlsim.calibrate.importers import nccl_tests
+from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
@@ -459,43 +460,45 @@ def test_the_nearest_trace() -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rlsim", "init", *arguments], cwd=folder, capture_output=True, text=True, timeout=100
-    )
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["init", *arguments])
 
 
-def test_command_writes_once(tmp_path: Path) -> None:
-    assert command(tmp_path, "first").returncode == 0
-    made = (tmp_path / "first.yaml").read_text()
-    again = command(tmp_path, "first")
-    assert again.returncode == 2
-    assert "first.yaml exists; give --force" in again.stderr
-    (tmp_path / "run.sh").write_text(SCRIPT)
-    forced = command(tmp_path, "--from-verl", "run.sh", "--gpu", "h100", "--out", "first.yaml", "--force")
-    assert forced.returncode == 0, forced.stderr
-    assert (tmp_path / "first.yaml").read_text() != made
-    assert "run it: rlsim run first.yaml" in forced.stdout
+def test_command_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command("first").exit_code == 0
+    made = Path("first.yaml").read_text()
+    again = command("first")
+    assert "first.yaml exists; give --force" in str(again.exception)
+    assert Path("first.yaml").read_text() == made
+    Path("run.sh").write_text(SCRIPT)
+    forced = command("--from-verl", "run.sh", "--gpu", "h100", "--out", "first.yaml", "--force")
+    assert forced.exit_code == 0, forced.output
+    assert Path("first.yaml").read_text() != made
+    assert "run it: rlsim run first.yaml" in forced.output
 
 
-def test_command_says_what_does_not_fit(tmp_path: Path) -> None:
+def test_command_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     text = SCRIPT.replace("Qwen2.5-7B-Instruct", "Qwen2.5-32B").replace("offload=True", "offload=False")
-    (tmp_path / "run.sh").write_text(text)
-    done = command(tmp_path, "--from-verl", "run.sh", "--gpu", "a40", "--out", "big.yaml")
-    assert done.returncode == 1
-    assert "does not run as it stands" in done.stderr
-    assert "DOES NOT RUN AS IT STANDS" in (tmp_path / "big.yaml").read_text()
+    Path("run.sh").write_text(text)
+    done = command("--from-verl", "run.sh", "--gpu", "a40", "--out", "big.yaml")
+    assert done.exit_code == 1
+    assert "does not run as it stands" in done.output
+    assert "DOES NOT RUN AS IT STANDS" in Path("big.yaml").read_text()
 
 
 def test_nccl_tests_make_a_calibration_beside_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_calibrate_import import nccl_text
-
     (tmp_path / "all_reduce.txt").write_text(nccl_text())
-    done = command(
-        tmp_path, "mine", "--cluster", "8xh100", "--nccl", "all_reduce.txt", "--out", str(tmp_path / "m.yaml")
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = command("mine", "--cluster", "8xh100", "--nccl", "all_reduce.txt", "--out", str(tmp_path / "m.yaml"))
+    assert done.exit_code == 0, done.output
     assert read_yaml(tmp_path / "m.yaml")["calibration"] == "mine-calibration.yaml"
     monkeypatch.chdir(Path(nccl_tests.__file__).parent)  # found beside the experiment, from anywhere
     experiment, _, folder = load_experiment(tmp_path / "m.yaml")
     assert Setup.of(experiment, folder).calibration.name == "mine-calibration"
+
+
+@pytest.mark.parametrize("option", ["--gpu", "--reward-model"])
+def test_options_of_verl_need_a_configuration(option: str) -> None:
+    assert f"{option} goes with --from-verl" in str(command("mine", option, "x").exception)
