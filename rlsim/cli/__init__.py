@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlsim import __version__
-from rlsim.cli import calibrate, init, listing, planning, running, trace, validate
+from rlsim.cli import advising, calibrate, init, listing, planning, running, trace, validate
 from rlsim.errors import RlsimError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("run")(running.run)
 app.command("plan")(planning.plan)
 app.command("init")(init.init)
+app.command("advise")(advising.advise)
 app.add_typer(listing.app, name="list")
 app.add_typer(trace.app, name="trace")
 app.add_typer(calibrate.app, name="calibrate")

@@ -85,6 +85,20 @@ def check(experiment: Experiment, folder: Path, shown: str = "experiment") -> No
         _Case(name, case, folder, shown)
 
 
+def check_system(setup: Setup, spec: SystemSpec) -> None:
+    """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit."""
+    asked = spec.make()
+    asked.check_layout(setup.site(asked).context)
+    for alternative, _ in spec.alternatives(setup.site(asked).context):
+        system = alternative.make()
+        site = setup.site(system)
+        setup.workflow(system)
+        _ = site.judge  # raises if it does not fit
+        setup.scorers(system)
+        system.control.setup(site.context)
+        site.context.check_tp(system.layout.initial_tp(site.context))
+
+
 def _cases(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
     if not experiment.cases:
         yield "", experiment
@@ -150,16 +164,7 @@ class _Case:
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
         try:
-            asked = spec.make()
-            asked.check_layout(self.setup.site(asked).context)
-            for alternative, _ in self._alternatives(spec):
-                system = alternative.make()
-                site = self.setup.site(system)
-                self.setup.workflow(system)
-                _ = site.judge  # raises if it does not fit
-                self.setup.scorers(system)
-                system.control.setup(site.context)
-                site.context.check_tp(system.layout.initial_tp(site.context))
+            check_system(self.setup, spec)
         except CapacityError as error:
             if not spec.variant:
                 raise CapacityError(f"{spec.shown}: {error}") from None
