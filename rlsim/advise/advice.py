@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,15 +96,16 @@ def advise(
     worth: float = WORTH,
     top: int = TOP,
     most: int = MOST,
+    skip: Collection[str] = (),
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Advice:
     """Advice on an experiment: its model, cluster, trace and workflow, its systems and all shipped ones that apply.
 
     `case` names one of the experiment's cases; `seeds` and `steps` go before its own, of which at most `SEEDS` seeds
-    are taken. The `top` systems and the
-    baseline are also run on half to `most` times the GPUs; a doubling pays if it is `worth` times as fast. With `out`
-    the results are written there. Raises `RlsimError` for whatever does not exist or fit.
+    are taken. The `top` systems and the baseline are also run on half to `most` times the GPUs; a doubling pays if it
+    is `worth` times as fast. `skip` are shipped policies to leave out. With `out` the results are written there.
+    Raises `RlsimError` for whatever does not exist or fit.
     """
     if not worth > 1.0:
         raise ConfigError(f"worth {worth:g}: expected more than 1, as twice the GPUs are at best twice as fast")
@@ -124,7 +125,7 @@ def advise(
         reasons = "\n".join(f"TP{row.tp}: {row.why_not}" for row in tables["memory"].itertuples())
         raise CapacityError(f"{shown}: nothing fits on {setup.cluster.name}:\n{reasons}")
     own = parse_systems(experiment.systems, shown)
-    more, refused = candidates(setup, own)
+    more, refused = candidates(setup, own, skip)
     run_here = _Runner(source, settings, progress)
     baseline = experiment.baseline or own[0].name
     result = run_here("ranking", {"systems": [*experiment.systems, *more], "baseline": baseline})

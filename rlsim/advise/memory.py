@@ -29,10 +29,15 @@ def memory_by_tp(setup: Setup) -> pd.DataFrame:
     launched = setup.experiment.workflow.prompts * setup.launched_responses
     gpu, rows = setup.cluster.gpu, []
     cluster = site.cluster if unplaced else site.rollout_cluster
-    for tp in (1 << i for i in range(cluster.gpus_per_node.bit_length())):
-        if cluster.gpus_per_node % tp:
-            continue
+    whole = setup.cluster.gpus_per_node
+    for tp in (1 << i for i in range(whole.bit_length()) if whole % (1 << i) == 0):
         row: dict[str, object] = {"tp": tp, "replicas": cluster.gpus // tp}
+        if cluster.gpus_per_node % tp:
+            why = (
+                f"TP {tp} does not divide the {cluster.gpus_per_node} GPUs of a node that workflow.reward.judge leaves"
+            )
+            rows.append({**row, "fits": False, "waits": False, "why_not": why})
+            continue
         try:
             memory = rollout_memory(
                 setup.model,

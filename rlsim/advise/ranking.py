@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from rlsim.errors import RlsimError
+from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.build import Setup
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
@@ -26,12 +26,16 @@ _ALONE = {"plan": "it is a plan spelled out, which only you can give (rlsim plan
 _START_TP = ("pat", "planner")
 
 
-def candidates(setup: Setup, own: Sequence[SystemSpec]) -> tuple[list[Any], dict[str, str]]:
+def candidates(setup: Setup, own: Sequence[SystemSpec], skip: Collection[str] = ()) -> tuple[list[Any], dict[str, str]]:
     """Entries of `systems` for every shipped policy that applies, and why each of the others does not.
 
     Static TP at every feasible degree, PAT and the planner from each, every other policy as it ships (tuned where it
-    has something to tune). Those that behave like one of `own` are left out.
+    has something to tune). Those that behave like one of `own` are left out, and policies in `skip`. Raises
+    `CatalogueError` if one of these does not exist.
     """
+    for name in skip:
+        if name not in BUILTIN:
+            raise unknown_name("policy", name, BUILTIN)
     context = setup.site().context
     degrees = list(context.feasible_tps)
     entries: list[Any] = [{"verl": {"tp": tp}} for tp in degrees]
@@ -40,8 +44,8 @@ def candidates(setup: Setup, own: Sequence[SystemSpec]) -> tuple[list[Any], dict
     taken, known, refused = list[Any](), {spec.key for spec in own}, dict[str, str]()
     names = {spec.name for spec in own}
     for entry in entries:
-        name = entry if isinstance(entry, str) else _name(entry)
-        why = _ALONE.get(name) or _pointless(name, setup)
+        policy, name = (entry, entry) if isinstance(entry, str) else (next(iter(entry)), _name(entry))
+        why = "left out, as asked" if policy in skip else _ALONE.get(name) or _pointless(name, setup)
         if why is None:
             named = {"name": _free(name, names), "use": [entry]}
             (spec,) = parse_systems([named])
@@ -90,9 +94,9 @@ def ranking(result: Result) -> pd.DataFrame:
     `speedup_low` to `speedup_high`, `behind_best` (the best's tokens per second over its own) with `behind_low` and
     `behind_high`, `with_best` (the interval includes 1, so the difference may be chance; missing with one seed),
     `same_as` (a system above that takes just as long), `idle` (share of GPU time), `staleness` (weight updates, the
-    most of any step), `held_back` (prompts that wait at the end of a run, as a share of those trained on) and `comparable`
-    (that is at most `MOST_HELD_BACK`: else the longest responses are yet to come). Systems that are not comparable come
-    last and are never the best, unless none is comparable.
+    most of any step), `held_back` (prompts that wait at the end of a run, as a share of those trained on) and
+    `comparable` (that is at most `MOST_HELD_BACK`: else the longest responses are yet to come). Systems that are not
+    comparable come last and are never the best, unless none is comparable.
     """
     steps = result.steps
     tuned: Mapping[str, str] = next(iter(result.manifest["tuned"].values()), {})

@@ -36,6 +36,9 @@ def advise(
     worth: Annotated[float, typer.Option(help="Twice the GPUs pay if they are so many times as fast.")] = 1.5,
     top: Annotated[int, typer.Option(min=1, help="Systems that are tried on other numbers of GPUs.")] = 3,
     most: Annotated[int, typer.Option(min=1, help="Try up to so many times the GPUs.")] = 4,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Shipped policy to leave out, such as real; repeatable.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the conclusions only.")] = False,
 ) -> None:
@@ -58,6 +61,7 @@ def advise(
             worth=worth,
             top=top,
             most=most,
+            skip=skip or (),
             out=target,
             progress=progress,
         )

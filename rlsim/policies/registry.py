@@ -49,7 +49,7 @@ def load_policy(name: str) -> type[Part]:
 
     Raises `CatalogueError` for an unknown name, `ConfigError` if what is there is no policy.
     """
-    known = policy_names()
+    known = BUILTIN if name in BUILTIN else policy_names()  # looking through installed packages takes 15 ms
     if name not in known and ":" not in name:
         raise unknown_name("policy", name, known)
     module_name, _, class_name = known.get(name, name).partition(":")
