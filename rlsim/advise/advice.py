@@ -122,7 +122,8 @@ def advise(
     setup = Setup.of(experiment, folder, shown)
     tables = {"memory": memory_by_tp(setup), "memory_calls": memory_by_call(setup)}
     if not tables["memory"]["fits"].any():
-        reasons = "\n".join(f"TP{row.tp}: {row.why_not}" for row in tables["memory"].itertuples())
+        by_reason = tables["memory"].groupby("why_not", sort=False)["tp"]
+        reasons = "\n".join(f"TP {', '.join(map(str, tps))}: {why}" for why, tps in by_reason)
         raise CapacityError(f"{shown}: nothing fits on {setup.cluster.name}:\n{reasons}")
     own = parse_systems(experiment.systems, shown)
     more, refused = candidates(setup, own, skip)
