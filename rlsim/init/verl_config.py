@@ -107,7 +107,7 @@ def read_config(sources: Sequence[str], version: str) -> VerlConfig:
 
 
 def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[str], dict[str, str]]:
-    files, overrides, variables = list[Path](), list[str](), {"HOME": str(Path.home())}
+    files, overrides, variables = list[Path](), list[str](), {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
     for text in sources:
         if Path(text).exists():
             files.append(_file(Path(text)))
@@ -180,7 +180,7 @@ def _override(config: VerlConfig, override: Override, source: str) -> None:
     if isinstance(override.value, Unknown):
         config.doubts[key] = (place, override.value)
         return
-    value = _parsed(override.value, f"{place}: {key}")
+    value = _parsed(override.value)
     if isinstance(value, Mapping):
         for inner, item, _ in _flat(value, f"{key}."):
             config.given[inner], config.origin[inner] = item, place
@@ -193,7 +193,7 @@ def _engine(value: str | Unknown) -> str | Unknown:
     return "fsdp" if value == "dp" else value
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str) -> Any:
     """A value as Hydra reads it: YAML, but for what YAML cannot read, which is text."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -201,8 +201,6 @@ def _parsed(text: str, where: str) -> Any:
     try:
         value = YAML(typ="safe").load(io.StringIO(text))
     except YAMLError:
-        if text[:1] in "[{":
-            raise ConfigError(f"{where}: {text} is no list or mapping that can be read") from None
         return text
     return None if text == "None" else value
 
@@ -251,7 +249,7 @@ def _lookup(config: VerlConfig, key: str, found: re.Match[str]) -> Any:
     target, _, default = found["body"].partition(",")
     resolver = found["resolver"]
     if resolver == "oc.env":
-        return _parsed(default, key) if default else None
+        return _parsed(default) if default else None
     if resolver not in (None, "oc.select"):
         return None
     if target.startswith("."):
@@ -259,7 +257,7 @@ def _lookup(config: VerlConfig, key: str, found: re.Match[str]) -> Any:
         parents = key.split(".")[:-above]
         target = ".".join([*parents, target.lstrip(".")])
     known = config.given.get(target, config.default.get(target))
-    return known if known is not None else (_parsed(default, key) if default else None)
+    return known if known is not None else (_parsed(default) if default else None)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
