@@ -123,6 +123,16 @@ def read_log(path: str | Path) -> VerlLog:
     return VerlLog(path, _table(path, records, notes), _names(records), config, tuple(notes))
 
 
+def logged_config(path: str | Path) -> dict[str, Any]:
+    """The configuration that veRL prints at the start of a console log, by dotted keys; empty if there is none."""
+    dump = _ConfigDump()
+    for _, line in _lines(Path(path)):
+        dump.take(line)
+        if dump.config:
+            break
+    return dump.config
+
+
 def _names(records: Iterable[_Record]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for record in records for name in (*record.metrics, *record.unread)))
 

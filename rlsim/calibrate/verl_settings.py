@@ -204,7 +204,9 @@ def _strategies(
     pp = find.pick("train.pp", given.pp, _ACTOR + "megatron.pipeline_model_parallel_size") or 1
     ulysses = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     cp_keys = ulysses if backend == "fsdp" else ("megatron.context_parallel_size",)
-    cp = find.pick("train.cp", given.cp, *(_ACTOR + key for key in cp_keys)) or 1
+    # veRL takes either of its two keys for Ulysses: the one that is not left at 1.
+    logged_cp = max((degree for key in cp_keys if (degree := find.logged(_ACTOR + key))), default=None)
+    cp = find.prefer("train.cp", given.cp, logged_cp) or 1
     share = tp * pp * cp
     if cluster.gpus % share:
         raise CalibrationError(f"train: tp × pp × cp = {share} does not divide the {cluster.gpus} GPUs")

@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 from rlsim import __version__
-from rlsim.cli import calibrate, comparing, listing, planning, reporting, running, sweeping, trace, validate
+from rlsim.cli import (
+    advising,
+    calibrate,
+    comparing,
+    init,
+    listing,
+    planning,
+    reporting,
+    running,
+    sweeping,
+    trace,
+    validate,
+)
 from rlsim.errors import RlsimError
 
 app = typer.Typer(
@@ -19,14 +31,16 @@ app = typer.Typer(
     help="Simulate RLHF training steps under different schedulers: how long they take, and where the GPU time goes.",
     epilog="Example: rlsim run experiments/pat_vs_static.yaml --seeds 3",
 )
+app.command("init")(init.init)
 app.command("run")(running.run)
-app.command("plan")(planning.plan)
 app.command("sweep")(sweeping.sweep)
 app.command("compare")(comparing.compare)
+app.command("report")(reporting.report)
+app.command("advise")(advising.advise)
+app.command("plan")(planning.plan)
 app.add_typer(listing.app, name="list")
 app.add_typer(trace.app, name="trace")
 app.add_typer(calibrate.app, name="calibrate")
-app.command("report")(reporting.report)
 app.command("validate")(validate.validate)
 
 

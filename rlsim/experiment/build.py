@@ -59,7 +59,7 @@ class Setup:
             experiment,
             load_cluster(experiment.cluster, source=f"{shown}: cluster"),
             actor,
-            load_calibration(experiment.calibration),
+            load_calibration(beside(experiment.calibration, folder)),
             mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment),
             paths,
             _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
@@ -249,9 +249,13 @@ def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:
 
 def find_model(name: str, folder: Path) -> Model:
     """A model by its name in the catalogue, or its config.json (from the working directory or `folder`)."""
-    if name.endswith(".json") and not Path(name).exists() and (folder / name).exists():
-        name = str(folder / name)
-    return load_model(name)
+    return load_model(beside(name, folder))
+
+
+def beside(name: str, folder: Path) -> str:
+    """A name of the catalogue, or a file from the working directory or `folder`, which experiments name alike."""
+    a_file = name.endswith((".json", ".yaml", ".yml"))
+    return str(folder / name) if a_file and not Path(name).exists() and (folder / name).exists() else name
 
 
 def find_trace(name: str, folder: Path) -> Path:

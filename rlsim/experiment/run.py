@@ -83,6 +83,27 @@ def run_loaded(
     return Result(**tables, manifest=_manifest(experiment, cases, collected))
 
 
+def check(experiment: Experiment, folder: Path, shown: str = "experiment") -> None:
+    """Everything that `run` checks before anything runs; raises `RlsimError` for whatever does not exist or fit.
+
+    Relative paths of the experiment start at `folder`.
+    """
+    for name, case in cases_of(experiment, shown):
+        _Case(name, case, folder, shown)
+
+
+def check_system(setup: Setup, spec: SystemSpec) -> None:
+    """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit."""
+    for alternative, _ in spec.alternatives(setup.site(spec.make()).context):
+        system = alternative.make()
+        site = setup.site(system)
+        setup.workflow(system)
+        _ = site.judge  # raises if it does not fit
+        setup.scorers(system)
+        system.control.setup(site.context)
+        system.initial_tp(site.context)
+
+
 def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
     """Every case of an experiment with its settings, by name; the experiment itself under \"\" if it has none.
 
@@ -152,14 +173,7 @@ class _Case:
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
         try:
-            for alternative, _ in self._alternatives(spec):
-                system = alternative.make()
-                site = self.setup.site(system)
-                self.setup.workflow(system)
-                _ = site.judge  # raises if it does not fit
-                self.setup.scorers(system)
-                system.control.setup(site.context)
-                system.initial_tp(site.context)
+            check_system(self.setup, spec)
         except CapacityError as error:
             if not spec.variant:
                 raise CapacityError(f"{spec.shown}: {error}") from None

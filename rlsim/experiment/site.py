@@ -192,6 +192,13 @@ class Site:
     @cached_property
     def plan(self) -> Plan:
         """Where every call runs. Raises `CapacityError` if a GPU would have to hold more than it can."""
+        plan = self.unchecked_plan
+        self.memory.check(plan, self._beside_bytes(plan))
+        return plan
+
+    @cached_property
+    def unchecked_plan(self) -> Plan:
+        """The same before it is known to fit into memory."""
         workflow = self._setup.algorithm
         if self._placing is None:
             plan = colocated(workflow, self.gpus, self.training_strategy(len(self.gpus)), self.reward_placement)
@@ -199,9 +206,7 @@ class Site:
             plan = self._placing.plan(self.plan_context)
             check_meshes(workflow, plan, self._placeable)
             plan = self._without_idle_syncs(plan)
-        plan = beside_generation(plan, self._setup.algorithm, self._streamed)
-        self.memory.check(plan, self._beside_bytes(plan))
-        return plan
+        return beside_generation(plan, self._setup.algorithm, self._streamed)
 
     @property
     def _placeable(self) -> Cluster:

@@ -38,7 +38,7 @@ def summarise(result: Result) -> pd.DataFrame:
         row: dict[str, object] = {"case": case, "system": system}
         row |= {column: float(mine[column].mean()) for column in times}
         for column in ("step_time_s", "gen_time_s"):
-            row[f"{column}_half"] = _half_interval(mine.groupby("seed")[column].mean().tolist())
+            row[f"{column}_half"] = half_interval(mine.groupby("seed")[column].mean().tolist())
         step = gen = (float("nan"),) * 3
         if baseline in result.manifest["systems"][case]:
             reference, own = by_seed.loc[(case, baseline)], by_seed.loc[(case, system)]
@@ -59,7 +59,7 @@ def summarise(result: Result) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _half_interval(values: Sequence[float]) -> float:
+def half_interval(values: Sequence[float]) -> float:
     """Half the width of Student's 95% interval of the mean; NaN with a single value."""
     if len(values) < 2:
         return float("nan")
@@ -74,5 +74,5 @@ def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
     if not ratios:
         return (float("nan"),) * 3
     logs = np.log(ratios)
-    centre, half = float(logs.mean()), _half_interval(logs.tolist())
+    centre, half = float(logs.mean()), half_interval(logs.tolist())
     return float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half))

@@ -46,7 +46,9 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     facts += [(name, ", ".join(_labels(frame[name]))) for name in axes]
     facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
     findings = sweep_findings(frame, axes, baseline)
-    return Page(title or sweep.name, str(first["experiment"].get("description", "")), findings, tuple(sections), tuple(facts))
+    return Page(
+        title or sweep.name, str(first["experiment"].get("description", "")), findings, tuple(sections), tuple(facts)
+    )
 
 
 def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:

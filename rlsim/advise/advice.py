@@ -1,0 +1,273 @@
+"""`rlsim advise` from Python: what fits, why GPUs idle, what to take and how many GPUs pay, for one experiment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
+from rlsim.advise.memory import memory_by_call, memory_by_tp
+from rlsim.advise.ranking import candidates, ranking
+from rlsim.advise.scaling import WORTH, best_doublings, enough, resized, scaling, scaling_rows, sizes
+from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
+from rlsim.experiment.build import Setup
+from rlsim.experiment.load import load_experiment, parse_overrides
+from rlsim.experiment.result import Result, check_target
+from rlsim.experiment.run import run
+from rlsim.experiment.schema import Experiment
+from rlsim.experiment.systems import parse_systems
+from rlsim.output import atomic_path
+
+ADVICE = "advice.json"
+#: Systems that are tried on other numbers of GPUs, beside the baseline; and the most times the GPUs.
+TOP, MOST = 3, 4
+#: Runs of each system, at most, unless it is said how many.
+SEEDS = 5
+#: Names in a sentence.
+MOST_NAMES = 4
+
+#: The tables in the order of reading: name, title, what it shows.
+SECTIONS = (
+    ("memory", "What fits: rollout", "each GPU's memory at every TP, GB; what the KV cache of a replica holds"),
+    ("memory_calls", "What fits: the other calls", "on the fullest GPU, GB"),
+    ("idle", "Idle time of every GPU", "shares of GPU time under the baseline, by cause"),
+    ("idle_waits", "What stage barriers wait for", "share of GPU time"),
+    ("ranking", "Systems, the fastest first", "tokens trained on per second, 95% intervals over seeds"),
+    ("scaling", "Number of GPUs", "the best systems on other numbers of GPUs"),
+    ("scaling_best", "Doublings", "the fastest system at each number against the fastest at half"),
+)
+
+#: Called with (what is under way, runs done, runs in all).
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was found. `tables` are frames whose columns carry units, by section; `result` is the ranking's run.
+
+    - `memory`, `memory_calls`: `rlsim.advise.memory`;
+    - `idle`: shares of every GPU's time under the baseline, `idle_waits`: what its stage barriers wait for
+      (`rlsim.advise.idle`);
+    - `ranking`: `rlsim.advise.ranking`;
+    - `scaling`, `scaling_best`: `rlsim.advise.scaling`.
+    """
+
+    result: Result
+    tables: Mapping[str, pd.DataFrame]
+    baseline: str
+    conclusions: tuple[str, ...]
+    notes: tuple[str, ...]
+    not_applicable: Mapping[str, str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the result's own tables, as JSON knows it; what is missing is null."""
+        tables = {name: json.loads(frame.to_json(orient="records")) for name, frame in self.tables.items()}
+        return {
+            "experiment": self.result.manifest["experiment"]["name"],
+            "baseline": self.baseline,
+            "settings": dict(self.settings),
+            "conclusions": list(self.conclusions),
+            "notes": list(self.notes),
+            "not_applicable": dict(self.not_applicable),
+            **tables,
+        }
+
+    def write(self, directory: str | Path) -> Path:
+        """The ranking's result as `rlsim run` writes it, with advice.json beside its tables; returns the directory."""
+        target = self.result.write(directory)
+        with atomic_path(target / ADVICE) as path:
+            path.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+        return target
+
+
+def advise(
+    source: str | Path | Mapping[str, Any],
+    *,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    case: str | None = None,
+    seeds: int | None = None,
+    steps: int | None = None,
+    worth: float = WORTH,
+    top: int = TOP,
+    most: int = MOST,
+    skip: Collection[str] = (),
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Advice:
+    """Advice on an experiment: its model, cluster, trace and workflow, its systems and all shipped ones that apply.
+
+    `case` names one of the experiment's cases; `seeds` and `steps` go before its own, of which at most `SEEDS` seeds
+    are taken. The `top` systems and the baseline are also run on half to `most` times the GPUs; a doubling pays if it
+    is `worth` times as fast. `skip` are shipped policies to leave out. With `out` the results are written there.
+    Raises `RlsimError` for whatever does not exist or fit.
+    """
+    if not worth > 1.0:
+        raise ConfigError(f"worth {worth:g}: expected more than 1, as twice the GPUs are at best twice as fast")
+    if out is not None:
+        check_target(out)
+    settings = dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    settings |= _one_case(
+        load_experiment(source, settings)[0], case, str(source) if isinstance(source, str | Path) else ""
+    )
+    planned = load_experiment(source, settings)[0].seed_list
+    asked = {"seeds": seeds or (SEEDS if len(planned) > SEEDS else None), "workflow.steps": steps}
+    settings |= {key: value for key, value in asked.items() if value is not None}
+    experiment, shown, folder = load_experiment(source, settings)
+    setup = Setup.of(experiment, folder, shown)
+    tables = {"memory": memory_by_tp(setup), "memory_calls": memory_by_call(setup)}
+    if not tables["memory"]["fits"].any():
+        by_reason = tables["memory"].groupby("why_not", sort=False)["tp"]
+        reasons = "\n".join(f"TP {', '.join(map(str, tps))}: {why}" for why, tps in by_reason)
+        raise CapacityError(f"{shown}: nothing fits on {setup.cluster.name}:\n{reasons}")
+    own = parse_systems(experiment.systems, shown)
+    more, refused = candidates(setup, own, skip)
+    run_here = _Runner(source, settings, progress)
+    baseline = experiment.baseline or own[0].name
+    result = run_here("ranking", {"systems": [*experiment.systems, *more], "baseline": baseline})
+    tables |= _idle(result, baseline, setup.cluster.gpus)
+    tables["ranking"] = ranking(result)
+    chosen = _chosen(tables["ranking"], baseline, top)
+    rows, assumed = _scaled(run_here, setup, result, chosen, [*experiment.systems, *more], most)
+    tables["scaling"], tables["scaling_best"] = scaling(rows, worth), best_doublings(rows)
+    advice = Advice(
+        result,
+        tables,
+        baseline,
+        _conclusions(tables, baseline, worth),
+        tuple(dict.fromkeys([*_held_back_notes(tables["ranking"]), *result.notes, *assumed])),
+        refused,
+        {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth},
+    )
+    if out is not None:
+        advice.write(out)
+    return advice
+
+
+def _one_case(experiment: Experiment, case: str | None, shown: str) -> dict[str, Any]:
+    """The settings of the case that is wanted."""
+    if case is None and not experiment.cases:
+        return {}
+    if case is None:
+        raise ConfigError(f"{shown}: the experiment has several cases: choose one of {', '.join(experiment.cases)}")
+    if case not in experiment.cases:
+        raise unknown_name("case", case, experiment.cases)
+    return {**experiment.cases[case], "cases": {}}
+
+
+class _Runner:
+    """Runs the experiment with other systems or another cluster, on the same responses."""
+
+    def __init__(
+        self, source: str | Path | Mapping[str, Any], settings: Mapping[str, Any], progress: Progress | None
+    ) -> None:
+        self._source, self._settings, self._progress = source, settings, progress
+
+    def __call__(self, what: str, settings: Mapping[str, Any]) -> Result:
+        def told(done: int, total: int, name: str) -> None:
+            if self._progress:
+                self._progress(f"{what}: {name}", done, total)
+
+        return run(self._source, overrides={**self._settings, **settings}, progress=told)
+
+
+def _idle(result: Result, baseline: str, gpus: int) -> dict[str, pd.DataFrame]:
+    own = {table: getattr(result, table) for table in ("steps", "spans", "responses", "calls")}
+    own = {table: frame[frame["system"] == baseline] for table, frame in own.items()}
+    if own["steps"].empty:
+        raise ConfigError(f"the baseline {baseline} did not run:\n" + "\n".join(result.notes))
+    causes = idle_causes(own["steps"], own["spans"], own["responses"], own["calls"], gpus)
+    return {"idle": idle_shares(causes, own["steps"], gpus), "idle_waits": waits(causes, own["steps"], gpus)}
+
+
+def _chosen(ranked: pd.DataFrame, baseline: str, top: int) -> list[str]:
+    """The best systems, each once (two that take the same time are one choice), and the baseline."""
+    distinct = ranked[ranked["comparable"] & (ranked["same_as"] == "")]["system"].tolist()[:top]
+    return [*distinct, *([baseline] if baseline not in distinct else [])]
+
+
+def _held_back_notes(ranked: pd.DataFrame) -> list[str]:
+    late = ranked[~ranked["comparable"]]
+    return [
+        f"{row.system} holds back {row.held_back:.0%} of its prompts at the end, the longest ones: it is ranked last; "
+        "give more --steps (whole periods of its rounds)"
+        for row in late.itertuples()
+    ]
+
+
+def read_tables(directory: str | Path) -> dict[str, pd.DataFrame]:
+    """The tables of `SECTIONS` that `Advice.write` left in a results directory; empty if it holds no advice."""
+    path = Path(directory) / ADVICE
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return {name: pd.DataFrame(data[name]) for name, _, _ in SECTIONS}
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: the advice is damaged: {error}") from None
+
+
+def _scaled(
+    run_here: _Runner, setup: Setup, result: Result, chosen: list[str], entries: list[Any], most: int
+) -> tuple[pd.DataFrame, list[str]]:
+    """The chosen systems on other numbers of GPUs, and what was assumed or left out."""
+    named = {spec.name: spec for spec in parse_systems(entries)}
+    here = result.steps[result.steps["system"].isin(chosen)]
+    rows = [scaling_rows(replace(result, steps=here), setup.cluster.gpus)]
+    notes: list[str] = []
+    for size in sizes(setup.cluster, most):
+        spelled, assumed = resized(setup.cluster, size)
+        notes += [assumed] if assumed else []
+        parts = [
+            {"name": name, "use": [{part.policy: dict(part.parameters)} for part in named[name].parts]}
+            for name in chosen
+        ]
+        settings: dict[str, Any] = {"cluster": spelled, "baseline": None}
+        for system in parts:
+            try:
+                found = run_here(f"{size} GPUs", {**settings, "systems": [system]})
+            except RlsimError as error:
+                notes.append(f"{system['name']} on {size} GPUs left out: {error}")
+                continue
+            rows.append(scaling_rows(found, size))
+    return pd.concat(rows, ignore_index=True), notes
+
+
+def _conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float) -> tuple[str, ...]:
+    """What the tables come to, in a sentence each."""
+    memory, idle, ranked = tables["memory"], tables["idle"], tables["ranking"]
+    fitting = memory[memory["fits"]]
+    said = [f"fits: TP {', '.join(str(tp) for tp in fitting['tp'])} of {', '.join(str(tp) for tp in memory['tp'])}"]
+    queued = fitting[fitting["waits"]]
+    if len(queued):
+        said[0] += f"; at TP {', '.join(str(tp) for tp in queued['tp'])} responses of mean length wait for KV cache"
+    means = idle[[*CAUSES, "idle"]].mean()
+    if means["idle"] > 0:
+        parts = sorted(CAUSES, key=lambda cause: -means[cause])
+        shares = ", ".join(f"{cause.replace('_', ' ')} {means[cause]:.0%}" for cause in parts if means[cause] >= 0.005)
+        said.append(f"idle today ({baseline}): {means['idle']:.0%} of GPU time{f': {shares}' if shares else ''}")
+    else:
+        said.append(f"idle today ({baseline}): no GPU")
+    best = ranked.iloc[0]
+    others = ranked[(ranked["same_as"] == "") & (ranked["system"] != best["system"]) & ranked["comparable"]]
+    close = others[others["with_best"].eq(other=True)]["system"].tolist()
+    text = f"fastest: {best['system']}, {best['speedup']:.2f} times as fast as {baseline}"
+    if best["speedup_low"] == best["speedup_low"]:
+        text += f" [{best['speedup_low']:.2f}, {best['speedup_high']:.2f}]"
+    if close:
+        more = f" and {len(close) - MOST_NAMES} others" if len(close) > MOST_NAMES else ""
+        text += f"; not told from it: {', '.join(close[:MOST_NAMES])}{more}"
+    said.append(text)
+    gpus, beyond = enough(tables["scaling_best"], worth)
+    tried = int(tables["scaling_best"]["gpus"].max())
+    if beyond:
+        fewest = ", the fewest tried," if gpus == tables["scaling_best"]["gpus"].min() else ""
+        said.append(f"GPUs: more than {gpus}{fewest} do not pay (twice as many are less than {worth:g} times as fast)")
+    else:
+        said.append(f"GPUs: every doubling up to {tried} pays (at least {worth:g} times as fast); more were not tried")
+    return tuple(said)

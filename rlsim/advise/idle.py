@@ -1,0 +1,264 @@
+"""Why GPUs are idle: the bubble of every GPU split exactly by cause. Tables in, a table out.
+
+docs/advise.md states the rules that this file carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+#: What a GPU with nothing to do waits for.
+CAUSES = ("length_skew", "split_imbalance", "kv_limit", "stage_barrier")
+#: Spans of a rollout's replicas, by kind; all others are those of calls.
+GENERATING = ("decode", "prefill", "mixed", "switch")
+_RUN = ["case", "system", "seed"]
+COLUMNS = (*_RUN, "step", "gpu", "cause", "waits_for", "idle_s")
+
+
+def idle_causes(
+    steps: pd.DataFrame, spans: pd.DataFrame, responses: pd.DataFrame, calls: pd.DataFrame, gpus: int
+) -> pd.DataFrame:
+    """Idle seconds of every GPU by cause, from the tables of a result (docs/results.md) on `gpus` GPUs.
+
+    One row per case, system, seed, step, `gpu` and `cause` (one of `CAUSES`) with `idle_s` above 0; `waits_for` names
+    the call whose end a stage barrier waits for ("" for other causes, and where no call runs). The rows of a step add
+    up to `bubble_fraction · gpus · step_time_s`.
+    """
+    tables = [dict(iter(table.groupby(_RUN, sort=False))) for table in (spans, responses, calls)]
+    found: list[pd.DataFrame] = []
+    for run, own in steps.groupby(_RUN, sort=False):
+        parts = [table.get(run) for table in tables]
+        own_spans, own_responses, own_calls = (
+            whole.iloc[:0] if part is None else part
+            for part, whole in zip(parts, (spans, responses, calls), strict=True)
+        )
+        ordered = own.sort_values("step")
+        ends = ordered["step_time_s"].to_numpy(np.float64).cumsum()
+        stages = _stages(own_spans, own_responses, own_calls, gpus)
+        for step, start, end in zip(ordered["step"], [0.0, *ends[:-1]], ends, strict=True):
+            frame = _of_window(start, end, own_spans, own_calls, stages, gpus)
+            found.append(frame.assign(step=step, **{column: own[column].iloc[0] for column in _RUN}))
+    frame = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=list(COLUMNS))
+    return frame[list(COLUMNS)]
+
+
+# ---- a generation stage ---------------------------------------------------------------------------------------------
+
+
+class _Stage(NamedTuple):
+    """One generation stage: its GPUs, their TP over time, and when its responses ended."""
+
+    start: float
+    end: float
+    mesh: Flags  # by GPU: whether the stage has it
+    layouts: list[tuple[float, int, int]]  # from when on which GPU has which TP, in order of time
+    finished: Floats  # sorted: when each response ended, at the latest with the stage
+    undelayed: Floats  # sorted: when each would have ended without its wait for admission
+
+
+def _stages(spans: pd.DataFrame, responses: pd.DataFrame, calls: pd.DataFrame, gpus: int) -> list[_Stage]:
+    """The generation stages of one run."""
+    generating = spans[spans["kind"].isin(GENERATING) & ~spans["shared"]]
+    by_step = dict(iter(generating.groupby("step")))
+    launched = dict(iter(responses.groupby("step")))
+    found = []
+    for call in calls[calls["kind"] == "generate"].to_dict("records"):
+        own, there = by_step.get(call["step"]), launched.get(call["step"])
+        if own is None or there is None:
+            continue
+        start, end = float(call["start_at"]), float(call["end_at"])
+        finish = there["finish_at"].to_numpy(np.float64)
+        ended = np.where(np.isnan(finish), end, np.minimum(finish, end))
+        here = ended > start  # what is resumed and had ended in an earlier step is not waited for
+        each = _by_gpu(own)
+        found.append(
+            _Stage(
+                start,
+                end,
+                _mesh(np.unique(each["gpu"].to_numpy(np.int64)), int(call["gpus"]), gpus),
+                _layouts(each),
+                np.sort(ended[here]),
+                np.sort((ended - _delays(there, own))[here]),
+            )
+        )
+    return found
+
+
+def _by_gpu(spans: pd.DataFrame) -> pd.DataFrame:
+    """One row per span and GPU: gpu, start_at, tp; by time."""
+    count = spans["gpus"].to_numpy(np.int64)
+    each = np.repeat(np.arange(len(spans)), count)
+    within = np.arange(len(each)) - np.repeat(count.cumsum() - count, count)
+    frame = spans[["gpu", "start_at", "tp"]].iloc[each]
+    return frame.assign(gpu=frame["gpu"].to_numpy(np.int64) + within).sort_values("start_at", kind="stable")
+
+
+def _mesh(seen: Integers, count: int, gpus: int) -> Flags:
+    """The GPUs of a stage that has `count`, of which those `seen` have worked: a block of neighbours if it can be."""
+    mesh = np.zeros(gpus, np.bool_)
+    mesh[seen] = True
+    first = max(int(seen.max()) + 1 - count, 0)
+    if len(seen) < count and first <= seen.min():
+        mesh[first : first + count] = True
+    return mesh
+
+
+def _layouts(each: pd.DataFrame) -> list[tuple[float, int, int]]:
+    """When a GPU's TP is first known, and when it changes."""
+    changed = each[each.groupby("gpu")["tp"].diff() != 0]
+    return list(zip(changed["start_at"].tolist(), changed["gpu"].tolist(), changed["tp"].tolist(), strict=True))
+
+
+def _delays(responses: pd.DataFrame, spans: pd.DataFrame) -> Floats:
+    """How long each response waited to be admitted, after its replica had begun to decode; infinite if preempted.
+
+    A replica decodes once nothing more is admitted: who starts later found no KV pages or no place left.
+    """
+    decoding = spans[spans["kind"] == "decode"]
+    began = decoding.groupby("label")["start_at"].min()
+    first = spans.groupby("label")["start_at"].min()
+    label = "replica " + responses["replica"].astype(str)
+    start = responses["start_at"].to_numpy(np.float64)
+    there = start >= first.reindex(label).to_numpy(np.float64)  # it started on the replica that it ran on last
+    since = np.where(there, began.reindex(label).to_numpy(np.float64), began.min() if len(began) else np.inf)
+    waited = np.where(np.isnan(start) | np.isnan(since), 0.0, start - since)
+    queued = np.where(responses["resumed"].to_numpy(np.bool_), 0.0, np.maximum(waited, 0.0))
+    return np.where(responses["preemptions"].to_numpy(np.int64) > 0, np.inf, queued)
+
+
+# ---- a window of time -----------------------------------------------------------------------------------------------
+
+
+def _of_window(
+    start: float, end: float, spans: pd.DataFrame, calls: pd.DataFrame, stages: Sequence[_Stage], gpus: int
+) -> pd.DataFrame:
+    """Idle seconds from `start` to `end`: gpu, cause, waits_for, idle_s."""
+    own = spans[(spans["end_at"] > start) & (spans["start_at"] < end)]
+    running = calls[(calls["end_at"] > start) & (calls["start_at"] < end)]
+    within = [stage for stage in stages if stage.end > start and stage.start < end]
+    moments = [
+        np.array([start, end]),
+        *(f[c].to_numpy(np.float64) for f in (own, running) for c in ("start_at", "end_at")),
+    ]
+    moments += [np.concatenate([[s.start, s.end], s.finished, s.undelayed]) for s in within]
+    times = np.concatenate(moments)
+    edges = np.unique(times[(times >= start) & (times <= end)])
+    width, middle = np.diff(edges), (edges[:-1] + edges[1:]) / 2
+    generating = _busy(own[own["kind"].isin(GENERATING)], edges, gpus)
+    idle = ~(generating | _busy(own[~own["kind"].isin(GENERATING)], edges, gpus))
+    seconds = {cause: np.zeros(gpus) for cause in CAUSES[:3]}
+    barrier = idle.copy()
+    for stage in within:
+        piece = (middle > stage.start) & (middle < stage.end)
+        left = len(stage.finished) - np.searchsorted(stage.finished, middle, side="right")
+        piece &= left > 0  # nothing left to generate: the stage waits for something else
+        held_up = piece & (np.searchsorted(stage.undelayed, middle, side="right") == len(stage.undelayed))
+        waiting = idle & stage.mesh[:, None] & piece[None, :]
+        barrier &= ~waiting
+        seconds["kv_limit"] += (waiting[:, held_up] * width[held_up]).sum(axis=1)
+        rest = np.flatnonzero(piece & ~held_up)
+        if len(rest):
+            uneven = _uneven_share(stage, waiting[:, rest], generating[:, rest], left[rest], middle[rest])
+            lost = waiting[:, rest] * width[rest]
+            seconds["split_imbalance"] += (lost * uneven).sum(axis=1)
+            seconds["length_skew"] += (lost * (1.0 - uneven)).sum(axis=1)
+    rows = [_rows(cause, "", found) for cause, found in seconds.items()]
+    names = _running(running, middle)
+    for name in dict.fromkeys(names.tolist()):
+        chosen = names == name
+        rows.append(_rows("stage_barrier", name, (barrier[:, chosen] * width[chosen]).sum(axis=1)))
+    return pd.concat(rows, ignore_index=True)
+
+
+def _uneven_share(stage: _Stage, idle: Flags, generating: Flags, left: Integers, at: Floats) -> Floats:
+    """By GPU and piece of time: the share of its idle time that an even split of the responses would use.
+
+    Of R replicas b work on `left` responses, N of which there were at first. An even split would keep min(left, R)
+    busy, and would leave R − min(N, R) without a response from the start, which no lengths are to blame for.
+    """
+    tp = _tp(stage, at, len(idle))
+    working = (generating & stage.mesh[:, None]).sum(axis=0)
+    replicas = (working + idle.sum(axis=0)) / tp
+    never = np.maximum(replicas - len(stage.finished), 0.0)
+    unused = np.maximum(np.minimum(left, replicas) - working / tp, 0.0)
+    without = idle.sum(axis=0) / tp
+    with np.errstate(invalid="ignore"):
+        return np.where(idle, np.minimum((unused + never) / without, 1.0), 0.0)
+
+
+def _tp(stage: _Stage, at: Floats, gpus: int) -> Floats:
+    """TP of every GPU at every moment; of one that has not worked yet, the first of the stage."""
+    degrees = np.full((gpus, len(at)), float(stage.layouts[0][2]))
+    for moment, gpu, tp in stage.layouts:
+        degrees[gpu, np.searchsorted(at, moment) :] = tp
+    return degrees
+
+
+def _busy(spans: pd.DataFrame, edges: Floats, gpus: int) -> Flags:
+    """By GPU and piece of time between two of the edges: whether a span covers it."""
+    change = np.zeros((gpus + 1, len(edges)), np.int32)
+    first, count = spans["gpu"].to_numpy(np.int64), spans["gpus"].to_numpy(np.int64)
+    begin = np.searchsorted(edges, np.maximum(spans["start_at"].to_numpy(np.float64), edges[0]))
+    finish = np.searchsorted(edges, np.minimum(spans["end_at"].to_numpy(np.float64), edges[-1]))
+    for row, column, sign in (
+        (first, begin, 1),
+        (first, finish, -1),
+        (first + count, begin, -1),
+        (first + count, finish, 1),
+    ):
+        np.add.at(change, (row, column), sign)
+    covered: Flags = change.cumsum(axis=0).cumsum(axis=1)[:gpus, : len(edges) - 1] > 0
+    return covered
+
+
+def _running(calls: pd.DataFrame, at: Floats) -> NDArray[np.str_]:
+    """The call that runs at each moment, of several the one that ends last."""
+    names = np.full(len(at), "", dtype=object)
+    for call in calls.sort_values(["end_at", "start_at"], ascending=[True, False]).to_dict("records"):
+        names[np.searchsorted(at, call["start_at"]) : np.searchsorted(at, call["end_at"])] = call["call"]
+    return names.astype(np.str_)
+
+
+def _rows(cause: str, waits_for: str, seconds: Floats) -> pd.DataFrame:
+    gpu = np.flatnonzero(seconds > 0.0)
+    return pd.DataFrame({"gpu": gpu, "cause": cause, "waits_for": waits_for, "idle_s": seconds[gpu]})
+
+
+# ---- summaries ------------------------------------------------------------------------------------------------------
+
+
+def idle_shares(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
+    """Shares of GPU time: one row per case, system and `gpu`; columns `idle`, then one per cause, and `busy`.
+
+    Means over steps and seeds, weighted by time: seconds over the seconds of all steps.
+    """
+    keys = ["case", "system"]
+    total = steps.groupby(keys, sort=False)["step_time_s"].sum().rename("total_s")
+    every = pd.MultiIndex.from_tuples([(*run, gpu) for run in total.index for gpu in range(gpus)], names=[*keys, "gpu"])
+    table = causes.pivot_table(index=[*keys, "gpu"], columns="cause", values="idle_s", aggfunc="sum", observed=True)
+    table = table.reindex(index=every, columns=list(CAUSES)).fillna(0.0)
+    shares = table.div(np.repeat(total.to_numpy(np.float64), gpus), axis=0)
+    shares.insert(0, "idle", shares.sum(axis=1))
+    shares["busy"] = 1.0 - shares["idle"]
+    shares.columns.name = None
+    return shares.reset_index()
+
+
+def waits(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
+    """Share of GPU time lost to stage barriers by the call waited for: case, system, waits_for, share (descending)."""
+    keys = ["case", "system"]
+    total = steps.groupby(keys, sort=False)["step_time_s"].sum().rename("total_s").reset_index()
+    barrier = causes[causes["cause"] == "stage_barrier"].groupby([*keys, "waits_for"], sort=False)["idle_s"].sum()
+    table = barrier.reset_index().merge(total, on=keys)
+    table["share"] = table["idle_s"] / (table["total_s"] * gpus)
+    columns = [*keys, "waits_for", "share"]
+    return table[columns].sort_values([*keys, "share"], ascending=[True, True, False], ignore_index=True)

@@ -1,0 +1,117 @@
+"""How many GPUs pay: the best systems at half, the same, twice, … the GPUs, on the same responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rlsim.experiment.result import Result
+from rlsim.experiment.summary import half_interval
+from rlsim.hardware import Cluster, load_cluster
+
+#: A doubling of the GPUs pays while it is at least so many times as fast: the added ones do half of what the others do.
+WORTH = 1.5
+#: Whose link joins nodes where the cluster has one node only.
+LENDER = "2x8xh100"
+
+
+def sizes(cluster: Cluster, most: int) -> list[int]:
+    """Numbers of GPUs to try beside the cluster's own: half as many, then doublings up to `most` times.
+
+    Half is left out where it is neither whole nodes nor part of one.
+    """
+    half, odd = divmod(cluster.gpus, 2)
+    fits = not odd and (half < cluster.gpus_per_node or half % cluster.gpus_per_node == 0)
+    return [*([half] if fits else []), *(cluster.gpus << i for i in range(1, most.bit_length()))]
+
+
+def resized(cluster: Cluster, gpus: int) -> tuple[dict[str, Any], str]:
+    """The cluster with so many GPUs, as an experiment spells it, and what was assumed.
+
+    Nodes stay as they are while at least one is full; fewer GPUs are one smaller node.
+    """
+    nodes, per_node = max(gpus // cluster.gpus_per_node, 1), min(gpus, cluster.gpus_per_node)
+    spelled: dict[str, Any] = {"name": f"{nodes}x{per_node}x{cluster.gpu.name}", "gpu": cluster.gpu.model_dump()}
+    spelled |= {"nodes": nodes, "gpus_per_node": per_node}
+    inter, assumed = cluster.inter, ""
+    if nodes > 1 and inter is None:
+        inter = load_cluster(LENDER).inter
+        assumed = f"{cluster.name} has one node: the link between several is taken from {LENDER}"
+    for key, link in (("intra", cluster.intra), ("inter", inter if nodes > 1 else None), ("host", cluster.host)):
+        if link is not None:
+            spelled[key] = link.model_dump()
+    return spelled, assumed
+
+
+def scaling_rows(result: Result, gpus: int) -> pd.DataFrame:
+    """Every system and seed of a result on `gpus` GPUs: system, seed, gpus, step_time_s (mean), tokens_per_s."""
+    sums = result.steps.groupby(["system", "seed"], sort=False).agg(
+        step_time_s=("step_time_s", "mean"), total_s=("step_time_s", "sum"), tokens=("tokens", "sum")
+    )
+    sums["tokens_per_s"] = sums["tokens"] / sums.pop("total_s")
+    return sums.drop(columns="tokens").reset_index().assign(gpus=gpus)
+
+
+def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
+    """What each number of GPUs brings, from `scaling_rows` of several results.
+
+    One row per `gpus` and `system`, `best` the fastest there: `step_time_s`, `gpu_s_per_step`, `tokens_per_s`,
+    `tokens_per_gpu_s`; against half as many GPUs, of the same system: `doubling` (how many times as fast) with its 95%
+    interval `doubling_low` to `doubling_high`, `marginal` (what the added GPUs do, as a share of the others: doubling −
+    1), and `pays` (doubling ≥ `worth`; missing for the fewest).
+    """
+    found = []
+    rates = {key: part.set_index("seed")["tokens_per_s"] for key, part in rows.groupby(["system", "gpus"], sort=False)}
+    for system, gpus in rows[["system", "gpus"]].drop_duplicates().itertuples(index=False):
+        rate = rates[system, gpus]
+        own = rows[(rows["system"] == system) & (rows["gpus"] == gpus)]
+        step_s, half = float(own["step_time_s"].mean()), rates.get((system, gpus // 2)) if gpus % 2 == 0 else None
+        logs = np.array([]) if half is None else np.log((rate / half).dropna().to_numpy(np.float64))
+        centre = float(logs.mean()) if len(logs) else float("nan")
+        width = half_interval(logs.tolist()) if len(logs) else float("nan")
+        doubling = float(np.exp(centre))
+        found.append(
+            {
+                "gpus": gpus,
+                "system": system,
+                "step_time_s": step_s,
+                "gpu_s_per_step": gpus * step_s,
+                "tokens_per_s": float(rate.mean()),
+                "tokens_per_gpu_s": float(rate.mean()) / gpus,
+                "doubling": doubling,
+                "doubling_low": float(np.exp(centre - width)),
+                "doubling_high": float(np.exp(centre + width)),
+                "marginal": doubling - 1.0,
+                "pays": None if half is None else doubling >= worth,
+            }
+        )
+    table = pd.DataFrame(found).sort_values(["gpus", "tokens_per_s"], ascending=[True, False], ignore_index=True)
+    table.insert(2, "best", ~table["gpus"].duplicated())
+    return table
+
+
+def best_doublings(rows: pd.DataFrame) -> pd.DataFrame:
+    """The fastest system at each number of GPUs against the fastest at half: gpus, system, doubling, marginal."""
+    mean = rows.groupby(["gpus", "system"], sort=True)["tokens_per_s"].mean()
+    found = []
+    best = {gpus: mean.loc[gpus] for gpus in rows["gpus"].drop_duplicates().sort_values()}
+    for gpus, rates in best.items():
+        half = best.get(gpus // 2) if gpus % 2 == 0 else None
+        doubling = float("nan") if half is None else float(rates.max() / half.max())
+        found.append({"gpus": gpus, "system": rates.idxmax(), "doubling": doubling, "marginal": doubling - 1.0})
+    return pd.DataFrame(found)
+
+
+def enough(best: pd.DataFrame, worth: float = WORTH) -> tuple[int, bool]:
+    """The number of GPUs beyond which more do not pay, and whether more than that were tried.
+
+    It is the last one that every doubling up to it was worth, from the fewest on.
+    """
+    reached = int(best["gpus"].iloc[0])
+    for gpus, doubling in zip(best["gpus"].iloc[1:], best["doubling"].iloc[1:], strict=True):
+        if not doubling >= worth:
+            return reached, True
+        reached = int(gpus)
+    return reached, False

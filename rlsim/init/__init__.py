@@ -1,0 +1,1 @@
+"""First experiments: a commented starter, or one made from a veRL configuration."""

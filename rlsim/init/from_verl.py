@@ -1,0 +1,294 @@
+"""`rlsim init --from-verl`: a veRL configuration as an experiment, every value with where it is from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim.calibrate.verl_log import METRICS, VerlLog
+from rlsim.calibrate.verl_settings import RunSettings, settings_of
+from rlsim.errors import ConfigError, RlsimError, unknown_name
+from rlsim.experiment.build import find_trace
+from rlsim.experiment.schema import Experiment
+from rlsim.hardware import Cluster, load_cluster
+from rlsim.init import verl_notes
+from rlsim.init.draft import Draft, Entry
+from rlsim.init.names import check_calibration, find_calibration, find_cluster, find_model, load_from, nearest_trace
+from rlsim.init.verl_config import VerlConfig, misspelt, read_config
+from rlsim.init.verl_defaults import VERSIONS
+from rlsim.init.verl_training import add_engine, add_memory, add_training
+from rlsim.models import Model
+from rlsim.schema import validate
+from rlsim.trace import Trace, read_trace
+
+_A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+_ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm"}
+#: Advantage estimators: rlsim's algorithm of the same calls.
+_ALGORITHMS = {
+    **dict.fromkeys(
+        ("grpo", "grpo_passk", "grpo_vectorized", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg",
+         "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline",
+         "tir_optimal_token_baseline"),
+        "grpo",
+    ),
+    "gae": "ppo",
+    "remax": "remax",
+}  # fmt: skip
+STEPS, SEEDS = 5, 5
+#: Further keys that a misspelt one may have meant.
+_MORE_KEYS = (
+    _M + "path", _A + "megatron.override_transformer_config.recompute_granularity", _A + "ppo_micro_batch_size",
+    _A + "fsdp_config.ulysses_sequence_parallel_size", _R + "log_prob_micro_batch_size_per_gpu",
+    _R + "log_prob_micro_batch_size", "critic.ppo_micro_batch_size", _M + "enable_activation_offloading",
+    _R + "log_prob_use_dynamic_bsz", _R + "log_prob_max_token_len_per_gpu", "critic.model.path", "critic.enable",
+    "reward_model.enable", "reward_model.model.path", "reward.reward_model.enable", "reward.reward_model.model_path",
+)  # fmt: skip
+_REWARD_MODEL = {"reward_model.enable": "reward_model.model.path",
+                 "reward.reward_model.enable": "reward.reward_model.model_path"}  # fmt: skip
+
+
+def from_verl(
+    sources: Sequence[str],
+    *,
+    folder: Path,
+    gpu: str | None = None,
+    cluster: str | None = None,
+    model: str | None = None,
+    reward_model: str | None = None,
+    calibration: str | None = None,
+    trace: str | None = None,
+    name: str | None = None,
+    version: str = VERSIONS[-1],
+) -> Draft:
+    """The experiment that `sources` (see `read_config`) describe, to be written into `folder`.
+
+    veRL's configuration names no GPU: `gpu` or `cluster` does. `model` and `reward_model` name shapes that their paths
+    do not tell, `trace` the lengths (default: the nearest that ships), `calibration` the costs (default: that of the
+    GPU and engine), `version` the release whose defaults hold. Raises `RlsimError`s that say what is missing, unknown
+    or unsupported.
+    """
+    config = read_config(sources, version)
+    misspelt(config, (*config.default, *_MORE_KEYS, *verl_notes.KEYS))
+    verl_notes.refuse_asynchronous(config)
+    draft = Draft({}, missing=verl_notes.missing(config), notes=list(config.notes))
+    machines = _cluster(config, draft, gpu, cluster)
+    settings = _settings(config, machines)
+    actor = _model(config, draft, folder, model)
+    _calibration(config, draft, machines, calibration, folder)
+    lengths = _trace(config, draft, actor, settings, trace, folder)
+    _workflow(config, draft, settings, folder, reward_model)
+    add_engine(config, draft, settings)
+    add_training(config, draft, settings, lengths)
+    _systems(config, draft, settings)
+    add_memory(config, draft, settings, folder)
+    draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
+    title = name or _name(config)
+    draft.heading = [
+        f"{title}: made by rlsim init from {' '.join(sources)}",
+        f"What the configuration does not say is veRL {version}'s default. Run it: rlsim run FILE",
+    ]
+    ordered = (key for key in Experiment.model_fields if key in draft.entries)
+    draft.entries = {"name": Entry(title), **{key: draft.entries[key] for key in ordered}}
+    return draft
+
+
+def check(draft: Draft, folder: Path) -> str:
+    """Why `rlsim run` would refuse the experiment of a draft in `folder`; empty if it would not."""
+    from rlsim.experiment.run import check as check_experiment
+
+    try:
+        check_experiment(validate(draft.data(), Experiment), folder)
+    except RlsimError as error:
+        return str(error)
+    return ""
+
+
+def _name(config: VerlConfig) -> str:
+    given = config.given.get("trainer.experiment_name")
+    text = given if isinstance(given, str) and "$" not in given else config.name or "from-verl"
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-") or "from-verl"
+
+
+def _cluster(config: VerlConfig, draft: Draft, gpu: str | None, named: str | None) -> Cluster:
+    keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
+    if named is not None:
+        found = load_cluster(named)
+        told = [config.given.get(key) for key in keys]
+        for key, said, has in zip(keys, told, (found.nodes, found.gpus_per_node), strict=True):
+            if said is not None and said != has:
+                raise ConfigError(f"{config.origin[key]}: {key} is {said}, cluster {found.name} has {has}")
+            config.doubts.pop(key, None)
+            config.given.setdefault(key, has)
+            config.origin.setdefault(key, f"--cluster {named}")
+        draft.entries["cluster"] = Entry(named, "as given; veRL's configuration names no GPU")
+        return found
+    nodes, per_node = (config.get(key) for key in keys)
+    written, found, assumed = find_cluster(gpu, nodes, per_node)
+    draft.entries["cluster"] = Entry(
+        written, "; ".join(part for part in (f"--gpu {gpu}", *(config.where(key) for key in keys), assumed) if part)
+    )
+    return found
+
+
+def _settings(config: VerlConfig, machines: Cluster) -> RunSettings:
+    """The configuration as `rlsim calibrate from-run` reads it."""
+    strategy = config.get(_A + "strategy")
+    if strategy not in ("fsdp", "fsdp2", "megatron"):
+        raise ConfigError(f"{config.where(_A + 'strategy')}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
+    empty = pd.DataFrame(columns=["line", *METRICS], dtype=float)
+    log = VerlLog(Path(config.name or "the configuration"), empty, (), config.merged())
+    return settings_of(
+        log, machines, rollout_tp=None, prompts=None, responses=None, cap=None, backend=None, train={}, engine={},
+        memory_utilization=None,
+    )  # fmt: skip
+
+
+def _model(config: VerlConfig, draft: Draft, folder: Path, given: str | None) -> Model:
+    key = _M + "path"
+    path = given or config.get(key)
+    if path is None:
+        raise ConfigError(f"the configuration names no model ({key}): give --model")
+    chosen, said = find_model(str(path), folder)
+    source = "--model" if given else config.where(key)
+    draft.entries["model"] = Entry(chosen, "; ".join(part for part in (source, said) if part))
+    return load_from(chosen, folder)
+
+
+def _calibration(config: VerlConfig, draft: Draft, machines: Cluster, given: str | None, folder: Path) -> None:
+    if given is not None:
+        check_calibration(given, machines, folder)
+        draft.entries["calibration"] = Entry(given, "as given")
+        return
+    key = _R + "name"
+    engine = config.get(key)
+    if engine is None:
+        draft.notes.append(f"{key} is not given, though veRL {config.version} requires it: vllm is taken")
+    elif engine not in _ENGINES:
+        raise ConfigError(f"{config.where(key)}: {unknown_name('rollout engine', str(engine), _ENGINES)}")
+    name, said = find_calibration(machines.gpu.name, _ENGINES[engine or "vllm"])
+    draft.notes += [said] if said else []
+    draft.entries["calibration"] = Entry(name, config.where(key) if engine else "assumed")
+
+
+def _trace(
+    config: VerlConfig, draft: Draft, actor: Model, settings: RunSettings, given: str | None, folder: Path
+) -> Trace:
+    filters = bool(config.get("algorithm.filter_groups.enable"))
+    if given is None:
+        path, trace, why = nearest_trace(actor, settings.cap, rewards=filters)
+        draft.notes.append(f"response lengths: {path}, {why}")
+        comment = "assumed: " + why
+    else:
+        path, comment = given, "as given"
+        trace = read_trace(find_trace(given, folder))
+        if filters and not {"correct", "reward"} & set(trace.frame.columns):
+            raise ConfigError(
+                f"--trace {given}: algorithm.filter_groups.enable drops prompts by their rewards, but the trace has "
+                "neither the column reward nor correct"
+            )
+    cut = trace.meta.cap_tokens
+    if cut is not None and cut < settings.cap:
+        draft.notes.append(f"the trace was sampled under a cap of {cut:,} tokens, below {settings.cap:,}: no response "
+                           "gets longer")  # fmt: skip
+    limit = config.get("data.max_prompt_length")
+    longest = trace.frame["prompt_tokens"].max() if "prompt_tokens" in trace.frame else None
+    if longest is not None and longest > limit:
+        draft.notes.append(
+            f"{config.where('data.max_prompt_length')} = {limit:,}; the trace's longest prompt has {int(longest):,} "
+            "and is not cut"
+        )
+    keys = ("data.max_response_length", _R + "response_length")
+    entries = {"path": Entry(path, comment), "cap": Entry(settings.cap, config.where(*keys))}
+    if longest is None:
+        entries["default_prompt_tokens"] = Entry(limit, "the trace has no prompt lengths: data.max_prompt_length")
+    draft.entries["trace"] = entries
+    return trace
+
+
+def _workflow(config: VerlConfig, draft: Draft, settings: RunSettings, folder: Path, reward_model: str | None) -> None:
+    key = "algorithm.adv_estimator"
+    estimator = str(config.get(key))
+    if estimator not in _ALGORITHMS:
+        raise ConfigError(f"{config.where(key)}: {unknown_name('advantage estimator', estimator, _ALGORITHMS)}")
+    algorithm, critic = _ALGORITHMS[estimator], config.given.get("critic.enable")
+    if critic is not None and critic != (algorithm == "ppo"):
+        raise ConfigError(f"{config.origin['critic.enable']}: critic.enable = {critic} with {key}={estimator}: no "
+                          "algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
+    kl_keys = (_A + "use_kl_loss", "algorithm.use_kl_in_reward")
+    on = [key for key in kl_keys if config.get(key)]
+    bypass_key = "algorithm.rollout_correction.bypass_mode"
+    bypass = bool(config.get(bypass_key))
+    same_calls = "" if estimator in (algorithm, "gae") else f"; {estimator} has the calls of {algorithm}"
+    with_reference = " and ".join(map(config.where, on)) or "no KL term: " + " and ".join(map(config.where, kl_keys))
+    anew = "veRL computes them anew"
+    draft.entries["workflow"] = {
+        "algorithm": Entry(algorithm, config.where(key) + same_calls),
+        "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
+        "responses": Entry(settings.responses, config.where(_R + "n")),
+        "steps": Entry(STEPS, "to simulate; each draws its prompts from the trace"),
+        "reference": Entry(bool(on), with_reference),
+        "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else anew),
+    }
+    models: dict[str, Entry] = {}
+    if algorithm == "ppo" and config.is_given("critic.model.path"):
+        models |= _critic(config, draft, folder)
+    for switch, path_key in _REWARD_MODEL.items():
+        if config.given.get(switch):
+            path = reward_model or config.get(path_key)
+            if path is None:
+                raise ConfigError(f"{config.where(switch)}: but {path_key} names no model: give --reward-model")
+            chosen, said = find_model(str(path), folder, option="--reward-model")
+            source = "--reward-model" if reward_model else config.where(path_key)
+            models["reward"] = Entry(chosen, "; ".join(part for part in (source, said) if part))
+            draft.notes.append("the reward model reads each response once, on the GPUs of the other calls")
+    if models:
+        draft.entries["models"] = models
+
+
+def _critic(config: VerlConfig, draft: Draft, folder: Path) -> dict[str, Entry]:
+    """The critic's shape, unless it is the actor's."""
+    path = str(config.get("critic.model.path"))
+    actor = draft.entries["model"]
+    assert isinstance(actor, Entry)
+    try:
+        chosen, said = find_model(path, folder)
+    except RlsimError:
+        if path != config.given.get(_M + "path"):
+            draft.notes.append(f"{config.where('critic.model.path')}: the shape of {path} is not known; the critic is "
+                               "taken to be like the actor")  # fmt: skip
+        return {}
+    if chosen == actor.value:
+        return {}
+    where = config.where("critic.model.path")
+    return {"critic": Entry(chosen, f"{where}; {said}" if said else where)}
+
+
+def _systems(config: VerlConfig, draft: Draft, settings: RunSettings) -> None:
+    filters = bool(config.get("algorithm.filter_groups.enable"))
+    more = ["dynamic_sampling"] if filters else []
+    if filters:
+        draft.notes.append(f"{config.where('algorithm.filter_groups.enable')}: dynamic_sampling in every system")
+
+    def system(name: str, *parts: Any) -> Any:
+        return {"name": name, "use": [*parts, *more]}
+
+    layout = {"verl": {"tp": settings.rollout_tp}}
+    where = config.where(_R + "tensor_model_parallel_size")
+    mode = _R + "mode"
+    if config.get(mode) == "async":
+        draft.entries["routing"] = Entry(
+            "round_robin", f"{config.where(mode)}: each request goes to the server with fewest"
+        )
+    draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
+    draft.entries["baseline"] = Entry("as-configured")
+    draft.entries["systems"] = Entry(
+        (
+            Entry(system("as-configured", layout), where),
+            Entry(system("verl-best", {"verl": {"tp": "best"}}), "the fastest static TP"),
+            Entry(system("pat", "pat"), "TP switched while responses are generated"),
+        )
+    )

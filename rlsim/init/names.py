@@ -1,0 +1,194 @@
+"""Names of the catalogue for what other programs call by other names: models, clusters, calibrations, traces."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from rlsim import catalogue
+from rlsim.cost.calibration import Engine, calibration_names, load_calibration
+from rlsim.errors import CatalogueError, ConfigError, unknown_name
+from rlsim.experiment.build import beside
+from rlsim.hardware import Cluster, load_cluster, load_gpu
+from rlsim.models import Model, load_model
+from rlsim.trace import Trace, read_trace
+
+#: Published models that have exactly the shape of one in the catalogue, by their config.json.
+SAME_SHAPE = {
+    "deepscaler-1.5b": "r1-distill-qwen-1.5b",
+    "deepseek-r1-distill-llama-70b": "llama-3-70b",
+    "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1-distill-qwen-1.5b": "r1-distill-qwen-1.5b",
+    "deepseek-r1-distill-qwen-7b": "qwen2.5-7b",
+    "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
+    "deepseek-r1-distill-qwen-32b": "qwen2.5-32b",
+    "llama-3-8b": "llama-3.1-8b",
+    "llama-3.1-70b": "llama-3-70b",
+    "llama-3.3-70b": "llama-3-70b",
+    "meta-llama-3-70b": "llama-3-70b",
+    "meta-llama-3-8b": "llama-3.1-8b",
+    "meta-llama-3.1-8b": "llama-3.1-8b",
+    "qwen2-1.5b": "qwen2.5-1.5b",
+    "qwen2-7b": "qwen2.5-7b",
+    "qwen2.5-coder-1.5b": "qwen2.5-1.5b",
+    "qwen2.5-coder-3b": "qwen2.5-3b",
+    "qwen2.5-coder-7b": "qwen2.5-7b",
+    "qwen2.5-coder-14b": "qwen2.5-14b",
+    "qwen2.5-coder-32b": "qwen2.5-32b",
+    "qwen2.5-math-1.5b": "qwen2.5-1.5b",
+    "qwen2.5-math-7b": "qwen2.5-7b",
+}
+#: What may follow the size in a model's name without changing its shape.
+_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|sft|rl|dpo|rm|preview|thinking|v?\d+(\.\d+)*|\d{4}))*")
+_MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)
+
+
+def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str, str]:
+    """A model as an experiment in `folder` names it, and what to say about the choice ("" if nothing).
+
+    `name` is a name of the catalogue, a Hugging Face name or the path of a checkpoint: its `config.json` if it is
+    there, else the name at its end. Raises `CatalogueError` for one whose shape is not known, which offers `option`.
+    """
+    path = Path(name).expanduser()
+    for config in (path, path / "config.json"):
+        if config.is_file() and config.suffix in (".json", ".yaml", ".yml"):
+            load_model(config)  # says what is wrong with it
+            return _from_folder(config, folder), ""
+    if name.endswith((".json", ".yaml", ".yml")):
+        raise ConfigError(f"{name}: no such file")
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    known = catalogue.names("models")
+    named = {**SAME_SHAPE, **{entry: entry for entry in known}}
+    fitting = [entry for entry in named if last.startswith(entry) and _SUFFIX.fullmatch(last[len(entry) :])]
+    if not fitting:
+        near = difflib.get_close_matches(last, sorted(known), n=3, cutoff=0.5)
+        nearest = f"the nearest of the catalogue: {', '.join(near)}; " if near else ""
+        raise CatalogueError(
+            f"model {name!r}: its shape is not known; {nearest}give {option} a name of `rlsim list models`, or the "
+            "path of its config.json"
+        )
+    best = max(fitting, key=len)
+    chosen = named[best]
+    return chosen, "" if chosen in (
+        last,
+        name.lower(),
+    ) else f"{name.rstrip('/').rpartition('/')[2]} has the shape of {chosen}"
+
+
+def _from_folder(path: Path, folder: Path) -> str:
+    """A path as the experiment writes it: relative where the file lies at or below its folder."""
+    inside = os.path.relpath(path.resolve(), folder.resolve())
+    return str(path.resolve()) if inside.startswith("..") else inside
+
+
+# ---- clusters and calibrations --------------------------------------------------------------------------------------
+
+
+def find_cluster(gpu: str | None, nodes: int, per_node: int) -> tuple[str | dict[str, Any], Cluster, str]:
+    """A cluster of `nodes` × `per_node` such GPUs: one of the catalogue, else spelled out after the nearest of it.
+
+    Returns how an experiment writes it, the cluster itself and what was assumed. Raises `ConfigError` if no GPU is
+    named, and `CatalogueError` for an unknown one.
+    """
+    known = [load_cluster(name) for name in catalogue.names("clusters")]
+    if gpu is None:
+        fitting = [c.name for c in known if (c.nodes, c.gpus_per_node) == (nodes, per_node)]
+        shown = ", ".join(fitting or (c.name for c in known))
+        raise ConfigError(
+            "which GPUs are they? veRL's configuration does not say: give --gpu "
+            f"({', '.join(catalogue.names('gpus'))}) or --cluster ({shown})"
+        )
+    described = _gpu(gpu)
+    own = [c for c in known if c.gpu.name == described]
+    for one in own:
+        if (one.nodes, one.gpus_per_node) == (nodes, per_node):
+            return one.name, one, ""
+    if not own:
+        raise ConfigError(f"the catalogue has no cluster of {described}: spell one out in YAML and give --cluster FILE")
+    base = min(own, key=lambda c: (c.gpus_per_node < per_node, c.nodes == 1 and nodes > 1, c.nodes))
+    inter, assumed = base.inter, ""
+    if nodes > 1 and inter is None:
+        lender = load_cluster("2x8xh100")
+        inter, assumed = lender.inter, f"the link between nodes is assumed to be that of {lender.name}"
+    spelled: dict[str, Any] = {"gpu": described, "nodes": nodes, "gpus_per_node": per_node}
+    for key, link in (("intra", base.intra), ("inter", inter if nodes > 1 else None), ("host", base.host)):
+        if link is not None:
+            spelled[key] = link.model_dump(exclude_defaults=True)
+    cluster = load_cluster(spelled)
+    return spelled, cluster, "; ".join(part for part in (f"links as those of {base.name}", assumed) if part)
+
+
+def _gpu(name: str) -> str:
+    """A GPU of the catalogue, its name whole or, where only one begins that way, its first words."""
+    known = catalogue.names("gpus")
+    fitting = [one for one in known if f"{one}-".startswith(f"{name.lower()}-")]
+    return load_gpu(fitting[0] if len(fitting) == 1 else name).name
+
+
+def find_calibration(gpu: str, engine: str) -> tuple[str, str]:
+    """The shipped calibration of a GPU under an engine, or the GPU's nearest other one and what to say about it."""
+    engines = [one for one in get_args(Engine) if f"{gpu}-{one}" in calibration_names()]
+    if engine in engines:
+        return f"{gpu}-{engine}", ""
+    if not engines:
+        raise unknown_name("calibration", f"{gpu}-{engine}", calibration_names())
+    other = "vllm" if "vllm" in engines else engines[0]
+    return f"{gpu}-{other}", f"no calibration of {gpu} under {engine} is shipped: that of {other} is taken"
+
+
+def load_from(name: str, folder: Path) -> Model:
+    """A model as an experiment in `folder` names it."""
+    return load_model(folder / name if name.endswith((".json", ".yaml", ".yml")) else name)
+
+
+def check_calibration(name: str, cluster: Cluster, folder: Path) -> None:
+    """Raises `ConfigError` if the calibration, as an experiment in `folder` names it, is not for the cluster's GPU."""
+    found = load_calibration(beside(name, folder))
+    if found.gpu != cluster.gpu.name:
+        raise ConfigError(f"calibration {name} is for {found.gpu}, cluster {cluster.name} has {cluster.gpu.name}")
+
+
+# ---- traces ---------------------------------------------------------------------------------------------------------
+
+
+def nearest_trace(model: Model, cap: int, *, rewards: bool) -> tuple[str, Trace, str]:
+    """The shipped trace whose model and cap are nearest, and why; with `rewards`, one that tells right from wrong.
+
+    Traces of judged answers and sandboxed code are left out: they need more than lengths.
+    """
+    found = []
+    for name, path in catalogue.names("traces", ".parquet").items():
+        trace = read_trace(path)
+        columns = set(trace.frame.columns)
+        if columns & {"judge_tokens", "test_run_s"} or (rewards and not columns & {"correct", "reward"}):
+            continue
+        short = max(math.log2(cap / (trace.meta.cap_tokens or cap)), 0.0)
+        found.append((short + _distance(model, trace), name, trace))
+    _, name, trace = min(found, key=lambda item: (item[0], item[1]))
+    described = _models_of(trace)
+    whose = f" ({described[0][0]}-{described[0][1]:g}B)" if described else ""
+    return name, trace, f"the shipped trace whose model{whose} and cap are nearest; give --trace for your own lengths"
+
+
+def _models_of(trace: Trace) -> Sequence[tuple[str, float]]:
+    text = str((trace.meta.recipe or {}).get("description", ""))
+    return [(family, float(size)) for family, size in _MODEL_NAME.findall(text)]
+
+
+def _distance(model: Model, trace: Trace) -> float:
+    """How unlike the models are: doublings of size, and more for another family."""
+    described = _models_of(trace)
+    if not described:
+        return 10.0
+    family, size = described[0]
+    kin = model.model_type.partition("_")[0].rstrip("0123456789")
+    distill = "r1" in family.lower()
+    other = 0.0 if kin in family.lower() and not distill else 2.0
+    if distill and ("r1" in model.name or "thinking" in model.name):
+        other = -1.0
+    return other + abs(math.log2(model.parameters / 1e9 / size))

@@ -1,0 +1,500 @@
+"""`rlsim advise`: idle time by cause on timelines made by hand, memory, ranking, GPU counts, and the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+import rlsim
+from rlsim.advise.advice import SECTIONS, Advice, advise, read_tables
+from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
+from rlsim.advise.memory import memory_by_call, memory_by_tp
+from rlsim.advise.ranking import candidates, ranking
+from rlsim.advise.scaling import best_doublings, enough, resized, scaling, sizes
+from rlsim.cli import app
+from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.result import Result
+from rlsim.experiment.systems import parse_systems
+from rlsim.hardware import load_cluster
+
+#: Left out where everything is run: they search, or tune several things.
+SLOW = (
+    "real",
+    "rlhfuse",
+    "rlhfuse_plus",
+    "openrlhf",
+    "trl",
+    "stream",
+    "overcommit",
+    "tail_consolidation",
+    "planner",
+    "megatron",
+)
+RUN = {"case": "", "system": "s", "seed": 0, "step": 0}
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "cluster": "8xh100",
+    "model": "llama-3.1-8b",
+    "calibration": "h100-vllm",
+    "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2K"},
+    "workflow": {"prompts": 4, "responses": 4, "steps": 1},
+    "seeds": 2,
+    "systems": [{"verl": {"tp": 2}}],
+}
+
+
+# Idle time ------------------------------------------------------------------------------------------------------------
+
+
+class Timeline:
+    """A run of one step on a few GPUs, spelled out."""
+
+    def __init__(self, gpus: int, end: float, stage: tuple[float, float], mesh: int | None = None) -> None:
+        self.gpus, self.end = gpus, end
+        self.spans: list[dict[str, Any]] = []
+        self.responses: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
+        self.call("generate", "generate", *stage, gpus if mesh is None else mesh)
+
+    def call(self, name: str, kind: str, start: float, end: float, gpus: int) -> None:
+        row = {"call": name, "kind": kind, "start_at": start, "end_at": end, "gpus": gpus}
+        self.calls.append(RUN | row)
+
+    def span(
+        self, gpu: int, start: float, end: float, kind: str = "decode", tp: int = 1, label: str | None = None
+    ) -> None:
+        named = f"replica {gpu // tp}" if label is None else label
+        row = {"gpu": gpu, "gpus": tp, "start_at": start, "end_at": end, "kind": kind, "tp": tp, "label": named}
+        self.spans.append(RUN | row | {"shared": False})
+
+    def response(self, replica: int, finish: float, start: float = 0.0, preemptions: int = 0) -> None:
+        row = {"replica": replica, "start_at": start, "finish_at": finish, "preemptions": preemptions}
+        self.responses.append(RUN | row | {"aborted": False, "resumed": False})
+
+    def causes(self) -> pd.DataFrame:
+        steps = pd.DataFrame([RUN | {"step_time_s": self.end}])
+        columns = {"aborted": bool, "resumed": bool}
+        responses = pd.DataFrame(self.responses).astype(columns)
+        frame = idle_causes(steps, pd.DataFrame(self.spans), responses, pd.DataFrame(self.calls), self.gpus)
+        assert set(frame["cause"]) <= set(CAUSES)
+        return frame
+
+    def idle_s(self) -> dict[str, float]:
+        """Seconds by cause over all GPUs, checked against what the spans leave."""
+        found = self.causes().groupby("cause")["idle_s"].sum().to_dict()
+        busy = sum((s["end_at"] - s["start_at"]) * s["gpus"] for s in self.spans)
+        assert sum(found.values()) == pytest.approx(self.gpus * self.end - busy, abs=1e-9)
+        return {str(cause): value for cause, value in found.items()}
+
+
+def test_nothing_is_idle_where_everything_ends_together() -> None:
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    for replica in (0, 1):
+        line.span(replica, 0.0, 10.0)
+        line.response(replica, 10.0)
+        line.response(replica, 10.0)
+    assert line.idle_s() == {}
+
+
+def test_length_skew_alone() -> None:
+    """Each replica has one response, one is longer: nobody could help with it."""
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 10.0)
+    line.span(1, 0.0, 4.0)
+    line.response(0, 10.0)
+    line.response(1, 4.0)
+    assert line.idle_s() == {"length_skew": pytest.approx(6.0)}
+
+
+def test_split_imbalance_alone() -> None:
+    """Equal lengths, three against one: the one is done sooner, for a smaller batch is faster. No skew."""
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 10.0)
+    line.span(1, 0.0, 7.0)
+    for _ in range(3):
+        line.response(0, 10.0)
+    line.response(1, 7.0)
+    assert line.idle_s() == {"split_imbalance": pytest.approx(3.0)}
+
+
+def test_a_replica_without_any_response_is_an_uneven_split() -> None:
+    line = Timeline(4, 10.0, (0.0, 10.0))
+    for replica in range(3):
+        line.span(replica, 0.0, 10.0)
+        line.response(replica, 10.0)
+    assert line.idle_s() == {"split_imbalance": pytest.approx(10.0)}
+
+
+def test_skew_and_imbalance_share_the_idle_time() -> None:
+    """Of four replicas one has three responses left: two could help, one could not."""
+    line = Timeline(4, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 10.0)
+    for replica in (1, 2, 3):
+        line.span(replica, 0.0, 4.0)
+        line.response(replica, 4.0)
+    for _ in range(3):
+        line.response(0, 10.0)
+    found = line.idle_s()
+    assert found == {"split_imbalance": pytest.approx(2 * 6.0), "length_skew": pytest.approx(1 * 6.0)}
+    by_gpu = line.causes().set_index(["gpu", "cause"])["idle_s"]
+    assert by_gpu[1, "split_imbalance"] == pytest.approx(4.0)  # each of the three idle GPUs alike
+
+
+def test_kv_limit_alone() -> None:
+    """Equal lengths; a third response waits until the first have left their KV pages, and runs on alone."""
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 10.0)
+    line.span(1, 0.0, 5.0)
+    line.response(0, 5.0)
+    line.response(0, 10.0, start=5.0)
+    line.response(1, 5.0)
+    assert line.idle_s() == {"kv_limit": pytest.approx(5.0)}
+
+
+def test_a_preempted_response_is_held_up() -> None:
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 10.0)
+    line.span(1, 0.0, 5.0)
+    line.response(0, 10.0, preemptions=1)
+    line.response(1, 5.0)
+    assert line.idle_s() == {"kv_limit": pytest.approx(5.0)}
+
+
+def test_waiting_counts_only_as_far_as_it_goes() -> None:
+    """A response waited 2 s and ends 5 s after the others: without its wait, 3 s of skew were left."""
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 10.0)
+    line.span(1, 0.0, 5.0)
+    line.response(0, 2.0)
+    line.response(0, 10.0, start=2.0)
+    line.response(1, 5.0)
+    assert line.idle_s() == {"length_skew": pytest.approx(3.0), "kv_limit": pytest.approx(2.0)}
+
+
+def test_prefill_in_turn_is_no_wait_for_kv() -> None:
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 2.0, "prefill")
+    line.span(0, 2.0, 10.0)
+    line.span(1, 0.0, 1.0, "prefill")
+    line.span(1, 1.0, 6.0)
+    line.response(0, 10.0, start=1.0)  # in the second prefill, before anything was decoded
+    line.response(1, 6.0)
+    assert line.idle_s() == {"length_skew": pytest.approx(4.0)}
+
+
+def test_stage_barrier_alone() -> None:
+    """Both replicas end together; then rewards run on CPUs, then one GPU scores, and generation held not all GPUs."""
+    line = Timeline(3, 12.0, (0.0, 6.0), mesh=2)
+    for replica in (0, 1):
+        line.span(replica, 0.0, 6.0)
+        line.response(replica, 6.0)
+    line.call("reward", "reward", 6.0, 8.0, 0)
+    line.call("reward_score", "inference", 8.0, 12.0, 1)
+    line.span(2, 8.0, 12.0, "reward_score", label="")
+    assert line.idle_s() == {"stage_barrier": pytest.approx(6.0 + 3 * 2.0 + 2 * 4.0)}
+    by_call = line.causes().groupby("waits_for")["idle_s"].sum().to_dict()
+    assert by_call == {
+        "generate": pytest.approx(6.0), "reward": pytest.approx(6.0), "reward_score": pytest.approx(8.0),
+    }  # fmt: skip
+    steps = pd.DataFrame([RUN | {"step_time_s": 12.0}])
+    shares = idle_shares(line.causes(), steps, 3)
+    assert list(shares["idle"]) == pytest.approx([0.5, 0.5, 8 / 12])
+    assert (shares["idle"] + shares["busy"] == 1.0).all()
+    assert waits(line.causes(), steps, 3)["share"].tolist() == pytest.approx([8 / 36, 6 / 36, 6 / 36])
+
+
+def test_replicas_of_several_gpus_count_once() -> None:
+    """TP 2: two replicas, two responses left on one of them; an even split would use the other."""
+    line = Timeline(4, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 10.0, tp=2)
+    line.span(2, 0.0, 4.0, tp=2)
+    line.response(0, 10.0)
+    line.response(0, 8.0)
+    line.response(1, 4.0)
+    assert line.idle_s() == {"split_imbalance": pytest.approx(2 * 4.0), "length_skew": pytest.approx(2 * 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("systems", "changes"),
+    [
+        ([{"verl": {"tp": 1}}, "pat", {"rlhfuse": {"tp": 1, "remaining": 0.25}}, {"stream": {}}], {}),
+        (["tail_batching", "rollpacker", "overcommit"], {"workflow.steps": 2}),
+        ([{"openrlhf": {"tp": 1}}, {"trl": {"tp": 1}}, {"nemo_aligner": {"tp": 1}}],
+         {"workflow.algorithm": "ppo", "model": "qwen2.5-1.5b", "models": {"reward": "qwen2.5-1.5b"}}),
+    ],
+)  # fmt: skip
+def test_the_causes_are_exactly_the_bubble(systems: list[Any], changes: dict[str, Any]) -> None:
+    result = rlsim.run(SMALL, overrides={"systems": systems, "trace.cap": "1K", "seeds": 1, **changes})
+    causes = idle_causes(result.steps, result.spans, result.responses, result.calls, 8)
+    keys = ["system", "seed", "step"]
+    found = causes.groupby(keys)["idle_s"].sum()
+    steps = result.steps.set_index(keys)
+    expected = steps["bubble_fraction"] * 8 * steps["step_time_s"]
+    np.testing.assert_allclose(found.reindex(expected.index).fillna(0.0), expected, atol=1e-9)
+    assert (causes["idle_s"] > 0).all()
+    assert causes["gpu"].between(0, 7).all()
+
+
+def test_too_little_kv_shows_as_such() -> None:
+    tight = {
+        "trace": {"fixed": 1500, "cap": "2K"}, "routing": "round_robin", "memory_utilization": 0.25,
+        "engine.max_num_seqs": 3, "training.offload": True, "workflow": {"prompts": 25, "responses": 1, "steps": 1},
+        "systems": [{"verl": {"tp": 1}}],
+    }  # fmt: skip
+    result = rlsim.run(SMALL, overrides=tight, seeds=1)
+    causes = idle_causes(result.steps, result.spans, result.responses, result.calls, 8)
+    by_cause = causes[causes["cause"] != "stage_barrier"].groupby("cause")["idle_s"].sum()
+    assert by_cause.index.tolist() == ["kv_limit"]  # the fourth of one replica's responses waits for a place
+    assert by_cause["kv_limit"] > 1.0
+
+
+def test_no_tables_no_causes() -> None:
+    empty = pd.DataFrame(columns=["case", "system", "seed", "step"])
+    assert idle_causes(empty, empty, empty, empty, 8).empty
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_that_of_the_engine() -> None:
+    setup = Setup.of(load_experiment(SMALL)[0], Path())
+    table = memory_by_tp(setup).set_index("tp")
+    assert table["fits"].tolist() == [True] * 4
+    for tp in (1, 2, 4, 8):
+        assert table.loc[tp, "kv_tokens"] == setup.machine.capacity_pages(tp) * 16
+    parts = table[["weights_gb", "activations_gb", "reserved_gb", "resident_gb", "kv_gb"]].sum(axis=1)
+    assert (parts <= table["budget_gb"]).all()
+    assert (parts > table["budget_gb"] - 0.1).all()
+    assert table["sequences"].tolist() == [2, 4, 8, 16]
+    calls = memory_by_call(setup).set_index("call")
+    assert calls.loc["train", "kept_gb"] == pytest.approx(float(table.loc[1, "resident_gb"]))
+    assert calls["fits"].all()
+
+
+def test_memory_says_why_not() -> None:
+    qwen = {"model": "qwen2.5-14b", "training.offload": True, "cluster": "8xa40", "calibration": "a40-vllm"}
+    qwen |= {"memory_utilization": 0.6, "training.micro_batch_tokens": 2048}
+    table = memory_by_tp(Setup.of(load_experiment(SMALL, qwen)[0], Path())).set_index("tp")
+    assert table["fits"].tolist() == [False, True, True, True]
+    assert "exceed the budget" in str(table.loc[1, "why_not"])
+    odd = memory_by_tp(Setup.of(load_experiment(SMALL, {"model": "qwen2.5-7b"})[0], Path())).set_index("tp")
+    assert "does not divide its 28 heads" in str(odd.loc[8, "why_not"])
+    crowded = {"model": "qwen2.5-32b", "cluster": "8xa40", "calibration": "a40-vllm"}
+    setup = Setup.of(load_experiment(SMALL, crowded)[0], Path())
+    assert not memory_by_tp(setup)["fits"].any()
+    assert not memory_by_call(setup)["fits"].all()
+    with pytest.raises(CapacityError, match=r"nothing fits on 8xa40:\nTP 1, 2, 4, 8: .* call train .* does not fit"):
+        advise(SMALL, overrides=crowded)
+
+
+def test_a_small_cache_makes_responses_wait() -> None:
+    many = {"workflow.prompts": 400, "workflow.responses": 8, "memory_utilization": 0.5}
+    table = memory_by_tp(Setup.of(load_experiment(SMALL, many)[0], Path())).set_index("tp")
+    assert table.loc[1, "waits"]
+    assert table.loc[1, "sequences"] == 400
+    assert table.loc[1, "mean_sequences"] < 400
+
+
+# Ranking --------------------------------------------------------------------------------------------------------------
+
+
+def result_of(times: dict[str, list[float]], baseline: str = "b", waiting: dict[str, int] | None = None) -> Result:
+    """A result with one step per seed, 1,000 tokens each."""
+    rows = [
+        {"case": "", "system": system, "seed": seed, "step": 0, "step_time_s": time, "gen_time_s": time / 2,
+         "tokens": 1000, "trained": 8, "waiting": (waiting or {}).get(system, 0), "bubble_fraction": 0.25,
+         "staleness": 0}
+        for system, own in times.items()
+        for seed, time in enumerate(own)
+    ]  # fmt: skip
+    manifest = {"baseline": baseline, "tuned": {"": {}}, "experiment": {"workflow": {"responses": 4}}}
+    nothing = pd.DataFrame()
+    return Result(steps=pd.DataFrame(rows), responses=nothing, calls=nothing, switches=nothing, spans=nothing,
+                  manifest=manifest)  # fmt: skip
+
+
+def test_systems_are_ranked_and_paired() -> None:
+    times = {"b": [10.0, 20.0, 30.0], "fast": [5.0, 10.0, 15.0], "near": [5.2, 9.9, 15.1], "b2": [10.0, 20.0, 30.0]}
+    table = ranking(result_of(times)).set_index("system")
+    assert table.index.tolist() == ["fast", "near", "b", "b2"]
+    assert table.loc["fast", "speedup"] == pytest.approx(2.0)
+    assert table.loc["fast", "speedup_low"] == pytest.approx(2.0)  # the same ratio on every seed
+    assert table["with_best"].tolist() == [True, True, False, False]
+    assert table.loc["b2", "same_as"] == "b"
+    assert table.loc["b", "behind_best"] == pytest.approx(2.0)
+    low, high = table.loc["near", "behind_low"], table.loc["near", "behind_high"]
+    logs = np.log([5.2 / 5.0, 9.9 / 10.0, 15.1 / 15.0])
+    half = 4.302652729911275 * logs.std(ddof=1) / np.sqrt(3)  # Student's t, 2 degrees of freedom
+    assert [low, high] == pytest.approx(np.exp([logs.mean() - half, logs.mean() + half]))
+
+
+def test_one_seed_gives_no_interval() -> None:
+    table = ranking(result_of({"b": [10.0], "fast": [5.0]}))
+    assert table["with_best"].isna().all()
+    assert table["speedup_low"].isna().all()
+
+
+def test_what_puts_off_its_work_is_not_the_best() -> None:
+    table = ranking(result_of({"b": [10.0, 20.0], "late": [1.0, 2.0]}, waiting={"late": 1}))
+    assert table["system"].tolist() == ["b", "late"]
+    assert table["comparable"].tolist() == [True, False]
+    assert table["held_back"].tolist() == pytest.approx([0.0, 0.5])
+
+
+def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:
+    setup = Setup.of(load_experiment(SMALL)[0], Path())
+    entries, refused = candidates(setup, parse_systems(setup.experiment.systems), skip=["real"])
+    names = [entry["name"] for entry in entries]
+    from rlsim.policies.registry import BUILTIN
+
+    said = {name.partition("-tp")[0] for name in [*names, *refused]}
+    assert said == set(BUILTIN)
+    assert "verl-tp2" not in names  # the experiment's own
+    assert {"verl-tp1", "verl-tp4", "verl-tp8", "pat-tp1", "rollpacker", "rlhfuse"} <= set(names)
+    assert "no response of the trace is judged" in refused["colocated_judge"]
+    assert "reward" in refused["oppo"]
+    assert refused["real"] == "left out, as asked"
+    with pytest.raises(CatalogueError, match="did you mean 'rlhfuse'"):
+        candidates(setup, (), skip=["rlhfus"])
+
+
+# Numbers of GPUs ------------------------------------------------------------------------------------------------------
+
+
+def test_clusters_of_other_sizes() -> None:
+    one, two = load_cluster("8xh100"), load_cluster("2x8xh100")
+    assert sizes(one, 4) == [4, 16, 32]
+    assert sizes(load_cluster(resized(two, 24)[0]), 2) == [48]  # half of three nodes is no whole node
+    smaller, _ = resized(one, 4)
+    assert (smaller["nodes"], smaller["gpus_per_node"]) == (1, 4)
+    larger, assumed = resized(one, 32)
+    assert load_cluster(larger).gpus == 32
+    assert "taken from 2x8xh100" in assumed
+    assert resized(two, 32)[1] == ""
+    assert load_cluster(resized(two, 8)[0]).inter is None
+
+
+def rows_of(times: dict[int, list[float]], system: str = "s") -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {"system": system, "seed": seed, "gpus": gpus, "step_time_s": time, "tokens_per_s": 1000 / time}
+            for gpus, own in times.items()
+            for seed, time in enumerate(own)
+        ]
+    )
+
+
+def test_doublings_and_where_they_stop_paying() -> None:
+    rows = rows_of({4: [16.0, 32.0], 8: [8.0, 16.0], 16: [5.0, 10.0], 32: [4.0, 8.0]})
+    table = scaling(rows, worth=1.5).set_index("gpus")
+    assert table["doubling"].tolist()[1:] == pytest.approx([2.0, 1.6, 1.25])
+    assert table["doubling_low"].tolist()[1:] == pytest.approx([2.0, 1.6, 1.25])  # the same on both seeds
+    assert table["marginal"].tolist()[1:] == pytest.approx([1.0, 0.6, 0.25])
+    assert table["pays"].tolist() == [None, True, True, False]
+    assert table["gpu_s_per_step"].tolist() == pytest.approx([96.0, 96.0, 120.0, 192.0])
+    best = best_doublings(rows)
+    assert enough(best, 1.5) == (16, True)
+    assert enough(best, 1.2) == (32, False)
+    assert enough(best, 1.9) == (8, True)
+
+
+def test_the_best_system_may_change_with_the_size() -> None:
+    rows = pd.concat([rows_of({8: [10.0], 16: [6.0]}, "a"), rows_of({8: [12.0], 16: [5.0]}, "b")])
+    best = best_doublings(rows)
+    assert best["system"].tolist() == ["a", "b"]
+    assert best["doubling"].iloc[1] == pytest.approx(2.0)
+    assert scaling(rows).query("best")["system"].tolist() == ["a", "b"]
+
+
+# All together ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def advice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
+    out = tmp_path_factory.mktemp("advice") / "out"
+    tiny = {
+        "trace.cap": 256,
+        "workflow.prompts": 2,
+        "workflow.responses": 2,
+        "systems": [{"verl": {"tp": [1, "best"]}}],
+    }
+    seen: list[str] = []
+    found = advise(
+        SMALL, overrides=tiny, top=1, most=2, skip=SLOW, out=out, progress=lambda what, done, total: seen.append(what)
+    )
+    assert any("ranking" in what for what in seen)
+    assert any("16 GPUs" in what for what in seen)
+    return found, out
+
+
+def test_advice_is_complete(advice: tuple[Advice, Path]) -> None:
+    found, out = advice
+    assert set(found.tables) == {name for name, _, _ in SECTIONS}
+    assert [sentence.partition(":")[0] for sentence in found.conclusions] == [
+        "fits",
+        "idle today (verl-tp1)",
+        "fastest",
+        "GPUs",
+    ]
+    assert found.baseline == "verl-tp1"
+    assert set(found.tables["scaling"]["gpus"]) == {4, 8, 16}
+    assert any("link between several" in note for note in found.notes)
+    data = json.loads((out / "advice.json").read_text())
+    assert data["baseline"] == "verl-tp1"
+    assert len(data["idle"]) == 8
+    assert data["scaling"][0]["doubling"] is None
+
+
+def test_results_are_those_of_a_run(advice: tuple[Advice, Path]) -> None:
+    found, out = advice
+    result = rlsim.read_result(out)
+    assert set(result.summary()["system"]) == set(found.tables["ranking"]["system"])
+    tables = read_tables(out)
+    assert list(tables) == [name for name, _, _ in SECTIONS]
+    assert tables["ranking"]["system"].tolist() == found.tables["ranking"]["system"].tolist()
+    assert read_tables(out.parent) == {}
+
+
+def test_the_ranking_is_paired_on_the_same_responses(advice: tuple[Advice, Path]) -> None:
+    found, _ = advice
+    lengths = found.result.responses.query("system in ['verl-tp1', 'verl-tp4']")
+    by_system = [part["response_tokens"].tolist() for _, part in lengths.groupby("system")]
+    assert by_system[0] == by_system[1]
+
+
+def test_mistakes_cost_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"worth 0\.9: expected more than 1"):
+        advise(SMALL, worth=0.9)
+    cases = {"cases": {"a": {"trace.cap": 128}, "b": {"trace.cap": 256}}}
+    with pytest.raises(ConfigError, match="several cases: choose one of a, b"):
+        advise(SMALL, overrides=cases)
+    with pytest.raises(RlsimError, match="unknown case 'c'"):
+        advise(SMALL, overrides=cases, case="c")
+    (tmp_path / "mine.txt").write_text("keep me")
+    with pytest.raises(ConfigError, match="holds no rlsim results"):
+        advise(SMALL, out=tmp_path)
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = (
+        "--seeds 1 --steps 1 --top 1 --most 1 --set trace.cap=128 --set workflow.prompts=2 --set workflow.responses=1"
+    )
+    skipped = [part for name in (*SLOW, "rollpacker", "tail_batching", "deepspeed_chat") for part in ("--skip", name)]
+    done = CliRunner().invoke(app, ["advise", "pat_vs_static", *options.split(), *skipped], env={"COLUMNS": "150"})
+    assert done.exit_code == 0, done.output
+    for text in (
+        "What fits: rollout",
+        "Idle time of every GPU",
+        "Systems, the fastest first",
+        "Number of GPUs",
+        "fastest: ",
+    ):
+        assert text in done.output
+    assert (tmp_path / "results" / "pat-vs-static-advice" / "advice.json").is_file()

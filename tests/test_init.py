@@ -1,0 +1,504 @@
+"""`rlsim init`: a starter, and veRL configurations as experiments, with where each value is from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_calibrate_import import nccl_text
+from typer.testing import CliRunner, Result
+
+import rlsim
+from rlsim.calibrate.importers import nccl_tests
+from rlsim.cli import app
+from rlsim.errors import CatalogueError, ConfigError, RlsimError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.load import load_experiment
+from rlsim.init.draft import Draft
+from rlsim.init.from_verl import check, from_verl
+from rlsim.init.names import find_cluster, find_model, nearest_trace
+from rlsim.init.shell import read_script
+from rlsim.init.shell_values import Unknown
+from rlsim.init.starter import starter
+from rlsim.init.verl_defaults import VERSIONS, defaults, release
+from rlsim.models import load_model
+from rlsim.schema import read_yaml
+
+SCRIPT = r"""#!/usr/bin/env bash
+set -x
+max_prompt_length=$((1024 * 2))
+max_response_length=$((max_prompt_length * 2))   # a comment with a 'quote
+NNODES=${NNODES:-1}
+MODEL_PATH=${MODEL_PATH:-"$HOME/models/Qwen2.5-7B-Instruct"}
+offload=True
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files="['$HOME/gsm8k.parquet', '$HOME/math.parquet']" \
+    data.train_batch_size=64 \
+    data.max_prompt_length=${max_prompt_length} \
+    data.max_response_length=$max_response_length \
+    actor_rollout_ref.model.path="${MODEL_PATH}" \
+    +actor_rollout_ref.model.use_fused_kernels=False \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000 \
+    actor_rollout_ref.actor.fsdp_config.param_offload=${offload} \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=${offload} \
+    actor_rollout_ref.rollout.name=sglang \
+    actor_rollout_ref.rollout.mode=sync \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    trainer.logger='["console","wandb"]' \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes="${NNODES}" \
+    trainer.experiment_name='qwen2.5 7b' $@
+"""
+
+
+def script_of(text: str, **given: str) -> dict[str, Any]:
+    return {override.key: override.value for override in read_script(text, "run.sh", given).overrides}
+
+
+def draft_of(tmp_path: Path, *sources: str, text: str = SCRIPT, **options: Any) -> Draft:
+    (tmp_path / "run.sh").write_text(text)
+    return from_verl(
+        [str(tmp_path / "run.sh"), *sources], folder=tmp_path, **{"gpu": "h100", "trace": "rollpacker-math", **options}
+    )
+
+
+def with_setting(*settings: str) -> str:
+    return SCRIPT.replace("trainer.nnodes=", " ".join(settings) + " trainer.nnodes=")
+
+
+# Shell ----------------------------------------------------------------------------------------------------------------
+
+
+def test_continuations_quotes_variables_and_arithmetic() -> None:
+    found = script_of(SCRIPT, HOME="/home/me")
+    assert found["data.max_prompt_length"] == "2048"
+    assert found["data.max_response_length"] == "4096"
+    assert found["actor_rollout_ref.model.path"] == "/home/me/models/Qwen2.5-7B-Instruct"
+    assert found["actor_rollout_ref.model.use_fused_kernels"] == "False"
+    assert found["trainer.logger"] == '["console","wandb"]'
+    assert found["trainer.experiment_name"] == "qwen2.5 7b"
+    assert found["trainer.nnodes"] == "1"
+    assert script_of(SCRIPT, NNODES="4", HOME="/")["trainer.nnodes"] == "4"
+
+
+def test_arrays_conditions_and_cases() -> None:
+    text = """
+        MODE=${MODE:-fast}
+        case "$MODE" in
+            slow | slower) tp=8 ;;
+            fast) tp=${tp:-4}
+                  if [[ $tp -gt 2 && "$MODE" != other ]]; then n=16; else n=1; fi ;;
+        esac
+        [ "$tp" = 4 ] && util=0.7
+        DATA=(data.train_batch_size=32  # in a comment
+              data.max_response_length=1024)
+        EXTRA=()
+        EXTRA+=(actor_rollout_ref.rollout.n=$n)
+        python -m verl.trainer.main_ppo "${DATA[@]}" "${EXTRA[@]}" \\
+            actor_rollout_ref.rollout.tensor_model_parallel_size=$tp \\
+            actor_rollout_ref.rollout.gpu_memory_utilization=$util "$@" > log.txt 2>&1 &
+    """
+    assert script_of(text) == {
+        "data.train_batch_size": "32",
+        "data.max_response_length": "1024",
+        "actor_rollout_ref.rollout.n": "16",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "4",
+        "actor_rollout_ref.rollout.gpu_memory_utilization": "0.7",
+    }
+    assert script_of(text, MODE="slow")["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "8"
+
+
+def test_nothing_is_run_and_what_would_have_to_be_is_unknown(tmp_path: Path) -> None:
+    text = f"""
+        touch {tmp_path}/ran
+        GPUS=$(touch {tmp_path}/ran; nvidia-smi -L | wc -l)
+        DEVICE=$(python3 -c 'print("gpu")')
+        if [ "$DEVICE" = gpu ]; then tp=2; else tp=4; fi
+        python x trainer.n_gpus_per_node=$GPUS \\
+            actor_rollout_ref.rollout.tensor_model_parallel_size=$tp data.shuffle=$NOT
+    """
+    found = script_of(text)
+    assert not (tmp_path / "ran").exists()
+    gpus, tp = found["trainer.n_gpus_per_node"], found["actor_rollout_ref.rollout.tensor_model_parallel_size"]
+    assert isinstance(gpus, Unknown)
+    assert "would have to be run" in gpus.why
+    assert isinstance(tp, Unknown)
+    assert tp.variable == "DEVICE"
+    assert script_of(text, DEVICE="gpu")["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "2"
+
+
+def test_plain_lists_and_several_commands() -> None:
+    assert script_of("data.train_batch_size=8\n# no\ndata.max_response_length=16 \\\n  trainer.nnodes=2\n") == {
+        "data.train_batch_size": "8",
+        "data.max_response_length": "16",
+        "trainer.nnodes": "2",
+    }
+    script = read_script("a data.train_batch_size=1\nb data.train_batch_size=2", "run.sh", {})
+    assert [override.value for override in script.overrides] == ["2"]
+    assert "the last one is taken" in script.notes[0]
+
+
+@pytest.mark.parametrize(("text", "message"), [("x 'data.y=1", "quote"), ('a\nx "y', "run.sh:2"), ("A=(x", "bracket")])
+def test_what_no_shell_reads_is_an_error_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_script(text, "run.sh", {})
+
+
+# From veRL ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_becomes_an_experiment_that_runs(tmp_path: Path) -> None:
+    draft = draft_of(tmp_path)
+    draft.write(tmp_path / "made.yaml")
+    experiment, _, folder = load_experiment(tmp_path / "made.yaml")
+    assert experiment.cluster == "8xh100"
+    assert experiment.model == "qwen2.5-7b"
+    assert experiment.calibration == "h100-sxm-sglang"
+    assert experiment.workflow.algorithm == "grpo"
+    assert (experiment.workflow.prompts, experiment.workflow.responses) == (64, 8)
+    assert experiment.workflow.reference
+    assert experiment.trace.cap == 4096
+    assert experiment.training.micro_batch_tokens == 20000
+    assert experiment.training.mini_batches == 4
+    assert experiment.training.offload
+    assert experiment.engine.max_num_seqs == 256  # veRL 0.9's default
+    assert experiment.memory_utilization == 0.6  # nothing of training stays on the GPU
+    assert experiment.routing == "contiguous"
+    assert check(draft, folder) == ""
+    small = {"workflow.steps": 1, "workflow.prompts": 2, "trace.cap": 256, "trace.path": "rollpacker-math"}
+    result = rlsim.run(tmp_path / "made.yaml", seeds=1, overrides=small)
+    assert list(result.summary().system) == ["as-configured", "verl-best", "pat"]
+    assert set(result.responses.query("system == 'as-configured'").tp_history) == {"2"}
+
+
+def test_every_value_says_where_it_is_from(tmp_path: Path) -> None:
+    text = draft_of(tmp_path, trace=None).text()
+    lines = SCRIPT.splitlines()
+    for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n", "data.max_response_length"):
+        number = next(i for i, line in enumerate(lines, 1) if f"{key}=" in line)
+        assert f"{key} (run.sh:{number})" in text
+    assert "actor_rollout_ref.rollout.max_num_seqs: veRL 0.9's default" in text
+    assert "Qwen2.5-7B-Instruct has the shape of qwen2.5-7b" in text
+    assert "give --trace for your own lengths" in text.replace("\n#   ", " ")
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    data = draft_of(tmp_path, "data.train_batch_size=32", "MODEL_PATH=Qwen/Qwen3-8B").data()
+    assert data["workflow"]["prompts"] == 32
+    assert data["model"] == "qwen3-8b"
+
+
+def test_defaults_are_those_of_the_release(tmp_path: Path) -> None:
+    assert draft_of(tmp_path, version="0.8").data()["engine"]["chunked_prefill"] is True
+    assert "max_num_seqs" not in draft_of(tmp_path, version="0.8").data()["engine"]  # 1,024, as rlsim's
+    without_mode = SCRIPT.replace("    actor_rollout_ref.rollout.mode=sync \\\n", "")
+    assert draft_of(tmp_path, text=without_mode).data()["routing"] == "round_robin"
+    assert "routing" not in draft_of(tmp_path, text=without_mode, version="0.6").data()
+    assert release("v0.6.1") == "0.6"
+    assert defaults("0.3", True)["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == 4
+    assert all(set(defaults(version, False)) == set(defaults("0.9", False)) for version in VERSIONS)
+    with pytest.raises(ConfigError, match=r"one of: 0.2, 0.3"):
+        release("1.7")
+
+
+def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
+    text = SCRIPT.replace("offload=True", "offload=False")
+    draft = draft_of(tmp_path, text=text)
+    draft.write(tmp_path / "made.yaml")
+    experiment, _, folder = load_experiment(tmp_path / "made.yaml")
+    site = Setup.of(experiment, folder).site()
+    beside = site.memory.resident_bytes(site.plan, site.gpus)
+    kv_bytes = site.machine.capacity_pages(2) * 16 * site.machine.model.kv_bytes_per_token / 2
+    offloaded = draft_of(tmp_path).data() | {"name": "offloaded"}
+    own = Setup.of(load_experiment(offloaded)[0], folder).site().machine.capacity_pages(2)
+    assert beside > 1e10
+    assert experiment.memory_utilization == pytest.approx(0.6 + beside / site.cluster.gpu.memory_bytes, abs=1e-4)
+    assert kv_bytes == pytest.approx(own * 16 * site.machine.model.kv_bytes_per_token / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["algorithm.adv_estimator=gae"], {"algorithm": "ppo"}),
+        (["algorithm.adv_estimator=remax"], {"algorithm": "remax"}),
+        (["algorithm.adv_estimator=reinforce_plus_plus"], {"algorithm": "grpo"}),
+        (["algorithm.adv_estimator=rloo"], {"algorithm": "grpo"}),
+        (["actor_rollout_ref.actor.use_kl_loss=False"], {"reference": False}),
+        (["actor_rollout_ref.actor.use_kl_loss=False", "algorithm.use_kl_in_reward=True"], {"reference": True}),
+        (["algorithm.rollout_correction.bypass_mode=True"], {"old_log_probs": False}),
+    ],
+)
+def test_algorithms(tmp_path: Path, settings: list[str], expected: dict[str, object]) -> None:
+    draft = draft_of(tmp_path, *settings)
+    workflow = draft.data()["workflow"]
+    assert {key: workflow[key] for key in expected} == expected
+    assert check(draft, tmp_path) == ""
+
+
+def test_training(tmp_path: Path) -> None:
+    megatron = draft_of(
+        tmp_path,
+        "model_engine=megatron",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=selective",
+    ).data()["training"]
+    assert {key: megatron[key] for key in ("backend", "tp", "pp", "cp", "recompute")} == {
+        "backend": "megatron", "tp": 2, "pp": 2, "cp": 1, "recompute": "selective",
+    }  # fmt: skip
+    ulysses = draft_of(tmp_path, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4")
+    assert ulysses.data()["training"]["cp"] == 4
+    assert ulysses.data()["training"]["micro_batch_tokens"] == 4 * 20000
+    counted = draft_of(
+        tmp_path,
+        "actor_rollout_ref.actor.use_dynamic_bsz=False",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    ).data()["training"]
+    assert 4 * 800 < counted["micro_batch_tokens"] < 4 * 1800
+    assert counted["recompute"] == "none"
+
+
+def test_filtered_groups_become_dynamic_sampling(tmp_path: Path) -> None:
+    draft = draft_of(tmp_path, "algorithm.filter_groups.enable=True", "data.gen_batch_size=192")
+    assert all("dynamic_sampling" in system["use"] for system in draft.data()["systems"])
+    assert any("data.gen_batch_size" in item for item in draft.missing)
+    assert check(draft, tmp_path) == ""
+    with pytest.raises(ConfigError, match=r"neither the column reward nor correct"):
+        draft_of(tmp_path, "algorithm.filter_groups.enable=True", trace="deepscaler-llama-3.1-8b")
+
+
+def test_reward_model_and_critic(tmp_path: Path) -> None:
+    settings = ["algorithm.adv_estimator=gae", "critic.model.path=Qwen/Qwen2.5-1.5B", "reward_model.enable=True"]
+    with pytest.raises(CatalogueError, match="give --reward-model"):
+        draft_of(tmp_path, *settings, "reward_model.model.path=~/FsfairX-LLaMA3-RM-v0.1")
+    draft = draft_of(tmp_path, *settings, reward_model="llama-3.1-8b")
+    assert draft.data()["models"] == {"critic": "qwen2.5-1.5b", "reward": "llama-3.1-8b"}
+    assert check(draft, tmp_path) == ""
+
+
+def test_what_is_not_represented_is_listed(tmp_path: Path) -> None:
+    settings = [
+        "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "actor_rollout_ref.model.lora_rank=32",
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        "custom_reward_function.path=reward.py",
+        "trainer.test_freq=5",
+    ]
+    draft = draft_of(tmp_path, *settings)
+    for setting in settings:
+        assert any(setting.partition("=")[0] in item for item in draft.missing), setting
+    assert "# Not represented" in draft.text()
+    assert not any("lora" in item for item in draft_of(tmp_path).missing)
+
+
+def test_hydra_configuration(tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / ".hydra"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        """
+        data: {train_batch_size: 16, max_prompt_length: 256, max_response_length: 1024}
+        actor_rollout_ref:
+          model: {path: Qwen/Qwen3-8B}
+          actor:
+            ppo_mini_batch_size: ${data.train_batch_size}
+            use_dynamic_bsz: true
+            ppo_max_token_len_per_gpu: ${oc.select:nothing.there,4096}
+          rollout: {name: vllm, n: 4, tensor_model_parallel_size: "???", response_length: "${data.max_response_length}"}
+        trainer: {nnodes: 2, n_gpus_per_node: 8, experiment_name: "${trainer.project_name}-x", project_name: mine}
+        """
+    )
+    draft = from_verl([str(tmp_path / "outputs")], folder=tmp_path, cluster="2x8xh100", trace="rollpacker-math")
+    data = draft.data()
+    assert data["name"] == "mine-x"
+    assert data["training"]["mini_batches"] == 1
+    assert data["training"]["micro_batch_tokens"] == 4096
+    assert data["systems"][0]["use"] == [{"verl": {"tp": 2}}]  # ??? has no value: the default
+    assert "data.train_batch_size (config.yaml:2)" in draft.text()
+    assert check(draft, tmp_path) == ""
+    overrides = folder / "overrides.yaml"
+    overrides.write_text("- data.train_batch_size=16\n- actor_rollout_ref.model.path=Qwen/Qwen3-8B\n")
+    assert (
+        from_verl([str(overrides)], folder=tmp_path, gpu="h200", trace="rollpacker-math").data()["workflow"]["prompts"]
+        == 16
+    )
+
+
+def test_the_configuration_in_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    config = {"actor_rollout_ref": {"model": {"path": "Qwen/Qwen3-8B"}, "rollout": {"n": 3}}, "data": {"x": 1}}
+    log.write_text(f"(TaskRunner pid=7) {config!r}\n(TaskRunner pid=7) step:1 - timing_s/gen:3.0\n")
+    assert from_verl([str(log)], folder=tmp_path, gpu="h100").data()["workflow"]["responses"] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ([], {"gpu": None}, r"give --gpu \(.*h100-sxm.*\) or --cluster \(.*8xh100"),
+        ([], {"gpu": "h10"}, "unknown GPU 'h10'; did you mean .*'h100-sxm'"),
+        ([], {"gpu": None, "cluster": "2x8xh100"}, r"run.sh:\d+: trainer.nnodes is 1, cluster 2x8xh100 has 2"),
+        (["actor_rollout_ref.rollout.tensor_parallel_size=4"], {}, "did you mean .*tensor_model_parallel_size"),
+        (["actor_rollout_ref.rolout.n=4"], {}, r"did you mean actor_rollout_ref.rollout.n\?"),
+        (
+            ["data.train_batch_sise=4"],
+            {},
+            r"as given: unknown key data.train_batch_sise; did you mean data.train_batch",
+        ),
+        (["data.train_batch_size=many"], {}, "data.train_batch_size: expected a whole number, got 'many'"),
+        (["actor_rollout_ref.actor.use_kl_loss=3"], {}, "expected True or False, got 3"),
+        (["algorithm.adv_estimator=grop"], {}, "did you mean 'grpo'"),
+        (["actor_rollout_ref.rollout.name=hf"], {}, "unknown rollout engine 'hf'"),
+        (["actor_rollout_ref.actor.strategy=veomni"], {}, "veomni is not simulated"),
+        (["actor_rollout_ref.hybrid_engine=False"], {}, "synchronous training only"),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], {}, "does not divide the 8 GPUs"),
+        (["actor_rollout_ref.model.path=Qwen/Qwen9-8B"], {}, "its shape is not known; the nearest .*give --model"),
+        (["critic.enable=True"], {}, "critic.enable = True with algorithm.adv_estimator=grpo"),
+        (["nothing"], {}, "--from-verl nothing: no such file"),
+        (["what=[1"], {}, None),
+        (["a b=1"], {}, "neither a file, nor a key of veRL"),
+    ],
+)
+def test_mistakes(tmp_path: Path, settings: list[str], options: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        draft_of(tmp_path, *settings, **options)  # a variable that no script uses
+        return
+    with pytest.raises(RlsimError, match=message):
+        draft_of(tmp_path, *settings, **options)
+
+
+def test_an_unknown_value_is_an_error_only_where_it_is_needed(tmp_path: Path) -> None:
+    needed = SCRIPT.replace("data.train_batch_size=64", "data.train_batch_size=$BATCH")
+    with pytest.raises(ConfigError, match=r"run.sh:11: data.train_batch_size: variable BATCH is not set; give BATCH="):
+        draft_of(tmp_path, text=needed)
+    assert draft_of(tmp_path, "BATCH=16", text=needed).data()["workflow"]["prompts"] == 16
+    unneeded = SCRIPT.replace("$HOME/gsm8k.parquet", "$DATA/gsm8k.parquet").replace("'qwen2.5 7b'", "x_$(date +%s)")
+    assert draft_of(tmp_path, text=unneeded).data()["name"] == "run"
+    nodes = SCRIPT.replace("${NNODES:-1}", "$SLURM_NNODES")
+    assert draft_of(tmp_path, text=nodes, gpu=None, cluster="2x8xh100").data()["cluster"] == "2x8xh100"
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("Qwen/Qwen2.5-32B-Instruct", "qwen2.5-32b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("/ckpt/DeepSeek-R1-Distill-Qwen-7B/", "qwen2.5-7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "r1-distill-qwen-1.5b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
+    ],
+)
+def test_models_by_their_published_names(tmp_path: Path, path: str, expected: str) -> None:
+    assert find_model(path, tmp_path)[0] == expected
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-8B-FP8", "google/gemma-2-9b", "qwen3-80b"])
+def test_models_of_another_shape_are_not_taken_for_a_known_one(tmp_path: Path, path: str) -> None:
+    with pytest.raises(CatalogueError, match=r"give --model a name .* or the path of its config.json"):
+        find_model(path, tmp_path)
+
+
+HF: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+    "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32768, "sliding_window": None},
+    "qwen2": {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "use_sliding_window": False},
+    "qwen3": {"num_key_value_heads": 8, "intermediate_size": 12288, "vocab_size": 151936, "head_dim": 128},
+    "qwen3_moe": {
+        "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HF)
+def test_a_hugging_face_config_is_a_model(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / f"my-{kind}"
+    folder.mkdir()
+    shape = {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **shape, **HF[kind]}))
+    draft = starter("mine", folder=tmp_path, model=str(folder), trace="rollpacker-math")
+    assert draft.data()["model"] == f"my-{kind}/config.json"  # from the experiment's own folder
+    draft.write(tmp_path / "mine.yaml")
+    overrides = {"workflow.steps": 1, "workflow.prompts": 1, "trace.cap": 64, "systems": [{"verl": {"tp": 1}}]}
+    overrides |= {"seeds": 1, "baseline": "verl"}
+    assert rlsim.run(tmp_path / "mine.yaml", overrides=overrides).manifest["model"]["model_type"] == kind
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma2", **shape}))
+    with pytest.raises(ConfigError, match="model_type 'gemma2' is not supported; one of: llama, mistral, qwen2"):
+        starter("mine", folder=tmp_path, model=str(folder))
+
+
+def test_clusters_of_the_catalogue_or_spelled_out() -> None:
+    assert find_cluster("h800", 2, 8)[0] == "2x8xh800"
+    written, cluster, said = find_cluster("h100", 1, 4)
+    assert isinstance(written, dict)
+    assert cluster.gpus == 4
+    assert "links as those of" in said
+    _, cluster, said = find_cluster("h200", 4, 8)
+    assert cluster.inter is not None
+    assert "the link between nodes is assumed" in said
+    with pytest.raises(CatalogueError, match="h100-sxm"):
+        find_cluster("h1000", 1, 8)
+
+
+def test_the_nearest_trace() -> None:
+    assert nearest_trace(load_model("llama-3.1-8b"), 8192, rewards=False)[0] == "deepscaler-llama-3.1-8b"
+    assert nearest_trace(load_model("qwen2.5-32b"), 8192, rewards=False)[0] == "dapo-growing"
+    assert nearest_trace(load_model("qwen2.5-32b"), 8192, rewards=True)[0] == "rollpacker-math"
+    assert nearest_trace(load_model("r1-distill-qwen-1.5b"), 16000, rewards=False)[0] == "aime-r1-distill-like"
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["init", *arguments])
+
+
+def test_command_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command("first").exit_code == 0
+    made = Path("first.yaml").read_text()
+    again = command("first")
+    assert "first.yaml exists; give --force" in str(again.exception)
+    assert Path("first.yaml").read_text() == made
+    Path("run.sh").write_text(SCRIPT)
+    forced = command("--from-verl", "run.sh", "--gpu", "h100", "--out", "first.yaml", "--force")
+    assert forced.exit_code == 0, forced.output
+    assert Path("first.yaml").read_text() != made
+    assert "run it: rlsim run first.yaml" in forced.output
+
+
+def test_command_says_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = SCRIPT.replace("Qwen2.5-7B-Instruct", "Qwen2.5-32B").replace("offload=True", "offload=False")
+    Path("run.sh").write_text(text)
+    done = command("--from-verl", "run.sh", "--gpu", "a40", "--out", "big.yaml")
+    assert done.exit_code == 1
+    assert "does not run as it stands" in done.output
+    assert "DOES NOT RUN AS IT STANDS" in Path("big.yaml").read_text()
+
+
+def test_nccl_tests_make_a_calibration_beside_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "all_reduce.txt").write_text(nccl_text())
+    monkeypatch.chdir(tmp_path)
+    done = command("mine", "--cluster", "8xh100", "--nccl", "all_reduce.txt", "--out", str(tmp_path / "m.yaml"))
+    assert done.exit_code == 0, done.output
+    assert read_yaml(tmp_path / "m.yaml")["calibration"] == "mine-calibration.yaml"
+    monkeypatch.chdir(Path(nccl_tests.__file__).parent)  # found beside the experiment, from anywhere
+    experiment, _, folder = load_experiment(tmp_path / "m.yaml")
+    assert Setup.of(experiment, folder).calibration.name == "mine-calibration"
+
+
+@pytest.mark.parametrize("option", ["--gpu", "--reward-model"])
+def test_options_of_verl_need_a_configuration(option: str) -> None:
+    assert f"{option} goes with --from-verl" in str(command("mine", option, "x").exception)
