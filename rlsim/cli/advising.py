@@ -11,18 +11,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlsim.cli import complete
+
 if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
     from rlsim.advise.advice import Advice, Progress
 
+#: Columns that hold words.
+WORDS = ("system", "system (* fastest)", "call", "why not", "")
+
 #: With more GPUs than these, those of a node are shown together.
 MOST_GPUS = 16
 
 
 def advise(
-    experiment: Annotated[str, typer.Argument(help="Experiment file, or the name of one that ships with rlsim.")],
+    experiment: Annotated[
+        str,
+        typer.Argument(
+            help="Experiment file, or the name of one that ships with rlsim.", autocompletion=complete.experiments
+        ),
+    ],
     out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME-advice).")] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds (default: the experiment's, at most 5).")
@@ -133,9 +143,10 @@ def _table(title: str, caption: str, columns: list[str], rows: list[list[str]]) 
         box=None, pad_edge=False, header_style="bold", title=title, caption=caption, title_justify="left",
         caption_justify="left",
     )  # fmt: skip
-    for i, column in enumerate(columns):
-        words = i == 0 or column in ("why not", "")
-        table.add_column(column, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
+        words = column in WORDS  # these are folded where the terminal is narrow; numbers are never cut
+        width = None if words else max(map(len, (*cells, *column.split())))
+        table.add_column(column, justify="left" if words else "right", min_width=width, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -231,14 +242,13 @@ def _scaling(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
             str(row["system"]) + (" *" if row["best"] else ""),
             _number(row["step_time_s"], 1),
             _number(row["gpu_s_per_step"]),
-            _number(row["tokens_per_gpu_s"]),
             _with_interval(row["doubling"], row["doubling_low"], row["doubling_high"]),
             _share(row["marginal"]),
             "" if row["pays"] is None else "yes" if row["pays"] else "no",
         ]
         for row in frame.to_dict("records")
     ]
-    return ["GPUs", "system (* fastest)", "step s", "GPU-s", "tokens/GPU-s", "twice as many", "marginal", "pays"], rows
+    return ["GPUs", "system (* fastest)", "step s", "GPU-s", "over half as many", "marginal", "pays"], rows
 
 
 def _number(value: Any, digits: int = 0) -> str:

@@ -38,8 +38,10 @@ def init(
 ) -> None:
     """Write an experiment file: a commented starter, or what a veRL configuration describes.
 
-    Examples: rlsim init my-first; rlsim init --from-verl run_qwen2.5-7b.sh --gpu h100;
-    rlsim init mine --model checkpoints/mine/config.json --cluster 8xh100 --nccl all_reduce.txt
+    \b
+    Example: rlsim init my-first
+    Example: rlsim init --from-verl run_qwen2.5-7b.sh --gpu h100
+    Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
     from rlsim.errors import ConfigError
     from rlsim.hardware import load_cluster
