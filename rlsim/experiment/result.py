@@ -24,6 +24,7 @@ class Result:
 
     steps: pd.DataFrame
     responses: pd.DataFrame
+    stays: pd.DataFrame
     calls: pd.DataFrame
     switches: pd.DataFrame
     spans: pd.DataFrame
