@@ -72,7 +72,7 @@ class RefStay:
     """A request at a replica, from its arrival in the queue to its leaving."""
 
     id: int
-    replica: int
+    gpus: tuple[int, ...]  # of the replica
     arrived_at: float
     admitted_at: float = math.nan
     decoding_at: float = math.nan
@@ -200,7 +200,7 @@ class _Replica:
 
     def arrive(self, request: _Request, now: float) -> None:
         self.arrivals.append(request)
-        request.stay = RefStay(request.id, self.index, now)
+        request.stay = RefStay(request.id, self.gpus, now)
 
     def remove(self, request: _Request) -> None:
         for place in (self.admitted, self.waiting, self.arrivals):
@@ -417,7 +417,7 @@ class _Rollout:
         while self.pages(replica) > capacity:
             victim = replica.admitted.pop()
             self.end_stay(victim, "preempted")
-            victim.stay = RefStay(victim.id, replica.index, self.now)
+            victim.stay = RefStay(victim.id, replica.gpus, self.now)
             victim.lose_kv()
             replica.waiting.insert(0, victim)
             self.result.preemptions[victim.id] += 1

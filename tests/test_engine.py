@@ -89,16 +89,16 @@ def check_equal(work: Workload, rollout: Rollout, expected: RefResult) -> None:
 
 
 def check_stays(recorder: Recorder, expected: RefResult) -> None:
-    """The same stays, in the order in which they began at each replica."""
+    """The same stays, in a request's one after the other."""
     stays = []
     for at_replica in recorder.stays:
         columns = {name: column.tolist() for name, column in at_replica.columns().items()}
         for i in range(len(at_replica)):
             stay = {name: column[i] for name, column in columns.items()}
-            stays.append(RefStay(id=stay.pop("response"), replica=at_replica.replica, **stay))
+            stays.append(RefStay(id=stay.pop("response"), gpus=at_replica.gpus, **stay))
 
-    def key(stay: RefStay) -> tuple[int, int, int, str]:
-        return stay.id, stay.end_tokens, stay.replica, stay.left
+    def key(stay: RefStay) -> tuple[int, float, float]:
+        return stay.id, stay.arrived_at, stay.left_at
 
     assert len(stays) == len(expected.stays)
     times = ("arrived_at", "admitted_at", "decoding_at", "left_at")
