@@ -50,19 +50,13 @@ class Stays:
 
     def add(self, requests: Iterable[Request], left_at: float, left: Left = "finished") -> None:
         """The replica has let go of these; their tokens are up to date."""
+        packed, code = self._packed, _CODES[left]
         for r in requests:
-            self._packed += _pack(
-                r.id,
-                r.arrived_at,
-                r.admitted_at,
-                r.decoding_at,
-                left_at,
-                r.start_tokens,
-                r.prompt_tokens + r.generated,
-                r.offset,
-                _CODES[left],
+            tokens = r.prompt_tokens + r.generated
+            packed += _pack(
+                r.id, r.arrived_at, r.admitted_at, r.decoding_at, left_at, r.start_tokens, tokens, r.offset, code
             )
-            if left != "finished":
+            if code:
                 r.admitted_at = r.decoding_at = NAN
 
     def __len__(self) -> int:
