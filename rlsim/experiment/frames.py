@@ -227,7 +227,8 @@ def _stays(stays: Iterable[Stays]) -> pd.DataFrame:
             columns[name].append(np.full(len(at_replica), value))
         for name, values in at_replica.columns().items():
             columns[name].append(values)
-    return pd.DataFrame({name: np.concatenate(parts) if parts else [] for name, parts in columns.items()})
+    frame = pd.DataFrame({name: np.concatenate(parts) if parts else [] for name, parts in columns.items()})
+    return frame.sort_values("step", kind="stable", ignore_index=True)
 
 
 def _call_row(call: CallRecord) -> dict[str, Any]:
