@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlsim.experiment.run import run as run
     from rlsim.policies.parts import Composition as Composition
     from rlsim.policies.parts import Rewiring as Rewiring
+    from rlsim.report.timeline import write_timeline as write_timeline
     from rlsim.schema import Schema as Schema
     from rlsim.sim.batching import Batching as Batching
     from rlsim.sim.control import Abort as Abort
@@ -57,6 +58,7 @@ _HOME = {
     "Schema": "rlsim.schema",
     "read_result": "rlsim.experiment.result",
     "run": "rlsim.experiment.run",
+    "write_timeline": "rlsim.report.timeline",
     **dict.fromkeys(_CONTROL, "rlsim.sim.control"),
 }
 __all__ = [
@@ -80,6 +82,7 @@ __all__ = [
     "__version__",
     "read_result",
     "run",
+    "write_timeline",
 ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import SwitchCost
@@ -83,6 +83,15 @@ class RefStay:
     left: str = ""
 
 
+class Held(NamedTuple):
+    """What a replica holds after a boundary."""
+
+    at: float
+    active: int
+    waiting: int
+    kv_tokens: int
+
+
 @dataclass
 class RefResult:
     finish_at: dict[int, float] = field(default_factory=dict)  # finished only
@@ -101,6 +110,7 @@ class RefResult:
     iterations: list[tuple[float, float, int, str]] = field(default_factory=list)  # start, end, replica, kind
     chunk_at: dict[tuple[int, int], float] = field(default_factory=dict)  # by id and tokens: when it was handed over
     stays: list[RefStay] = field(default_factory=list)
+    held: dict[tuple[int, ...], list[Held]] = field(default_factory=dict)  # by GPUs: what a replica held at boundaries
 
 
 Launcher = Callable[[Launch, int], Sequence[RefRequest]]  # of an action and the first free id
@@ -460,6 +470,8 @@ class _Rollout:
             head.arrived_kv = False
         for r in replica.waiting:
             r.arrived_kv = False
+        held = Held(self.now, len(replica.admitted), len(replica.waiting), sum(r.context for r in replica.admitted))
+        self.result.held.setdefault(replica.gpus, []).append(held)
 
         # 4. iterate
         step = self.costs.step(replica.tp)

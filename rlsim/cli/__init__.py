@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rlsim import __version__
-from rlsim.cli import calibrate, listing, planning, running, trace, validate
+from rlsim.cli import calibrate, listing, planning, running, timeline, trace, validate
 from rlsim.errors import RlsimError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("run")(running.run)
 app.command("plan")(planning.plan)
+app.command("timeline")(timeline.timeline)
 app.add_typer(listing.app, name="list")
 app.add_typer(trace.app, name="trace")
 app.add_typer(calibrate.app, name="calibrate")

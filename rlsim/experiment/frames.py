@@ -25,7 +25,7 @@ def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gp
     return {
         "steps": _steps(outcome, bound, gpus),
         "responses": _responses(outcome, sampler),
-        "stays": _stays(outcome.stays),
+        "stays": stays_frame(outcome.stays),
         "calls": pd.DataFrame([_call_row(call) for call in sorted(outcome.calls, key=lambda c: (c.start_at, c.step))]),
         "switches": pd.DataFrame(outcome.switches, columns=_own_columns("switches")),
         "spans": pd.DataFrame(list(_span_rows(outcome.spans)), columns=_own_columns("spans")),
@@ -211,7 +211,8 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def _stays(stays: Iterable[Stays]) -> pd.DataFrame:
+def stays_frame(stays: Iterable[Stays]) -> pd.DataFrame:
+    """The stays at these replicas as a table, step by step."""
     columns: dict[str, list[np.ndarray[Any, np.dtype[Any]]]] = {name: [] for name in _own_columns("stays")}
     for at_replica in stays:
         if not len(at_replica):

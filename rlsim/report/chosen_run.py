@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,12 @@ class ChosenRun:
             & ds.field("step").isin(self.steps)
         )
         batches = _dataset(self._source, table).to_batches(
-            columns=list(columns), filter=chosen, batch_size=ROWS, batch_readahead=1, fragment_readahead=1
+            columns=list(columns),
+            filter=chosen,
+            batch_size=ROWS,
+            batch_readahead=1,
+            fragment_readahead=1,
+            use_threads=False,
         )
         for batch in batches:
             if batch.num_rows:
@@ -61,7 +67,7 @@ class ChosenRun:
         for rows in self.rows(table, ["step", *columns]):
             steps = rows["step"].to_numpy()
             edges = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
-            for first, last in zip(edges, edges[1:], strict=False):
+            for first, last in itertools.pairwise(edges):
                 if steps[first] != step and parts:
                     yield step, pa.concat_tables(parts)
                     parts = []
@@ -85,6 +91,8 @@ def choose_run(
     Raises `CatalogueError` for what the results don't have, with the nearest names, and `ConfigError` for a directory
     that holds no results, or those of an rlsim that did not record `stays`.
     """
+    source: Path | Mapping[str, pd.DataFrame]
+    manifest: Mapping[str, Any]
     if isinstance(results, str | Path):
         from rlsim.experiment.result import MANIFEST, read_manifest
 

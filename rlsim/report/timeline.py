@@ -57,8 +57,8 @@ def write_timeline(
     without what a timeline needs, or a path that cannot be written.
     """
     path = Path(path)
-    check_timeline_path(path)
     run = choose_run(results, case=case, system=system, seed=seed, steps=steps)
+    check_timeline_path(path)
     with atomic_path(path) as temporary, _opened(temporary, compressed=path.suffix == ".gz") as file:
         about = {
             "simulator": f"rlsim {run.manifest['rlsim']}",

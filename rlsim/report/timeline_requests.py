@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rlsim.report.trace_events import Piece, TraceWriter, Tracks, json_texts, microseconds
+from rlsim.sim.stays import LEFT
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -33,7 +34,7 @@ class Stays(NamedTuple):
     start_tokens: Ints
     end_tokens: Ints
     iteration: Ints
-    left: NDArray[np.object_]
+    left: Ints  # why: number in `rlsim.sim.stays.LEFT`
 
 
 class _End(NamedTuple):
@@ -71,11 +72,15 @@ class RequestTracks:
         self._workers_pid: int | None = None
         self._workers = Tracks(self._worker)
         self._last_scored_at = 0.0
+        self._last_step = -1
         self._paused: dict[int, list[_End | None]] = {}  # by prompt: where those that go on in a later step broke off
 
     def write(self, step: int, stays: pa.Table | None, responses: pa.Table) -> None:
         """The stays (if there are any) and the rewards of one step."""
         judged: set[int] = set()
+        if step != self._last_step + 1:  # what went on in a step between is not known
+            self._paused.clear()
+        self._last_step = step
         if stays is not None:
             here = self._stays(stays)
             pid, tid = self._write_phases(step, here, responses)
@@ -88,24 +93,19 @@ class RequestTracks:
         columns = {
             name: table[name].to_numpy() for name in self.STAYS if name not in ("call", "left")
         }  # moments that are missing become NaN
-        calls = table["call"].to_pylist()
-        names = list(dict.fromkeys(calls))
+        names, call = _numbered(table["call"])
         self._generate = self._generate or names[0]
-        names = list(dict.fromkeys([self._generate, *names]))
-        call = np.array([names.index(name) for name in calls])
+        known = list(dict.fromkeys([self._generate, *names]))
+        call = np.array([known.index(name) for name in names])[call]
+        reasons, left = _numbered(table["left"])
+        columns["left"] = np.array([LEFT.index(reason) for reason in reasons])[left]
         where = np.stack([call, columns["gpu"], columns["gpus"]])
         kinds, group = np.unique(where, axis=1, return_inverse=True)
-        place = np.array([self._group(names[c], gpu, gpus) for c, gpu, gpus in kinds.T.tolist()])[group.ravel()]
+        place = np.array([self._group(known[c], gpu, gpus) for c, gpu, gpus in kinds.T.tolist()])[group.ravel()]
         _, replica = np.unique(np.stack([call, columns["replica"]]), axis=1, return_inverse=True)
         order = np.lexsort((columns["left_at"], columns["arrived_at"], columns["response"], call))
-        return Stays(
-            place[order],
-            replica.ravel()[order],
-            call[order],
-            *(columns[name][order] for name in ("response", "gpus", "arrived_at", "admitted_at", "decoding_at")),
-            *(columns[name][order] for name in ("left_at", "start_tokens", "end_tokens", "iteration")),
-            np.array(table["left"].to_pylist(), dtype=object)[order],
-        )
+        columns |= {"place": place, "replica": replica.ravel(), "call": call, "tp": columns["gpus"]}
+        return Stays(**{name: columns[name][order] for name in Stays._fields})
 
     def _group(self, call: str, gpu: int, gpus: int) -> int:
         key = call, gpu, gpus
@@ -125,7 +125,7 @@ class RequestTracks:
         decoding = microseconds(np.where(np.isnan(here.decoding_at), here.left_at, here.decoding_at))
         same = (here.call[1:] == here.call[:-1]) & (here.response[1:] == here.response[:-1])
         follows = np.concatenate([[False], same])  # an earlier stay of the same request
-        preempted = np.concatenate([[False], same & (here.left[:-1] == "preempted")])
+        preempted = np.concatenate([[False], same & (here.left[:-1] == LEFT.index("preempted"))])
         before = np.roll(left, 1)
         moves = follows & ~preempted
         begun = np.where(moves, np.minimum(before, arrived), arrived)
@@ -137,19 +137,24 @@ class RequestTracks:
         tid = self._tracks.place(here.place[first], begun[first], left[last])[chain]
         pid = np.array(self._pids)[here.place]
 
-        why = np.roll(here.left, 1)
+        reasons = json_texts(pa.array(LEFT)).take(pa.array(here.left))
         args: dict[str, Piece] = {
             "response": here.response,
             "tokens": here.end_tokens - here.start_tokens,
             "context": here.end_tokens,
             "tp": here.tp,
             "step": np.full(len(arrived), step),
-            "left": json_texts(pa.array(here.left)),
+            "left": reasons,
         }
         waited = {name: args[name] for name in ("response", "tp", "step")}
         waited["context"] = here.start_tokens
         for name, start, end, about in (
-            ("paused", begun, arrived, {**waited, "after": json_texts(pa.array(why))}),
+            (
+                "paused",
+                begun,
+                arrived,
+                {**waited, "after": reasons.take(pa.array(np.maximum(np.arange(len(arrived)) - 1, 0)))},
+            ),
             ("queued", arrived, admitted, waited),
             ("prefill", admitted, decoding, waited),
             ("decode", decoding, left, args),
@@ -161,7 +166,7 @@ class RequestTracks:
         arrow = np.flatnonzero(moves & (before > start_before) & (left > begun))
         source, target = arrow - 1, arrow
         self._writer.add_arrows(
-            json_texts(pa.array(here.left[source], pa.string())),
+            reasons.take(pa.array(source)),
             (pid[source], tid[source], left[source] - 1),
             (pid[target], tid[target], begun[target]),
         )
@@ -173,31 +178,30 @@ class RequestTracks:
         if not self._paused:
             return
         firsts = self._by_response(here, first=True)
-        ends: list[tuple[_End, int]] = []
+        ends: list[_End] = []
+        targets: list[int] = []
         for position, ids in _by_prompt(responses, "resumed").items():
             known = self._paused.pop(position, [])
             for end, response in zip(reversed(known), reversed(ids), strict=False):  # finished ones come first
-                stay = firsts.get(response)
-                if end is not None and stay is not None and left[stay] > begun[stay]:
-                    ends.append((end, stay))
+                first = firsts.get(response)
+                if end is not None and first is not None and left[first] > begun[first]:
+                    ends.append(end)
+                    targets.append(first)
         if ends:
-            stay = np.array([s for _, s in ends])
-            pids, tids, at = np.array([end for end, _ in ends]).T
+            pids, tids, at = np.array(ends).T
             texts = json_texts(pa.array(["resumed"] * len(ends)))
-            self._writer.add_arrows(texts, (pids, tids, at), (pid[stay], tid[stay], begun[stay]))
+            self._writer.add_arrows(texts, (pids, tids, at), (pid[targets], tid[targets], begun[targets]))
 
     def _note_paused(self, here: Stays, responses: pa.Table, pid: Ints, tid: Ints) -> None:
         """Remember where responses broke off that go on in a later step."""
         lasts = self._by_response(here, first=False) if any(responses["paused"].to_pylist()) else {}
+        arrived, left = microseconds(here.arrived_at), microseconds(here.left_at)
         for position, ids in _by_prompt(responses, "paused").items():
-            ends: list[_End | None] = []
+            self._paused[position] = []
             for response in ids:
                 i = lasts.get(response)
-                at = None if i is None else int(microseconds(here.left_at[i : i + 1])[0]) - 1
-                began = None if i is None else int(microseconds(here.arrived_at[i : i + 1])[0])
-                whole = i is not None and at is not None and began is not None and at >= began
-                ends.append(_End(int(pid[i]), int(tid[i]), at) if whole and i is not None and at is not None else None)
-            self._paused[position] = ends
+                shown = i is not None and left[i] > arrived[i]
+                self._paused[position].append(_End(int(pid[i]), int(tid[i]), int(left[i]) - 1) if shown else None)
 
     def _by_response(self, here: Stays, first: bool) -> dict[int, int]:
         """The first or last stay of each response (those of judges apart)."""
@@ -252,9 +256,15 @@ class RequestTracks:
             "reward": responses["reward"].to_numpy()[rows],
             "timed_out": timed_out,
         }
-        pid = np.full(len(rows), self._workers_pid)
-        self._writer.add_slices(('"score ', ids[rows], '"'), "reward", pid, tid, start, end, args)
+        pids = np.full(len(rows), self._workers_pid)
+        self._writer.add_slices(('"score ', ids[rows], '"'), "reward", pids, tid, start, end, args)
         self._last_scored_at = max(self._last_scored_at, float(end_at[rows].max()))
+
+
+def _numbered(texts: pa.ChunkedArray) -> tuple[list[str], Ints]:
+    """The different texts of a column, and which of them each is."""
+    encoded = texts.combine_chunks().dictionary_encode()
+    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
 
 
 def _by_prompt(responses: pa.Table, flag: str) -> dict[int, list[int]]:

@@ -6,11 +6,11 @@ microseconds: Perfetto cuts fractions off, which would make neighbours overlap.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from heapq import heapify, heappop, heappush
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 #: Lines that are put together at a time.
 LINES = 32_768
+#: More tracks than a key ever needs.
+MOST_TRACKS = 1 << 20
 
-Numbers = NDArray[Any]
+Numbers: TypeAlias = NDArray[Any]
 #: A piece of every line: the same text in each, or a column of numbers or of JSON texts.
-Piece = str | Numbers | pa.Array
+Piece: TypeAlias = "str | Numbers | pa.Array"
 
 
 def microseconds(seconds: Numbers) -> NDArray[np.int64]:
@@ -114,20 +116,22 @@ class TraceWriter:
         """One line for every entry of the columns where `some` says so; returns how many."""
         rows = np.flatnonzero(some)
         for first in range(0, len(rows), LINES):
-            part = rows[first : first + LINES]
+            part: Numbers | slice = rows[first : first + LINES]
+            if len(rows) == len(some):
+                part = slice(first, first + LINES)
             lines = pc.binary_join_element_wise(*[_texts(piece, part) for piece in pieces], "")
             _, offsets, text = lines.buffers()
-            end = np.frombuffer(offsets, np.int32, len(part) + 1)[-1]
+            end = np.frombuffer(offsets, np.int32, len(lines) + 1)[-1]
             self._file.write(memoryview(text)[:end])
         return len(rows)
 
 
-def _texts(piece: Piece, rows: Numbers) -> Any:
+def _texts(piece: Piece, rows: Numbers | slice) -> Any:
     if isinstance(piece, str):
         return pa.scalar(piece)
     if isinstance(piece, np.ndarray):
         return pa.array(piece[rows]).cast(pa.string())
-    return piece.take(pa.array(rows))
+    return piece[rows] if isinstance(rows, slice) else piece.take(pa.array(rows))
 
 
 class Tracks:
@@ -157,23 +161,25 @@ class Tracks:
 
     @staticmethod
     def _numbers(ends: list[int], start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For slices in the order in which they start: the lowest track that is free by then. Brings `ends` up to date."""
+        """For slices in the order in which they start: the lowest track free by then. Brings `ends` up to date."""
         if len(ends) < 2 and (not ends or ends[0] <= start[0]) and (start[1:] >= end[:-1]).all():
             ends[:] = [int(end[-1])]
             return np.zeros(len(start), np.int64)
-        busy = [(at, number) for number, at in enumerate(ends)]
-        heapq.heapify(busy)
+        # One number for when a track is free again and which it is: faster than pairs.
+        busy = [at * MOST_TRACKS + number for number, at in enumerate(ends)]
+        heapify(busy)
         free: list[int] = []
         numbers = []
         for starts, stops in zip(start.tolist(), end.tolist(), strict=True):
-            while busy and busy[0][0] <= starts:
-                heapq.heappush(free, heapq.heappop(busy)[1])
+            by_now = (starts + 1) * MOST_TRACKS
+            while busy and busy[0] < by_now:
+                heappush(free, heappop(busy) % MOST_TRACKS)
             if free:
-                number = heapq.heappop(free)
+                number = heappop(free)
                 ends[number] = stops
             else:
                 number = len(ends)
                 ends.append(stops)
-            heapq.heappush(busy, (stops, number))
+            heappush(busy, stops * MOST_TRACKS + number)
             numbers.append(number)
         return np.array(numbers)
