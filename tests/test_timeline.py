@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
-from reference import RefResult
+from hypothesis import HealthCheck, event, given, settings
+from reference import RefEngine, RefRequest, RefResult
 from test_engine import simulate
 from trace_checks import Trace
 from typer.testing import CliRunner
-from workloads import Workload, workloads
+from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
 
 import rlsim
 from rlsim.cli import app
@@ -24,6 +25,7 @@ from rlsim.experiment.frames import stays_frame
 from rlsim.report.timeline import write_timeline
 from rlsim.report.timeline_requests import Stays, held_by_replicas
 from rlsim.report.trace_events import Tracks
+from rlsim.sim.control import Reconfigure, RolloutView
 from rlsim.sim.stays import LEFT
 
 SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1}
@@ -44,7 +46,7 @@ def pat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rollpacker(tmp_path_factory: pytest.TempPathFactory) -> rlsim.Result:
-    """Two nodes: a judge beside the rollout, CPU workers, responses aborted, released and migrated, a stream trainer."""
+    """Two nodes: a judge beside the rollout, CPU workers; responses aborted, released, migrated; a stream trainer."""
     systems = [{"name": "all", "use": ["rollpacker"]}, "rlhfuse"]
     small = {"workflow.steps": 6, "workflow.prompts": 16, "systems": systems, "baseline": None}
     return rlsim.run("rollpacker_7b", seeds=1, overrides=small)
@@ -198,7 +200,7 @@ def test_responses_that_go_on_in_a_later_step(oppo: rlsim.Result, tmp_path: Path
 
 
 def test_plans_on_two_nodes(tmp_path: Path) -> None:
-    small = {"workflow.steps": 2, "workflow.prompts": 32, "trace.cap": 512}
+    small = {"workflow.steps": 2, "workflow.prompts": 16, "trace.cap": 512}
     result = rlsim.run("real_7b_7b", seeds=1, overrides=small)
     for system in result.manifest["systems"][""]:
         trace = written(result, tmp_path, system=system)
@@ -306,8 +308,19 @@ def test_tracks_never_overlap_and_are_few() -> None:
     assert set(one_after_the_other.place(np.zeros(3, int), np.array([5, 0, 9]), np.array([9, 5, 12]))) == {0}
 
 
-def check_held(work: Workload) -> None:
-    """At every moment at which a request has joined or left a batch, what is held is what stepping holds."""
+@dataclass(frozen=True)
+class SwitchOnce(Scripted):
+    """To both GPUs, when four have finished."""
+
+    def on_finish(self, view: RolloutView) -> Reconfigure | None:
+        return Reconfigure(0, 2) if view.finished >= 4 and view.tp(0) == 1 else None
+
+
+def check_held(work: Workload) -> int:
+    """At every moment at which a request has joined or left a batch, what is held is what stepping holds.
+
+    Returns at how many.
+    """
     _, recorder = simulate(work)
     expected: RefResult = work.simulate()
     frame = stays_frame(recorder.stays)
@@ -316,12 +329,12 @@ def check_held(work: Workload) -> None:
     columns |= {"place": columns["replica"], "call": np.zeros(len(frame), np.int64), "tp": frame["gpus"].to_numpy()}
     columns["left"] = np.array([LEFT.index(left) for left in frame["left"]])
     held = held_by_replicas(Stays(**columns))
-    exact = {
-        (int(replica), int(np.rint(at * 1e6)))
-        for name in ("decoding_at", "left_at")
-        for replica, at in zip(frame["replica"], frame[name], strict=True)
-        if at == at
-    }
+
+    def moments(name: str, stays: pd.DataFrame) -> set[tuple[int, int]]:
+        return {(r, round(at * 1e6)) for r, at in zip(stays["replica"], stays[name], strict=True) if at == at}
+
+    own = frame["left"].isin(["finished", "preempted"])  # others leave after what stepping notes down
+    exact = (moments("decoding_at", frame) | moments("left_at", frame)) - moments("left_at", frame[~own])
     compared = 0
     for replica, at, active, waiting, kv in zip(
         held.replica.tolist(), held.at.tolist(), held.active.tolist(), held.waiting.tolist(), held.kv_tokens.tolist(),
@@ -334,14 +347,33 @@ def check_held(work: Workload) -> None:
         if theirs:  # none, if the replica stopped there
             compared += 1
             assert (active, waiting, kv) == theirs[-1][1:]
-    finished = (frame["left"] == "finished").sum()
-    assert compared > 0 or finished == 0
     last = np.concatenate([np.diff(held.replica) > 0, [True]])
     assert not held.active[last].any()
     assert not held.kv_tokens[last].any()
+    return compared
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=100)
 @given(workloads())
 def test_what_replicas_hold_equals_stepping(work: Workload) -> None:
-    check_held(work)
+    event(f"compared at {min(check_held(work), 3)} moments or more")
+
+
+def test_what_replicas_hold_is_compared() -> None:
+    """Chunked prefill, preemption and a switch: the comparison above has something to compare."""
+    step = LinearStep(a=0.01, b=1e-3, t=1e-5, p=1e-3)
+    work = Workload(
+        requests=tuple(RefRequest(i, i, 20 + i, 15 + 5 * i) for i in range(9)),
+        nodes=1,
+        gpus_per_node=2,
+        tp=1,
+        costs=StubCosts(steps={1: step, 2: replace(step, scale=0.6, tp=2)}, pages={1: 150, 2: 330}, weights_s=0.1),
+        engine=RefEngine(1, 16, 16, chunked_prefill=True, watermark_pages=2),
+        cap_tokens=60,
+        control=SwitchOnce(),
+        routing="round_robin",
+    )
+    expected = work.simulate()
+    assert sum(expected.preemptions.values()) > 0
+    assert len(expected.switches) == 1
+    assert check_held(work) > 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import gzip
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -75,7 +76,7 @@ class Trace:
         """What must hold among the events."""
         for slices in self.slices.values():
             slices.sort()
-            for before, after in zip(slices, slices[1:], strict=False):
+            for before, after in itertools.pairwise(slices):
                 assert before.end <= after.start, "slices on one track may not overlap"
         for flow in self.flows.values():
             assert flow.keys() == {"s", "f"}
