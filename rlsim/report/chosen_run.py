@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
+import pyarrow.compute as pc
 
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from rlsim.experiment.result import Result
 
 #: Rows read at a time.
-ROWS = 65_536
+ROWS = 16_384
+#: Columns that name a run and its step.
+_RUN = ("case", "system", "seed", "step")
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,13 @@ class ChosenRun:
 
     def rows(self, table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
         """The run's rows of a table, in their order, some at a time."""
-        chosen = (
-            (ds.field("case") == self.case)
-            & (ds.field("system") == self.system)
-            & (ds.field("seed") == self.seed)
-            & ds.field("step").isin(self.steps)
-        )
-        batches = _dataset(self._source, table).to_batches(
-            columns=list(columns),
-            filter=chosen,
-            batch_size=ROWS,
-            batch_readahead=1,
-            fragment_readahead=1,
-            use_threads=False,
-        )
-        for batch in batches:
-            if batch.num_rows:
-                yield pa.Table.from_batches([batch])
+        for rows in _batches(self._source, table, [*_RUN, *(name for name in columns if name != "step")]):
+            chosen = pc.is_in(rows["step"], pa.array(self.steps))
+            for name, value in zip(_RUN, (self.case, self.system, self.seed), strict=False):
+                chosen = pc.and_(chosen, pc.equal(rows[name], value))
+            found = rows.filter(chosen).select(list(columns))
+            if found.num_rows:
+                yield found
 
     def by_step(self, table: str, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """The same, step by step; a table holds the rows of a run by step."""
@@ -109,7 +101,7 @@ def choose_run(
     else:
         manifest = results.manifest
         source = {name: getattr(results, name) for name in ("steps", "spans", "stays", "calls", "responses")}
-    runs = _dataset(source, "steps").to_table(columns=["case", "system", "seed", "step", "step_time_s"]).to_pandas()
+    runs = pa.concat_tables(_batches(source, "steps", [*_RUN, "step_time_s"])).to_pandas()
     others: dict[str, list[Any]] = {}
 
     def choose(column: str, kind: str, wanted: Any) -> Any:
@@ -144,10 +136,19 @@ def _unknown(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
     return CatalogueError(f"the results have no {kind} {wanted}; there is {numbers}")
 
 
-def _dataset(source: Path | Mapping[str, pd.DataFrame], table: str) -> ds.Dataset:
-    if isinstance(source, Path):
-        try:
-            return ds.dataset(source / f"{table}.parquet", format="parquet")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{source}: the results are damaged: {error}") from None
-    return ds.dataset(pa.Table.from_pandas(source[table], preserve_index=False))
+def _batches(source: Path | Mapping[str, pd.DataFrame], table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """A table some rows at a time, whether it lies in a file or in memory."""
+    if not isinstance(source, Path):
+        frame = source[table]
+        for first in range(0, len(frame), ROWS):
+            yield pa.Table.from_pandas(frame.iloc[first : first + ROWS], columns=list(columns), preserve_index=False)
+        return
+    import pyarrow.parquet as pq
+
+    try:
+        # Page by page: a data set would hold a whole group of rows. Texts as numbers are fast to compare.
+        with pq.ParquetFile(source / f"{table}.parquet", read_dictionary=list(_RUN[:2])) as file:
+            for batch in file.iter_batches(batch_size=ROWS, columns=list(columns), use_threads=False):
+                yield pa.Table.from_batches([batch])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source}: the results are damaged: {error}") from None

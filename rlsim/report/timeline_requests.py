@@ -219,16 +219,13 @@ class RequestTracks:
             ("waiting requests", held.waiting),
             ("KV tokens", held.kv_tokens),
         ):
-            changed = np.concatenate([[True], (np.diff(values) != 0) | (np.diff(held.replica) != 0)])
-            self._writer.add_samples(name, pid, held.at, values, changed)
+            change = np.diff(values, prepend=0)  # also from replica to replica: each begins and ends with nothing
+            self._writer.add_samples(name, pid, held.at, values, change != 0)
             # All replicas that generate together: whenever one of them has something new.
-            mine = np.flatnonzero(changed & (held.call == 0))
-            before = np.concatenate([[0], values[mine][:-1]])
-            before[np.concatenate([[True], np.diff(held.replica[mine]) != 0])] = 0
-            order = np.argsort(held.at[mine], kind="stable")
-            at, total = held.at[mine][order], np.cumsum((values[mine] - before)[order])
-            newest = np.concatenate([np.diff(at) > 0, [True]])
-            self._writer.add_samples(name, str(self._run_pid), at, total, newest)
+            mine = np.flatnonzero((change != 0) & (held.call == 0))
+            mine = mine[np.argsort(held.at[mine], kind="stable")]
+            newest = np.append(np.diff(held.at[mine]) > 0, True)[: len(mine)]
+            self._writer.add_samples(name, str(self._run_pid), held.at[mine], np.cumsum(change[mine]), newest)
 
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
