@@ -205,7 +205,7 @@ def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
                 {
                     "step": rows["step"].to_numpy()[which],
                     "tp": rows["tp"].to_numpy()[which],
-                    "of": json_texts(rows["label"]).take(take),
+                    "label": json_texts(rows["label"]).take(take),
                 },
             )
 
