@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rlsim.experiment.run import run as run
     from rlsim.policies.parts import Composition as Composition
     from rlsim.policies.parts import Rewiring as Rewiring
+    from rlsim.report.timeline import write_timeline as write_timeline
     from rlsim.report.write import write_report as write_report
     from rlsim.schema import Schema as Schema
     from rlsim.sim.batching import Batching as Batching
@@ -69,6 +70,7 @@ _HOME = {
     "run": "rlsim.experiment.run",
     "sweep": "rlsim.sweeps.run",
     "write_report": "rlsim.report.write",
+    "write_timeline": "rlsim.report.timeline",
     **dict.fromkeys(_CONTROL, "rlsim.sim.control"),
 }
 __all__ = [
@@ -98,6 +100,7 @@ __all__ = [
     "run",
     "sweep",
     "write_report",
+    "write_timeline",
 ]
 
 

@@ -53,6 +53,7 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 ROWS = {
     "steps": "one row per case, system, seed and step",
     "responses": "one row per response",
+    "stays": "one row per stay of a response at a replica, from its arrival in the queue until it left",
     "calls": "one row per call of a step",
     "switches": "one row per change of a node's degree",
     "spans": "one row per stretch of work of neighbouring GPUs",

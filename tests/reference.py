@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import SwitchCost
@@ -68,6 +68,31 @@ class RefSwitch:
 
 
 @dataclass
+class RefStay:
+    """A request at a replica, from its arrival in the queue to its leaving."""
+
+    id: int
+    gpus: tuple[int, ...]  # of the replica
+    arrived_at: float
+    admitted_at: float = math.nan
+    decoding_at: float = math.nan
+    left_at: float = math.nan
+    start_tokens: int = 0  # context when it was admitted, or left without
+    end_tokens: int = 0
+    iteration: int = 0  # with decodes, that the replica had done when it joined them
+    left: str = ""
+
+
+class Held(NamedTuple):
+    """What a replica holds after a boundary."""
+
+    at: float
+    active: int
+    waiting: int
+    kv_tokens: int
+
+
+@dataclass
 class RefResult:
     finish_at: dict[int, float] = field(default_factory=dict)  # finished only
     first_token_at: dict[int, float] = field(default_factory=dict)  # first token generated in this rollout
@@ -84,6 +109,8 @@ class RefResult:
     switches: list[RefSwitch] = field(default_factory=list)  # begun
     iterations: list[tuple[float, float, int, str]] = field(default_factory=list)  # start, end, replica, kind
     chunk_at: dict[tuple[int, int], float] = field(default_factory=dict)  # by id and tokens: when it was handed over
+    stays: list[RefStay] = field(default_factory=list)
+    held: dict[tuple[int, ...], list[Held]] = field(default_factory=dict)  # by GPUs: what a replica held at boundaries
 
 
 Launcher = Callable[[Launch, int], Sequence[RefRequest]]  # of an action and the first free id
@@ -130,6 +157,7 @@ class _Request:
     state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving"] = "waiting"
     arrived_kv: bool = False  # waiting, and its KV has just arrived with it
     prefilled: int = 0  # prefilling: tokens already in the cache
+    stay: RefStay | None = None  # at the replica where it is
 
     @property
     def context(self) -> int:
@@ -167,6 +195,8 @@ class _Replica:
     owed_s: float = 0.0  # hand-overs of the boundary before, paid at the start of the next iteration
     stopping: Literal["no", "switch", "release", "stop"] = "no"
     stopped: bool = False
+    stopped_at: float = math.nan
+    decodes: int = 0  # iterations with decodes so far
 
     @property
     def active(self) -> bool:
@@ -177,6 +207,10 @@ class _Replica:
 
     def load(self) -> int:
         return sum(r.context for r in self.requests())
+
+    def arrive(self, request: _Request, now: float) -> None:
+        self.arrivals.append(request)
+        request.stay = RefStay(request.id, self.gpus, now)
 
     def remove(self, request: _Request) -> None:
         for place in (self.admitted, self.waiting, self.arrivals):
@@ -352,18 +386,30 @@ class _Rollout:
         new, resumed = self.requests[:count], self.requests[count:]
         if routing == "round_robin":
             for i, r in enumerate(new):
-                self.replicas[i % len(self.replicas)].arrivals.append(r)
+                self.replicas[i % len(self.replicas)].arrive(r, self.now)
         else:
             each, more = divmod(len(new), len(self.replicas))
             for i, replica in enumerate(self.replicas):
                 n = each + 1 if i < more else each
-                replica.arrivals, new = new[:n], new[n:]
-        self.deal_by_context(resumed, self.replicas, lambda replica, r: replica.arrivals.append(r))
+                for r in new[:n]:
+                    replica.arrive(r, self.now)
+                new = new[n:]
+        self.deal_by_context(resumed, self.replicas, lambda replica, r: replica.arrive(r, self.now))
 
     def deal_by_context(self, requests: list[_Request], targets: list[_Replica], put: Callable[..., None]) -> None:
         """The longest context first (ties: lower id), to the replica with the least contexts (ties: lowest index)."""
         for r in sorted(requests, key=lambda r: (-r.context, r.id)):
             put(min(targets, key=lambda replica: (replica.load(), replica.index)), r)
+
+    def end_stay(self, request: _Request, left: str, at: float | None = None) -> None:
+        """It leaves its replica, or the running batch."""
+        stay = request.stay
+        assert stay is not None
+        stay.left, stay.left_at, stay.end_tokens = left, self.now if at is None else at, request.context
+        if math.isnan(stay.admitted_at):
+            stay.start_tokens = request.context
+        self.result.stays.append(stay)
+        request.stay = None
 
     # --- an iteration of a replica
 
@@ -380,6 +426,8 @@ class _Rollout:
         # 2. evict
         while self.pages(replica) > capacity:
             victim = replica.admitted.pop()
+            self.end_stay(victim, "preempted")
+            victim.stay = RefStay(victim.id, replica.gpus, self.now)
             victim.lose_kv()
             replica.waiting.insert(0, victim)
             self.result.preemptions[victim.id] += 1
@@ -415,9 +463,15 @@ class _Rollout:
             replica.waiting.pop(0)
             replica.admitted.append(head)
             head.state = "running" if head.arrived_kv else "prefilling"
+            assert head.stay is not None
+            head.stay.admitted_at, head.stay.start_tokens = self.now, head.context
+            if head.arrived_kv:
+                head.stay.decoding_at, head.stay.iteration = self.now, replica.decodes
             head.arrived_kv = False
         for r in replica.waiting:
             r.arrived_kv = False
+        held = Held(self.now, len(replica.admitted), len(replica.waiting), sum(r.context for r in replica.admitted))
+        self.result.held.setdefault(replica.gpus, []).append(held)
 
         # 4. iterate
         step = self.costs.step(replica.tp)
@@ -452,6 +506,8 @@ class _Rollout:
         assert one_moment(iteration.started_at, self.now)
         for r in iteration.fresh:
             replica.admitted.remove(r)
+            assert r.stay is not None
+            r.stay.admitted_at = math.nan
             r.lose_kv()
         replica.waiting[:0] = iteration.fresh
         replica.iteration = None
@@ -467,10 +523,13 @@ class _Rollout:
         result.busy_s[replica.gpus] = result.busy_s.get(replica.gpus, 0.0) + busy_s
         result.peak_pages[replica.index] = max(result.peak_pages.get(replica.index, 0), iteration.pages)
         generating = list(iteration.decoding)
+        replica.decodes += bool(iteration.decoding)
         for r, new in iteration.chunks:
             r.prefilled += new
             if r.prefilled == r.context:
                 r.state, r.prefilled = "running", 0
+                assert r.stay is not None
+                r.stay.decoding_at, r.stay.iteration = self.now, replica.decodes
                 generating.append(r)
         for r in generating:
             r.generated += 1
@@ -488,6 +547,7 @@ class _Rollout:
         for r in finished:
             replica.admitted.remove(r)
             r.state = "finished"
+            self.end_stay(r, "finished")
             result.finished.add(r.id)
             result.finish_at[r.id] = self.now
         return bool(finished)
@@ -581,12 +641,14 @@ class _Rollout:
                     any_left = True
                     if r in self.aborting:
                         replica.remove(r)
+                        self.end_stay(r, "aborted")
                         r.state = "aborted"
                         self.result.aborted.add(r.id)
                     elif move is not None:
                         if r.state == "running":
                             move.held.append((r, replica))
                         replica.remove(r)
+                        self.end_stay(r, "migrated")
                         r.lose_kv()
                         r.state = "moving"
                         move.gone.append(r)
@@ -616,7 +678,7 @@ class _Rollout:
                     continue
                 for r in arriving:
                     r.arrived_kv = move.kv == "migrate" and any(r is q for q, _ in move.held)
-                    move.to.arrivals.append(r)
+                    move.to.arrive(r, self.now)
         return any_arrived
 
     def stop_replicas(self) -> bool:
@@ -624,11 +686,13 @@ class _Rollout:
         for replica in self.replicas:
             if replica.stopping != "no" and not replica.stopped and self.at_boundary(replica):
                 any_stopped = replica.stopped = True
+                replica.stopped_at = self.now
                 if replica.stopping == "release":
                     requests = replica.requests()
                     replica.admitted, replica.waiting, replica.arrivals = [], [], []
                     self.result.released_at[replica.index] = self.now
                     for r in requests:
+                        self.end_stay(r, "released")
                         r.lose_kv()
                     self.homeless += requests
                     self.house()
@@ -638,7 +702,7 @@ class _Rollout:
         """Deal those whose replica is gone to the active replicas, or keep them while there is none."""
         if not self.homeless or not self.active():
             return False
-        self.deal_by_context(self.homeless, self.active(), lambda replica, r: replica.arrivals.append(r))
+        self.deal_by_context(self.homeless, self.active(), lambda replica, r: replica.arrive(r, self.now))
         self.homeless = []
         return True
 
@@ -657,6 +721,9 @@ class _Rollout:
             first_use = switch.to_tp not in self.used_tps[switch.node]
             sequences = sum(len(replica.requests()) for replica in switch.old)
             cost = self.costs.switch(from_tp, switch.to_tp, contexts, sequences, switch.kv, first_use)
+            for replica in switch.old:
+                for r in replica.requests():
+                    self.end_stay(r, "switched", replica.stopped_at)
             self.used_tps[switch.node].add(switch.to_tp)
             switch.ends_at = self.now + cost.total_s
             self.result.switches.append(RefSwitch(switch.node, from_tp, switch.to_tp, self.now, cost))
@@ -680,7 +747,7 @@ class _Rollout:
                 r.lose_kv()
             self.tps[switch.node] = switch.to_tp
             new = self.create_replicas(switch.node)
-            self.deal_by_context([*held, *others], new, lambda replica, r: replica.arrivals.append(r))
+            self.deal_by_context([*held, *others], new, lambda replica, r: replica.arrive(r, self.now))
             order = [*held, *others]
             for replica in new:
                 replica.arrivals.sort(key=order.index)
@@ -753,6 +820,10 @@ class _Rollout:
 
     def close(self) -> None:
         self.result.end_at = self.now
+        for replica in self.replicas:
+            for r in replica.requests():
+                if r.stay:  # not of a switch that was broken off
+                    self.end_stay(r, "stopped", replica.stopped_at)
         self.result.unfinished = {r.id for r in self.requests if r.left}
         self.result.generated = {r.id: r.generated for r in self.requests}
 

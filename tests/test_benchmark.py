@@ -30,6 +30,13 @@ def test_a_whole_system_from_yaml_to_tables() -> None:
     assert result["peak_mb"] > 0
 
 
+def test_a_run_as_a_timeline() -> None:
+    result = results("timeline.py", "--quick", "--repeats", "1")
+    assert result["slices"] > 2 * 512 * 2  # prefill and decode of every response
+    assert result["events"] > result["slices"]
+    assert all(value > 0 for value in result.values())
+
+
 def test_quick_benchmark_ends_with_its_results_as_json() -> None:
     result = results("rollout.py", "--quick", "--repeats", "1")
     assert result.keys() >= {

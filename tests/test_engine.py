@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
-from reference import RefEngine, RefRequest, RefResult
+from reference import RefEngine, RefRequest, RefResult, RefStay
 from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
 
 from rlsim.cost.step import Chunk
@@ -88,6 +88,27 @@ def check_equal(work: Workload, rollout: Rollout, expected: RefResult) -> None:
     assert len(rollout.switches) == len(expected.switches)
 
 
+def check_stays(recorder: Recorder, expected: RefResult) -> None:
+    """The same stays, in a request's one after the other."""
+    stays = []
+    for at_replica in recorder.stays:
+        columns = {name: column.tolist() for name, column in at_replica.columns().items()}
+        for i in range(len(at_replica)):
+            stay = {name: column[i] for name, column in columns.items()}
+            stays.append(RefStay(id=stay.pop("response"), gpus=at_replica.gpus, **stay))
+
+    def key(stay: RefStay) -> tuple[int, float, float]:
+        return stay.id, stay.arrived_at, stay.left_at
+
+    assert len(stays) == len(expected.stays)
+    times = ("arrived_at", "admitted_at", "decoding_at", "left_at")
+    for ours, theirs in zip(sorted(stays, key=key), sorted(expected.stays, key=key), strict=True):
+        for name in times:
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=CLOSE, abs=0, nan_ok=True), ours
+        same_times = {name: getattr(theirs, name) for name in times}
+        assert repr(replace(ours, **same_times)) == repr(theirs)  # equal but for rounding; missing equals missing
+
+
 def check_invariants(work: Workload, rollout: Rollout, recorder: Recorder) -> None:
     end = rollout.env.now
     # No GPU does two things at once, and nothing goes on after the end.
@@ -115,6 +136,7 @@ def check(work: Workload) -> None:
     rollout, recorder = simulate(work, chunk_at)
     expected = work.simulate()
     check_equal(work, rollout, expected)
+    check_stays(recorder, expected)
     assert chunk_at == pytest.approx(expected.chunk_at, rel=CLOSE, abs=0)
     check_invariants(work, rollout, recorder)
 

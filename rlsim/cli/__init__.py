@@ -19,6 +19,7 @@ from rlsim.cli import (
     reporting,
     running,
     sweeping,
+    timeline,
     trace,
     validate,
 )
@@ -36,6 +37,7 @@ app.command("run")(running.run)
 app.command("sweep")(sweeping.sweep)
 app.command("compare")(comparing.compare)
 app.command("report")(reporting.report)
+app.command("timeline")(timeline.timeline)
 app.command("advise")(advising.advise)
 app.command("plan")(planning.plan)
 app.add_typer(listing.app, name="list")

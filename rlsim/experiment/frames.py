@@ -14,6 +14,7 @@ from rlsim.cost.bound import GenerationBound
 from rlsim.experiment.columns import TABLES
 from rlsim.sim.outcome import CallRecord, Outcome
 from rlsim.sim.recorder import Span
+from rlsim.sim.stays import Stays
 from rlsim.trace import StepSampler
 
 Frames = dict[str, pd.DataFrame]
@@ -24,6 +25,7 @@ def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gp
     return {
         "steps": _steps(outcome, bound, gpus),
         "responses": _responses(outcome, sampler),
+        "stays": stays_frame(outcome.stays),
         "calls": pd.DataFrame([_call_row(call) for call in sorted(outcome.calls, key=lambda c: (c.start_at, c.step))]),
         "switches": pd.DataFrame(outcome.switches, columns=_own_columns("switches")),
         "spans": pd.DataFrame(list(_span_rows(outcome.spans)), columns=_own_columns("spans")),
@@ -199,6 +201,7 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
                     "resumed": responses.resumed,
                     "resumed_tokens": responses.resumed_tokens,
                     "staleness": step - responses.version,
+                    "score_start_at": responses.score_started_at,
                     "scored_at": responses.scored_at,
                     "reward": responses.reward,
                     "timed_out": responses.timed_out,
@@ -206,6 +209,27 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
             )
         )
     return pd.concat(frames, ignore_index=True)
+
+
+def stays_frame(stays: Iterable[Stays]) -> pd.DataFrame:
+    """The stays at these replicas as a table, step by step."""
+    columns: dict[str, list[np.ndarray[Any, np.dtype[Any]]]] = {name: [] for name in _own_columns("stays")}
+    for at_replica in stays:
+        if not len(at_replica):
+            continue
+        place = {
+            "step": at_replica.step,
+            "call": at_replica.call,
+            "replica": at_replica.replica,
+            "gpu": min(at_replica.gpus),
+            "gpus": len(at_replica.gpus),
+        }
+        for name, value in place.items():
+            columns[name].append(np.full(len(at_replica), value))
+        for name, values in at_replica.columns().items():
+            columns[name].append(values)
+    frame = pd.DataFrame({name: np.concatenate(parts) if parts else [] for name, parts in columns.items()})
+    return frame.sort_values("step", kind="stable", ignore_index=True)
 
 
 def _call_row(call: CallRecord) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Result:
 
     steps: pd.DataFrame
     responses: pd.DataFrame
+    stays: pd.DataFrame
     calls: pd.DataFrame
     switches: pd.DataFrame
     spans: pd.DataFrame
@@ -77,14 +78,24 @@ def check_target(directory: str | Path) -> None:
 def read_result(directory: str | Path) -> Result:
     """The results in a directory that `Result.write` made; raises `ConfigError` if there are none."""
     folder = Path(directory)
-    if not (folder / MANIFEST).is_file():
-        raise ConfigError(f"{folder} holds no rlsim results (no {MANIFEST})")
+    manifest = read_manifest(folder)
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         tables = {table: pd.read_parquet(folder / f"{table}.parquet") for table in TABLES}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: the results are damaged: {error}") from None
     return Result(**tables, manifest=manifest)
+
+
+def read_manifest(directory: str | Path) -> dict[str, Any]:
+    """The manifest of a results directory; raises `ConfigError` if there is none."""
+    folder = Path(directory)
+    if not (folder / MANIFEST).is_file():
+        raise ConfigError(f"{folder} holds no rlsim results (no {MANIFEST})")
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: the results are damaged: {error}") from None
+    return manifest
 
 
 def _write_parquet(frame: pd.DataFrame, table: str, path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Results as a page for people: one HTML file that needs nothing else, and the same charts as pictures."""
+"""Results as people look at them: one HTML page that needs nothing else, its charts as pictures, a timeline."""

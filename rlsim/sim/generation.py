@@ -90,7 +90,7 @@ class Generation:
             config=what.config,
             control=what.control if batch.certain else Controls([batch, what.control]),
             cap_tokens=what.cap_tokens,
-            recorder=Recorder(self._outcome.spans, step),
+            recorder=Recorder(self._outcome.spans, step, stays=self._outcome.stays, call=call.name),
             on_release=self._on_release,
             routing=what.routing,
             used_tps=self._used_tps,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rlsim.sim.batching import Settled
 from rlsim.sim.recorder import Span
 from rlsim.sim.responses import Responses
+from rlsim.sim.stays import Stays
 
 
 class CallRecord(NamedTuple):
@@ -56,6 +57,7 @@ class Outcome:
     """Everything that happened in a run."""
 
     spans: list[Span] = field(default_factory=list)
+    stays: list[Stays] = field(default_factory=list)  # by replica of every step
     calls: list[CallRecord] = field(default_factory=list)
     switches: list[SwitchRecord] = field(default_factory=list)
     rollouts: list[RolloutSummary] = field(default_factory=list)

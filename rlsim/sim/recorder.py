@@ -1,8 +1,10 @@
-"""Who held which GPUs when, and for what."""
+"""Who held which GPUs when, and for what; and which response was at which replica when."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from rlsim.sim.stays import Stays
 
 
 class Span(NamedTuple):
@@ -19,10 +21,23 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collects the spans of one step into a list that several steps may share; with `kind`, all as that kind."""
+    """Collects the spans and stays of one step into lists that several steps may share; with `kind`, all spans as that.
 
-    def __init__(self, spans: list[Span] | None = None, step: int = 0, kind: str = "", shared: bool = False) -> None:
+    Stays are recorded as of the call `call`.
+    """
+
+    def __init__(
+        self,
+        spans: list[Span] | None = None,
+        step: int = 0,
+        kind: str = "",
+        shared: bool = False,
+        stays: list[Stays] | None = None,
+        call: str = "",
+    ) -> None:
         self.spans: list[Span] = [] if spans is None else spans
+        self.stays: list[Stays] = [] if stays is None else stays
+        self._call = call
         self._step = step
         self._kind = kind
         self._shared = shared
@@ -33,3 +48,9 @@ class Recorder:
         """Record one span; one of no length is dropped."""
         if end_at > start_at:
             self.spans.append(Span(gpus, start_at, end_at, self._kind or kind, tp, self._step, label, self._shared))
+
+    def stays_at(self, replica: int, gpus: tuple[int, ...]) -> Stays:
+        """Where a replica on these GPUs records its stays."""
+        stays = Stays(self._step, self._call, replica, gpus)
+        self.stays.append(stays)
+        return stays

@@ -7,7 +7,7 @@ iterate once (prefill) or as many times as nothing can change (decode), and let 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.recorder import Recorder
-from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.request import NAN, EngineConfig, Request
+from rlsim.sim.stays import Left
 
 
 class ChunkListener(NamedTuple):
@@ -56,6 +57,8 @@ class Replica:
         "_span_end",
         "_span_kind",
         "_span_start",
+        "_stays",
+        "_stopped_at",
         "_tps",
         "_waiting",
         "_watermark_pages",
@@ -115,6 +118,8 @@ class Replica:
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
+        self._stays = recorder.stays_at(index, gpus)
+        self._stopped_at = NAN
         self._asleep = False
         self._process = env.process(self._run())
 
@@ -133,8 +138,11 @@ class Replica:
             self._asleep = False
             self._process.interrupt()
 
-    def receive(self, requests: Iterable[Request]) -> None:
+    def receive(self, requests: Sequence[Request]) -> None:
         """Append requests to the waiting queue at the next boundary."""
+        now = self.env.now
+        for request in requests:
+            request.arrived_at = now
         self._arrivals.extend(requests)
         self._wake()
 
@@ -145,8 +153,11 @@ class Replica:
             self._wake()
         return self.stopped
 
-    def remove(self, ids: frozenset[int]) -> tuple[list[Request], list[Request]]:
-        """Take requests out, at a boundary: those that were running, in admission order, and those that were not."""
+    def remove(self, ids: frozenset[int], left: Left) -> tuple[list[Request], list[Request]]:
+        """Take requests out, at a boundary: those that were running, in admission order, and those that were not.
+
+        `left` says why.
+        """
         running = [r for r in self._batch.requests() if r.id in ids]
         self._batch.leave(running)
         others = [r for r in (*self._prefilling, *self._waiting, *self._arrivals) if r.id in ids]
@@ -158,15 +169,17 @@ class Replica:
                 request.order = request.prefill_left = 0
         self._waiting = deque(r for r in self._waiting if r.id not in ids)
         self._arrivals = [r for r in self._arrivals if r.id not in ids]
+        left_at = self._stopped_at if self._stopped_at == self._stopped_at else self.env.now
+        self._stays.add([*running, *others], left_at, left)
         return running, others
 
     def set_cost(self, cost: StepCost) -> None:
         """Take on another pace, at a boundary."""
         self.cost = cost
 
-    def drain(self) -> tuple[list[Request], list[Request]]:
+    def drain(self, left: Left) -> tuple[list[Request], list[Request]]:
         """Take everything out of a stopped replica, as `remove` does."""
-        return self.remove(frozenset(r.id for r in self.requests()))
+        return self.remove(frozenset(r.id for r in self.requests()), left)
 
     def requests(self) -> list[Request]:
         """Running and prefilling requests in admission order, then those waiting."""
@@ -198,6 +211,7 @@ class Replica:
                 self._orders.popleft()()
             if self.stopped is not None:
                 self.close()
+                self._stopped_at = env.now
                 self.stopped.succeed()
                 return
             if self._arrivals:
@@ -271,6 +285,7 @@ class Replica:
             if request.prefill_left:
                 continue
             request.generated += 1
+            request.decoding_at = now
             if request.first_token_at != request.first_token_at:
                 request.first_token_at = now
             complete.append(request)
@@ -295,6 +310,8 @@ class Replica:
                 self._batch.leave([request])
             request.preemptions += 1
             self.preemptions += 1
+            self._stays.add([request], self.env.now, "preempted")
+            request.arrived_at = self.env.now
             self._waiting.appendleft(request)
 
     def _admit(self) -> list[Chunk]:
@@ -321,6 +338,7 @@ class Replica:
             used += pages
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))
+            request.admitted_at, request.start_tokens = now, context
             if request.started_at != request.started_at:
                 request.started_at = now
             request.replica = self.index
@@ -328,6 +346,7 @@ class Replica:
                 request.tps += self._tps
             if request.has_kv:
                 request.has_kv = False
+                request.decoding_at = now
                 self._batch.join([request])
             else:
                 request.prefill_left = context
@@ -356,6 +375,7 @@ class Replica:
             self._prefilling.remove(request)
             self._prefill_pages -= self._pages_of(request.context)
             request.prefill_left = request.order = 0
+            request.admitted_at = NAN
             self._waiting.appendleft(request)
 
     def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
@@ -373,6 +393,7 @@ class Replica:
         if finished:
             for request in finished:
                 request.finished_at = now
+            self._stays.add(finished, now)
         if self._chunks:
             self._hand_over(self._chunks, len(finished), prefilled)
         if finished:

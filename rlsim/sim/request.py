@@ -48,7 +48,10 @@ class Request:
 
     __slots__ = (
         "aborted",
+        "admitted_at",
+        "arrived_at",
         "baseline",
+        "decoding_at",
         "finished_at",
         "first_token_at",
         "generated",
@@ -65,7 +68,9 @@ class Request:
         "resumed",
         "reward",
         "row",
+        "score_started_at",
         "scored_at",
+        "start_tokens",
         "started_at",
         "timed_out",
         "tps",
@@ -90,6 +95,7 @@ class Request:
         self.offset = 0  # while running: context = offset + the replica's step counter
         self.prefill_left = 0  # while prefilling: tokens still to process
         self.has_kv = False  # while waiting: its KV has just arrived with it
+        self.start_tokens = 0  # context when it was last admitted
         self.replica = -1
         self.tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order
         self.preemptions = 0
@@ -97,7 +103,10 @@ class Request:
         self.baseline = False  # scored to compare with, not trained on
         self.timed_out = False  # in its reward call
         self.resumed: Resumed | None = None  # if it was begun in an earlier step
-        self.reward = self.started_at = self.first_token_at = self.finished_at = self.scored_at = NAN
+        # Of its stay at the replica where it is: when it came to the queue, was admitted, joined the decoding batch.
+        self.arrived_at = self.admitted_at = self.decoding_at = NAN
+        self.reward = self.started_at = self.first_token_at = self.finished_at = NAN
+        self.score_started_at = self.scored_at = NAN
 
     @property
     def resumed_tokens(self) -> int:
@@ -119,7 +128,7 @@ class Request:
             self.finished_at,
         )
         later.baseline = self.baseline
-        later.reward, later.scored_at = self.reward, self.scored_at
+        later.reward, later.score_started_at, later.scored_at = self.reward, self.score_started_at, self.scored_at
         return later
 
     @property

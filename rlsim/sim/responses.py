@@ -30,6 +30,7 @@ class Responses:
     trained: NDArray[np.bool_]  # belongs to the step's batch
     baseline: NDArray[np.bool_]  # scored to compare the trained ones with
     row: NDArray[np.int64]  # of the trace
+    score_started_at: NDArray[np.float64]
     scored_at: NDArray[np.float64]
     reward: NDArray[np.float64]  # NaN if it was not scored
     timed_out: NDArray[np.bool_]  # its reward call ran into a timeout
@@ -86,6 +87,7 @@ class Responses:
             trained=trained & ~baseline,
             baseline=trained & baseline,
             row=ints("row"),
+            score_started_at=floats("score_started_at"),
             scored_at=floats("scored_at"),
             reward=floats("reward"),
             timed_out=flags("timed_out"),

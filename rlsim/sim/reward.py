@@ -64,6 +64,7 @@ class RewardDesk:
         job = self._scoring.job(request)
         if job.kind == "judge":
             assert self.judge is not None, "a step with responses to judge has a judge"
+            request.score_started_at = self._env.now
             asked = Request(request.id, request.prompt_id, job.judge_prompt_tokens, job.judge_tokens)
             self.judge.submit(asked, lambda: self._score(request, job.reward, on_scored))
             return
@@ -80,6 +81,7 @@ class RewardDesk:
         while self._free and self._queue:
             self._free -= 1
             request, job, on_scored = self._queue.popleft()
+            request.score_started_at = self._env.now
             ran: list[float] = []
             for test, run_s in enumerate(job.run_s):
                 limit_s = self._control.timeout_s(job.kind, job.prompt, test, job.limit_s)

@@ -33,6 +33,7 @@ from rlsim.sim.moment import ASK, at_end, rest_of
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener, Replica
 from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.stays import Left
 from rlsim.sim.view import LiveView
 
 _T = TypeVar("_T")
@@ -169,9 +170,11 @@ class Rollout:
         if requests:
             replica.receive(requests)
 
-    def _take(self, replica: Replica, ids: frozenset[int] | None = None) -> tuple[list[Request], list[Request]]:
+    def _take(
+        self, replica: Replica, left: Left, ids: frozenset[int] | None = None
+    ) -> tuple[list[Request], list[Request]]:
         """Take requests (all, unless named) out of a replica at its boundary: the running ones, and the others."""
-        running, others = replica.drain() if ids is None else replica.remove(ids)
+        running, others = replica.drain(left) if ids is None else replica.remove(ids, left)
         self._left_on[replica.node] -= len(running) + len(others)
         return running, others
 
@@ -313,7 +316,7 @@ class Rollout:
             yield event
         if self._stopping:
             return
-        drained = [self._take(replica) for replica in old]
+        drained = [self._take(replica, "switched") for replica in old]
         holding = [r for running, _ in drained for r in running]
         others = [r for _, rest in drained for r in rest]
         if not (holding or others or self._bound_for[node] or self._homeless):
@@ -351,7 +354,7 @@ class Rollout:
         def leave(source: Replica, wanted: frozenset[int]) -> None:
             nonlocal waiting_for
             self._leaving -= wanted
-            running, others = self._take(source, wanted)
+            running, others = self._take(source, "migrated", wanted)
             moving.extend((r, source, True) for r in running)
             moving.extend((r, source, False) for r in others)
             self._bound_for[to.node] += len(running) + len(others)
@@ -388,7 +391,7 @@ class Rollout:
         self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
         if self._on_release:
             self._on_release(replica.gpus)
-        running, others = self._take(replica)
+        running, others = self._take(replica, "released")
         self._deal_to_active([*running, *others])
 
     def _launch(self, launch: Launch) -> None:
@@ -400,7 +403,7 @@ class Rollout:
         self._deal_to_active(requests)
 
     def _abort(self, replica: Replica, ids: frozenset[int]) -> None:
-        running, others = self._take(replica, ids)
+        running, others = self._take(replica, "aborted", ids)
         for request in (*running, *others):
             request.aborted = True
             self._left -= 1
@@ -414,7 +417,7 @@ class Rollout:
             if replica.stopped is not None and not replica.stopped.processed:
                 yield replica.stopped
         for replica in self.replicas:
-            self._take(replica)  # brings the tokens of what was running up to date
+            self._take(replica, "stopped")  # brings the tokens of what was running up to date
         for node in list(self._pauses):
             self._end_pause(node)
         if not self.done.triggered:

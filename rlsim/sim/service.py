@@ -69,7 +69,7 @@ class Service:
             del self._waiting[request]
         for replica in self._replicas:
             if not ids.isdisjoint(request.id for request in replica.requests()):
-                replica.at_boundary(lambda r=replica: self._left(r, [x for part in r.remove(ids) for x in part]))  # type: ignore[misc]
+                replica.at_boundary(lambda r=replica: self._left(r, [x for p in r.remove(ids, "aborted") for x in p]))  # type: ignore[misc]
 
     @property
     def busy_gpus(self) -> frozenset[int]:

@@ -294,7 +294,7 @@ class _Run:
             judge.crowded if beside else judge.cost,
             judge.capacity_pages,
             judge.config,
-            Recorder(self.outcome.spans, step, call.name, placement.shared),
+            Recorder(self.outcome.spans, step, call.name, placement.shared, self.outcome.stays, call.name),
             self.what.cluster.node_of,
             on_busy=rollout.share if beside and rollout else None,
         )

@@ -1,0 +1,154 @@
+"""One run among the results of an experiment: by case, system, seed and steps; and its rows, read as a stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rlsim.errors import CatalogueError, ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from rlsim.experiment.result import Result
+
+#: Rows read at a time.
+ROWS = 16_384
+#: Columns that name a run and its step.
+_RUN = ("case", "system", "seed", "step")
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """The run that was chosen, and what else there was to choose from."""
+
+    case: str
+    system: str
+    seed: int
+    steps: tuple[int, ...]
+    step_ends: Mapping[int, float]  # by step: when all of its calls are done (s)
+    others: Mapping[str, Sequence[Any]]  # by `case`, `system`, `seed`, `step`: all that the results have
+    manifest: Mapping[str, Any]
+    _source: Path | Mapping[str, pd.DataFrame] = field(repr=False)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of one node of the case's cluster."""
+        return int(self.manifest["clusters"][self.case]["gpus_per_node"])
+
+    def rows(self, table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """The run's rows of a table, in their order, some at a time."""
+        for rows in _batches(self._source, table, [*_RUN, *(name for name in columns if name != "step")]):
+            chosen = pc.is_in(rows["step"], pa.array(self.steps))
+            for name, value in zip(_RUN, (self.case, self.system, self.seed), strict=False):
+                chosen = pc.and_(chosen, pc.equal(rows[name], value))
+            found = rows.filter(chosen).select(list(columns))
+            if found.num_rows:
+                yield found
+
+    def by_step(self, table: str, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
+        """The same, step by step; a table holds the rows of a run by step."""
+        step, parts = -1, list[pa.Table]()
+        for rows in self.rows(table, ["step", *columns]):
+            steps = rows["step"].to_numpy()
+            edges = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
+            for first, last in itertools.pairwise(edges):
+                if steps[first] != step and parts:
+                    yield step, pa.concat_tables(parts)
+                    parts = []
+                step = int(steps[first])
+                parts.append(rows.slice(first, last - first))
+        if parts:
+            yield step, pa.concat_tables(parts)
+
+
+def choose_run(
+    results: Result | str | Path,
+    *,
+    case: str | None = None,
+    system: str | None = None,
+    seed: int | None = None,
+    steps: Sequence[int] | None = None,
+) -> ChosenRun:
+    """A run of an experiment, in memory or in a directory that `rlsim run` wrote.
+
+    What is not given is the first that the results have: the first case, its first system, the first seed, all steps.
+    Raises `CatalogueError` for what the results don't have, with the nearest names, and `ConfigError` for a directory
+    that holds no results, or those of an rlsim that did not record `stays`.
+    """
+    source: Path | Mapping[str, pd.DataFrame]
+    manifest: Mapping[str, Any]
+    if isinstance(results, str | Path):
+        from rlsim.experiment.result import MANIFEST, read_manifest
+
+        folder = Path(results)
+        manifest, source = read_manifest(folder), folder
+        missing = [
+            name for name in ("spans", "stays", "calls", "responses") if not (folder / f"{name}.parquet").is_file()
+        ]
+        if missing or "clusters" not in manifest:
+            raise ConfigError(
+                f"{folder}: written by an rlsim that did not record what a timeline needs "
+                f"({', '.join(missing) or f'clusters in {MANIFEST}'}); run the experiment again"
+            )
+    else:
+        manifest = results.manifest
+        source = {name: getattr(results, name) for name in ("steps", "spans", "stays", "calls", "responses")}
+    runs = pa.concat_tables(_batches(source, "steps", [*_RUN, "step_time_s"])).to_pandas()
+    others: dict[str, list[Any]] = {}
+
+    def choose(column: str, kind: str, wanted: Any) -> Any:
+        nonlocal runs
+        others[column] = runs[column].drop_duplicates().tolist()
+        if wanted is None:
+            wanted = others[column][0]
+        elif wanted not in others[column]:
+            raise _unknown(kind, wanted, others[column])
+        runs = runs[runs[column] == wanted]
+        return wanted
+
+    case = choose("case", "case", case)
+    system = choose("system", "system", system)
+    seed = choose("seed", "seed", seed)
+    others["step"] = sorted(runs["step"].tolist())
+    for step in steps or ():
+        if step not in others["step"]:
+            raise _unknown("step", step, others["step"])
+    chosen = tuple(sorted(set(steps))) if steps else tuple(others["step"])
+    runs = runs.sort_values("step")
+    ends = dict(zip(runs["step"].tolist(), runs["step_time_s"].cumsum().tolist(), strict=True))
+    return ChosenRun(str(case), str(system), int(seed), chosen, ends, others, manifest, source)
+
+
+def _unknown(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
+    if known == [""]:
+        return CatalogueError(f"the results have no {kind}s to choose from")
+    if isinstance(wanted, str):
+        return unknown_name(kind, wanted, map(str, known))
+    numbers = str(known[0]) if len(known) == 1 else f"{min(known)} to {max(known)}"
+    return CatalogueError(f"the results have no {kind} {wanted}; there is {numbers}")
+
+
+def _batches(source: Path | Mapping[str, pd.DataFrame], table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """A table some rows at a time, whether it lies in a file or in memory."""
+    if not isinstance(source, Path):
+        frame = source[table]
+        for first in range(0, len(frame), ROWS):
+            yield pa.Table.from_pandas(frame.iloc[first : first + ROWS], columns=list(columns), preserve_index=False)
+        return
+    import pyarrow.parquet as pq
+
+    try:
+        # Page by page: a data set would hold a whole group of rows. Texts as numbers are fast to compare.
+        with pq.ParquetFile(source / f"{table}.parquet", read_dictionary=list(_RUN[:2])) as file:
+            for batch in file.iter_batches(batch_size=ROWS, columns=list(columns), use_threads=False):
+                yield pa.Table.from_batches([batch])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source}: the results are damaged: {error}") from None

@@ -1,0 +1,228 @@
+"""A run as a timeline for https://ui.perfetto.dev or chrome://tracing: GPUs, requests, calls, counters, arrows."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
+
+import numpy as np
+import pyarrow as pa
+
+from rlsim.errors import ConfigError
+from rlsim.output import atomic_path, check_folder
+from rlsim.report.chosen_run import ChosenRun, choose_run
+from rlsim.report.timeline_requests import RequestTracks
+from rlsim.report.trace_events import TraceWriter, Tracks, json_texts, microseconds
+
+if TYPE_CHECKING:
+    from rlsim.experiment.result import Result
+
+SUFFIXES = (".json", ".json.gz")
+#: Where groups of tracks stand, from top to bottom.
+RUN, NODES, REQUESTS, REWARDS = 0, 1_000, 100_000, 10_000_000
+#: Slices of one GPU track each, made from spans of many GPUs, at a time.
+MOST_SLICES = 262_144
+
+
+class Timeline(NamedTuple):
+    """A timeline that was written."""
+
+    path: Path
+    run: ChosenRun
+    slices: int
+    samples: int  # of counters
+    arrows: int
+
+
+def write_timeline(
+    results: Result | str | Path,
+    path: str | Path,
+    *,
+    case: str | None = None,
+    system: str | None = None,
+    seed: int | None = None,
+    steps: Sequence[int] | None = None,
+    requests: bool = True,
+) -> Timeline:
+    """Writes one run of an experiment as trace events (JSON; compressed if the path ends in .json.gz).
+
+    `results` are in memory or in a directory that `rlsim run` wrote. The run is the first case, its first system, the
+    first seed and all steps, unless others are named. Without `requests`, GPUs and calls alone. Written as a stream:
+    the memory needed does not grow with the number of steps. The file appears whole or not at all.
+
+    Raises `CatalogueError` for a case, system, seed or step that the results don't have, and `ConfigError` for results
+    without what a timeline needs, or a path that cannot be written.
+    """
+    path = Path(path)
+    run = choose_run(results, case=case, system=system, seed=seed, steps=steps)
+    check_timeline_path(path)
+    with atomic_path(path) as temporary, _opened(temporary, compressed=path.suffix == ".gz") as file:
+        about = {
+            "simulator": f"rlsim {run.manifest['rlsim']}",
+            "experiment": run.manifest["experiment"]["name"],
+            "case": run.case,
+            "system": run.system,
+            "seed": run.seed,
+            "steps": list(run.steps),
+        }
+        writer = TraceWriter(file, about)
+        name = " · ".join(part for part in (run.case, run.system, f"seed {run.seed}") if part)
+        pid = writer.process(name, RUN)
+        _write_steps(writer, run, pid)
+        _write_calls(writer, run, pid)
+        _write_gpus(writer, run)
+        if requests:
+            tracks = RequestTracks(writer, pid, places=(REQUESTS, REWARDS))
+            stays = run.by_step("stays", RequestTracks.STAYS)
+            next_stays = next(stays, None)
+            for step, responses in run.by_step("responses", RequestTracks.RESPONSES):
+                here = None
+                if next_stays and next_stays[0] == step:
+                    here, next_stays = next_stays[1], next(stays, None)
+                tracks.write(step, here, responses)
+        writer.close()
+    return Timeline(path, run, writer.slices, writer.samples, writer.arrows)
+
+
+def check_timeline_path(path: Path) -> None:
+    """Raises `ConfigError` if a timeline cannot be written as such a file."""
+    if not path.name.endswith(SUFFIXES):
+        raise ConfigError(f"{path}: a timeline is written as one of {', '.join(SUFFIXES)}")
+    check_folder(path)
+
+
+@contextmanager
+def _opened(path: Path, compressed: bool) -> Iterator[BinaryIO]:
+    with path.open("wb") as file:
+        if not compressed:
+            yield file
+            return
+        # The same results give the same bytes: no time, no name.
+        with gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=file, mtime=0) as packed:
+            yield cast(BinaryIO, packed)
+
+
+# ---- tracks of the whole run -----------------------------------------------------------------------------------------
+
+
+def _write_steps(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
+    """One slice a step: they follow each other without a gap."""
+    tid = writer.thread(pid, "steps", 0)
+    columns = ["step", "round", "tokens", "trained", "switches", "bubble_fraction"]
+    for rows in run.rows("steps", columns):
+        steps = rows["step"].to_numpy()
+        end = np.array([run.step_ends[step] for step in steps.tolist()])
+        start = np.array([run.step_ends.get(step - 1, 0.0) for step in steps.tolist()])
+        pids = np.full(len(steps), pid)
+        writer.add_slices(
+            ('"step ', steps, '"'),
+            "step",
+            pids,
+            np.full(len(steps), tid),
+            microseconds(start),
+            microseconds(end),
+            {
+                "round": json_texts(rows["round"]),
+                "tokens": rows["tokens"].to_numpy(),
+                "responses trained on": rows["trained"].to_numpy(),
+                "switches": rows["switches"].to_numpy(),
+                "bubble_fraction": np.round(rows["bubble_fraction"].to_numpy(), 4),
+            },
+        )
+
+
+def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
+    """A track for each call: when it waits for its GPUs, and when it runs. Those of two steps may overlap."""
+    names: list[str] = []
+
+    def track_of(key: int, number: int) -> int:
+        return writer.thread(pid, names[key] if not number else f"{names[key]} ({number + 1})", 1 + key)
+
+    tracks = Tracks(track_of)
+    for rows in run.rows("calls", ["step", "call", "kind", "model", "ready_at", "start_at", "end_at", "gpus"]):
+        calls = rows["call"].to_pylist()
+        names += [name for name in dict.fromkeys(calls) if name not in names]
+        ready, start, end = (microseconds(rows[c].to_numpy()) for c in ("ready_at", "start_at", "end_at"))
+        ready = np.minimum(ready, start)
+        tid = tracks.place(np.array([names.index(name) for name in calls]), ready, end)
+        args = {
+            "step": rows["step"].to_numpy(),
+            "kind": json_texts(rows["kind"]),
+            "model": json_texts(rows["model"]),
+            "gpus": rows["gpus"].to_numpy(),
+        }
+        pids = np.full(len(calls), pid)
+        writer.add_slices(('"waits for GPUs"',), "call", pids, tid, ready, start, args)
+        writer.add_slices((json_texts(rows["call"]),), "call", pids, tid, start, end, args)
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
+    """A track for each GPU, by node; what runs beside other work (a judge) on tracks of its own."""
+    per_node = run.gpus_per_node
+    nodes: dict[int, int] = {}  # node: process
+    of_node: dict[int, int] = {}  # track: process
+    beside: list[str] = []  # kinds of work that share GPUs
+
+    def track_of(key: int, number: int) -> int:
+        kind, gpu = divmod(key, ALL_GPUS)
+        node = gpu // per_node
+        if node not in nodes:
+            nodes[node] = writer.process(f"node {node}", NODES + node)
+        name = f"GPU {gpu}" if not kind else f"GPU {gpu} · {beside[kind - 1]} (shared)"
+        tid = writer.thread(nodes[node], name if not number else f"{name} ({number + 1})", 100 * gpu + kind)
+        of_node[tid] = nodes[node]
+        return tid
+
+    tracks = Tracks(track_of)
+    for all_rows in run.rows("spans", ["step", "gpu", "gpus", "start_at", "end_at", "kind", "tp", "label", "shared"]):
+        for rows in _parts(all_rows):
+            gpus = rows["gpus"].to_numpy()
+            which = np.repeat(np.arange(len(gpus)), gpus)  # a slice for every GPU of a span
+            gpu = rows["gpu"].to_numpy()[which] + _counts(gpus)
+            shared = rows["shared"].to_numpy(zero_copy_only=False)
+            kinds = np.zeros(len(gpus), np.int64)
+            for i in np.flatnonzero(shared).tolist():
+                kind = rows["kind"][i].as_py()
+                if kind not in beside:
+                    beside.append(kind)
+                kinds[i] = 1 + beside.index(kind)
+            start, end = (microseconds(rows[c].to_numpy())[which] for c in ("start_at", "end_at"))
+            tid = tracks.place(kinds[which] * ALL_GPUS + gpu, start, end)
+            take = pa.array(which)
+            writer.add_slices(
+                (json_texts(rows["kind"]).take(take),),
+                "gpu",
+                np.array([of_node[t] for t in tid.tolist()]),
+                tid,
+                start,
+                end,
+                {
+                    "step": rows["step"].to_numpy()[which],
+                    "tp": rows["tp"].to_numpy()[which],
+                    "label": json_texts(rows["label"]).take(take),
+                },
+            )
+
+
+#: More than there are.
+ALL_GPUS = 10_000_000
+
+
+def _parts(rows: pa.Table) -> Iterator[pa.Table]:
+    """Rows that stand for no more than so many slices together."""
+    most = max(int(np.max(rows["gpus"].to_numpy())), 1)
+    size = max(MOST_SLICES // most, 1)
+    for first in range(0, rows.num_rows, size):
+        yield rows.slice(first, size)
+
+
+def _counts(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """0, 1, … for each of these lengths, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)

@@ -1,0 +1,360 @@
+"""The requests of a run on a timeline: what each was doing at which replica, and what the replicas held."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from rlsim.report.trace_events import Piece, TraceWriter, Tracks, json_texts, microseconds
+from rlsim.sim.stays import LEFT
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+#: Points, evenly spaced over a replica's time, at which its KV in use is shown besides those at which requests come or
+#: go: counters are drawn as steps.
+POINTS = 24
+
+
+class Stays(NamedTuple):
+    """The stays of one step, those of a request one after the other; moments in seconds, NaN for what never was."""
+
+    place: Ints  # where the replica is: see `RequestTracks`
+    replica: Ints  # number of the replica among all of the step's
+    call: Ints
+    response: Ints
+    tp: Ints
+    arrived_at: Floats
+    admitted_at: Floats
+    decoding_at: Floats
+    left_at: Floats
+    start_tokens: Ints
+    end_tokens: Ints
+    iteration: Ints
+    left: Ints  # why: number in `rlsim.sim.stays.LEFT`
+
+
+class _End(NamedTuple):
+    """Where an arrow begins: a process, a track, and a moment (µs)."""
+
+    pid: int
+    tid: int
+    at: int
+
+
+class RequestTracks:
+    """Writes the requests of a run, one step after the other.
+
+    The replicas that ever are on the same GPUs make a group of tracks with counters of their own; each request there
+    is on one of its tracks. `run_pid` is the group with the counters of all replicas together, `places` say where the
+    groups of requests, and that of the CPU workers of reward calls, stand.
+    """
+
+    STAYS = (
+        "call", "response", "replica", "gpu", "gpus", "arrived_at", "admitted_at", "decoding_at", "left_at",
+        "start_tokens", "end_tokens", "iteration", "left",
+    )  # fmt: skip
+    RESPONSES = (
+        "response", "position", "response_tokens", "finish_at", "paused", "resumed", "score_start_at", "scored_at",
+        "reward", "timed_out",
+    )  # fmt: skip
+
+    def __init__(self, writer: TraceWriter, run_pid: int, places: tuple[int, int]) -> None:
+        self._writer, self._run_pid = writer, run_pid
+        self._requests_place, self._rewards_place = places
+        self._groups: dict[tuple[str, int, int], int] = {}  # call, first GPU, GPUs: number of the group
+        self._pids: list[int] = []  # by group
+        self._tracks = Tracks(lambda group, number: writer.thread(self._pids[group], f"slot {number}", number))
+        self._generate = ""  # the call that makes the responses; others are judges
+        self._workers_pid: int | None = None
+        self._workers = Tracks(self._worker)
+        self._last_scored_at = 0.0
+        self._last_step = -1
+        self._paused: dict[int, list[_End | None]] = {}  # by prompt: where those that go on in a later step broke off
+
+    def write(self, step: int, stays: pa.Table | None, responses: pa.Table) -> None:
+        """The stays (if there are any) and the rewards of one step."""
+        judged: set[int] = set()
+        if step != self._last_step + 1:  # what went on in a step between is not known
+            self._paused.clear()
+        self._last_step = step
+        if stays is not None:
+            here = self._stays(stays)
+            pid, tid = self._write_phases(step, here, responses)
+            self._write_counters(here)
+            judged = set(here.response[here.call > 0].tolist())
+            self._note_paused(here, responses, pid, tid)
+        self._write_rewards(step, responses, judged)
+
+    def _stays(self, table: pa.Table) -> Stays:
+        columns = {
+            name: table[name].to_numpy() for name in self.STAYS if name not in ("call", "left")
+        }  # moments that are missing become NaN
+        names, call = _numbered(table["call"])
+        self._generate = self._generate or names[0]
+        known = list(dict.fromkeys([self._generate, *names]))
+        call = np.array([known.index(name) for name in names])[call]
+        reasons, left = _numbered(table["left"])
+        columns["left"] = np.array([LEFT.index(reason) for reason in reasons])[left]
+        where = np.stack([call, columns["gpu"], columns["gpus"]])
+        kinds, group = np.unique(where, axis=1, return_inverse=True)
+        place = np.array([self._group(known[c], gpu, gpus) for c, gpu, gpus in kinds.T.tolist()])[group.ravel()]
+        _, replica = np.unique(np.stack([call, columns["replica"]]), axis=1, return_inverse=True)
+        order = np.lexsort((columns["left_at"], columns["arrived_at"], columns["response"], call))
+        columns |= {"place": place, "replica": replica.ravel(), "call": call, "tp": columns["gpus"]}
+        return Stays(**{name: columns[name][order] for name in Stays._fields})
+
+    def _group(self, call: str, gpu: int, gpus: int) -> int:
+        key = call, gpu, gpus
+        if key not in self._groups:
+            self._groups[key] = len(self._groups)
+            which = f"GPU {gpu}" if gpus == 1 else f"GPUs {gpu}–{gpu + gpus - 1}"
+            place = self._requests_place + 10 * gpu + int(call != self._generate)
+            self._pids.append(self._writer.process(f"{call} · {which} · TP{gpus}", place))
+        return self._groups[key]
+
+    # ---- slices and arrows -------------------------------------------------------------------------------------------
+
+    def _write_phases(self, step: int, here: Stays, responses: pa.Table) -> tuple[Ints, Ints]:
+        """Slices of all that requests went through; returns the process and the track of each stay."""
+        arrived, left = microseconds(here.arrived_at), microseconds(here.left_at)
+        admitted = microseconds(np.where(np.isnan(here.admitted_at), here.left_at, here.admitted_at))
+        decoding = microseconds(np.where(np.isnan(here.decoding_at), here.left_at, here.decoding_at))
+        same = (here.call[1:] == here.call[:-1]) & (here.response[1:] == here.response[:-1])
+        follows = np.concatenate([[False], same])  # an earlier stay of the same request
+        preempted = np.concatenate([[False], same & (here.left[:-1] == LEFT.index("preempted"))])
+        before = np.roll(left, 1)
+        moves = follows & ~preempted
+        begun = np.where(moves, np.minimum(before, arrived), arrived)
+
+        # A request that is preempted stays on its track.
+        first = np.flatnonzero(~preempted)
+        last = np.concatenate([first[1:], [len(arrived)]]) - 1
+        chain = np.cumsum(~preempted) - 1
+        tid = self._tracks.place(here.place[first], begun[first], left[last])[chain]
+        pid = np.array(self._pids)[here.place]
+
+        reasons = json_texts(pa.array(LEFT)).take(pa.array(here.left))
+        args: dict[str, Piece] = {
+            "response": here.response,
+            "tokens": here.end_tokens - here.start_tokens,
+            "context": here.end_tokens,
+            "tp": here.tp,
+            "step": np.full(len(arrived), step),
+            "left": reasons,
+        }
+        waited = {name: args[name] for name in ("response", "tp", "step")}
+        waited["context"] = here.start_tokens
+        for name, start, end, about in (
+            (
+                "paused",
+                begun,
+                arrived,
+                {**waited, "after": reasons.take(pa.array(np.maximum(np.arange(len(arrived)) - 1, 0)))},
+            ),
+            ("queued", arrived, admitted, waited),
+            ("prefill", admitted, decoding, waited),
+            ("decode", decoding, left, args),
+        ):
+            self._writer.add_slices((f'"{name} ', here.response, '"'), name, pid, tid, start, end, about)
+
+        # From the last microsecond at the one replica to the first at the other.
+        start_before = np.roll(begun, 1)
+        arrow = np.flatnonzero(moves & (before > start_before) & (left > begun))
+        source, target = arrow - 1, arrow
+        self._writer.add_arrows(
+            reasons.take(pa.array(source)),
+            (pid[source], tid[source], left[source] - 1),
+            (pid[target], tid[target], begun[target]),
+        )
+        self._write_resumed(here, responses, pid, tid, begun, left)
+        return pid, tid
+
+    def _write_resumed(self, here: Stays, responses: pa.Table, pid: Ints, tid: Ints, begun: Ints, left: Ints) -> None:
+        """Arrows to the requests that were begun in an earlier step."""
+        if not self._paused:
+            return
+        firsts = self._by_response(here, first=True)
+        ends: list[_End] = []
+        targets: list[int] = []
+        for position, ids in _by_prompt(responses, "resumed").items():
+            known = self._paused.pop(position, [])
+            for end, response in zip(reversed(known), reversed(ids), strict=False):  # finished ones come first
+                first = firsts.get(response)
+                if end is not None and first is not None and left[first] > begun[first]:
+                    ends.append(end)
+                    targets.append(first)
+        if ends:
+            pids, tids, at = np.array(ends).T
+            texts = json_texts(pa.array(["resumed"] * len(ends)))
+            self._writer.add_arrows(texts, (pids, tids, at), (pid[targets], tid[targets], begun[targets]))
+
+    def _note_paused(self, here: Stays, responses: pa.Table, pid: Ints, tid: Ints) -> None:
+        """Remember where responses broke off that go on in a later step."""
+        lasts = self._by_response(here, first=False) if any(responses["paused"].to_pylist()) else {}
+        arrived, left = microseconds(here.arrived_at), microseconds(here.left_at)
+        for position, ids in _by_prompt(responses, "paused").items():
+            self._paused[position] = []
+            for response in ids:
+                i = lasts.get(response)
+                shown = i is not None and left[i] > arrived[i]
+                self._paused[position].append(_End(int(pid[i]), int(tid[i]), int(left[i]) - 1) if shown else None)
+
+    def _by_response(self, here: Stays, first: bool) -> dict[int, int]:
+        """The first or last stay of each response (those of judges apart)."""
+        rows = np.flatnonzero(here.call == 0)
+        rows = rows[::-1] if first else rows
+        return dict(zip(here.response[rows].tolist(), rows.tolist(), strict=True))
+
+    # ---- counters ----------------------------------------------------------------------------------------------------
+
+    def _write_counters(self, here: Stays) -> None:
+        held = held_by_replicas(here)
+        pid = np.array(self._pids)[held.place]
+        for name, values in (
+            ("active sequences", held.active),
+            ("waiting requests", held.waiting),
+            ("KV tokens", held.kv_tokens),
+        ):
+            change = np.diff(values, prepend=0)  # also from replica to replica: each begins and ends with nothing
+            self._writer.add_samples(name, pid, held.at, values, change != 0)
+            # All replicas that generate together: whenever one of them has something new.
+            mine = np.flatnonzero((change != 0) & (held.call == 0))
+            mine = mine[np.argsort(held.at[mine], kind="stable")]
+            newest = np.append(np.diff(held.at[mine]) > 0, True)[: len(mine)]
+            self._writer.add_samples(name, str(self._run_pid), held.at[mine], np.cumsum(change[mine]), newest)
+
+    # ---- rewards -----------------------------------------------------------------------------------------------------
+
+    def _worker(self, key: int, number: int) -> int:  # noqa: ARG002 - one key
+        if self._workers_pid is None:
+            self._workers_pid = self._writer.process("rewards · CPU workers", self._rewards_place)
+        return self._writer.thread(self._workers_pid, f"worker {number}", number)
+
+    def _write_rewards(self, step: int, responses: pa.Table, judged: set[int]) -> None:
+        """When CPU workers scored responses; what a judge scored shows as its requests."""
+        ids = responses["response"].to_numpy()
+        start_at, end_at = responses["score_start_at"].to_numpy(), responses["scored_at"].to_numpy()
+        here = ~np.isnan(start_at) & ~np.isnan(end_at) & ~np.isin(ids, list(judged))
+        # What was scored in an earlier step and goes on in this one was shown there.
+        here &= ~(responses["resumed"].to_numpy(zero_copy_only=False) & (end_at <= self._last_scored_at))
+        rows = np.flatnonzero(here & (end_at > start_at))
+        if not len(rows):
+            return
+        start, end = microseconds(start_at[rows]), microseconds(end_at[rows])
+        tid = self._workers.place(np.zeros(len(rows), np.int64), start, end)
+        timed_out = pa.array(responses["timed_out"].to_pylist()).take(pa.array(rows)).cast(pa.string())
+        args: dict[str, Piece] = {
+            "response": ids[rows],
+            "step": np.full(len(rows), step),
+            "reward": responses["reward"].to_numpy()[rows],
+            "timed_out": timed_out,
+        }
+        pids = np.full(len(rows), self._workers_pid)
+        self._writer.add_slices(('"score ', ids[rows], '"'), "reward", pids, tid, start, end, args)
+        self._last_scored_at = max(self._last_scored_at, float(end_at[rows].max()))
+
+
+def _numbered(texts: pa.ChunkedArray) -> tuple[list[str], Ints]:
+    """The different texts of a column, and which of them each is."""
+    encoded = texts.combine_chunks().dictionary_encode()
+    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
+
+
+def _by_prompt(responses: pa.Table, flag: str) -> dict[int, list[int]]:
+    """By prompt: the unfinished responses with this flag, or, of those begun in an earlier step, all."""
+    flags = responses[flag].to_numpy(zero_copy_only=False)
+    if flag == "paused":
+        flags = flags & np.isnan(responses["finish_at"].to_numpy())
+    rows = np.flatnonzero(flags)
+    found: dict[int, list[int]] = {}
+    for position, response in zip(
+        responses["position"].to_numpy()[rows].tolist(), responses["response"].to_numpy()[rows].tolist(), strict=True
+    ):
+        found.setdefault(position, []).append(response)
+    return found
+
+
+class Held(NamedTuple):
+    """What replicas held at moments (µs), those of a replica one after the other: requests, and tokens of context."""
+
+    place: Ints
+    replica: Ints
+    call: Ints
+    at: Ints
+    active: Ints  # admitted: in prefill or decoding
+    waiting: Ints
+    kv_tokens: Ints  # contexts of the active ones
+
+
+def held_by_replicas(here: Stays) -> Held:
+    """What each replica held whenever a request arrived, was admitted, joined the batch or left, and in between.
+
+    Between two of these moments the contexts in the decoding batch grow by a token each an iteration. How many
+    iterations a replica had done is known at every moment at which a request joined or left the batch; between two of
+    these, it is taken to grow evenly.
+    """
+    n = len(here.replica)
+    joined = ~np.isnan(here.decoding_at)
+    admitted = ~np.isnan(here.admitted_at)
+    prefilled = here.decoding_at > here.admitted_at  # not, if its KV came with it
+    offset = np.where(
+        joined, here.start_tokens + prefilled - here.iteration, 0
+    )  # context less the replica's iterations
+
+    replicas, first = np.unique(here.replica, return_index=True)
+    begin = np.full(replicas.max() + 1, np.inf)
+    end = np.full(replicas.max() + 1, -np.inf)
+    np.minimum.at(begin, here.replica, here.arrived_at)
+    np.maximum.at(end, here.replica, here.left_at)
+    share = np.linspace(0, 1, POINTS + 2)[1:-1]
+    between = (begin[replicas, None] + (end - begin)[replicas, None] * share).ravel()
+
+    # Changes of: requests waiting, active, decoding; the sum of offsets; the sum of contexts in prefill.
+    zero, one, context = np.zeros(n, np.int64), np.ones(n, np.int64), here.start_tokens
+    in_prefill = np.where(admitted & ~joined, context, 0)  # when it leaves
+    parts = [
+        (here.arrived_at, one, zero, zero, zero, zero),
+        (here.admitted_at, -one, one, zero, zero, context),
+        (here.decoding_at, zero, zero, one, offset, -context),
+        (here.left_at, -1 * ~admitted, -1 * admitted, -1 * joined, -offset, -in_prefill),
+    ]
+    at = np.concatenate([moments for moments, *_ in parts])
+    changes = np.concatenate([np.stack(change, axis=1) for _, *change in parts])
+    replica = np.tile(here.replica, len(parts))
+    happened = ~np.isnan(at)
+    at = np.concatenate([at[happened], between])
+    changes = np.concatenate([changes[happened], np.zeros((len(between), 5), np.int64)])
+    replica = np.concatenate([replica[happened], np.repeat(replicas, POINTS)])
+    order = np.lexsort((at, replica))
+    at, replica = at[order], replica[order]
+    # Every replica begins and ends with nothing: one sum over all of them does.
+    waiting, active, decoding, offsets, prefill = np.cumsum(changes[order], axis=0).T
+
+    done = _iterations(here, joined, offset, at, replica)
+    kv = np.rint(offsets + decoding * done + prefill).astype(np.int64)
+    at_us = microseconds(at)
+    newest = np.concatenate([(np.diff(at_us) > 0) | (np.diff(replica) > 0), [True]])
+    of = np.zeros(replicas.max() + 1, np.int64)
+    of[replicas] = first
+    row = of[replica[newest]]
+    columns = (np.ascontiguousarray(column[newest]) for column in (active, waiting, kv))
+    return Held(here.place[row], replica[newest], here.call[row], at_us[newest], *columns)
+
+
+def _iterations(here: Stays, joined: NDArray[np.bool_], offset: Ints, at: Floats, replica: Ints) -> Floats:
+    """Iterations with decodes that these replicas had done at these moments."""
+    if not joined.any():
+        return np.zeros(len(at))
+    known_at = np.concatenate([here.decoding_at[joined], here.left_at[joined]])
+    known = np.concatenate([here.iteration[joined], here.end_tokens[joined] - offset[joined]])
+    owner = np.tile(here.replica[joined], 2)
+    order = np.lexsort((known, known_at, owner))
+    # One interpolation for all replicas: each has a stretch of time of its own.
+    begin = min(float(known_at.min()), float(at.min()))
+    width = 2.0 * (max(float(known_at.max()), float(at.max())) - begin) + 1.0
+    along: Any = known_at - begin + owner * width
+    return np.interp(at - begin + replica * width, along[order], known[order].astype(np.float64))

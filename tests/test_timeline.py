@@ -1,0 +1,379 @@
+"""Timelines: the file is what viewers expect, and shows what the results say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from reference import RefEngine, RefRequest, RefResult
+from test_engine import simulate
+from trace_checks import Trace
+from typer.testing import CliRunner
+from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
+
+import rlsim
+from rlsim.cli import app
+from rlsim.errors import CatalogueError, ConfigError, RlsimError
+from rlsim.experiment.frames import stays_frame
+from rlsim.report.timeline import write_timeline
+from rlsim.report.timeline_requests import Stays, held_by_replicas
+from rlsim.report.trace_events import Tracks
+from rlsim.sim.control import Reconfigure, RolloutView
+from rlsim.sim.stays import LEFT
+
+SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1}
+
+
+@pytest.fixture(scope="module")
+def pat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Switches, on one node; two seeds."""
+    folder = tmp_path_factory.mktemp("pat") / "results"
+    rlsim.run(
+        "pat_vs_static",
+        seeds=2,
+        overrides={**SMALL, "systems": [{"verl": {"tp": [2, 4]}}, "pat"], "baseline": None},
+        out=folder,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rollpacker(tmp_path_factory: pytest.TempPathFactory) -> rlsim.Result:
+    """Two nodes: a judge beside the rollout, CPU workers; responses aborted, released, migrated; a stream trainer."""
+    systems = [{"name": "all", "use": ["rollpacker"]}, "rlhfuse"]
+    small = {"workflow.steps": 6, "workflow.prompts": 16, "systems": systems, "baseline": None}
+    return rlsim.run("rollpacker_7b", seeds=1, overrides=small)
+
+
+@pytest.fixture(scope="module")
+def oppo() -> rlsim.Result:
+    """Chunks are scored while responses are generated; some go on in a later step."""
+    return rlsim.run("oppo_7b", seeds=1, overrides={"workflow.steps": 4, "systems": ["oppo"], "baseline": None})
+
+
+def written(results: rlsim.Result | Path, path: Path, **chosen: Any) -> Trace:
+    write_timeline(results, path / "timeline.json", **chosen)
+    trace = Trace(path / "timeline.json")
+    trace.check()
+    return trace
+
+
+def rows(table: pd.DataFrame, system: str, seed: int = 0) -> pd.DataFrame:
+    return table[(table["system"] == system) & (table["seed"] == seed)]
+
+
+def check_gpus(trace: Trace, spans: pd.DataFrame, nodes: int, per_node: int) -> None:
+    """The slices of every GPU's tracks together are its spans."""
+    shown = {}
+    for node in range(nodes):
+        for name, slices in trace.named(f"node {node}").items():
+            gpu = int(name.split()[1])
+            assert gpu // per_node == node
+            shared = "(shared)" in name
+            shown[gpu, shared] = shown.get((gpu, shared), []) + [(s.end - s.start, s.name) for s in slices]
+    for shared in (False, True):
+        for gpu in range(nodes * per_node):
+            mine = spans[(spans["gpu"] <= gpu) & (gpu < spans["gpu"] + spans["gpus"]) & (spans["shared"] == shared)]
+            slices = shown.get((gpu, shared), [])
+            assert len(slices) == len(mine)
+            for kind, of_kind in mine.groupby("kind"):
+                total = sum(dur for dur, name in slices if name == kind) / 1e6
+                expected = (of_kind["end_at"] - of_kind["start_at"]).sum()
+                assert total == pytest.approx(expected, abs=1e-6 * len(of_kind))
+
+
+def check_requests(trace: Trace, stays: pd.DataFrame) -> None:
+    """Phases sum up to what the stays say; tokens and degrees are theirs."""
+    phases: dict[str, float] = {}
+    tokens = finished = 0
+    for slices in trace.slices.values():
+        for s in slices:
+            phase, _, number = s.name.partition(" ")
+            if phase in ("queued", "prefill", "decode") and number:
+                assert s.args["response"] == int(number)
+                phases[phase] = phases.get(phase, 0) + (s.end - s.start) / 1e6
+                tokens += s.args.get("tokens", 0)
+                finished += s.args.get("left") == "finished"
+    admitted = stays["admitted_at"].fillna(stays["left_at"])
+    decoding = stays["decoding_at"].fillna(stays["left_at"])
+    expected = {
+        "queued": (admitted - stays["arrived_at"]).sum(),
+        "prefill": (decoding - admitted).sum(),
+        "decode": (stays["left_at"] - decoding).sum(),
+    }
+    for phase, total in expected.items():
+        assert phases.get(phase, 0.0) == pytest.approx(total, abs=1e-6 * len(stays))
+    decoded = stays[np.rint(stays["left_at"] * 1e6) > np.rint(decoding * 1e6)]
+    assert tokens == (decoded["end_tokens"] - decoded["start_tokens"]).sum()
+    assert finished == (decoded["left"] == "finished").sum()
+
+
+def test_a_run_with_switches(pat: Path, tmp_path: Path) -> None:
+    result = rlsim.read_result(pat)
+    trace = written(pat, tmp_path, system="pat", seed=1)
+    assert trace.about["system"] == "pat"
+    assert (trace.about["seed"], trace.about["steps"]) == (1, [0, 1])
+    check_gpus(trace, rows(result.spans, "pat", 1), nodes=1, per_node=8)
+    stays = rows(result.stays, "pat", 1)
+    check_requests(trace, stays)
+    moved = (stays["left"] == "switched").sum()
+    assert len(trace.flows) == moved > 0
+    for flow in trace.flows.values():
+        source, target = (trace.at(end["tid"], end["ts"]) for end in (flow["s"], flow["f"]))
+        assert source is not None
+        assert target is not None
+        assert source.name.split()[1] == target.name.split()[1]  # the same response
+        assert target.name.startswith("paused")  # while its node switches
+        assert source.args["tp"] != target.args["tp"]
+    steps = trace.named("pat · seed 1")["steps"]
+    ends = rows(result.steps, "pat", 1)["step_time_s"].cumsum()
+    assert [s.end for s in steps] == pytest.approx(list(ends * 1e6), abs=1)
+    # All sequences are active from the start to the first finish; the KV in use peaks at what the steps say.
+    [run] = [pid for pid, name in trace.groups.items() if name == "pat · seed 1"]
+    assert max(value for _, value in trace.counters[run, "active sequences"]) == 128
+    calls = rows(result.calls, "pat", 1)
+    assert {name.removesuffix(" (2)") for name in trace.named("pat · seed 1")} == {"steps", *calls["call"]}
+
+
+def test_the_kv_counter_comes_near_the_peak_of_the_steps(pat: Path, tmp_path: Path) -> None:
+    """The peak is taken just before a response leaves; the counter shows what is held after that."""
+    result = rlsim.read_result(pat)
+    for system in ("verl-tp2", "pat"):
+        trace = written(pat, tmp_path, system=system, steps=[0])
+        peak = rows(result.steps, system)["kv_peak_tokens"].iloc[0]
+        longest = rows(result.stays, system)["end_tokens"].max()
+        values = [
+            value
+            for (pid, name), values in trace.counters.items()
+            if name == "KV tokens" and trace.groups[pid].startswith("generate")
+            for _, value in values
+        ]
+        assert peak - 8 * longest <= max(values) <= peak
+
+
+def test_a_judge_beside_the_rollout_and_workers(rollpacker: rlsim.Result, tmp_path: Path) -> None:
+    trace = written(rollpacker, tmp_path, system="all")
+    spans, stays = rows(rollpacker.spans, "all"), rows(rollpacker.stays, "all")
+    assert spans["shared"].any()
+    check_gpus(trace, spans, nodes=2, per_node=8)
+    check_requests(trace, stays)
+    assert any(name.startswith("reward · GPU") for name in trace.groups.values())
+    responses = rows(rollpacker.responses, "all")
+    judged = stays[stays["call"] == "reward"][["step", "response"]].drop_duplicates()
+    scored = responses.dropna(subset=["score_start_at", "scored_at"])
+    on_workers = scored.merge(judged, how="left", indicator=True).query("_merge == 'left_only'")
+    busy_s = sum(s.end - s.start for track in trace.named("rewards · CPU workers").values() for s in track) / 1e6
+    assert busy_s == pytest.approx((on_workers["scored_at"] - on_workers["score_start_at"]).sum(), rel=1e-5)
+    assert {flow["s"]["name"] for flow in trace.flows.values()} <= {"released", "migrated"}
+
+
+def test_migrations_are_arrows_between_replicas(rollpacker: rlsim.Result, tmp_path: Path) -> None:
+    trace = written(rollpacker, tmp_path, system="rlhfuse")
+    stays = rows(rollpacker.stays, "rlhfuse")
+    assert len(trace.flows) == (stays["left"] == "migrated").sum() > 0
+    for flow in trace.flows.values():
+        assert flow["s"]["name"] == "migrated"
+        assert flow["s"]["pid"] != flow["f"]["pid"]
+
+
+def test_responses_that_go_on_in_a_later_step(oppo: rlsim.Result, tmp_path: Path) -> None:
+    trace = written(oppo, tmp_path)
+    check_requests(trace, oppo.stays)
+    check_gpus(trace, oppo.spans, nodes=1, per_node=8)
+    resumed = oppo.responses.query("resumed and resumed_tokens < response_tokens")
+    assert len(trace.flows) == len(resumed) > 0
+    for flow in trace.flows.values():
+        assert flow["s"]["name"] == "resumed"
+        source, target = (trace.at(end["tid"], end["ts"]) for end in (flow["s"], flow["f"]))
+        assert source is not None
+        assert target is not None
+        assert target.args["step"] == source.args["step"] + 1
+        # It comes with the tokens it had; before its prefill it has no more.
+        assert target.args["context"] == source.args["context"]
+
+
+def test_plans_on_two_nodes(tmp_path: Path) -> None:
+    small = {"workflow.steps": 2, "workflow.prompts": 16, "trace.cap": 512}
+    result = rlsim.run("real_7b_7b", seeds=1, overrides=small)
+    for system in result.manifest["systems"][""]:
+        trace = written(result, tmp_path, system=system)
+        check_gpus(trace, rows(result.spans, system), nodes=2, per_node=8)
+        check_requests(trace, rows(result.stays, system))
+
+
+def test_what_is_not_named_is_the_first(pat: Path, tmp_path: Path) -> None:
+    timeline = write_timeline(pat, tmp_path / "a.json")
+    assert (timeline.run.case, timeline.run.system, timeline.run.seed) == ("", "verl-tp2", 0)
+    assert timeline.run.steps == (0, 1)
+    assert timeline.run.others["system"] == ["verl-tp2", "verl-tp4", "pat"]
+    # From memory, from the directory, and compressed: the same.
+    write_timeline(rlsim.read_result(pat), tmp_path / "b.json")
+    write_timeline(pat, tmp_path / "c.json.gz")
+    write_timeline(pat, tmp_path / "d.json.gz")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert (tmp_path / "c.json.gz").read_bytes() == (tmp_path / "d.json.gz").read_bytes()
+    events = [Trace(tmp_path / name).slices for name in ("a.json", "c.json.gz")]
+    assert events[0] == events[1]
+    without = written(pat, tmp_path, requests=False)
+    assert set(without.groups.values()) == {"verl-tp2 · seed 0", "node 0"}
+
+
+def test_steps_are_chosen(pat: Path, tmp_path: Path) -> None:
+    both = written(pat, tmp_path, system="pat")
+    one = written(pat, tmp_path, system="pat", steps=[1])
+    assert {s.args["step"] for track in one.slices.values() for s in track if "step" in s.args} == {1}
+    assert [s.name for s in one.named("pat · seed 0")["steps"]] == ["step 1"]
+    assert one.named("pat · seed 0")["steps"] == both.named("pat · seed 0")["steps"][1:]  # at the moments of the run
+
+
+def test_names_that_are_not_there(pat: Path, tmp_path: Path) -> None:
+    out = tmp_path / "timeline.json"
+    for chosen, message in (
+        ({"system": "patt"}, "unknown system 'patt'; did you mean 'pat'"),
+        ({"case": "x"}, "no cases to choose from"),
+        ({"seed": 7}, "no seed 7; there is 0 to 1"),
+        ({"steps": [0, 5]}, "no step 5; there is 0 to 1"),
+    ):
+        with pytest.raises(CatalogueError, match=message):
+            write_timeline(pat, out, **chosen)
+    with pytest.raises(ConfigError, match=r"one of \.json, \.json\.gz"):
+        write_timeline(pat, tmp_path / "timeline.html")
+    with pytest.raises(ConfigError, match="holds no rlsim results"):
+        write_timeline(tmp_path, out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_without_stays(pat: Path, tmp_path: Path) -> None:
+    for table in ("steps", "spans"):
+        (tmp_path / f"{table}.parquet").write_bytes((pat / f"{table}.parquet").read_bytes())
+    (tmp_path / "manifest.json").write_bytes((pat / "manifest.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"did not record what a timeline needs \(stays, calls, responses\)"):
+        write_timeline(tmp_path, tmp_path / "timeline.json")
+
+
+def test_command(pat: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    out = tmp_path / "timeline.json"
+    done = run(app, ["timeline", str(pat), "--system", "pat", "--steps", "0-1", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "timeline of pat · seed 0 · steps 0–1" in done.output
+    assert "--system chooses another: verl-tp2, verl-tp4" in done.output
+    json.loads(out.read_text(encoding="utf-8"))
+    assert run(app, ["timeline", str(pat), "--gzip", "-q"]).stdout.split() == [str(pat / "timeline.json.gz")]
+    assert Trace(pat / "timeline.json.gz").about["system"] == "verl-tp2"
+    for steps in ("x", "2-", "3-1", ""):
+        failed = run(app, ["timeline", str(pat), "--steps", steps, "--out", str(out)])
+        assert isinstance(failed.exception, RlsimError)
+
+
+def test_an_error_leaves_the_earlier_file(pat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "timeline.json"
+    out.write_text("earlier", encoding="utf-8")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr("rlsim.report.timeline._write_gpus", broken)
+    with pytest.raises(RuntimeError, match="power cut"):
+        write_timeline(pat, out)
+    assert [p.name for p in tmp_path.iterdir()] == ["timeline.json"]
+    assert out.read_text(encoding="utf-8") == "earlier"
+
+
+# ------------------------------------------------------------------------------------------------------ its parts
+
+
+def test_tracks_never_overlap_and_are_few() -> None:
+    rng = np.random.default_rng(0)
+    made: list[tuple[int, int]] = []
+    tracks = Tracks(lambda key, number: (made.append((key, number)), 100 * key + number)[1])
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for _ in range(4):  # parts that overlap in time, one after the other
+        keys, start = rng.integers(0, 3, 300), rng.integers(0, 1000, 300)
+        end = start + rng.integers(0, 40, 300)
+        for track, a, b in zip(tracks.place(keys, start, end).tolist(), start.tolist(), end.tolist(), strict=True):
+            seen.setdefault(track, []).append((a, b))
+    for slices in seen.values():
+        slices.sort()
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(slices))
+    assert len(made) == len(set(made)) == len(seen)
+    one_after_the_other = Tracks(lambda key, number: number)
+    assert set(one_after_the_other.place(np.zeros(3, int), np.array([5, 0, 9]), np.array([9, 5, 12]))) == {0}
+
+
+@dataclass(frozen=True)
+class SwitchOnce(Scripted):
+    """To both GPUs, when four have finished."""
+
+    def on_finish(self, view: RolloutView) -> Reconfigure | None:
+        return Reconfigure(0, 2) if view.finished >= 4 and view.tp(0) == 1 else None
+
+
+def check_held(work: Workload) -> int:
+    """At every moment at which a request has joined or left a batch, what is held is what stepping holds.
+
+    Returns at how many.
+    """
+    _, recorder = simulate(work)
+    expected: RefResult = work.simulate()
+    frame = stays_frame(recorder.stays)
+    gpus = [stays.gpus for stays in recorder.stays]
+    columns = {name: frame[name].to_numpy() for name in Stays._fields if name in frame}
+    columns |= {"place": columns["replica"], "call": np.zeros(len(frame), np.int64), "tp": frame["gpus"].to_numpy()}
+    columns["left"] = np.array([LEFT.index(left) for left in frame["left"]])
+    held = held_by_replicas(Stays(**columns))
+
+    def moments(name: str, stays: pd.DataFrame) -> set[tuple[int, int]]:
+        return {(r, round(at * 1e6)) for r, at in zip(stays["replica"], stays[name], strict=True) if at == at}
+
+    own = frame["left"].isin(["finished", "preempted"])  # others leave after what stepping notes down
+    exact = (moments("decoding_at", frame) | moments("left_at", frame)) - moments("left_at", frame[~own])
+    compared = 0
+    for replica, at, active, waiting, kv in zip(
+        held.replica.tolist(), held.at.tolist(), held.active.tolist(), held.waiting.tolist(), held.kv_tokens.tolist(),
+        strict=True,
+    ):  # fmt: skip
+        assert min(active, waiting, kv) >= 0
+        if (replica, at) not in exact:
+            continue
+        theirs = [h for h in expected.held.get(gpus[replica], []) if abs(h.at * 1e6 - at) <= 1]
+        if theirs:  # none, if the replica stopped there
+            compared += 1
+            assert (active, waiting, kv) == theirs[-1][1:]
+    last = np.concatenate([np.diff(held.replica) > 0, [True]])
+    assert not held.active[last].any()
+    assert not held.kv_tokens[last].any()
+    return compared
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=100)
+@given(workloads())
+def test_what_replicas_hold_equals_stepping(work: Workload) -> None:
+    event(f"compared at {min(check_held(work), 3)} moments or more")
+
+
+def test_what_replicas_hold_is_compared() -> None:
+    """Chunked prefill, preemption and a switch: the comparison above has something to compare."""
+    step = LinearStep(a=0.01, b=1e-3, t=1e-5, p=1e-3)
+    work = Workload(
+        requests=tuple(RefRequest(i, i, 20 + i, 15 + 5 * i) for i in range(9)),
+        nodes=1,
+        gpus_per_node=2,
+        tp=1,
+        costs=StubCosts(steps={1: step, 2: replace(step, scale=0.6, tp=2)}, pages={1: 150, 2: 330}, weights_s=0.1),
+        engine=RefEngine(1, 16, 16, chunked_prefill=True, watermark_pages=2),
+        cap_tokens=60,
+        control=SwitchOnce(),
+        routing="round_robin",
+    )
+    expected = work.simulate()
+    assert sum(expected.preemptions.values()) > 0
+    assert len(expected.switches) == 1
+    assert check_held(work) > 20
