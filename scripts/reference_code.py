@@ -18,6 +18,9 @@ from rlsim.cli import app
 #: What docs/api.md lists: a heading, where the names live, and the names.
 API: dict[str, tuple[str, tuple[str, ...]]] = {
     "Run and read": ("rlsim", ("run", "read_result", "Result", "RlsimError")),
+    "Sweep and compare": ("rlsim", ("sweep", "read_sweep", "SweepResult", "compare", "Comparison")),
+    "Look at results": ("rlsim", ("write_report", "write_timeline")),
+    "Advice": ("rlsim.advise.advice", ("advise", "Advice")),
     "Parts of a system": (
         "rlsim",
         ("RolloutControl", "Batching", "RewardControl", "Rewiring", "Composition", "Schema"),
