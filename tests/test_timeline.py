@@ -22,8 +22,8 @@ import rlsim
 from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.frames import stays_frame
+from rlsim.report.replica_load import Stays, held_by_replicas
 from rlsim.report.timeline import write_timeline
-from rlsim.report.timeline_requests import Stays, held_by_replicas
 from rlsim.report.trace_events import Tracks
 from rlsim.sim.control import Reconfigure, RolloutView
 from rlsim.sim.stays import LEFT

@@ -72,10 +72,10 @@ def write_timeline(
         name = " · ".join(part for part in (run.case, run.system, f"seed {run.seed}") if part)
         pid = writer.process(name, RUN)
         _write_steps(writer, run, pid)
-        _write_calls(writer, run, pid)
+        generate = _write_calls(writer, run, pid)
         _write_gpus(writer, run)
         if requests:
-            tracks = RequestTracks(writer, pid, places=(REQUESTS, REWARDS))
+            tracks = RequestTracks(writer, pid, generate, places=(REQUESTS, REWARDS))
             stays = run.by_step("stays", RequestTracks.STAYS)
             next_stays = next(stays, None)
             for step, responses in run.by_step("responses", RequestTracks.RESPONSES):
@@ -134,9 +134,13 @@ def _write_steps(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
         )
 
 
-def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
-    """A track for each call: when it waits for its GPUs, and when it runs. Those of two steps may overlap."""
+def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
+    """A track for each call: when it waits for its GPUs, and when it runs. Those of two steps may overlap.
+
+    Returns the call that generates, if there is one.
+    """
     names: list[str] = []
+    generate = ""
 
     def track_of(key: int, number: int) -> int:
         return writer.thread(pid, names[key] if not number else f"{names[key]} ({number + 1})", 1 + key)
@@ -145,6 +149,7 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
     for rows in run.rows("calls", ["step", "call", "kind", "model", "ready_at", "start_at", "end_at", "gpus"]):
         calls = rows["call"].to_pylist()
         names += [name for name in dict.fromkeys(calls) if name not in names]
+        generate = dict(zip(rows["kind"].to_pylist(), calls, strict=True)).get("generate", generate)
         ready, start, end = (microseconds(rows[c].to_numpy()) for c in ("ready_at", "start_at", "end_at"))
         ready = np.minimum(ready, start)
         tid = tracks.place(np.array([names.index(name) for name in calls]), ready, end)
@@ -157,6 +162,7 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
         pids = np.full(len(calls), pid)
         writer.add_slices(('"waits for GPUs"',), "call", pids, tid, ready, start, args)
         writer.add_slices((json_texts(rows["call"]),), "call", pids, tid, start, end, args)
+    return generate
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------

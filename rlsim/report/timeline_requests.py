@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
+from rlsim.report.replica_load import Ints, Stays, held_by_replicas
 from rlsim.report.trace_events import Piece, TraceWriter, Tracks, json_texts, microseconds
 from rlsim.sim.stays import LEFT
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-#: Points, evenly spaced over a replica's time, at which its KV in use is shown besides those at which requests come or
-#: go: counters are drawn as steps.
-POINTS = 24
-
-
-class Stays(NamedTuple):
-    """The stays of one step, those of a request one after the other; moments in seconds, NaN for what never was."""
-
-    place: Ints  # where the replica is: see `RequestTracks`
-    replica: Ints  # number of the replica among all of the step's
-    call: Ints
-    response: Ints
-    tp: Ints
-    arrived_at: Floats
-    admitted_at: Floats
-    decoding_at: Floats
-    left_at: Floats
-    start_tokens: Ints
-    end_tokens: Ints
-    iteration: Ints
-    left: Ints  # why: number in `rlsim.sim.stays.LEFT`
 
 
 class _End(NamedTuple):
@@ -49,8 +24,9 @@ class RequestTracks:
     """Writes the requests of a run, one step after the other.
 
     The replicas that ever are on the same GPUs make a group of tracks with counters of their own; each request there
-    is on one of its tracks. `run_pid` is the group with the counters of all replicas together, `places` say where the
-    groups of requests, and that of the CPU workers of reward calls, stand.
+    is on one of its tracks. `run_pid` is the group with the counters of all replicas together, `generate` the call that
+    makes the responses (others with requests are judges); `places` say where the groups of requests, and that of the
+    CPU workers of reward calls, stand.
     """
 
     STAYS = (
@@ -62,13 +38,13 @@ class RequestTracks:
         "reward", "timed_out",
     )  # fmt: skip
 
-    def __init__(self, writer: TraceWriter, run_pid: int, places: tuple[int, int]) -> None:
+    def __init__(self, writer: TraceWriter, run_pid: int, generate: str, places: tuple[int, int]) -> None:
         self._writer, self._run_pid = writer, run_pid
         self._requests_place, self._rewards_place = places
         self._groups: dict[tuple[str, int, int], int] = {}  # call, first GPU, GPUs: number of the group
         self._pids: list[int] = []  # by group
         self._tracks = Tracks(lambda group, number: writer.thread(self._pids[group], f"slot {number}", number))
-        self._generate = ""  # the call that makes the responses; others are judges
+        self._generate = generate
         self._workers_pid: int | None = None
         self._workers = Tracks(self._worker)
         self._last_scored_at = 0.0
@@ -94,7 +70,6 @@ class RequestTracks:
             name: table[name].to_numpy() for name in self.STAYS if name not in ("call", "left")
         }  # moments that are missing become NaN
         names, call = _numbered(table["call"])
-        self._generate = self._generate or names[0]
         known = list(dict.fromkeys([self._generate, *names]))
         call = np.array([known.index(name) for name in names])[call]
         reasons, left = _numbered(table["left"])
@@ -276,85 +251,3 @@ def _by_prompt(responses: pa.Table, flag: str) -> dict[int, list[int]]:
     ):
         found.setdefault(position, []).append(response)
     return found
-
-
-class Held(NamedTuple):
-    """What replicas held at moments (µs), those of a replica one after the other: requests, and tokens of context."""
-
-    place: Ints
-    replica: Ints
-    call: Ints
-    at: Ints
-    active: Ints  # admitted: in prefill or decoding
-    waiting: Ints
-    kv_tokens: Ints  # contexts of the active ones
-
-
-def held_by_replicas(here: Stays) -> Held:
-    """What each replica held whenever a request arrived, was admitted, joined the batch or left, and in between.
-
-    Between two of these moments the contexts in the decoding batch grow by a token each an iteration. How many
-    iterations a replica had done is known at every moment at which a request joined or left the batch; between two of
-    these, it is taken to grow evenly.
-    """
-    n = len(here.replica)
-    joined = ~np.isnan(here.decoding_at)
-    admitted = ~np.isnan(here.admitted_at)
-    prefilled = here.decoding_at > here.admitted_at  # not, if its KV came with it
-    offset = np.where(
-        joined, here.start_tokens + prefilled - here.iteration, 0
-    )  # context less the replica's iterations
-
-    replicas, first = np.unique(here.replica, return_index=True)
-    begin = np.full(replicas.max() + 1, np.inf)
-    end = np.full(replicas.max() + 1, -np.inf)
-    np.minimum.at(begin, here.replica, here.arrived_at)
-    np.maximum.at(end, here.replica, here.left_at)
-    share = np.linspace(0, 1, POINTS + 2)[1:-1]
-    between = (begin[replicas, None] + (end - begin)[replicas, None] * share).ravel()
-
-    # Changes of: requests waiting, active, decoding; the sum of offsets; the sum of contexts in prefill.
-    zero, one, context = np.zeros(n, np.int64), np.ones(n, np.int64), here.start_tokens
-    in_prefill = np.where(admitted & ~joined, context, 0)  # when it leaves
-    parts = [
-        (here.arrived_at, one, zero, zero, zero, zero),
-        (here.admitted_at, -one, one, zero, zero, context),
-        (here.decoding_at, zero, zero, one, offset, -context),
-        (here.left_at, -1 * ~admitted, -1 * admitted, -1 * joined, -offset, -in_prefill),
-    ]
-    at = np.concatenate([moments for moments, *_ in parts])
-    changes = np.concatenate([np.stack(change, axis=1) for _, *change in parts])
-    replica = np.tile(here.replica, len(parts))
-    happened = ~np.isnan(at)
-    at = np.concatenate([at[happened], between])
-    changes = np.concatenate([changes[happened], np.zeros((len(between), 5), np.int64)])
-    replica = np.concatenate([replica[happened], np.repeat(replicas, POINTS)])
-    order = np.lexsort((at, replica))
-    at, replica = at[order], replica[order]
-    # Every replica begins and ends with nothing: one sum over all of them does.
-    waiting, active, decoding, offsets, prefill = np.cumsum(changes[order], axis=0).T
-
-    done = _iterations(here, joined, offset, at, replica)
-    kv = np.rint(offsets + decoding * done + prefill).astype(np.int64)
-    at_us = microseconds(at)
-    newest = np.concatenate([(np.diff(at_us) > 0) | (np.diff(replica) > 0), [True]])
-    of = np.zeros(replicas.max() + 1, np.int64)
-    of[replicas] = first
-    row = of[replica[newest]]
-    columns = (np.ascontiguousarray(column[newest]) for column in (active, waiting, kv))
-    return Held(here.place[row], replica[newest], here.call[row], at_us[newest], *columns)
-
-
-def _iterations(here: Stays, joined: NDArray[np.bool_], offset: Ints, at: Floats, replica: Ints) -> Floats:
-    """Iterations with decodes that these replicas had done at these moments."""
-    if not joined.any():
-        return np.zeros(len(at))
-    known_at = np.concatenate([here.decoding_at[joined], here.left_at[joined]])
-    known = np.concatenate([here.iteration[joined], here.end_tokens[joined] - offset[joined]])
-    owner = np.tile(here.replica[joined], 2)
-    order = np.lexsort((known, known_at, owner))
-    # One interpolation for all replicas: each has a stretch of time of its own.
-    begin = min(float(known_at.min()), float(at.min()))
-    width = 2.0 * (max(float(known_at.max()), float(at.max())) - begin) + 1.0
-    along: Any = known_at - begin + owner * width
-    return np.interp(at - begin + replica * width, along[order], known[order].astype(np.float64))
