@@ -39,7 +39,7 @@ def sweep(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes (default: one a core); with ray: points at work at a time.")
     ] = None,
-    executor: Annotated[str, typer.Option(help="local, or ray (needs rlsim[ray]).")] = "local",
+    executor: Annotated[str, typer.Option(help="local, or ray (needs the extra `ray`).")] = "local",
     address: Annotated[
         str | None, typer.Option(help="Ray cluster (default: $RAY_ADDRESS, else one is started here).")
     ] = None,
