@@ -202,12 +202,18 @@ def _held_back_notes(ranked: pd.DataFrame) -> list[str]:
 
 def read_tables(directory: str | Path) -> dict[str, pd.DataFrame]:
     """The tables of `SECTIONS` that `Advice.write` left in a results directory; empty if it holds no advice."""
+    found = read_advice(directory)
+    return {} if found is None else found[0]
+
+
+def read_advice(directory: str | Path) -> tuple[dict[str, pd.DataFrame], list[str]] | None:
+    """The same, and the conclusions; None if the directory holds no advice. Raises `ConfigError` if it is damaged."""
     path = Path(directory) / ADVICE
     if not path.is_file():
-        return {}
+        return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return {name: pd.DataFrame(data[name]) for name, _, _ in SECTIONS}
+        return {name: pd.DataFrame(data[name]) for name, _, _ in SECTIONS}, list(data["conclusions"])
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: the advice is damaged: {error}") from None
 

@@ -235,10 +235,6 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
         "rlsim": __version__,
         "experiment": experiment.model_dump(mode="json"),
         "cluster": setup.cluster.model_dump(mode="json"),
-        "clusters": {
-            case.name: {"nodes": case.setup.cluster.nodes, "gpus_per_node": case.setup.cluster.gpus_per_node}
-            for case in cases
-        },
         "model": setup.model.model_dump(mode="json"),
         "calibration": _calibration_record(setup),
         "setups": {case.name: _setup_record(case.setup) for case in cases},

@@ -41,7 +41,7 @@ class ChosenRun:
     @property
     def gpus_per_node(self) -> int:
         """GPUs of one node of the case's cluster."""
-        return int(self.manifest["clusters"][self.case]["gpus_per_node"])
+        return int(self.manifest["setups"][self.case]["gpus_per_node"])
 
     def rows(self, table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
         """The run's rows of a table, in their order, some at a time."""
@@ -93,10 +93,10 @@ def choose_run(
         missing = [
             name for name in ("spans", "stays", "calls", "responses") if not (folder / f"{name}.parquet").is_file()
         ]
-        if missing or "clusters" not in manifest:
+        if missing or "setups" not in manifest:
             raise ConfigError(
                 f"{folder}: written by an rlsim that did not record what a timeline needs "
-                f"({', '.join(missing) or f'clusters in {MANIFEST}'}); run the experiment again"
+                f"({', '.join(missing) or f'setups in {MANIFEST}'}); run the experiment again"
             )
     else:
         manifest = results.manifest

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rlsim.advise.advice import read_advice
 from rlsim.errors import ConfigError
 from rlsim.experiment.result import Result, read_result
 from rlsim.report.choice import choose
 from rlsim.report.headline import findings
 from rlsim.report.page import Page, check_page_path
 from rlsim.report.pictures import check_pictures_folder, write_pictures
+from rlsim.report.sections.advice import advice_section
 from rlsim.report.sections.comparison import gpu_section, lengths_section, speedup_section, step_section
 from rlsim.report.sections.method import calibration_section, configuration_section, notes_section
 from rlsim.report.sections.time import generation_section, timeline_section
@@ -18,6 +22,9 @@ from rlsim.report.setups import case_setups
 from rlsim.report.sweep import sweep_page
 from rlsim.sweeps.read import SweepResult, read_sweep
 from rlsim.sweeps.store import DEFINITION
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: The page's file in a results directory, if no other is given.
 REPORT = "report.html"
@@ -50,6 +57,8 @@ def write_report(
         check_pictures_folder(folder)
     if isinstance(found, Result):
         page = report_page(found, title=title, case=case, systems=systems, seed=seed, step=step)
+        if isinstance(source, str | Path) and (advice := read_advice(source)):
+            page = _advised(page, *advice)
     elif case or systems or seed is not None or step is not None:
         raise ConfigError(f"{found.directory} is a sweep: its page has no charts over time to choose a step for")
     else:
@@ -58,6 +67,12 @@ def write_report(
     for folder, suffix in folders:
         write_pictures(page, folder, suffix)
     return target
+
+
+def _advised(page: Page, tables: Mapping[str, pd.DataFrame], conclusions: Sequence[str]) -> Page:
+    """The page of a run that was made for advice: its conclusions, and how sure its figures are."""
+    said = tuple(f"{text[0].upper()}{text[1:]}." for text in conclusions)
+    return replace(page, findings=(*said, page.findings[-1]), sections=(advice_section(tables), *page.sections))
 
 
 def read_any(directory: str | Path) -> Result | SweepResult:

@@ -1,0 +1,164 @@
+"""The tables of an advice as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import pandas as pd
+
+from rlsim.advise.advice import SECTIONS
+from rlsim.advise.idle import CAUSES
+
+#: Columns that hold words.
+WORDS = ("system", "system (* fastest)", "call", "why not", "")
+
+#: With more GPUs than these, those of a node are shown together.
+MOST_GPUS = 16
+
+
+class Text(NamedTuple):
+    """A table: what it is called and shows, its headings, its rows, and the columns that hold words."""
+
+    name: str
+    title: str
+    caption: str
+    headings: list[str]
+    rows: list[list[str]]
+
+    @property
+    def words(self) -> frozenset[int]:
+        """Numbers of the columns whose cells are words."""
+        return frozenset(number for number, heading in enumerate(self.headings) if heading in WORDS)
+
+
+def texts(tables: Mapping[str, pd.DataFrame]) -> Iterator[Text]:
+    """The tables of an `Advice` that have rows, in the order of reading."""
+    for name, title, caption in SECTIONS:
+        if name in _SHOWN and len(tables[name]):
+            yield Text(name, title, caption, *_SHOWN[name](tables[name]))
+
+
+def _memory(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    columns = [
+        "TP",
+        "fits",
+        "weights",
+        "working",
+        "beside",
+        "KV",
+        "KV tokens",
+        "full seq.",
+        "mean seq.",
+        "to hold",
+        "why not",
+    ]
+    rows = []
+    for row in frame.to_dict("records"):
+        gb = [_number(row[f"{part}_gb"], 1) for part in ("weights", "activations", "resident", "kv")]
+        counts = [_number(row[key]) for key in ("kv_tokens", "full_sequences", "mean_sequences", "sequences")]
+        why = str(row["why_not"]) or ("responses wait for KV" if row["waits"] else "")
+        rows.append([str(row["tp"]), "yes" if row["fits"] else "no", *gb, *counts, why])
+    return columns, rows
+
+
+def _memory_calls(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [
+            f"{row['call']} ({row['model']})",
+            "yes" if row["fits"] else "no",
+            *(_number(row[f"{part}_gb"], 1) for part in ("kept", "working", "total", "gpu")),
+        ]
+        for row in frame.to_dict("records")
+    ]
+    return ["call", "fits", "kept", "while it runs", "in all", "GPU has"], rows
+
+
+def _idle(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    shares = frame[["gpu", "idle", *CAUSES]].set_index("gpu")
+    if len(shares) > MOST_GPUS:  # as many groups of neighbours
+        groups = (shares.index.to_numpy() * MOST_GPUS) // len(shares)
+        names = [f"{part.index.min()}-{part.index.max()}" for _, part in shares.groupby(groups)]
+        shares = shares.groupby(groups).mean().set_axis(names, axis=0)
+    rows = [
+        [str(gpu), *(_share(value) for value in row)] for gpu, row in zip(shares.index, shares.to_numpy(), strict=True)
+    ]
+    rows.append(["all", *(_share(value) for value in shares.mean())])
+    return ["GPU", "idle", *(cause.replace("_", " ") for cause in CAUSES)], rows
+
+
+def _waits(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    rows = [[row["waits_for"] or "(nothing runs)", _share(row["share"])] for row in frame.to_dict("records")]
+    return ["call", "share"], rows
+
+
+def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for row in frame.to_dict("records"):
+        if row["same_as"]:
+            continue
+        also = frame[frame["same_as"] == row["system"]]["system"].tolist()
+        system = f"{row['system']} ({row['tuned']})" if row["tuned"] else str(row["system"])
+        marks = []
+        if row["rank"] > 1 and row["with_best"]:
+            marks.append("≈ best")
+        if row["staleness"]:
+            marks.append(f"staleness {row['staleness']}")
+        if not row["comparable"]:
+            marks.append("not comparable yet")
+        marks += [f"same: {', '.join(also)}"] if also else []
+        rows.append(
+            [
+                system,
+                _number(row["step_time_s"], 1),
+                _number(row["tokens_per_s"]),
+                _with_interval(row["speedup"], row["speedup_low"], row["speedup_high"]),
+                _share(row["idle"]),
+                "; ".join(marks),
+            ]
+        )
+    return ["system", "step s", "tokens/s", "speedup", "idle", ""], rows
+
+
+def _scaling(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [
+            str(row["gpus"]),
+            str(row["system"]) + (" *" if row["best"] else ""),
+            _number(row["step_time_s"], 1),
+            _number(row["gpu_s_per_step"]),
+            _with_interval(row["doubling"], row["doubling_low"], row["doubling_high"]),
+            _share(row["marginal"]),
+            "" if row["pays"] is None else "yes" if row["pays"] else "no",
+        ]
+        for row in frame.to_dict("records")
+    ]
+    return ["GPUs", "system (* fastest)", "step s", "GPU-s", "over half as many", "marginal", "pays"], rows
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "–" if _missing(value) else f"{value:,.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if _missing(value) else f"{value:.1%}"
+
+
+def _with_interval(value: float | None, low: float | None, high: float | None) -> str:
+    if _missing(value):
+        return "–"
+    return f"{value:.2f}" + ("" if _missing(low) else f" [{low:.2f}, {high:.2f}]")
+
+
+def _missing(value: float | None) -> bool:
+    return value is None or value != value
+
+
+_SHOWN: dict[str, Callable[[pd.DataFrame], tuple[list[str], list[list[str]]]]] = {
+    "memory": _memory,
+    "memory_calls": _memory_calls,
+    "idle": _idle,
+    "idle_waits": _waits,
+    "ranking": _ranking,
+    "scaling": _scaling,
+}
