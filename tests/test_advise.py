@@ -316,7 +316,7 @@ def result_of(times: dict[str, list[float]], baseline: str = "b", waiting: dict[
     ]  # fmt: skip
     manifest = {"baseline": baseline, "tuned": {"": {}}, "experiment": {"workflow": {"responses": 4}}}
     nothing = pd.DataFrame()
-    return Result(steps=pd.DataFrame(rows), responses=nothing, calls=nothing, switches=nothing, spans=nothing,
+    return Result(steps=pd.DataFrame(rows), responses=nothing, stays=nothing, calls=nothing, switches=nothing, spans=nothing,
                   manifest=manifest)  # fmt: skip
 
 
