@@ -60,6 +60,9 @@ def add_training(config: VerlConfig, draft: Draft, settings: RunSettings, trace:
         entries["offload"] = Entry(strategy.offload, config.where(*(key for key in offload if config.given.get(key))))
     mini = config.where(_A + "ppo_mini_batch_size")
     entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {mini}")
+    if config.get(_A + "ppo_mini_batch_size") > settings.prompts:
+        draft.notes.append(f"{mini} = {config.get(_A + 'ppo_mini_batch_size'):,} is more than the "
+                           f"{settings.prompts:,} prompts of a step, with which veRL does not start")  # fmt: skip
     if settings.epochs != default.epochs:
         entries["epochs"] = Entry(settings.epochs, config.where(_A + "ppo_epochs"))
     draft.entries["training"] = entries
