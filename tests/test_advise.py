@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.advise.advice import SECTIONS, Advice, advise, read_tables
+from rlsim.advise.advice import SECTIONS, Advice, advise, read_tables, waits_for_kv
 from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
 from rlsim.advise.scaling import best_doublings, enough, resized, scaling, sizes
+from rlsim.advise.texts import texts
 from rlsim.cli import app
 from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
@@ -299,6 +300,25 @@ def test_a_small_cache_makes_responses_wait() -> None:
     assert table.loc[1, "waits"]
     assert table.loc[1, "sequences"] == 400
     assert table.loc[1, "mean_sequences"] < 400
+    assert waits_for_kv(table.loc[1])
+
+
+def test_a_small_batch_makes_responses_wait_for_no_cache() -> None:
+    crowded = {"workflow.prompts": 400, "workflow.responses": 8, "engine.max_num_seqs": 16, "trace.cap": 128}
+    table = memory_by_tp(Setup.of(load_experiment(SMALL, crowded)[0], Path()))
+    assert table.loc[0, "waits"]
+    assert not waits_for_kv(table.loc[0])
+    shown = next(texts({**dict.fromkeys(name for name, _, _ in SECTIONS), "memory": table}))
+    assert shown.rows[0][-1] == "responses wait for max_num_seqs"
+
+
+def test_a_baseline_that_does_not_fit_hears_which_tp_does() -> None:
+    with pytest.raises(CapacityError, match=r"TP 1 does not fit[^\n]*\nOn 8xh100 generation fits at TP 4, 8: make"):
+        advise(
+            SMALL,
+            overrides={"systems": [{"verl": {"tp": 1}}], "baseline": "verl", "memory_utilization": 0.3},
+            skip=SLOW,
+        )
 
 
 # Ranking --------------------------------------------------------------------------------------------------------------
@@ -315,7 +335,7 @@ def result_of(times: dict[str, list[float]], baseline: str = "b", waiting: dict[
     ]  # fmt: skip
     manifest = {"baseline": baseline, "tuned": {"": {}}, "experiment": {"workflow": {"responses": 4}}}
     nothing = pd.DataFrame()
-    return Result(steps=pd.DataFrame(rows), responses=nothing, calls=nothing, switches=nothing, spans=nothing,
+    return Result(steps=pd.DataFrame(rows), responses=nothing, calls=nothing, switches=nothing, spans=nothing, stays=nothing,
                   manifest=manifest)  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def _table(text: Text) -> Table:
 
     table = Table(
         box=None, pad_edge=False, header_style="bold", title=text.title, caption=text.caption, title_justify="left",
-        caption_justify="left",
+        caption_justify="left", min_width=len(text.title),
     )  # fmt: skip
     for number, (heading, cells) in enumerate(zip(text.headings, zip(*text.rows, strict=True), strict=True)):
         words = number in text.words  # these are folded where the terminal is narrow; numbers are never cut
