@@ -335,8 +335,8 @@ def result_of(times: dict[str, list[float]], baseline: str = "b", waiting: dict[
     ]  # fmt: skip
     manifest = {"baseline": baseline, "tuned": {"": {}}, "experiment": {"workflow": {"responses": 4}}}
     nothing = pd.DataFrame()
-    return Result(steps=pd.DataFrame(rows), responses=nothing, calls=nothing, switches=nothing, spans=nothing, stays=nothing,
-                  manifest=manifest)  # fmt: skip
+    return Result(steps=pd.DataFrame(rows), responses=nothing, calls=nothing, switches=nothing, spans=nothing,
+                  stays=nothing, manifest=manifest)  # fmt: skip
 
 
 def test_systems_are_ranked_and_paired() -> None:
