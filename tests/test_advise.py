@@ -496,6 +496,8 @@ def test_mistakes_cost_no_run(tmp_path: Path) -> None:
         advise(SMALL, overrides=cases)
     with pytest.raises(RlsimError, match="unknown case 'c'"):
         advise(SMALL, overrides=cases, case="c")
+    with pytest.raises(ConfigError, match="has no cases"):
+        advise(SMALL, case="c")
     (tmp_path / "mine.txt").write_text("keep me")
     with pytest.raises(ConfigError, match="holds no rlsim results"):
         advise(SMALL, out=tmp_path)

@@ -88,7 +88,12 @@ def test_verl_cap_and_empty_responses(tmp_path: Path) -> None:
     assert column(trace, "response_tokens") == [7, 8, 8, 1]
     assert trace.capped.tolist() == [False, True, True, False]
     assert "correct" not in trace.frame
-    noted(trace, "1 responses are empty texts: they ended at once", "1 responses are longer than the cap of 8", "correctness is not 0 or 1")
+    noted(
+        trace,
+        "1 responses are empty texts: they ended at once",
+        "1 responses are longer than the cap of 8",
+        "correctness is not 0 or 1",
+    )
 
 
 def test_verl_uid_of_trainer_v1_tells_equal_texts_apart(tmp_path: Path) -> None:

@@ -14,16 +14,18 @@ from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
-from rlsim.init.draft import Draft
+from rlsim.init.draft import Draft, Entry
 from rlsim.init.from_verl import check, from_verl
 from rlsim.init.names import find_cluster, find_model, nearest_trace
 from rlsim.init.shell import read_script
 from rlsim.init.shell_values import Unknown
 from rlsim.init.starter import starter
+from rlsim.init.verl_config import read_config
 from rlsim.init.verl_defaults import VERSIONS, defaults, release
 from rlsim.models import load_model
 from rlsim.schema import read_yaml
 
+SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash
 set -x
 max_prompt_length=$((1024 * 2))
@@ -565,3 +567,30 @@ def test_a_mini_batch_larger_than_the_batch_is_noted(tmp_path: Path) -> None:
     draft = draft_of(tmp_path, "actor_rollout_ref.actor.ppo_mini_batch_size=128")
     assert draft.data()["training"]["mini_batches"] == 1
     assert any("128 is more than the 64 prompts of a step" in note for note in draft.notes)
+
+
+def test_a_file_that_hydra_composes(tmp_path: Path) -> None:
+    path = tmp_path / "ppo_megatron_trainer.yaml"
+    path.write_text(
+        "defaults:\n  - actor@actor_rollout_ref.actor: megatron_actor\n  - _self_\n"
+        "actor_rollout_ref:\n  model: {path: Qwen/Qwen2.5-7B}\n"
+        "  rollout: {name: vllm, gpu_memory_utilization: 0.55}\n  actor: {megatron: {tensor_model_parallel_size: 4}}\n"
+    )
+    draft = from_verl([str(path)], folder=tmp_path, gpu="h100", trace="rollpacker-math")
+    assert draft.data()["training"]["backend"] == "megatron"
+    assert draft.data()["training"]["tp"] == 4
+    assert any("the files under `defaults` are not read" in note for note in draft.notes)
+    draft.entries["memory_utilization"] = Entry(read_config([str(path)], "0.9").given[SHARE])
+    assert "memory_utilization: 0.55" in draft.text()  # as a number that YAML can write
+
+
+def test_padding_is_megatrons_own_matter(tmp_path: Path) -> None:
+    padded = "actor_rollout_ref.model.use_remove_padding=False"
+    megatron = (
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.use_remove_padding=False",
+    )
+    assert "padded" in " ".join(draft_of(tmp_path, padded).missing)
+    assert "padded" not in " ".join(draft_of(tmp_path, padded, megatron[0]).missing)
+    assert "megatron.use_remove_padding" in " ".join(draft_of(tmp_path, *megatron).missing)
+    assert "padded" not in " ".join(draft_of(tmp_path, megatron[1]).missing)

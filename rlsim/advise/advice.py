@@ -162,6 +162,8 @@ def _one_case(experiment: Experiment, case: str | None, shown: str) -> dict[str,
         return {}
     if case is None:
         raise ConfigError(f"{shown}: the experiment has several cases: choose one of {', '.join(experiment.cases)}")
+    if not experiment.cases:
+        raise ConfigError(f"{shown or 'the experiment'} has no cases: leave out --case {case}")
     if case not in experiment.cases:
         raise unknown_name("case", case, experiment.cases)
     return {**experiment.cases[case], "cases": {}}

@@ -148,6 +148,7 @@ def _read(config: VerlConfig, path: Path, variables: dict[str, str]) -> None:
             raise ConfigError(f"{path}: expected a mapping of keys to values")
         for key, value, line in _flat(data):
             config.given[key], config.origin[key] = value, f"{path.name}:{line}" if line else path.name
+        _composed(config, config.given.pop("defaults", None), path)
         return
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -165,6 +166,18 @@ def _read(config: VerlConfig, path: Path, variables: dict[str, str]) -> None:
         config.origin["actor_rollout_ref.actor.strategy"] = f"--config-name {script.config_name}"
     for override in script.overrides:
         _override(config, override, path.name)
+
+
+def _composed(config: VerlConfig, parts: Any, path: Path) -> None:
+    """What Hydra's `defaults` of a file tell: which engine trains. The files that they name are not read."""
+    if not isinstance(parts, list):
+        return
+    config.notes.append(f"{path.name}: the files under `defaults` are not read: veRL's own defaults stand for them; a "
+                        "run's .hydra/config.yaml has all of it")  # fmt: skip
+    strategy = "actor_rollout_ref.actor.strategy"
+    chosen = [str(part[key]) for part in parts if isinstance(part, Mapping) for key in part if "actor@" in str(key)]
+    if any("megatron" in name for name in chosen) and strategy not in config.given:
+        config.given[strategy], config.origin[strategy] = "megatron", f"{path.name}: defaults"
 
 
 def _override(config: VerlConfig, override: Override, source: str) -> None:
@@ -211,6 +224,8 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any,
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
+            if isinstance(value, float):
+                value = float(value)  # ruamel.yaml's own kind, which remembers how it was written
             mark = marks.data.get(key) if marks is not None and marks.data else None  # keys merged by << have none
             yield f"{prefix}{key}", value, mark[0] + 1 if mark else 0
 
