@@ -594,3 +594,9 @@ def test_padding_is_megatrons_own_matter(tmp_path: Path) -> None:
     assert "padded" not in " ".join(draft_of(tmp_path, padded, megatron[0]).missing)
     assert "megatron.use_remove_padding" in " ".join(draft_of(tmp_path, *megatron).missing)
     assert "padded" not in " ".join(draft_of(tmp_path, megatron[1]).missing)
+
+
+def test_a_degree_that_does_not_divide_the_model_is_told_and_written(tmp_path: Path) -> None:
+    megatron = ("actor_rollout_ref.actor.strategy=megatron", "tensor_model_parallel_size=8")
+    draft = draft_of(tmp_path, megatron[0], f"actor_rollout_ref.actor.megatron.{megatron[1]}")
+    assert "TP 8 does not divide its 28 heads" in check(draft, tmp_path)

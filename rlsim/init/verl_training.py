@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlsim.calibrate.verl_settings import RunSettings
-from rlsim.errors import CapacityError
+from rlsim.errors import RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.schema import Experiment, TrainingSpec
 from rlsim.init.draft import Draft, Entry
@@ -104,7 +104,7 @@ def add_memory(config: VerlConfig, draft: Draft, settings: RunSettings, folder: 
     try:
         site = setup.site()
         beside = site.memory.resident_bytes(site.plan, site.gpus)
-    except CapacityError:
+    except RlsimError:  # what it is, `check` tells
         draft.entries["memory_utilization"] = Entry(share, where)
         return
     total = share + beside / setup.cluster.gpu.memory_bytes
