@@ -11,11 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.advise.advice import SECTIONS, Advice, advise, read_tables
+from rlsim.advise.advice import SECTIONS, Advice, advise, read_tables, waits_for_kv
 from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
 from rlsim.advise.scaling import best_doublings, enough, resized, scaling, sizes
+from rlsim.advise.texts import texts
 from rlsim.cli import app
 from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
@@ -300,6 +301,25 @@ def test_a_small_cache_makes_responses_wait() -> None:
     assert table.loc[1, "waits"]
     assert table.loc[1, "sequences"] == 400
     assert table.loc[1, "mean_sequences"] < 400
+    assert waits_for_kv(table.loc[1])
+
+
+def test_a_small_batch_makes_responses_wait_for_no_cache() -> None:
+    crowded = {"workflow.prompts": 400, "workflow.responses": 8, "engine.max_num_seqs": 16, "trace.cap": 128}
+    table = memory_by_tp(Setup.of(load_experiment(SMALL, crowded)[0], Path()))
+    assert table.loc[0, "waits"]
+    assert not waits_for_kv(table.loc[0])
+    shown = next(texts({**dict.fromkeys(name for name, _, _ in SECTIONS), "memory": table}))
+    assert shown.rows[0][-1] == "responses wait for max_num_seqs"
+
+
+def test_a_baseline_that_does_not_fit_hears_which_tp_does() -> None:
+    with pytest.raises(CapacityError, match=r"TP 1 does not fit[^\n]*\nOn 8xh100 generation fits at TP 4, 8: make"):
+        advise(
+            SMALL,
+            overrides={"systems": [{"verl": {"tp": 1}}], "baseline": "verl", "memory_utilization": 0.3},
+            skip=SLOW,
+        )
 
 
 # Ranking --------------------------------------------------------------------------------------------------------------
@@ -485,6 +505,8 @@ def test_mistakes_cost_no_run(tmp_path: Path) -> None:
         advise(SMALL, overrides=cases)
     with pytest.raises(RlsimError, match="unknown case 'c'"):
         advise(SMALL, overrides=cases, case="c")
+    with pytest.raises(ConfigError, match="has no cases"):
+        advise(SMALL, case="c")
     (tmp_path / "mine.txt").write_text("keep me")
     with pytest.raises(ConfigError, match="holds no rlsim results"):
         advise(SMALL, out=tmp_path)

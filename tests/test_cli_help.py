@@ -80,6 +80,23 @@ def test_bash_completes_experiments() -> None:
     assert completed("rlsim run pat_v") == ["pat_vs_static"]
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("rlsim init --gpu h10", "h100-sxm"),
+        ("rlsim init --model qwen2.5-7", "qwen2.5-7b"),
+        ("rlsim init --trace rollpacker-m", "rollpacker-math"),
+        ("rlsim init --verl-version 0.9", "0.9"),
+        ("rlsim advise pat_vs_static --set trace.c", "trace.cap="),
+        ("rlsim advise pat_vs_static --skip rea", "real"),
+        ("rlsim sweep pat_g", "pat_gain"),
+        ("rlsim sweep pat_gain --set trace.c", "trace.cap="),
+    ],
+)
+def test_bash_completes_options(line: str, expected: str) -> None:
+    assert completed(line) == [expected]
+
+
 def test_shell_falls_back_to_files() -> None:
     assert completed("rlsim run no-such-") == []
 

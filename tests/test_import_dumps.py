@@ -85,10 +85,15 @@ def test_verl_without_a_tokenizer_guesses_nothing(tmp_path: Path) -> None:
 def test_verl_cap_and_empty_responses(tmp_path: Path) -> None:
     rows = [verl_row(1, "p", n, 0.5, acc=0.5) for n in (7, 8, 9, 0)]
     trace = import_trace(jsonl(tmp_path / "1.jsonl", rows), tokenizer=tokenizer(tmp_path), cap_tokens=8)
-    assert column(trace, "response_tokens") == [7, 8, 8]
-    assert trace.capped.tolist() == [False, True, True]
+    assert column(trace, "response_tokens") == [7, 8, 8, 1]
+    assert trace.capped.tolist() == [False, True, True, False]
     assert "correct" not in trace.frame
-    noted(trace, "1 responses of no tokens", "1 responses are longer than the cap of 8", "correctness is not 0 or 1")
+    noted(
+        trace,
+        "1 responses are empty texts: they ended at once",
+        "1 responses are longer than the cap of 8",
+        "correctness is not 0 or 1",
+    )
 
 
 def test_verl_uid_of_trainer_v1_tells_equal_texts_apart(tmp_path: Path) -> None:

@@ -14,16 +14,18 @@ from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
-from rlsim.init.draft import Draft
+from rlsim.init.draft import Draft, Entry
 from rlsim.init.from_verl import check, from_verl
 from rlsim.init.names import find_cluster, find_model, nearest_trace
 from rlsim.init.shell import read_script
 from rlsim.init.shell_values import Unknown
 from rlsim.init.starter import starter
+from rlsim.init.verl_config import read_config
 from rlsim.init.verl_defaults import VERSIONS, defaults, release
 from rlsim.models import load_model
 from rlsim.schema import read_yaml
 
+SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash
 set -x
 max_prompt_length=$((1024 * 2))
@@ -350,7 +352,11 @@ def test_the_configuration_in_a_log(tmp_path: Path) -> None:
             {},
             r"as given: unknown key data.train_batch_sise; did you mean data.train_batch",
         ),
-        (["data.train_batch_size=many"], {}, "data.train_batch_size: expected a whole number, got 'many'"),
+        (
+            ["data.train_batch_size=many"],
+            {},
+            "data.train_batch_size: expected a whole number of at least 1, got 'many'",
+        ),
         (["actor_rollout_ref.actor.use_kl_loss=3"], {}, "expected True or False, got 3"),
         (["algorithm.adv_estimator=grop"], {}, "did you mean 'grpo'"),
         (["actor_rollout_ref.rollout.name=hf"], {}, "unknown rollout engine 'hf'"),
@@ -502,3 +508,95 @@ def test_nccl_tests_make_a_calibration_beside_the_experiment(tmp_path: Path, mon
 @pytest.mark.parametrize("option", ["--gpu", "--reward-model"])
 def test_options_of_verl_need_a_configuration(option: str) -> None:
     assert f"{option} goes with --from-verl" in str(command("mine", option, "x").exception)
+
+
+# Found by running the example scripts of veRL under a shell, and by odd configurations ------------------------------
+
+
+def test_a_variable_without_quotes_is_several_settings() -> None:
+    text = (
+        'max=3\nENGINE="\n    actor_rollout_ref.rollout.n=8 \\\n    +data.a=${max}"\nEMPTY=\n'
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=64 $ENGINE $EMPTY $MORE 'data.b=1 2' "
+        'data.c="$ENGINE"\n'
+    )
+    found = script_of(text)
+    assert found["data.train_batch_size"] == "64"
+    assert found["actor_rollout_ref.rollout.n"] == "8"
+    assert found["data.a"] == "3"
+    assert found["data.b"] == "1 2"
+    assert "rollout.n=8" in found["data.c"]
+    assert any("the settings in $MORE are not known" in note for note in read_script(text, "run.sh", {}).notes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.train_batch_size=0", "expected a whole number of at least 1, got 0"),
+        ("data.max_response_length=-1", "expected a whole number of at least 1, got -1"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "expected a whole number of at least 1, got 0"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0", "expected a whole number of at least 1, got 0"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=1.5", "expected a number above 0 and up to 1, got 1.5"),
+        ("actor_rollout_ref.rollout.name=[vllm]", "expected text"),
+        ("actor_rollout_ref.rollout.n={train: 8}", "rollout.n: expected one value, got keys below it"),
+        ("actor_rollout_ref.rollout=8", "expected keys below it, got 8"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "tensor_model_parallel_size (as given) = 3"),
+        ("actor_rollout_ref.rollout.n=${oc.env:SAMPLES}", "${oc.env:SAMPLES} has no value here"),
+        ("data.train_batch_size=${data.train_batch_size}", "has no value here"),
+    ],
+)
+def test_values_that_verl_does_not_take(tmp_path: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        draft_of(tmp_path, setting)
+    assert message in str(caught.value)
+
+
+def test_merged_keys_of_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "machines: &machines {n_gpus_per_node: 8, nnodes: 2}\n"
+        "data: {max_response_length: 1024, train_batch_size: 100}\n"
+        "actor_rollout_ref: {model: {path: Qwen/Qwen2.5-7B}, rollout: {name: vllm}, actor: {ppo_mini_batch_size: 45}}\n"
+        "trainer: {<<: *machines, experiment_name: merged}\n"
+    )
+    data = from_verl([str(path)], folder=tmp_path, gpu="h100", trace="rollpacker-math").data()
+    assert data["cluster"] == "2x8xh100"
+    assert data["training"]["mini_batches"] == 3  # of 45, 45 and 10 prompts
+
+
+def test_a_mini_batch_larger_than_the_batch_is_noted(tmp_path: Path) -> None:
+    draft = draft_of(tmp_path, "actor_rollout_ref.actor.ppo_mini_batch_size=128")
+    assert draft.data()["training"]["mini_batches"] == 1
+    assert any("128 is more than the 64 prompts of a step" in note for note in draft.notes)
+
+
+def test_a_file_that_hydra_composes(tmp_path: Path) -> None:
+    path = tmp_path / "ppo_megatron_trainer.yaml"
+    path.write_text(
+        "defaults:\n  - actor@actor_rollout_ref.actor: megatron_actor\n  - _self_\n"
+        "actor_rollout_ref:\n  model: {path: Qwen/Qwen2.5-7B}\n"
+        "  rollout: {name: vllm, gpu_memory_utilization: 0.55}\n  actor: {megatron: {tensor_model_parallel_size: 4}}\n"
+    )
+    draft = from_verl([str(path)], folder=tmp_path, gpu="h100", trace="rollpacker-math")
+    assert draft.data()["training"]["backend"] == "megatron"
+    assert draft.data()["training"]["tp"] == 4
+    assert any("the files under `defaults` are not read" in note for note in draft.notes)
+    draft.entries["memory_utilization"] = Entry(read_config([str(path)], "0.9").given[SHARE])
+    assert "memory_utilization: 0.55" in draft.text()  # as a number that YAML can write
+
+
+def test_padding_is_megatrons_own_matter(tmp_path: Path) -> None:
+    padded = "actor_rollout_ref.model.use_remove_padding=False"
+    megatron = (
+        "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.actor.megatron.use_remove_padding=False",
+    )
+    assert "padded" in " ".join(draft_of(tmp_path, padded).missing)
+    assert "padded" not in " ".join(draft_of(tmp_path, padded, megatron[0]).missing)
+    assert "megatron.use_remove_padding" in " ".join(draft_of(tmp_path, *megatron).missing)
+    assert "padded" not in " ".join(draft_of(tmp_path, megatron[1]).missing)
+
+
+def test_a_degree_that_does_not_divide_the_model_is_told_and_written(tmp_path: Path) -> None:
+    megatron = ("actor_rollout_ref.actor.strategy=megatron", "tensor_model_parallel_size=8")
+    draft = draft_of(tmp_path, megatron[0], f"actor_rollout_ref.actor.megatron.{megatron[1]}")
+    assert "TP 8 does not divide its 28 heads" in check(draft, tmp_path)

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from rlsim.errors import TraceError
+from rlsim.trace import read_trace
 from rlsim.trace.importers import import_trace
 
 MOONCAKE = [
@@ -107,3 +108,25 @@ def test_histogram_and_cdf(tmp_path: Path) -> None:
     frame.assign(cdf=frame.cdf * 100).to_csv(tmp_path / "c.csv", index=False)
     with pytest.raises(TraceError, match="give shares, not percent"):
         import_trace(tmp_path / "c.csv")
+
+
+def test_files_that_look_right_and_are_not(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(TraceError, match="line 1: not valid JSON"):
+        import_trace(deep)
+    flag = jsonl(tmp_path / "flag.jsonl", [{"prompt_id": "a", "response_tokens": True}])
+    with pytest.raises(TraceError, match="response_tokens is not a number"):
+        import_trace(flag)
+    wide = tmp_path / "wide.csv"
+    wide.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:47,3,4,5\n"
+    )
+    with pytest.raises(TraceError, match="not valid CSV"):
+        import_trace(wide)
+
+
+def test_a_trace_without_sample_id_hears_of_the_import(tmp_path: Path) -> None:
+    pd.DataFrame({"prompt_id": [1, 1], "response_tokens": [3, 4]}).to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(TraceError, match=r"no column 'sample_id'.*`rlsim trace import IN OUT` numbers samples"):
+        read_trace(tmp_path / "t.parquet")

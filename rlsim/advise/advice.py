@@ -129,7 +129,14 @@ def advise(
     more, refused = candidates(setup, own, skip)
     run_here = _Runner(source, settings, progress)
     baseline = experiment.baseline or own[0].name
-    result = run_here("ranking", {"systems": [*experiment.systems, *more], "baseline": baseline})
+    try:
+        result = run_here("ranking", {"systems": [*experiment.systems, *more], "baseline": baseline})
+    except CapacityError as error:
+        fitting = tables["memory"].query("fits")["tp"]
+        raise CapacityError(
+            f"{error}\nOn {setup.cluster.name} generation fits at TP {', '.join(map(str, fitting))}: make one of these "
+            "the experiment's system, and ask again"
+        ) from None
     tables |= _idle(result, baseline, setup.cluster.gpus)
     tables["ranking"] = ranking(result)
     chosen = _chosen(tables["ranking"], baseline, top)
@@ -155,6 +162,8 @@ def _one_case(experiment: Experiment, case: str | None, shown: str) -> dict[str,
         return {}
     if case is None:
         raise ConfigError(f"{shown}: the experiment has several cases: choose one of {', '.join(experiment.cases)}")
+    if not experiment.cases:
+        raise ConfigError(f"{shown or 'the experiment'} has no cases: leave out --case {case}")
     if case not in experiment.cases:
         raise unknown_name("case", case, experiment.cases)
     return {**experiment.cases[case], "cases": {}}
@@ -244,14 +253,21 @@ def _scaled(
     return pd.concat(rows, ignore_index=True), notes
 
 
+def waits_for_kv(row: Mapping[Any, Any] | pd.Series[Any]) -> bool:
+    """Whether it is KV cache that a row's waiting responses lack, rather than a place in the engine's batch."""
+    return bool(row["sequences"] > row["mean_sequences"])
+
+
 def _conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float) -> tuple[str, ...]:
     """What the tables come to, in a sentence each."""
     memory, idle, ranked = tables["memory"], tables["idle"], tables["ranking"]
     fitting = memory[memory["fits"]]
     said = [f"fits: TP {', '.join(str(tp) for tp in fitting['tp'])} of {', '.join(str(tp) for tp in memory['tp'])}"]
     queued = fitting[fitting["waits"]]
-    if len(queued):
-        said[0] += f"; at TP {', '.join(str(tp) for tp in queued['tp'])} responses of mean length wait for KV cache"
+    short = queued.apply(waits_for_kv, axis=1).astype(bool) if len(queued) else queued["waits"]
+    for tps, lacking in ((queued[short]["tp"], "KV cache"), (queued[~short]["tp"], "a place (max_num_seqs)")):
+        if len(tps):
+            said[0] += f"; at TP {', '.join(map(str, tps))} responses of mean length wait for {lacking}"
     means = idle[[*CAUSES, "idle"]].mean()
     if means["idle"] > 0:
         parts = sorted(CAUSES, key=lambda cause: -means[cause])
@@ -266,7 +282,8 @@ def _conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float
     if best["speedup_low"] == best["speedup_low"]:
         text += f" [{best['speedup_low']:.2f}, {best['speedup_high']:.2f}]"
     if close:
-        more = f" and {len(close) - MOST_NAMES} others" if len(close) > MOST_NAMES else ""
+        beyond_few = len(close) - MOST_NAMES
+        more = f" and {beyond_few} other{'s' * (beyond_few > 1)}" if beyond_few > 0 else ""
         text += f"; not told from it: {', '.join(close[:MOST_NAMES])}{more}"
     said.append(text)
     gpus, beyond = enough(tables["scaling_best"], worth)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from rlsim.advise.advice import SECTIONS
+from rlsim.advise.advice import SECTIONS, waits_for_kv
 from rlsim.advise.idle import CAUSES
 
 #: Columns that hold words.
@@ -57,7 +57,9 @@ def _memory(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     for row in frame.to_dict("records"):
         gb = [_number(row[f"{part}_gb"], 1) for part in ("weights", "activations", "resident", "kv")]
         counts = [_number(row[key]) for key in ("kv_tokens", "full_sequences", "mean_sequences", "sequences")]
-        why = str(row["why_not"]) or ("responses wait for KV" if row["waits"] else "")
+        why = str(row["why_not"])
+        if row["waits"]:
+            why = why or f"responses wait for {'KV' if waits_for_kv(row) else 'max_num_seqs'}"
         rows.append([str(row["tp"]), "yes" if row["fits"] else "no", *gb, *counts, why])
     return columns, rows
 

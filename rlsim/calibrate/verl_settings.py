@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -121,8 +122,7 @@ def settings_of(
         backend=backend,
         train=strategies[0],
         inference=strategies[1],
-        mini_batches=find.prefer("mini_batches", given.mini_batches, max(1, round(prompts / mini)) if mini else None)
-        or 1,
+        mini_batches=find.prefer("mini_batches", given.mini_batches, math.ceil(prompts / mini) if mini else None) or 1,
         epochs=find.pick("epochs", given.epochs, _ACTOR + "ppo_epochs") or 1,
         engine=_engine(engine, find),
         memory_utilization=find.pick("memory_utilization", memory_utilization, _ROLLOUT + "gpu_memory_utilization")

@@ -35,13 +35,19 @@ def advise(
     case: Annotated[str | None, typer.Option(help="Which of the experiment's cases.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a key of the experiment; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY.PATH=VALUE",
+            help="Set a key of the experiment; repeatable.",
+            autocompletion=complete.settings,
+        ),
     ] = None,
     worth: Annotated[float, typer.Option(help="Twice the GPUs pay if they are so many times as fast.")] = 1.5,
     top: Annotated[int, typer.Option(min=1, help="Systems that are tried on other numbers of GPUs.")] = 3,
     most: Annotated[int, typer.Option(min=1, help="Try up to so many times the GPUs.")] = 4,
     skip: Annotated[
-        list[str] | None, typer.Option(help="Shipped policy to leave out, such as real; repeatable.")
+        list[str] | None,
+        typer.Option(help="Shipped policy to leave out, such as real; repeatable.", autocompletion=complete.policies),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the conclusions only.")] = False,
@@ -126,7 +132,7 @@ def _table(text: Text) -> Table:
 
     table = Table(
         box=None, pad_edge=False, header_style="bold", title=text.title, caption=text.caption, title_justify="left",
-        caption_justify="left",
+        caption_justify="left", min_width=len(text.title),
     )  # fmt: skip
     for number, (heading, cells) in enumerate(zip(text.headings, zip(*text.rows, strict=True), strict=True)):
         words = number in text.words  # these are folded where the terminal is narrow; numbers are never cut

@@ -35,6 +35,28 @@ gpus = _of_catalogue("gpus")
 calibrations = _of_catalogue("calibration")
 traces = _of_catalogue("traces", ".parquet")
 
+
+def verl_versions(incomplete: str) -> list[str]:
+    """Releases of veRL whose defaults are known."""
+    from rlsim.init.verl_defaults import VERSIONS
+
+    return _fitting(VERSIONS, incomplete)
+
+
+def policies(incomplete: str) -> list[str]:
+    """Shipped policies."""
+    from rlsim.policies.registry import policy_names
+
+    return _fitting(sorted(policy_names()), incomplete)
+
+
+def sweeps(incomplete: str) -> list[str]:
+    """What a sweep may be made of: sweeps and experiments that ship with rlsim."""
+    from rlsim import catalogue
+
+    return _fitting(sorted({*catalogue.names("sweeps"), *catalogue.names("experiments")}), incomplete)
+
+
 #: Names that a key of an experiment takes.
 _VALUES = {"cluster": clusters, "model": models, "calibration": calibrations, "trace.path": traces}
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.cli import complete
+
 if TYPE_CHECKING:
     from rlsim.init.draft import Draft
 
@@ -22,17 +24,36 @@ def init(
             "script's variable. Repeatable, later ones win.",
         ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU of the catalogue, such as h100; veRL names none.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="Cluster of the catalogue or .yaml, instead of --gpu.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model of the catalogue, or the path of a config.json.")] = None,
-    reward_model: Annotated[str | None, typer.Option(help="The same of veRL's reward model.")] = None,
-    trace: Annotated[str | None, typer.Option(help="Trace of response lengths (default: the nearest shipped).")] = None,
-    calibration: Annotated[str | None, typer.Option(help="Calibration (default: of the GPU and engine).")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU of the catalogue, such as h100; veRL names none.", autocompletion=complete.gpus),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Cluster of the catalogue or .yaml, instead of --gpu.", autocompletion=complete.clusters),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model of the catalogue, or the path of a config.json.", autocompletion=complete.models),
+    ] = None,
+    reward_model: Annotated[
+        str | None, typer.Option(help="The same of veRL's reward model.", autocompletion=complete.models)
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Trace of response lengths (default: the nearest shipped).", autocompletion=complete.traces),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="Calibration (default: of the GPU and engine).", autocompletion=complete.calibrations),
+    ] = None,
     nccl: Annotated[
         list[Path] | None,
         typer.Option(help="Output of nccl-tests on your machines: fits a calibration beside the experiment."),
     ] = None,
-    verl_version: Annotated[str, typer.Option(help="veRL release whose defaults hold.")] = "0.9",
+    verl_version: Annotated[
+        str, typer.Option(help="veRL release whose defaults hold.", autocompletion=complete.verl_versions)
+    ] = "0.9",
     out: Annotated[Path | None, typer.Option(help="File to write (default: NAME.yaml).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:

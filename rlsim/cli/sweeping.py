@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlsim.cli import complete
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -24,16 +26,30 @@ MOST_ROWS = 40
 
 def sweep(
     file: Annotated[
-        str, typer.Argument(help="Sweep file, or an experiment; or the name of one that ships with rlsim.")
+        str,
+        typer.Argument(
+            help="Sweep file, or an experiment; or the name of one that ships with rlsim.",
+            autocompletion=complete.sweeps,
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
     grid: Annotated[
         list[str] | None,
-        typer.Option("--grid", metavar="KEY.PATH=[A, B]", help="Add an axis: every value with all others; repeatable."),
+        typer.Option(
+            "--grid",
+            metavar="KEY.PATH=[A, B]",
+            help="Add an axis: every value with all others; repeatable.",
+            autocompletion=complete.settings,
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a key of the experiment, at all points; repeatable."),
+        typer.Option(
+            "--set",
+            metavar="KEY.PATH=VALUE",
+            help="Set a key of the experiment, at all points; repeatable.",
+            autocompletion=complete.settings,
+        ),
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     workers: Annotated[

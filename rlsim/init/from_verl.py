@@ -18,6 +18,7 @@ from rlsim.hardware import Cluster, load_cluster
 from rlsim.init import verl_notes
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import check_calibration, find_calibration, find_cluster, find_model, load_from, nearest_trace
+from rlsim.init.verl_checks import check_values
 from rlsim.init.verl_config import VerlConfig, misspelt, read_config
 from rlsim.init.verl_defaults import VERSIONS
 from rlsim.init.verl_training import add_engine, add_memory, add_training
@@ -74,6 +75,7 @@ def from_verl(
     config = read_config(sources, version)
     misspelt(config, (*config.default, *_MORE_KEYS, *verl_notes.KEYS))
     verl_notes.refuse_asynchronous(config)
+    check_values(config)
     draft = Draft({}, missing=verl_notes.missing(config), notes=list(config.notes))
     machines = _cluster(config, draft, gpu, cluster)
     settings = _settings(config, machines)
@@ -139,6 +141,12 @@ def _settings(config: VerlConfig, machines: Cluster) -> RunSettings:
     strategy = config.get(_A + "strategy")
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ConfigError(f"{config.where(_A + 'strategy')}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
+    key = _R + "tensor_model_parallel_size"
+    if machines.gpus_per_node % config.get(key):
+        raise ConfigError(
+            f"{config.where(key)} = {config.get(key)}: it does not divide the {machines.gpus_per_node} GPUs of a node; "
+            "replicas over several nodes are not simulated"
+        )
     empty = pd.DataFrame(columns=["line", *METRICS], dtype=float)
     log = VerlLog(Path(config.name or "the configuration"), empty, (), config.merged())
     return settings_of(

@@ -248,7 +248,7 @@ class _Run:
             listed = [t for t in self.tokens[marks[0] + 1 : marks[1]] if isinstance(t, Word)]
             name, values = listed[0].bare, list[str]()
             with suppress(UnresolvedError):
-                values = [field for word in listed[2:] for field in self.variables.fields(word)]
+                values = [field for word in listed[2:] for field in self.variables.fields(word, split=True)]
             line = self.tokens[at].line
             known = values[0] if len(values) == 1 else Unknown(f"the loop of line {line} goes over it", name)
             self.variables.set(name, known)
@@ -282,7 +282,7 @@ class _Run:
             words = words[1:]
         found: list[Override] = []
         for i, word in enumerate(words):
-            found += self._overrides(word, words[i + 1 : i + 2])
+            found += self._overrides(word, words[i + 1 : i + 2], among_settings=bool(found))
         if found:
             # A list of settings needs no command; and a comment between the lines of one cuts it in two.
             if not self.commands or not is_override(shown(words[0])):
@@ -290,8 +290,9 @@ class _Run:
             self.commands[-1] += found
         return True
 
-    def _overrides(self, word: Word, following: list[Word]) -> list[Override]:
+    def _overrides(self, word: Word, following: list[Word], *, among_settings: bool) -> list[Override]:
         found = []
+        several = among_settings and len(word.parts) == 1 and word.parts[0].kind == "variable"
         for field in self.variables.element(word):
             text = field.shown if isinstance(field, Doubt) else field
             line = field.line if isinstance(field, Doubt | Element) else word.line
@@ -300,7 +301,7 @@ class _Run:
             if is_override(text):
                 override = parse_override(text, line)
                 found.append(replace(override, value=field.unknown) if isinstance(field, Doubt) else override)
-            elif isinstance(field, Doubt) and "[@]" in text and "=" not in text:
+            elif isinstance(field, Doubt) and (several or "[@]" in text) and "=" not in text:
                 self.notes.append(f"line {word.line}: the settings in {text} are not known: {field.unknown.why}")
         return found
 

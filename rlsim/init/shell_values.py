@@ -85,15 +85,24 @@ class Variables:
 
     # ---- words ------------------------------------------------------------------------------------------------------
 
-    def arguments(self, word: Word) -> list[str | Doubt]:
-        """The words that a word becomes: one, or those of an array, or none. Raises `UnresolvedError`."""
+    def arguments(self, word: Word, *, split: bool = True) -> list[str | Doubt]:
+        """The words that a word becomes: one, or those of an array, or none. Raises `UnresolvedError`.
+
+        A variable without quotes is split at white space, which `split=False` keeps from happening.
+        """
         result, text, there = list[str | Doubt](), "", False
         for part in word.parts:
             several = self._several(part)
             if several is None:
                 value = self._one(part)
-                text += value
-                there = there or part.kind == "text" or part.quoted or bool(value)
+                pieces = (
+                    re.split(r"[ \t\n]+", value) if split and part.kind == "variable" and not part.quoted else [value]
+                )
+                text += pieces[0]
+                there = there or part.kind == "text" or part.quoted or bool(pieces[0])
+                for piece in pieces[1:]:
+                    result += [text] if there else []
+                    text, there = piece, bool(piece)
             elif len(several) == 1 and isinstance(several[0], str):
                 text, there = text + several[0], True
             elif several:
@@ -101,10 +110,10 @@ class Variables:
                 text, there = "", False
         return [*result, text] if there and not (result and not text) else result
 
-    def fields(self, word: Word) -> list[str]:
-        """The same, of which everything must be known. Raises `UnresolvedError`."""
+    def fields(self, word: Word, *, split: bool = False) -> list[str]:
+        """The same, of which everything must be known; without splitting. Raises `UnresolvedError`."""
         result = []
-        for found in self.arguments(word):
+        for found in self.arguments(word, split=split):
             if isinstance(found, Doubt):
                 raise UnresolvedError(found.unknown)
             result.append(found)

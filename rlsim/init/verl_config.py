@@ -102,7 +102,6 @@ def read_config(sources: Sequence[str], version: str) -> VerlConfig:
             "actor_rollout_ref.rollout.n"
         )
     _interpolate(config)
-    _check_types(config)
     return config
 
 
@@ -148,7 +147,8 @@ def _read(config: VerlConfig, path: Path, variables: dict[str, str]) -> None:
         if not isinstance(data, Mapping):
             raise ConfigError(f"{path}: expected a mapping of keys to values")
         for key, value, line in _flat(data):
-            config.given[key], config.origin[key] = value, f"{path.name}:{line}"
+            config.given[key], config.origin[key] = value, f"{path.name}:{line}" if line else path.name
+        _composed(config, config.given.pop("defaults", None), path)
         return
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -166,6 +166,18 @@ def _read(config: VerlConfig, path: Path, variables: dict[str, str]) -> None:
         config.origin["actor_rollout_ref.actor.strategy"] = f"--config-name {script.config_name}"
     for override in script.overrides:
         _override(config, override, path.name)
+
+
+def _composed(config: VerlConfig, parts: Any, path: Path) -> None:
+    """What Hydra's `defaults` of a file tell: which engine trains. The files that they name are not read."""
+    if not isinstance(parts, list):
+        return
+    config.notes.append(f"{path.name}: the files under `defaults` are not read: veRL's own defaults stand for them; a "
+                        "run's .hydra/config.yaml has all of it")  # fmt: skip
+    strategy = "actor_rollout_ref.actor.strategy"
+    chosen = [str(part[key]) for part in parts if isinstance(part, Mapping) for key in part if "actor@" in str(key)]
+    if any("megatron" in name for name in chosen) and strategy not in config.given:
+        config.given[strategy], config.origin[strategy] = "megatron", f"{path.name}: defaults"
 
 
 def _override(config: VerlConfig, override: Override, source: str) -> None:
@@ -212,7 +224,10 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any,
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value, marks.key(key)[0] + 1 if marks is not None else 0
+            if isinstance(value, float):
+                value = float(value)  # ruamel.yaml's own kind, which remembers how it was written
+            mark = marks.data.get(key) if marks is not None and marks.data else None  # keys merged by << have none
+            yield f"{prefix}{key}", value, mark[0] + 1 if mark else 0
 
 
 def _trains_with_megatron(config: VerlConfig) -> bool:
@@ -222,13 +237,21 @@ def _trains_with_megatron(config: VerlConfig) -> bool:
 # ---- interpolations -------------------------------------------------------------------------------------------------
 
 
+class _LeadsNowhereError(Exception):
+    """An interpolation of a key, variable or resolver that is not there, or of itself."""
+
+
 def _interpolate(config: VerlConfig) -> None:
-    """Replace `${data.max_prompt_length}`, `${.key}`, `${oc.select:key,default}`; what leads nowhere has no value."""
+    """Replace `${data.max_prompt_length}`, `${.key}`, `${oc.select:key,default}`; what leads nowhere is in doubt."""
     for key, value in list(config.given.items()):
         if value == _MISSING:
             config.given[key] = None
         elif isinstance(value, str) and "${" in value:
-            config.given[key] = _resolved(config, key, value, 0)
+            try:
+                config.given[key] = _resolved(config, key, value, 0)
+            except _LeadsNowhereError as error:
+                del config.given[key]
+                config.doubts[key] = (config.origin[key], Unknown(f"{error} has no value here"))
 
 
 def _resolved(config: VerlConfig, key: str, value: Any, depth: int) -> Any:
@@ -236,7 +259,7 @@ def _resolved(config: VerlConfig, key: str, value: Any, depth: int) -> Any:
         return None if value == _MISSING else value
     found = _INTERPOLATION.search(value)
     if found is None or depth > _DEEPEST:
-        return None
+        raise _LeadsNowhereError(value)
     inner = _lookup(config, key, found)
     inner = _resolved(config, key, inner, depth + 1)
     whole = found.span() == (0, len(value))
@@ -248,36 +271,25 @@ def _resolved(config: VerlConfig, key: str, value: Any, depth: int) -> Any:
 def _lookup(config: VerlConfig, key: str, found: re.Match[str]) -> Any:
     target, _, default = found["body"].partition(",")
     resolver = found["resolver"]
+    if resolver not in (None, "oc.select", "oc.env"):
+        raise _LeadsNowhereError(found[0])
     if resolver == "oc.env":
-        return _parsed(default) if default else None
-    if resolver not in (None, "oc.select"):
-        return None
+        if not default:
+            raise _LeadsNowhereError(found[0])
+        return _parsed(default)
     if target.startswith("."):
         above = len(target) - len(target.lstrip("."))
         parents = key.split(".")[:-above]
         target = ".".join([*parents, target.lstrip(".")])
     known = config.given.get(target, config.default.get(target))
-    return known if known is not None else (_parsed(default) if default else None)
+    if known is not None or default:
+        return known if known is not None else _parsed(default)
+    if resolver is None and target not in config.given and target not in config.default:
+        raise _LeadsNowhereError(found[0])
+    return None
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check_types(config: VerlConfig) -> None:
-    """Raises `ConfigError` for a value of another kind than the default, where it bears on time."""
-    for key, default in config.default.items():
-        value = config.given.get(key)
-        if value is None or default is None:
-            continue
-        where = f"{config.origin[key]}: {key}"
-        if isinstance(default, bool):
-            if not isinstance(value, bool):
-                raise ConfigError(f"{where}: expected True or False, got {value!r}")
-        elif isinstance(default, int):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{where}: expected a whole number, got {value!r}")
-        elif isinstance(default, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ConfigError(f"{where}: expected a number, got {value!r}")
 
 
 def misspelt(config: VerlConfig, known: Sequence[str]) -> None:

@@ -36,6 +36,7 @@ _UNLIKE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (_R + "skip_rollout", _is_true, "generation is skipped"),
     (_R + "quantization", bool, "a quantised rollout: here in bf16"),
     (_M + "use_remove_padding", _is_false, "training on padded sequences: here on packed ones, which is much faster"),
+    (_A + "megatron.use_remove_padding", _is_false, "training on padded sequences: here on packed ones"),
     (_M + "lora_rank", bool, "LoRA: here all weights are trained"),
     (_M + "enable_activation_offload", _is_true, "activations in host memory"),
     (_M + "use_fused_kernels", _is_true, "fused kernels of the loss"),
@@ -72,6 +73,9 @@ def missing(config: VerlConfig) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     found = []
     for key, matters, what in _UNLIKE:
+        elsewhere = key.startswith(_A + "megatron.") and not config.megatron
+        if elsewhere or (key == _M + "use_remove_padding" and config.megatron):  # Megatron has a key of its own
+            continue
         value = config.given.get(key, config.default.get(key))
         if value is not None and matters(value):
             found.append(f"{config.where(key)} = {value}: {what}")

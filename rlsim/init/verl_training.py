@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlsim.calibrate.verl_settings import RunSettings
-from rlsim.errors import CapacityError
+from rlsim.errors import RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.schema import Experiment, TrainingSpec
 from rlsim.init.draft import Draft, Entry
@@ -60,6 +60,9 @@ def add_training(config: VerlConfig, draft: Draft, settings: RunSettings, trace:
         entries["offload"] = Entry(strategy.offload, config.where(*(key for key in offload if config.given.get(key))))
     mini = config.where(_A + "ppo_mini_batch_size")
     entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {mini}")
+    if config.get(_A + "ppo_mini_batch_size") > settings.prompts:
+        draft.notes.append(f"{mini} = {config.get(_A + 'ppo_mini_batch_size'):,} is more than the "
+                           f"{settings.prompts:,} prompts of a step, with which veRL does not start")  # fmt: skip
     if settings.epochs != default.epochs:
         entries["epochs"] = Entry(settings.epochs, config.where(_A + "ppo_epochs"))
     draft.entries["training"] = entries
@@ -101,7 +104,7 @@ def add_memory(config: VerlConfig, draft: Draft, settings: RunSettings, folder: 
     try:
         site = setup.site()
         beside = site.memory.resident_bytes(site.plan, site.gpus)
-    except CapacityError:
+    except RlsimError:  # what it is, `check` tells
         draft.entries["memory_utilization"] = Entry(share, where)
         return
     total = share + beside / setup.cluster.gpu.memory_bytes

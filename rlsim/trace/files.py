@@ -155,7 +155,7 @@ def _read_jsonl(path: Path) -> tuple[pd.DataFrame, list[int]]:
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise TraceError(f"{path}: line {number}: not valid JSON: {error}") from None
                 if not isinstance(row, dict):
                     raise TraceError(f'{path}: line {number}: expected an object such as {{"response_tokens": 512}}')

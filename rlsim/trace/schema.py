@@ -156,8 +156,13 @@ def check_names(names: Sequence[str], where: str, *, optional: Sequence[str] = (
         need = " and ".join(repr(n) for n in missing)
         near = difflib.get_close_matches(missing[-1], spare, n=1, cutoff=0.4)
         example = f"--column {missing[-1]}={near[0] if near else 'THEIR_NAME'}"
+        has = ", ".join(repr(n) for n in names) or "no columns"
+        if missing == ["sample_id"]:
+            raise TraceError(
+                f"{where}: no column 'sample_id'; it has {has}. `rlsim trace import IN OUT` numbers samples"
+            )
         raise TraceError(
-            f"{where}: no column {need}; it has {', '.join(repr(n) for n in names) or 'no columns'}. "
+            f"{where}: no column {need}; it has {has}. "
             f"Another program's layout is read by `rlsim trace import IN OUT {example}`"
         )
 
@@ -187,6 +192,7 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
             return _checked_flags(series, null, refuse)
         case "numbers":
             return _checked_lists(series, null, refuse)
+    refuse(np.array([isinstance(v, bool | np.bool_) for v in series], dtype=bool), "is not a number")
     values = pd.to_numeric(series, errors="coerce").to_numpy(np.float64, na_value=np.nan)
     refuse(np.isnan(values) & ~null, "is not a number")
     refuse(np.isinf(values), "is infinite")

@@ -87,7 +87,10 @@ class Collector:
         given = {ours: row.get(theirs) for ours, theirs in self._asked.items()}
         if "response_tokens" in given:
             response.response_text, response.response_tokens = None, given["response_tokens"]
-        if response.response_tokens == 0 or response.response_text == "":
+        if response.response_tokens is None and response.response_text == "" and self._tokenizer is not None:
+            self.tally["{n} responses are empty texts: they ended at once, and count as one token"] += 1
+            response.response_tokens = 1
+        if response.response_tokens == 0 or (response.response_tokens is None and response.response_text == ""):
             self.tally["{n} responses of no tokens (aborted, or failed) are left out"] += 1
             return
         if "prompt_id" in given:

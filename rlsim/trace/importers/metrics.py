@@ -37,7 +37,7 @@ def is_metric_log(path: Path) -> bool:
 def _is_metrics_row(line: str) -> bool:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     if not isinstance(row, dict):
         return False

@@ -6,13 +6,17 @@ import difflib
 import gzip
 import json
 import math
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlsim.errors import TraceError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 CSV = (".csv", ".csv.gz")
@@ -127,7 +131,7 @@ def _json_rows(path: Path, project: str) -> Iterator[Row]:
                 empty = False
                 try:
                     values = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     cut = "" if line.endswith("\n") else "; the last line was cut while being written? Delete it"
                     raise TraceError(f"{path}: line {number}: not valid JSON: {error}{cut}") from None
                 if not isinstance(values, dict):
@@ -172,7 +176,7 @@ def _csv_rows(path: Path, project: str) -> Iterator[Row]:
     number = 0
     try:
         with pd.read_csv(path, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""]) as chunks:
-            for chunk in chunks:
+            while (chunk := _next(chunks)) is not None:
                 for values in chunk.astype(object).where(chunk.notna(), None).to_dict("records"):
                     number += 1
                     yield Row(path, f"row {number}", {str(k): _plain(v) for k, v in values.items()}, project)
@@ -180,10 +184,19 @@ def _csv_rows(path: Path, project: str) -> Iterator[Row]:
         raise TraceError(f"{path}: the file is empty") from None
     except UNREADABLE as error:
         raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
-    except (pd.errors.ParserError, ValueError) as error:
+    except (pd.errors.ParserError, pd.errors.ParserWarning, ValueError) as error:
         raise TraceError(f"{path}: not valid CSV: {str(error).strip()}") from None
     if number == 0:
         raise TraceError(f"{path}: the table has a header and no rows")
+
+
+def _next(chunks: Iterator[pd.DataFrame]) -> pd.DataFrame | None:
+    """The next rows; a row with more fields than the header is an error, not a row that loses some."""
+    from pandas.errors import ParserWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ParserWarning)
+        return next(chunks, None)
 
 
 def _plain(value: Any) -> Any:
