@@ -15,6 +15,8 @@ from scipy import stats
 
 import rlsim
 from rlsim.cli import main
+from rlsim.comparison.baseline import Baseline
+from rlsim.comparison.runs import Run
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.sweeps import run as running
 from rlsim.sweeps.task import Answer
@@ -180,6 +182,28 @@ def test_cases_and_tuned_systems(results: Path) -> None:
     assert list(found.table["trace.cap"]) == [512, 512, 2048, 2048]
     tuned = rlsim.compare([results / "tuned"]).table
     assert list(tuned["tuned"]) == ["tp 8", ""]
+
+
+def test_a_case_may_set_a_whole_block_and_write_units(results: Path, tmp_path: Path) -> None:
+    block = {"trace": {"path": "rollpacker-math", "cap": "1K"}, "workflow": {"prompts": 4, "responses": 4, "steps": 2}}
+    rlsim.run({**copy.deepcopy(EXPERIMENT), "cases": {"block": block, "key": {"trace.cap": "1K"}}}, out=tmp_path / "x")
+    table = rlsim.compare([results / "capped", tmp_path / "x"]).table
+    found = table[table["directory"] == str(tmp_path / "x")]
+    assert set(found["case"]) == {"block", "key"}
+    assert found["paired"].all()
+    assert found["step_speedup"].tolist() == pytest.approx([1.0] * 4)
+
+
+def test_the_work_to_find_baselines_grows_with_the_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = pd.DataFrame({"seed": [0]})
+    runs = [Run("d", f"p{i}", {"x": i}, "", name, "a", {}, "", "", steps) for i in range(200) for name in "ab"]
+    looked_at: list[Run] = []
+    matches = Baseline._matches
+    monkeypatch.setattr(Baseline, "_matches", lambda self, run, one: looked_at.append(one) or matches(self, run, one))
+    baseline = Baseline(runs, None)
+    found = [baseline.of(run) for run in runs]
+    assert [(one.point, one.system) for one in found if one] == [(run.point, "a") for run in runs]
+    assert len(looked_at) <= 4 * len(runs)
 
 
 def test_keys_in_which_directories_differ(results: Path) -> None:

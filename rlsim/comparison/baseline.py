@@ -19,6 +19,8 @@ class Baseline:
     def __init__(self, runs: Sequence[Run], asked: str | None) -> None:
         self._runs = runs
         self.missing: list[str] = []  # runs without one
+        # Names of a run's axes -> directory -> names of axes that both have -> their values -> runs.
+        self._by_axes: dict[frozenset[str], dict[str, dict[tuple[str, ...], dict[tuple[Any, ...], list[Run]]]]] = {}
         self._default = asked is None
         self._directory = self._system = self._key = self._value = ""
         directories = list(dict.fromkeys(run.directory for run in runs))
@@ -42,8 +44,7 @@ class Baseline:
 
     def of(self, run: Run) -> Run | None:
         """The run that `run` is compared with; None, and it is noted, if there is none, or not one alone."""
-        same_place = self._directory or run.directory
-        there = [one for one in self._runs if one.directory == same_place and self._matches(run, one)]
+        there = [one for one in self._same_axes(run) if self._matches(run, one)]
         elsewhere = self._directory or self._key
         wanted = [self._system or (run.system if elsewhere else run.baseline)]
         if self._directory and self._default and there:
@@ -55,13 +56,25 @@ class Baseline:
         self.missing.append(run.name)
         return None
 
+    def _same_axes(self, run: Run) -> list[Run]:
+        """Runs of the place to look in that agree in the axes that both have, but for the one that is asked for."""
+        names = frozenset(run.axes)
+        if names not in self._by_axes:
+            self._by_axes[names] = {}
+            for one in self._runs:
+                shared = tuple(key for key in one.axes if key in names and key != self._key)
+                values = tuple(one.axes[key] for key in shared)
+                self._by_axes[names].setdefault(one.directory, {}).setdefault(shared, {}).setdefault(values, []).append(
+                    one
+                )
+        there = self._by_axes[names].get(self._directory or run.directory, {})
+        return [one for shared, found in there.items() for one in found.get(tuple(run.axes[key] for key in shared), ())]
+
     def _matches(self, run: Run, other: Run) -> bool:
-        """Whether they agree in the case and in the axes that both have, but for the one that is asked for."""
+        """Whether they agree in the case, and the other has the value of an axis that is asked for."""
         if self._key and not _is(other.axes.get(self._key), self._value):
             return False
-        shared = (key for key in run.axes if key in other.axes and key != self._key)
-        same_case = run.case == other.case or not (run.case and other.case)
-        return same_case and all(run.axes[key] == other.axes[key] for key in shared)
+        return run.case == other.case or not (run.case and other.case)
 
 
 def _is(value: Any, text: str) -> bool:
