@@ -26,7 +26,7 @@ from rlsim.sweeps.axes import settings_of
 from rlsim.sweeps.points import Definition, load_sweep
 from rlsim.sweeps.schema import SweepSpec
 from rlsim.sweeps.store import LOCK, Store
-from rlsim.sweeps.task import Answer, Task
+from rlsim.sweeps.task import Answer, Failed, Task
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -343,7 +343,12 @@ def test_results_of_another_definition_are_never_mixed_in(two_workers: Path, tmp
     with pytest.raises(ConfigError, match=r"holds 3 points that this sweep does not have;"):
         rlsim.sweep(a_sweep(), out=target)
     assert contents(target) == before
+    Store(target).fail("p0123", Failed("why it failed"))
+    with pytest.raises(ConfigError, match="does not have"):
+        rlsim.sweep(a_sweep(), out=target)
+    assert Store(target).failure("p0123") == Failed("why it failed"), "a refused sweep removes nothing"
     rlsim.sweep(a_sweep(), out=target, prune=True)
+    assert Store(target).failure("p0123") is None
     assert len(ran(target)) == 5
     rlsim.sweep(a_sweep(), out=tmp_path / "fresh")
     assert contents(target) == contents(tmp_path / "fresh")
@@ -354,6 +359,12 @@ def test_directories_of_something_else_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and holds no sweep"):
         rlsim.sweep(a_sweep(), out=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    (tmp_path / "other").mkdir()
+    for text in ('{"method": "grid"}', "[1]"):
+        (tmp_path / "other" / "sweep.json").write_text(text)
+        with pytest.raises(ConfigError, match="not written by rlsim sweep"):
+            rlsim.sweep(a_sweep(), out=tmp_path / "other")
+        assert (tmp_path / "other" / "sweep.json").read_text() == text
     with pytest.raises(ConfigError, match="is a file"):
         rlsim.sweep(a_sweep(), out=tmp_path / "thesis.tex")
     with pytest.raises(ConfigError, match="holds no sweep"):
@@ -525,6 +536,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "--dry-run": "2 points",
         f"--out {out}": "2 points, 0 failed; results: ",
         f"--out {out} --quiet": out,
+        f"--out {out}[/b] --set name=[i]t[/i]": f"results: {out}[/b]",
         f"--out {out} --json": '"status": "done"',
         "--dry-run --json": '"trace.cap": 128',
     }.items():

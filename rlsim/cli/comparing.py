@@ -66,7 +66,7 @@ def _print(found: Comparison) -> None:
     from rlsim.sweeps.differences import shown
 
     letters = _letters(found)
-    console, plain = Console(), Console(soft_wrap=True, highlight=False, markup=False)
+    console, plain = Console(markup=False), Console(soft_wrap=True, highlight=False, markup=False)
     for directory, letter in letters.items():
         plain.print(f"{letter} = {directory}")
     for key, values in found.differences.items():
