@@ -17,7 +17,7 @@ from rlsim.report.frames.comparison import gpu_shares, seed_speedups
 from rlsim.report.frames.gantt import by_group, gantt, merged
 from rlsim.report.frames.lengths import survival, trained_lengths
 from rlsim.report.frames.rollout import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
-from rlsim.report.frames.sweep import best_systems, cut, is_grid, label, levels, varying
+from rlsim.report.frames.sweep import best_systems, cut, is_grid, is_number, label, levels, varying
 from rlsim.report.page import Page
 from rlsim.report.palette import BUBBLE
 from rlsim.report.sections.sweep import sweep_findings, sweep_section, sweep_table
@@ -229,11 +229,30 @@ def test_slices_and_best_systems_of_a_sweep() -> None:
     assert found[1] == "The largest speedup over verl is 1.20: other at cap 3."
 
 
+def test_values_of_an_axis_that_are_close_or_missing_are_told_apart() -> None:
+    close = [0.90001, 0.90002, 0.90003]
+    frame = points({"eta": close, "stage": [float("nan"), 3.0], "on": [None, True, False]})
+    assert len(best_systems(frame, ["eta", "stage", "on"])) == 18
+    assert varying(frame, ["eta", "stage", "on"]) == ["eta", "stage", "on"]
+    assert levels(frame["eta"]) == [repr(value) for value in close]
+    assert (levels(frame["stage"]), is_number(frame["stage"])) == (["none", "3"], False)
+    assert levels(frame["on"]) == ["none", "true", "false"]
+
+
+def test_findings_of_a_sweep_without_axes() -> None:
+    found = sweep_findings(points({"cap": [3]}).drop(columns="cap"), [], "verl")
+    assert found[0] == "Fastest at 1 point: verl in 1."
+    assert found[1].startswith("The largest speedup over verl is ")
+    assert found[1].endswith(": other.")
+
+
 @pytest.mark.parametrize(
     ("axes", "charts"),
     [
         ({"cap <b>": [1024, 2048, 16384]}, {"sweep-speedup", "sweep-step-time"}),
         ({"engine": ["a", "<i>b</i>"]}, {"sweep-speedup", "sweep-step-time"}),
+        ({"stage": [float("nan"), 3.0]}, {"sweep-speedup", "sweep-step-time"}),
+        ({"stage": [float("nan"), 3.0], "on": [None, True]}, {"sweep-best", "sweep-map-1"}),
         ({"cap": [1, 2], "prompts": [8, 16], "eta": [1.1, 1.2]}, {"sweep-best-1", "sweep-map-1-2", "sweep-map-2-1"}),
     ],
 )

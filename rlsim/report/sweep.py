@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from rlsim.errors import ConfigError
+from rlsim.report.frames.sweep import labels
 from rlsim.report.page import Block, Code, Listing, Page, Section, Table, Text
 from rlsim.report.sections.method import as_yaml, calibration_section
 from rlsim.report.sections.sweep import sweep_findings, sweep_section, sweep_table
@@ -52,7 +53,7 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
 
 
 def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:
-    found = [f"{value:,}" if isinstance(value, int) else f"{value}" for value in dict.fromkeys(values.tolist())]
+    found = list(dict.fromkeys(labels(values)))
     return found if len(found) <= most else [found[0], "…", found[-1]]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.report.charts.style import GRID, INK, WIDTH, data, finished, legend
-from rlsim.report.frames.sweep import SPEEDUP, STEP_TIME, is_number, label, levels
+from rlsim.report.frames.sweep import SPEEDUP, STEP_TIME, is_number, labels, levels
 from rlsim.report.palette import DASHES, DIVERGING, GREY, SERIES
 
 TITLES = {SPEEDUP: "speedup of the step", STEP_TIME: "mean step time (s)"}
@@ -19,7 +19,7 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
     import altair as alt
 
     systems = list(dict.fromkeys(points["system"]))
-    rows = points.assign(x=points[axis] if is_number(points[axis]) else points[axis].map(label), value=points[metric])
+    rows = points.assign(x=points[axis] if is_number(points[axis]) else labels(points[axis]), value=points[metric])
     shown = systems if len(systems) <= len(SERIES) else [*systems[: len(SERIES) - 1], "others"]
     rows["series"] = rows["system"].where(rows["system"].isin(shown), "others")
     colours = [*SERIES[: len(systems)]] if len(systems) <= len(SERIES) else [*SERIES[:-1], GREY]
@@ -65,7 +65,7 @@ def heatmap(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str, text: s
         points[text].astype(str) if text else points[metric].map(("{:.2f}" if metric == SPEEDUP else "{:,.1f}").format)
     )
     rows = pd.DataFrame(
-        {"x": points[x_axis].map(label), "y": points[y_axis].map(label), "value": points[metric], "text": shown}
+        {"x": labels(points[x_axis]), "y": labels(points[y_axis]), "value": points[metric], "text": shown}
     )
     colour, dark = _colour(rows["value"], metric)
     each = min(max((WIDTH - 140) // len(across), 34), 110)
@@ -93,8 +93,9 @@ def scatter(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str) -> Any:
     """The metric of one system as the colour of a dot at every point: for random sweeps."""
     import altair as alt
 
-    rows = points.assign(x=points[x_axis], y=points[y_axis], value=points[metric])[["x", "y", "value"]]
     kinds = ["Q" if is_number(points[axis]) else "N" for axis in (x_axis, y_axis)]
+    x, y = (points[axis] if is_number(points[axis]) else labels(points[axis]) for axis in (x_axis, y_axis))
+    rows = points.assign(x=x, y=y, value=points[metric])[["x", "y", "value"]]
     colour, _ = _colour(rows["value"], metric)
     chart = (
         alt.Chart(data(rows))

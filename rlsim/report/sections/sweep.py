@@ -108,13 +108,14 @@ def sweep_findings(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> t
     best = best_systems(frame, list(axes))
     counts = best["system"].value_counts()
     text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
-    sentences = [f"Fastest at {len(best):,} points: {text}."]
+    sentences = [f"Fastest at {len(best):,} point{'s' if len(best) > 1 else ''}: {text}."]
     others = frame[frame["system"] != baseline]
     if SPEEDUP in frame and others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")
         for word, row in (("largest", ordered.iloc[-1]), ("smallest", ordered.iloc[0])):
             at = ", ".join(f"{axis} {label(row[axis])}" for axis in shown)
-            sentences.append(f"The {word} speedup over {baseline} is {row[SPEEDUP]:.2f}: {row['system']} at {at}.")
+            who = f"{row['system']} at {at}" if at else row["system"]
+            sentences.append(f"The {word} speedup over {baseline} is {row[SPEEDUP]:.2f}: {who}.")
     return tuple(sentences)
 
 
