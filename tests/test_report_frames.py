@@ -243,7 +243,7 @@ def test_findings_of_a_sweep_without_axes() -> None:
     found = sweep_findings(points({"cap": [3]}).drop(columns="cap"), [], "verl")
     assert found[0] == "Fastest at 1 point: verl in 1."
     assert found[1].startswith("The largest speedup over verl is ")
-    assert found[1].endswith(": other.")
+    assert found[1].endswith(": pat.")
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,22 @@ def test_a_grown_sweep_runs_only_what_is_new(two_workers: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_sweep_killed_while_it_takes_on_another_axis_can_be_read(tmp_path: Path) -> None:
+    rlsim.sweep(a_sweep({"grid": {"trace.cap": [128, 256]}}), out=tmp_path)
+    grown = load_sweep(a_sweep({"grid": {"trace.cap": [128, 256], "training.zero_stage": [None, 3]}}))
+    store = Store(tmp_path)
+    store.write_definition(running._described(grown, store.definition()["tables"]))  # type: ignore[index]
+    store.restamp(grown.points[0], ["steps"])  # one file of many
+    found = rlsim.read_sweep(tmp_path)
+    assert found.points["status"].tolist() == ["done", "missing", "done", "missing"]
+    steps = found.table("steps", ["trace.cap", "step_time_s"])
+    assert list(steps) == ["point", "trace.cap", "step_time_s"]
+    assert steps["trace.cap"].tolist() == [128, 256]
+    assert list(found.table("steps"))[:3] == ["point", "trace.cap", "training.zero_stage"]
+    assert found.summary()["training.zero_stage"].isna().all()
+
+
+@pytest.mark.usefixtures("in_process")
 def test_more_tables_run_the_points_again_and_fewer_keep_what_is_there(two_workers: Path, tmp_path: Path) -> None:
     shutil.copytree(two_workers, tmp_path / "more")
     definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
