@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scipy import stats
 import rlsim
 from rlsim.cli import main
 from rlsim.comparison.baseline import Baseline
+from rlsim.comparison.intervals import paired, unpaired
 from rlsim.comparison.runs import Run
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.sweeps import run as running
@@ -192,6 +194,18 @@ def test_a_case_may_set_a_whole_block_and_write_units(results: Path, tmp_path: P
     assert set(found["case"]) == {"block", "key"}
     assert found["paired"].all()
     assert found["step_speedup"].tolist() == pytest.approx([1.0] * 4)
+
+
+@pytest.mark.filterwarnings("error")
+def test_times_of_zero_have_no_speedup() -> None:
+    def run(gen_s: Sequence[float]) -> Run:
+        columns = {"seed": range(3), "step_time_s": 1.0, "gen_time_s": gen_s, "gen_p90_time_s": 0.0}
+        return Run("d", "", {}, "", "a", "a", {}, "", "", pd.DataFrame(columns))
+
+    some, none, few = run([2.0, 4.0, 8.0]), run([0.0] * 3), run([1.0, 2.0, 0.0])
+    for one, other in ((some, none), (none, some), (none, none)):
+        assert np.isnan([*paired(one, other, "gen_time_s"), *unpaired(one, other, "gen_time_s")]).all()
+    assert paired(few, some, "gen_time_s") == pytest.approx((2.0, 2.0, 2.0)), "of the seeds that have both"
 
 
 def test_the_work_to_find_baselines_grows_with_the_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:

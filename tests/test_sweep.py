@@ -167,6 +167,17 @@ def test_points_that_cannot_be_are_found_before_anything_runs(axis: dict[str, An
         load_sweep(a_sweep({"grid": axis}))
 
 
+def test_axes_are_a_list_of_blocks() -> None:
+    with pytest.raises(ConfigError, match="axes: expected a list of blocks"):
+        load_sweep({**a_sweep(), "axes": {"trace.cap": [1]}})
+
+
+def test_a_log_that_cannot_be_written_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"log\.jsonl: cannot be written"):
+        Store(tmp_path).log({})
+
+
 def test_nothing_overrules_an_axis_silently() -> None:
     with pytest.raises(ConfigError, match=r"--set sets trace, which is an axis of the sweep \(trace.cap\)"):
         load_sweep(a_sweep(), overrides={"trace": {"fixed": 3}})
@@ -566,6 +577,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "--executor slurm": "expected local or ray",
         "--grid trace.cup=[1]": "did you mean 'cap'?",
         "--grid trace.cap=8": "expected a list of values",
+        "--grid trace.cap": "--grid trace.cap: expected key.path=value",
+        "--grid trace.cap=[1] --grid trace.cap=[2]": "--grid trace.cap is given twice",
     }.items():
         with pytest.raises(SystemExit) as left:
             _call("sweep", str(path), "--out", out, *wrong.split())

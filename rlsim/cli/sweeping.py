@@ -62,13 +62,18 @@ def sweep(
 
     Example: rlsim sweep pat_vs_static --grid "trace.cap=[4K, 8K]" --seeds 3 --out results/caps
     """
+    from rlsim.errors import ConfigError
     from rlsim.experiment.load import parse_overrides
     from rlsim.sweeps.points import load_sweep
     from rlsim.sweeps.run import run_definition
     from rlsim.sweeps.tables import COLUMNS
 
     sys.path += [str(folder) for folder in (Path(file).resolve().parent, Path.cwd())]  # as `rlsim run` does
-    definition = load_sweep(file, overrides=settings or (), seeds=seeds, axes=parse_overrides(grid or ()))
+    axes = parse_overrides(grid or (), "--grid")
+    for key in axes:
+        if sum(text.partition("=")[0] == key for text in grid or ()) > 1:
+            raise ConfigError(f"--grid {key} is given twice; give all its values at once")
+    definition = load_sweep(file, overrides=settings or (), seeds=seeds, axes=axes)
     if dry_run:
         _list(definition, as_json)
         return

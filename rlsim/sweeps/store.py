@@ -147,8 +147,11 @@ class Store:
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Add a line to the log."""
-        with (self.directory / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        try:
+            with (self.directory / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{self.directory / LOG}: cannot be written: {error.strerror}") from None
 
     def _write(self, path: Path, data: bytes) -> None:
         """The file whole or not at all, even if the power fails."""
