@@ -93,11 +93,11 @@ def test_systems_that_trained_on_the_same_lengths_are_one_line() -> None:
 
 
 def test_active_sequences_replicas_and_gpus() -> None:
-    responses = pd.DataFrame(
-        {"start_at": [0.0, 1.0, -5.0, 2.0, np.nan], "finish_at": [3.0, 4.0, 2.0, np.nan, np.nan]}
-    )  # the third was resumed, the fourth never finished, the last never began
+    stays = pd.DataFrame(
+        {"admitted_at": [0.0, 1.0, 3.0, 0.0, np.nan], "left_at": [3.0, 2.0, 4.0, 0.5, 5.0]}
+    )  # the second was preempted and came back as the third, the fourth was aborted, the last only waited
     at = np.array([0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0])
-    assert active_sequences(responses, 0.0, 5.0, at).tolist() == [2, 2, 3, 3, 2, 1, 0]
+    assert active_sequences(stays, at).tolist() == [2, 1, 2, 1, 1, 0, 0]
     spans = table(
         "spans",
         span(0, 2, 0.0, 2.0, "decode", label="replica 0"),
@@ -113,8 +113,11 @@ def test_active_sequences_replicas_and_gpus() -> None:
 def test_generation_counts_from_its_begin() -> None:
     one = results(
         calls=table("calls", RUN | {"call": "generate", "kind": "generate", "start_at": 2.0, "end_at": 6.0}),
-        responses=table(
-            "responses", RUN | {"start_at": 2.0, "finish_at": 4.0}, RUN | {"start_at": 2.0, "finish_at": 6.0}
+        stays=table(
+            "stays",
+            RUN | {"call": "generate", "admitted_at": 2.0, "left_at": 4.0},
+            RUN | {"call": "generate", "admitted_at": 2.0, "left_at": 6.0},
+            RUN | {"call": "judge", "admitted_at": 2.0, "left_at": 6.0},
         ),
         spans=table("spans", span(0, 4, 2.0, 6.0, "decode", label="replica 0"), span(0, 4, 6.0, 9.0, "train")),
         switches=table("switches", RUN | {"at": 3.0, "from_tp": 2, "to_tp": 4, "weights_s": 0.5, "kv_s": 0.25}),
