@@ -18,7 +18,7 @@ from rlsim.report.frames.gantt import by_group, gantt, merged
 from rlsim.report.frames.lengths import survival, trained_lengths
 from rlsim.report.frames.rollout import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
 from rlsim.report.frames.sweep import best_systems, cut, is_grid, is_number, label, levels, varying
-from rlsim.report.page import Page
+from rlsim.report.page import Page, Text
 from rlsim.report.palette import BUBBLE
 from rlsim.report.sections.sweep import sweep_findings, sweep_section, sweep_table
 
@@ -240,6 +240,16 @@ def test_values_of_an_axis_that_are_close_or_missing_are_told_apart() -> None:
     assert levels(frame["eta"]) == [repr(value) for value in close]
     assert (levels(frame["stage"]), is_number(frame["stage"])) == (["none", "3"], False)
     assert levels(frame["on"]) == ["none", "true", "false"]
+
+
+def test_a_system_without_a_speedup_at_any_point_is_not_drawn() -> None:
+    frame = points({"cap": [1, 2], "prompts": [8, 16]})
+    alone = (frame["system"] == "other") & (frame["cap"] == 2)  # where the baseline did not run
+    frame = frame[alone | ((frame["system"] != "other") & (frame["cap"] == 1))]
+    frame.loc[alone, ["speedup", "speedup_low", "speedup_high"]] = np.nan
+    blocks = sweep_section(frame, ["cap", "prompts"], "verl").blocks
+    texts = [block.text for block in blocks if isinstance(block, Text)]
+    assert texts == ["other has no speedup: verl did not run at any of its points."]
 
 
 def test_findings_of_a_sweep_without_axes() -> None:

@@ -80,6 +80,9 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
     compared = [name for name in systems if name != baseline or len(systems) == 1]
     for number, system in enumerate(compared[:_MOST_MAPS], 1):
         rows = part.points[part.points["system"] == system].dropna(subset=[metric])
+        if rows.empty:
+            yield Text(f"{system} has no speedup{where}: {baseline} did not run at any of its points.")
+            continue
         chart = heatmap(rows, x, y, metric) if grid else scatter(rows, x, y, metric)
         form = "Every cell is a point of the sweep." if grid else "Every dot is a point of the sweep."
         title = f"{system}: {_title(metric).lower()} over {x} and {y}{where}"
