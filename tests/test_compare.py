@@ -196,6 +196,19 @@ def test_a_case_may_set_a_whole_block_and_write_units(results: Path, tmp_path: P
     assert found["step_speedup"].tolist() == pytest.approx([1.0] * 4)
 
 
+def test_axes_that_go_together_are_a_baseline_together() -> None:
+    steps = pd.DataFrame({"seed": [0]})
+    places = [("8xh100", "h100-vllm"), ("8xh200", "h200-vllm")]
+    axes = [{"cluster": c, "calibration": k, "cap": cap} for c, k in places for cap in (1024, 2048)]
+    runs = [Run("d", f"p{i}", each, "", "a", "a", {}, "", "", steps) for i, each in enumerate(axes)]
+    baseline = Baseline(runs, "cluster=8xh100, calibration=h100-vllm")
+    assert [one.point if (one := baseline.of(run)) else "" for run in runs] == ["p0", "p1", "p0", "p1"]
+    alone = Baseline(runs, "cluster=8xh100")
+    assert [alone.of(run) is None for run in runs] == [False, False, True, True]
+    with pytest.raises(CatalogueError, match="unknown baseline"):
+        Baseline(runs, "cluster=8xh100,calibration=h200-vllm")
+
+
 @pytest.mark.filterwarnings("error")
 def test_times_of_zero_have_no_speedup() -> None:
     def run(gen_s: Sequence[float]) -> Run:

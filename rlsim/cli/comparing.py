@@ -25,7 +25,7 @@ def compare(
     directories: Annotated[list[str], typer.Argument(help="Directories that `rlsim run` or `rlsim sweep` wrote.")],
     baseline: Annotated[
         str | None,
-        typer.Option(help="A system, one of the directories, DIRECTORY:SYSTEM, or KEY.PATH=VALUE of an axis."),
+        typer.Option(help="A system, one of the directories, DIRECTORY:SYSTEM, or KEY.PATH=VALUE[,…] of axes."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything to this file; - prints it.")

@@ -46,7 +46,7 @@ def sweep(
     tables: Annotated[
         str | None,
         typer.Option(
-            help="Tables to keep beside steps and summary: calls (default), responses, switches, spans; or all."
+            help="Tables to keep beside steps and summary: calls (default), responses, stays, switches, spans; or all."
         ),
     ] = None,
     prune: Annotated[
