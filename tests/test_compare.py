@@ -242,6 +242,16 @@ def test_keys_in_which_directories_differ(results: Path) -> None:
     }
 
 
+def test_one_directory_written_in_two_ways_is_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(results)
+    assert len(rlsim.compare(["base", "./base/", "base/"]).table) == 2
+    found = rlsim.compare(["base", "pat/"], baseline="./base/:verl-tp8").table
+    assert set(found["baseline"]) == {"verl-tp8", "base:verl-tp8"}
+    assert set(rlsim.compare(["base", "sglang"], baseline="./sglang").table["baseline"]) == {
+        "sglang:verl-tp2", "sglang:verl-tp8", "verl-tp2", "verl-tp8",
+    }  # fmt: skip
+
+
 def test_directories_without_results(results: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds neither a run nor a sweep"):
         rlsim.compare([tmp_path])

@@ -252,6 +252,14 @@ def test_a_system_without_a_speedup_at_any_point_is_not_drawn() -> None:
     assert texts == ["other has no speedup: verl did not run at any of its points."]
 
 
+def test_findings_leave_out_the_baseline_of_each_point() -> None:
+    frame = points({"cap": [1, 2, 3]})
+    own = frame["system"].eq("other") & (frame["cap"] == 3) | frame["system"].eq("verl") & (frame["cap"] < 3)
+    frame.loc[own, "speedup"] = [99.0, 0.01, 99.0]
+    for sentence in sweep_findings(frame, ["cap"], "the point's baseline", own)[1:]:
+        assert not any(number in sentence for number in ("99", "0.01"))
+
+
 def test_findings_of_a_sweep_without_axes() -> None:
     found = sweep_findings(points({"cap": [3]}).drop(columns="cap"), [], "verl")
     assert found[0] == "Fastest at 1 point: verl in 1."

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import rlsim
 from rlsim.cli import main
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.columns import SUMMARY
+from rlsim.sweeps import local
 from rlsim.sweeps import run as running
 from rlsim.sweeps.axes import settings_of
 from rlsim.sweeps.points import Definition, load_sweep
@@ -504,6 +506,20 @@ def test_a_worker_that_dies_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # ------------------------------------------------------------------------------------------ killed and interrupted
+
+
+def test_workers_that_never_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stillborn(local._Worker):
+        def __init__(self, context: SpawnContext) -> None:
+            super().__init__(context)
+            self._process.kill()
+
+    monkeypatch.setattr(local, "_Worker", Stillborn)
+    monkeypatch.setattr(local, "MOST_ATTEMPTS", 1)
+    point = load_sweep(a_sweep()).points[0]
+    task = Task(point.name, point.config, point.inputs, point.axes, ("summary",), "tiny", Path())
+    with pytest.raises(RlsimError, match=r"cannot start: its worker process was killed by signal 9"):
+        list(local.run_locally([task], 1))
 
 
 @pytest.fixture

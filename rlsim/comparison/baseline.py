@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlsim.comparison.runs import Run
@@ -33,10 +34,10 @@ class Baseline:
         settings = _settings_in(asked, runs)
         if asked in systems:
             self._system = asked
-        elif asked.rstrip("/") in directories:
-            self._directory = asked.rstrip("/")
-        elif colon and directory.rstrip("/") in directories and system in systems:
-            self._directory, self._system = directory.rstrip("/"), system
+        elif str(Path(asked)) in directories:
+            self._directory = str(Path(asked))
+        elif colon and str(Path(directory)) in directories and system in systems:
+            self._directory, self._system = str(Path(directory)), system
         elif settings:
             self._settings = settings
         else:

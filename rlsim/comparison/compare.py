@@ -58,7 +58,7 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
     """
     if not directories:
         raise ConfigError("name at least one directory of results")
-    runs = [run for directory in dict.fromkeys(map(str, directories)) for run in runs_in(directory)]
+    runs = [run for directory in dict.fromkeys(map(Path, directories)) for run in runs_in(directory)]
     choose = Baseline(runs, baseline)
     axes = list(dict.fromkeys(key for run in runs for key in run.axes))
     between = differences([run.settings for run in runs])

@@ -46,7 +46,8 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     facts = [("Experiment", str(first["experiment"]["name"])), ("Points", f"{len(sweep.points):,}")]
     facts += [(name, ", ".join(_labels(frame[name]))) for name in axes]
     facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
-    findings = sweep_findings(frame, axes, baseline)
+    own = frame["system"] == frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
+    findings = sweep_findings(frame, axes, baseline, own)
     return Page(
         title or sweep.name, str(first["experiment"].get("description", "")), findings, tuple(sections), tuple(facts)
     )

@@ -105,14 +105,19 @@ def _meaning(metric: str, baseline: str) -> str:
     return "Mean step time in seconds; less is better."
 
 
-def sweep_findings(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> tuple[str, ...]:
-    """How often each system is the fastest, and where the speedup is largest and smallest."""
+def sweep_findings(
+    frame: pd.DataFrame, axes: Sequence[str], baseline: str, own: pd.Series[bool] | None = None
+) -> tuple[str, ...]:
+    """How often each system is the fastest, and where the speedup is largest and smallest.
+
+    `own` says which rows are the baseline's at their point, where it is not the same at all of them.
+    """
     shown = varying(frame, axes)
     best = best_systems(frame, list(axes))
     counts = best["system"].value_counts()
     text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
     sentences = [f"Fastest at {len(best):,} point{'s' if len(best) > 1 else ''}: {text}."]
-    others = frame[frame["system"] != baseline]
+    others = frame[~(frame["system"].eq(baseline) if own is None else own)]
     if SPEEDUP in frame and others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")
         for word, row in (("largest", ordered.iloc[-1]), ("smallest", ordered.iloc[0])):
