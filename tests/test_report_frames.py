@@ -13,6 +13,7 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result
 from rlsim.report.choice import Choice
+from rlsim.report.charts.style import label_angle
 from rlsim.report.frames.comparison import gpu_shares, seed_speedups
 from rlsim.report.frames.gantt import by_group, gantt, merged
 from rlsim.report.frames.lengths import survival, trained_lengths
@@ -258,6 +259,12 @@ def test_findings_leave_out_the_baseline_of_each_point() -> None:
     frame.loc[own, "speedup"] = [99.0, 0.01, 99.0]
     for sentence in sweep_findings(frame, ["cap"], "the point's baseline", own)[1:]:
         assert not any(number in sentence for number in ("99", "0.01"))
+
+
+def test_labels_that_do_not_fit_beside_each_other_are_turned() -> None:
+    assert label_angle(["1,024", "2,048"], 120) == 0
+    assert label_angle(["calibrations/mine-1.yaml", "calibrations/mine-2.yaml"], 300) == -40
+    assert label_angle([f"{i}" for i in range(30)], 300) == -40
 
 
 def test_findings_of_a_sweep_without_axes() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.report.charts.style import GRID, INK, WIDTH, data, finished, legend
+from rlsim.report.charts.style import GRID, INK, WIDTH, data, finished, label_angle, legend
 from rlsim.report.frames.sweep import SPEEDUP, STEP_TIME, is_number, labels, levels
 from rlsim.report.palette import DASHES, DIVERGING, GREY, SERIES
 
@@ -33,7 +33,8 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
         axis_look = alt.Axis(values=values or alt.Undefined, format=",~f", labelOverlap="greedy")
         x = alt.X("x:Q", title=axis, scale=scale, axis=axis_look)
     else:
-        x = alt.X("x:N", title=axis, sort=levels(points[axis]), axis=alt.Axis(labelAngle=0))
+        names = levels(points[axis])
+        x = alt.X("x:N", title=axis, sort=names, axis=alt.Axis(labelAngle=label_angle(names, WIDTH - 80)))
     y = alt.Y("value:Q", title=TITLES[metric], scale=alt.Scale(zero=metric == STEP_TIME))
     colour = alt.Color("series:N", scale=alt.Scale(domain=shown, range=colours), legend=key)
     dash = alt.StrokeDash(
@@ -70,7 +71,7 @@ def heatmap(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str, text: s
     colour, dark = _colour(rows["value"], metric)
     each = min(max((WIDTH - 140) // len(across), 34), 110)
     widest = max(rows["text"].str.len()) * 7
-    x = alt.X("x:N", sort=across, title=x_axis, axis=alt.Axis(labelAngle=0 if each > 44 else -40))
+    x = alt.X("x:N", sort=across, title=x_axis, axis=alt.Axis(labelAngle=label_angle(across, each * len(across))))
     y = alt.Y("y:N", sort=down[::-1] if is_number(points[y_axis]) else down, title=y_axis)
     base = alt.Chart(data(rows)).encode(x=x, y=y)
     cells = base.mark_rect(stroke=GRID).encode(
