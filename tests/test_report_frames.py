@@ -12,8 +12,8 @@ from browser import open_page
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result
-from rlsim.report.choice import Choice
 from rlsim.report.charts.style import label_angle
+from rlsim.report.choice import Choice
 from rlsim.report.frames.comparison import gpu_shares, seed_speedups
 from rlsim.report.frames.gantt import by_group, gantt, merged
 from rlsim.report.frames.lengths import survival, trained_lengths
