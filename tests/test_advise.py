@@ -1,5 +1,6 @@
 """`rlsim advise`: idle time by cause on timelines made by hand, memory, ranking, GPU counts, and the command."""
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -315,8 +316,8 @@ def result_of(times: dict[str, list[float]], baseline: str = "b", waiting: dict[
     ]  # fmt: skip
     manifest = {"baseline": baseline, "tuned": {"": {}}, "experiment": {"workflow": {"responses": 4}}}
     nothing = pd.DataFrame()
-    return Result(steps=pd.DataFrame(rows), responses=nothing, calls=nothing, switches=nothing, spans=nothing,
-                  manifest=manifest)  # fmt: skip
+    return Result(steps=pd.DataFrame(rows), responses=nothing, stays=nothing, calls=nothing, switches=nothing,
+                  spans=nothing, manifest=manifest)  # fmt: skip
 
 
 def test_systems_are_ranked_and_paired() -> None:
@@ -459,6 +460,14 @@ def test_results_are_those_of_a_run(advice: tuple[Advice, Path]) -> None:
     assert list(tables) == [name for name, _, _ in SECTIONS]
     assert tables["ranking"]["system"].tolist() == found.tables["ranking"]["system"].tolist()
     assert read_tables(out.parent) == {}
+
+
+def test_the_report_of_an_advice_leads_with_it(advice: tuple[Advice, Path], tmp_path: Path) -> None:
+    found, out = advice
+    text = html.unescape(rlsim.write_report(out, tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert all(sentence[1:] in text for sentence in found.conclusions)
+    assert "What fits: rollout" in text
+    assert "Number of GPUs" in text
 
 
 def test_the_ranking_is_paired_on_the_same_responses(advice: tuple[Advice, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -333,3 +334,21 @@ def test_results_in_memory_need_a_path_and_old_results_a_new_run(result: Result,
     with pytest.raises(ConfigError, match="run again"):
         write_report(old, tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_reported_with_its_failures(tmp_path: Path) -> None:
+    base = experiment(cases={}, systems=[{"verl": {"tp": [1, 2]}}], seeds=1)
+    axes = {"trace.cap": ["1K", "2K"], "memory_utilization": [0.9, 0.2]}  # 20% hold no model
+    sweep = rlsim.sweep(base, axes=axes, out=tmp_path / "sweep", workers=1)
+    assert len(sweep.failed) == 2
+    page = rlsim.write_report(tmp_path / "sweep")
+    assert page == tmp_path / "sweep" / "report.html"
+    text = page.read_text(encoding="utf-8")
+    assert "trace.cap (tokens)" in text
+    assert all(error.splitlines()[0][:40] in html.unescape(text) for error in sweep.failed.values())
+    opened = open_page(page, tmp_path / "browser")
+    assert opened.console == []
+    assert opened.undrawn() == []
+    assert {"sweep-speedup", "sweep-step-time"} <= set(opened.charts())
+    with pytest.raises(ConfigError, match="is a sweep"):
+        rlsim.write_report(tmp_path / "sweep", seed=0)
