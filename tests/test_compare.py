@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from scipy import stats
 
 import rlsim
 from rlsim.cli import main
+from rlsim.comparison.baseline import Baseline
+from rlsim.comparison.intervals import paired, unpaired
+from rlsim.comparison.runs import Run
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.sweeps import run as running
 from rlsim.sweeps.task import Answer
@@ -182,6 +186,53 @@ def test_cases_and_tuned_systems(results: Path) -> None:
     assert list(tuned["tuned"]) == ["tp 8", ""]
 
 
+def test_a_case_may_set_a_whole_block_and_write_units(results: Path, tmp_path: Path) -> None:
+    block = {"trace": {"path": "rollpacker-math", "cap": "1K"}, "workflow": {"prompts": 4, "responses": 4, "steps": 2}}
+    rlsim.run({**copy.deepcopy(EXPERIMENT), "cases": {"block": block, "key": {"trace.cap": "1K"}}}, out=tmp_path / "x")
+    table = rlsim.compare([results / "capped", tmp_path / "x"]).table
+    found = table[table["directory"] == str(tmp_path / "x")]
+    assert set(found["case"]) == {"block", "key"}
+    assert found["paired"].all()
+    assert found["step_speedup"].tolist() == pytest.approx([1.0] * 4)
+
+
+def test_axes_that_go_together_are_a_baseline_together() -> None:
+    steps = pd.DataFrame({"seed": [0]})
+    places = [("8xh100", "h100-vllm"), ("8xh200", "h200-vllm")]
+    axes = [{"cluster": c, "calibration": k, "cap": cap} for c, k in places for cap in (1024, 2048)]
+    runs = [Run("d", f"p{i}", each, "", "a", "a", {}, "", "", steps) for i, each in enumerate(axes)]
+    baseline = Baseline(runs, "cluster=8xh100, calibration=h100-vllm")
+    assert [one.point if (one := baseline.of(run)) else "" for run in runs] == ["p0", "p1", "p0", "p1"]
+    alone = Baseline(runs, "cluster=8xh100")
+    assert [alone.of(run) is None for run in runs] == [False, False, True, True]
+    with pytest.raises(CatalogueError, match="unknown baseline"):
+        Baseline(runs, "cluster=8xh100,calibration=h200-vllm")
+
+
+@pytest.mark.filterwarnings("error")
+def test_times_of_zero_have_no_speedup() -> None:
+    def run(gen_s: Sequence[float]) -> Run:
+        columns = {"seed": range(3), "step_time_s": 1.0, "gen_time_s": gen_s, "gen_p90_time_s": 0.0}
+        return Run("d", "", {}, "", "a", "a", {}, "", "", pd.DataFrame(columns))
+
+    some, none, few = run([2.0, 4.0, 8.0]), run([0.0] * 3), run([1.0, 2.0, 0.0])
+    for one, other in ((some, none), (none, some), (none, none)):
+        assert np.isnan([*paired(one, other, "gen_time_s"), *unpaired(one, other, "gen_time_s")]).all()
+    assert paired(few, some, "gen_time_s") == pytest.approx((2.0, 2.0, 2.0)), "of the seeds that have both"
+
+
+def test_the_work_to_find_baselines_grows_with_the_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = pd.DataFrame({"seed": [0]})
+    runs = [Run("d", f"p{i}", {"x": i}, "", name, "a", {}, "", "", steps) for i in range(200) for name in "ab"]
+    looked_at: list[Run] = []
+    matches = Baseline._matches
+    monkeypatch.setattr(Baseline, "_matches", lambda self, run, one: looked_at.append(one) or matches(self, run, one))
+    baseline = Baseline(runs, None)
+    found = [baseline.of(run) for run in runs]
+    assert [(one.point, one.system) for one in found if one] == [(run.point, "a") for run in runs]
+    assert len(looked_at) <= 4 * len(runs)
+
+
 def test_keys_in_which_directories_differ(results: Path) -> None:
     found = rlsim.compare([results / "base", results / "sglang", results / "capped"])
     named = {key: [*values.values()] for key, values in found.differences.items()}
@@ -189,6 +240,16 @@ def test_keys_in_which_directories_differ(results: Path) -> None:
         "calibration": ["h100-vllm", "h100-sglang", "h100-vllm"],
         "trace.cap": [2048, 2048, 1024],
     }
+
+
+def test_one_directory_written_in_two_ways_is_one(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(results)
+    assert len(rlsim.compare(["base", "./base/", "base/"]).table) == 2
+    found = rlsim.compare(["base", "pat/"], baseline="./base/:verl-tp8").table
+    assert set(found["baseline"]) == {"verl-tp8", "base:verl-tp8"}
+    assert set(rlsim.compare(["base", "sglang"], baseline="./sglang").table["baseline"]) == {
+        "sglang:verl-tp2", "sglang:verl-tp8", "verl-tp2", "verl-tp8",
+    }  # fmt: skip
 
 
 def test_directories_without_results(results: Path, tmp_path: Path) -> None:

@@ -327,6 +327,14 @@ def test_a_policy_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, capsy
     assert "drops whatever is left" in _output(monkeypatch, capsys, "list", "policies")
 
 
+def test_cases_whose_systems_differ() -> None:
+    cases = {"small": {"memory_utilization": 0.24}, "big": {}}
+    result = rlsim.run(experiment(seeds=1, cases=cases, systems=[{"verl": {"tp": [1, 8]}}, "pat"], baseline="pat"))
+    summary = result.summary()  # pandas would warn of an index that is not sorted
+    assert summary["case"].tolist() == ["small", "small", "big", "big", "big"]
+    assert summary["speedup"].notna().all()
+
+
 def test_cases() -> None:
     cases = {"1K": {"trace.cap": "1K"}, "2K": {"trace.cap": "2K", "workflow.steps": 1}}
     result = rlsim.run(experiment(seeds=1, cases=cases, baseline="verl", systems=["verl", "pat"]))

@@ -12,13 +12,14 @@ from browser import open_page
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result
+from rlsim.report.charts.style import label_angle
 from rlsim.report.choice import Choice
 from rlsim.report.frames.comparison import gpu_shares, seed_speedups
 from rlsim.report.frames.gantt import by_group, gantt, merged
 from rlsim.report.frames.lengths import survival, trained_lengths
 from rlsim.report.frames.rollout import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
-from rlsim.report.frames.sweep import best_systems, cut, is_grid, label, levels, varying
-from rlsim.report.page import Page
+from rlsim.report.frames.sweep import best_systems, cut, is_grid, is_number, label, levels, varying
+from rlsim.report.page import Page, Text
 from rlsim.report.palette import BUBBLE
 from rlsim.report.sections.sweep import sweep_findings, sweep_section, sweep_table
 
@@ -93,11 +94,11 @@ def test_systems_that_trained_on_the_same_lengths_are_one_line() -> None:
 
 
 def test_active_sequences_replicas_and_gpus() -> None:
-    responses = pd.DataFrame(
-        {"start_at": [0.0, 1.0, -5.0, 2.0, np.nan], "finish_at": [3.0, 4.0, 2.0, np.nan, np.nan]}
-    )  # the third was resumed, the fourth never finished, the last never began
+    stays = pd.DataFrame(
+        {"admitted_at": [0.0, 1.0, 3.0, 0.0, np.nan], "left_at": [3.0, 2.0, 4.0, 0.5, 5.0]}
+    )  # the second was preempted and came back as the third, the fourth was aborted, the last only waited
     at = np.array([0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0])
-    assert active_sequences(responses, 0.0, 5.0, at).tolist() == [2, 2, 3, 3, 2, 1, 0]
+    assert active_sequences(stays, at).tolist() == [2, 1, 2, 1, 1, 0, 0]
     spans = table(
         "spans",
         span(0, 2, 0.0, 2.0, "decode", label="replica 0"),
@@ -113,8 +114,11 @@ def test_active_sequences_replicas_and_gpus() -> None:
 def test_generation_counts_from_its_begin() -> None:
     one = results(
         calls=table("calls", RUN | {"call": "generate", "kind": "generate", "start_at": 2.0, "end_at": 6.0}),
-        responses=table(
-            "responses", RUN | {"start_at": 2.0, "finish_at": 4.0}, RUN | {"start_at": 2.0, "finish_at": 6.0}
+        stays=table(
+            "stays",
+            RUN | {"call": "generate", "admitted_at": 2.0, "left_at": 4.0},
+            RUN | {"call": "generate", "admitted_at": 2.0, "left_at": 6.0},
+            RUN | {"call": "judge", "admitted_at": 2.0, "left_at": 6.0},
         ),
         spans=table("spans", span(0, 4, 2.0, 6.0, "decode", label="replica 0"), span(0, 4, 6.0, 9.0, "train")),
         switches=table("switches", RUN | {"at": 3.0, "from_tp": 2, "to_tp": 4, "weights_s": 0.5, "kv_s": 0.25}),
@@ -229,11 +233,54 @@ def test_slices_and_best_systems_of_a_sweep() -> None:
     assert found[1] == "The largest speedup over verl is 1.20: other at cap 3."
 
 
+def test_values_of_an_axis_that_are_close_or_missing_are_told_apart() -> None:
+    close = [0.90001, 0.90002, 0.90003]
+    frame = points({"eta": close, "stage": [float("nan"), 3.0], "on": [None, True, False]})
+    assert len(best_systems(frame, ["eta", "stage", "on"])) == 18
+    assert varying(frame, ["eta", "stage", "on"]) == ["eta", "stage", "on"]
+    assert levels(frame["eta"]) == [repr(value) for value in close]
+    assert (levels(frame["stage"]), is_number(frame["stage"])) == (["none", "3"], False)
+    assert levels(frame["on"]) == ["none", "true", "false"]
+
+
+def test_a_system_without_a_speedup_at_any_point_is_not_drawn() -> None:
+    frame = points({"cap": [1, 2], "prompts": [8, 16]})
+    alone = (frame["system"] == "other") & (frame["cap"] == 2)  # where the baseline did not run
+    frame = frame[alone | ((frame["system"] != "other") & (frame["cap"] == 1))]
+    frame.loc[alone, ["speedup", "speedup_low", "speedup_high"]] = np.nan
+    blocks = sweep_section(frame, ["cap", "prompts"], "verl").blocks
+    texts = [block.text for block in blocks if isinstance(block, Text)]
+    assert texts == ["other has no speedup: verl did not run at any of its points."]
+
+
+def test_findings_leave_out_the_baseline_of_each_point() -> None:
+    frame = points({"cap": [1, 2, 3]})
+    own = frame["system"].eq("other") & (frame["cap"] == 3) | frame["system"].eq("verl") & (frame["cap"] < 3)
+    frame.loc[own, "speedup"] = [99.0, 0.01, 99.0]
+    for sentence in sweep_findings(frame, ["cap"], "the point's baseline", own)[1:]:
+        assert not any(number in sentence for number in ("99", "0.01"))
+
+
+def test_labels_that_do_not_fit_beside_each_other_are_turned() -> None:
+    assert label_angle(["1,024", "2,048"], 120) == 0
+    assert label_angle(["calibrations/mine-1.yaml", "calibrations/mine-2.yaml"], 300) == -40
+    assert label_angle([f"{i}" for i in range(30)], 300) == -40
+
+
+def test_findings_of_a_sweep_without_axes() -> None:
+    found = sweep_findings(points({"cap": [3]}).drop(columns="cap"), [], "verl")
+    assert found[0] == "Fastest at 1 point: verl in 1."
+    assert found[1].startswith("The largest speedup over verl is ")
+    assert found[1].endswith(": pat.")
+
+
 @pytest.mark.parametrize(
     ("axes", "charts"),
     [
         ({"cap <b>": [1024, 2048, 16384]}, {"sweep-speedup", "sweep-step-time"}),
         ({"engine": ["a", "<i>b</i>"]}, {"sweep-speedup", "sweep-step-time"}),
+        ({"stage": [float("nan"), 3.0]}, {"sweep-speedup", "sweep-step-time"}),
+        ({"stage": [float("nan"), 3.0], "on": [None, True]}, {"sweep-best", "sweep-map-1"}),
         ({"cap": [1, 2], "prompts": [8, 16], "eta": [1.1, 1.2]}, {"sweep-best-1", "sweep-map-1-2", "sweep-map-2-1"}),
     ],
 )

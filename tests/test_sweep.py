@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ import rlsim
 from rlsim.cli import main
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.columns import SUMMARY
+from rlsim.sweeps import local
 from rlsim.sweeps import run as running
 from rlsim.sweeps.axes import settings_of
 from rlsim.sweeps.points import Definition, load_sweep
 from rlsim.sweeps.schema import SweepSpec
 from rlsim.sweeps.store import LOCK, Store
-from rlsim.sweeps.task import Answer, Task
+from rlsim.sweeps.task import Answer, Failed, Task
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -165,6 +167,17 @@ def test_every_mistake_of_every_point_is_told_with_its_line(tmp_path: Path, monk
 def test_points_that_cannot_be_are_found_before_anything_runs(axis: dict[str, Any], message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         load_sweep(a_sweep({"grid": axis}))
+
+
+def test_axes_are_a_list_of_blocks() -> None:
+    with pytest.raises(ConfigError, match="axes: expected a list of blocks"):
+        load_sweep({**a_sweep(), "axes": {"trace.cap": [1]}})
+
+
+def test_a_log_that_cannot_be_written_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"log\.jsonl: cannot be written"):
+        Store(tmp_path).log({})
 
 
 def test_nothing_overrules_an_axis_silently() -> None:
@@ -323,6 +336,22 @@ def test_a_grown_sweep_runs_only_what_is_new(two_workers: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_sweep_killed_while_it_takes_on_another_axis_can_be_read(tmp_path: Path) -> None:
+    rlsim.sweep(a_sweep({"grid": {"trace.cap": [128, 256]}}), out=tmp_path)
+    grown = load_sweep(a_sweep({"grid": {"trace.cap": [128, 256], "training.zero_stage": [None, 3]}}))
+    store = Store(tmp_path)
+    store.write_definition(running._described(grown, store.definition()["tables"]))  # type: ignore[index]
+    store.restamp(grown.points[0], ["steps"])  # one file of many
+    found = rlsim.read_sweep(tmp_path)
+    assert found.points["status"].tolist() == ["done", "missing", "done", "missing"]
+    steps = found.table("steps", ["trace.cap", "step_time_s"])
+    assert list(steps) == ["point", "trace.cap", "step_time_s"]
+    assert steps["trace.cap"].tolist() == [128, 256]
+    assert list(found.table("steps"))[:3] == ["point", "trace.cap", "training.zero_stage"]
+    assert found.summary()["training.zero_stage"].isna().all()
+
+
+@pytest.mark.usefixtures("in_process")
 def test_more_tables_run_the_points_again_and_fewer_keep_what_is_there(two_workers: Path, tmp_path: Path) -> None:
     shutil.copytree(two_workers, tmp_path / "more")
     definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
@@ -343,7 +372,12 @@ def test_results_of_another_definition_are_never_mixed_in(two_workers: Path, tmp
     with pytest.raises(ConfigError, match=r"holds 3 points that this sweep does not have;"):
         rlsim.sweep(a_sweep(), out=target)
     assert contents(target) == before
+    Store(target).fail("p0123", Failed("why it failed"))
+    with pytest.raises(ConfigError, match="does not have"):
+        rlsim.sweep(a_sweep(), out=target)
+    assert Store(target).failure("p0123") == Failed("why it failed"), "a refused sweep removes nothing"
     rlsim.sweep(a_sweep(), out=target, prune=True)
+    assert Store(target).failure("p0123") is None
     assert len(ran(target)) == 5
     rlsim.sweep(a_sweep(), out=tmp_path / "fresh")
     assert contents(target) == contents(tmp_path / "fresh")
@@ -354,6 +388,12 @@ def test_directories_of_something_else_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and holds no sweep"):
         rlsim.sweep(a_sweep(), out=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    (tmp_path / "other").mkdir()
+    for text in ('{"method": "grid"}', "[1]"):
+        (tmp_path / "other" / "sweep.json").write_text(text)
+        with pytest.raises(ConfigError, match="not written by rlsim sweep"):
+            rlsim.sweep(a_sweep(), out=tmp_path / "other")
+        assert (tmp_path / "other" / "sweep.json").read_text() == text
     with pytest.raises(ConfigError, match="is a file"):
         rlsim.sweep(a_sweep(), out=tmp_path / "thesis.tex")
     with pytest.raises(ConfigError, match="holds no sweep"):
@@ -468,6 +508,20 @@ def test_a_worker_that_dies_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 # ------------------------------------------------------------------------------------------ killed and interrupted
 
 
+def test_workers_that_never_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stillborn(local._Worker):
+        def __init__(self, context: SpawnContext) -> None:
+            super().__init__(context)
+            self._process.kill()
+
+    monkeypatch.setattr(local, "_Worker", Stillborn)
+    monkeypatch.setattr(local, "MOST_ATTEMPTS", 1)
+    point = load_sweep(a_sweep()).points[0]
+    task = Task(point.name, point.config, point.inputs, point.axes, ("summary",), "tiny", Path())
+    with pytest.raises(RlsimError, match=r"cannot start: its worker process was killed by signal 9"):
+        list(local.run_locally([task], 1))
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     """A sweep of ten points as a command."""
@@ -525,6 +579,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "--dry-run": "2 points",
         f"--out {out}": "2 points, 0 failed; results: ",
         f"--out {out} --quiet": out,
+        f"--out {out}[/b] --set name=[i]t[/i]": f"results: {out}[/b]",
         f"--out {out} --json": '"status": "done"',
         "--dry-run --json": '"trace.cap": 128',
     }.items():
@@ -538,6 +593,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "--executor slurm": "expected local or ray",
         "--grid trace.cup=[1]": "did you mean 'cap'?",
         "--grid trace.cap=8": "expected a list of values",
+        "--grid trace.cap": "--grid trace.cap: expected key.path=value",
+        "--grid trace.cap=[1] --grid trace.cap=[2]": "--grid trace.cap is given twice",
     }.items():
         with pytest.raises(SystemExit) as left:
             _call("sweep", str(path), "--out", out, *wrong.split())

@@ -245,6 +245,10 @@ def test_names_that_are_not_there(pat: Path, tmp_path: Path) -> None:
             write_timeline(pat, out, **chosen)
     with pytest.raises(ConfigError, match=r"one of \.json, \.json\.gz"):
         write_timeline(pat, tmp_path / "timeline.html")
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is a sweep, which has no timeline"):
+        write_timeline(tmp_path, tmp_path / "timeline.json")
+    (tmp_path / "sweep.json").unlink()
     with pytest.raises(ConfigError, match="holds no rlsim results"):
         write_timeline(tmp_path, out)
     assert not list(tmp_path.iterdir())

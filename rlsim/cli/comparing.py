@@ -25,7 +25,7 @@ def compare(
     directories: Annotated[list[str], typer.Argument(help="Directories that `rlsim run` or `rlsim sweep` wrote.")],
     baseline: Annotated[
         str | None,
-        typer.Option(help="A system, one of the directories, DIRECTORY:SYSTEM, or KEY.PATH=VALUE of an axis."),
+        typer.Option(help="A system, one of the directories, DIRECTORY:SYSTEM, or KEY.PATH=VALUE[,…] of axes."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything to this file; - prints it.")
@@ -66,7 +66,7 @@ def _print(found: Comparison) -> None:
     from rlsim.sweeps.differences import shown
 
     letters = _letters(found)
-    console, plain = Console(), Console(soft_wrap=True, highlight=False, markup=False)
+    console, plain = Console(markup=False), Console(soft_wrap=True, highlight=False, markup=False)
     for directory, letter in letters.items():
         plain.print(f"{letter} = {directory}")
     for key, values in found.differences.items():

@@ -75,7 +75,7 @@ def run_and_print(
         return
     from rich.console import Console
 
-    console = Console()
+    console = Console(markup=False)
     for table in _tables(result):
         console.print(table)
         console.print()

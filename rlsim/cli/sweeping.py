@@ -62,7 +62,7 @@ def sweep(
     tables: Annotated[
         str | None,
         typer.Option(
-            help="Tables to keep beside steps and summary: calls (default), responses, switches, spans; or all."
+            help="Tables to keep beside steps and summary: calls (default), responses, stays, switches, spans; or all."
         ),
     ] = None,
     prune: Annotated[
@@ -78,13 +78,18 @@ def sweep(
 
     Example: rlsim sweep pat_vs_static --grid "trace.cap=[4K, 8K]" --seeds 3 --out results/caps
     """
+    from rlsim.errors import ConfigError
     from rlsim.experiment.load import parse_overrides
     from rlsim.sweeps.points import load_sweep
     from rlsim.sweeps.run import run_definition
     from rlsim.sweeps.tables import COLUMNS
 
     sys.path += [str(folder) for folder in (Path(file).resolve().parent, Path.cwd())]  # as `rlsim run` does
-    definition = load_sweep(file, overrides=settings or (), seeds=seeds, axes=parse_overrides(grid or ()))
+    axes = parse_overrides(grid or (), "--grid")
+    for key in axes:
+        if sum(text.partition("=")[0] == key for text in grid or ()) > 1:
+            raise ConfigError(f"--grid {key} is given twice; give all its values at once")
+    definition = load_sweep(file, overrides=settings or (), seeds=seeds, axes=axes)
     if dry_run:
         _list(definition, as_json)
         return
@@ -182,14 +187,16 @@ def _list(definition: Definition, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([dict(zip(["point", *axes], row, strict=True)) for row in rows], indent=2))
         return
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
     console.print(_table(["point", *axes], [[_text(value) for value in row] for row in rows]))
     console.print(_counted(definition), highlight=False)
 
 
 def _counted(definition: Definition) -> str:
     points, again = len(definition.points), definition.asked - len(definition.points)
-    return f"{points} points" + (f" ({again} more come out the same as others)" if again else "")
+    return f"{points} point{'s' if points > 1 else ''}" + (
+        f" ({again} more come out the same as others)" if again else ""
+    )
 
 
 def _print(found: SweepResult, definition: Definition) -> None:
@@ -209,8 +216,8 @@ def _print(found: SweepResult, definition: Definition) -> None:
             ]
             for row in summary.to_dict("records")
         ]
-        Console().print(_table([*names, "step s", "gen s", "speedup"], shown, left=len(names)))
-    console = Console(soft_wrap=True, highlight=False)
+        Console(markup=False).print(_table([*names, "step s", "gen s", "speedup"], shown, left=len(names)))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
     console.print(f"next: rlsim compare {found.directory}")
 
@@ -222,7 +229,11 @@ def _speedup(row: dict[Any, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "–" if value is None else str(value)
+    if value is None or value != value:  # missing, in a column of numbers NaN
+        return "–"
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else f"{value:.4g}"
+    return str(value)
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlsim.comparison.runs import Run
@@ -19,32 +20,34 @@ class Baseline:
     def __init__(self, runs: Sequence[Run], asked: str | None) -> None:
         self._runs = runs
         self.missing: list[str] = []  # runs without one
+        # Names of a run's axes -> directory -> names of axes that both have -> their values -> runs.
+        self._by_axes: dict[frozenset[str], dict[str, dict[tuple[str, ...], dict[tuple[Any, ...], list[Run]]]]] = {}
         self._default = asked is None
-        self._directory = self._system = self._key = self._value = ""
+        self._directory = self._system = ""
+        self._settings: dict[str, str] = {}  # of axes, as the user writes them
         directories = list(dict.fromkeys(run.directory for run in runs))
         systems = list(dict.fromkeys(run.system for run in runs))
         if asked is None:
             self._directory = directories[0] if len(directories) > 1 else ""
             return
         directory, colon, system = asked.rpartition(":")
-        key, equals, value = asked.partition("=")
+        settings = _settings_in(asked, runs)
         if asked in systems:
             self._system = asked
-        elif asked.rstrip("/") in directories:
-            self._directory = asked.rstrip("/")
-        elif colon and directory.rstrip("/") in directories and system in systems:
-            self._directory, self._system = directory.rstrip("/"), system
-        elif equals and any(_is(run.axes.get(key), value) for run in runs):
-            self._key, self._value = key, value
+        elif str(Path(asked)) in directories:
+            self._directory = str(Path(asked))
+        elif colon and str(Path(directory)) in directories and system in systems:
+            self._directory, self._system = str(Path(directory)), system
+        elif settings:
+            self._settings = settings
         else:
             values = {f"{key}={value}" for run in runs for key, value in run.axes.items()}
             raise unknown_name("baseline", asked, {*systems, *directories, *values})
 
     def of(self, run: Run) -> Run | None:
         """The run that `run` is compared with; None, and it is noted, if there is none, or not one alone."""
-        same_place = self._directory or run.directory
-        there = [one for one in self._runs if one.directory == same_place and self._matches(run, one)]
-        elsewhere = self._directory or self._key
+        there = [one for one in self._same_axes(run) if self._matches(run, one)]
+        elsewhere = self._directory or self._settings
         wanted = [self._system or (run.system if elsewhere else run.baseline)]
         if self._directory and self._default and there:
             wanted.append(there[0].baseline)
@@ -55,13 +58,37 @@ class Baseline:
         self.missing.append(run.name)
         return None
 
+    def _same_axes(self, run: Run) -> list[Run]:
+        """Runs of the place to look in that agree in the axes that both have, but for those that are asked for."""
+        names = frozenset(run.axes)
+        if names not in self._by_axes:
+            self._by_axes[names] = {}
+            for one in self._runs:
+                shared = tuple(key for key in one.axes if key in names and key not in self._settings)
+                values = tuple(one.axes[key] for key in shared)
+                self._by_axes[names].setdefault(one.directory, {}).setdefault(shared, {}).setdefault(values, []).append(
+                    one
+                )
+        there = self._by_axes[names].get(self._directory or run.directory, {})
+        return [one for shared, found in there.items() for one in found.get(tuple(run.axes[key] for key in shared), ())]
+
     def _matches(self, run: Run, other: Run) -> bool:
-        """Whether they agree in the case and in the axes that both have, but for the one that is asked for."""
-        if self._key and not _is(other.axes.get(self._key), self._value):
+        """Whether they agree in the case, and the other has the values of the axes that are asked for."""
+        if not all(_is(other.axes.get(key), value) for key, value in self._settings.items()):
             return False
-        shared = (key for key in run.axes if key in other.axes and key != self._key)
-        same_case = run.case == other.case or not (run.case and other.case)
-        return same_case and all(run.axes[key] == other.axes[key] for key in shared)
+        return run.case == other.case or not (run.case and other.case)
+
+
+def _settings_in(asked: str, runs: Sequence[Run]) -> dict[str, str]:
+    """`KEY=VALUE` of an axis, or several with commas between, as some run has them; empty if it says no such thing."""
+    pairs = [text.partition("=") for text in asked.split(",")]
+    for settings in ([asked.partition("=")], pairs):  # a value may have commas of its own
+        found = {key.strip(): value.strip() for key, equals, value in settings if equals}
+        if len(found) == len(settings) and any(
+            all(_is(run.axes.get(key), value) for key, value in found.items()) for run in runs
+        ):
+            return found
+    return {}
 
 
 def _is(value: Any, text: str) -> bool:

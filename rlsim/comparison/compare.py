@@ -43,8 +43,9 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
 
     `baseline` says what each is compared with: a system (of the same directory and settings), one of the directories
     (the same system and settings there), `DIRECTORY:SYSTEM`, or `KEY.PATH=VALUE` of an axis (the same system at the
-    point that differs in this alone). Default: with one directory its experiment's own baseline; with several the
-    first of them, and where that lacks a system, its own baseline.
+    point that differs in this alone), or of several that go together (`cluster=8xh100,calibration=h100-vllm`).
+    Default: with one directory its experiment's own baseline; with several the first of them, and where that lacks a
+    system, its own baseline.
 
     The table has a row for each run, point, case and system: `directory`, `point`, `case`, `system`, `tuned`; a column
     for every key in which the configurations differ; `seeds` (how many), `step_time_s`, `gen_time_s`, `gen_p90_time_s`
@@ -57,7 +58,7 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
     """
     if not directories:
         raise ConfigError("name at least one directory of results")
-    runs = [run for directory in dict.fromkeys(map(str, directories)) for run in runs_in(directory)]
+    runs = [run for directory in dict.fromkeys(map(Path, directories)) for run in runs_in(directory)]
     choose = Baseline(runs, baseline)
     axes = list(dict.fromkeys(key for run in runs for key in run.axes))
     between = differences([run.settings for run in runs])

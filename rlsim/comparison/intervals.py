@@ -12,7 +12,10 @@ from rlsim.experiment.summary import CONFIDENCE, mean_ratio
 
 
 class Speedup(NamedTuple):
-    """Baseline time / own time, geometric mean over seeds, with its interval (missing with one seed)."""
+    """Baseline time / own time, geometric mean over seeds, with its interval (missing with one seed).
+
+    There is none of times that are zero: a workflow may generate nothing.
+    """
 
     ratio: float
     low: float
@@ -44,7 +47,7 @@ def why_unpaired(run: Run, baseline: Run) -> str:
 def paired(run: Run, baseline: Run, metric: str) -> Speedup:
     """Over the seeds that both have: Student's t on the logarithms of the ratios, as `Result.summary` does."""
     own, theirs = run.by_seed[metric], baseline.by_seed[metric]
-    ratios = (theirs / own).dropna()
+    ratios = (theirs[theirs > 0] / own[own > 0]).dropna()
     return Speedup(*mean_ratio(ratios.tolist()))
 
 
@@ -54,7 +57,10 @@ def unpaired(run: Run, baseline: Run, metric: str) -> Speedup:
     Welch, Biometrika 34 (1947) 28, with the degrees of freedom that he and Satterthwaite (Biometrics 2 (1946) 110)
     give.
     """
-    own, theirs = (np.log(one.by_seed[metric].to_numpy()) for one in (run, baseline))
+    times = [one.by_seed[metric].to_numpy() for one in (run, baseline)]
+    if not all((seconds > 0).all() for seconds in times):
+        return NONE
+    own, theirs = map(np.log, times)
     centre = float(theirs.mean() - own.mean())
     if min(len(own), len(theirs)) < 2:
         return Speedup(float(np.exp(centre)), float("nan"), float("nan"))

@@ -13,8 +13,10 @@ from typing import Any
 import pandas as pd
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.load import set_path
 from rlsim.experiment.result import MANIFEST
+from rlsim.experiment.run import cases_of
+from rlsim.experiment.schema import Experiment
+from rlsim.schema import validate
 from rlsim.sweeps.read import read_sweep
 from rlsim.sweeps.store import DEFINITION
 
@@ -139,8 +141,9 @@ def _runs(
 ) -> Iterator[Run]:
     experiment = {**manifest["experiment"], "seeds": manifest["seeds"]}
     mine = dict(tuple(steps.groupby(["case", "system"], sort=False)))
+    configs = _by_case(experiment, directory)
     for case, systems in manifest["systems"].items():
-        config = _with_case(experiment, experiment.get("cases", {}).get(case, {}))
+        config = configs[case]
         path, first = config["trace"].get("path"), experiment["trace"].get("path")
         traced = manifest["hashes"]["trace"] if path == first else json.dumps(path)  # only the first one's is known
         for system in systems:
@@ -150,11 +153,15 @@ def _runs(
             )
 
 
-def _with_case(experiment: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    config = copy.deepcopy(dict(experiment))
-    for key, value in settings.items():
-        set_path(config, key, value)
-    return config
+def _by_case(experiment: Mapping[str, Any], directory: str) -> dict[str, Mapping[str, Any]]:
+    """The configuration of every case, its settings resolved: it may write `4K`, or set a whole block."""
+    if not experiment.get("cases"):
+        return {"": experiment}
+    try:
+        cases = cases_of(validate(copy.deepcopy(dict(experiment)), Experiment, directory), directory)
+        return {name: {**case.model_dump(mode="json"), "cases": experiment["cases"]} for name, case in cases}
+    except ConfigError as error:
+        raise ConfigError(f"{error}\nits cases are not those of this version of rlsim: run it again") from None
 
 
 def _plain(value: Any) -> Any:

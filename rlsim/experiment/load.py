@@ -74,18 +74,18 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """`key.path=value` texts as a mapping of key paths to values."""
-    return dict(map(_parse_override, texts))
+def parse_overrides(texts: Iterable[str], option: str = "--set") -> dict[str, Any]:
+    """`key.path=value` texts as a mapping of key paths to values; `option` is where they are from."""
+    return dict(_parse_override(text, option) for text in texts)
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def _parse_override(text: str, option: str) -> tuple[str, Any]:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {text}: expected key.path=value")
+        raise ConfigError(f"{option} {text}: expected key.path=value")
     try:
         return key, YAML(typ="safe").load(io.StringIO(value))
     except YAMLError:

@@ -30,7 +30,7 @@ def summarise(result: Result) -> pd.DataFrame:
     steps = result.steps
     baseline = result.manifest["baseline"]
     order = [(case, name) for case, names in result.manifest["systems"].items() for name in names]
-    by_seed = steps.groupby(["case", "system", "seed"], sort=False)[["step_time_s", "gen_time_s"]].mean()
+    by_seed = steps.groupby(["case", "system", "seed"])[["step_time_s", "gen_time_s"]].mean()
     for case, system in order:
         mine = steps[(steps["case"] == case) & (steps["system"] == system)]
         if mine.empty:

@@ -87,8 +87,11 @@ def choose_run(
     manifest: Mapping[str, Any]
     if isinstance(results, str | Path):
         from rlsim.experiment.result import MANIFEST, read_manifest
+        from rlsim.sweeps.store import DEFINITION
 
         folder = Path(results)
+        if (folder / DEFINITION).is_file():
+            raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
         manifest, source = read_manifest(folder), folder
         missing = [
             name for name in ("spans", "stays", "calls", "responses") if not (folder / f"{name}.parquet").is_file()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from rlsim.errors import ConfigError
+from rlsim.report.frames.sweep import labels
 from rlsim.report.page import Block, Code, Listing, Page, Section, Table, Text
 from rlsim.report.sections.method import as_yaml, calibration_section
 from rlsim.report.sections.sweep import sweep_findings, sweep_section, sweep_table
@@ -45,14 +46,15 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     facts = [("Experiment", str(first["experiment"]["name"])), ("Points", f"{len(sweep.points):,}")]
     facts += [(name, ", ".join(_labels(frame[name]))) for name in axes]
     facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
-    findings = sweep_findings(frame, axes, baseline)
+    own = frame["system"] == frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
+    findings = sweep_findings(frame, axes, baseline, own)
     return Page(
         title or sweep.name, str(first["experiment"].get("description", "")), findings, tuple(sections), tuple(facts)
     )
 
 
 def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:
-    found = [f"{value:,}" if isinstance(value, int) else f"{value}" for value in dict.fromkeys(values.tolist())]
+    found = list(dict.fromkeys(labels(values)))
     return found if len(found) <= most else [found[0], "…", found[-1]]
 
 

@@ -30,7 +30,7 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, 
     is closed, the processes are ended. Raises `RlsimError` if processes cannot be started.
     """
     context = multiprocessing.get_context("spawn")
-    waiting, deaths = deque(tasks), dict[str, int]()
+    waiting, deaths, stillborn = deque(tasks), dict[str, int](), 0
     pool = [_Worker(context) for _ in range(min(workers, len(tasks)))]
     try:
         while pool:
@@ -38,6 +38,9 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, 
                 worker = next(one for one in pool if one.connection is connection)
                 task = worker.task
                 answer = worker.receive()
+                stillborn = stillborn + 1 if worker.dead and not worker.ready else 0
+                if stillborn > MOST_ATTEMPTS * workers:
+                    raise RlsimError(f"a worker process cannot start: {worker.obituary(stillborn).error}")
                 if worker.dead and task is not None:
                     deaths[task.point] = deaths.get(task.point, 0) + 1
                     if deaths[task.point] < MOST_ATTEMPTS:
@@ -72,7 +75,7 @@ class _Worker:
         theirs.close()
         self.task: Task | None = None
         self.dead = False
-        self._ready = False
+        self.ready = False
         self._answered = 0
         self._sent_at = 0.0
 
@@ -99,7 +102,7 @@ class _Worker:
         except (EOFError, OSError):
             self.dead = True
             self._process.join()
-            if not self._ready and (self._process.exitcode or 0) > 0:
+            if not self.ready and (self._process.exitcode or 0) > 0:
                 raise RlsimError(
                     f"a worker process could not start (exit code {self._process.exitcode}); a script that calls "
                     "rlsim.sweep does so under `if __name__ == '__main__':`"
@@ -107,7 +110,7 @@ class _Worker:
             return None
         task, self.task = self.task, None
         if task is None:
-            self._ready = True
+            self.ready = True
             return None
         self._answered += 1
         return Answer(task, result, self.elapsed_s)

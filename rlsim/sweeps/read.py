@@ -59,11 +59,18 @@ class SweepResult:
         kept = self.definition["tables"]
         if name not in kept:
             raise ConfigError(f"{self.directory} has no table {name!r}; it kept: {', '.join(kept)}")
+        own = [column.name for column in COLUMNS[name] if columns is None or column.name in columns]
+        axes = [axis for axis in self.axes if columns is None or axis.name in columns]
         parts = []
         for row in self._rows:
             if row["status"] == "done":
-                rows = _read(Store(self.directory).path(name, row["point"]), columns)
-                parts.append(rows.add_column(0, "point", pa.array([row["point"]] * len(rows), pa.string())))
+                rows = _read(Store(self.directory).path(name, row["point"]), own)
+                # The axes are the definition's: files may still have those of an earlier one, if that was interrupted.
+                settings = [("point", pa.string(), row["point"])]
+                settings += [(axis.name, _ARROW[axis.dtype], row[axis.name]) for axis in axes]
+                for i, (column, dtype, value) in enumerate(settings):
+                    rows = rows.add_column(i, column, pa.array([value] * len(rows), dtype))
+                parts.append(rows)
         if not parts:
             return pd.DataFrame(columns=["point", *(axis.name for axis in self.axes), *(c.name for c in COLUMNS[name])])
         frame: pd.DataFrame = pa.concat_tables([p.replace_schema_metadata(None) for p in parts]).to_pandas()
@@ -104,7 +111,7 @@ def read_sweep(directory: str | Path) -> SweepResult:
     return SweepResult(folder, definition)
 
 
-def _read(path: Path, columns: Sequence[str] | None) -> pa.Table:
+def _read(path: Path, columns: Sequence[str]) -> pa.Table:
     try:
         return pq.ParquetFile(path).read(columns=columns)
     except (OSError, pa.ArrowException) as error:

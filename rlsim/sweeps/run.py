@@ -137,13 +137,13 @@ def _make_room(definition: Definition, store: Store, prune: bool) -> None:
     """Refuse, or with `prune` remove, results of points that the definition does not have."""
     own = {point.name for point in definition.points}
     foreign = store.done() - own
-    for point in (store.unfinished() - own) | (foreign if prune else set()):
-        store.remove(point)
     if foreign and not prune:
         raise ConfigError(
             f"{store.directory} holds {len(foreign)} points that this sweep does not have{_why(definition, store)}; "
             "choose another directory, or --prune to remove them"
         )
+    for point in foreign | (store.unfinished() - own):
+        store.remove(point)
 
 
 def _why(definition: Definition, store: Store) -> str:

@@ -104,3 +104,10 @@ class SweepSpec(Schema):
     axes: tuple[Block, ...] = Field(
         default=(), description="blocks of axes; every combination of their settings is a point"
     )
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def _blocks(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise ValueError("expected a list of blocks such as `- grid: {trace.cap: [4K, 8K]}`")
+        return value

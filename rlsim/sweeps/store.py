@@ -65,14 +65,20 @@ class Store:
                 self._clean()
 
     def definition(self) -> dict[str, Any] | None:
-        """What `write_definition` wrote; None if nothing has run here. Raises `ConfigError` if it is damaged."""
+        """What `write_definition` wrote; None if nothing has run here.
+
+        Raises `ConfigError` if it is damaged, or not the definition of a sweep.
+        """
         path = self.directory / DEFINITION
         try:
-            return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: damaged: {error}") from None
+        if not isinstance(found, dict) or not set(found) >= {"rlsim", "name", "tables", "axes", "points"}:
+            raise ConfigError(f"{path}: not written by rlsim sweep; choose another directory")
+        return cast("dict[str, Any]", found)
 
     def write_definition(self, definition: Mapping[str, Any]) -> None:
         """Write what the sweep is."""
@@ -141,8 +147,11 @@ class Store:
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Add a line to the log."""
-        with (self.directory / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        try:
+            with (self.directory / LOG).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{self.directory / LOG}: cannot be written: {error.strerror}") from None
 
     def _write(self, path: Path, data: bytes) -> None:
         """The file whole or not at all, even if the power fails."""

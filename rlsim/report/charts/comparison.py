@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.report.charts.style import GRID, INK, bar_height, data, finished, legend
+from rlsim.report.charts.style import GRID, INK, WIDTH, bar_height, data, finished, label_angle, legend
 from rlsim.report.palette import BUBBLE, DIVERGING, GREY, PARTS
 
 #: Colour and shape of each verdict; shape too, for those who print in grey.
@@ -60,7 +60,7 @@ def cases_chart(summary: pd.DataFrame, baseline: str) -> Any:
         scale=alt.Scale(type="log", domain=[1 / far, 1, far], range=list(DIVERGING), interpolate="rgb"),
         legend=None,
     )
-    x = alt.X("case:N", sort=cases, title=None, axis=alt.Axis(orient="top", labelAngle=0 if len(cases) <= 8 else -40))
+    x = alt.X("case:N", sort=cases, title=None, axis=alt.Axis(orient="top", labelAngle=label_angle(cases, WIDTH - 160)))
     y = alt.Y("system:N", sort=systems, title=None)
     base = alt.Chart(data(rows)).encode(x=x, y=y)
     cells = base.mark_rect(stroke=GRID).encode(color=colour)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -61,3 +62,10 @@ def legend(names: list[str], **settings: Any) -> Any:
 def bar_height(rows: int) -> int:
     """Height in px of a chart with one bar per system."""
     return max(rows, 2) * (26 if rows <= 12 else 20)
+
+
+def label_angle(labels: Iterable[str], width: float) -> int:
+    """Degrees by which labels below a chart of this width (px) are turned: not at all if they fit beside each other."""
+    texts = list(labels)
+    longest = max((len(text) for text in texts), default=0)
+    return 0 if min(longest * 7, LABEL_LIMIT) + 6 <= width / max(len(texts), 1) else -40

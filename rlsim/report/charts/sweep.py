@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.report.charts.style import GRID, INK, WIDTH, data, finished, legend
-from rlsim.report.frames.sweep import SPEEDUP, STEP_TIME, is_number, label, levels
+from rlsim.report.charts.style import GRID, INK, WIDTH, data, finished, label_angle, legend
+from rlsim.report.frames.sweep import SPEEDUP, STEP_TIME, is_number, labels, levels
 from rlsim.report.palette import DASHES, DIVERGING, GREY, SERIES
 
 TITLES = {SPEEDUP: "speedup of the step", STEP_TIME: "mean step time (s)"}
@@ -19,7 +19,7 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
     import altair as alt
 
     systems = list(dict.fromkeys(points["system"]))
-    rows = points.assign(x=points[axis] if is_number(points[axis]) else points[axis].map(label), value=points[metric])
+    rows = points.assign(x=points[axis] if is_number(points[axis]) else labels(points[axis]), value=points[metric])
     shown = systems if len(systems) <= len(SERIES) else [*systems[: len(SERIES) - 1], "others"]
     rows["series"] = rows["system"].where(rows["system"].isin(shown), "others")
     colours = [*SERIES[: len(systems)]] if len(systems) <= len(SERIES) else [*SERIES[:-1], GREY]
@@ -33,7 +33,8 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
         axis_look = alt.Axis(values=values or alt.Undefined, format=",~f", labelOverlap="greedy")
         x = alt.X("x:Q", title=axis, scale=scale, axis=axis_look)
     else:
-        x = alt.X("x:N", title=axis, sort=levels(points[axis]), axis=alt.Axis(labelAngle=0))
+        names = levels(points[axis])
+        x = alt.X("x:N", title=axis, sort=names, axis=alt.Axis(labelAngle=label_angle(names, WIDTH - 80)))
     y = alt.Y("value:Q", title=TITLES[metric], scale=alt.Scale(zero=metric == STEP_TIME))
     colour = alt.Color("series:N", scale=alt.Scale(domain=shown, range=colours), legend=key)
     dash = alt.StrokeDash(
@@ -65,12 +66,12 @@ def heatmap(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str, text: s
         points[text].astype(str) if text else points[metric].map(("{:.2f}" if metric == SPEEDUP else "{:,.1f}").format)
     )
     rows = pd.DataFrame(
-        {"x": points[x_axis].map(label), "y": points[y_axis].map(label), "value": points[metric], "text": shown}
+        {"x": labels(points[x_axis]), "y": labels(points[y_axis]), "value": points[metric], "text": shown}
     )
     colour, dark = _colour(rows["value"], metric)
     each = min(max((WIDTH - 140) // len(across), 34), 110)
     widest = max(rows["text"].str.len()) * 7
-    x = alt.X("x:N", sort=across, title=x_axis, axis=alt.Axis(labelAngle=0 if each > 44 else -40))
+    x = alt.X("x:N", sort=across, title=x_axis, axis=alt.Axis(labelAngle=label_angle(across, each * len(across))))
     y = alt.Y("y:N", sort=down[::-1] if is_number(points[y_axis]) else down, title=y_axis)
     base = alt.Chart(data(rows)).encode(x=x, y=y)
     cells = base.mark_rect(stroke=GRID).encode(
@@ -93,8 +94,9 @@ def scatter(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str) -> Any:
     """The metric of one system as the colour of a dot at every point: for random sweeps."""
     import altair as alt
 
-    rows = points.assign(x=points[x_axis], y=points[y_axis], value=points[metric])[["x", "y", "value"]]
     kinds = ["Q" if is_number(points[axis]) else "N" for axis in (x_axis, y_axis)]
+    x, y = (points[axis] if is_number(points[axis]) else labels(points[axis]) for axis in (x_axis, y_axis))
+    rows = points.assign(x=x, y=y, value=points[metric])[["x", "y", "value"]]
     colour, _ = _colour(rows["value"], metric)
     chart = (
         alt.Chart(data(rows))

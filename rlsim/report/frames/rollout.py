@@ -1,8 +1,4 @@
-"""Generation of one step over time: active sequences, sequences per replica, GPUs by TP degree, switches.
-
-Active sequences come from the responses' first admission and last token. That leaves out that a preempted or migrating
-sequence waits for a moment; a table of where each request was when would be a finer source for `active_sequences`.
-"""
+"""Generation of one step over time: active sequences, sequences per replica, GPUs by TP degree, switches."""
 
 from __future__ import annotations
 
@@ -40,11 +36,12 @@ def generation(result: Result, choice: Choice, system: str, moments: int = MOMEN
     began, ended = float(calls["start_at"].min()), float(calls["end_at"].max())
     if ended <= began:
         return None
-    responses = _step(choice.rows(result.responses, system), choice.step)
+    stays = _step(choice.rows(result.stays, system), choice.step)
+    stays = stays[stays["call"].isin(calls["call"])]  # not those of judges
     spans = _step(choice.rows(result.spans, system), choice.step)
     spans = spans[spans["kind"].isin(_ENGINE_KINDS)]
     at = np.linspace(began, ended, moments)
-    active = active_sequences(responses, began, ended, at)
+    active = active_sequences(stays, at)
     replicas = active_replicas(spans, at)
     batch = np.divide(active, replicas, out=np.full(len(at), np.nan), where=replicas > 0)
     sequences = pd.DataFrame({"at_s": at - began, "active": active, "replicas": replicas, "batch": batch})
@@ -55,15 +52,13 @@ def generation(result: Result, choice: Choice, system: str, moments: int = MOMEN
     return Generation(system, ended - began, sequences, tp, switches.reset_index(drop=True))
 
 
-def active_sequences(responses: pd.DataFrame, began: float, ended: float, at: Floats) -> npt.NDArray[np.int64]:
-    """Sequences between first admission and last token at each moment.
+def active_sequences(stays: pd.DataFrame, at: Floats) -> npt.NDArray[np.int64]:
+    """Sequences in prefill or decoding at each moment: admitted at a replica that they have not left.
 
-    One that never finished (aborted, or paused for a later step) counts until generation ends; one resumed from an
-    earlier step counts from generation's begin; one never admitted does not count.
+    One that waits, was preempted, is on its way to another replica, or was aborted does not count.
     """
-    start = responses["start_at"].clip(lower=began)
-    end = responses["finish_at"].fillna(ended).clip(upper=ended)
-    return _covering(start[start.notna()], end[start.notna()], at)
+    admitted = stays[stays["admitted_at"].notna()]
+    return _covering(admitted["admitted_at"], admitted["left_at"], at)
 
 
 def active_replicas(spans: pd.DataFrame, at: Floats) -> npt.NDArray[np.int64]:

@@ -28,7 +28,7 @@ def varying(frame: pd.DataFrame, axes: Sequence[str]) -> list[str]:
     missing = [axis for axis in axes if axis not in frame]
     if missing:
         raise ConfigError(f"no column for the axes {', '.join(missing)}; there are {', '.join(map(str, frame))}")
-    return [axis for axis in axes if frame[axis].map(label).nunique() > 1]
+    return [axis for axis in axes if frame[axis].map(_exact).nunique() > 1]
 
 
 def cut(frame: pd.DataFrame, axes: Sequence[str]) -> Iterator[Slice]:
@@ -37,41 +37,54 @@ def cut(frame: pd.DataFrame, axes: Sequence[str]) -> Iterator[Slice]:
     if not others:
         yield Slice(tuple(shown), {}, frame)
         return
-    keys = [frame[axis].map(label) for axis in others]
+    keys = [frame[axis].map(_exact) for axis in others]
     for _, points in frame.groupby(keys, sort=False):
         yield Slice(tuple(shown), {axis: points[axis].iloc[0] for axis in others}, points)
 
 
 def is_grid(points: pd.DataFrame, axes: Sequence[str], most: int = 24) -> bool:
     """Whether two axes span a grid that is at least half full and small enough to write numbers into."""
-    levels = [points[axis].map(label).nunique() for axis in axes]
-    there = len(points[list(axes)].map(label).drop_duplicates())
+    levels = [points[axis].map(_exact).nunique() for axis in axes]
+    there = len(points[list(axes)].map(_exact).drop_duplicates())
     return max(levels) <= most and 2 * there >= levels[0] * levels[1]
 
 
 def best_systems(points: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
     """At every point the system with the shortest step: axes, system, speedup, step_time_s."""
-    keys = [points[axis].map(label).rename(f"key {i}") for i, axis in enumerate(axes)]
-    best = points.groupby(keys, sort=False)[STEP_TIME].idxmin()
+    keys = [points[axis].map(_exact).rename(f"key {i}") for i, axis in enumerate(axes)]
+    best = points.groupby(keys, sort=False)[STEP_TIME].idxmin() if keys else [points[STEP_TIME].idxmin()]
     return points.loc[best, [*axes, "system", *(c for c in (SPEEDUP, STEP_TIME) if c in points)]]
 
 
 def is_number(values: pd.Series[Any]) -> bool:
-    """Whether an axis holds numbers only (true and false are names)."""
-    return all(isinstance(value, Real) and not isinstance(value, bool) for value in values.tolist())
+    """Whether an axis holds numbers only (true, false and none are names)."""
+    return all(isinstance(value, Real) and not isinstance(value, bool) and value == value for value in values.tolist())
 
 
 def levels(values: pd.Series[Any]) -> list[str]:
     """An axis' values as labels: numbers in ascending order, names as they come."""
-    unique = list({label(value): value for value in values.tolist()}.items())
+    unique = list(dict(zip(labels(values), values.tolist(), strict=True)).items())
     if is_number(values):
         unique.sort(key=lambda item: item[1])
     return [text for text, _ in unique]
 
 
+def labels(values: pd.Series[Any]) -> pd.Series[str]:
+    """An axis' values as they are written on it: in full where they could not be told apart otherwise."""
+    short, exact = values.map(label), values.map(_exact)
+    return short if short.nunique() == exact.nunique() else exact
+
+
+def _exact(value: Any) -> str:
+    """Tells a value from all others, however close."""
+    return repr(float(value)) if isinstance(value, Real) and value == value else label(value)
+
+
 def label(value: Any) -> str:
-    """An axis' value as it is written on the axis."""
-    if isinstance(value, bool | np.bool) or value is None:
+    """An axis' value as it is written in text; a missing one (NaN in a column of numbers) is `none`."""
+    if value is None or value != value:
+        return "none"
+    if isinstance(value, bool | np.bool):
         return str(value).lower()
     if isinstance(value, Real):
         return f"{int(float(value)):,}" if float(value).is_integer() else f"{float(value):.4g}"

@@ -80,6 +80,9 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
     compared = [name for name in systems if name != baseline or len(systems) == 1]
     for number, system in enumerate(compared[:_MOST_MAPS], 1):
         rows = part.points[part.points["system"] == system].dropna(subset=[metric])
+        if rows.empty:
+            yield Text(f"{system} has no speedup{where}: {baseline} did not run at any of its points.")
+            continue
         chart = heatmap(rows, x, y, metric) if grid else scatter(rows, x, y, metric)
         form = "Every cell is a point of the sweep." if grid else "Every dot is a point of the sweep."
         title = f"{system}: {_title(metric).lower()} over {x} and {y}{where}"
@@ -102,19 +105,25 @@ def _meaning(metric: str, baseline: str) -> str:
     return "Mean step time in seconds; less is better."
 
 
-def sweep_findings(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> tuple[str, ...]:
-    """How often each system is the fastest, and where the speedup is largest and smallest."""
+def sweep_findings(
+    frame: pd.DataFrame, axes: Sequence[str], baseline: str, own: pd.Series[bool] | None = None
+) -> tuple[str, ...]:
+    """How often each system is the fastest, and where the speedup is largest and smallest.
+
+    `own` says which rows are the baseline's at their point, where it is not the same at all of them.
+    """
     shown = varying(frame, axes)
     best = best_systems(frame, list(axes))
     counts = best["system"].value_counts()
     text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
-    sentences = [f"Fastest at {len(best):,} points: {text}."]
-    others = frame[frame["system"] != baseline]
+    sentences = [f"Fastest at {len(best):,} point{'s' if len(best) > 1 else ''}: {text}."]
+    others = frame[~(frame["system"].eq(baseline) if own is None else own)]
     if SPEEDUP in frame and others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")
         for word, row in (("largest", ordered.iloc[-1]), ("smallest", ordered.iloc[0])):
             at = ", ".join(f"{axis} {label(row[axis])}" for axis in shown)
-            sentences.append(f"The {word} speedup over {baseline} is {row[SPEEDUP]:.2f}: {row['system']} at {at}.")
+            who = f"{row['system']} at {at}" if at else row["system"]
+            sentences.append(f"The {word} speedup over {baseline} is {row[SPEEDUP]:.2f}: {who}.")
     return tuple(sentences)
 
 

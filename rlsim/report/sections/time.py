@@ -38,7 +38,7 @@ def generation_section(result: Result, choice: Choice, setup: CaseSetup) -> Sect
             continue
         count = len(shown.switches)
         caption = (
-            "Top: sequences between first admission and last token. Middle: these, divided by the replicas at work. "
+            "Top: sequences in prefill or decoding. Middle: these, divided by the replicas at work. "
             "Bottom: GPUs at work, by TP degree (times PP, if a plan pipelines generation); white is idle or paused. "
             f"{MOMENTS} moments are drawn. "
         )
