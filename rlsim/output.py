@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,11 @@ def atomic_path(path: Path, error: type[RlsimError] = ConfigError) -> Iterator[P
         raise error(f"{path}: cannot be written: {problem.strerror or problem}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def results_folder(name: str) -> Path:
+    """Where the results of an experiment or sweep of that name go if nothing else is said: a folder in `results`."""
+    return Path("results") / (re.sub(r"[/\\]+", "-", name).lstrip(".") or "unnamed")
 
 
 def check_folder(path: Path, error: type[RlsimError] = ConfigError) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from rlsim.catalogue import data_dir
 from rlsim.cli import main
+from rlsim.output import results_folder
 
 BASE = """\
 name: probe
@@ -270,6 +271,13 @@ def test_the_output_is_never_written_over_other_files(
 def test_an_output_that_cannot_be_made(failing: Failing, folder: Path) -> None:
     (folder / "file").write_text("")
     assert failing("--out", "file/deep/out").startswith("file/deep/out: cannot be written: ")
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", r"..\x", "..", "."])
+def test_results_stay_in_their_folder_whatever_the_name(name: str) -> None:
+    folder = results_folder(name)
+    assert folder.parent == Path("results")
+    assert folder.name not in ("", ".", "..")
 
 
 @pytest.mark.parametrize("arguments", [("--seeds", "0"), ("--seeds", "x"), ("--nonsense",), ("--out",)])

@@ -58,9 +58,10 @@ def advise(
     """
     from rlsim.advise.advice import advise as find_advice
     from rlsim.experiment.load import load_experiment
+    from rlsim.output import results_folder
 
     sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]  # `module:Class` policies
-    target = out or Path("results") / f"{load_experiment(experiment, settings or ())[0].name}-advice"
+    target = out or results_folder(f"{load_experiment(experiment, settings or ())[0].name}-advice")
     with _progress(quiet or as_json) as progress:
         advice = find_advice(
             experiment,

@@ -167,8 +167,9 @@ def _run(experiment: str, report: PlanReport, settings: list[str], quiet: bool) 
     """The plan beside the experiment's systems."""
     from rlsim.cli.running import run_and_print
     from rlsim.experiment.load import load_experiment, parse_overrides
+    from rlsim.output import results_folder
 
     found = {"name": "found", "use": [report.as_part]}
     overrides = {**parse_overrides(settings), "systems": [*report.experiment.systems, found]}
-    target = Path("results") / load_experiment(experiment, settings)[0].name
+    target = results_folder(load_experiment(experiment, settings)[0].name)
     run_and_print(experiment, overrides, target, quiet=quiet)

@@ -47,10 +47,11 @@ def run(
     Example: rlsim run experiments/pat_vs_static.yaml --seeds 10 --set trace.cap=8K
     """
     from rlsim.experiment.load import load_experiment
+    from rlsim.output import results_folder
 
     # `module:Class` policies lie beside the experiment or in the working directory; they hide no installed module.
     sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]
-    target = out or Path("results") / load_experiment(experiment, settings or ())[0].name
+    target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
     run_and_print(experiment, settings or (), target, seeds=seeds, strict=strict, quiet=quiet)
 
 

@@ -80,6 +80,7 @@ def sweep(
     """
     from rlsim.errors import ConfigError
     from rlsim.experiment.load import parse_overrides
+    from rlsim.output import results_folder
     from rlsim.sweeps.points import load_sweep
     from rlsim.sweeps.run import run_definition
     from rlsim.sweeps.tables import COLUMNS
@@ -93,7 +94,7 @@ def sweep(
     if dry_run:
         _list(definition, as_json)
         return
-    target = out or Path("results") / definition.name
+    target = out or results_folder(definition.name)
     names = list(COLUMNS) if tables == "all" else tables.replace(" ", "").split(",") if tables else None
     try:
         with _progress(hidden=quiet or as_json) as progress:
