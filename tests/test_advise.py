@@ -447,7 +447,7 @@ def advice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
     }
     seen: list[str] = []
     found = advise(
-        SMALL, overrides=tiny, top=1, most=2, skip=SLOW, out=out, progress=lambda what, done, total: seen.append(what)
+        SMALL, overrides=tiny, top=1, most=2, skip=SLOW, out=out, progress=lambda done, total, what: seen.append(what)
     )
     assert any("ranking" in what for what in seen)
     assert any("16 GPUs" in what for what in seen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment, parse_overrides
 from rlsim.experiment.result import Result, check_target
-from rlsim.experiment.run import run
+from rlsim.experiment.run import Progress, run
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
 from rlsim.output import atomic_path
@@ -41,9 +41,6 @@ SECTIONS = (
     ("scaling", "Number of GPUs", "the best systems on other numbers of GPUs"),
     ("scaling_best", "Doublings", "the fastest system at each number against the fastest at half"),
 )
-
-#: Called with (what is under way, runs done, runs in all).
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ class _Runner:
     def __call__(self, what: str, settings: Mapping[str, Any]) -> Result:
         def told(done: int, total: int, name: str) -> None:
             if self._progress:
-                self._progress(f"{what}: {name}", done, total)
+                self._progress(done, total, f"{what}: {name}")
 
         return run(self._source, overrides={**self._settings, **settings}, progress=told)
 

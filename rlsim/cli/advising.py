@@ -5,43 +5,30 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlsim.cli import complete
+from rlsim.cli.common import Experiment, Settings, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlsim.advise.advice import Advice, Progress
+    from rlsim.advise.advice import Advice
     from rlsim.advise.texts import Text
 
 
 def advise(
-    experiment: Annotated[
-        str,
-        typer.Argument(
-            help="Experiment file, or the name of one that ships with rlsim.", autocompletion=complete.experiments
-        ),
-    ],
+    experiment: Experiment,
     out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME-advice).")] = None,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Number of seeds (default: the experiment's, at most 5).")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to simulate (default: the experiment's).")] = None,
     case: Annotated[str | None, typer.Option(help="Which of the experiment's cases.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY.PATH=VALUE",
-            help="Set a key of the experiment; repeatable.",
-            autocompletion=complete.settings,
-        ),
-    ] = None,
+    settings: Settings = None,
     worth: Annotated[float, typer.Option(help="Twice the GPUs pay if they are so many times as fast.")] = 1.5,
     top: Annotated[int, typer.Option(min=1, help="Systems that are tried on other numbers of GPUs.")] = 3,
     most: Annotated[int, typer.Option(min=1, help="Try up to so many times the GPUs.")] = 4,
@@ -62,7 +49,7 @@ def advise(
 
     sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]  # `module:Class` policies
     target = out or results_folder(f"{load_experiment(experiment, settings or ())[0].name}-advice")
-    with _progress(quiet or as_json) as progress:
+    with progress_bar(quiet or as_json) as progress:
         advice = find_advice(
             experiment,
             overrides=settings or (),
@@ -99,26 +86,6 @@ def _print(advice: Advice, target: Path, quiet: bool) -> None:
         for note in advice.notes:
             console.print(f"note: {note}", style="dim")
     console.print(f"results: {target}")
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Progress | None]:
-    """A bar on standard error, one update a run."""
-    if quiet:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def update(what: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield update
 
 
 def _tables(advice: Advice) -> Iterator[Table]:

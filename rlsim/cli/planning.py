@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsim.cli import complete
+from rlsim.cli.common import Experiment, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    experiment: Annotated[
-        str,
-        typer.Argument(
-            help="Experiment file, or the name of one that ships with rlsim.", autocompletion=complete.experiments
-        ),
-    ],
+    experiment: Experiment,
     method: Annotated[
         str,
         typer.Option(
@@ -37,15 +32,7 @@ def plan(
     ] = None,
     evaluations: Annotated[int | None, typer.Option(min=1, help="Budget in plans evaluated.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY.PATH=VALUE",
-            help="Set a key of the experiment; repeatable.",
-            autocompletion=complete.settings,
-        ),
-    ] = None,
+    settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan as YAML, a part of a system.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
     chart: Annotated[Path | None, typer.Option(help="Draw the search's progress: .html, .svg or .png.")] = None,

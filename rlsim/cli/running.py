@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsim.cli import complete
+from rlsim.cli.common import Experiment, Settings, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rlsim.experiment.result import Result
-    from rlsim.experiment.run import Progress
 
 
 def run(
-    experiment: Annotated[
-        str,
-        typer.Argument(
-            help="Experiment file, or the name of one that ships with rlsim.", autocompletion=complete.experiments
-        ),
-    ],
+    experiment: Experiment,
     out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY.PATH=VALUE",
-            help="Set a key of the experiment; repeatable.",
-            autocompletion=complete.settings,
-        ),
-    ] = None,
+    settings: Settings = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse costs of shapes outside what the calibration was measured at.")
     ] = False,
@@ -67,7 +52,7 @@ def run_and_print(
     """Run an experiment, print its tables and notes, write its results."""
     from rlsim.experiment.run import run as run_experiment
 
-    with _progress(quiet) as progress:
+    with progress_bar(quiet) as progress:
         result = run_experiment(
             experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, progress=progress
         )
@@ -84,26 +69,6 @@ def run_and_print(
     for note in result.notes:
         console.print(f"note: {note}", style="dim", highlight=False, markup=False)
     console.print(f"results: {target}", highlight=False, markup=False)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Progress | None]:
-    """A bar on standard error, one update a run."""
-    if quiet:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def update(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield update
 
 
 def _tables(result: Result) -> Iterator[Table]:

@@ -1,0 +1,50 @@
+"""What several commands share: the experiment, its settings, and the bar while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlsim.cli import complete
+
+if TYPE_CHECKING:
+    from rlsim.experiment.run import Progress
+
+Experiment = Annotated[
+    str,
+    typer.Argument(
+        help="Experiment file, or the name of one that ships with rlsim.", autocompletion=complete.experiments
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY.PATH=VALUE",
+        help="Set a key of the experiment; repeatable.",
+        autocompletion=complete.settings,
+    ),
+]
+
+
+@contextmanager
+def progress_bar(hidden: bool) -> Iterator[Progress | None]:
+    """A bar on standard error where that is a terminal, one update a run; None if it is to be hidden."""
+    if hidden:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def update(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield update
