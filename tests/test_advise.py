@@ -61,6 +61,7 @@ class Timeline:
         self.gpus, self.end = gpus, end
         self.spans: list[dict[str, Any]] = []
         self.responses: list[dict[str, Any]] = []
+        self.stays: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = []
         self.call("generate", "generate", *stage, gpus if mesh is None else mesh)
 
@@ -75,15 +76,21 @@ class Timeline:
         row = {"gpu": gpu, "gpus": tp, "start_at": start, "end_at": end, "kind": kind, "tp": tp, "label": named}
         self.spans.append(RUN | row | {"shared": False})
 
-    def response(self, replica: int, finish: float, start: float = 0.0, preemptions: int = 0) -> None:
-        row = {"replica": replica, "start_at": start, "finish_at": finish, "preemptions": preemptions}
-        self.responses.append(RUN | row | {"aborted": False, "resumed": False})
+    def response(
+        self, replica: int, finish: float, start: float = 0.0, arrived: float = 0.0, again: tuple[float, ...] = ()
+    ) -> None:
+        """One that was admitted at `start`; `again`: when it was preempted, and admitted once more."""
+        number = len(self.responses)
+        self.responses.append(RUN | {"response": number, "finish_at": finish})
+        stay = RUN | {"call": "generate", "response": number, "replica": replica}
+        ends = [*again[:1], finish]
+        for arrived_at, admitted_at, left_at in zip((arrived, *again[:1]), (start, *again[1:]), ends, strict=True):
+            self.stays.append(stay | {"arrived_at": arrived_at, "admitted_at": admitted_at, "left_at": left_at})
 
     def causes(self) -> pd.DataFrame:
         steps = pd.DataFrame([RUN | {"step_time_s": self.end}])
-        columns = {"aborted": bool, "resumed": bool}
-        responses = pd.DataFrame(self.responses).astype(columns)
-        frame = idle_causes(steps, pd.DataFrame(self.spans), responses, pd.DataFrame(self.calls), self.gpus)
+        tables = (pd.DataFrame(rows) for rows in (self.spans, self.responses, self.stays, self.calls))
+        frame = idle_causes(steps, *tables, self.gpus)
         assert set(frame["cause"]) <= set(CAUSES)
         return frame
 
@@ -159,13 +166,24 @@ def test_kv_limit_alone() -> None:
     assert line.idle_s() == {"kv_limit": pytest.approx(5.0)}
 
 
-def test_a_preempted_response_is_held_up() -> None:
+def test_a_preempted_response_is_held_up_while_it_waits() -> None:
+    """It waits from 2 to 4 s and ends 5 s after the other: without that, 3 s of skew were left."""
     line = Timeline(2, 10.0, (0.0, 10.0))
     line.span(0, 0.0, 10.0)
     line.span(1, 0.0, 5.0)
-    line.response(0, 10.0, preemptions=1)
+    line.response(0, 10.0, again=(2.0, 4.0))
     line.response(1, 5.0)
-    assert line.idle_s() == {"kv_limit": pytest.approx(5.0)}
+    assert line.idle_s() == {"length_skew": pytest.approx(3.0), "kv_limit": pytest.approx(2.0)}
+
+
+def test_a_response_that_is_launched_late_has_not_waited() -> None:
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    line.span(0, 0.0, 10.0)
+    line.span(1, 0.0, 5.0)
+    line.response(0, 5.0)
+    line.response(0, 10.0, start=4.0, arrived=4.0)
+    line.response(1, 5.0)
+    assert line.idle_s() == {"length_skew": pytest.approx(5.0)}
 
 
 def test_waiting_counts_only_as_far_as_it_goes() -> None:
@@ -233,7 +251,7 @@ def test_replicas_of_several_gpus_count_once() -> None:
 )  # fmt: skip
 def test_the_causes_are_exactly_the_bubble(systems: list[Any], changes: dict[str, Any]) -> None:
     result = rlsim.run(SMALL, overrides={"systems": systems, "trace.cap": "1K", "seeds": 1, **changes})
-    causes = idle_causes(result.steps, result.spans, result.responses, result.calls, 8)
+    causes = idle_causes(result.steps, result.spans, result.responses, result.stays, result.calls, 8)
     keys = ["system", "seed", "step"]
     found = causes.groupby(keys)["idle_s"].sum()
     steps = result.steps.set_index(keys)
@@ -250,7 +268,7 @@ def test_too_little_kv_shows_as_such() -> None:
         "systems": [{"verl": {"tp": 1}}],
     }  # fmt: skip
     result = rlsim.run(SMALL, overrides=tight, seeds=1)
-    causes = idle_causes(result.steps, result.spans, result.responses, result.calls, 8)
+    causes = idle_causes(result.steps, result.spans, result.responses, result.stays, result.calls, 8)
     by_cause = causes[causes["cause"] != "stage_barrier"].groupby("cause")["idle_s"].sum()
     assert by_cause.index.tolist() == ["kv_limit"]  # the fourth of one replica's responses waits for a place
     assert by_cause["kv_limit"] > 1.0
@@ -258,7 +276,7 @@ def test_too_little_kv_shows_as_such() -> None:
 
 def test_no_tables_no_causes() -> None:
     empty = pd.DataFrame(columns=["case", "system", "seed", "step"])
-    assert idle_causes(empty, empty, empty, empty, 8).empty
+    assert idle_causes(empty, empty, empty, empty, empty, 8).empty
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

@@ -183,11 +183,11 @@ class _Runner:
 
 
 def _idle(result: Result, baseline: str, gpus: int) -> dict[str, pd.DataFrame]:
-    own = {table: getattr(result, table) for table in ("steps", "spans", "responses", "calls")}
+    own = {table: getattr(result, table) for table in ("steps", "spans", "responses", "stays", "calls")}
     own = {table: frame[frame["system"] == baseline] for table, frame in own.items()}
     if own["steps"].empty:
         raise ConfigError(f"the baseline {baseline} did not run:\n" + "\n".join(result.notes))
-    causes = idle_causes(own["steps"], own["spans"], own["responses"], own["calls"], gpus)
+    causes = idle_causes(**own, gpus=gpus)
     return {"idle": idle_shares(causes, own["steps"], gpus), "idle_waits": waits(causes, own["steps"], gpus)}
 
 

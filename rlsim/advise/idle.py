@@ -25,7 +25,12 @@ COLUMNS = (*_RUN, "step", "gpu", "cause", "waits_for", "idle_s")
 
 
 def idle_causes(
-    steps: pd.DataFrame, spans: pd.DataFrame, responses: pd.DataFrame, calls: pd.DataFrame, gpus: int
+    steps: pd.DataFrame,
+    spans: pd.DataFrame,
+    responses: pd.DataFrame,
+    stays: pd.DataFrame,
+    calls: pd.DataFrame,
+    gpus: int,
 ) -> pd.DataFrame:
     """Idle seconds of every GPU by cause, from the tables of a result (docs/results.md) on `gpus` GPUs.
 
@@ -33,17 +38,17 @@ def idle_causes(
     the call whose end a stage barrier waits for ("" for other causes, and where no call runs). The rows of a step add
     up to `bubble_fraction · gpus · step_time_s`.
     """
-    tables = [dict(iter(table.groupby(_RUN, sort=False))) for table in (spans, responses, calls)]
+    tables = [dict(iter(table.groupby(_RUN, sort=False))) for table in (spans, responses, stays, calls)]
     found: list[pd.DataFrame] = []
     for run, own in steps.groupby(_RUN, sort=False):
         parts = [table.get(run) for table in tables]
-        own_spans, own_responses, own_calls = (
+        own_spans, own_responses, own_stays, own_calls = (
             whole.iloc[:0] if part is None else part
-            for part, whole in zip(parts, (spans, responses, calls), strict=True)
+            for part, whole in zip(parts, (spans, responses, stays, calls), strict=True)
         )
         ordered = own.sort_values("step")
         ends = ordered["step_time_s"].to_numpy(np.float64).cumsum()
-        stages = _stages(own_spans, own_responses, own_calls, gpus)
+        stages = _stages(own_spans, own_responses, own_stays, own_calls, gpus)
         for step, start, end in zip(ordered["step"], [0.0, *ends[:-1]], ends, strict=True):
             frame = _of_window(start, end, own_spans, own_calls, stages, gpus)
             found.append(frame.assign(step=step, **{column: own[column].iloc[0] for column in _RUN}))
@@ -62,14 +67,17 @@ class _Stage(NamedTuple):
     mesh: Flags  # by GPU: whether the stage has it
     layouts: list[tuple[float, int, int]]  # from when on which GPU has which TP, in order of time
     finished: Floats  # sorted: when each response ended, at the latest with the stage
-    undelayed: Floats  # sorted: when each would have ended without its wait for admission
+    undelayed: Floats  # sorted: when each would have ended without its waits for admission
 
 
-def _stages(spans: pd.DataFrame, responses: pd.DataFrame, calls: pd.DataFrame, gpus: int) -> list[_Stage]:
+def _stages(
+    spans: pd.DataFrame, responses: pd.DataFrame, stays: pd.DataFrame, calls: pd.DataFrame, gpus: int
+) -> list[_Stage]:
     """The generation stages of one run."""
     generating = spans[spans["kind"].isin(GENERATING) & ~spans["shared"]]
     by_step = dict(iter(generating.groupby("step")))
     launched = dict(iter(responses.groupby("step")))
+    queued = dict(iter(stays.groupby(["step", "call"])))
     found = []
     for call in calls[calls["kind"] == "generate"].to_dict("records"):
         own, there = by_step.get(call["step"]), launched.get(call["step"])
@@ -78,6 +86,7 @@ def _stages(spans: pd.DataFrame, responses: pd.DataFrame, calls: pd.DataFrame, g
         start, end = float(call["start_at"]), float(call["end_at"])
         finish = there["finish_at"].to_numpy(np.float64)
         ended = np.where(np.isnan(finish), end, np.minimum(finish, end))
+        waited = _waits(there, queued.get((call["step"], call["call"]), stays.iloc[:0]), own)
         here = ended > start  # what is resumed and had ended in an earlier step is not waited for
         each = _by_gpu(own)
         found.append(
@@ -87,7 +96,7 @@ def _stages(spans: pd.DataFrame, responses: pd.DataFrame, calls: pd.DataFrame, g
                 _mesh(np.unique(each["gpu"].to_numpy(np.int64)), int(call["gpus"]), gpus),
                 _layouts(each),
                 np.sort(ended[here]),
-                np.sort((ended - _delays(there, own))[here]),
+                np.sort((ended - waited)[here]),
             )
         )
     return found
@@ -118,21 +127,18 @@ def _layouts(each: pd.DataFrame) -> list[tuple[float, int, int]]:
     return list(zip(changed["start_at"].tolist(), changed["gpu"].tolist(), changed["tp"].tolist(), strict=True))
 
 
-def _delays(responses: pd.DataFrame, spans: pd.DataFrame) -> Floats:
-    """How long each response waited to be admitted, after its replica had begun to decode; infinite if preempted.
+def _waits(responses: pd.DataFrame, stays: pd.DataFrame, spans: pd.DataFrame) -> Floats:
+    """How long each response waited in queues whose replica had begun to decode (s).
 
-    A replica decodes once nothing more is admitted: who starts later found no KV pages or no place left.
+    A replica decodes once it admits nothing more: who is still in its queue found no KV pages or no place left.
     """
     decoding = spans[spans["kind"] == "decode"]
-    began = decoding.groupby("label")["start_at"].min()
-    first = spans.groupby("label")["start_at"].min()
-    label = "replica " + responses["replica"].astype(str)
-    start = responses["start_at"].to_numpy(np.float64)
-    there = start >= first.reindex(label).to_numpy(np.float64)  # it started on the replica that it ran on last
-    since = np.where(there, began.reindex(label).to_numpy(np.float64), began.min() if len(began) else np.inf)
-    waited = np.where(np.isnan(start) | np.isnan(since), 0.0, start - since)
-    queued = np.where(responses["resumed"].to_numpy(np.bool_), 0.0, np.maximum(waited, 0.0))
-    return np.where(responses["preemptions"].to_numpy(np.int64) > 0, np.inf, queued)
+    began = decoding.groupby("label")["start_at"].min().reindex("replica " + stays["replica"].astype(str))
+    admitted = stays["admitted_at"].fillna(stays["left_at"]).to_numpy(np.float64)
+    since = np.maximum(stays["arrived_at"].to_numpy(np.float64), began.to_numpy(np.float64))
+    waited = np.fmax(admitted - since, 0.0)  # NaN, and so 0, where the replica never decoded
+    total = pd.Series(waited).groupby(stays["response"].to_numpy()).sum()
+    return total.reindex(responses["response"]).fillna(0.0).to_numpy(np.float64)
 
 
 # ---- a window of time -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
+from rlsim.cli.common import Settings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,15 +43,7 @@ def sweep(
             autocompletion=complete.settings,
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY.PATH=VALUE",
-            help="Set a key of the experiment, at all points; repeatable.",
-            autocompletion=complete.settings,
-        ),
-    ] = None,
+    settings: Settings = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes (default: one a core); with ray: points at work at a time.")
