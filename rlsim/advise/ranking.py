@@ -12,7 +12,7 @@ from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.build import Setup
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
-from rlsim.experiment.summary import half_interval
+from rlsim.experiment.summary import mean_ratio
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
 
@@ -148,6 +148,5 @@ def _held_back(result: Result) -> pd.Series[float]:
 
 def _ratio(rate: pd.DataFrame, one: str, other: str) -> tuple[float, float, float]:
     """Geometric mean over seeds of one system's rate over another's, and its 95% interval (NaN with one seed)."""
-    logs = np.log((rate.loc[one] / rate.loc[other]).dropna().to_numpy(np.float64))
-    centre, half = float(logs.mean()), half_interval(logs.tolist())
-    return float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half))
+    ratios = (rate.loc[one] / rate.loc[other]).to_numpy(np.float64)
+    return mean_ratio(ratios[~np.isnan(ratios)].tolist())

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.experiment.result import Result
-from rlsim.experiment.summary import half_interval
+from rlsim.experiment.summary import mean_ratio
 from rlsim.hardware import Cluster, load_cluster
 
 #: A doubling of the GPUs pays while it is at least so many times as fast: the added ones do half of what the others do.
@@ -68,10 +68,8 @@ def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
         rate = rates[system, gpus]
         own = rows[(rows["system"] == system) & (rows["gpus"] == gpus)]
         step_s, half = float(own["step_time_s"].mean()), rates.get((system, gpus // 2)) if gpus % 2 == 0 else None
-        logs = np.array([]) if half is None else np.log((rate / half).dropna().to_numpy(np.float64))
-        centre = float(logs.mean()) if len(logs) else float("nan")
-        width = half_interval(logs.tolist()) if len(logs) else float("nan")
-        doubling = float(np.exp(centre))
+        ratios = np.array([]) if half is None else (rate / half).dropna().to_numpy(np.float64)
+        doubling, low, high = mean_ratio(ratios.tolist())
         found.append(
             {
                 "gpus": gpus,
@@ -81,8 +79,8 @@ def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
                 "tokens_per_s": float(rate.mean()),
                 "tokens_per_gpu_s": float(rate.mean()) / gpus,
                 "doubling": doubling,
-                "doubling_low": float(np.exp(centre - width)),
-                "doubling_high": float(np.exp(centre + width)),
+                "doubling_low": low,
+                "doubling_high": high,
                 "marginal": doubling - 1.0,
                 "pays": None if half is None else doubling >= worth,
             }
