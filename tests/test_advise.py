@@ -546,4 +546,6 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "fastest: ",
     ):
         assert text in done.output
-    assert (tmp_path / "results" / "pat-vs-static-advice" / "advice.json").is_file()
+    folder = tmp_path / "results" / "pat-vs-static-advice"
+    assert (folder / "advice.json").is_file()
+    assert "What fits: rollout" in (folder / "report.html").read_text(encoding="utf-8")

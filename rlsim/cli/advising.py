@@ -46,6 +46,7 @@ def advise(
     from rlsim.advise.advice import advise as find_advice
     from rlsim.experiment.load import load_experiment
     from rlsim.output import results_folder
+    from rlsim.report.write import write_report
 
     sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]  # `module:Class` policies
     target = out or results_folder(f"{load_experiment(experiment, settings or ())[0].name}-advice")
@@ -63,10 +64,12 @@ def advise(
             out=target,
             progress=progress,
         )
+    page = write_report(target)
     if as_json:
         typer.echo(json.dumps(advice.as_json(), indent=2))
         return
     _print(advice, target, quiet)
+    typer.echo(f"report: {page}")
 
 
 def _print(advice: Advice, target: Path, quiet: bool) -> None:
