@@ -29,6 +29,16 @@ Settings = Annotated[
     ),
 ]
 
+Warmup = Annotated[
+    int | None,
+    typer.Option(min=0, help="First steps that no mean counts, instead of the experiment's (workflow.warmup)."),
+]
+
+
+def warmup_setting(warmup: int | None) -> list[str]:
+    """The option `--warmup` as a setting."""
+    return [] if warmup is None else [f"workflow.warmup={warmup}"]
+
 
 @contextmanager
 def progress_bar(hidden: bool) -> Iterator[Progress | None]:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlsim.cli.tables import print_tables, table
+from rlsim.formats import number, rate, share, with_interval
+
 if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
@@ -66,7 +69,7 @@ def _print(found: Comparison) -> None:
     from rlsim.sweeps.differences import shown
 
     letters = _letters(found)
-    console, plain = Console(markup=False), Console(soft_wrap=True, highlight=False, markup=False)
+    plain = Console(soft_wrap=True, highlight=False, markup=False)
     for directory, letter in letters.items():
         plain.print(f"{letter} = {directory}")
     for key, values in found.differences.items():
@@ -77,12 +80,15 @@ def _print(found: Comparison) -> None:
     for title, rows in groups[:MOST_GROUPS]:
         if title:
             plain.print(title, style="bold")
-        for table in _tables(rows, letters):
-            console.print(table)
-            console.print()
+        print_tables(_tables(rows, letters))
     if len(groups) > MOST_GROUPS:
         plain.print(f"{len(groups) - MOST_GROUPS} more settings: --csv or --json has them")
-    plain.print("step, gen and 90% by in the lower tables: baseline time / own, with 95% intervals over seeds")
+    plain.print(
+        "speedup: responses trained on per second over the baseline's; by tokens: tokens trained on (with prompts);"
+    )
+    plain.print(
+        "in gen, 90% by: responses per second of generation, and until 90% were there; 95% intervals over seeds"
+    )
     if not found.table["paired"].all():
         plain.print("* not paired by seed")
     for note in found.notes:
@@ -108,32 +114,26 @@ def _groups(found: Comparison) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
     """The run table, and what each is compared with."""
-    from rich.table import Table
+    from rlsim.experiment.summary import RATIOS
 
-    means, speedups = (Table(box=None, pad_edge=False, header_style="bold") for _ in range(2))
     names = [*(["in"] if letters else []), "system"]
-    for table in (means, speedups):
-        for name in names:
-            table.add_column(name, overflow="fold")
-    means.columns[-1].min_width = 20
-    for heading in ("step s", "gen s", "90% by", "tokens/s", "bubble"):
-        means.add_column(heading, justify="right", no_wrap=True, min_width=7)
-    speedups.add_column("against", overflow="fold")
-    for heading in ("step", "gen", "90% by"):
-        speedups.add_column(heading, justify="right", no_wrap=True)
+    means, speedups = [], []
     for row in rows.to_dict("records"):
         tuned = f" ({row['tuned']})" if row["tuned"] else ""
         where = [letters[row["directory"]]] if letters else []
-        times = (f"{row[name]:.1f}" for name in ("step_time_s", "gen_time_s", "gen_p90_time_s"))
-        rates = (f"{row['tokens_per_s']:,.0f}", f"{row['bubble_fraction']:.1%}")
-        means.add_row(*where, row["system"] + tuned, *times, *rates)
+        times = (number(row[name], 1) for name in ("step_time_s", "gen_time_s", "gen_p90_time_s"))
+        shares = (share(row["bubble_fraction"], 1), share(row["tail_fraction"]))
+        rates = (rate(row["responses_per_s"]), number(row["tokens_per_s"], 0))
+        means.append([*where, row["system"] + tuned, *rates, *times, *shares])
         if row["baseline"] and not row["is_baseline"]:
             star = "" if row["paired"] else "*"
-            cells = (_speedup(row, short) for short in ("step", "gen", "gen_p90"))
-            speedups.add_row(*where, row["system"], _against(row, letters) + star, *cells)
-    yield means
-    if speedups.row_count:
-        yield speedups
+            cells = (with_interval(row, name) for name in RATIOS)
+            speedups.append([*where, row["system"], _against(row, letters) + star, *cells])
+    headings = ["responses/s", "tokens/s", "step s", "gen s", "90% by", "bubble", "tail"]
+    yield table([*names, *headings], means, words=len(names))
+    if speedups:
+        headings = ["against", "speedup", "by tokens", "in gen", "90% by"]
+        yield table([*names, *headings], speedups, words=len(names) + 1)
 
 
 def _against(row: dict[Any, Any], letters: dict[str, str]) -> str:
@@ -143,13 +143,6 @@ def _against(row: dict[Any, Any], letters: dict[str, str]) -> str:
         if baseline == directory or baseline.startswith(f"{directory}:"):
             return " ".join([letter, *filter(None, [baseline[len(directory) + 1 :]])])
     return baseline
-
-
-def _speedup(row: dict[Any, Any], short: str) -> str:
-    value, low, high = (row[f"{short}_speedup{end}"] for end in ("", "_low", "_high"))
-    if value != value:
-        return "–"
-    return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if low == low else "")
 
 
 def _text(value: Any) -> str:

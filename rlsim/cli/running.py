@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsim.cli.common import Experiment, Settings, progress_bar
+from rlsim.cli.common import Experiment, Settings, Warmup, progress_bar, warmup_setting
+from rlsim.cli.tables import print_tables, table
+from rlsim.formats import is_missing, number, rate, share, with_interval
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.table import Table
 
     from rlsim.experiment.result import Result
+
+#: Less than this share of a time is rounding.
+ROUNDING = 1e-6
 
 
 def run(
@@ -22,6 +28,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     settings: Settings = None,
+    warmup: Warmup = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse costs of shapes outside what the calibration was measured at.")
     ] = False,
@@ -37,7 +44,8 @@ def run(
     # `module:Class` policies lie beside the experiment or in the working directory; they hide no installed module.
     sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]
     target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
-    run_and_print(experiment, settings or (), target, seeds=seeds, strict=strict, quiet=quiet)
+    settings = [*(settings or ()), *warmup_setting(warmup)]
+    run_and_print(experiment, settings, target, seeds=seeds, strict=strict, quiet=quiet)
 
 
 def run_and_print(
@@ -61,10 +69,7 @@ def run_and_print(
         return
     from rich.console import Console
 
-    console = Console(markup=False)
-    for table in _tables(result):
-        console.print(table)
-        console.print()
+    print_tables(_tables(result))
     console = Console(soft_wrap=True)
     for note in result.notes:
         console.print(f"note: {note}", style="dim", highlight=False, markup=False)
@@ -73,54 +78,49 @@ def run_and_print(
 
 def _tables(result: Result) -> Iterator[Table]:
     """Two tables per case: the comparison, and where the step's time goes."""
-    from rich.table import Table
-
     baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
-    interval = "paired by seed" if seeds > 1 else "no interval"
     for case, rows in result.summary().groupby("case", sort=False):
-        title = " · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part)
-        means = f"means of {seeds} seeds ± half their 95% interval" if seeds > 1 else "one seed"
-        waste = ["wasted"] if rows["wasted_fraction"].max() > 0 else []
-        legend = "wasted: of the generated tokens; " if waste else ""
-        compared = Table(
-            box=None,
-            pad_edge=False,
-            header_style="bold",
-            title=title,
-            caption=f"{means};\nspeedup over {baseline}, {interval}",
-        )
-        parts = Table(
-            box=None,
-            pad_edge=False,
-            header_style="bold",
-            caption="seconds of a step; paused: for switches; " + legend + "bound: lower bound / gen",
-        )
-        compared.add_column("system", overflow="fold")
-        parts.add_column("system", overflow="fold")
-        for heading in ("step s", "gen s", "speedup", "bubble", "switches"):
-            compared.add_column(heading, justify="right", no_wrap=True)
-        for heading in ("gen", "90% by", "prep", "train", "sync", "paused", "tokens/s", *waste, "bound"):
-            parts.add_column(heading, justify="right", no_wrap=True)
+        tuned = result.manifest["tuned"].get(case, {})
+        texts = []
         for row in rows.to_dict("records"):
-            system, low, high = str(row["system"]), row["speedup_low"], row["speedup_high"]
-            tuned = result.manifest["tuned"].get(case, {}).get(system)
-            speedup = f"{row['speedup']:.2f}" if row["speedup"] == row["speedup"] else "–"
-            speedup = "baseline" if system == baseline else speedup
-            if system != baseline and low == low:
-                speedup += f" [{low:.2f}, {high:.2f}]"
-            step, *parts_s = (
-                f"{row[f'{part}_time_s']:.1f}" for part in ("step", "gen", "gen_p90", "prep", "train", "sync", "switch")
+            name = str(row["system"])
+            ratios = (
+                ["baseline", ""] if name == baseline else [with_interval(row, "speedup"), number(row["token_speedup"])]
             )
-            bubble = f"{row['bubble_fraction']:.1%}"
-            name = f"{system} ({tuned})" if tuned else system
-            half = row["gen_time_s_half"]
-            gen = parts_s[0] + (f" ±{half:.1f}" if half == half else "")
-            compared.add_row(name, step, gen, speedup, bubble, f"{row['switches']:.1f}")
-            wasted = [f"{row['wasted_fraction']:.0%}" for _ in waste]
-            parts.add_row(system, *parts_s, f"{row['tokens_per_s']:,.0f}", *wasted, _share(row["bound_share"]))
-        yield compared
-        yield parts
+            shares = [share(row["bubble_fraction"], 1), share(row["tail_fraction"])]
+            shown = f"{name} ({tuned[name]})" if name in tuned else name
+            texts.append([shown, rate(row["responses_per_s"]), *ratios, number(row["step_time_s"], 1), *shares])
+        yield table(
+            ["system", "responses/s", "speedup", "by tokens", "step s", "bubble", "tail"],
+            texts,
+            title=" · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part),
+            caption=f"means of {seeds} seeds{' with 95% intervals' if seeds > 1 else ''}; responses/s: trained on, per "
+            f"second\nspeedup: responses/s over those of {baseline}; by tokens: the same of trained tokens\n"
+            "tail: busy GPU time that decodes at under half of the full batch's throughput",
+        )
+        yield _parts(rows)
 
 
-def _share(value: float) -> str:
-    return "–" if value != value else f"{value:.0%}"
+def _parts(rows: pd.DataFrame) -> Table:
+    """Where a step's time goes, and throughput in tokens."""
+    columns = {"gen": "gen_exposed_s", "prep": "prep_time_s", "train": "train_time_s", "sync": "sync_time_s"}
+    legend = f"seconds of a step, each in one of {', '.join(columns)}"
+    if rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max():
+        columns["wait"] = "waiting_time_s"
+        legend = legend.replace("one of", "one of wait (no call of the step ran),")
+    overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
+    whole = ["whole gen"] if overlaps else []
+    wasted = ["wasted"] if rows["wasted_fraction"].max() > 0 else []
+    texts = []
+    for row in rows.to_dict("records"):
+        gen, *parts = (number(row[column], 1) for column in columns.values())
+        half = "" if is_missing(row["gen_time_s_half"]) else f" ±{row['gen_time_s_half']:.1f}"
+        times = [gen, *parts, number(row["gen_time_s"], 1) + half] if overlaps else [gen + half, *parts]
+        times += [number(row["gen_p90_time_s"], 1), number(row["switch_time_s"], 1)]
+        shares = [share(row[column]) for column in (*(f"{name}_fraction" for name in wasted), "bound_share")]
+        texts.append([str(row["system"]), *times, number(row["switches"], 1), number(row["tokens_per_s"], 0), *shares])
+    headings = ["system", *columns, *whole, "90% by", "paused", "switches", "tokens/s", *wasted, "bound"]
+    legend += "; whole gen: also beside the step before" if overlaps else ""
+    legend += "; paused: for switches\ntokens/s: trained on, prompts counted"
+    legend += "; wasted: of the generated tokens" if wasted else ""
+    return table(headings, texts, caption=legend + "; bound: lower bound / gen")

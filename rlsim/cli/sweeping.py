@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Settings
+from rlsim.cli.common import Settings, Warmup, warmup_setting
+from rlsim.cli.tables import print_tables, table
+from rlsim.formats import number, rate, share, with_interval
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rlsim.sweeps.points import Definition
     from rlsim.sweeps.read import SweepResult
     from rlsim.sweeps.run import Progress
@@ -45,6 +45,7 @@ def sweep(
     ] = None,
     settings: Settings = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
+    warmup: Warmup = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes (default: one a core); with ray: points at work at a time.")
     ] = None,
@@ -83,7 +84,7 @@ def sweep(
     for key in axes:
         if sum(text.partition("=")[0] == key for text in grid or ()) > 1:
             raise ConfigError(f"--grid {key} is given twice; give all its values at once")
-    definition = load_sweep(file, overrides=settings or (), seeds=seeds, axes=axes)
+    definition = load_sweep(file, overrides=[*(settings or ()), *warmup_setting(warmup)], seeds=seeds, axes=axes)
     if dry_run:
         _list(definition, as_json)
         return
@@ -182,7 +183,7 @@ def _list(definition: Definition, as_json: bool) -> None:
         typer.echo(json.dumps([dict(zip(["point", *axes], row, strict=True)) for row in rows], indent=2))
         return
     console = Console(soft_wrap=True, markup=False)
-    console.print(_table(["point", *axes], [[_text(value) for value in row] for row in rows]))
+    console.print(table(["point", *axes], [[_text(value) for value in row] for row in rows]))
     console.print(_counted(definition), highlight=False)
 
 
@@ -197,29 +198,37 @@ def _print(found: SweepResult, definition: Definition) -> None:
     """The summary of every point, if they are few."""
     from rich.console import Console
 
+    from rlsim.experiment.rate_notes import EXPLAINED
+
     summary = found.summary()
+    unlike = (summary["speedup"] / summary["token_speedup"] - 1).abs() > EXPLAINED
     if 0 < len(summary) <= MOST_ROWS:
         axes = [axis.name for axis in found.axes]
         names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
         shown = [
             [
                 *(_text(row[name]) for name in names),
-                f"{row['step_time_s']:.1f}",
-                f"{row['gen_time_s']:.1f}",
-                _speedup(row),
+                rate(row["responses_per_s"]),
+                with_interval(row, "speedup"),
+                number(row["token_speedup"]),
+                number(row["step_time_s"], 1),
+                number(row["gen_time_s"], 1),
+                share(row["bubble_fraction"]),
+                share(row["tail_fraction"]),
             ]
             for row in summary.to_dict("records")
         ]
-        Console(markup=False).print(_table([*names, "step s", "gen s", "speedup"], shown, left=len(names)))
+        headings = [*names, "responses/s", "speedup", "by tokens", "step s", "gen s", "bubble", "tail"]
+        caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
+        print_tables([table(headings, shown, words=len(names), caption=caption)])
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
+    if unlike.any():
+        console.print(
+            f"note: in {unlike.sum()} of {len(summary)} rows the speedup differs by more than {EXPLAINED:.0%} from the "
+            "one by tokens: these systems train on other responses than their baseline; rlsim compare says why"
+        )
     console.print(f"next: rlsim compare {found.directory}")
-
-
-def _speedup(row: dict[Any, Any]) -> str:
-    value, low, high = row["speedup"], row["speedup_low"], row["speedup_high"]
-    interval = f" [{low:.2f}, {high:.2f}]" if low == low else ""
-    return f"{value:.2f}{interval}" if value == value else "–"
 
 
 def _text(value: Any) -> str:
@@ -228,14 +237,3 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else f"{value:.4g}"
     return str(value)
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -13,14 +13,21 @@ from rlsim.comparison.baseline import Baseline
 from rlsim.comparison.intervals import NONE, paired, unpaired, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError
+from rlsim.experiment.rate_notes import ratio_note
+from rlsim.experiment.summary import RATIOS, means
 from rlsim.sweeps.columns import value_at
 from rlsim.sweeps.differences import differences
 
 #: Columns of the table beside those of settings; a setting of the same name is called `experiment.…`.
 OWN_COLUMNS = ("directory", "point", "case", "system", "tuned", "seeds", "baseline", "is_baseline", "paired")
 
-#: What is compared: step, generation, and the time to 90% of the batch, which no single long response decides.
-METRICS = {"step": "step_time_s", "gen": "gen_time_s", "gen_p90": "gen_p90_time_s"}
+#: Means that the table has of every run.
+SHOWN = (
+    "responses_per_s", "tokens_per_s", "response_tokens_per_s", "generated_tokens_per_s", "trained", "step_time_s",
+    "gen_time_s", "gen_p90_time_s", "bubble_fraction", "tail_fraction",
+)  # fmt: skip
+#: Times of which the table has the difference for equal work.
+DIFFERENCES = {"step": "step_time_s", "gen": "gen_time_s", "gen_p90": "gen_p90_time_s"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Comparison:
     table: pd.DataFrame  # see `compare`
     settings: tuple[str, ...]  # columns of the table in which configurations differ
     differences: Mapping[str, Mapping[str, Any]]  # key path -> directory -> value
-    notes: tuple[str, ...]  # what was not paired, and why
+    notes: tuple[str, ...]  # where ratios differ, what was not paired, and why
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain values; missing numbers are null."""
@@ -48,10 +55,12 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
     system, its own baseline.
 
     The table has a row for each run, point, case and system: `directory`, `point`, `case`, `system`, `tuned`; a column
-    for every key in which the configurations differ; `seeds` (how many), `step_time_s`, `gen_time_s`, `gen_p90_time_s`
-    (means, s), `tokens_per_s`, `bubble_fraction`; `baseline` (what it is compared with), `is_baseline` (with itself),
-    `paired`; and for step, gen and gen_p90 `…_speedup`, `…_speedup_low`, `…_speedup_high` (baseline time / own, 95%
-    interval) and `…_difference_s` (own mean − baseline's, over the seeds that are compared).
+    for every key in which the configurations differ; `seeds` (how many), the means of the steady steps (`SHOWN`, see
+    `rlsim.experiment.summary.means`); `baseline` (what it is compared with), `is_baseline` (with itself), `paired`;
+    `speedup` (ratio of trained responses per second), `token_speedup` (of trained tokens per second), `gen_speedup` and
+    `gen_p90_speedup` (of trained responses per second of generation, and of its time to 90% of them), each with its 95%
+    interval `…_low` to `…_high`; and `step_difference_s`, `gen_difference_s` and `gen_p90_difference_s`: own time for
+    as many responses as the baseline's step trains on less the baseline's time (s), over the seeds that are compared.
 
     Runs that saw the same responses are paired by seed; others are taken as independent samples (Welch), and a note
     says why. Raises `ConfigError` for a directory without results, `CatalogueError` for an unknown baseline.
@@ -63,7 +72,7 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
     axes = list(dict.fromkeys(key for run in runs for key in run.axes))
     between = differences([run.settings for run in runs])
     beside = [key for key in between if not any(f"{key}.".startswith(f"{axis}.") for axis in axes)]
-    rows, reasons = [], dict[str, list[str]]()
+    rows, reasons, notes = [], dict[str, list[str]](), list[str]()
     for i, run in enumerate(runs):
         row: dict[str, Any] = {"directory": run.directory, "point": run.point, "case": run.case, "system": run.system}
         row["tuned"] = run.tuned
@@ -73,9 +82,11 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
         against = choose.of(run)
         row["baseline"] = _called(against, run)
         row |= _compared(run, against, reasons)
+        if against:
+            notes += ratio_note(run.name, run.steps, against.name, against.steps, row["speedup"], row["token_speedup"])
         rows.append(row)
     shown = tuple(map(_column, [*axes, *beside]))
-    return Comparison(pd.DataFrame(rows), shown, _by_directory(runs), tuple(_notes(reasons, choose.missing)))
+    return Comparison(pd.DataFrame(rows), shown, _by_directory(runs), (*notes, *_notes(reasons, choose.missing)))
 
 
 def _column(key: str) -> str:
@@ -92,14 +103,8 @@ def _called(baseline: Run | None, run: Run) -> str:
 
 
 def _means(run: Run) -> dict[str, Any]:
-    steps = run.steps
-    total_s = float(steps["step_time_s"].sum())
-    return {
-        "seeds": len(run.by_seed),
-        **{metric: float(steps[metric].mean()) for metric in METRICS.values()},
-        "tokens_per_s": float(steps["tokens"].sum()) / total_s,
-        "bubble_fraction": float((steps["bubble_fraction"] * steps["step_time_s"]).sum()) / total_s,
-    }
+    (whole,) = means(run.steps.assign(run=0), ["run"]).to_dict("records")
+    return {"seeds": len(run.by_seed), **{name: whole[name] for name in SHOWN}}
 
 
 def _compared(run: Run, against: Run | None, reasons: dict[str, list[str]]) -> dict[str, Any]:
@@ -107,15 +112,22 @@ def _compared(run: Run, against: Run | None, reasons: dict[str, list[str]]) -> d
     if against and why:
         reasons.setdefault(why, []).append(f"{run.name} against {against.name}")
     row: dict[str, Any] = {"is_baseline": against is run, "paired": against is not None and not why}
-    for short, metric in METRICS.items():
-        speedup, difference_s = NONE, float("nan")
+    for name, rate in RATIOS.items():
+        speedup = NONE
         if against:
-            speedup = unpaired(run, against, metric) if why else paired(run, against, metric)
-            own, theirs = run.by_seed[metric], against.by_seed[metric]
-            difference_s = float(own.mean() - theirs.mean()) if why else float((own - theirs).dropna().mean())
-        row |= {f"{short}_speedup": speedup.ratio, f"{short}_speedup_low": speedup.low}
-        row |= {f"{short}_speedup_high": speedup.high, f"{short}_difference_s": difference_s}
+            speedup = unpaired(run, against, rate) if why else paired(run, against, rate)
+        row |= {name: speedup.ratio, f"{name}_low": speedup.low, f"{name}_high": speedup.high}
+    for name, time in DIFFERENCES.items():
+        row[f"{name}_difference_s"] = _difference_s(run, against, time, is_paired=not why) if against else float("nan")
     return row
+
+
+def _difference_s(run: Run, against: Run, time: str, *, is_paired: bool) -> float:
+    own, theirs = run.by_seed, against.by_seed
+    if is_paired:
+        own, theirs = (one.loc[own.index.intersection(theirs.index)] for one in (own, theirs))
+    own_s, per_step = (own[time] / own["trained"]).mean(), theirs["trained"].mean()
+    return float(own_s * per_step - theirs[time].mean())
 
 
 def _by_directory(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:

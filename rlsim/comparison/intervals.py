@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 
 from rlsim.comparison.runs import Run
-from rlsim.experiment.summary import CONFIDENCE, mean_ratio
+from rlsim.experiment.summary import CONFIDENCE, paired_ratio
 
 
 class Speedup(NamedTuple):
-    """Baseline time / own time, geometric mean over seeds, with its interval (missing with one seed).
+    """Own rate / the baseline's, geometric mean over seeds, with its interval (missing with one seed).
 
-    There is none of times that are zero: a workflow may generate nothing.
+    There is none of generation where a workflow generates nothing.
     """
 
     ratio: float
@@ -44,24 +44,22 @@ def why_unpaired(run: Run, baseline: Run) -> str:
     return ""
 
 
-def paired(run: Run, baseline: Run, metric: str) -> Speedup:
+def paired(run: Run, baseline: Run, rate: str) -> Speedup:
     """Over the seeds that both have: Student's t on the logarithms of the ratios, as `Result.summary` does."""
-    own, theirs = run.by_seed[metric], baseline.by_seed[metric]
-    ratios = (theirs[theirs > 0] / own[own > 0]).dropna()
-    return Speedup(*mean_ratio(ratios.tolist()))
+    return Speedup(*paired_ratio(run.by_seed[rate], baseline.by_seed[rate]))
 
 
-def unpaired(run: Run, baseline: Run, metric: str) -> Speedup:
+def unpaired(run: Run, baseline: Run, rate: str) -> Speedup:
     """Of two independent samples: Welch's t on the logarithms of the seeds' means.
 
     Welch, Biometrika 34 (1947) 28, with the degrees of freedom that he and Satterthwaite (Biometrics 2 (1946) 110)
     give.
     """
-    times = [one.by_seed[metric].to_numpy() for one in (run, baseline)]
-    if not all((seconds > 0).all() for seconds in times):
+    rates = [one.by_seed[rate].to_numpy() for one in (run, baseline)]
+    if not all((values > 0).all() for values in rates):
         return NONE
-    own, theirs = map(np.log, times)
-    centre = float(theirs.mean() - own.mean())
+    own, theirs = map(np.log, rates)
+    centre = float(own.mean() - theirs.mean())
     if min(len(own), len(theirs)) < 2:
         return Speedup(float(np.exp(centre)), float("nan"), float("nan"))
     shares = [float(np.var(logs, ddof=1) / len(logs)) for logs in (own, theirs)]

@@ -13,18 +13,17 @@ from typing import Any
 import pandas as pd
 
 from rlsim.errors import ConfigError
+from rlsim.experiment.rate_notes import PUT_OFF
 from rlsim.experiment.result import MANIFEST
 from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.summary import MEASURED, means
 from rlsim.schema import validate
 from rlsim.sweeps.read import read_sweep
 from rlsim.sweeps.store import DEFINITION
 
 #: Columns of `steps` that are read.
-_COLUMNS = (
-    "case", "system", "seed", "step", "step_time_s", "gen_time_s", "gen_p90_time_s", "tokens", "response_tokens",
-    "wasted_tokens", "launched", "trained", "bubble_fraction",
-)  # fmt: skip
+_COLUMNS = ("case", "system", "seed", "step", "launched", "waiting", *MEASURED, *PUT_OFF)
 #: Keys that say nothing about what a run does, or that other columns show.
 _NOT_SETTINGS = ("name", "description", "cases", "systems", "baseline", "seeds")
 
@@ -57,8 +56,8 @@ class Run:
 
     @cached_property
     def by_seed(self) -> pd.DataFrame:
-        """Mean times of a step (s), by seed."""
-        return self.steps.groupby("seed")[["step_time_s", "gen_time_s", "gen_p90_time_s"]].mean()
+        """Means of the steady steps by seed, as `rlsim.experiment.summary.means` gives them."""
+        return means(self.steps, ["seed"])
 
     @property
     def workload(self) -> dict[str, Any]:

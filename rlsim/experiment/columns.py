@@ -21,19 +21,40 @@ _RUN = (
 )
 _STEP = (*_RUN, Column("step", "int64", "", "training step, from 0"))
 
+#: What a call's time goes to; the parts of a call add up to its time on its GPUs.
+CALL_PARTS = (
+    Column("compute_s", "float64", "s", "computation, mean over data-parallel ranks"),
+    Column("communication_s", "float64", "s", "communication that computation does not hide"),
+    Column("bubble_s", "float64", "s", "pipeline fill and drain"),
+    Column("optimizer_s", "float64", "s", "optimizer update"),
+    Column("offload_s", "float64", "s", "copies to and from host memory"),
+    Column("imbalance_s", "float64", "s", "waiting for the slowest data-parallel rank"),
+    Column("weights_s", "float64", "s", "weights on their way to the calls that a sync serves"),
+    Column("data_s", "float64", "s", "inputs on their way from the GPUs of the calls before"),
+)
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "steps": (
         *_STEP,
         Column(
             "step_time_s", "float64", "s", "from the end of the step before to the end of the last call of this one"
         ),
+        Column("steady", "bool", "", "counts in means: the pipeline of overlapping steps neither fills nor drains"),
         Column("round", "string", "", "kind of round, as the batching calls it; empty if there is one kind"),
         Column("gen_time_s", "float64", "s", "generation, from the first request to the last response"),
+        Column(
+            "gen_exposed_s",
+            "float64",
+            "s",
+            "generation within step_time_s: all of gen_time_s, unless it began beside the step before",
+        ),
         Column("prep_time_s", "float64", "s", "time in which reward or log-prob calls ran and generation did not"),
         Column("train_time_s", "float64", "s", "time in which training ran and none of those before did"),
-        Column("sync_time_s", "float64", "s", "updated weights to the rollout engine"),
+        Column("sync_time_s", "float64", "s", "time in which only updated weights were on their way to other calls"),
+        Column("waiting_time_s", "float64", "s", "time in which no call of the step ran: the rest of step_time_s"),
         Column("reward_time_s", "float64", "s", "reward calls, from their first response to the last score"),
         Column("tokens", "int64", "tokens", "prompt and response tokens that were trained on"),
+        Column("trained_response_tokens", "int64", "tokens", "of `tokens`, those of responses: prompts are not in it"),
         Column("response_tokens", "int64", "tokens", "tokens generated in the step, wasted ones included"),
         Column(
             "wasted_tokens", "int64", "tokens", "generated tokens that are not trained on: aborted, surplus or redone"
@@ -50,6 +71,13 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("timeouts", "int64", "", "responses whose reward call was ended by a timeout, of those trained on"),
         Column("longest_tokens", "int64", "tokens", "longest response that was trained on"),
         Column("bubble_fraction", "float64", "", "share of GPU time within step_time_s in which the GPU did nothing"),
+        Column(
+            "tail_fraction",
+            "float64",
+            "",
+            "share of the GPUs' busy time in which they decoded at less than half of the throughput that they had "
+            "reached with their full batch",
+        ),
         Column(
             "gen_p90_time_s",
             "float64",
@@ -132,12 +160,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         Column("start_at", "float64", "s", "moment it had its GPUs; the first, if it takes responses as they come"),
         Column("end_at", "float64", "s", "moment it was done"),
         Column("gpus", "int64", "", "GPUs of its placement; 0 for CPU work"),
-        Column("compute_s", "float64", "s", "computation, mean over data-parallel ranks"),
-        Column("communication_s", "float64", "s", "communication that computation does not hide"),
-        Column("bubble_s", "float64", "s", "pipeline fill and drain"),
-        Column("optimizer_s", "float64", "s", "optimizer update"),
-        Column("offload_s", "float64", "s", "copies to and from host memory"),
-        Column("imbalance_s", "float64", "s", "waiting for the slowest data-parallel rank"),
+        *CALL_PARTS,
     ),
     "switches": (
         *_STEP,
@@ -163,23 +186,38 @@ TABLES: dict[str, tuple[Column, ...]] = {
     ),
 }
 
-#: Columns of `Result.summary()`, one row per case and system; means are over steps and seeds.
+
+def _ratio(name: str, of: str) -> tuple[Column, ...]:
+    return (
+        Column(name, "float64", "", f"{of} over the baseline's, geometric mean over seeds"),
+        Column(f"{name}_low", "float64", "", "lower end of its 95% interval; missing with one seed"),
+        Column(f"{name}_high", "float64", "", "upper end of its 95% interval; missing with one seed"),
+    )
+
+
+#: Columns of `Result.summary()`, one row per case and system; means are over the steady steps of all seeds.
 SUMMARY: tuple[Column, ...] = (
     *_RUN[:2],
+    Column("responses_per_s", "float64", "1/s", "responses trained on per second of step time"),
+    *_ratio("speedup", "responses trained on per second"),
+    *_ratio("token_speedup", "tokens trained on per second"),
+    *_ratio("gen_speedup", "responses trained on per second of generation"),
+    Column("trained", "float64", "", "mean number of responses that a step trains on"),
     Column("step_time_s", "float64", "s", "mean step time"),
+    Column("step_time_s_half", "float64", "s", "half the 95% interval of step_time_s over seeds"),
     Column("gen_time_s", "float64", "s", "mean generation time"),
+    Column("gen_time_s_half", "float64", "s", "half the 95% interval of gen_time_s over seeds"),
     Column("gen_p90_time_s", "float64", "s", "mean time until 90% of the batch was there"),
+    Column("gen_exposed_s", "float64", "s", "mean time of generation within the step"),
     Column("prep_time_s", "float64", "s", "mean time in which reward or log-prob calls ran and generation did not"),
     Column("train_time_s", "float64", "s", "mean time in which training ran and none of those before did"),
-    Column("sync_time_s", "float64", "s", "mean time of new weights to the rollout engine"),
-    Column("step_time_s_half", "float64", "s", "half the 95% interval of step_time_s over seeds"),
-    Column("gen_time_s_half", "float64", "s", "half the 95% interval of gen_time_s over seeds"),
-    Column("speedup", "float64", "", "of the step over the baseline, geometric mean over seeds"),
-    Column("speedup_low", "float64", "", "lower end of its 95% interval; missing with one seed"),
-    Column("speedup_high", "float64", "", "upper end of its 95% interval; missing with one seed"),
-    Column("gen_speedup", "float64", "", "of generation over the baseline"),
-    Column("tokens_per_s", "float64", "tokens/s", "tokens trained on per second of step time"),
+    Column("sync_time_s", "float64", "s", "mean time in which only new weights were on their way to other calls"),
+    Column("waiting_time_s", "float64", "s", "mean time in which no call of the step ran"),
+    Column("tokens_per_s", "float64", "tokens/s", "prompt and response tokens trained on per second of step time"),
+    Column("response_tokens_per_s", "float64", "tokens/s", "response tokens trained on per second: no prompts"),
+    Column("generated_tokens_per_s", "float64", "tokens/s", "tokens generated per second, trained on or not"),
     Column("bubble_fraction", "float64", "", "share of GPU time in which the GPU did nothing"),
+    Column("tail_fraction", "float64", "", "share of busy GPU time that decodes at less than half the full throughput"),
     Column("wasted_fraction", "float64", "", "share of the generated tokens that is not trained on"),
     Column("switches", "float64", "", "changes of a node's degree per step"),
     Column("switch_time_s", "float64", "s", "pauses of nodes for these changes, per step"),

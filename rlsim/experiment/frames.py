@@ -4,32 +4,56 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from rlsim.cost.bound import GenerationBound
-from rlsim.experiment.columns import TABLES
-from rlsim.sim.outcome import CallRecord, Outcome
+from rlsim.experiment.columns import CALL_PARTS, TABLES
+from rlsim.experiment.tail import tail_stretches
+from rlsim.sim.outcome import CallRecord, Outcome, RolloutSummary
 from rlsim.sim.recorder import Span
+from rlsim.sim.responses import Responses
 from rlsim.sim.stays import Stays
 from rlsim.trace import StepSampler
 
 Frames = dict[str, pd.DataFrame]
+Interval = tuple[float, float]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+#: The parts of a step's time, in the order in which its calls follow from one another, and their kinds of calls.
+PARTS_OF_A_STEP = {
+    "gen_exposed_s": ("generate",),
+    "prep_time_s": ("reward", "inference"),
+    "train_time_s": ("train",),
+    "sync_time_s": ("sync",),
+}
 
 
-def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gpus: int) -> Frames:
-    """The tables of one run, without the columns that name the run."""
-    return {
-        "steps": _steps(outcome, bound, gpus),
+def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gpus: int, steady: range) -> Frames:
+    """The tables of one run on `gpus` GPUs, without the columns that name the run; means count the `steady` steps."""
+    frames = {
         "responses": _responses(outcome, sampler),
         "stays": stays_frame(outcome.stays),
         "calls": pd.DataFrame([_call_row(call) for call in sorted(outcome.calls, key=lambda c: (c.start_at, c.step))]),
         "switches": pd.DataFrame(outcome.switches, columns=_own_columns("switches")),
         "spans": pd.DataFrame(list(_span_rows(outcome.spans)), columns=_own_columns("spans")),
     }
+    edges = [0.0, *outcome.step_ends]
+    busy_s = _gpu_seconds([(s.start_at, s.end_at, len(s.gpus)) for s in uncovered(outcome.spans)], edges)
+    tail = tail_stretches(frames["stays"], frames["spans"], frames["calls"])
+    share = tail["gpus"] * tail["tail_s"] / (tail["end_at"] - tail["start_at"])
+    tail_s = _gpu_seconds(np.stack([tail["start_at"], tail["end_at"], share], axis=1), edges)
+    rows = _steps(outcome, bound)
+    durations_s = np.diff(edges)
+    columns = {
+        "steady": [step in steady for step in range(len(rows))],
+        "bubble_fraction": np.maximum(1.0 - busy_s / (gpus * durations_s), 0.0),
+        "tail_fraction": np.divide(tail_s, busy_s, out=np.zeros(len(rows)), where=busy_s > 0),
+    }
+    return {"steps": pd.DataFrame(rows).assign(step_time_s=durations_s, **columns), **frames}
 
 
 def named(frames: Frames, case: str, system: str, seed: int) -> Frames:
@@ -38,6 +62,8 @@ def named(frames: Frames, case: str, system: str, seed: int) -> Frames:
     for table, frame in frames.items():
         columns = TABLES[table]
         complete = frame.assign(case=case, system=system, seed=seed)
+        if unknown := set(complete) - {c.name for c in columns}:
+            raise ValueError(f"{table}: no column says what {', '.join(sorted(unknown))} is")
         result[table] = complete[[c.name for c in columns]].astype({c.name: c.dtype for c in columns})
     return result
 
@@ -46,86 +72,99 @@ def _own_columns(table: str) -> list[str]:
     return [c.name for c in TABLES[table] if c.name not in ("case", "system", "seed")]
 
 
-def _steps(outcome: Outcome, bound: GenerationBound, gpus: int) -> pd.DataFrame:
+def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
+    """What is known of every step on its own."""
     calls: dict[int, list[CallRecord]] = {}
     for call in outcome.calls:
         calls.setdefault(call.step, []).append(call)
-    busy = _busy_gpu_s(outcome.spans, outcome.step_ends)
-    pieces: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    pieces: dict[tuple[int, str], list[Interval]] = {}
     for span in outcome.spans:
         pieces.setdefault((span.step, span.kind), []).append((span.start_at, span.end_at))
-
-    def at_work(call: CallRecord) -> list[tuple[float, float]]:
-        """When a call ran: a reward call from start to end, one on GPUs while it had some."""
-        return [(call.start_at, call.end_at)] if call.kind == "reward" else pieces.get((call.step, call.call), [])
-
     rows = []
-    start = 0.0
-    for step, end in enumerate(outcome.step_ends):
-        responses, summary = outcome.responses[step], outcome.rollouts[step]
+    for step, window in enumerate(itertools.pairwise([0.0, *outcome.step_ends])):
         generate = next((call for call in calls[step] if call.kind == "generate"), None)
-        began, ended = (generate.start_at, generate.end_at) if generate else (start, start)
+        began, ended = (generate.start_at, generate.end_at) if generate else (window[0], window[0])
+        responses, summary = outcome.responses[step], outcome.rollouts[step]
         switches = [s for s in outcome.switches if s.step == step]
-        kept, settled = responses.trained, summary.settled
+        kept = responses.trained
         generated_tokens = responses.response_tokens - responses.resumed_tokens
         here = (kept | responses.baseline) & (generated_tokens > 0) & (generate is not None)
-        generated = [(began, ended)]
-        prepared = [
-            *generated,
-            *(work for c in calls[step] if c.kind in ("reward", "inference") for work in at_work(c)),
-        ]
-        trained = [*prepared, *(work for c in calls[step] if c.kind == "train" for work in at_work(c))]
         finished = np.sort(responses.finished_at[kept])
         p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else ended
         rows.append(
             {
                 "step": step,
-                "step_time_s": end - start,
-                "round": settled.label,
+                "round": summary.settled.label,
                 "gen_time_s": ended - began,
-                "prep_time_s": _union_s(prepared) - _union_s(generated),
-                "train_time_s": _union_s(trained) - _union_s(prepared),
-                "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
-                "sync_time_s": sum(c.end_at - c.start_at for c in calls[step] if c.kind == "sync"),
-                "tokens": responses.total_tokens[kept].sum(),
-                "response_tokens": generated_tokens.sum(),
-                "wasted_tokens": responses.response_tokens[~(kept | responses.paused | responses.baseline)].sum(),
-                "paused_tokens": responses.response_tokens[responses.paused].sum(),
-                "resumed_tokens": responses.resumed_tokens.sum(),
-                "launched": settled.launched,
-                "trained": kept.sum(),
-                "put_back": settled.put_back,
-                "resumed": settled.resumed,
-                "paused": settled.paused,
-                "dropped": settled.dropped,
-                "waiting": summary.waiting,
-                "timeouts": (responses.timed_out & kept).sum(),
-                "longest_tokens": responses.response_tokens[kept].max(initial=0),
-                "bubble_fraction": max(1.0 - busy[step] / (gpus * (end - start)), 0.0),
                 "gen_p90_time_s": max(p90_at - began, 0.0),
                 "gen_bound_s": bound.time_s(
                     (responses.prompt_tokens + responses.resumed_tokens)[here], generated_tokens[here]
                 ),
-                "initial_tp": summary.initial_tp,
+                "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
+                **_exposed_s(calls[step], pieces, window),
+                **_counts(responses, summary),
                 "switches": len(switches),
                 "switch_time_s": sum(s.weights_s + s.kv_s + s.graph_s + s.control_s for s in switches),
-                "preemptions": summary.preemptions,
-                "released_gpu_s": summary.released_gpu_s,
-                "kv_peak_tokens": summary.peak_kv_tokens,
                 "staleness": step - int(responses.version[kept].min(initial=step)),
             }
         )
-        start = end
-    return pd.DataFrame(rows)
+    return rows
 
 
-def _busy_gpu_s(spans: Sequence[Span], step_ends: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """GPU-seconds of work in each step; a span over a step's end counts on both sides."""
-    spans = uncovered(spans)
-    start = np.array([s.start_at for s in spans])
-    end = np.array([s.end_at for s in spans])
-    gpus = np.array([len(s.gpus) for s in spans], dtype=np.float64)
-    edges = np.array([0.0, *step_ends])
+def _exposed_s(
+    calls: Sequence[CallRecord], pieces: Mapping[tuple[int, str], list[Interval]], window: Interval
+) -> dict[str, float]:
+    """What a step waited for from the end of the step before to its own: each second once, for the first that applies.
+
+    A step's calls follow from one another in this order: what still runs is what the rest of the step waits for.
+    """
+    start, end = window
+    covered: list[Interval] = []
+    total_s, exposed = 0.0, {}
+    for part, kinds in PARTS_OF_A_STEP.items():
+        for call in calls:
+            if call.kind in kinds:
+                # A call that takes responses as they come holds GPUs from time to time only.
+                own = (
+                    pieces.get((call.step, call.call), [])
+                    if call.kind in ("inference", "train")
+                    else [(call.start_at, call.end_at)]
+                )
+                covered += [(max(a, start), min(b, end)) for a, b in own if a < end and b > start]
+        reached_s = _union_s(covered)
+        exposed[part], total_s = reached_s - total_s, reached_s
+    return {**exposed, "waiting_time_s": max(end - start - total_s, 0.0)}
+
+
+def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
+    """How many responses and tokens the step launched, trained on, wasted and put off, and what held them."""
+    kept, settled = responses.trained, summary.settled
+    return {
+        "tokens": responses.total_tokens[kept].sum(),
+        "trained_response_tokens": responses.response_tokens[kept].sum(),
+        "response_tokens": (responses.response_tokens - responses.resumed_tokens).sum(),
+        "wasted_tokens": responses.response_tokens[~(kept | responses.paused | responses.baseline)].sum(),
+        "paused_tokens": responses.response_tokens[responses.paused].sum(),
+        "resumed_tokens": responses.resumed_tokens.sum(),
+        "launched": settled.launched,
+        "trained": kept.sum(),
+        "put_back": settled.put_back,
+        "resumed": settled.resumed,
+        "paused": settled.paused,
+        "dropped": settled.dropped,
+        "waiting": summary.waiting,
+        "timeouts": (responses.timed_out & kept).sum(),
+        "longest_tokens": responses.response_tokens[kept].max(initial=0),
+        "initial_tp": summary.initial_tp,
+        "preemptions": summary.preemptions,
+        "released_gpu_s": summary.released_gpu_s,
+        "kv_peak_tokens": summary.peak_kv_tokens,
+    }
+
+
+def _gpu_seconds(held: Iterable[Sequence[float]], edges: Sequence[float]) -> Floats:
+    """GPU-seconds in each step; `held` has start, end and GPUs of each stretch, which may reach over several steps."""
+    start, end, gpus = np.array([*held], dtype=np.float64).reshape(-1, 3).T
     return np.array(
         [
             (np.clip(np.minimum(end, last) - np.maximum(start, first), 0.0, None) * gpus).sum()
@@ -233,10 +272,8 @@ def stays_frame(stays: Iterable[Stays]) -> pd.DataFrame:
 
 
 def _call_row(call: CallRecord) -> dict[str, Any]:
-    parts = dict.fromkeys(("compute", "communication", "bubble", "optimizer", "offload", "imbalance"), 0.0)
-    parts |= {name: seconds for name, seconds in call.parts if name in parts}
-    row = {name: value for name, value in call._asdict().items() if name != "parts"}
-    return {**row, **{f"{name}_s": seconds for name, seconds in parts.items()}}
+    row = {name: value for name, value in call._asdict().items() if name not in ("parts", "samples")}
+    return {**row, **{part.name: 0.0 for part in CALL_PARTS}, **{f"{name}_s": seconds for name, seconds in call.parts}}
 
 
 def _span_rows(spans: Iterable[Span]) -> Iterable[tuple[Any, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.frames import Frames, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
+from rlsim.experiment.rate_notes import rate_notes, steady_note
 from rlsim.experiment.result import Result, check_target
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.site import Site
+from rlsim.experiment.summary import means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.schema import place_of
 
@@ -137,6 +140,7 @@ class _Case:
             self.notes.append(f"no speedups: the baseline {self.baseline} was left out")
         self._samplers = {seed: self.setup.sampler(seed) for seed in experiment.seed_list}
         self._done: dict[tuple[str, int], Frames] = {}
+        self._ran: dict[str, str] = {}  # by system: the key of what it came out as
 
     def pending(self) -> list[tuple[SystemSpec, int]]:
         """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
@@ -151,20 +155,25 @@ class _Case:
         sampler, system = self._samplers[seed], spec.make()
         outcome = self.setup.simulate(system, sampler)
         bound = self.setup.site(system).bound
-        self._done[spec.key, seed] = frames_of(outcome, sampler, bound, self.setup.cluster.gpus)
+        self._done[spec.key, seed] = frames_of(outcome, sampler, bound, self.setup.cluster.gpus, self.steady)
 
     def tables(self) -> list[Frames]:
         """The tables of every system and seed."""
         collected = []
         for spec, alternatives in self.systems.items():
-            best, chosen = min(alternatives, key=lambda item: self._mean_step_s(item[0]))
+            best, chosen = max(alternatives, key=lambda item: self._responses_per_s(item[0]))
             if len(alternatives) > 1:
                 self.chosen[spec.name] = chosen
+            self._ran[spec.name] = best.key
             collected += [named(self._done[best.key, seed], self.name, spec.name, seed) for seed in self._samplers]
         return collected
 
-    def _mean_step_s(self, spec: SystemSpec) -> float:
-        return sum(float(self._done[spec.key, seed]["steps"]["step_time_s"].mean()) for seed in self._samplers)
+    def _steps(self, key: str) -> pd.DataFrame:
+        """The steps of every seed of what has this key."""
+        return pd.concat(self._done[key, seed]["steps"].assign(seed=seed) for seed in self._samplers)
+
+    def _responses_per_s(self, spec: SystemSpec) -> float:
+        return float(means(self._steps(spec.key), ["seed"])["responses_per_s"].mean())
 
     def _alternatives(self, spec: SystemSpec) -> list[tuple[SystemSpec, str]]:
         """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""
@@ -183,12 +192,15 @@ class _Case:
             raise ConfigError(f"{spec.shown}: {error}") from None
         return True
 
-    def _trained_shares(self) -> Iterable[tuple[SystemSpec, float]]:
-        for spec, alternatives in self.systems.items():
-            best = min((one for one, _ in alternatives), key=self._mean_step_s)
-            steps = pd.concat(self._done[best.key, s]["steps"] for s in self._samplers)
-            workflow = self.experiment.workflow
-            yield spec, float(steps["trained"].sum()) / (len(steps) * workflow.prompts * workflow.responses)
+    @cached_property
+    def overlap(self) -> int:
+        """Steps that may run beside another under some system."""
+        return max((self.setup.workflow(spec.make()).overlap for spec in self.systems), default=0)
+
+    @cached_property
+    def steady(self) -> range:
+        """The steps that means count, the same for all systems."""
+        return self.experiment.workflow.steady(self.overlap)
 
     def sites(self) -> dict[str, Site]:
         """Where the systems run, by the names of those that run there."""
@@ -208,11 +220,14 @@ class _Case:
         scored = self.setup.scoring.notes
         outside = self.lookups().note()
         tuned = [f"{name} is {what}, the fastest on these same seeds" for name, what in self.chosen.items()]
-        partial = [
-            f"{spec.name} trains on {share:.1%} of a batch each step: compare tokens_per_s, not step times"
-            for spec, share in self._trained_shares()
-            if share < 1
-        ]
+        workflow, ran = (
+            self.experiment.workflow,
+            [self._steps(key).assign(system=name) for name, key in self._ran.items()],
+        )
+        rates = list(steady_note(self.steady, workflow.steps, self.overlap))
+        if ran:
+            batch = workflow.prompts * workflow.responses
+            rates += rate_notes(pd.concat(ran), self.baseline, workflow.responses, batch)
         sites, unfit = self.sites(), dict[str, list[str]]()
         for names, site in sites.items():
             for tp, why in site.context.infeasible.items():
@@ -222,7 +237,7 @@ class _Case:
             for note, names in unfit.items()
         ]
         prefix = f"{self.name}: " if self.name else ""
-        return [prefix + note for note in (*tuned, *partial, *infeasible, *self.notes, *sampled, *scored, *outside)]
+        return [prefix + note for note in (*tuned, *rates, *infeasible, *self.notes, *sampled, *scored, *outside)]
 
 
 def _listed(names: list[str]) -> str:

@@ -115,6 +115,12 @@ class WorkflowSpec(Schema):
     prompts: int = Field(ge=1, le=1_000_000, description="prompts per step")
     responses: int = Field(ge=1, le=10_000, description="responses per prompt")
     steps: int = Field(ge=1, le=100_000, description="training steps to simulate")
+    warmup: int | None = Field(
+        default=None,
+        ge=0,
+        description="first steps that no mean counts; default: as many as may run beside another step (the largest lag "
+        "of an edge less one), which are left out at the end too, where the pipeline drains",
+    )
     reference: bool = Field(default=True, description="whether a frozen reference model scores the responses (KL term)")
     old_log_probs: bool | None = Field(
         default=None, description="whether the trainer computes the old policy's log-probs anew; default: in grpo"
@@ -127,6 +133,19 @@ class WorkflowSpec(Schema):
         if not isinstance(value, list | tuple):
             return value
         return [_edge(item) if isinstance(item, str) else item for item in value]
+
+    @model_validator(mode="after")
+    def _some_step_is_measured(self) -> WorkflowSpec:
+        if self.warmup is not None and self.warmup >= self.steps:
+            raise ValueError(f"warmup {self.warmup} leaves none of {self.steps} steps to measure")
+        return self
+
+    def steady(self, overlap: int) -> range:
+        """The steps that means count, where up to `overlap` steps run beside another; all if there are too few."""
+        first = overlap if self.warmup is None else self.warmup
+        if first < self.steps - overlap:
+            return range(first, self.steps - overlap)
+        return range(self.warmup or 0, self.steps)
 
     @model_validator(mode="after")
     def _graph_if_custom(self) -> WorkflowSpec:

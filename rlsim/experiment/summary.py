@@ -1,4 +1,4 @@
-"""One row per system: what a reader wants to know first, with intervals over paired seeds."""
+"""Means of the steady steps, throughputs, and their ratios to a baseline with intervals over paired seeds."""
 
 from __future__ import annotations
 
@@ -8,55 +8,90 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from rlsim.experiment.columns import SUMMARY
+
 if TYPE_CHECKING:
     from rlsim.experiment.result import Result
 
 CONFIDENCE = 0.95
+#: Columns of `steps` whose means over steps are shown.
+_TIMES = (
+    "step_time_s", "gen_time_s", "gen_p90_time_s", "gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s",
+    "waiting_time_s", "switch_time_s",
+)  # fmt: skip
+_COUNTS = ("trained", "tokens", "trained_response_tokens", "response_tokens", "wasted_tokens", "switches")
+#: Columns of `steps` that `means` needs.
+MEASURED = ("steady", *_TIMES, *_COUNTS, "bubble_fraction", "tail_fraction", "gen_bound_s")
+#: Ratios that are shown, and the column of `means` whose ratio each is; all of them count trained work per second.
+RATIOS = {
+    "speedup": "responses_per_s",
+    "token_speedup": "tokens_per_s",
+    "gen_speedup": "responses_per_gen_s",
+    "gen_p90_speedup": "responses_per_gen_p90_s",
+}
+
+
+def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """What the steady ones of these rows of `steps` come to, a row for each value of the columns `by`.
+
+    Times (`…_s`) and `switches` are means over steps, `trained` the responses that a step trains on; shares
+    (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `bound_share`) are of the sums. Rates, per second of step
+    time: `responses_per_s` and `tokens_per_s` (prompts counted) trained on, `response_tokens_per_s` of these without
+    prompts, `generated_tokens_per_s` whether trained on or not; `responses_per_gen_s` and `responses_per_gen_p90_s` are
+    trained responses per second of generation, and of its time to 90% of them (NaN where nothing is generated).
+    """
+    rows = steps[steps["steady"]]
+    held_s = rows["step_time_s"]
+    busy_s = (1.0 - rows["bubble_fraction"]) * held_s
+    weighted = rows.assign(
+        bubble_s=rows["bubble_fraction"] * held_s, busy_s=busy_s, tail_s=rows["tail_fraction"] * busy_s
+    )
+    grouped = weighted.groupby(list(by), sort=False)
+    sums = grouped[[*_TIMES, *_COUNTS, "bubble_s", "busy_s", "tail_s", "gen_bound_s"]].sum().astype(float)
+    found = sums[[*_TIMES, "switches", "trained"]].div(grouped.size(), axis=0)
+    found["bubble_fraction"] = sums["bubble_s"] / sums["step_time_s"]
+    found["tail_fraction"] = (sums["tail_s"] / sums["busy_s"]).fillna(0.0)
+    found["wasted_fraction"] = sums["wasted_tokens"] / sums["response_tokens"].clip(lower=1.0)
+    found["bound_share"] = sums["gen_bound_s"] / sums["gen_time_s"].where(sums["gen_time_s"] > 0)
+    for rate, amount in (
+        ("responses_per_s", "trained"),
+        ("tokens_per_s", "tokens"),
+        ("response_tokens_per_s", "trained_response_tokens"),
+        ("generated_tokens_per_s", "response_tokens"),
+    ):
+        found[rate] = sums[amount] / sums["step_time_s"]
+    for rate, time in (("responses_per_gen_s", "gen_time_s"), ("responses_per_gen_p90_s", "gen_p90_time_s")):
+        found[rate] = sums["trained"] / sums[time].where(sums[time] > 0)
+    return found
 
 
 def summarise(result: Result) -> pd.DataFrame:
-    """Means over steps and seeds, and the speedup of the step over the baseline.
+    """One row per case and system: `means` over the steady steps of all seeds, and ratios to the baseline.
 
-    Columns: case, system, step_time_s, gen_time_s, gen_p90_time_s, prep_time_s, train_time_s, sync_time_s, speedup,
-    speedup_low, speedup_high, gen_speedup, tokens_per_s (trained on), bubble_fraction, wasted_fraction (share of the
-    generated tokens not trained on), switches and switch_time_s (per step), bound_share (lower bound / generation
-    time); step_time_s_half and gen_time_s_half are half the width of the 95% interval of these means over seeds.
-    `speedup` is the geometric mean over seeds of baseline time / system time on
-    the same responses; its 95% interval is Student's t on the logarithms, missing with one seed; all are missing where
-    the baseline did not run.
+    The columns are `rlsim.experiment.columns.SUMMARY`. `speedup` is the ratio of trained responses per second,
+    `token_speedup` that of trained tokens, `gen_speedup` that of trained responses per second of generation: geometric
+    means over seeds on the same responses. Their 95% intervals are Student's t on the logarithms, missing with one
+    seed; all ratios are missing where the baseline did not run. `step_time_s_half` and `gen_time_s_half` are half the
+    width of the 95% interval of these means over seeds.
     """
-    times = ["step_time_s", "gen_time_s", "gen_p90_time_s", "prep_time_s", "train_time_s", "sync_time_s"]
-    rows = []
-    steps = result.steps
     baseline = result.manifest["baseline"]
-    order = [(case, name) for case, names in result.manifest["systems"].items() for name in names]
-    by_seed = steps.groupby(["case", "system", "seed"])[["step_time_s", "gen_time_s"]].mean()
-    for case, system in order:
-        mine = steps[(steps["case"] == case) & (steps["system"] == system)]
-        if mine.empty:
-            continue
-        row: dict[str, object] = {"case": case, "system": system}
-        row |= {column: float(mine[column].mean()) for column in times}
-        for column in ("step_time_s", "gen_time_s"):
-            row[f"{column}_half"] = half_interval(mine.groupby("seed")[column].mean().tolist())
-        step = gen = (float("nan"),) * 3
-        if baseline in result.manifest["systems"][case]:
-            reference, own = by_seed.loc[(case, baseline)], by_seed.loc[(case, system)]
-            ratios = reference / own.reindex(reference.index)
-            step, gen = (mean_ratio(ratios[c].dropna().tolist()) for c in ("step_time_s", "gen_time_s"))
-        row["speedup"], row["speedup_low"], row["speedup_high"] = step
-        row["gen_speedup"] = gen[0]
-        row["tokens_per_s"] = float(mine["tokens"].sum() / mine["step_time_s"].sum())
-        row["bubble_fraction"] = float(
-            (mine["bubble_fraction"] * mine["step_time_s"]).sum() / mine["step_time_s"].sum()
-        )
-        row["wasted_fraction"] = float(mine["wasted_tokens"].sum() / max(mine["response_tokens"].sum(), 1))
-        row["switches"] = float(mine["switches"].mean())
-        row["switch_time_s"] = float(mine["switch_time_s"].mean())
-        gen_time_s = float(mine["gen_time_s"].sum())
-        row["bound_share"] = float(mine["gen_bound_s"].sum()) / gen_time_s if gen_time_s else float("nan")
-        rows.append(row)
-    return pd.DataFrame(rows)
+    whole = means(result.steps, ["case", "system"])
+    by_seed = means(result.steps, ["case", "system", "seed"])
+    rows: list[dict[str, object]] = []
+    for case, systems in result.manifest["systems"].items():
+        for system in systems:
+            if (case, system) not in whole.index:
+                continue
+            own = by_seed.loc[(case, system)]
+            row: dict[str, object] = {"case": case, "system": system, **whole.loc[(case, system)].to_dict()}
+            row |= {f"{time}_half": half_interval(own[time].tolist()) for time in ("step_time_s", "gen_time_s")}
+            reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
+            for name, rate in RATIOS.items():
+                row |= dict(
+                    zip((name, f"{name}_low", f"{name}_high"), paired_ratio(own[rate], reference[rate]), strict=True)
+                )
+            rows.append(row)
+    return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -69,10 +104,17 @@ def half_interval(values: Sequence[float]) -> float:
     return float(quantile * np.std(values, ddof=1) / np.sqrt(len(values)))
 
 
+def paired_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[float, float, float]:
+    """`mean_ratio` of own / reference over the seeds that both have (their index)."""
+    return mean_ratio((own / reference).dropna().tolist())
+
+
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Geometric mean and its interval (NaN with a single value; all NaN without any)."""
     if not ratios:
         return (float("nan"),) * 3
+    if min(ratios) == 0:  # under some seed nothing was trained on
+        return (0.0, float("nan"), float("nan"))
     logs = np.log(ratios)
     centre, half = float(logs.mean()), half_interval(logs.tolist())
     return float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half))

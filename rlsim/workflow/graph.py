@@ -135,6 +135,11 @@ class Workflow:
         edges = (replace(e, grain="chunk", chunk_tokens=chunk_tokens) if streams(e) else e for e in self.edges)
         return replace(self, edges=tuple(edges))
 
+    @property
+    def overlap(self) -> int:
+        """Steps that may run beside another: 0 if each needs the result of the step before."""
+        return max((edge.lag - 1 for edge in self.edges if edge.lag), default=0)
+
     def call(self, name: str) -> Call:
         """The call of that name; raises `ConfigError` if there is none."""
         for call in self.calls:

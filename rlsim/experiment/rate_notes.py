@@ -1,0 +1,99 @@
+"""What a reader must know before comparing throughputs: which steps count, and who trains on other responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from rlsim.experiment.summary import means, paired_ratio
+
+#: A ratio of responses that differs by more than this from that of tokens is explained; so is a backlog of that share.
+EXPLAINED = 0.02
+#: Columns of `steps` that say what becomes of what is not trained on.
+PUT_OFF = ("put_back", "paused", "resumed", "dropped")
+
+
+def steady_note(steady: range, steps: int, overlap: int) -> Iterator[str]:
+    """Which steps the means leave out, where that is not plain."""
+    if overlap and len(steady) > steps - 2 * overlap and steady.stop == steps:
+        yield (
+            f"means include steps in which the pipeline of overlapping steps fills or drains: {steps} are too few to "
+            f"leave them out (workflow.steps: {2 * overlap + 1} or more)"
+        )
+    elif len(steady) < steps:
+        yield (
+            f"means are of steps {steady.start} to {steady.stop - 1} of {steps}: the first {steady.start} and the last "
+            f"{steps - steady.stop} are left out"
+        )
+
+
+def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
+    """Prompts put off from the first to the last steady step of one system, mean over seeds, and their share.
+
+    The share is of the prompts trained on in these steps, of `responses` responses each.
+    """
+    grown = trained = 0.0
+    seeds = steps.groupby("seed")
+    for _, own in seeds:
+        steady = own[own["steady"]].sort_values("step")
+        before = own.loc[own["step"] == steady["step"].iloc[0] - 1, "waiting"]
+        grown += float(steady["waiting"].iloc[-1]) - float(before.sum())
+        trained += float(steady["trained"].sum()) / responses
+    return grown / seeds.ngroups, grown / trained if trained else 0.0
+
+
+def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -> Iterator[str]:
+    """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses, `responses` a prompt."""
+    by_seed, whole = means(steps, ["system", "seed"]), means(steps, ["system"])
+    for system, own in steps.groupby("system", sort=False):
+        row = whole.loc[system]
+        if row["trained"] < batch * (1 - 1e-9):
+            yield (
+                f"{system} trains on {row['trained'] / batch:.1%} of a batch each step: its step is shorter for that; "
+                "speedups count the responses trained on per second"
+            )
+        prompts, share = backlog(own, responses)
+        if share > EXPLAINED:
+            yield (
+                f"{system} does not cover whole periods of its rounds: at the end {prompts:,.0f} prompts more than at "
+                f"the start wait ({share:.1%} of those trained on), the longest among them; give more workflow.steps"
+            )
+        if baseline in whole.index:
+            reference = steps[steps["system"] == baseline]
+            rates = (by_seed.loc[system], by_seed.loc[baseline])
+            ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]
+            yield from ratio_note(str(system), own, baseline, reference, *ratios)
+
+
+def ratio_note(
+    system: str, own: pd.DataFrame, baseline: str, reference: pd.DataFrame, by_responses: float, by_tokens: float
+) -> Iterator[str]:
+    """Why a system's throughput in responses is not as many times the baseline's as that in tokens, if so.
+
+    `own` and `reference` are rows of `steps`, the ratios what a table shows of them.
+    """
+    if not by_tokens or not abs(by_responses / by_tokens - 1) > EXPLAINED:
+        return
+    own_tokens, tokens = (_tokens_per_response(steps[steps["steady"]]) for steps in (own, reference))
+    yield (
+        f"{system} trains on {by_responses:.2f} times the responses per second of {baseline}, but {by_tokens:.2f} "
+        f"times the tokens: its responses have {own_tokens:,.0f} tokens in the mean, prompts counted, "
+        f"against {tokens:,.0f}, {_why(own[own['steady']])}"
+    )
+
+
+def _tokens_per_response(steady: pd.DataFrame) -> float:
+    return float(steady["tokens"].sum() / max(steady["trained"].sum(), 1))
+
+
+def _why(steady: pd.DataFrame) -> str:
+    """How a system comes to train on other responses than it would have drawn."""
+    total = steady[["wasted_tokens", *PUT_OFF]].sum()
+    reasons = [
+        (total["put_back"] > 0, "as prompts that are not finished in time are generated again later"),
+        (total["paused"] + total["resumed"] > 0, "as responses that are not finished in time go on in a later step"),
+        (total["dropped"] > 0, "as prompts are dropped for their rewards"),
+        (total["wasted_tokens"] > 0, "as the first to finish are trained on and others dropped"),
+    ]
+    return next((text for applies, text in reasons if applies), "as it trains on other responses")
