@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
+from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, tail_seconds, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
 from rlsim.advise.scaling import WORTH, best_doublings, enough, resized, scaling, scaling_rows, sizes
@@ -21,6 +21,7 @@ from rlsim.experiment.result import Result, check_target
 from rlsim.experiment.run import Progress, run
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
+from rlsim.formats import number, with_interval
 from rlsim.output import atomic_path
 
 ADVICE = "advice.json"
@@ -35,9 +36,9 @@ MOST_NAMES = 4
 SECTIONS = (
     ("memory", "What fits: rollout", "each GPU's memory at every TP, GB; what the KV cache of a replica holds"),
     ("memory_calls", "What fits: the other calls", "on the fullest GPU, GB"),
-    ("idle", "Idle time of every GPU", "shares of GPU time under the baseline, by cause"),
+    ("idle", "Idle time of every GPU", "shares of GPU time under the baseline, by cause; tail: share of its busy time"),
     ("idle_waits", "What stage barriers wait for", "share of GPU time"),
-    ("ranking", "Systems, the fastest first", "tokens trained on per second, 95% intervals over seeds"),
+    ("ranking", "Systems, the fastest first", "speedup in responses trained on per second, 95% intervals over seeds"),
     ("scaling", "Number of GPUs", "the best systems on other numbers of GPUs"),
     ("scaling_best", "Doublings", "the fastest system at each number against the fastest at half"),
 )
@@ -187,8 +188,9 @@ def _idle(result: Result, baseline: str, gpus: int) -> dict[str, pd.DataFrame]:
     own = {table: frame[frame["system"] == baseline] for table, frame in own.items()}
     if own["steps"].empty:
         raise ConfigError(f"the baseline {baseline} did not run:\n" + "\n".join(result.notes))
-    causes = idle_causes(**own, gpus=gpus)
-    return {"idle": idle_shares(causes, own["steps"], gpus), "idle_waits": waits(causes, own["steps"], gpus)}
+    steps, causes = own["steps"], idle_causes(**own, gpus=gpus)
+    tail = tail_seconds(steps, own["spans"], own["stays"], own["calls"], gpus)
+    return {"idle": idle_shares(causes, tail, steps, gpus), "idle_waits": waits(causes, steps, gpus)}
 
 
 def _chosen(ranked: pd.DataFrame, baseline: str, top: int) -> list[str]:
@@ -200,8 +202,8 @@ def _chosen(ranked: pd.DataFrame, baseline: str, top: int) -> list[str]:
 def _held_back_notes(ranked: pd.DataFrame) -> list[str]:
     late = ranked[~ranked["comparable"]]
     return [
-        f"{row.system} holds back {row.held_back:.0%} of its prompts at the end, the longest ones: it is ranked last; "
-        "give more --steps (whole periods of its rounds)"
+        f"{row.system} is ranked last, as {row.held_back:.0%} of its prompts, the longest, are put off to after the "
+        "run: give more --steps (whole periods of its rounds)"
         for row in late.itertuples()
     ]
 
@@ -272,16 +274,19 @@ def _conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float
         said.append(f"idle today ({baseline}): {means['idle']:.0%} of GPU time{f': {shares}' if shares else ''}")
     else:
         said.append(f"idle today ({baseline}): no GPU")
-    best = ranked.iloc[0]
+    if idle["tail"].mean() >= 0.005:
+        said[-1] += (
+            f"; {idle['tail'].mean():.0%} of the busy time decodes in the tail, at under half of the full throughput"
+        )
+    best = ranked.iloc[0].to_dict()
     others = ranked[(ranked["same_as"] == "") & (ranked["system"] != best["system"]) & ranked["comparable"]]
     close = others[others["with_best"].eq(other=True)]["system"].tolist()
-    text = f"fastest: {best['system']}, {best['speedup']:.2f} times as fast as {baseline}"
-    if best["speedup_low"] == best["speedup_low"]:
-        text += f" [{best['speedup_low']:.2f}, {best['speedup_high']:.2f}]"
+    text = f"fastest: {best['system']}, {with_interval(best, 'speedup')} times the responses per second of {baseline}"
+    text += f" and {number(best['token_speedup'])} times the tokens"
     if close:
         beyond_few = len(close) - MOST_NAMES
         more = f" and {beyond_few} other{'s' * (beyond_few > 1)}" if beyond_few > 0 else ""
-        text += f"; not told from it: {', '.join(close[:MOST_NAMES])}{more}"
+        text += f"; within chance of it: {', '.join(close[:MOST_NAMES])}{more}"
     said.append(text)
     gpus, beyond = enough(tables["scaling_best"], worth)
     tried = int(tables["scaling_best"]["gpus"].max())

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from rlsim.experiment.tail import tail_stretches
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -54,6 +56,32 @@ def idle_causes(
             found.append(frame.assign(step=step, **{column: own[column].iloc[0] for column in _RUN}))
     frame = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=list(COLUMNS))
     return frame[list(COLUMNS)]
+
+
+def tail_seconds(
+    steps: pd.DataFrame, spans: pd.DataFrame, stays: pd.DataFrame, calls: pd.DataFrame, gpus: int
+) -> pd.DataFrame:
+    """Seconds of every GPU in the tail of generation (`rlsim.experiment.tail`), from the tables of a result.
+
+    One row per case, system, seed, step and `gpu` with `tail_s`, the seconds within the step.
+    """
+    tables = [dict(iter(table.groupby(_RUN, sort=False))) for table in (stays, spans, calls)]
+    found = []
+    for run, own in steps.groupby(_RUN, sort=False):
+        own_stays, own_spans, own_calls = (
+            table.get(run, whole.iloc[:0]) for table, whole in zip(tables, (stays, spans, calls), strict=True)
+        )
+        tail = tail_stretches(own_stays, own_spans, own_calls)
+        share = (tail["tail_s"] / (tail["end_at"] - tail["start_at"])).to_numpy(np.float64)
+        first, last = tail["gpu"].to_numpy(np.int64), (tail["gpu"] + tail["gpus"]).to_numpy(np.int64)
+        ordered = own.sort_values("step")
+        ends = ordered["step_time_s"].to_numpy(np.float64).cumsum()
+        for step, start, end in zip(ordered["step"], [0.0, *ends[:-1]], ends, strict=True):
+            inside_s = share * np.clip(np.minimum(tail["end_at"], end) - np.maximum(tail["start_at"], start), 0.0, None)
+            change = np.bincount(first, inside_s, gpus + 1) - np.bincount(last, inside_s, gpus + 1)
+            place = dict(zip(_RUN, run, strict=True))
+            found.append(pd.DataFrame({**place, "step": step, "gpu": range(gpus), "tail_s": change.cumsum()[:gpus]}))
+    return pd.concat(found, ignore_index=True)
 
 
 # ---- a generation stage ---------------------------------------------------------------------------------------------
@@ -242,12 +270,14 @@ def _rows(cause: str, waits_for: str, seconds: Floats) -> pd.DataFrame:
 # ---- summaries ------------------------------------------------------------------------------------------------------
 
 
-def idle_shares(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
-    """Shares of GPU time: one row per case, system and `gpu`; columns `idle`, then one per cause, and `busy`.
+def idle_shares(causes: pd.DataFrame, tail: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
+    """Shares of GPU time: one row per case, system and `gpu`; columns `idle`, then one per cause, `busy`, and `tail`.
 
-    Means over steps and seeds, weighted by time: seconds over the seconds of all steps.
+    Means over the steady steps of all seeds, weighted by time: seconds over the seconds of these steps. `tail` is a
+    share of the GPU's busy time. `causes` and `tail` are of `idle_causes` and `tail_seconds`.
     """
     keys = ["case", "system"]
+    causes, tail, steps = _steady(causes, steps), _steady(tail, steps), steps[steps["steady"]]
     total = steps.groupby(keys, sort=False)["step_time_s"].sum().rename("total_s")
     every = pd.MultiIndex.from_tuples([(*run, gpu) for run in total.index for gpu in range(gpus)], names=[*keys, "gpu"])
     table = causes.pivot_table(index=[*keys, "gpu"], columns="cause", values="idle_s", aggfunc="sum", observed=True)
@@ -255,6 +285,10 @@ def idle_shares(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.Data
     shares = table.div(np.repeat(total.to_numpy(np.float64), gpus), axis=0)
     shares.insert(0, "idle", shares.sum(axis=1))
     shares["busy"] = 1.0 - shares["idle"]
+    busy_s = shares["busy"] * np.repeat(total.to_numpy(np.float64), gpus)
+    shares["tail"] = (
+        (tail.groupby([*keys, "gpu"])["tail_s"].sum() / busy_s.where(busy_s > 0)).reindex(every).fillna(0.0)
+    )
     shares.columns.name = None
     return shares.reset_index()
 
@@ -262,9 +296,14 @@ def idle_shares(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.Data
 def waits(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
     """Share of GPU time lost to stage barriers by the call waited for: case, system, waits_for, share (descending)."""
     keys = ["case", "system"]
+    causes, steps = _steady(causes, steps), steps[steps["steady"]]
     total = steps.groupby(keys, sort=False)["step_time_s"].sum().rename("total_s").reset_index()
     barrier = causes[causes["cause"] == "stage_barrier"].groupby([*keys, "waits_for"], sort=False)["idle_s"].sum()
     table = barrier.reset_index().merge(total, on=keys)
     table["share"] = table["idle_s"] / (table["total_s"] * gpus)
     columns = [*keys, "waits_for", "share"]
     return table[columns].sort_values([*keys, "share"], ascending=[True, True, False], ignore_index=True)
+
+
+def _steady(causes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    return causes.merge(steps.loc[steps["steady"], [*_RUN, "step"]], on=[*_RUN, "step"])

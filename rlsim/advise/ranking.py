@@ -10,9 +10,10 @@ import pandas as pd
 
 from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.build import Setup
+from rlsim.experiment.rate_notes import backlog
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
-from rlsim.experiment.summary import mean_ratio
+from rlsim.experiment.summary import ENDS, RATIOS, means, paired_ratio
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
 
@@ -87,66 +88,50 @@ def _pointless(name: str, setup: Setup) -> str | None:
 
 
 def ranking(result: Result) -> pd.DataFrame:
-    """Systems from the fastest on: how many tokens they train on per second, over the same responses seed by seed.
+    """Systems from the fastest on: how many responses they train on per second, on the same responses seed by seed.
 
-    One row per system: `rank`, `system`, `tuned` (what a tuned one came out as), `step_time_s`, `gen_time_s` (means),
-    `tokens_per_s` (prompt and response tokens trained on), `speedup` over the baseline with its 95% interval
-    `speedup_low` to `speedup_high`, `behind_best` (the best's tokens per second over its own) with `behind_low` and
+    One row per system: `rank`, `system`, `tuned` (what a tuned one came out as); of `rlsim.experiment.summary.means`
+    `responses_per_s`, `tokens_per_s`, `step_time_s`, `gen_time_s`, and its shares as `idle` (of GPU time) and `tail`
+    (of busy GPU time); `speedup` (in responses per second) and `token_speedup` over the baseline with their 95%
+    intervals `…_low` to `…_high`; `behind_best` (the best's responses per second over its own) with `behind_low` and
     `behind_high`, `with_best` (the interval includes 1, so the difference may be chance; missing with one seed),
-    `same_as` (a system above that takes just as long), `idle` (share of GPU time), `staleness` (weight updates, the
-    most of any step), `held_back` (prompts that wait at the end of a run, as a share of those trained on) and
-    `comparable` (that is at most `MOST_HELD_BACK`: else the longest responses are yet to come). Systems that are not
-    comparable come last and are never the best, unless none is comparable.
+    `same_as` (a system above that is just as fast), `staleness` (weight updates, the most of any step), `held_back`
+    (prompts put off to after the run, as a share of those trained on) and `comparable` (that is at most
+    `MOST_HELD_BACK`: else the longest responses are yet to come). Systems that are not comparable come last and are
+    never the best, unless none is comparable.
     """
-    steps = result.steps
-    tuned: Mapping[str, str] = next(iter(result.manifest["tuned"].values()), {})
-    sums = steps.groupby(["system", "seed"], sort=False)[["tokens", "step_time_s"]].sum()
-    rate = (sums["tokens"] / sums["step_time_s"]).unstack("seed")
-    total = sums.groupby("system", sort=False).sum()
-    rates = total["tokens"] / total["step_time_s"]
-    held_back = _held_back(result)
-    order = pd.DataFrame({"rate": rates, "late": held_back.reindex(rates.index) > MOST_HELD_BACK})
-    order = order.sort_values(["late", "rate"], ascending=[True, False], kind="stable")
-    best = str(order.index[0])
+    steps, tuned = result.steps, dict[str, str](next(iter(result.manifest["tuned"].values()), {}))
+    found = means(steps, ["system"])
+    by_seed = means(steps, ["system", "seed"])
+    responses = int(result.manifest["experiment"]["workflow"]["responses"])
+    found["held_back"] = [backlog(steps[steps["system"] == system], responses)[1] for system in found.index]
+    found["comparable"] = found["held_back"] <= MOST_HELD_BACK
+    found = found.sort_values(["comparable", "responses_per_s"], ascending=False, kind="stable")
+    best, baseline = str(found.index[0]), result.manifest["baseline"]
     first: dict[float, str] = {}
-    bubble = (steps["bubble_fraction"] * steps["step_time_s"]).groupby(steps["system"]).sum() / total["step_time_s"]
-    baseline = result.manifest["baseline"]
     rows = []
-    for rank, system in enumerate(map(str, order.index), 1):
-        mine = steps[steps["system"] == system]
-        speedup = _ratio(rate, system, str(baseline)) if baseline in rate.index else (float("nan"),) * 3
-        behind = _ratio(rate, best, system)
+    for rank, system in enumerate(map(str, found.index), 1):
+        row, own = found.loc[system].to_dict(), by_seed.loc[system]
+        reference = by_seed.loc[baseline] if baseline in found.index else own.iloc[:0]
+        behind = paired_ratio(by_seed.loc[best]["responses_per_s"], own["responses_per_s"])
+        fastest = first.setdefault(float(row["responses_per_s"]), system)
+        texts = {"rank": rank, "system": system, "tuned": tuned.get(system, "")}
+        ratios = {
+            name: paired_ratio(own[RATIOS[name]], reference[RATIOS[name]]) for name in ("speedup", "token_speedup")
+        }
         rows.append(
             {
-                "rank": rank,
-                "system": system,
-                "tuned": tuned.get(system, ""),
-                "step_time_s": float(mine["step_time_s"].mean()),
-                "gen_time_s": float(mine["gen_time_s"].mean()),
-                "tokens_per_s": float(rates[system]),
-                **dict(zip(("speedup", "speedup_low", "speedup_high"), speedup, strict=True)),
-                **dict(zip(("behind_best", "behind_low", "behind_high"), behind, strict=True)),
+                **texts,
+                **{name: row[name] for name in ("responses_per_s", "tokens_per_s", "step_time_s", "gen_time_s")},
+                **{f"{name}{end}": ratio[i] for name, ratio in ratios.items() for i, end in enumerate(ENDS)},
+                **{f"behind_{name}": value for name, value in zip(("best", "low", "high"), behind, strict=True)},
                 "with_best": None if np.isnan(behind[1]) else system == best or behind[1] <= 1.0,
-                "same_as": "" if first.setdefault(float(rates[system]), system) == system else first[rates[system]],
-                "idle": float(bubble[system]),
-                "staleness": int(mine["staleness"].max()),
-                "held_back": float(held_back[system]),
-                "comparable": bool(held_back[system] <= MOST_HELD_BACK),
+                "same_as": "" if fastest == system else fastest,
+                "idle": row["bubble_fraction"],
+                "tail": row["tail_fraction"],
+                "staleness": int(steps.loc[steps["system"] == system, "staleness"].max()),
+                "held_back": row["held_back"],
+                "comparable": bool(row["comparable"]),
             }
         )
     return pd.DataFrame(rows)
-
-
-def _held_back(result: Result) -> pd.Series[float]:
-    """By system: prompts that wait when the last step is over, as a share of the prompts trained on."""
-    spec = result.manifest["experiment"]["workflow"]
-    last = result.steps[result.steps["step"] == result.steps["step"].max()]
-    trained = result.steps.groupby("system")["trained"].sum() / int(spec["responses"])
-    waiting: pd.Series[float] = last.groupby("system")["waiting"].sum().astype(float)
-    return waiting / trained
-
-
-def _ratio(rate: pd.DataFrame, one: str, other: str) -> tuple[float, float, float]:
-    """Geometric mean over seeds of one system's rate over another's, and its 95% interval (NaN with one seed)."""
-    ratios = (rate.loc[one] / rate.loc[other]).to_numpy(np.float64)
-    return mean_ratio(ratios[~np.isnan(ratios)].tolist())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from rlsim.experiment.result import Result
-from rlsim.experiment.summary import mean_ratio
+from rlsim.experiment.summary import means, paired_ratio
 from rlsim.hardware import Cluster, load_cluster
 
 #: A doubling of the GPUs pays while it is at least so many times as fast: the added ones do half of what the others do.
@@ -46,38 +45,38 @@ def resized(cluster: Cluster, gpus: int) -> tuple[dict[str, Any], str]:
 
 
 def scaling_rows(result: Result, gpus: int) -> pd.DataFrame:
-    """Every system and seed of a result on `gpus` GPUs: system, seed, gpus, step_time_s (mean), tokens_per_s."""
-    sums = result.steps.groupby(["system", "seed"], sort=False).agg(
-        step_time_s=("step_time_s", "mean"), total_s=("step_time_s", "sum"), tokens=("tokens", "sum")
-    )
-    sums["tokens_per_s"] = sums["tokens"] / sums.pop("total_s")
-    return sums.drop(columns="tokens").reset_index().assign(gpus=gpus)
+    """Every system and seed of a result on `gpus` GPUs: system, seed, gpus, step_time_s (mean), rates per second."""
+    columns = ["step_time_s", "responses_per_s", "tokens_per_s"]
+    return means(result.steps, ["system", "seed"])[columns].reset_index().assign(gpus=gpus)
 
 
 def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
     """What each number of GPUs brings, from `scaling_rows` of several results.
 
-    One row per `gpus` and `system`, `best` the fastest there: `step_time_s`, `gpu_s_per_step`, `tokens_per_s`,
-    `tokens_per_gpu_s`; against half as many GPUs, of the same system: `doubling` (how many times as fast) with its 95%
-    interval `doubling_low` to `doubling_high`, `marginal` (what the added GPUs do, as a share of the others: doubling −
-    1), and `pays` (doubling ≥ `worth`; missing for the fewest).
+    One row per `gpus` and `system`, `best` the fastest there: `step_time_s`, `gpu_s_per_step`, `responses_per_s`,
+    `tokens_per_s`, `tokens_per_gpu_s`; against half as many GPUs, of the same system: `doubling` (how many times as
+    many trained responses per second) with its 95% interval `doubling_low` to `doubling_high`, `marginal` (what the
+    added GPUs do, as a share of the others: doubling − 1), and `pays` (doubling ≥ `worth`; missing for the fewest).
     """
     found = []
-    rates = {key: part.set_index("seed")["tokens_per_s"] for key, part in rows.groupby(["system", "gpus"], sort=False)}
+    rates = {
+        key: part.set_index("seed")["responses_per_s"] for key, part in rows.groupby(["system", "gpus"], sort=False)
+    }
     for system, gpus in rows[["system", "gpus"]].drop_duplicates().itertuples(index=False):
         rate = rates[system, gpus]
         own = rows[(rows["system"] == system) & (rows["gpus"] == gpus)]
         step_s, half = float(own["step_time_s"].mean()), rates.get((system, gpus // 2)) if gpus % 2 == 0 else None
-        ratios = np.array([]) if half is None else (rate / half).dropna().to_numpy(np.float64)
-        doubling, low, high = mean_ratio(ratios.tolist())
+        doubling, low, high = paired_ratio(rate, rate.iloc[:0] if half is None else half)
+        tokens_per_s = float(own["tokens_per_s"].mean())
         found.append(
             {
                 "gpus": gpus,
                 "system": system,
                 "step_time_s": step_s,
                 "gpu_s_per_step": gpus * step_s,
-                "tokens_per_s": float(rate.mean()),
-                "tokens_per_gpu_s": float(rate.mean()) / gpus,
+                "responses_per_s": float(rate.mean()),
+                "tokens_per_s": tokens_per_s,
+                "tokens_per_gpu_s": tokens_per_s / gpus,
                 "doubling": doubling,
                 "doubling_low": low,
                 "doubling_high": high,
@@ -85,14 +84,14 @@ def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
                 "pays": None if half is None else doubling >= worth,
             }
         )
-    table = pd.DataFrame(found).sort_values(["gpus", "tokens_per_s"], ascending=[True, False], ignore_index=True)
+    table = pd.DataFrame(found).sort_values(["gpus", "responses_per_s"], ascending=[True, False], ignore_index=True)
     table.insert(2, "best", ~table["gpus"].duplicated())
     return table
 
 
 def best_doublings(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest system at each number of GPUs against the fastest at half: gpus, system, doubling, marginal."""
-    mean = rows.groupby(["gpus", "system"], sort=True)["tokens_per_s"].mean()
+    mean = rows.groupby(["gpus", "system"], sort=True)["responses_per_s"].mean()
     found = []
     best = {gpus: mean.loc[gpus] for gpus in rows["gpus"].drop_duplicates().sort_values()}
     for gpus, rates in best.items():

@@ -9,6 +9,7 @@ import pandas as pd
 
 from rlsim.advise.advice import SECTIONS, waits_for_kv
 from rlsim.advise.idle import CAUSES
+from rlsim.formats import number, rate, share, with_interval
 
 #: Columns that hold words.
 WORDS = ("system", "system (* fastest)", "call", "why not", "")
@@ -55,8 +56,8 @@ def _memory(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     ]
     rows = []
     for row in frame.to_dict("records"):
-        gb = [_number(row[f"{part}_gb"], 1) for part in ("weights", "activations", "resident", "kv")]
-        counts = [_number(row[key]) for key in ("kv_tokens", "full_sequences", "mean_sequences", "sequences")]
+        gb = [number(row[f"{part}_gb"], 1) for part in ("weights", "activations", "resident", "kv")]
+        counts = [number(row[key], 0) for key in ("kv_tokens", "full_sequences", "mean_sequences", "sequences")]
         why = str(row["why_not"])
         if row["waits"]:
             why = why or f"responses wait for {'KV' if waits_for_kv(row) else 'max_num_seqs'}"
@@ -69,7 +70,7 @@ def _memory_calls(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         [
             f"{row['call']} ({row['model']})",
             "yes" if row["fits"] else "no",
-            *(_number(row[f"{part}_gb"], 1) for part in ("kept", "working", "total", "gpu")),
+            *(number(row[f"{part}_gb"], 1) for part in ("kept", "working", "total", "gpu")),
         ]
         for row in frame.to_dict("records")
     ]
@@ -77,20 +78,21 @@ def _memory_calls(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def _idle(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    shares = frame[["gpu", "idle", *CAUSES]].set_index("gpu")
+    shares = frame[["gpu", "idle", *CAUSES, "tail"]].set_index("gpu")
     if len(shares) > MOST_GPUS:  # as many groups of neighbours
         groups = (shares.index.to_numpy() * MOST_GPUS) // len(shares)
         names = [f"{part.index.min()}-{part.index.max()}" for _, part in shares.groupby(groups)]
         shares = shares.groupby(groups).mean().set_axis(names, axis=0)
     rows = [
-        [str(gpu), *(_share(value) for value in row)] for gpu, row in zip(shares.index, shares.to_numpy(), strict=True)
+        [str(gpu), *(share(value, 1) for value in row)]
+        for gpu, row in zip(shares.index, shares.to_numpy(), strict=True)
     ]
-    rows.append(["all", *(_share(value) for value in shares.mean())])
-    return ["GPU", "idle", *(cause.replace("_", " ") for cause in CAUSES)], rows
+    rows.append(["all", *(share(value, 1) for value in shares.mean())])
+    return ["GPU", "idle", *(cause.replace("_", " ") for cause in CAUSES), "tail"], rows
 
 
 def _waits(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    rows = [[row["waits_for"] or "(nothing runs)", _share(row["share"])] for row in frame.to_dict("records")]
+    rows = [[row["waits_for"] or "(nothing runs)", share(row["share"], 1)] for row in frame.to_dict("records")]
     return ["call", "share"], rows
 
 
@@ -112,14 +114,16 @@ def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         rows.append(
             [
                 system,
-                _number(row["step_time_s"], 1),
-                _number(row["tokens_per_s"]),
-                _with_interval(row["speedup"], row["speedup_low"], row["speedup_high"]),
-                _share(row["idle"]),
+                rate(row["responses_per_s"]),
+                with_interval(row, "speedup"),
+                number(row["token_speedup"]),
+                number(row["step_time_s"], 1),
+                share(row["idle"], 1),
+                share(row["tail"]),
                 "; ".join(marks),
             ]
         )
-    return ["system", "step s", "tokens/s", "speedup", "idle", ""], rows
+    return ["system", "responses/s", "speedup", "by tokens", "step s", "idle", "tail", ""], rows
 
 
 def _scaling(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
@@ -127,33 +131,25 @@ def _scaling(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         [
             str(row["gpus"]),
             str(row["system"]) + (" *" if row["best"] else ""),
-            _number(row["step_time_s"], 1),
-            _number(row["gpu_s_per_step"]),
-            _with_interval(row["doubling"], row["doubling_low"], row["doubling_high"]),
-            _share(row["marginal"]),
+            number(row["step_time_s"], 1),
+            rate(row["responses_per_s"]),
+            number(row["gpu_s_per_step"], 0),
+            with_interval(row, "doubling"),
+            share(row["marginal"], 1),
             "" if row["pays"] is None else "yes" if row["pays"] else "no",
         ]
         for row in frame.to_dict("records")
     ]
-    return ["GPUs", "system (* fastest)", "step s", "GPU-s", "over half as many", "marginal", "pays"], rows
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    return "–" if _missing(value) else f"{value:,.{digits}f}"
-
-
-def _share(value: float | None) -> str:
-    return "–" if _missing(value) else f"{value:.1%}"
-
-
-def _with_interval(value: float | None, low: float | None, high: float | None) -> str:
-    if _missing(value):
-        return "–"
-    return f"{value:.2f}" + ("" if _missing(low) else f" [{low:.2f}, {high:.2f}]")
-
-
-def _missing(value: float | None) -> bool:
-    return value is None or value != value
+    return [
+        "GPUs",
+        "system (* fastest)",
+        "step s",
+        "responses/s",
+        "GPU-s",
+        "over half as many",
+        "marginal",
+        "pays",
+    ], rows
 
 
 _SHOWN: dict[str, Callable[[pd.DataFrame], tuple[list[str], list[list[str]]]]] = {

@@ -48,7 +48,7 @@ def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gp
     tail_s = _gpu_seconds(np.stack([tail["start_at"], tail["end_at"], share], axis=1), edges)
     rows = _steps(outcome, bound)
     durations_s = np.diff(edges)
-    columns = {
+    columns: dict[str, Any] = {
         "steady": [step in steady for step in range(len(rows))],
         "bubble_fraction": np.maximum(1.0 - busy_s / (gpus * durations_s), 0.0),
         "tail_fraction": np.divide(tail_s, busy_s, out=np.zeros(len(rows)), where=busy_s > 0),
@@ -62,7 +62,7 @@ def named(frames: Frames, case: str, system: str, seed: int) -> Frames:
     for table, frame in frames.items():
         columns = TABLES[table]
         complete = frame.assign(case=case, system=system, seed=seed)
-        if unknown := set(complete) - {c.name for c in columns}:
+        if unknown := set(map(str, complete)) - {c.name for c in columns}:
             raise ValueError(f"{table}: no column says what {', '.join(sorted(unknown))} is")
         result[table] = complete[[c.name for c in columns]].astype({c.name: c.dtype for c in columns})
     return result

@@ -276,6 +276,7 @@ def _setup_record(setup: Setup) -> dict[str, Any]:
         "gpus_per_node": setup.cluster.gpus_per_node,
         "model": setup.model.name,
         "cap_tokens": setup.experiment.trace.cap,
+        "batch": setup.experiment.workflow.prompts * setup.experiment.workflow.responses,
         "calibration": _calibration_record(setup),
     }
 

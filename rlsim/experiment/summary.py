@@ -29,6 +29,8 @@ RATIOS = {
     "gen_speedup": "responses_per_gen_s",
     "gen_p90_speedup": "responses_per_gen_p90_s",
 }
+#: A ratio's column, and its interval's.
+ENDS = ("", "_low", "_high")
 
 
 def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -87,9 +89,7 @@ def summarise(result: Result) -> pd.DataFrame:
             row |= {f"{time}_half": half_interval(own[time].tolist()) for time in ("step_time_s", "gen_time_s")}
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
             for name, rate in RATIOS.items():
-                row |= dict(
-                    zip((name, f"{name}_low", f"{name}_high"), paired_ratio(own[rate], reference[rate]), strict=True)
-                )
+                row |= zip((f"{name}{end}" for end in ENDS), paired_ratio(own[rate], reference[rate]), strict=True)
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 

@@ -70,7 +70,7 @@ def _constant_batches(decoding: pd.DataFrame, owner: Integers, spans: pd.DataFra
     # A prefill gives the first token with it; KV that was migrated joins the batch as it is.
     offset = started + (joined_at > decoding["admitted_at"].to_numpy(np.float64)) - joined
     begins, ends = (spans[name].to_numpy(np.float64) for name in ("start_at", "end_at"))
-    of_span, decodes = spans["owner"].to_numpy(np.int64), (spans["kind"] == "decode").to_numpy(np.int64)
+    of_span, decodes = spans["owner"].to_numpy(np.int64), (spans["kind"] == "decode").astype(int).to_numpy(np.int64)
     n, m = len(decoding), len(spans)
     replica = np.concatenate([owner, owner, of_span, of_span])
     at = np.concatenate([joined_at, left_at, begins, ends])

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from rlsim.report.choice import best_other
+from rlsim.formats import is_missing, rate
+from rlsim.report.choice import best_other, fastest
 from rlsim.report.frames.comparison import verdict
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 _MOST_CASES = 6
 _SPEEDUP = ("speedup", "speedup_low", "speedup_high")
-_SAME_TOKENS = 0.98
 
 
 def findings(result: Result) -> tuple[str, ...]:
@@ -30,8 +30,6 @@ def findings(result: Result) -> tuple[str, ...]:
         tuned = manifest["tuned"].get(case, {})
         prefix = f"{case}: " if case else ""
         sentences.append(prefix + best_sentence(rows, baseline, tuned, seeds))
-        if partial := tokens_sentence(rows, result, case, baseline):
-            sentences.append(prefix + partial)
     if len(cases) > _MOST_CASES:
         sentences.append(f"{len(cases) - _MOST_CASES} more cases are compared below.")
     if len(cases) == 1:
@@ -43,12 +41,12 @@ def findings(result: Result) -> tuple[str, ...]:
 def cases_sentence(summary: pd.DataFrame, baseline: str) -> str:
     """Over several cases: which systems are fastest in how many, and where that is certain."""
     groups = [rows for _, rows in summary.groupby("case", sort=False)]
-    fastest = Counter(str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0]) for rows in groups)
+    counts = Counter(fastest(rows) for rows in groups)
     leads = [
         rows[[verdict(*values) == "faster" for values in rows[list(_SPEEDUP)].to_numpy()]].shape[0] > 0
         for rows in groups
     ]
-    who = ", ".join(f"{name} in {count}" for name, count in fastest.most_common(_MOST_CASES))
+    who = ", ".join(f"{name} in {count}" for name, count in counts.most_common(_MOST_CASES))
     text = f"Fastest in {len(groups)} cases: {who}."
     if summary["speedup"].notna().any():
         text += f" In {sum(leads)} of {len(groups)} a system is faster than {baseline}"
@@ -61,58 +59,50 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
     by_name = {str(row["system"]): row for row in rows.to_dict("records")}
     if len(by_name) == 1:
         name, row = next(iter(by_name.items()))
-        return f"{_named(name, tuned)} takes {row['step_time_s']:.1f} s a step; there is nothing to compare it with."
+        return f"{_named(name, tuned)} trains on {_rate(row)}; there is nothing to compare it with."
     if baseline not in by_name:
-        best = str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0])
-        step_s = by_name[best]["step_time_s"]
-        return f"{_named(best, tuned)} is the fastest at {step_s:.1f} s a step. The baseline {baseline} did not run."
-    base_s = by_name[baseline]["step_time_s"]
+        best = fastest(rows)
+        return f"{_named(best, tuned)} is the fastest: {_rate(by_name[best])}. The baseline {baseline} did not run."
     best = str(best_other(rows, baseline))
     row = by_name[best]
-    speedup, low, high = (float(row[c]) for c in ("speedup", "speedup_low", "speedup_high"))
+    speedup, low, high = (float(row[c]) for c in _SPEEDUP)
     digits = 3 if any(0.9 < value < 1.1 for value in (speedup, low, high)) else 2
-    interval = f"95% interval {low:.{digits}f} to {high:.{digits}f}, {seeds} seeds"
-    interval = interval if low == low else "one seed, no interval"
-    times = f"{row['step_time_s']:.1f} s a step against {base_s:.1f} s"
-    by = f"{speedup:.{digits}f} times as fast ({interval})"
+    interval = (
+        "one seed, no interval"
+        if is_missing(low)
+        else f"95% interval {low:.{digits}f} to {high:.{digits}f}, {seeds} seeds"
+    )
+    rates = f"{_rate(row)} against {rate(by_name[baseline]['responses_per_s'])}"
+    by = f"{speedup:.{digits}f} times as many ({interval}), and {row['token_speedup']:.{digits}f} times the tokens"
     match verdict(speedup, low, high):
         case "equal":
-            return f"All systems take the same time: {base_s:.1f} s a step."
+            return f"All systems are as fast: {_rate(row)}."
         case "faster":
-            return f"{_named(best, tuned)} is the fastest: {times} under {_named(baseline, tuned)}, {by}."
+            return f"{_named(best, tuned)} is the fastest: {rates} under {_named(baseline, tuned)}, {by}."
         case "slower":
             return (
-                f"No system is faster than {_named(baseline, tuned)}. {_named(best, tuned)} comes next: {times}, {by}."
+                f"No system is faster than {_named(baseline, tuned)}. {_named(best, tuned)} comes next: {rates}, {by}."
             )
         case _:
             both = f"{_named(best, tuned)} and {_named(baseline, tuned)}"
-            return f"{both} cannot be told apart by these seeds: {times}, {by}."
+            return f"{both} cannot be told apart by these seeds: {rates}, {by}."
 
 
-def tokens_sentence(rows: pd.DataFrame, result: Result, case: str, baseline: str) -> str:
-    """Where the fastest system trains on fewer tokens than the baseline: the comparison by tokens; else empty."""
-    tokens = result.steps[result.steps["case"] == case].groupby("system")["tokens"].mean()
-    best = str(rows.sort_values("step_time_s", kind="stable")["system"].iloc[0])
-    if baseline not in tokens.index or tokens[best] >= _SAME_TOKENS * tokens[baseline]:
-        return ""
-    rates = rows.set_index("system")["tokens_per_s"]
-    leader = str(rates.idxmax())
-    share, rate = tokens[best] / tokens[baseline], rates[leader] / rates[baseline]
-    text = (
-        f"In these steps {best} trains on {share:.0%} of the tokens that {baseline} trains on: step times flatter it. "
-    )
-    if rate > 1:
-        return text + f"By tokens trained on per second {leader} leads, {_ratio(rate)} times {baseline}."
-    return text + f"By tokens trained on per second no system is ahead of {baseline}."
+def _rate(row: Mapping[Any, Any]) -> str:
+    return f"{rate(row['responses_per_s'])} responses per second"
 
 
 def idle_sentence(rows: pd.DataFrame, baseline: str) -> str:
-    """How much of the GPU time is idle, under the baseline and under the best other system."""
-    idle = rows.set_index("system")["bubble_fraction"]
-    first = baseline if baseline in idle.index else str(idle.index[0])
+    """How much of the GPU time is idle, or busy with the tail, under the baseline and under the best other system."""
+    shares = rows.set_index("system")[["bubble_fraction", "tail_fraction"]]
+    first = baseline if baseline in shares.index else str(shares.index[0])
     best = best_other(rows, first)
-    text = f"GPUs are idle {idle[first]:.1%} of the time under {first}"
-    return text + (f" and {idle[best]:.1%} under {best}." if best else ".")
+    idle, tail = shares.loc[first]
+    text = f"GPUs are idle {idle:.1%} of the time under {first}, and decode in the tail for {tail:.1%} of what is left"
+    if best:
+        idle, tail = shares.loc[best]
+        text += f"; under {best} {idle:.1%} and {tail:.1%}"
+    return f"{text} (at less than half of the full batch's throughput)."
 
 
 def calibration_sentence(manifest: Mapping[str, Any]) -> str:
@@ -137,11 +127,6 @@ def calibration_sentence(manifest: Mapping[str, Any]) -> str:
 
 def _notes(calibration: Mapping[str, Any]) -> list[str]:
     return [str(residual["note"]) for residual in calibration["residuals"].values()]
-
-
-def _ratio(value: float) -> str:
-    """With a third digit near 1, where it tells faster from slower."""
-    return f"{value:.3f}" if 0.9 < value < 1.1 else f"{value:.2f}"
 
 
 def _named(system: str, tuned: Mapping[str, str]) -> str:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 
 #: Work of the rollout engine, in the order in which it is stacked.
-ENGINE = {"decode": "#0072B2", "mixed": "#33508F", "prefill": "#56B4E9", "switch": "#D55E00"}
-BUBBLE, BUBBLE_COLOUR = "idle (bubble)", "#DEDEDE"
+TAIL = "decode in the tail"
+ENGINE = {"decode": "#0072B2", TAIL: "#A99FD8", "mixed": "#33508F", "prefill": "#56B4E9", "switch": "#D55E00"}
+BUBBLE, WAITING, BUBBLE_COLOUR = "idle (bubble)", "waiting", "#DEDEDE"
 
 #: Shades of the calls, by kind of call.
 _FAMILIES = {
@@ -28,7 +29,7 @@ PARTS = {
     "rewards and log-probs": _FAMILIES["inference"][0],
     "training": _FAMILIES["train"][0],
     "weight sync": _FAMILIES["sync"][0],
-    "waiting": BUBBLE_COLOUR,
+    WAITING: BUBBLE_COLOUR,
 }
 
 #: Lines of systems; after these a line is grey.

@@ -24,6 +24,7 @@ class CaseSetup:
     gpus_per_node: int
     model: str
     cap_tokens: int
+    batch: int  # responses that a step is to train on
     calibration: Mapping[str, Any]
 
     def named(self, what: str) -> str:

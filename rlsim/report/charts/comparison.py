@@ -27,7 +27,10 @@ def speedup_chart(frame: pd.DataFrame, by_seed: pd.DataFrame, baseline: str) -> 
     y = alt.Y("system:N", sort=order, title=None, axis=alt.Axis(grid=True))
     scale = alt.Scale(zero=False, nice=True, padding=12)
     x = alt.X(
-        "speedup:Q", title=f"speedup of the step over {baseline} (times)", scale=scale, axis=alt.Axis(tickCount=10)
+        "speedup:Q",
+        title=f"responses trained on per second, over those of {baseline} (times)",
+        scale=scale,
+        axis=alt.Axis(tickCount=10),
     )
     present = [name for name in VERDICTS if name in set(frame["verdict"])]
     colours, shapes = ([VERDICTS[name][i] for name in present] for i in (0, 1))
@@ -70,8 +73,8 @@ def cases_chart(summary: pd.DataFrame, baseline: str) -> Any:
     return finished(chart, description=f"Speedup over {baseline} of each system in each case")
 
 
-def step_parts_chart(parts: pd.DataFrame) -> Any:
-    """Stacked bars: seconds of each part of a step, by system (columns system, part, time_s)."""
+def batch_parts_chart(parts: pd.DataFrame, batch: int) -> Any:
+    """Stacked bars: seconds of each part of the time for a batch, by system (columns system, part, time_s)."""
     present = [name for name in PARTS if name in set(parts["part"])]
     totals = parts.groupby("system", sort=False)["time_s"].sum().reset_index()
     totals = totals.assign(label=totals["time_s"].map(lambda value: f"{value:,.1f} s"))
@@ -79,9 +82,9 @@ def step_parts_chart(parts: pd.DataFrame) -> Any:
         parts.rename(columns={"part": "kind", "time_s": "value"}),
         totals.rename(columns={"time_s": "at"}),
         {name: PARTS[name] for name in present},
-        title="mean time of a step (s)",
+        title=f"mean time to train on {batch:,} responses (s)",
         unit=",.2f",
-        description="Mean step time of each system by part",
+        description=f"Mean time in which each system trains on {batch:,} responses, by part",
     )
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.formats import rate
 from rlsim.report.charts.style import GRID, INK, WIDTH, data, finished, label_angle, legend
-from rlsim.report.frames.sweep import SPEEDUP, STEP_TIME, is_number, labels, levels
+from rlsim.report.frames.sweep import RATE, SPEEDUP, is_number, labels, levels
 from rlsim.report.palette import DASHES, DIVERGING, GREY, SERIES
 
-TITLES = {SPEEDUP: "speedup of the step", STEP_TIME: "mean step time (s)"}
+TITLES = {SPEEDUP: "speedup in responses per second", RATE: "responses per second"}
 _LOG = 10.0  # an axis whose values differ by more is drawn in log
 
 
@@ -35,7 +36,7 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
     else:
         names = levels(points[axis])
         x = alt.X("x:N", title=axis, sort=names, axis=alt.Axis(labelAngle=label_angle(names, WIDTH - 80)))
-    y = alt.Y("value:Q", title=TITLES[metric], scale=alt.Scale(zero=metric == STEP_TIME))
+    y = alt.Y("value:Q", title=TITLES[metric], scale=alt.Scale(zero=metric == RATE))
     colour = alt.Color("series:N", scale=alt.Scale(domain=shown, range=colours), legend=key)
     dash = alt.StrokeDash(
         "series:N", scale=alt.Scale(domain=shown, range=[list(d) for d in DASHES[: len(shown)]]), legend=key
@@ -62,9 +63,7 @@ def heatmap(points: pd.DataFrame, x_axis: str, y_axis: str, metric: str, text: s
     import altair as alt
 
     across, down = levels(points[x_axis]), levels(points[y_axis])
-    shown = (
-        points[text].astype(str) if text else points[metric].map(("{:.2f}" if metric == SPEEDUP else "{:,.1f}").format)
-    )
+    shown = points[text].astype(str) if text else points[metric].map("{:.2f}".format if metric == SPEEDUP else rate)
     rows = pd.DataFrame(
         {"x": labels(points[x_axis]), "y": labels(points[y_axis]), "value": points[metric], "text": shown}
     )
@@ -134,5 +133,5 @@ def _colour(values: pd.Series[float], metric: str) -> tuple[Any, str]:
         return alt.Color("value:Q", scale=scale, legend=key), ""
     low, high = float(values.min()), float(values.max())
     scale = alt.Scale(domain=[low, high] if high > low else [low * 0.9, high * 1.1], range=["#EAF2F9", "#0B4A8A"])
-    key = alt.Legend(title=TITLES[metric], orient="top", gradientLength=260, format=",~f")
+    key = alt.Legend(title=TITLES[metric], orient="top", gradientLength=260, format=",.3~r")
     return alt.Color("value:Q", scale=scale, legend=key), f"datum.value > {low + 0.55 * (high - low):.6g}"

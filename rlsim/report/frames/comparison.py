@@ -1,4 +1,4 @@
-"""Speedups seed by seed, the parts of a step, and where the GPU-seconds went."""
+"""Speedups seed by seed, what a batch takes part by part, and where the GPU-seconds went."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from rlsim.experiment.frames import uncovered
-from rlsim.report.palette import BUBBLE, PARTS
+from rlsim.experiment.frames import PARTS_OF_A_STEP, uncovered
+from rlsim.experiment.summary import means
+from rlsim.report.palette import BUBBLE, PARTS, TAIL, WAITING
 from rlsim.sim.recorder import Span
 
 if TYPE_CHECKING:
     from rlsim.experiment.result import Result
 
 RUN = ["case", "system", "seed"]
+_PART_COLUMNS = (*PARTS_OF_A_STEP, "waiting_time_s")  # of the summary, in the order of `PARTS`
 _WAITING = 1e-6  # of a step: less is rounding
 
 
@@ -43,30 +45,28 @@ def speedups(summary: pd.DataFrame, baseline: str) -> pd.DataFrame:
 
 
 def seed_speedups(result: Result, case: str) -> pd.DataFrame:
-    """One row per system and seed of a case: system, seed, speedup (mean step time of baseline / system)."""
-    steps = result.steps[result.steps["case"] == case]
-    times = steps.groupby(["system", "seed"], sort=False)["step_time_s"].mean()
+    """One row per system and seed of a case: system, seed, speedup (trained responses per second over baseline's)."""
+    rates = means(result.steps[result.steps["case"] == case], ["system", "seed"])["responses_per_s"]
     baseline = result.manifest["baseline"]
-    if baseline not in times.index.get_level_values("system"):
+    if baseline not in rates.index.get_level_values("system"):
         return pd.DataFrame({"system": [], "seed": [], "speedup": []})
-    frame = times.reset_index()
-    return frame.assign(speedup=frame["seed"].map(times.loc[baseline]) / frame["step_time_s"])[
-        ["system", "seed", "speedup"]
-    ]
+    frame = rates.reset_index()
+    speedup = frame["responses_per_s"] / frame["seed"].map(rates.loc[baseline])
+    return frame.assign(speedup=speedup)[["system", "seed", "speedup"]]
 
 
-def step_parts(summary: pd.DataFrame) -> pd.DataFrame:
-    """One row per system and part of a step, in seconds: system, part, time_s. The parts add up to the step time.
+def batch_parts(summary: pd.DataFrame, batch: int) -> pd.DataFrame:
+    """One row per system and part of its time, in seconds: system, part, time_s.
 
-    `waiting` is the time in which no call of the step ran; the part is there only where there is such time.
+    The parts add up to the time in which a system trains on `batch` responses: the mean step time, if that is what a
+    step trains on. `waiting` is the time in which no call of the step ran; the part is there only where there is any.
     """
-    columns = dict(zip(PARTS, ("gen_time_s", "prep_time_s", "train_time_s", "sync_time_s"), strict=False))
     rows = []
     for row in summary.to_dict("records"):
-        times = {part: float(row[column]) for part, column in columns.items()}
-        left = float(row["step_time_s"]) - sum(times.values())
-        if left > _WAITING * float(row["step_time_s"]):
-            times["waiting"] = left
+        scale = batch / row["trained"]
+        times = {part: scale * float(row[column]) for part, column in zip(PARTS, _PART_COLUMNS, strict=True)}
+        if row["waiting_time_s"] <= _WAITING * row["step_time_s"]:
+            del times[WAITING]
         rows += [{"system": row["system"], "part": part, "time_s": time} for part, time in times.items()]
     return pd.DataFrame(rows)
 
@@ -74,21 +74,28 @@ def step_parts(summary: pd.DataFrame) -> pd.DataFrame:
 def gpu_shares(result: Result, gpus: Mapping[str, int]) -> pd.DataFrame:
     """One row per case, system and kind of work, the bubble among them: case, system, kind, share (of GPU-seconds).
 
-    `gpus` is the number of GPUs by case. The shares of a system add up to 1 over all seeds and steps; time on shared
-    GPUs counts only where they do nothing else, as in `bubble_fraction`.
+    `gpus` is the number of GPUs by case. The shares of a system add up to 1 over the steady steps of all seeds; time on
+    shared GPUs counts only where they do nothing else, as in `bubble_fraction`. Decoding in the tail is a kind of its
+    own.
     """
-    ran = result.steps.groupby(RUN, sort=False, as_index=False)["step_time_s"].sum()
-    spans = exclusive(result.spans).merge(ran, on=RUN)
-    held_s = (spans["end_at"].clip(upper=spans["step_time_s"]) - spans["start_at"]).clip(lower=0)
+    steps = result.steps.assign(end_at=result.steps.groupby(RUN)["step_time_s"].cumsum())
+    steps = steps.assign(start_at=steps["end_at"] - steps["step_time_s"])[steps["steady"]]
+    window = steps.groupby(RUN, sort=False, as_index=False).agg(first_at=("start_at", "min"), last_at=("end_at", "max"))
+    spans = exclusive(result.spans).merge(window, on=RUN)
+    held_s = (spans[["end_at", "last_at"]].min(axis=1) - spans[["start_at", "first_at"]].max(axis=1)).clip(lower=0)
     kinds = spans.assign(gpu_s=held_s * spans["gpus"]).groupby(["case", "system", "kind"], sort=False, as_index=False)
     busy = kinds["gpu_s"].sum()
-    total = ran.groupby(["case", "system"], sort=False, as_index=False)["step_time_s"].sum()
+    found = means(steps, ["case", "system"])[["bubble_fraction", "tail_fraction"]]
+    found["time_s"] = steps.groupby(["case", "system"], sort=False)["step_time_s"].sum()
     rows = []
-    for run in total.to_dict("records"):
-        mine = busy[(busy["case"] == run["case"]) & (busy["system"] == run["system"])]
-        shares = dict(zip(mine["kind"], mine["gpu_s"] / (gpus[run["case"]] * run["step_time_s"]), strict=True))
+    for case, system, bubble, tail, time_s in found.reset_index().itertuples(index=False):
+        mine = busy[(busy["case"] == case) & (busy["system"] == system)]
+        shares = dict(zip(mine["kind"], mine["gpu_s"] / (gpus[case] * time_s), strict=True))
+        if tail:
+            shares[TAIL] = tail * (1.0 - bubble)
+            shares["decode"] = max(shares["decode"] - shares[TAIL], 0.0)
         shares[BUBBLE] = max(1.0 - sum(shares.values()), 0.0)
-        rows += [{"case": run["case"], "system": run["system"], "kind": k, "share": v} for k, v in shares.items()]
+        rows += [{"case": case, "system": system, "kind": kind, "share": value} for kind, value in shares.items()]
     return pd.DataFrame(rows)
 
 

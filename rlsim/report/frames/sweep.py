@@ -11,8 +11,8 @@ import pandas as pd
 
 from rlsim.errors import ConfigError
 
-#: What a sweep is drawn in: the speedup where there are several systems, else the step time.
-SPEEDUP, STEP_TIME = "speedup", "step_time_s"
+#: What a sweep is drawn in: the speedup where there are several systems, and throughput.
+SPEEDUP, RATE = "speedup", "responses_per_s"
 
 
 class Slice(NamedTuple):
@@ -50,10 +50,10 @@ def is_grid(points: pd.DataFrame, axes: Sequence[str], most: int = 24) -> bool:
 
 
 def best_systems(points: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
-    """At every point the system with the shortest step: axes, system, speedup, step_time_s."""
+    """At every point the system that trains on the most responses per second: axes, system, speedup, that rate."""
     keys = [points[axis].map(_exact).rename(f"key {i}") for i, axis in enumerate(axes)]
-    best = points.groupby(keys, sort=False)[STEP_TIME].idxmin() if keys else [points[STEP_TIME].idxmin()]
-    return points.loc[best, [*axes, "system", *(c for c in (SPEEDUP, STEP_TIME) if c in points)]]
+    best = points.groupby(keys, sort=False)[RATE].idxmax() if keys else [points[RATE].idxmax()]
+    return points.loc[best, [*axes, "system", *(c for c in (SPEEDUP, RATE) if c in points)]]
 
 
 def is_number(values: pd.Series[Any]) -> bool:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from rlsim.report.charts.comparison import cases_chart, gpu_time_chart, speedup_chart, step_parts_chart
+from rlsim.formats import is_missing, number, rate, share
+from rlsim.report.charts.comparison import batch_parts_chart, cases_chart, gpu_time_chart, speedup_chart
 from rlsim.report.charts.lengths import lengths_chart
-from rlsim.report.frames.comparison import gpu_shares, seed_speedups, speedups, step_parts
+from rlsim.report.frames.comparison import batch_parts, gpu_shares, seed_speedups, speedups
 from rlsim.report.frames.lengths import trained_lengths
 from rlsim.report.page import Block, Figure, Section, Table, Text
-from rlsim.report.palette import PARTS, kind_colours
+from rlsim.report.palette import PARTS, TAIL, WAITING, kind_colours
 
 if TYPE_CHECKING:
     from rlsim.experiment.result import Result
@@ -20,21 +21,24 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = (
-    "± is half the 95% interval of a mean over seeds. tokens/s: trained on, per second of step time. idle: share of "
-    "GPU time. wasted: share of the generated tokens that is not trained on. switches: changes of a node's TP, a step. "
-    "bound: lower bound of generation over generation time; 100% is the best possible."
+    "Means of the steady steps. responses/s: trained on, per second of step time; speedup and by tokens: responses and "
+    "tokens (prompts counted) trained on per second, over the baseline's. ± is half the 95% interval of a mean over "
+    "seeds. tokens/s: trained on, prompts counted. idle: share of GPU time. tail: share of busy GPU time that decodes "
+    "at less than half of the full batch's throughput. wasted: share of the generated tokens that is not trained on. "
+    "switches: changes of a node's TP, a step. bound: lower bound of generation over generation time; 100% is the best "
+    "possible."
 )
 
 
 def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
-    """Table and chart of the step's speedup over the baseline, case by case."""
+    """Table and chart of the speedup over the baseline, case by case."""
     summary, baseline = result.summary(), str(result.manifest["baseline"])
     seeds = len(result.manifest["seeds"])
     blocks: list[Block] = []
     if len(setups) > 1 and summary["speedup"].notna().any():
         caption = (
-            f"Mean step time of {baseline} over that of the system, in each case: above 1 (blue) is faster, below 1 "
-            "(orange) slower. Intervals stand in the tables below."
+            f"Responses that the system trains on per second over those of {baseline}, in each case: above 1 (blue) is "
+            "faster, below 1 (orange) slower. Intervals stand in the tables below."
         )
         blocks.append(Figure("cases", "Speedup in every case", cases_chart(summary, baseline), caption))
     for setup in setups:
@@ -50,7 +54,7 @@ def speedup_section(result: Result, setups: list[CaseSetup]) -> Section:
 
 
 def _speedup_caption(baseline: str, seeds: int) -> str:
-    text = f"Right of the dashed line a step is faster than under {baseline}. "
+    text = f"Right of the dashed line a system trains on more responses per second than {baseline}. "
     if seeds == 1:
         return text + "One seed was run: no interval says how far another one would differ."
     return text + (
@@ -62,70 +66,67 @@ def _speedup_caption(baseline: str, seeds: int) -> str:
 def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> Table:
     baseline = str(result.manifest["baseline"])
     tuned = result.manifest["tuned"].get(setup.case, {})
-    waste = bool((rows["wasted_fraction"] > 0).any())
-    headings = [
+    wasted = ["wasted"] if (rows["wasted_fraction"] > 0).any() else []
+    headings = (
         "system",
-        "step (s)",
-        "generation (s)",
+        "responses/s",
         "speedup",
         "95% interval",
+        "by tokens",
+        "step (s)",
+        "generation (s)",
         "tokens/s",
-        "idle",
-        "switches",
-        "bound",
-    ]
-    if waste:
-        headings.insert(7, "wasted")
+    )
     texts = []
     for row in rows.to_dict("records"):
         name = str(row["system"])
         name = f"{name} ({tuned[name]})" if name in tuned else name
-        interval = (
-            f"{row['speedup_low']:.3f} to {row['speedup_high']:.3f}"
-            if row["speedup_low"] == row["speedup_low"]
-            else "–"
-        )
-        if row["system"] == baseline:
-            interval = "baseline"
-        cells = [name, _with_half(row, "step_time_s"), _with_half(row, "gen_time_s"), _number(row["speedup"]), interval]
-        cells += [f"{row['tokens_per_s']:,.0f}", f"{row['bubble_fraction']:.1%}"]
-        cells += [f"{row['wasted_fraction']:.1%}"] * waste
-        bound = row["bound_share"]
-        texts.append([*cells, f"{row['switches']:.1f}", "–" if bound != bound else f"{bound:.0%}"])
-    return Table(setup.named("Means over steps and seeds"), tuple(headings), texts)
+        interval = "–" if is_missing(row["speedup_low"]) else f"{row['speedup_low']:.3f} to {row['speedup_high']:.3f}"
+        cells = [name, rate(row["responses_per_s"]), number(row["speedup"], 3)]
+        cells += ["baseline" if row["system"] == baseline else interval, number(row["token_speedup"], 3)]
+        cells += [_with_half(row, "step_time_s"), _with_half(row, "gen_time_s"), number(row["tokens_per_s"], 0)]
+        cells += [share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
+        cells += [share(row["wasted_fraction"], 1) for _ in wasted]
+        texts.append([*cells, number(row["switches"], 1), share(row["bound_share"])])
+    return Table(
+        setup.named("Means over steps and seeds"), (*headings, "idle", "tail", *wasted, "switches", "bound"), texts
+    )
 
 
 def step_section(result: Result, setups: list[CaseSetup]) -> Section:
-    """Parts of a mean step, stacked, case by case."""
+    """What a batch takes, part by part, case by case."""
     summary = result.summary()
     blocks: list[Block] = []
     for setup in setups:
-        parts = step_parts(summary[summary["case"] == setup.case])
+        parts = batch_parts(summary[summary["case"] == setup.case], setup.batch)
         caption = (
-            "Mean over seeds and steps. Each second counts once, in the order of the legend: rewards and log-probs "
-            "only while nothing is generated, training only while none of these runs."
+            f"Mean over seeds and steady steps, for the {setup.batch:,} responses of a whole batch: the step time, but "
+            "for systems that train on fewer or more. Each second counts once, in the order of the legend: rewards and "
+            "log-probs only while nothing is generated for the step, training only while none of these runs."
         )
-        if "waiting" in set(parts["part"]):
+        if WAITING in set(parts["part"]):
             caption += " Waiting: no call of the step runs."
-        blocks.append(Figure(setup.figure("step"), setup.named("Mean step"), step_parts_chart(parts), caption))
+        chart = batch_parts_chart(parts, setup.batch)
+        blocks.append(Figure(setup.figure("step"), setup.named("Mean time of a batch"), chart, caption))
         present = [part for part in PARTS if part in set(parts["part"])]
         wide = parts.pivot_table(index="system", columns="part", values="time_s", sort=False)[present]
         rows = [[str(name), *(f"{v:.2f}" for v in row), f"{row.sum():.2f}"] for name, row in wide.fillna(0).iterrows()]
-        headings = ("system", *present, "step")
-        blocks.append(Table(setup.named("Parts of a step in numbers (seconds)"), headings, rows, folded=True))
+        headings = ("system", *present, "batch")
+        blocks.append(Table(setup.named("Parts of a batch's time in numbers (seconds)"), headings, rows, folded=True))
     return Section("step", "What a step consists of", tuple(blocks))
 
 
 def gpu_section(result: Result, setups: list[CaseSetup]) -> Section:
     """Shares of the GPU-seconds by kind of work, the bubble included, case by case."""
     shares = gpu_shares(result, {setup.case: setup.gpus for setup in setups})
-    colours = kind_colours(set(result.spans["kind"]), result.calls)
+    colours = kind_colours({*result.spans["kind"], TAIL}, result.calls)
     blocks: list[Block] = []
     for setup in setups:
         mine = shares[shares["case"] == setup.case]
         caption = (
-            f"All seconds of all {setup.gpus:,} GPUs, over all seeds and steps, make 100%. Idle (bubble) is time in "
-            "which nothing runs on a GPU; a replica that decodes a single sequence counts as busy."
+            f"All seconds of all {setup.gpus:,} GPUs, over all seeds and steady steps, make 100%. Idle (bubble) is "
+            "time in which nothing runs on a GPU. Decode in the tail: it decodes at less than half of the throughput "
+            "that it reached with its full batch in the same step."
         )
         chart = gpu_time_chart(mine, colours)
         blocks.append(Figure(setup.figure("gpu-time"), setup.named("GPU-seconds by kind of work"), chart, caption))
@@ -173,8 +174,4 @@ def lengths_section(result: Result, setups: list[CaseSetup]) -> Section:
 
 def _with_half(row: Mapping[Hashable, Any], column: str) -> str:
     half = row[f"{column}_half"]
-    return f"{row[column]:,.1f}" + (f" ±{half:.1f}" if half == half else "")
-
-
-def _number(value: float) -> str:
-    return "–" if value != value else f"{value:.3f}"
+    return number(row[column], 1) + ("" if is_missing(half) else f" ±{half:.1f}")

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
+from rlsim.formats import number, rate, share
 from rlsim.report.charts.sweep import TITLES, heatmap, lines_chart, scatter
 from rlsim.report.frames.sweep import (
+    RATE,
     SPEEDUP,
-    STEP_TIME,
     Slice,
     best_systems,
     cut,
@@ -26,7 +27,7 @@ _MOST_MAPS = 6
 def sweep_section(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Section:
     """Lines along one varying axis, heatmaps over two, one set for each combination of further axes.
 
-    `frame` has one row per point and system: the axes' columns, `system`, `step_time_s` (s), and where there is a
+    `frame` has one row per point and system: the axes' columns, `system`, `responses_per_s`, and where there is a
     baseline `speedup`, `speedup_low`, `speedup_high`, as in `Result.summary()`. The axes' columns are written on the
     charts by their names. Raises `ConfigError` for an axis that is no column.
     """
@@ -49,9 +50,9 @@ def sweep_section(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Se
 
 
 def _metrics(points: pd.DataFrame) -> list[str]:
-    """Speedups where systems are compared, and step times."""
+    """Speedups where systems are compared, and throughputs."""
     compared = SPEEDUP in points and points["system"].nunique() > 1 and points[SPEEDUP].notna().any()
-    return [SPEEDUP, STEP_TIME] if compared else [STEP_TIME]
+    return [SPEEDUP, RATE] if compared else [RATE]
 
 
 def _lines(points: pd.DataFrame, axis: str, baseline: str) -> Iterator[Block]:
@@ -74,11 +75,11 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
     grid = is_grid(part.points, part.axes)
     if len(systems) > 2 and grid:
         best = best_systems(part.points, part.axes)
-        caption = f"The system with the shortest step at every point; colour: its {TITLES[metric]}."
+        caption = f"The system that trains on the most responses per second at every point; colour: {TITLES[metric]}."
         chart = heatmap(best, x, y, metric, text="system")
         yield Figure(f"sweep-best{suffix}", f"Fastest system{where}", chart, caption)
     compared = [name for name in systems if name != baseline or len(systems) == 1]
-    for number, system in enumerate(compared[:_MOST_MAPS], 1):
+    for order, system in enumerate(compared[:_MOST_MAPS], 1):
         rows = part.points[part.points["system"] == system].dropna(subset=[metric])
         if rows.empty:
             yield Text(f"{system} has no speedup{where}: {baseline} did not run at any of its points.")
@@ -86,23 +87,23 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
         chart = heatmap(rows, x, y, metric) if grid else scatter(rows, x, y, metric)
         form = "Every cell is a point of the sweep." if grid else "Every dot is a point of the sweep."
         title = f"{system}: {_title(metric).lower()} over {x} and {y}{where}"
-        yield Figure(f"sweep-map{suffix}-{number}", title, chart, f"{form} {_meaning(metric, baseline)}")
+        yield Figure(f"sweep-map{suffix}-{order}", title, chart, f"{form} {_meaning(metric, baseline)}")
     if len(compared) > _MOST_MAPS:
         yield Text(f"The table has every system; of {len(compared)}, {_MOST_MAPS} are drawn.")
 
 
 def _title(metric: str) -> str:
-    return {SPEEDUP: "Speedup", STEP_TIME: "Step time"}[metric]
+    return {SPEEDUP: "Speedup", RATE: "Throughput"}[metric]
 
 
 def _slug(metric: str) -> str:
-    return {SPEEDUP: "speedup", STEP_TIME: "step-time"}[metric]
+    return {SPEEDUP: "speedup", RATE: "throughput"}[metric]
 
 
 def _meaning(metric: str, baseline: str) -> str:
     if metric == SPEEDUP:
-        return f"Above 1 the step is faster than under {baseline} at the same point."
-    return "Mean step time in seconds; less is better."
+        return f"Above 1 more responses per second are trained on than under {baseline} at the same point."
+    return "Responses trained on per second; more is better."
 
 
 def sweep_findings(
@@ -128,14 +129,18 @@ def sweep_findings(
 
 
 def sweep_table(frame: pd.DataFrame, axes: Sequence[str], most: int = 500) -> Table:
-    """The axes' values, system, step time and speedup of the first `most` rows."""
-    headings = {STEP_TIME: "step (s)", SPEEDUP: "speedup"}
-    formats = {STEP_TIME: "{:,.2f}", SPEEDUP: "{:.3f}"}
-    metrics = [metric for metric in headings if metric in frame]
+    """The axes' values, system, throughput, speedups and step time of the first `most` rows."""
     rows = []
     for row in frame.head(most).to_dict("records"):
-        numbers = ["–" if row[metric] != row[metric] else formats[metric].format(row[metric]) for metric in metrics]
-        rows.append([*(label(row[axis]) for axis in axes), str(row["system"]), *numbers])
+        figures = [
+            rate(row[RATE]),
+            number(row[SPEEDUP], 3),
+            number(row["token_speedup"], 3),
+            number(row["step_time_s"]),
+        ]
+        figures += [share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
+        rows.append([*(label(row[axis]) for axis in axes), str(row["system"]), *figures])
     caption = "Points of the sweep" + (f", the first {most:,} of {len(frame):,} rows" if len(frame) > most else "")
-    names = (*axes, "system", *(headings[metric] for metric in metrics))
+    caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
+    names = (*axes, "system", "responses/s", "speedup", "by tokens", "step (s)", "idle", "tail")
     return Table(caption, names, rows, words=frozenset({len(axes)}))
