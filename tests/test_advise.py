@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from result_tables import table
 from typer.testing import CliRunner
 
 import rlsim
@@ -88,7 +89,7 @@ class Timeline:
             self.stays.append(stay | {"arrived_at": arrived_at, "admitted_at": admitted_at, "left_at": left_at})
 
     def causes(self) -> pd.DataFrame:
-        steps = pd.DataFrame([RUN | {"step_time_s": self.end}])
+        steps = pd.DataFrame([RUN | {"step_time_s": self.end, "steady": True}])
         tables = (pd.DataFrame(rows) for rows in (self.spans, self.responses, self.stays, self.calls))
         frame = idle_causes(steps, *tables, self.gpus)
         assert set(frame["cause"]) <= set(CAUSES)
@@ -222,8 +223,10 @@ def test_stage_barrier_alone() -> None:
     assert by_call == {
         "generate": pytest.approx(6.0), "reward": pytest.approx(6.0), "reward_score": pytest.approx(8.0),
     }  # fmt: skip
-    steps = pd.DataFrame([RUN | {"step_time_s": 12.0}])
-    shares = idle_shares(line.causes(), steps, 3)
+    steps = pd.DataFrame([RUN | {"step_time_s": 12.0, "steady": True}])
+    tail = pd.DataFrame([RUN | {"gpu": 1, "tail_s": 1.5}])
+    shares = idle_shares(line.causes(), tail, steps, 3)
+    assert list(shares["tail"]) == pytest.approx([0.0, 1.5 / 6.0, 0.0]), "of the time in which it is busy"
     assert list(shares["idle"]) == pytest.approx([0.5, 0.5, 8 / 12])
     assert (shares["idle"] + shares["busy"] == 1.0).all()
     assert waits(line.causes(), steps, 3)["share"].tolist() == pytest.approx([8 / 36, 6 / 36, 6 / 36])
@@ -346,15 +349,14 @@ def test_a_baseline_that_does_not_fit_hears_which_tp_does() -> None:
 def result_of(times: dict[str, list[float]], baseline: str = "b", waiting: dict[str, int] | None = None) -> Result:
     """A result with one step per seed, 1,000 tokens each."""
     rows = [
-        {"case": "", "system": system, "seed": seed, "step": 0, "step_time_s": time, "gen_time_s": time / 2,
-         "tokens": 1000, "trained": 8, "waiting": (waiting or {}).get(system, 0), "bubble_fraction": 0.25,
-         "staleness": 0}
+        {"system": system, "seed": seed, "step_time_s": time, "gen_time_s": time / 2, "tokens": 1000, "trained": 8,
+         "waiting": (waiting or {}).get(system, 0), "bubble_fraction": 0.25}
         for system, own in times.items()
         for seed, time in enumerate(own)
     ]  # fmt: skip
     manifest = {"baseline": baseline, "tuned": {"": {}}, "experiment": {"workflow": {"responses": 4}}}
     nothing = pd.DataFrame()
-    return Result(steps=pd.DataFrame(rows), responses=nothing, stays=nothing, calls=nothing, switches=nothing,
+    return Result(steps=table("steps", *rows), responses=nothing, stays=nothing, calls=nothing, switches=nothing,
                   spans=nothing, manifest=manifest)  # fmt: skip
 
 
@@ -422,7 +424,14 @@ def test_clusters_of_other_sizes() -> None:
 def rows_of(times: dict[int, list[float]], system: str = "s") -> pd.DataFrame:
     return pd.DataFrame(
         [
-            {"system": system, "seed": seed, "gpus": gpus, "step_time_s": time, "tokens_per_s": 1000 / time}
+            {
+                "system": system,
+                "seed": seed,
+                "gpus": gpus,
+                "step_time_s": time,
+                "tokens_per_s": 1000 / time,
+                "responses_per_s": 8 / time,
+            }
             for gpus, own in times.items()
             for seed, time in enumerate(own)
         ]

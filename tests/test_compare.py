@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from result_tables import RUN, table
 from scipy import stats
 
 import rlsim
@@ -68,6 +69,7 @@ def rows(found: rlsim.Comparison) -> pd.DataFrame:
 
 
 def by_seed(folder: Path, system: str, metric: str) -> pd.Series:
+    """Mean seconds of a step by seed; every step trains on as many responses."""
     steps = pd.read_parquet(folder / "steps.parquet")
     return steps[steps["system"] == system].groupby("seed")[metric].mean()
 
@@ -78,23 +80,25 @@ def test_one_directory_is_compared_with_its_own_baseline(results: Path) -> None:
     assert list(table["baseline"]) == ["verl-tp2", "verl-tp2"]
     assert list(table["is_baseline"]) == [True, False]
     assert table["paired"].all()
-    for own, theirs in (("step_speedup", "speedup"), ("step_speedup_low", "speedup_low"), ("tokens_per_s",) * 2):
-        np.testing.assert_allclose(table[own], summary[theirs], rtol=1e-12)
+    for column in ("speedup", "speedup_low", "token_speedup", "gen_speedup", "responses_per_s", "tail_fraction"):
+        np.testing.assert_allclose(table[column], summary[column], rtol=1e-12)
     assert found.settings == ()
     assert found.differences == {}
     assert found.notes == ()
 
 
-@pytest.mark.parametrize("short", ["step", "gen", "gen_p90"])
-def test_runs_of_the_same_responses_are_paired_by_seed(results: Path, short: str) -> None:
+@pytest.mark.parametrize(
+    ("short", "speedup"), [("step", "speedup"), ("gen", "gen_speedup"), ("gen_p90", "gen_p90_speedup")]
+)
+def test_runs_of_the_same_responses_are_paired_by_seed(results: Path, short: str, speedup: str) -> None:
     table = rows(rlsim.compare([results / "base", results / "sglang"]))
     row = table.loc[("sglang", "verl-tp8")]
     own, theirs = (by_seed(results / name, "verl-tp8", f"{short}_time_s") for name in ("sglang", "base"))
     interval = stats.ttest_1samp(np.log(theirs / own), 0).confidence_interval()
     assert row["paired"]
-    assert row[f"{short}_speedup"] == pytest.approx(stats.gmean(theirs / own), rel=1e-12)
-    assert row[f"{short}_speedup_low"] == pytest.approx(np.exp(interval.low), rel=1e-9)
-    assert row[f"{short}_speedup_high"] == pytest.approx(np.exp(interval.high), rel=1e-9)
+    assert row[speedup] == pytest.approx(stats.gmean(theirs / own), rel=1e-12)
+    assert row[f"{speedup}_low"] == pytest.approx(np.exp(interval.low), rel=1e-9)
+    assert row[f"{speedup}_high"] == pytest.approx(np.exp(interval.high), rel=1e-9)
     assert row[f"{short}_difference_s"] == pytest.approx((own - theirs).mean(), rel=1e-9)
     assert row["calibration"] == "h100-sglang"
     assert row["baseline"].endswith("base:verl-tp8")
@@ -103,7 +107,7 @@ def test_runs_of_the_same_responses_are_paired_by_seed(results: Path, short: str
 def test_only_the_seeds_that_both_have_are_paired(results: Path) -> None:
     row = rows(rlsim.compare([results / "base", results / "fewer-seeds"])).loc[("fewer-seeds", "verl-tp8")]
     assert row["paired"]
-    assert row["step_speedup"] == pytest.approx(1, abs=1e-12)  # the same seeds gave the same times
+    assert row["speedup"] == pytest.approx(1, abs=1e-12)  # the same seeds gave the same times
     assert row["step_difference_s"] == pytest.approx(0, abs=1e-9)
 
 
@@ -147,7 +151,7 @@ def test_the_baseline_is_a_system_a_directory_or_both(results: Path) -> None:
     system = rlsim.compare(pair, baseline="verl-tp8")
     assert rows(system).loc[("base", "verl-tp2"), "baseline"] == "verl-tp8"
     assert rows(system).loc[("pat", "pat"), "baseline"] == ""
-    assert np.isnan(rows(system).loc[("pat", "pat"), "step_speedup"])
+    assert np.isnan(rows(system).loc[("pat", "pat"), "speedup"])
     assert any(note.startswith("no baseline with the same settings: ") for note in system.notes)
     directory = rows(rlsim.compare([results / "base", results / "sglang"], baseline=str(results / "sglang")))
     assert directory.loc[("base", "verl-tp8"), "baseline"] == f"{results / 'sglang'}:verl-tp8"
@@ -171,11 +175,19 @@ def test_points_of_a_sweep_are_rows_and_an_axis_can_be_the_baseline(results: Pat
 def test_points_of_single_seeds_are_put_together(results: Path) -> None:
     table = rows(rlsim.compare([results / "base", results / "by-seed"]))
     whole, parts = table.loc["base"], table.loc["by-seed"]
-    same = ["seeds", "step_time_s", "gen_time_s", "gen_p90_time_s", "tokens_per_s", "bubble_fraction"]
+    same = [
+        "seeds",
+        "step_time_s",
+        "gen_time_s",
+        "gen_p90_time_s",
+        "tokens_per_s",
+        "responses_per_s",
+        "bubble_fraction",
+    ]
     pd.testing.assert_frame_equal(whole[same], parts[same])
     own = rlsim.compare([results / "by-seed"]).table
     summary = rlsim.read_result(results / "base").summary()
-    np.testing.assert_allclose(own["step_speedup_high"], summary["speedup_high"], rtol=1e-12)
+    np.testing.assert_allclose(own["speedup_high"], summary["speedup_high"], rtol=1e-12)
 
 
 def test_cases_and_tuned_systems(results: Path) -> None:
@@ -193,7 +205,7 @@ def test_a_case_may_set_a_whole_block_and_write_units(results: Path, tmp_path: P
     found = table[table["directory"] == str(tmp_path / "x")]
     assert set(found["case"]) == {"block", "key"}
     assert found["paired"].all()
-    assert found["step_speedup"].tolist() == pytest.approx([1.0] * 4)
+    assert found["speedup"].tolist() == pytest.approx([1.0] * 4)
 
 
 def test_axes_that_go_together_are_a_baseline_together() -> None:
@@ -209,16 +221,19 @@ def test_axes_that_go_together_are_a_baseline_together() -> None:
         Baseline(runs, "cluster=8xh100,calibration=h200-vllm")
 
 
+GEN_RATE = "responses_per_gen_s"
+
+
 @pytest.mark.filterwarnings("error")
 def test_times_of_zero_have_no_speedup() -> None:
     def run(gen_s: Sequence[float]) -> Run:
-        columns = {"seed": range(3), "step_time_s": 1.0, "gen_time_s": gen_s, "gen_p90_time_s": 0.0}
-        return Run("d", "", {}, "", "a", "a", {}, "", "", pd.DataFrame(columns))
+        steps = (RUN | {"seed": i, "step_time_s": 1.0, "trained": 8, "gen_time_s": s} for i, s in enumerate(gen_s))
+        return Run("d", "", {}, "", "a", "a", {}, "", "", table("steps", *steps))
 
     some, none, few = run([2.0, 4.0, 8.0]), run([0.0] * 3), run([1.0, 2.0, 0.0])
     for one, other in ((some, none), (none, some), (none, none)):
-        assert np.isnan([*paired(one, other, "gen_time_s"), *unpaired(one, other, "gen_time_s")]).all()
-    assert paired(few, some, "gen_time_s") == pytest.approx((2.0, 2.0, 2.0)), "of the seeds that have both"
+        assert np.isnan([*paired(one, other, GEN_RATE), *unpaired(one, other, GEN_RATE)]).all()
+    assert paired(few, some, GEN_RATE) == pytest.approx((2.0, 2.0, 2.0)), "of the seeds that have both"
 
 
 def test_the_work_to_find_baselines_grows_with_the_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +286,7 @@ def test_the_command_line(results: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert _call(capsys, "compare", base, "--csv", str(tmp_path / "runs.csv"), "--json", str(tmp_path / "runs.json"))
     table = pd.read_csv(tmp_path / "runs.csv")
     assert list(table["system"]) == ["verl-tp2", "verl-tp8"]
-    assert json.loads((tmp_path / "runs.json").read_text())["runs"][1]["step_speedup"] == table["step_speedup"][1]
+    assert json.loads((tmp_path / "runs.json").read_text())["runs"][1]["speedup"] == table["speedup"][1]
 
 
 def _call(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -20,7 +20,7 @@ from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
 from rlsim.hardware import load_cluster
 from rlsim.report.choice import best_other, choose
-from rlsim.report.frames.comparison import gpu_shares, speedups, step_parts
+from rlsim.report.frames.comparison import batch_parts, gpu_shares, speedups
 from rlsim.report.frames.gantt import MOST_MARKS, gantt
 from rlsim.report.headline import best_sentence, findings
 from rlsim.report.palette import BUBBLE, kind_colours
@@ -177,8 +177,8 @@ def test_shares_of_gpu_time_agree_with_the_summary(result: Result, judged: Resul
 
 def test_parts_of_a_step_add_up(result: Result, judged: Result, ppo: Result) -> None:
     for one in (result, judged, ppo):
-        for _, rows in one.summary().groupby("case"):
-            parts = step_parts(rows)
+        for case, rows in one.summary().groupby("case"):
+            parts = batch_parts(rows, one.manifest["setups"][case]["batch"])
             whole = parts.groupby("system")["time_s"].sum()
             assert whole[rows["system"]].to_numpy() == pytest.approx(rows["step_time_s"].to_numpy())
             generation = parts[parts["part"] == "generation"].set_index("system")["time_s"]
@@ -186,8 +186,8 @@ def test_parts_of_a_step_add_up(result: Result, judged: Result, ppo: Result) -> 
 
 
 def test_time_in_which_nothing_runs_is_waiting() -> None:
-    row = {"system": "a", "step_time_s": 10.0, "gen_time_s": 4.0, "prep_time_s": 2.0, "train_time_s": 1.0}
-    parts = step_parts(pd.DataFrame([{**row, "sync_time_s": 1.0}]))
+    row = {"system": "a", "step_time_s": 10.0, "gen_exposed_s": 4.0, "prep_time_s": 2.0, "train_time_s": 1.0}
+    parts = batch_parts(pd.DataFrame([{**row, "sync_time_s": 1.0, "waiting_time_s": 2.0, "trained": 8.0}]), 8)
     assert dict(zip(parts["part"], parts["time_s"], strict=True)) == {
         "generation": 4.0,
         "rewards and log-probs": 2.0,
@@ -198,8 +198,9 @@ def test_time_in_which_nothing_runs_is_waiting() -> None:
 
 
 def summary_of(*rows: tuple[str, float, float, float, float]) -> pd.DataFrame:
-    columns = ["system", "step_time_s", "speedup", "speedup_low", "speedup_high"]
-    return pd.DataFrame(rows, columns=columns).assign(case="", bubble_fraction=0.0)
+    columns = ["system", "responses_per_s", "speedup", "speedup_low", "speedup_high"]
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame.assign(case="", bubble_fraction=0.0, tail_fraction=0.0, token_speedup=frame["speedup"] * 0.9)
 
 
 NAN = float("nan")
@@ -208,23 +209,27 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("other", "expected", "verdict"),
     [
-        ((5.0, 2.0, 1.9, 2.1), "b is the fastest: 5.0 s a step against 10.0 s under a (tp 2), 2.00 times", "faster"),
-        ((12.0, 0.83, 0.8, 0.9), "No system is faster than a (tp 2). b comes next: 12.0 s", "slower"),
-        ((9.9, 1.01, 0.99, 1.03), "b and a (tp 2) cannot be told apart by these seeds", "not told apart"),
-        ((10.0, 1.0, 1.0, 1.0), "All systems take the same time: 10.0 s a step.", "equal"),
-        ((5.0, 2.0, NAN, NAN), "2.00 times as fast (one seed, no interval)", "faster"),
+        (
+            (2.0, 2.0, 1.9, 2.1),
+            "b is the fastest: 2.00 responses per second against 1.00 under a (tp 2), 2.00 times as many",
+            "faster",
+        ),
+        ((0.83, 0.83, 0.8, 0.9), "No system is faster than a (tp 2). b comes next: 0.830 responses", "slower"),
+        ((1.01, 1.01, 0.99, 1.03), "b and a (tp 2) cannot be told apart by these seeds", "not told apart"),
+        ((1.0, 1.0, 1.0, 1.0), "All systems are as fast: 1.00 responses per second.", "equal"),
+        ((2.0, 2.0, NAN, NAN), "2.00 times as many (one seed, no interval), and 1.80 times the tokens", "faster"),
     ],
 )
 def test_the_headline_says_what_the_interval_allows(
     other: tuple[float, float, float, float], expected: str, verdict: str
 ) -> None:
-    rows = summary_of(("a", 10.0, 1.0, 1.0, 1.0), ("b", *other))
+    rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("b", *other))
     assert expected in best_sentence(rows, "a", {"a": "tp 2"}, 5)
     assert speedups(rows, "a")["verdict"].tolist() == ["baseline", verdict]
 
 
 def test_a_system_equal_to_the_baseline_is_not_the_best_other() -> None:
-    rows = summary_of(("a", 10.0, 1.0, 1.0, 1.0), ("a again", 10.0, 1.0, 1.0, 1.0), ("b", 11.0, 0.9, 0.8, 1.0))
+    rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("a again", 1.0, 1.0, 1.0, 1.0), ("b", 0.9, 0.9, 0.8, 1.0))
     assert best_other(rows, "a") == "b"
     assert best_other(rows[:2], "a") == "a again"
     assert best_other(rows[:1], "a") is None
@@ -232,19 +237,12 @@ def test_a_system_equal_to_the_baseline_is_not_the_best_other() -> None:
 
 def test_findings_name_the_fastest_system_and_the_error_of_the_calibration(judged: Result) -> None:
     summary = judged.summary()
-    fastest = summary.sort_values("step_time_s", kind="stable")["system"].iloc[0]
+    fastest = summary.loc[summary["responses_per_s"].idxmax(), "system"]
     text = " ".join(findings(judged))
     assert f"{fastest} " in text
     assert "not measured on h800-sxm" in text
     medians = [r["median"] for r in judged.manifest["calibration"]["residuals"].values()]
     assert f"off by {min(medians):.1%} to {max(medians):.1%}" in text
-
-
-def test_step_times_that_flatter_are_said(judged: Result) -> None:
-    fewer = judged.steps.assign(tokens=judged.steps["tokens"].where(judged.steps["system"] == "verl", 1))
-    text = " ".join(findings(Result(**{**judged.__dict__, "steps": fewer})))
-    assert "0% of the tokens that verl trains on: step times flatter it" in text
-    assert "no system is ahead of verl" in text
 
 
 def test_baseline_and_best_other_at_the_median_step_are_shown(result: Result) -> None:
@@ -349,6 +347,6 @@ def test_a_sweep_is_reported_with_its_failures(tmp_path: Path) -> None:
     opened = open_page(page, tmp_path / "browser")
     assert opened.console == []
     assert opened.undrawn() == []
-    assert {"sweep-speedup", "sweep-step-time"} <= set(opened.charts())
+    assert {"sweep-speedup", "sweep-throughput"} <= set(opened.charts())
     with pytest.raises(ConfigError, match="is a sweep"):
         rlsim.write_report(tmp_path / "sweep", seed=0)

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser import open_page
+from result_tables import RUN, table
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
@@ -22,16 +23,6 @@ from rlsim.report.frames.sweep import best_systems, cut, is_grid, is_number, lab
 from rlsim.report.page import Page, Text
 from rlsim.report.palette import BUBBLE
 from rlsim.report.sections.sweep import sweep_findings, sweep_section, sweep_table
-
-RUN = {"case": "", "system": "a", "seed": 0, "step": 0}
-
-
-def table(name: str, *rows: dict[str, Any]) -> pd.DataFrame:
-    """A result table of these rows; columns that a row leaves out are zero or empty."""
-    blank = {"string": "", "bool": False, "int64": 0, "float64": 0.0}
-    columns = TABLES[name]
-    filled = [{column.name: row.get(column.name, blank[column.dtype]) for column in columns} for row in rows]
-    return pd.DataFrame(filled, columns=[c.name for c in columns]).astype({c.name: c.dtype for c in columns})
 
 
 def span(gpu: int, gpus: int, start: float, end: float, kind: str, **more: Any) -> dict[str, Any]:
@@ -64,7 +55,8 @@ def test_shares_of_gpu_seconds() -> None:
 
 def test_speedup_of_every_seed() -> None:
     times = {("base", 0): 10.0, ("base", 1): 20.0, ("fast", 0): 5.0, ("fast", 1): 16.0}
-    rows = [RUN | {"system": name, "seed": seed, "step_time_s": time} for (name, seed), time in times.items()]
+    work = {"trained": 8, "tokens": 800}
+    rows = [RUN | work | {"system": name, "seed": seed, "step_time_s": time} for (name, seed), time in times.items()]
     one = results(steps=table("steps", *rows))
     one = Result(**{**one.__dict__, "manifest": {"baseline": "base"}})
     frame = seed_speedups(one, "").set_index(["system", "seed"])["speedup"]
@@ -198,7 +190,8 @@ def points(axes: dict[str, list[Any]], systems: tuple[str, ...] = ("verl", "pat"
         for order, system in enumerate(systems):
             speedup = 1 + 0.1 * order * (number - 1)
             more = {"speedup": speedup, "speedup_low": speedup - 0.05, "speedup_high": speedup + 0.05}
-            rows.append({**point, "system": system, "step_time_s": 100 / speedup, **more})
+            more |= {"token_speedup": speedup, "bubble_fraction": 0.1, "tail_fraction": 0.2}
+            rows.append({**point, "system": system, "step_time_s": 100 / speedup, "responses_per_s": speedup, **more})
     return pd.DataFrame(rows)
 
 
@@ -277,9 +270,9 @@ def test_findings_of_a_sweep_without_axes() -> None:
 @pytest.mark.parametrize(
     ("axes", "charts"),
     [
-        ({"cap <b>": [1024, 2048, 16384]}, {"sweep-speedup", "sweep-step-time"}),
-        ({"engine": ["a", "<i>b</i>"]}, {"sweep-speedup", "sweep-step-time"}),
-        ({"stage": [float("nan"), 3.0]}, {"sweep-speedup", "sweep-step-time"}),
+        ({"cap <b>": [1024, 2048, 16384]}, {"sweep-speedup", "sweep-throughput"}),
+        ({"engine": ["a", "<i>b</i>"]}, {"sweep-speedup", "sweep-throughput"}),
+        ({"stage": [float("nan"), 3.0]}, {"sweep-speedup", "sweep-throughput"}),
         ({"stage": [float("nan"), 3.0], "on": [None, True]}, {"sweep-best", "sweep-map-1"}),
         ({"cap": [1, 2], "prompts": [8, 16], "eta": [1.1, 1.2]}, {"sweep-best-1", "sweep-map-1-2", "sweep-map-2-1"}),
     ],
@@ -313,7 +306,8 @@ def test_a_random_sweep_is_drawn_as_dots(tmp_path_factory: pytest.TempPathFactor
 def test_table_of_a_sweep_is_cut_and_says_so() -> None:
     frame = points({"cap": [1, 2, 3]})
     whole, part = sweep_table(frame, ["cap"]), sweep_table(frame, ["cap"], most=4)
-    assert whole.headings == ("cap", "system", "step (s)", "speedup")
+    assert whole.headings == ("cap", "system", "responses/s", "speedup", "by tokens", "step (s)", "idle", "tail")
     assert len(whole.rows) == 9
-    assert whole.rows[0] == ["1", "verl", "100.00", "1.000"]
-    assert (len(part.rows), part.caption) == (4, "Points of the sweep, the first 4 of 9 rows")
+    assert whole.rows[0] == ["1", "verl", "1.00", "1.000", "1.000", "100.00", "10.0%", "20.0%"]
+    assert len(part.rows) == 4
+    assert part.caption.startswith("Points of the sweep, the first 4 of 9 rows.")

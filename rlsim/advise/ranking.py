@@ -102,7 +102,7 @@ def ranking(result: Result) -> pd.DataFrame:
     """
     steps, tuned = result.steps, dict[str, str](next(iter(result.manifest["tuned"].values()), {}))
     found = means(steps, ["system"])
-    by_seed = means(steps, ["system", "seed"])
+    by_seed = means(steps, ["system", "seed"]).sort_index()
     responses = int(result.manifest["experiment"]["workflow"]["responses"])
     found["held_back"] = [backlog(steps[steps["system"] == system], responses)[1] for system in found.index]
     found["comparable"] = found["held_back"] <= MOST_HELD_BACK

@@ -45,7 +45,7 @@ def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
 
 def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -> Iterator[str]:
     """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses, `responses` a prompt."""
-    by_seed, whole = means(steps, ["system", "seed"]), means(steps, ["system"])
+    by_seed, whole = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])
     for system, own in steps.groupby("system", sort=False):
         row = whole.loc[system]
         if row["trained"] < batch * (1 - 1e-9):

@@ -78,7 +78,7 @@ def summarise(result: Result) -> pd.DataFrame:
     """
     baseline = result.manifest["baseline"]
     whole = means(result.steps, ["case", "system"])
-    by_seed = means(result.steps, ["case", "system", "seed"])
+    by_seed = means(result.steps, ["case", "system", "seed"]).sort_index()
     rows: list[dict[str, object]] = []
     for case, systems in result.manifest["systems"].items():
         for system in systems:

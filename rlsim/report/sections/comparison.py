@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from rlsim.formats import is_missing, number, rate, share
+from rlsim.formats import is_missing, number, rate, share, with_interval
 from rlsim.report.charts.comparison import batch_parts_chart, cases_chart, gpu_time_chart, speedup_chart
 from rlsim.report.charts.lengths import lengths_chart
 from rlsim.report.frames.comparison import batch_parts, gpu_shares, seed_speedups, speedups
@@ -67,30 +67,19 @@ def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> T
     baseline = str(result.manifest["baseline"])
     tuned = result.manifest["tuned"].get(setup.case, {})
     wasted = ["wasted"] if (rows["wasted_fraction"] > 0).any() else []
-    headings = (
-        "system",
-        "responses/s",
-        "speedup",
-        "95% interval",
-        "by tokens",
-        "step (s)",
-        "generation (s)",
-        "tokens/s",
-    )
+    headings = ["system", "responses/s", "speedup (95%)", "by tokens", "step (s)", "generation (s)"]
+    headings += ["tokens/s", "idle", "tail", *wasted, "switches", "bound"]
     texts = []
     for row in rows.to_dict("records"):
         name = str(row["system"])
-        name = f"{name} ({tuned[name]})" if name in tuned else name
-        interval = "–" if is_missing(row["speedup_low"]) else f"{row['speedup_low']:.3f} to {row['speedup_high']:.3f}"
-        cells = [name, rate(row["responses_per_s"]), number(row["speedup"], 3)]
-        cells += ["baseline" if row["system"] == baseline else interval, number(row["token_speedup"], 3)]
+        speedup = "baseline" if name == baseline else with_interval(row, "speedup", 3)
+        cells = [f"{name} ({tuned[name]})" if name in tuned else name, rate(row["responses_per_s"]), speedup]
+        cells += [number(row["token_speedup"], 3)]
         cells += [_with_half(row, "step_time_s"), _with_half(row, "gen_time_s"), number(row["tokens_per_s"], 0)]
         cells += [share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
         cells += [share(row["wasted_fraction"], 1) for _ in wasted]
         texts.append([*cells, number(row["switches"], 1), share(row["bound_share"])])
-    return Table(
-        setup.named("Means over steps and seeds"), (*headings, "idle", "tail", *wasted, "switches", "bound"), texts
-    )
+    return Table(setup.named("Means over steps and seeds"), tuple(headings), texts)
 
 
 def step_section(result: Result, setups: list[CaseSetup]) -> Section:

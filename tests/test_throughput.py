@@ -1,0 +1,370 @@
+"""Throughput: what it counts, in which steps, and that nothing shows a system faster than it says."""
+
+import html
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from result_tables import RUN, table
+from typer.testing import CliRunner
+
+import rlsim
+from rlsim.cli import app
+from rlsim.errors import ConfigError
+from rlsim.experiment.frames import PARTS_OF_A_STEP
+from rlsim.experiment.rate_notes import backlog, rate_notes
+from rlsim.experiment.result import Result
+from rlsim.experiment.summary import means
+from rlsim.experiment.tail import tail_stretches
+from rlsim.policies.registry import BUILTIN
+from rlsim.report.frames.comparison import batch_parts, gpu_shares
+from rlsim.report.headline import findings
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "cluster": "8xh100",
+    "model": "llama-3.1-8b",
+    "calibration": "h100-vllm",
+    "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "4K"},
+    "workflow": {"prompts": 8, "responses": 4, "steps": 2},
+    "seeds": 2,
+    "baseline": "verl",
+    "systems": [{"verl": {"tp": 2}}],
+}
+
+# What is counted -----------------------------------------------------------------------------------------------------
+
+
+def test_rates_count_trained_work_of_steady_steps() -> None:
+    rows = [
+        {"step_time_s": 10.0, "steady": True, "trained": 8, "tokens": 900, "trained_response_tokens": 800,
+         "response_tokens": 1000, "wasted_tokens": 200, "gen_time_s": 4.0, "gen_bound_s": 1.0, "bubble_fraction": 0.5,
+         "tail_fraction": 0.4},
+        {"step_time_s": 30.0, "steady": True, "trained": 4, "tokens": 300, "trained_response_tokens": 200,
+         "response_tokens": 200, "gen_time_s": 8.0, "gen_bound_s": 2.0, "bubble_fraction": 0.1, "tail_fraction": 0.0},
+        {"step_time_s": 500.0, "trained": 8, "steady": False, "tokens": 10**6},
+    ]  # fmt: skip
+    found = means(table("steps", *(RUN | {"step": i} | row for i, row in enumerate(rows))), ["system"]).loc["a"]
+    assert found["responses_per_s"] == pytest.approx(12 / 40)
+    assert found["tokens_per_s"] == pytest.approx(1200 / 40)
+    assert found["response_tokens_per_s"] == pytest.approx(1000 / 40)
+    assert found["generated_tokens_per_s"] == pytest.approx(1200 / 40)
+    assert found["responses_per_gen_s"] == pytest.approx(12 / 12)
+    assert (found["step_time_s"], found["trained"]) == (20.0, 6.0)
+    assert found["bubble_fraction"] == pytest.approx((0.5 * 10 + 0.1 * 30) / 40)
+    assert found["tail_fraction"] == pytest.approx(0.4 * 5 / (5 + 27)), "of busy time"
+    assert found["wasted_fraction"] == pytest.approx(200 / 1200)
+    assert found["bound_share"] == pytest.approx(3 / 12)
+
+
+# A system that trains on less ----------------------------------------------------------------------------------------
+
+STOPPER = '''
+from rlsim.sim.control import RolloutControl, Stop
+
+
+class Stopper(RolloutControl):
+    """Ends generation once half of the responses are there."""
+
+    def on_finish(self, view):
+        return [Stop()] if view.unfinished() <= 0.5 * 32 else None
+'''
+
+
+@pytest.fixture(scope="module")
+def stopping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with an experiment in which one system trains on the first half of its responses."""
+    folder = tmp_path_factory.mktemp("stopping")
+    (folder / "stopping_policy.py").write_text(STOPPER)
+    systems = [{"verl": {"tp": 2}}, {"name": "stopper", "use": ["stopping_policy:Stopper", {"verl": {"tp": 2}}]}]
+    trace = {"path": "deepscaler-llama-3.1-8b", "cap": "16K"}
+    (folder / "x.json").write_text(json.dumps({**SMALL, "trace": trace, "systems": systems}))
+    return folder
+
+
+def flattering(folder: Path) -> tuple[float, float, float]:
+    """Of the run in a folder: baseline over stopper in step time and in generation time, and the true speedup."""
+    steps = pd.read_parquet(folder / "steps.parquet")
+    by = steps.groupby("system")[["step_time_s", "gen_time_s", "trained"]].sum()
+    step, gen = (by.loc["verl", name] / by.loc["stopper", name] for name in ("step_time_s", "gen_time_s"))
+    return step, gen, step * by.loc["stopper", "trained"] / by.loc["verl", "trained"]
+
+
+def drawn_speedups(page: str, system: str) -> list[float]:
+    """The speedups of a system in the charts of a page."""
+    found = []
+    for figure, spec in re.findall(r'<script type="application/json" id="spec-([^"]*)">(.*?)</script>', page, re.S):
+        rows = [row for rows in json.loads(spec).get("datasets", {}).values() for row in rows]
+        column = "value" if figure == "sweep-speedup" else "speedup"
+        found += [row[column] for row in rows if row.get("system") == system and column in row]
+    return found
+
+
+def output(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_system_that_trains_on_less_is_never_shown_faster_than_its_throughput(
+    stopping: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(stopping)
+    monkeypatch.syspath_prepend(stopping)
+    ran, swept, advised = tmp_path / "run", tmp_path / "sweep", tmp_path / "advice"
+    texts = {"run": output("run", "x.json", "--out", ran)}
+    step, gen, true = flattering(ran)
+    assert min(step, gen) > 1.2 * true, "the step times must flatter, or nothing is tested"
+    texts["sweep"] = output("sweep", "x.json", "--grid", "memory_utilization=[0.8, 0.9]", "--out", swept)
+    texts["compare"] = output("compare", ran)
+    texts["compare of a sweep"] = output("compare", swept)
+    texts["compare, CSV"] = output("compare", ran, "--csv", "-")
+    for name, folder in (("report", ran), ("report of a sweep", swept)):
+        output("report", folder)
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        texts[name] = html.unescape(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.S))
+        assert 0 < max(drawn_speedups(page, "stopper")) < 1.1 * true
+    skip = [name for name in BUILTIN if name not in ("verl", "pat")]
+    options = [option for name in skip for option in ("--skip", name)]
+    texts["advise"] = output("advise", "x.json", "--out", advised, "--top", "1", "--most", "1", *options)
+    result = rlsim.read_result(ran)
+    texts["findings"] = " ".join(findings(result))
+    for name, text in texts.items():
+        shown = set(re.findall(r"\d+\.\d+", text))
+        assert not shown & {f"{value:.{digits}f}" for value in (step, gen) for digits in (2, 3)}, name
+        if name != "findings":
+            assert "stopper" in text, name
+    row = result.summary().set_index("system").loc["stopper"]
+    assert row["speedup"] == pytest.approx(true, rel=0.05)  # a geometric mean over seeds
+    assert row["gen_speedup"] < gen / 1.2
+    parts = batch_parts(result.summary(), 32).groupby("system")["time_s"].sum()
+    assert parts["verl"] / parts["stopper"] == pytest.approx(true, rel=1e-9)
+    compared = rlsim.compare([ran]).table.set_index("system").loc["stopper"]
+    assert compared["speedup"] == pytest.approx(row["speedup"])
+    assert (compared["step_difference_s"] < 0) == (true > 1)
+    assert any("stopper trains on 50.0% of a batch each step" in note for note in result.notes)
+
+
+def test_ratios_that_differ_are_explained() -> None:
+    def steps(system: str, tokens: int, **more: Any) -> dict[str, Any]:
+        return RUN | {"system": system, "step_time_s": 10.0, "trained": 8, "tokens": tokens} | more
+
+    same = table("steps", steps("base", 800), steps("other", 790))
+    assert list(rate_notes(same, "base", 4, 8)) == []
+    shorter = table("steps", steps("base", 800), steps("short", 400, wasted_tokens=100))
+    (note,) = rate_notes(shorter, "base", 4, 8)
+    assert "short trains on 1.00 times the responses per second of base, but 0.50 times the tokens" in note
+    assert "50 tokens in the mean, prompts counted, against 100, as the first to finish are trained on" in note
+    (backlog_note, why) = rate_notes(
+        table("steps", steps("base", 800), steps("tail", 400, waiting=1, put_back=1)), "base", 4, 8
+    )
+    assert "does not cover whole periods" in backlog_note
+    assert "1 prompts more than at the start wait (50.0% of those trained on)" in backlog_note
+    assert "generated again later" in why
+
+
+def test_a_backlog_is_what_grew_in_the_steady_steps() -> None:
+    rows = [(0, False, 3), (1, True, 4), (2, True, 5)]
+    steps = table("steps", *(RUN | {"step": i, "steady": s, "waiting": w, "trained": 8} for i, s, w in rows))
+    assert backlog(steps, 4) == (2.0, 2.0 / 4)
+
+
+def test_tail_batching_over_short_rounds_alone_says_what_it_put_off() -> None:
+    changes = {"systems": ["verl", "tail_batching"], "baseline": "verl", "workflow.steps": 2, "seeds": 1}
+    notes = rlsim.run(SMALL, overrides=changes).notes
+    assert any("tail_batching does not cover whole periods of its rounds" in note for note in notes)
+    assert any("times the responses per second of verl, but" in note for note in notes)
+
+
+# Steps that overlap --------------------------------------------------------------------------------------------------
+
+ONE_STEP_OFF: dict[str, Any] = {
+    **SMALL,
+    "workflow": {
+        "algorithm": "custom",
+        "prompts": 8,
+        "responses": 4,
+        "steps": 6,
+        "calls": [
+            {"name": "generate", "kind": "generate", "model": "actor"},
+            {"name": "score", "kind": "inference", "model": "reference"},
+            {"name": "train", "kind": "train", "model": "actor"},
+            {"name": "push", "kind": "sync", "model": "actor"},
+        ],
+        "edges": [
+            "generate -> score",
+            "score -> train",
+            "train -> push",
+            {"source": "push", "target": "generate", "lag": 2},
+            {"source": "push", "target": "train", "lag": 1},
+        ],
+    },
+    "baseline": "apart",
+    "seeds": 1,
+    "systems": [
+        {
+            "name": "apart",
+            "use": [
+                {"verl": {"tp": 1}},
+                {"plan": {"calls": {"generate": {"gpus": "0-3"}, "score": {"gpus": "4-7"}, "train": {"gpus": "4-7"}}}},
+            ],
+        }
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def overlapping() -> Result:
+    return rlsim.run(ONE_STEP_OFF)
+
+
+def test_means_leave_out_fill_and_drain(overlapping: Result) -> None:
+    assert overlapping.steps["steady"].tolist() == [False, True, True, True, True, False]
+    assert "means are of steps 1 to 4 of 6: the first 1 and the last 1 are left out" in overlapping.notes
+    steady = overlapping.steps[overlapping.steps["steady"]]
+    row = overlapping.summary().iloc[0]
+    assert row["step_time_s"] == pytest.approx(steady["step_time_s"].mean())
+    assert row["responses_per_s"] == pytest.approx(32 * 4 / steady["step_time_s"].sum())
+    assert overlapping.steps["step_time_s"].iloc[0] > 1.2 * row["step_time_s"], "the first step fills the pipeline"
+
+
+def test_warmup_is_a_setting_and_an_option(tmp_path: Path) -> None:
+    asked = rlsim.run(ONE_STEP_OFF, overrides={"workflow.warmup": 3})
+    assert asked.steps["steady"].tolist() == [False, False, False, True, True, False]
+    few = rlsim.run(ONE_STEP_OFF, overrides={"workflow.steps": 2})
+    assert few.steps["steady"].all()
+    assert any("2 are too few to leave them out (workflow.steps: 3 or more)" in note for note in few.notes)
+    with pytest.raises(ConfigError, match="warmup 2 leaves none of 2 steps to measure"):
+        rlsim.run(SMALL, overrides={"workflow.warmup": 2})
+    (tmp_path / "x.json").write_text(json.dumps(SMALL))
+    output("run", tmp_path / "x.json", "--warmup", "1", "--out", tmp_path / "out")
+    assert pd.read_parquet(tmp_path / "out" / "steps.parquet")["steady"].tolist() == [False, True] * 2
+
+
+def test_each_second_of_a_step_counts_once_where_steps_overlap(overlapping: Result) -> None:
+    """A step of 2 s whose generation of 2 s ran beside the step before is 2 s long, not 4."""
+    steps = overlapping.steps
+    parts = [*PARTS_OF_A_STEP, "waiting_time_s"]
+    np.testing.assert_allclose(steps[parts].sum(axis=1), steps["step_time_s"], rtol=1e-12)
+    assert (steps[parts] >= 0).all(axis=None)
+    assert (steps["gen_exposed_s"] <= steps["gen_time_s"] * (1 + 1e-12)).all()
+    steady = steps[steps["steady"]]
+    assert (steady["gen_exposed_s"] < steady["gen_time_s"]).all(), "part of it ran beside the step before"
+    whole = batch_parts(overlapping.summary(), 32)["time_s"].sum()
+    assert whole == pytest.approx(overlapping.summary()["step_time_s"].iloc[0])
+    shares = gpu_shares(overlapping, {"": 8})
+    idle = shares.loc[shares["kind"] == "idle (bubble)", "share"].iloc[0]
+    assert idle == pytest.approx(overlapping.summary()["bubble_fraction"].iloc[0])
+
+
+def test_the_parts_of_every_call_add_up_to_its_time(overlapping: Result) -> None:
+    """Syncs and the transfer of data among them, which had no column."""
+    from rlsim.experiment.columns import CALL_PARTS
+
+    calls = overlapping.calls[overlapping.calls["kind"] != "generate"]
+    parts = calls[[part.name for part in CALL_PARTS]].sum(axis=1)
+    np.testing.assert_allclose(parts, calls["end_at"] - calls["start_at"], rtol=1e-9)
+    assert (calls.loc[calls["kind"] == "sync", "weights_s"] > 0).all()
+    assert (calls.loc[calls["call"] == "score", "data_s"] > 0).all()
+
+
+# The tail ------------------------------------------------------------------------------------------------------------
+
+
+def tables_of(
+    batches: list[tuple[float, float, int]], gpus: int = 1
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """One replica: each response decodes from the first moment to the second, with so many iterations."""
+    stays = [
+        RUN | {"call": "generate", "response": i, "replica": 0, "gpu": 0, "gpus": gpus, "admitted_at": start,
+               "decoding_at": start, "left_at": end, "start_tokens": 10, "end_tokens": 10 + count}
+        for i, (start, end, count) in enumerate(batches)
+    ]  # fmt: skip
+    end = max(last for _, last, _ in batches)
+    span = RUN | {"gpu": 0, "gpus": gpus, "start_at": 0.0, "end_at": end, "kind": "decode", "label": "replica 0"}
+    call = RUN | {"call": "generate", "kind": "generate", "end_at": end}
+    return table("stays", *stays), table("spans", span), table("calls", call)
+
+
+def test_the_tail_is_decoding_at_under_half_of_the_full_throughput() -> None:
+    # Four responses, an iteration a second while all four decode and two a second for fewer: 4, 6, 4 and 2 tokens/s.
+    found = tail_stretches(*tables_of([(0, 10, 10), (0, 20, 30), (0, 30, 50), (0, 40, 70)], gpus=2))
+    assert found[["gpu", "gpus", "start_at", "end_at", "tail_s"]].values.tolist() == [[0, 2, 30.0, 40.0, 10.0]]
+
+
+def test_equal_lengths_have_no_tail() -> None:
+    assert tail_stretches(*tables_of([(0, 10, 10)] * 4)).empty
+    assert tail_stretches(table("stays"), table("spans"), table("calls")).empty
+
+
+def test_a_gpu_is_measured_by_what_it_reached_under_any_replica() -> None:
+    """Two replicas of one GPU with two responses each; then one of both GPUs with the last response."""
+    stays, spans, _ = (pd.concat(parts) for parts in zip(
+        *(tables_of([(0, 10, 10), (0, 10, 10)]) for _ in range(2)), strict=True
+    ))  # fmt: skip
+    stays = stays.reset_index(drop=True)
+    stays.loc[2:, ["replica", "gpu"]] = 1  # the second replica's rows follow the first's
+    spans = spans.reset_index(drop=True)
+    spans.loc[1, ["gpu", "label"]] = [1, "replica 1"]
+    last = RUN | {"call": "generate", "response": 4, "replica": 2, "gpu": 0, "gpus": 2, "admitted_at": 11.0,
+                  "decoding_at": 11.0, "left_at": 21.0, "start_tokens": 10, "end_tokens": 25}  # fmt: skip
+    slow = RUN | {"gpu": 0, "gpus": 2, "start_at": 11.0, "end_at": 21.0, "kind": "decode", "label": "replica 2"}
+    whole = pd.concat([stays, table("stays", last)]), pd.concat([spans, table("spans", slow)])
+    call = table("calls", RUN | {"call": "generate", "kind": "generate"})
+    (row,) = tail_stretches(*whole, call).to_dict("records")  # 1.5 tokens/s over two GPUs against 2 on one
+    assert row == {"gpu": 0, "gpus": 2, "start_at": 11.0, "end_at": 21.0, "tail_s": 10.0}
+
+
+def test_a_long_tail_at_tp8_is_no_bubble_but_shows() -> None:
+    """TP 8 on one node is never idle; its tail says what its bubble does not."""
+    systems = [{"name": "narrow", "use": [{"verl": {"tp": 1}}]}, {"name": "wide", "use": [{"verl": {"tp": 8}}]}, "pat"]
+    changes = {"systems": systems, "baseline": None, "seeds": 1, "workflow.steps": 1, "trace.cap": "8K"}
+    result = rlsim.run(SMALL, overrides=changes)
+    rows = result.summary().set_index("system")
+    assert rows.loc["wide", "bubble_fraction"] < 0.01
+    assert rows.loc["wide", "tail_fraction"] > 0.5
+    shares = gpu_shares(result, {"": 8})
+    tail = shares[shares["kind"] == "decode in the tail"].set_index("system")["share"]
+    expected = rows["tail_fraction"] * (1 - rows["bubble_fraction"])
+    np.testing.assert_allclose(tail, expected[tail.index])
+
+
+def test_the_tail_agrees_with_an_independent_count(overlapping: Result) -> None:
+    """Seconds by replica, counted one stretch of time after the other from the responses' own stays."""
+    result = overlapping
+    found = tail_stretches(result.stays, result.spans, result.calls)
+    for step in result.steps["step"]:
+        stays = result.stays[(result.stays["step"] == step) & (result.stays["call"] == "generate")]
+        for replica, own in stays.groupby("replica"):
+            spans = result.spans[(result.spans["step"] == step) & (result.spans["label"] == f"replica {replica}")]
+            spans = spans[spans["kind"] == "decode"]
+            rates: list[tuple[float, float, float]] = []
+            moments = sorted({*own["decoding_at"], *own["left_at"]})
+            for a, b in itertools.pairwise(moments):
+                here = own[(own["decoding_at"] <= a) & (own["left_at"] >= b)]
+                seconds = (spans["end_at"].clip(upper=b) - spans["start_at"].clip(lower=a)).clip(lower=0).sum()
+                if len(here) and seconds > 1e-9:
+                    # All of the batch advance together: any of them tells how many iterations there were.
+                    at = [self_progress(own, here.iloc[0], moment) for moment in (a, b)]
+                    rates.append((a, seconds, len(here) * (at[1] - at[0]) / seconds))
+            most = max(rate for _, _, rate in rates)
+            expected = sum(seconds for _, seconds, rate in rates if rate < 0.5 * most)
+            gpu = int(own["gpu"].iloc[0])
+            mine = found[(found["gpu"] == gpu) & (found["start_at"] >= moments[0]) & (found["end_at"] <= moments[-1])]
+            assert mine["tail_s"].sum() == pytest.approx(expected, abs=1e-9)
+
+
+def self_progress(own: pd.DataFrame, one: pd.Series, moment: float) -> int:
+    """Iterations of a replica by a moment at which a response joined or left its batch."""
+    joined = own[own["decoding_at"] == moment]
+    if len(joined):
+        return int(joined["iteration"].iloc[0])
+    left = own[own["left_at"] == moment].iloc[0]
+    prefilled = int(left["decoding_at"] > left["admitted_at"])
+    return int(left["end_tokens"] - left["start_tokens"] - prefilled + left["iteration"])
