@@ -44,11 +44,11 @@ def plan(
     Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
     """
     from rlsim.experiment.plan_report import improvement_chart, search_plan
-    from rlsim.output import atomic_path, check_chart_path, check_folder, save_chart
+    from rlsim.output import atomic_path, check_chart_path, check_file, save_chart
 
     for file in (json_file, out, chart):
         if file is not None:
-            check_folder(file)  # before the search, not after it
+            check_file(file)  # before the search, not after it
     if chart is not None:
         check_chart_path(chart)
     report = search_plan(
