@@ -78,7 +78,7 @@ def check_file(path: Path, error: type[RlsimError] = ConfigError, *, inputs: Ite
         raise error(f"{path}: is a folder; give a file name")
     if target.exists():
         for one in inputs:
-            if os.path.exists(one) and target.samefile(one):
+            if Path(one).exists() and target.samefile(one):
                 raise error(f"{path}: is what the command reads; give another name")
         beside = any((target.parent / name).is_file() for name in _PARTS_OF_RESULTS)
         if target.name in _PARTS_OF_RESULTS or (target.suffix == ".parquet" and beside):

@@ -27,7 +27,7 @@ from rlsim.sweeps import run as running
 from rlsim.sweeps.axes import settings_of
 from rlsim.sweeps.points import Definition, load_sweep
 from rlsim.sweeps.schema import SweepSpec
-from rlsim.sweeps.store import LOCK, Store
+from rlsim.sweeps.store import LOCK, TEMPORARY, Store
 from rlsim.sweeps.task import Answer, Failed, Task
 
 EXPERIMENT: dict[str, Any] = {
@@ -315,7 +315,7 @@ def test_one_and_two_workers_write_the_same_bytes(two_workers: Path, tmp_path: P
     definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
     rlsim.sweep(definition, out=tmp_path / "one", workers=1)
     assert contents(tmp_path / "one") == contents(two_workers)
-    assert len(contents(two_workers)) == 3 * 4 + 2  # steps, calls and summary; sweep.json and points.parquet
+    assert len(contents(two_workers)) == 4 * 4 + 2  # steps, calls, summary and done; sweep.json and points.parquet
 
 
 @pytest.mark.usefixtures("in_process")
@@ -372,12 +372,12 @@ def test_results_of_another_definition_are_never_mixed_in(two_workers: Path, tmp
     with pytest.raises(ConfigError, match=r"holds 3 points that this sweep does not have;"):
         rlsim.sweep(a_sweep(), out=target)
     assert contents(target) == before
-    Store(target).fail("p0123", Failed("why it failed"))
+    Store(target).fail("p0123456789abcdef", Failed("why it failed"))
     with pytest.raises(ConfigError, match="does not have"):
         rlsim.sweep(a_sweep(), out=target)
-    assert Store(target).failure("p0123") == Failed("why it failed"), "a refused sweep removes nothing"
+    assert Store(target).failure("p0123456789abcdef") == Failed("why it failed"), "a refused sweep removes nothing"
     rlsim.sweep(a_sweep(), out=target, prune=True)
-    assert Store(target).failure("p0123") is None
+    assert Store(target).failure("p0123456789abcdef") is None
     assert len(ran(target)) == 5
     rlsim.sweep(a_sweep(), out=tmp_path / "fresh")
     assert contents(target) == contents(tmp_path / "fresh")
@@ -391,7 +391,7 @@ def test_directories_of_something_else_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for text in ('{"method": "grid"}', "[1]"):
         (tmp_path / "other" / "sweep.json").write_text(text)
-        with pytest.raises(ConfigError, match="not written by rlsim sweep"):
+        with pytest.raises(ConfigError, match="is left as it is; choose another directory"):
             rlsim.sweep(a_sweep(), out=tmp_path / "other")
         assert (tmp_path / "other" / "sweep.json").read_text() == text
     with pytest.raises(ConfigError, match="is a file"):
@@ -416,8 +416,8 @@ def test_half_written_files_are_written_anew(two_workers: Path, tmp_path: Path) 
     steps.write_bytes(steps.read_bytes()[: steps.stat().st_size // 2])
     (parts[2] / "part.parquet").unlink()  # killed between the tables
     shutil.rmtree(target / "calls" / parts[3].name)
-    (target / ".tmp").mkdir()
-    (target / ".tmp" / "left over.parquet").write_bytes(b"PAR1")
+    (target / TEMPORARY).mkdir()
+    (target / TEMPORARY / "left over.parquet").write_bytes(b"PAR1")
     definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
     rlsim.sweep(definition, out=target)
     assert sorted(ran(target)[4:]) == [part.name.removeprefix("point=") for part in parts[:4]]
@@ -551,7 +551,7 @@ def test_killed_and_continued_is_as_if_nothing_had_happened(command: list[str], 
         assert 0 < len(rlsim.read_sweep(torn).table("steps")) < 10
     subprocess.run([*command, str(torn), "-q"], check=True, stdout=subprocess.DEVNULL)
     assert contents(torn) == contents(whole)
-    assert not (torn / ".tmp").exists()
+    assert not (torn / TEMPORARY).exists()
     done = len(ran(torn))
     assert 10 <= done <= 10 + 2 * 3  # at most what two processes and the writer had in hand is done twice
 

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.result import MANIFEST
+from rlsim.experiment.result import open_results
 from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.schema import validate
@@ -82,24 +82,16 @@ class Run:
 def runs_in(directory: str | Path) -> list[Run]:
     """Every run of a directory that `rlsim run` or `rlsim sweep` wrote; raises `ConfigError` if there is none."""
     folder = Path(directory)
-    if (folder / DEFINITION).is_file():
-        found = _with_all_seeds(_of_sweep(folder))
-    elif (folder / MANIFEST).is_file():
-        found = list(_of_run(folder))
-    else:
-        raise ConfigError(f"{folder} holds neither a run nor a sweep (no {MANIFEST}, no {DEFINITION})")
+    is_sweep = (folder / DEFINITION).is_file()
+    found = _with_all_seeds(_of_sweep(folder)) if is_sweep else list(_of_run(folder))
     if not found:
         raise ConfigError(f"{folder}: no point of the sweep is done")
     return found
 
 
 def _of_run(folder: Path) -> Iterator[Run]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        steps = pd.read_parquet(folder / "steps.parquet", columns=list(_COLUMNS))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: the results are damaged: {error}") from None
-    yield from _runs(str(folder), "", {}, manifest, steps)
+    found = open_results(folder)
+    yield from _runs(str(folder), "", {}, found.manifest, found.table("steps", _COLUMNS))
 
 
 def _of_sweep(folder: Path) -> Iterator[Run]:

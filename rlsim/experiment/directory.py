@@ -43,7 +43,7 @@ def check_target(directory: str | Path, extra: Collection[str] = ()) -> Path:
         raise ConfigError(f"{directory} is a file; give a directory")
     check_writable(target, directory)
     finish(target)
-    names = {name for name in os.listdir(target) if not name.startswith(_NEW)}
+    names = {path.name for path in target.iterdir() if not path.name.startswith(_NEW)}
     if names and MANIFEST not in names:
         raise ConfigError(f"{directory} exists and holds no rlsim results; choose another directory")
     try:

@@ -23,8 +23,8 @@ class ProvenanceRecord(Record):
     """Where a calibration comes from."""
 
     date: str = ""
-    sources: list[SourceRecord] = []
-    notes: list[str] = []
+    sources: list[SourceRecord] = Field(default=[])
+    notes: list[str] = Field(default=[])
 
 
 class ResidualRecord(Record):
@@ -80,7 +80,7 @@ class ExperimentRecord(Record):
     description: str = ""
     trace: TraceRecord
     workflow: WorkflowRecord
-    cases: dict[str, dict[str, Any]] = {}
+    cases: dict[str, dict[str, Any]] = Field(default={})
 
 
 class LookupRecord(Record):
@@ -104,9 +104,9 @@ class Manifest(Record):
     notes: list[str]
     hashes: dict[str, str]
     versions: dict[str, str]
-    setups: dict[str, SetupRecord] = {}
+    setups: dict[str, SetupRecord] = Field(default={})
     #: SHA-256 of every file beside the manifest, by name.
-    files: dict[str, str] = {}
+    files: dict[str, str] = Field(default={})
 
     @field_validator("hashes")
     @classmethod

@@ -49,7 +49,9 @@ def to_bytes(rows: pa.Table) -> bytes:
 
 
 @contextmanager
-def opened(path: Path, columns: Sequence[Column], sha256: str | None = None, **options: Any) -> Iterator[pq.ParquetFile]:
+def opened(
+    path: Path, columns: Sequence[Column], sha256: str | None = None, **options: Any
+) -> Iterator[pq.ParquetFile]:
     """A Parquet file once its SHA-256, if that is known, and its columns are found right; pages are, as they are read.
 
     Raises `ConfigError`, naming the file, for one that is missing, damaged, or has not such columns.
