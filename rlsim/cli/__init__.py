@@ -67,7 +67,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. A user's mistake, or a file that the system refuses, ends in one message and exit code 2."""
+    """Run the command line. A user's mistake, or a file that the system refuses, ends in one message and code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what a terminal or file cannot show is no reason to end
