@@ -16,8 +16,8 @@ An attack is one of these, on a sweep of ten small points; after each the same c
 - kill: SIGKILL for all of its processes at a random moment of its life;
 - full disk: it has a file system of its own of too few bytes (Linux, as root), or no file may grow beyond a random size
   (elsewhere), and then is given room;
-- damage: in a finished sweep a bit of a random file is flipped, or it is cut short, removed, or has another point's file
-  copied over it.
+- damage: in a finished sweep a bit of a random file is flipped, or the file is cut short, removed, or has the same file
+  of another point copied over it.
 
 `lost`: a point that was done is not any more after a kill or a full disk. `misread`: reading gave other rows than those
 of the undisturbed sweep, without an error; `unequal`: when the command had run again, a byte of a result file differed

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.result import open_results
+from rlsim.experiment.result import check_systems, open_results
 from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.schema import validate
@@ -100,7 +100,9 @@ def _of_sweep(folder: Path) -> Iterator[Run]:
     for row in sweep.points.to_dict("records"):
         if row["status"] == "done":
             axes = {axis.key: _plain(row[axis.name]) for axis in sweep.axes}
-            yield from _runs(str(folder), row["point"], axes, sweep.record(row["point"]), steps[row["point"]])
+            record, own = sweep.record(row["point"]), steps.get(row["point"], pd.DataFrame(columns=_COLUMNS))
+            check_systems(record, own, folder / "steps" / f"point={row['point']}")
+            yield from _runs(str(folder), row["point"], axes, record, own)
 
 
 def _with_all_seeds(runs: Iterable[Run]) -> list[Run]:
