@@ -8,18 +8,22 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import altair as alt
 import pandas as pd
 import pytest
 
 import rlsim
+from rlsim.calibrate.importers import import_calibration
+from rlsim.calibrate.measure.journal import Journal
 from rlsim.cli import main
-from rlsim.errors import ConfigError
+from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result, read_result
-from rlsim.output import atomic_path, check_file
+from rlsim.output import atomic_path, check_file, check_own_file, save_chart
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -181,6 +185,13 @@ def test_results_of_the_first_versions_are_read_and_replaced(old: Path, tmp_path
         pd.testing.assert_frame_equal(getattr(found, table), getattr(was, table))
     new.write(tmp_path)
     assert name_in(tmp_path) == "new"
+
+
+def test_runs_that_write_the_same_directory_take_turns(copy: Path, new: Result) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(new.write, [copy] * 12))
+    assert name_in(copy) == "new"
+    assert {path.name for path in copy.iterdir()} == {"manifest.json", *(f"{table}.parquet" for table in TABLES)}
 
 
 class Killed(BaseException):
@@ -378,6 +389,22 @@ def test_inputs_and_parts_of_results_are_not_written_over(
         assert (code, shown.count("\n")) == (2, 1), arguments
         assert why in shown
         assert contents(tmp_path) == before
+
+
+def test_files_that_rlsim_names_are_replaced_only_if_it_wrote_them(tmp_path: Path) -> None:
+    (tmp_path / "h100-sxm-vllm.yaml").write_text("mine: true\n")
+    nccl = {"gpu": "h100-sxm", "engine": "vllm", "base": "h100-vllm"}
+    with pytest.raises(CalibrationError, match=r"h100-sxm-vllm.yaml: exists, and rlsim did not write it"):
+        import_calibration("nccl-tests", [tmp_path / "log"], **nccl, out=tmp_path)
+    (tmp_path / "h100-sxm-vllm.yaml").write_text("# Fitted by rlsim calibrate import; change that, not this.\n")
+    with pytest.raises(CalibrationError, match=r"log: no such"):
+        import_calibration("nccl-tests", [tmp_path / "log"], **nccl, out=tmp_path)
+    chart = tmp_path / "fit.html"
+    save_chart(alt.Chart(pd.DataFrame({"a": [1]})).mark_point(), chart)
+    assert check_own_file(chart) == chart
+    (tmp_path / "measurements.jsonl").write_text('{"my": "measurements"}\n')
+    with pytest.raises(CalibrationError, match=r"measurements.jsonl: is not rlsim's journal"):
+        Journal.start(tmp_path / "measurements.jsonl", None, fresh=True)  # type: ignore[arg-type]  # not got to
 
 
 # ------------------------------------------------------------------------------------------------- malformed records

@@ -29,44 +29,34 @@ _DERIVED = ("report.html", "timeline.json", "timeline.json.gz")
 _UNLISTED = (*(f"{table}.parquet" for table in TABLES), "advice.json")
 
 
-def check_target(directory: str | Path, extra: Collection[str] = ()) -> Path:
-    """Where results would be written, links followed; they have a manifest, all tables, and `extra` files.
+def check_target(directory: str | Path, extra: Collection[str] = ()) -> None:
+    """Check that results, with a manifest, all tables and `extra` files, can be written there.
 
-    Raises `ConfigError` if they cannot be written there, or if that would replace what rlsim did not write.
+    Raises `ConfigError` if they cannot, or if that would replace what rlsim did not write.
     """
     target = resolved(directory)
-    if not target.exists():
-        folder = next(parent for parent in target.parents if parent.exists())
-        check_writable(folder, directory)
-        return target
-    if not target.is_dir():
+    if target.is_dir():
+        with _locked(target):
+            _check(target, directory, extra)
+    elif target.exists():
         raise ConfigError(f"{directory} is a file; give a directory")
-    check_writable(target, directory)
-    finish(target)
-    names = {path.name for path in target.iterdir() if not path.name.startswith(_NEW)}
-    if names and MANIFEST not in names:
-        raise ConfigError(f"{directory} exists and holds no rlsim results; choose another directory")
-    try:
-        known = {MANIFEST, *_own_files(target)} if names else set()
-    except ConfigError as error:
-        raise ConfigError(f"{error}\n{directory} is left as it is; choose another directory") from None
-    taken = {MANIFEST, *extra, *(f"{table}.parquet" for table in TABLES)} & names - known
-    if taken:
-        raise ConfigError(
-            f"{directory} holds {', '.join(sorted(taken))}, which rlsim did not write or which was changed since; "
-            "move it away or choose another directory"
-        )
-    return target
+    else:
+        check_writable(next(parent for parent in target.parents if parent.exists()), directory)
 
 
 @contextmanager
-def replacing(target: Path, shown: str | Path) -> Iterator[Path]:
-    """A folder to write new results to, which are those of `target` when the block ends well. `shown` names them."""
+def replacing(directory: str | Path, extra: Collection[str] = ()) -> Iterator[Path]:
+    """A folder to write new results to, which are those of `directory` when the block ends well.
+
+    Links are followed. Raises `ConfigError` as `check_target` does; then nothing is changed.
+    """
+    check_target(directory, extra)
+    target = resolved(directory)
     made = [folder for folder in (target, *target.parents) if not folder.exists()]
     try:
         target.mkdir(parents=True, exist_ok=True)
         with _locked(target) as alone:
-            _finish(target)
+            _check(target, directory, extra)  # again: others may have written there since
             for left in target.glob(f"{_NEW}*") if alone else ():
                 shutil.rmtree(left, ignore_errors=True)
             scratch = Path(tempfile.mkdtemp(prefix=_NEW, dir=target))
@@ -84,7 +74,7 @@ def replacing(target: Path, shown: str | Path) -> Iterator[Path]:
             with suppress(OSError):
                 folder.rmdir()
         if isinstance(error, OSError):
-            raise ConfigError(f"{shown}: cannot be written: {reason(error)}") from None
+            raise ConfigError(f"{directory}: cannot be written: {reason(error)}") from None
         raise
 
 
@@ -114,7 +104,27 @@ def read_folder_manifest(folder: Path) -> tuple[dict[str, Any], Mapping[str, str
     return manifest, manifest.pop("files", {})
 
 
+def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
+    """`check_target` for a directory that is there, by one who has the lock."""
+    check_writable(target, shown)
+    _finish(target)
+    names = {path.name for path in target.iterdir() if not path.name.startswith(_NEW)}
+    if names and MANIFEST not in names:
+        raise ConfigError(f"{shown} exists and holds no rlsim results; choose another directory")
+    try:
+        known = {MANIFEST, *_own_files(target)} if names else set()
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{shown} is left as it is; choose another directory") from None
+    taken = {MANIFEST, *extra, *(f"{table}.parquet" for table in TABLES)} & names - known
+    if taken:
+        raise ConfigError(
+            f"{shown} holds {', '.join(sorted(taken))}, which rlsim did not write or which was changed since; "
+            "move it away or choose another directory"
+        )
+
+
 def _finish(target: Path) -> None:
+    """`finish` by one who has the lock."""
     new = target / _NEXT
     if not new.is_dir():
         return

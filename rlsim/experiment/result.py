@@ -12,7 +12,7 @@ import pandas as pd
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
-from rlsim.experiment.directory import MANIFEST, check_target, read_folder_manifest, replacing
+from rlsim.experiment.directory import MANIFEST, read_folder_manifest, replacing
 from rlsim.experiment.parquet import read_parquet, to_arrow, to_pandas, write_parquet
 from rlsim.records import file_sha256, sealed
 
@@ -46,7 +46,7 @@ class Result:
         Earlier results there are replaced. Files that rlsim did not write stay; where they are in the way, or it is no
         directory of results, `ConfigError` is raised and nothing is changed.
         """
-        with replacing(check_target(directory, extra), directory) as scratch:
+        with replacing(directory, extra) as scratch:
             for table, columns in TABLES.items():
                 write_parquet(to_arrow(getattr(self, table), columns), scratch / f"{table}.parquet")
             for name, text in extra.items():
