@@ -1,13 +1,27 @@
-"""Sweeps: 200 points on two workers against one, and killed ten times at random moments.
+"""Sweeps: 200 points on two workers against one, and killed ten times at random moments; or attacked.
 
     python benchmarks/sweep.py            # about five minutes on two cores
     python benchmarks/sweep.py --quick    # 20 points, three kills
     python benchmarks/sweep.py --ray      # also on a Ray that is started here: the same bytes?
+    python benchmarks/sweep.py --attacks  # a small sweep: 100 kills, 15 full disks, 30 damaged files; 15 minutes
 
 `ratio` is wall time of the whole command with one worker over that with two. A machine that has other work gives less,
 so `bare_ratio` says what two processes that only count gain over one, just before. `equal_after_kills`: the command is
 started, and its process group killed (SIGKILL) at random moments, until it has been killed ten times; then it runs to
-its end, and every result file is compared byte for byte with the uninterrupted sweep. The last line of output is JSON.
+its end, and every result file is compared byte for byte with the uninterrupted sweep. The last line of output
+is JSON.
+
+An attack is one of these, on a sweep of ten small points; after each the same command is run again:
+
+- kill: SIGKILL for all of its processes at a random moment of its life;
+- full disk: it has a file system of its own of too few bytes (Linux, as root), or no file may grow beyond a random size
+  (elsewhere), and then is given room;
+- damage: in a finished sweep a bit of a random file is flipped, or the file is cut short, removed, or has the same file
+  of another point copied over it.
+
+`lost`: a point that was done is not any more after a kill or a full disk. `misread`: reading gave other rows than those
+of the undisturbed sweep, without an error; `unequal`: when the command had run again, a byte of a result file differed
+from the undisturbed sweep's. `untold`: the command on a full disk did not end in one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -22,8 +36,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
+
+import rlsim
+from rlsim.errors import ConfigError, RlsimError
+from rlsim.sweeps.read import read_sweep
+from rlsim.sweeps.store import LOCK, LOG
 
 CAPS, PROMPTS = range(512, 2_560, 102), range(6, 16)
 COUNT = "sum(i * i for i in range(20_000_000))"
@@ -85,8 +107,161 @@ def killed(arguments: list[str], out: Path, kills: int, whole_s: float, seed: in
 
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file but the log and the lock."""
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in ("log.jsonl", ".lock"))
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (LOG, LOCK))
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+class Attacked:
+    """A sweep that is attacked: its command, its directory, the undisturbed sweep, and what was found so far."""
+
+    TABLES = ("steps", "calls", "summary")
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        experiment = {
+            "name": "tiny", "cluster": "8xh100", "model": "llama-3.1-8b", "calibration": "h100-vllm",
+            "trace": {"path": "rollpacker-math", "cap": 512}, "systems": [{"verl": {"tp": 8}}], "seeds": 1,
+            "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+        }  # fmt: skip
+        axes = [{"grid": {"trace.cap": [100, 200, 300, 400, 500], "workflow.prompts": [1, 2]}}]
+        self.file = folder / "attacked.yaml"
+        self.file.write_text(json.dumps({"name": "attacked", "experiment": experiment, "axes": axes}), encoding="utf-8")
+        self.rng, self.found = rng, Counter[str]()
+        self.whole, self.out = folder / "whole", folder / "attacked"
+        self.whole_s = timed(command(self.file, self.whole, "--workers", "2"))
+        self.bytes, self.frames = contents(self.whole), self.read(self.whole)
+
+    def read(self, directory: Path) -> dict[str, pd.DataFrame]:
+        """Everything that rlsim reads of a sweep; raises `ConfigError` for a damaged one."""
+        sweep = read_sweep(directory)
+        for point in sweep.points[sweep.points["status"] == "done"]["point"]:
+            sweep.record(point)
+        return {table: sweep.table(table) for table in self.TABLES}
+
+    def check_read(self) -> None:
+        """What is read now is a part of the undisturbed sweep, or there is an error."""
+        try:
+            found = self.read(self.out)
+        except ConfigError:
+            self.found["told_to_readers"] += 1
+            return
+        for table, rows in found.items():
+            expected = self.frames[table][self.frames[table]["point"].isin(rows["point"])]
+            if len(rows) and not rows.equals(expected.reset_index(drop=True)):
+                self.found["misread"] += 1
+
+    def go_on(self) -> None:
+        """The same sweep again; then all bytes are those of the undisturbed sweep."""
+        try:
+            rlsim.sweep(self.file, out=self.out, workers=1)
+            error = ""
+        except RlsimError as problem:
+            error = str(problem)
+        if error or contents(self.out) != self.bytes:
+            self.found["unequal"] += 1
+            print(f"not as undisturbed: {error}", file=sys.stderr)
+
+    def done(self) -> set[str]:
+        """The points that are done."""
+        return {path.name for path in self.out.glob("done/*.json")}
+
+    def kill(self) -> None:
+        """Kill it once; it goes on from there at the next kill, or to its end now and then."""
+        before = self.done()
+        process = subprocess.Popen(
+            command(self.file, self.out, "--workers", "2"), stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            process.wait(timeout=self.rng.uniform(0, 1.1 * self.whole_s))
+            done = True
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            done = False
+            self.found["kills"] += 1
+        self.found["lost"] += not before <= self.done()
+        if (self.out / "sweep.json").exists():
+            self.check_read()
+        if done or self.rng.random() < 0.1:
+            self.go_on()
+            shutil.rmtree(self.out)
+
+    def fill_disk(self) -> None:
+        """Run it on a disk that is too small, then on one that is not."""
+        self.found["full_disks"] += 1
+        self.out.mkdir()
+        sizes = sorted(map(len, self.bytes.values()))
+        mounted = _mount(self.out, f"size={self.rng.randrange(8, sum(-(-size // 4096) * 4 for size in sizes))}k")
+        limit = f"ulimit -f {self.rng.randrange(0, sizes[-1] // 1024)} 2>/dev/null; " if not mounted else ""
+        try:
+            arguments = command(self.file, self.out, "--workers", "2")
+            ran = subprocess.run(["bash", "-c", f'{limit}exec "$@"', "-", *arguments], capture_output=True, text=True)
+            message = [line for line in ran.stderr.splitlines() if line.startswith("rlsim: ")]
+            self.found["untold"] += (ran.returncode, len(message), "Traceback" in ran.stderr) != (2, 1, False)
+            before = self.done()
+            if (self.out / "sweep.json").exists():
+                self.check_read()
+            if mounted:
+                _mount(self.out, "remount,size=64m")
+            self.found["lost"] += not before <= self.done()
+            self.go_on()
+        finally:
+            if mounted:
+                subprocess.run(["umount", str(self.out)], check=True)
+            shutil.rmtree(self.out)
+
+    def damage(self) -> None:
+        """Damage one file of the finished sweep, read it, and let it repair itself."""
+        shutil.copytree(self.whole, self.out)
+        path = self.out / self.rng.choice(sorted(self.bytes))
+        others = [other for other in sorted(path.parent.parent.glob(f"*/{path.name}")) if other != path]
+        ways = ["flipped", "flipped", "flipped", "cut", "removed"] + ["copied", "copied"] * (path.suffix == ".parquet")
+        way = self.rng.choice(ways)
+        data = bytearray(path.read_bytes())
+        if way == "flipped":
+            data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
+            path.write_bytes(data)
+        elif way == "cut":
+            path.write_bytes(data[: self.rng.randrange(len(data))])
+        elif way == "copied" and others:
+            shutil.copyfile(self.rng.choice(others), path)
+        else:
+            way = "removed"
+            path.unlink()
+        self.found["damages"] += 1
+        self.found[way] += 1
+        self.check_read()
+        self.go_on()
+        shutil.rmtree(self.out)
+
+
+def _mount(folder: Path, options: str) -> bool:
+    """Whether the folder is a small file system in memory now."""
+    call = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    return sys.platform == "linux" and os.geteuid() == 0 and subprocess.run(call, capture_output=True).returncode == 0
+
+
+def attacks(kills: int, full_disks: int, damages: int, seed: int) -> dict[str, Any]:
+    """What was found after so many attacks."""
+    with tempfile.TemporaryDirectory() as scratch:
+        attacked = Attacked(Path(scratch), random.Random(seed))
+        while attacked.found["kills"] < kills:
+            attacked.kill()
+        if attacked.out.exists():
+            attacked.go_on()
+            shutil.rmtree(attacked.out)
+        for _ in range(full_disks):
+            attacked.fill_disk()
+        for _ in range(damages):
+            attacked.damage()
+        return {**dict.fromkeys(("lost", "misread", "unequal", "untold"), 0), **attacked.found}
+
+
+def shown(result: dict[str, Any]) -> None:
+    """Print figures, and all of them as JSON in the last line."""
+    result = {name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}
+    for name, value in result.items():
+        print(f"{name:>18}  {value}")
+    print(json.dumps(result))
 
 
 def main() -> None:
@@ -95,7 +270,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="20 points, three kills")
     parser.add_argument("--ray", action="store_true", help="also on a Ray started here")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--attacks", action="store_true", help="instead: kills, full disks and damaged files")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--full-disks", type=int, default=15)
+    parser.add_argument("--damages", type=int, default=30)
     arguments = parser.parse_args()
+    if arguments.attacks:
+        shown(attacks(arguments.kills, arguments.full_disks, arguments.damages, arguments.seed))
+        return
     points, kills = (20, 3) if arguments.quick else (200, 10)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -117,10 +299,7 @@ def main() -> None:
         if arguments.ray:
             result["ray_s"] = timed(command(file, folder / "ray", "--executor", "ray", "--workers", "2"))
             result["equal_ray"] = contents(folder / "ray") == whole
-    result = {name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}
-    for name, value in result.items():
-        print(f"{name:>18}  {value}")
-    print(json.dumps(result))
+    shown(result)
 
 
 if __name__ == "__main__":

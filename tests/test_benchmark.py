@@ -37,6 +37,14 @@ def test_a_run_as_a_timeline() -> None:
     assert all(value > 0 for value in result.values())
 
 
+def test_attacked_sweeps_lose_nothing() -> None:
+    result = results("sweep.py", "--attacks", "--kills", "3", "--full-disks", "2", "--damages", "3")
+    assert result["kills"] == 3
+    assert result["full_disks"] == 2
+    assert result["damages"] == 3
+    assert [result[what] for what in ("lost", "misread", "unequal", "untold")] == [0, 0, 0, 0]
+
+
 def test_quick_benchmark_ends_with_its_results_as_json() -> None:
     result = results("rollout.py", "--quick", "--repeats", "1")
     assert result.keys() >= {

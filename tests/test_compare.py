@@ -128,7 +128,7 @@ def test_other_responses_are_not_paired_and_it_says_so(results: Path, other: str
 
 
 def test_another_trace_or_a_draw_that_changed_is_not_paired(results: Path, tmp_path: Path) -> None:
-    manifest = json.loads((results / "base" / "manifest.json").read_text())
+    manifest = rlsim.read_result(results / "base").manifest  # without the SHA-256 of the files
     steps = pd.read_parquet(results / "base" / "steps.parquet")
     for name, hashes, more in (("trace", {"trace": "other"}, 0), ("draw", manifest["hashes"], 1)):
         (tmp_path / name).mkdir()
@@ -268,7 +268,7 @@ def test_one_directory_written_in_two_ways_is_one(results: Path, monkeypatch: py
 
 
 def test_directories_without_results(results: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds neither a run nor a sweep"):
+    with pytest.raises(ConfigError, match="holds no rlsim results"):
         rlsim.compare([tmp_path])
     with pytest.raises(ConfigError, match="at least one directory"):
         rlsim.compare([])

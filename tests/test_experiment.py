@@ -231,12 +231,12 @@ def test_results_replace_results_but_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no rlsim results"):
         read_result(tmp_path)
     (tmp_path / "out" / "steps.parquet").write_bytes(b"no")
-    with pytest.raises(ConfigError, match="the results are damaged"):
+    with pytest.raises(ConfigError, match=r"steps.parquet: damaged"):
         read_result(tmp_path / "out")
 
 
 @pytest.mark.parametrize("what", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["rlsim.experiment.build.Setup.simulate", "rlsim.experiment.result._write_parquet"])
+@pytest.mark.parametrize("where", ["rlsim.experiment.build.Setup.simulate", "rlsim.experiment.result.write_parquet"])
 def test_a_run_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: type[BaseException]
 ) -> None:

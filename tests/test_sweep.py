@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rlsim.sweeps import run as running
 from rlsim.sweeps.axes import settings_of
 from rlsim.sweeps.points import Definition, load_sweep
 from rlsim.sweeps.schema import SweepSpec
-from rlsim.sweeps.store import LOCK, Store
+from rlsim.sweeps.store import LOCK, TEMPORARY, Store
 from rlsim.sweeps.task import Answer, Failed, Task
 
 EXPERIMENT: dict[str, Any] = {
@@ -315,7 +315,7 @@ def test_one_and_two_workers_write_the_same_bytes(two_workers: Path, tmp_path: P
     definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
     rlsim.sweep(definition, out=tmp_path / "one", workers=1)
     assert contents(tmp_path / "one") == contents(two_workers)
-    assert len(contents(two_workers)) == 3 * 4 + 2  # steps, calls and summary; sweep.json and points.parquet
+    assert len(contents(two_workers)) == 4 * 4 + 2  # steps, calls, summary and done; sweep.json and points.parquet
 
 
 @pytest.mark.usefixtures("in_process")
@@ -372,12 +372,12 @@ def test_results_of_another_definition_are_never_mixed_in(two_workers: Path, tmp
     with pytest.raises(ConfigError, match=r"holds 3 points that this sweep does not have;"):
         rlsim.sweep(a_sweep(), out=target)
     assert contents(target) == before
-    Store(target).fail("p0123", Failed("why it failed"))
+    Store(target).fail("p0123456789abcdef", Failed("why it failed"))
     with pytest.raises(ConfigError, match="does not have"):
         rlsim.sweep(a_sweep(), out=target)
-    assert Store(target).failure("p0123") == Failed("why it failed"), "a refused sweep removes nothing"
+    assert Store(target).failure("p0123456789abcdef") == Failed("why it failed"), "a refused sweep removes nothing"
     rlsim.sweep(a_sweep(), out=target, prune=True)
-    assert Store(target).failure("p0123") is None
+    assert Store(target).failure("p0123456789abcdef") is None
     assert len(ran(target)) == 5
     rlsim.sweep(a_sweep(), out=tmp_path / "fresh")
     assert contents(target) == contents(tmp_path / "fresh")
@@ -391,7 +391,7 @@ def test_directories_of_something_else_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for text in ('{"method": "grid"}', "[1]"):
         (tmp_path / "other" / "sweep.json").write_text(text)
-        with pytest.raises(ConfigError, match="not written by rlsim sweep"):
+        with pytest.raises(ConfigError, match="is left as it is; choose another directory"):
             rlsim.sweep(a_sweep(), out=tmp_path / "other")
         assert (tmp_path / "other" / "sweep.json").read_text() == text
     with pytest.raises(ConfigError, match="is a file"):
@@ -416,12 +416,160 @@ def test_half_written_files_are_written_anew(two_workers: Path, tmp_path: Path) 
     steps.write_bytes(steps.read_bytes()[: steps.stat().st_size // 2])
     (parts[2] / "part.parquet").unlink()  # killed between the tables
     shutil.rmtree(target / "calls" / parts[3].name)
-    (target / ".tmp").mkdir()
-    (target / ".tmp" / "left over.parquet").write_bytes(b"PAR1")
+    (target / TEMPORARY).mkdir()
+    (target / TEMPORARY / "left over.parquet").write_bytes(b"PAR1")
     definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
     rlsim.sweep(definition, out=target)
     assert sorted(ran(target)[4:]) == [part.name.removeprefix("point=") for part in parts[:4]]
     assert contents(target) == contents(two_workers)
+
+
+DAMAGED = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
+
+
+def flipped(path: Path, share: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(share * (len(data) - 1))] ^= 1
+    path.write_bytes(data)
+
+
+def other(target: Path, table: str) -> None:
+    """One point's file over another's."""
+    first, second = sorted(target.glob(f"{table}/*/part.parquet"))[:2]
+    shutil.copyfile(second, first)
+
+
+def whole_other(target: Path) -> None:
+    """All of a point over another's."""
+    first, second = (path.name for path in sorted(target.glob("summary/*"))[:2])
+    for table in ("steps", "calls", "summary"):
+        shutil.copyfile(target / table / second / "part.parquet", target / table / first / "part.parquet")
+    shutil.copyfile(*(target / "done" / f"{name.removeprefix('point=')}.json" for name in (second, first)))
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda target: flipped(next(target.glob("steps/*/part.parquet")), 0.1),
+        lambda target: flipped(next(target.glob("steps/*/part.parquet")), 0.9),  # in its metadata
+        lambda target: flipped(next(target.glob("summary/*/part.parquet"))),
+        lambda target: other(target, "steps"),
+        lambda target: other(target, "calls"),
+        lambda target: other(target, "summary"),
+        whole_other,
+        lambda target: flipped(next(target.glob("done/*.json"))),
+        lambda target: next(target.glob("steps/*/part.parquet")).unlink(),
+        lambda target: flipped(target / "sweep.json", 0.0),
+        lambda target: flipped(target / "sweep.json", 0.5),
+        lambda target: (target / "sweep.json").write_bytes(b""),
+        lambda target: (target / "sweep.json").unlink(),
+    ],
+)
+def test_damage_is_told_to_readers_and_mended_by_the_next_run(
+    two_workers: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    target = tmp_path / "damaged"
+    shutil.copytree(two_workers, target)
+    damage(target)
+
+    def read() -> None:
+        found = rlsim.read_sweep(target)
+        found.table("calls")
+        assert len(found.table("steps")) == len(found.summary()) == 4
+        rlsim.compare([target])
+
+    with pytest.raises(ConfigError, match=str(target)):
+        read()
+    rlsim.sweep(DAMAGED, out=target)
+    read()
+    assert contents(target) == contents(two_workers)
+    assert len(ran(target)) <= 4 + 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_is_the_users_stays_in_a_sweeps_directory(two_workers: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    shutil.copytree(two_workers, target)
+    mine = [
+        target / name for name in (".tmp/a", ".lock", "steps/point=mine/a", "notes.txt", "mine/point=p1/part.parquet")
+    ]
+    mine.append(sorted(target.glob("steps/point=p*"))[0] / "notes.txt")
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    rlsim.sweep(a_sweep(), out=target, prune=True)
+    assert [path.read_text() for path in mine] == ["mine"] * len(mine)
+    (tmp_path / "app" / ".tmp").mkdir(parents=True)
+    (tmp_path / "app" / ".tmp" / "a").write_text("mine")
+    (tmp_path / "app" / "sweep.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match="choose another directory"):
+        rlsim.sweep(a_sweep(), out=tmp_path / "app")
+    assert (tmp_path / "app" / ".tmp" / "a").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("in_process")
+def test_sweeps_of_the_first_versions_can_be_read(two_workers: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_workers, tmp_path / "old")
+    shutil.rmtree(tmp_path / "old" / "done")
+    definition = json.loads((two_workers / "sweep.json").read_text())
+    plain = {key: value for key, value in definition.items() if key not in ("format", "sha256")}
+    (tmp_path / "old" / "sweep.json").write_text(json.dumps(plain))
+    found = rlsim.read_sweep(tmp_path / "old")
+    pd.testing.assert_frame_equal(found.summary(), rlsim.read_sweep(two_workers).summary())
+    assert not rlsim.compare([tmp_path / "old"]).table.empty
+    rlsim.sweep(DAMAGED, out=tmp_path / "old")
+    assert contents(tmp_path / "old") == contents(two_workers)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_full_disk_keeps_what_is_whole(
+    two_workers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, real, left = tmp_path / "out", Path.write_bytes, [0]
+
+    def full(path: Path, data: bytes) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            real(path, data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        return real(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    (tmp_path / "sweep.yaml").write_text(json.dumps(DAMAGED))
+    for space in (0, 10_000, 40_000, 100_000):
+        left[0] = space
+        with pytest.raises(SystemExit) as leaving:
+            _call("sweep", str(tmp_path / "sweep.yaml"), "--out", str(target), "-q")
+        told = capsys.readouterr().err
+        assert leaving.value.code == 2
+        assert told.count("\n") == 1
+        assert told.endswith("cannot be written: No space left on device\n")
+        if (target / "sweep.json").exists():
+            found = rlsim.read_sweep(target)
+            assert len(found.table("steps")) == list(found.points["status"]).count("done") < 4
+    monkeypatch.undo()
+    rlsim.sweep(DAMAGED, out=target)
+    assert contents(target) == contents(two_workers)
+
+
+@pytest.mark.parametrize("key", ["rlsim", "name", "tables", "base", "axes", "points"])
+def test_a_definition_with_a_bad_key_is_told_with_it(
+    two_workers: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    definition = json.loads((two_workers / "sweep.json").read_text())
+    for value in ("missing", None, 7, [None], [{}], {"a": None}):
+        changed = {**definition, key: value}
+        if value == "missing":
+            del changed[key]
+        if key == "base" and isinstance(value, dict):
+            continue  # may hold anything
+        (tmp_path / "sweep.json").write_text(json.dumps(changed))
+        for command in ("compare", "report"):
+            with pytest.raises(SystemExit) as left:
+                _call(command, str(tmp_path))
+            assert left.value.code == 2
+            assert capsys.readouterr().err.startswith(f"rlsim: error: {tmp_path / 'sweep.json'}: {key}")
 
 
 # ------------------------------------------------------------------------------------------------- points that fail
@@ -551,7 +699,7 @@ def test_killed_and_continued_is_as_if_nothing_had_happened(command: list[str], 
         assert 0 < len(rlsim.read_sweep(torn).table("steps")) < 10
     subprocess.run([*command, str(torn), "-q"], check=True, stdout=subprocess.DEVNULL)
     assert contents(torn) == contents(whole)
-    assert not (torn / ".tmp").exists()
+    assert not (torn / TEMPORARY).exists()
     done = len(ran(torn))
     assert 10 <= done <= 10 + 2 * 3  # at most what two processes and the writer had in hand is done twice
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import Field
 
 from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, tail_seconds, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
@@ -16,13 +17,14 @@ from rlsim.advise.ranking import candidates, ranking
 from rlsim.advise.scaling import WORTH, best_doublings, enough, resized, scaling, scaling_rows, sizes
 from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import Setup
+from rlsim.experiment.directory import check_target
 from rlsim.experiment.load import load_experiment, parse_overrides
-from rlsim.experiment.result import Result, check_target
+from rlsim.experiment.result import Result, open_results
 from rlsim.experiment.run import Progress, run
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
 from rlsim.formats import number, with_interval
-from rlsim.output import atomic_path
+from rlsim.records import Record, file_sha256, read_record
 
 ADVICE = "advice.json"
 #: Systems that are tried on other numbers of GPUs, beside the baseline; and the most times the GPUs.
@@ -42,6 +44,13 @@ SECTIONS = (
     ("scaling", "Number of GPUs", "the best systems on other numbers of GPUs"),
     ("scaling_best", "Doublings", "the fastest system at each number against the fastest at half"),
 )
+
+
+class _Recorded(Record):
+    """What advice.json must hold, beside its sections."""
+
+    conclusions: list[str] = Field(min_length=1)
+    memory: list[dict[str, str | float | bool | None]]
 
 
 @dataclass(frozen=True)
@@ -78,10 +87,7 @@ class Advice:
 
     def write(self, directory: str | Path) -> Path:
         """The ranking's result as `rlsim run` writes it, with advice.json beside its tables; returns the directory."""
-        target = self.result.write(directory)
-        with atomic_path(target / ADVICE) as path:
-            path.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
-        return target
+        return self.result.write(directory, {ADVICE: json.dumps(self.as_json(), indent=2) + "\n"})
 
 
 def advise(
@@ -108,7 +114,7 @@ def advise(
     if not worth > 1.0:
         raise ConfigError(f"worth {worth:g}: expected more than 1, as twice the GPUs are at best twice as fast")
     if out is not None:
-        check_target(out)
+        check_target(out, (ADVICE,))
     settings = dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
     settings |= _one_case(
         load_experiment(source, settings)[0], case, str(source) if isinstance(source, str | Path) else ""
@@ -219,10 +225,13 @@ def read_advice(directory: str | Path) -> tuple[dict[str, pd.DataFrame], list[st
     path = Path(directory) / ADVICE
     if not path.is_file():
         return None
+    files = open_results(directory).files
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        if ADVICE in files and file_sha256(path) != files[ADVICE]:
+            raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
+        data = read_record(path, _Recorded)
         return {name: pd.DataFrame(data[name]) for name, _, _ in SECTIONS}, list(data["conclusions"])
-    except (OSError, ValueError, KeyError) as error:
+    except (ValueError, KeyError) as error:
         raise ConfigError(f"{path}: the advice is damaged: {error}") from None
 
 

@@ -28,6 +28,7 @@ from rlsim.cost.calibration import Calibration, Residual, Source, load_calibrati
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model
+from rlsim.output import check_own_file
 from rlsim.schema import read_yaml
 from rlsim.trace import read_trace
 
@@ -152,6 +153,8 @@ def write(result: FromRun, out: str | Path) -> Path:
     calibration = result.calibration
     if out.suffix == ".yaml":
         calibration, out = calibration.model_copy(update={"name": out.stem}), out.parent
+    elif out.is_dir():
+        check_own_file(out / f"{calibration.name}.yaml", CalibrationError)
     try:
         out.mkdir(parents=True, exist_ok=True)
         return write_yaml(calibration, out)

@@ -12,6 +12,8 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from rlsim.calibrate.fit.common import rounded
 from rlsim.cost.calibration import Calibration
+from rlsim.errors import CalibrationError
+from rlsim.output import atomic_path
 
 
 def write_yaml(calibration: Calibration, folder: Path) -> Path:
@@ -24,9 +26,8 @@ def write_yaml(calibration: Calibration, folder: Path) -> Path:
     text.write(f"# Fitted by {calibration.provenance.script}; change that, not this. Units: seconds, bytes, FLOP/s.\n")
     yaml.dump(_plain(rounded(calibration.model_dump(exclude_defaults=True))), text)
     path = folder / f"{calibration.name}.yaml"
-    partial = path.with_suffix(".yaml.part")
-    partial.write_text(text.getvalue(), encoding="utf-8")
-    partial.replace(path)
+    with atomic_path(path, CalibrationError) as partial:
+        partial.write_text(text.getvalue(), encoding="utf-8")
     return path
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -24,6 +27,8 @@ from rlsim.cli import (
     validate,
 )
 from rlsim.errors import RlsimError
+
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 app = typer.Typer(
     name="rlsim",
@@ -62,15 +67,44 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. A user's mistake ends in one message and exit code 2."""
+    """Run the command line. A user's mistake, or a file that the system refuses, ends in one message and code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal or file cannot show is no reason to end
     try:
-        app(prog_name="rlsim")  # also under `python -m`, whose help and completion are the same
+        try:
+            app(prog_name="rlsim")  # also under `python -m`, whose help and completion are the same
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a full disk can still be told
     except RlsimError as error:
-        typer.echo(f"rlsim: error: {error}", err=True)
-        sys.exit(2)
+        _leave(2, f"error: {error}")
     except BrokenPipeError:  # the reader of our output has gone (`rlsim … | head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        _leave(1)
     except KeyboardInterrupt:
-        typer.echo("rlsim: interrupted", err=True)
-        sys.exit(130)
+        _leave(130, "interrupted")
+    except OSError as error:
+        _leave(2, f"error: {_shown(error)}")
+
+
+def _shown(error: OSError) -> str:
+    """Which file the system refused, and why; errors of files carry their names, those of standard output do not."""
+    why = error.strerror or str(error)
+    if error.filename is not None:
+        return f"{error.filename}: {why}"
+    return f"standard output: cannot be written: {why}" if error.errno in _NOT_WRITTEN else why
+
+
+def _leave(code: int, message: str = "") -> NoReturn:
+    """End with a message, if there is one and anywhere to put it."""
+    with suppress(OSError):
+        if message:
+            typer.echo(f"rlsim: {message}", err=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # or the interpreter would try again when it ends, and say so
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):  # there is none, or it is closed
+            continue
+    sys.exit(code)

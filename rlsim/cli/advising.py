@@ -45,11 +45,13 @@ def advise(
     """
     from rlsim.advise.advice import advise as find_advice
     from rlsim.experiment.load import load_experiment
-    from rlsim.output import results_folder
-    from rlsim.report.write import write_report
+    from rlsim.output import check_own_file, results_folder
+    from rlsim.report.write import REPORT, write_report
 
     sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]  # `module:Class` policies
     target = out or results_folder(f"{load_experiment(experiment, settings or ())[0].name}-advice")
+    if target.is_dir():
+        check_own_file(target / REPORT)
     with progress_bar(quiet or as_json) as progress:
         advice = find_advice(
             experiment,

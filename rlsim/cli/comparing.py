@@ -42,11 +42,11 @@ def compare(
     Example: rlsim compare results/before results/after --baseline verl-best
     """
     from rlsim.comparison.compare import compare as compare_directories
-    from rlsim.output import atomic_path, check_folder
+    from rlsim.output import atomic_path, check_file
 
     for file in (json_file, csv):
         if file is not None and file != PRINTED:
-            check_folder(file)
+            check_file(file)
     found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)
     texts = []
     if json_file is not None:

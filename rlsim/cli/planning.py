@@ -43,14 +43,19 @@ def plan(
 
     Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
     """
+    from rlsim.experiment.directory import check_target
+    from rlsim.experiment.load import load_experiment
     from rlsim.experiment.plan_report import improvement_chart, search_plan
-    from rlsim.output import atomic_path, check_chart_path, check_folder, save_chart
+    from rlsim.output import atomic_path, check_chart_path, check_file, results_folder, save_chart
 
     for file in (json_file, out, chart):
         if file is not None:
-            check_folder(file)  # before the search, not after it
+            check_file(file, inputs=(experiment,))  # before the search, not after it
     if chart is not None:
         check_chart_path(chart)
+    if apply:
+        target = results_folder(load_experiment(experiment, settings or ())[0].name)
+        check_target(target)
     report = search_plan(
         experiment,
         overrides=settings or (),
@@ -72,7 +77,7 @@ def plan(
     else:
         _print(report)
     if apply:
-        _run(experiment, report, settings or [], quiet)
+        _run(experiment, report, settings or [], target, quiet)
 
 
 def _progress() -> Callable[[Improvement], None] | None:
@@ -150,13 +155,11 @@ def _write_yaml(report: PlanReport, out: Path) -> None:
         yaml.dump(report.as_part, file)
 
 
-def _run(experiment: str, report: PlanReport, settings: list[str], quiet: bool) -> None:
+def _run(experiment: str, report: PlanReport, settings: list[str], target: Path, quiet: bool) -> None:
     """The plan beside the experiment's systems."""
     from rlsim.cli.running import run_and_print
-    from rlsim.experiment.load import load_experiment, parse_overrides
-    from rlsim.output import results_folder
+    from rlsim.experiment.load import parse_overrides
 
     found = {"name": "found", "use": [report.as_part]}
     overrides = {**parse_overrides(settings), "systems": [*report.experiment.systems, found]}
-    target = results_folder(load_experiment(experiment, settings)[0].name)
     run_and_print(experiment, overrides, target, quiet=quiet)

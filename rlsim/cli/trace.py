@@ -83,10 +83,12 @@ def import_(
     Example: rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
     Example: rlsim trace import verl.log made-up.parquet --derive --cap 16K
     """
+    from rlsim.output import check_file
     from rlsim.trace.files import write_trace
     from rlsim.trace.importers import import_trace
 
     mapping = {}
+    check_file(out, TraceError, inputs=(file,))
     for item in column or []:
         ours, equals, theirs = item.partition("=")
         if not (ours.strip() and equals and theirs.strip()):
@@ -133,9 +135,12 @@ def describe_(
     Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K
     """
     from rlsim.cli.description import print_description
+    from rlsim.output import check_file
     from rlsim.trace.describe import describe
     from rlsim.trace.files import read_trace
 
+    if chart is not None:
+        check_file(chart, TraceError, inputs=(file,))
     limits = [value for text in above.split(",") if text.strip() and (value := _tokens("--above", text.strip()))]
     cap_tokens = _tokens("--cap", cap)
     trace = read_trace(file)
@@ -163,9 +168,12 @@ def fit_(
 
     Example: rlsim trace fit traces/deepscaler-llama-3.1-8b.parquet --cap 24K --out fit.yaml
     """
+    from rlsim.output import check_file
     from rlsim.trace.files import read_trace
     from rlsim.trace.fit import fit_trace, save_fit
 
+    if out is not None:
+        check_file(out, TraceError, inputs=(file,))
     fit = fit_trace(read_trace(file), _tokens("--cap", cap), components=components)
     if out is not None:
         save_fit(fit, out)
@@ -218,17 +226,22 @@ def generate_(
 
     Example: rlsim trace generate traces/deepscaler-llama-3.1-8b.yaml --check-only
     """
-    from rlsim.trace.files import write_trace
+    from rlsim.output import check_file
+    from rlsim.trace.files import read_trace, write_trace
     from rlsim.trace.generate import check, draw_trace, load_recipe, require
 
     loaded = load_recipe(recipe)
+    target = out or recipe.with_suffix(".parquet")
+    if not check_only:
+        check_file(target, TraceError, inputs=(recipe,))
+    if out is None and not check_only and target.exists() and read_trace(target).meta.recipe is None:
+        raise TraceError(f"{target} exists, and is not a generated trace; give another name with --out")
     trace = draw_trace(loaded)
     checks = check(loaded, trace)
     _print_checks(checks)
     require(loaded, checks)
     if check_only:
         return
-    target = out or recipe.with_suffix(".parquet")
     write_trace(trace, target)
     _say(f"wrote {target}: {len(trace):,} responses of {loaded.prompts:,} prompts")
 

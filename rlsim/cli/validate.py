@@ -48,14 +48,15 @@ def validate(
     from rich.console import Console
 
     from rlsim.errors import ConfigError
+    from rlsim.output import atomic_path, check_file
     from rlsim.validate.page import stale, write_page
     from rlsim.validate.parts import PARTS, Options, Skipped, data_folder, run_part
 
     console, log = Console(), Console(stderr=True)
     wanted = parts or list(PARTS)
     for target in (json_file, page):
-        if target is not None and not target.resolve().parent.is_dir():
-            raise ConfigError(f"{target}: the folder {target.parent} does not exist")
+        if target is not None:
+            check_file(target)
     options = Options(data_folder(data), quick, device, lambda text: log.print(text, style="dim", highlight=False))
     found: dict[str, Section] = {}
     fine = True
@@ -69,7 +70,8 @@ def validate(
     if json_file is not None:
         records = [row.record() for section in found.values() for row in section.rows]
         lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
-        json_file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        with atomic_path(json_file) as path:
+            path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     if page is not None:
         write_page(page, found)
     if check is not None:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.rate_notes import PUT_OFF
-from rlsim.experiment.result import MANIFEST
+from rlsim.experiment.result import check_systems, open_results
 from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import MEASURED, means
@@ -81,24 +81,16 @@ class Run:
 def runs_in(directory: str | Path) -> list[Run]:
     """Every run of a directory that `rlsim run` or `rlsim sweep` wrote; raises `ConfigError` if there is none."""
     folder = Path(directory)
-    if (folder / DEFINITION).is_file():
-        found = _with_all_seeds(_of_sweep(folder))
-    elif (folder / MANIFEST).is_file():
-        found = list(_of_run(folder))
-    else:
-        raise ConfigError(f"{folder} holds neither a run nor a sweep (no {MANIFEST}, no {DEFINITION})")
+    is_sweep = (folder / DEFINITION).is_file()
+    found = _with_all_seeds(_of_sweep(folder)) if is_sweep else list(_of_run(folder))
     if not found:
         raise ConfigError(f"{folder}: no point of the sweep is done")
     return found
 
 
 def _of_run(folder: Path) -> Iterator[Run]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        steps = pd.read_parquet(folder / "steps.parquet", columns=list(_COLUMNS))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: the results are damaged: {error}") from None
-    yield from _runs(str(folder), "", {}, manifest, steps)
+    found = open_results(folder)
+    yield from _runs(str(folder), "", {}, found.manifest, found.table("steps", _COLUMNS))
 
 
 def _of_sweep(folder: Path) -> Iterator[Run]:
@@ -107,7 +99,9 @@ def _of_sweep(folder: Path) -> Iterator[Run]:
     for row in sweep.points.to_dict("records"):
         if row["status"] == "done":
             axes = {axis.key: _plain(row[axis.name]) for axis in sweep.axes}
-            yield from _runs(str(folder), row["point"], axes, sweep.record(row["point"]), steps[row["point"]])
+            record, own = sweep.record(row["point"]), steps.get(row["point"], pd.DataFrame(columns=_COLUMNS))
+            check_systems(record, own, folder / "steps" / f"point={row['point']}")
+            yield from _runs(str(folder), row["point"], axes, record, own)
 
 
 def _with_all_seeds(runs: Iterable[Run]) -> list[Run]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 
 import pandas as pd
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
-
-MANIFEST = "manifest.json"
+from rlsim.experiment.directory import MANIFEST, read_folder_manifest, replacing
+from rlsim.experiment.parquet import read_parquet, to_arrow, to_pandas, write_parquet
+from rlsim.records import file_sha256, sealed
 
 
 @dataclass(frozen=True)
@@ -41,71 +40,68 @@ class Result:
 
         return summarise(self)
 
-    def write(self, directory: str | Path) -> Path:
-        """Write all tables and the manifest as `directory`, all or nothing.
+    def write(self, directory: str | Path, extra: Mapping[str, str] = MappingProxyType({})) -> Path:
+        """Write all tables, `extra` texts by file name, and the manifest to `directory`, all or nothing.
 
-        An earlier results directory there is replaced; anything else is left alone and raises `ConfigError`.
+        Earlier results there are replaced. Files that rlsim did not write stay; where they are in the way, or it is no
+        directory of results, `ConfigError` is raised and nothing is changed.
         """
-        target = Path(directory)
-        check_target(target)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        except OSError as error:
-            raise ConfigError(f"{target}: cannot be written: {error.strerror}") from None
-        try:
-            for table in TABLES:
-                _write_parquet(getattr(self, table), table, scratch / f"{table}.parquet")
-            text = json.dumps(self.manifest, indent=2, ensure_ascii=False)
-            (scratch / MANIFEST).write_text(text + "\n", encoding="utf-8")
-            scratch.chmod(0o755)
-            if target.exists():
-                shutil.rmtree(target)
-            scratch.rename(target)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        return target
+        with replacing(directory, extra) as scratch:
+            for table, columns in TABLES.items():
+                write_parquet(to_arrow(getattr(self, table), columns), scratch / f"{table}.parquet")
+            for name, text in extra.items():
+                (scratch / name).write_text(text, encoding="utf-8")
+            files = {path.name: file_sha256(path) for path in sorted(scratch.iterdir())}
+            (scratch / MANIFEST).write_bytes(sealed({**self.manifest, "files": files}))
+        return Path(directory)
 
 
-def check_target(directory: str | Path) -> None:
-    """Raises `ConfigError` if something is there that is neither results nor an empty directory."""
-    target = Path(directory)
-    if target.exists() and not (target.is_dir() and (not any(target.iterdir()) or (target / MANIFEST).is_file())):
-        raise ConfigError(f"{target} exists and holds no rlsim results; choose another directory")
+@dataclass(frozen=True)
+class Results:
+    """Results in a directory, whose tables are read one by one. Each is checked against the SHA-256 in the manifest."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    files: Mapping[str, str]  # name -> SHA-256; empty if the manifest lists none
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """A table, or these columns of it; raises `ConfigError`, naming the file, if it is damaged."""
+        wanted = [column for column in TABLES[name] if columns is None or column.name in columns]
+        frame: pd.DataFrame = to_pandas(read_parquet(self.path(name), wanted, self.sha256(name)))
+        if name == "steps":
+            check_systems(self.manifest, frame, self.path(name))
+        return frame
+
+    def path(self, name: str) -> Path:
+        """The file of a table."""
+        return self.folder / f"{name}.parquet"
+
+    def sha256(self, name: str) -> str | None:
+        """What the file of a table hashes to, if that is known."""
+        return self.files.get(f"{name}.parquet")
+
+
+def open_results(directory: str | Path) -> Results:
+    """The results in a directory that `Result.write` made; raises `ConfigError` if there are none."""
+    folder = Path(directory)
+    return Results(folder, *read_folder_manifest(folder))
 
 
 def read_result(directory: str | Path) -> Result:
-    """The results in a directory that `Result.write` made; raises `ConfigError` if there are none."""
-    folder = Path(directory)
-    manifest = read_manifest(folder)
-    try:
-        tables = {table: pd.read_parquet(folder / f"{table}.parquet") for table in TABLES}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: the results are damaged: {error}") from None
-    return Result(**tables, manifest=manifest)
+    """All tables of the results in a directory; raises `ConfigError` if there are none, or they are damaged."""
+    found = open_results(directory)
+    return Result(**{table: found.table(table) for table in TABLES}, manifest=found.manifest)
 
 
-def read_manifest(directory: str | Path) -> dict[str, Any]:
+def read_manifest(directory: str | Path) -> Mapping[str, Any]:
     """The manifest of a results directory; raises `ConfigError` if there is none."""
-    folder = Path(directory)
-    if not (folder / MANIFEST).is_file():
-        raise ConfigError(f"{folder} holds no rlsim results (no {MANIFEST})")
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: the results are damaged: {error}") from None
-    return manifest
+    return open_results(directory).manifest
 
 
-def _write_parquet(frame: pd.DataFrame, table: str, path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    arrow = pa.Table.from_pandas(frame, preserve_index=False)
-    fields = []
-    for column in TABLES[table]:
-        field = arrow.schema.field(column.name)
-        fields.append(field.with_metadata({"unit": column.unit, "meaning": column.meaning}))
-    metadata = cast("dict[bytes, bytes]", arrow.schema.metadata or {})
-    pq.write_table(arrow.cast(pa.schema(fields, metadata=metadata)), path, compression="zstd")
+def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path) -> None:
+    """Raises `ConfigError` if `steps` lacks a system that the manifest names."""
+    there = set(zip(steps["case"], steps["system"], strict=True))
+    for case, names in manifest["systems"].items():
+        for name in names:
+            if (case, name) not in there:
+                raise ConfigError(f"{where}: damaged: no step of system {name!r}{f' in case {case!r}' if case else ''}")

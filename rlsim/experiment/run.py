@@ -17,10 +17,11 @@ from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, ConfigError, unknown_name
 from rlsim.experiment.build import Setup
 from rlsim.experiment.columns import TABLES
+from rlsim.experiment.directory import check_target
 from rlsim.experiment.frames import Frames, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.rate_notes import rate_notes, steady_note
-from rlsim.experiment.result import Result, check_target
+from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.site import Site
 from rlsim.experiment.summary import means

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path
+from rlsim.output import atomic_path, check_file
 
 WIDTH = 120
 
@@ -61,7 +61,8 @@ class Draft:
 
 
 def check_free(out: Path, force: bool) -> None:
-    """Raises `ConfigError` if a file is there and `force` is off."""
+    """Raises `ConfigError` if a file is there and `force` is off, or it cannot be written."""
+    check_file(out)
     if out.exists() and not force:
         raise ConfigError(f"{out} exists; give --force to write over it, or another --out")
 

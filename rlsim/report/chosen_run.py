@@ -13,11 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
+from rlsim.experiment.columns import TABLES
+from rlsim.experiment.parquet import opened
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from rlsim.experiment.result import Result
+    from rlsim.experiment.result import Result, Results
 
 #: Rows read at a time.
 ROWS = 16_384
@@ -36,7 +38,7 @@ class ChosenRun:
     step_ends: Mapping[int, float]  # by step: when all of its calls are done (s)
     others: Mapping[str, Sequence[Any]]  # by `case`, `system`, `seed`, `step`: all that the results have
     manifest: Mapping[str, Any]
-    _source: Path | Mapping[str, pd.DataFrame] = field(repr=False)
+    _source: Results | Mapping[str, pd.DataFrame] = field(repr=False)
 
     @property
     def gpus_per_node(self) -> int:
@@ -83,23 +85,21 @@ def choose_run(
     Raises `CatalogueError` for what the results don't have, with the nearest names, and `ConfigError` for a directory
     that holds no results, or those of an rlsim that did not record `stays`.
     """
-    source: Path | Mapping[str, pd.DataFrame]
-    manifest: Mapping[str, Any]
+    source: Results | Mapping[str, pd.DataFrame]
     if isinstance(results, str | Path):
-        from rlsim.experiment.result import MANIFEST, read_manifest
+        from rlsim.experiment.result import open_results
         from rlsim.sweeps.store import DEFINITION
 
         folder = Path(results)
         if (folder / DEFINITION).is_file():
             raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
-        manifest, source = read_manifest(folder), folder
-        missing = [
-            name for name in ("spans", "stays", "calls", "responses") if not (folder / f"{name}.parquet").is_file()
-        ]
+        source = open_results(folder)
+        manifest = source.manifest
+        missing = [name for name in ("spans", "stays", "calls", "responses") if not source.path(name).is_file()]
         if missing or "setups" not in manifest:
             raise ConfigError(
                 f"{folder}: written by an rlsim that did not record what a timeline needs "
-                f"({', '.join(missing) or f'setups in {MANIFEST}'}); run the experiment again"
+                f"({', '.join(missing) or 'setups in manifest.json'}); run the experiment again"
             )
     else:
         manifest = results.manifest
@@ -139,19 +139,15 @@ def _unknown(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
     return CatalogueError(f"the results have no {kind} {wanted}; there is {numbers}")
 
 
-def _batches(source: Path | Mapping[str, pd.DataFrame], table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+def _batches(source: Results | Mapping[str, pd.DataFrame], table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
     """A table some rows at a time, whether it lies in a file or in memory."""
-    if not isinstance(source, Path):
+    if isinstance(source, Mapping):
         frame = source[table]
         for first in range(0, len(frame), ROWS):
             yield pa.Table.from_pandas(frame.iloc[first : first + ROWS], columns=list(columns), preserve_index=False)
         return
-    import pyarrow.parquet as pq
-
-    try:
-        # Page by page: a data set would hold a whole group of rows. Texts as numbers are fast to compare.
-        with pq.ParquetFile(source / f"{table}.parquet", read_dictionary=list(_RUN[:2])) as file:
-            for batch in file.iter_batches(batch_size=ROWS, columns=list(columns), use_threads=False):
-                yield pa.Table.from_batches([batch])
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{source}: the results are damaged: {error}") from None
+    wanted = [column for column in TABLES[table] if column.name in columns]
+    # Page by page: a data set would hold a whole group of rows. Texts as numbers are fast to compare.
+    with opened(source.path(table), wanted, source.sha256(table), read_dictionary=list(_RUN[:2])) as file:
+        for batch in file.iter_batches(batch_size=ROWS, columns=list(columns), use_threads=False):
+            yield pa.Table.from_batches([batch])

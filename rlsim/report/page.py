@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rlsim import __version__
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path, check_folder
+from rlsim.output import atomic_path, check_file
 
 _TEMPLATE = "page.html"
 
@@ -121,7 +121,7 @@ def check_page_path(path: Path) -> None:
     """Raises `ConfigError` if a page cannot be written there."""
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"{path}: a report is written as .html")
-    check_folder(path)
+    check_file(path)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rlsim.errors import ConfigError
@@ -52,7 +52,8 @@ def setups_of(manifests: Iterable[Mapping[str, Any]]) -> list[CaseSetup]:
             )
         for case, record in manifest["setups"].items():
             if manifest["systems"][case]:
-                setups.append(CaseSetup(case=case, id=unique_slug(case, ids), **record))
+                known = {field.name: record[field.name] for field in fields(CaseSetup) if field.name in record}
+                setups.append(CaseSetup(case=case, id=unique_slug(case, ids), **known))
     return setups
 
 

@@ -10,18 +10,21 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rlsim.errors import ConfigError
+from rlsim.experiment.parquet import TYPES
+from rlsim.records import check_record
+from rlsim.sweeps.records import PointManifest
 from rlsim.sweeps.store import DEFINITION, Store
 from rlsim.sweeps.tables import COLUMNS, AxisColumn, record_of
-
-_ARROW = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string(), "bool": pa.bool_()}
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """A sweep's directory. Tables are read when they are asked for; points that are not done are not in them."""
+    """A sweep's directory. Tables are read when they are asked for; points that are not done are not in them.
+
+    What is read is checked against its recorded SHA-256: `ConfigError` names a file that is damaged.
+    """
 
     directory: Path
     definition: Mapping[str, Any]  # of sweep.json
@@ -34,7 +37,7 @@ class SweepResult:
     @property
     def axes(self) -> tuple[AxisColumn, ...]:
         """The columns of its axes."""
-        return tuple(AxisColumn(**axis) for axis in self.definition["axes"])
+        return tuple(AxisColumn(*(axis[key] for key in AxisColumn._fields)) for axis in self.definition["axes"])
 
     @property
     def points(self) -> pd.DataFrame:
@@ -59,15 +62,15 @@ class SweepResult:
         kept = self.definition["tables"]
         if name not in kept:
             raise ConfigError(f"{self.directory} has no table {name!r}; it kept: {', '.join(kept)}")
-        own = [column.name for column in COLUMNS[name] if columns is None or column.name in columns]
+        own = [column for column in COLUMNS[name] if columns is None or column.name in columns]
         axes = [axis for axis in self.axes if columns is None or axis.name in columns]
         parts = []
         for row in self._rows:
             if row["status"] == "done":
-                rows = _read(Store(self.directory).path(name, row["point"]), own)
+                rows = Store(self.directory).rows(name, row["point"], own)
                 # The axes are the definition's: files may still have those of an earlier one, if that was interrupted.
                 settings = [("point", pa.string(), row["point"])]
-                settings += [(axis.name, _ARROW[axis.dtype], row[axis.name]) for axis in axes]
+                settings += [(axis.name, TYPES[axis.dtype], row[axis.name]) for axis in axes]
                 for i, (column, dtype, value) in enumerate(settings):
                     rows = rows.add_column(i, column, pa.array([value] * len(rows), dtype))
                 parts.append(rows)
@@ -78,25 +81,24 @@ class SweepResult:
 
     def record(self, point: str) -> dict[str, Any]:
         """The manifest of a point that is done: its whole configuration, versions, notes (see docs/results.md)."""
-        try:
-            return record_of(pq.read_schema(Store(self.directory).path("summary", point)))
-        except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-            raise ConfigError(f"{self.directory}: point {point} has no readable summary: {error}") from None
+        store = Store(self.directory)
+        schema = store.schema("summary", point, store.sha256(point).get("summary"))
+        return check_record(record_of(schema), PointManifest, str(store.path("summary", point)))
 
     def points_table(self) -> pa.Table:
         """`points` in Arrow."""
-        types = {"point": pa.string()} | {axis.name: _ARROW[axis.dtype] for axis in self.axes}
+        types = {"point": pa.string()} | {axis.name: TYPES[axis.dtype] for axis in self.axes}
         types |= {"status": pa.string(), "error": pa.string()}
         return pa.Table.from_pylist(self._rows, schema=pa.schema(types.items()))
 
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
         store = Store(self.directory)
-        rows = []
+        done, rows = store.done(), []
         for point in self.definition["points"]:
             name = point["point"]
             failure = store.failure(name)
-            status = "done" if store.path("summary", name).is_file() else "failed" if failure else "missing"
+            status = "done" if name in done else "failed" if failure else "missing"
             error = failure.error if failure and status == "failed" else ""
             rows.append({"point": name, **point["axes"], "status": status, "error": error})
         return rows
@@ -109,10 +111,3 @@ def read_sweep(directory: str | Path) -> SweepResult:
     if definition is None:
         raise ConfigError(f"{folder} holds no sweep (no {DEFINITION})")
     return SweepResult(folder, definition)
-
-
-def _read(path: Path, columns: Sequence[str]) -> pa.Table:
-    try:
-        return pq.ParquetFile(path).read(columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{path}: damaged: {str(error).splitlines()[0]}; run the sweep again") from None

@@ -125,7 +125,7 @@ def _keep(answer: Answer, store: Store) -> None:
 
 def _kept_tables(wanted: Iterable[str] | None, store: Store) -> tuple[str, ...]:
     """The tables to keep: those asked for and those that the directory has, the summary last."""
-    earlier = store.definition()
+    earlier = store.earlier_definition()
     names = set(DEFAULT_TABLES if wanted is None and earlier is None else wanted or ())
     for name in names - set(COLUMNS):
         raise ConfigError(f"unknown table {name!r}; expected one of: {', '.join(COLUMNS)}")
@@ -147,7 +147,9 @@ def _make_room(definition: Definition, store: Store, prune: bool) -> None:
 
 
 def _why(definition: Definition, store: Store) -> str:
-    earlier = store.definition() or {}
+    earlier = store.earlier_definition()
+    if earlier is None:
+        return ""
     if earlier.get("rlsim") != __version__:
         return f": they are of rlsim {earlier.get('rlsim')}, this is {__version__}"
     changed = differences([earlier.get("base", {}), definition.base])

@@ -1,39 +1,52 @@
 """The directory of a sweep: one Parquet file per table and point, each there whole or not at all.
 
     sweep.json                        the definition: experiment, points, axis columns
-    steps/point=p0123…/part.parquet   a table, a file for each point; one that has its `summary`, written last, is done
+    steps/point=p0123…/part.parquet   a table, a file for each point
+    done/p0123….json                  the SHA-256 of each file of a point, written last: the point is done
     failed/p0123….json                why a point has no results
     points.parquet                    one row per point: its axes, done or failed, the error
     log.jsonl                         when what ran for how long: the only file that differs from run to run
 
 Only the process that runs the sweep writes here, and only one at a time: it holds a lock that the system takes back
-when it dies. Files are written in `.tmp`, flushed to disk and then moved to their place.
+when it dies. Files are written in `.rlsim-tmp`, flushed to disk and then moved to their place. A file that does not
+have its SHA-256, or is not of the point in whose place it lies, counts as missing. Other files are left alone.
+
+The first versions of rlsim wrote no `done`: there a point is done when it has its summary.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlsim.errors import ConfigError
+from rlsim.experiment.columns import Column
+from rlsim.experiment.parquet import opened, read_parquet, to_bytes
+from rlsim.output import check_writable, flush, reason, resolved
+from rlsim.records import read_record, sealed
 from rlsim.sweeps.points import Point
-from rlsim.sweeps.tables import COLUMNS, has_axes, to_bytes, with_axes
+from rlsim.sweeps.records import DoneRecord, FailedRecord, SweepRecord
+from rlsim.sweeps.tables import COLUMNS, has_axes, record_of, with_axes
 from rlsim.sweeps.task import Failed
 
 DEFINITION = "sweep.json"
 POINTS = "points.parquet"
 LOG = "log.jsonl"
-LOCK = ".lock"
-TEMPORARY = ".tmp"
+LOCK = ".rlsim-lock"
+TEMPORARY = ".rlsim-tmp"
 PART = "part.parquet"
+_NAME = re.compile(r"p[0-9a-f]{16}")
+#: All that rlsim writes here, those of its first versions and of `rlsim report` too.
+_OWN = {DEFINITION, POINTS, LOG, LOCK, TEMPORARY, ".lock", ".tmp", "done", "failed", "report.html", *COLUMNS}
 #: Missing: to be run. Restamp: its results are there, under the axis columns of an earlier definition.
 State = Literal["missing", "restamp", "done"]
 
@@ -50,12 +63,12 @@ class Store:
 
         Raises `ConfigError` if another process has it, or the directory holds something else.
         """
-        self._check_target()
+        target = self._check_target()
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            lock = (self.directory / LOCK).open("w", encoding="utf-8")
+            target.mkdir(parents=True, exist_ok=True)
+            lock = (target / LOCK).open("a", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{self.directory}: cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{self.directory}: cannot be written: {reason(error)}") from None
         with lock:
             _take(lock.fileno(), self.directory)
             self._clean()
@@ -69,21 +82,22 @@ class Store:
 
         Raises `ConfigError` if it is damaged, or not the definition of a sweep.
         """
-        path = self.directory / DEFINITION
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
+            return read_record(self.directory / DEFINITION, SweepRecord)
+        except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: damaged: {error}") from None
-        if not isinstance(found, dict) or not set(found) >= {"rlsim", "name", "tables", "axes", "points"}:
-            raise ConfigError(f"{path}: not written by rlsim sweep; choose another directory")
-        return cast("dict[str, Any]", found)
+
+    def earlier_definition(self) -> dict[str, Any] | None:
+        """The same, for one who is to write it anew: None also if it is damaged."""
+        try:
+            return self.definition()
+        except ConfigError:
+            return None
 
     def write_definition(self, definition: Mapping[str, Any]) -> None:
         """Write what the sweep is."""
-        text = json.dumps(definition, indent=1, ensure_ascii=False) + "\n"
-        self._write(self.directory / DEFINITION, text.encode())
+        self._write(self.directory / DEFINITION, sealed(definition))
+        (self.directory / "done").mkdir(exist_ok=True)
 
     def path(self, table: str, point: str) -> Path:
         """The file of one table of one point."""
@@ -91,55 +105,93 @@ class Store:
 
     def done(self) -> set[str]:
         """Every point whose results are here."""
-        return {path.parent.name.removeprefix("point=") for path in self.directory.glob(f"summary/point=*/{PART}")}
+        if (self.directory / "done").is_dir():
+            found = {path.stem for path in self.directory.glob("done/p*.json")}
+        else:
+            found = {path.parent.name.removeprefix("point=") for path in self.directory.glob(f"summary/point=*/{PART}")}
+        return set(filter(_NAME.fullmatch, found))
 
     def unfinished(self) -> set[str]:
         """Every point that has left something here, but no results: it failed, or was interrupted."""
         parts = {path.name.removeprefix("point=") for path in self.directory.glob("*/point=*")}
-        return (parts | {path.stem for path in self.directory.glob("failed/p*.json")}) - self.done()
+        found = parts | {path.stem for path in self.directory.glob("failed/p*.json")}
+        return set(filter(_NAME.fullmatch, found)) - self.done()
 
     def state(self, point: Point, tables: Sequence[str]) -> State:
-        """What there is of a point; a file that cannot be read counts as missing."""
-        if not self.path("summary", point.name).is_file():
-            return "missing"
+        """What there is of a point; one of whose files any is damaged, or another point's, counts as missing."""
         try:
-            schemas = {table: pq.read_schema(self.path(table, point.name)) for table in tables}
-        except (OSError, pa.ArrowException):
+            hashes = self._hashes(point.name)
+            schemas = {table: self.schema(table, point.name, hashes[table]) for table in tables}
+        except (ConfigError, KeyError):
             return "missing"
         return "done" if all(has_axes(s, point.axes, table) for table, s in schemas.items()) else "restamp"
 
+    def schema(self, table: str, point: str, sha256: str | None) -> pa.Schema:
+        """The schema of a file, once it is known to be as it was written, and for this point; raises `ConfigError`."""
+        path = self.path(table, point)
+        with opened(path, COLUMNS[table], sha256) as file:
+            schema = file.schema_arrow
+        record = record_of(schema)
+        if not isinstance(record, dict) or record.get("point") != point:
+            raise ConfigError(f"{path}: damaged: it is not a file of point {point}")
+        return schema
+
+    def sha256(self, point: str) -> Mapping[str, str | None]:
+        """What each file of a point that is done hashes to; None where that was not recorded. Raises `ConfigError`."""
+        return self._hashes(point) if (self.directory / "done").is_dir() else dict.fromkeys(COLUMNS)
+
+    def rows(self, table: str, point: str, columns: Sequence[Column]) -> pa.Table:
+        """These columns of a table of a point that is done; raises `ConfigError`, naming the file, if it is damaged."""
+        try:
+            sha256 = self.sha256(point).get(table)
+            self.schema(table, point, sha256)
+            return read_parquet(self.path(table, point), columns)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}\nrun the sweep again: it makes anew what is damaged, and nothing else"
+            ) from None
+
     def put(self, point: str, files: Mapping[str, bytes]) -> None:
-        """Write the tables of a point, the summary last."""
-        for table, data in sorted(files.items(), key=lambda item: item[0] == "summary"):
+        """Write tables of a point, and last what they hash to; without a summary, beside those that are there."""
+        hashes = {} if "summary" in files else dict(self._hashes(point))
+        for table, data in files.items():
             self._write(self.path(table, point), data)
-        (self.directory / "failed" / f"{point}.json").unlink(missing_ok=True)
+            hashes[table] = hashlib.sha256(data).hexdigest()
+        self._write(self._done_file(point), sealed({"point": point, "files": dict(sorted(hashes.items()))}))
+        self._failed_file(point).unlink(missing_ok=True)
 
     def restamp(self, point: Point, tables: Sequence[str]) -> bool:
         """Give a point's tables the axis columns of the present definition; whether all of them could be read."""
-        try:
-            rows = {table: pq.ParquetFile(self.path(table, point.name)).read() for table in tables}
-        except (OSError, pa.ArrowException):
-            return False
-        self.put(point.name, {table: to_bytes(with_axes(r, point.axes, table)) for table, r in rows.items()})
+        files = {}
+        for table in tables:
+            try:
+                with opened(self.path(table, point.name), COLUMNS[table]) as file:
+                    files[table] = to_bytes(with_axes(file.read(use_threads=False), point.axes, table))
+            except ConfigError:
+                return False
+        self.put(point.name, files)
         return True
 
     def fail(self, point: str, answer: Failed) -> None:
         """Record why a point has no results."""
-        text = json.dumps({"error": answer.error, "details": answer.details}, indent=1, ensure_ascii=False) + "\n"
-        self._write(self.directory / "failed" / f"{point}.json", text.encode())
+        self._write(self._failed_file(point), sealed({"error": answer.error, "details": answer.details}))
 
     def failure(self, point: str) -> Failed | None:
         """Why a point has no results, if that was recorded."""
         try:
-            return Failed(**json.loads((self.directory / "failed" / f"{point}.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            found = read_record(self._failed_file(point), FailedRecord)
+        except (FileNotFoundError, ConfigError):
             return None
+        return Failed(found["error"], found.get("details", ""))
 
     def remove(self, point: str) -> None:
-        """Remove everything of a point, the summary first."""
-        for table in ("summary", *(name for name in COLUMNS if name != "summary")):
-            shutil.rmtree(self.path(table, point).parent, ignore_errors=True)
-        (self.directory / "failed" / f"{point}.json").unlink(missing_ok=True)
+        """Remove everything of a point, first that it is done."""
+        folders = [self.path(table, point).parent for table in COLUMNS]
+        for path in (self._done_file(point), self._failed_file(point), *(folder / PART for folder in folders)):
+            path.unlink(missing_ok=True)
+        for folder in folders:
+            with suppress(OSError):  # it is not there, or holds what rlsim did not write
+                folder.rmdir()
 
     def write_points(self, rows: pa.Table) -> None:
         """Write the table of points."""
@@ -148,10 +200,30 @@ class Store:
     def log(self, entry: Mapping[str, Any]) -> None:
         """Add a line to the log."""
         try:
-            with (self.directory / LOG).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            with (self.directory / LOG).open("ab+") as file:
+                file.seek(max(file.tell() - 1, 0))
+                torn = file.read(1) not in (b"", b"\n")  # a full disk or a crash has cut the last line short
+                file.write(b"\n" * torn + json.dumps(entry).encode() + b"\n")
         except OSError as error:
-            raise ConfigError(f"{self.directory / LOG}: cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{self.directory / LOG}: cannot be written: {reason(error)}") from None
+
+    def _hashes(self, point: str) -> Mapping[str, str]:
+        """What each file of a point hashes to; raises `ConfigError` if that is not there, damaged or another's."""
+        path = self._done_file(point)
+        try:
+            record = read_record(path, DoneRecord)
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: missing") from None
+        if record["point"] != point:
+            raise ConfigError(f"{path}: damaged: it is of point {record['point']}")
+        files: Mapping[str, str] = record["files"]
+        return files
+
+    def _done_file(self, point: str) -> Path:
+        return self.directory / "done" / f"{point}.json"
+
+    def _failed_file(self, point: str) -> Path:
+        return self.directory / "failed" / f"{point}.json"
 
     def _write(self, path: Path, data: bytes) -> None:
         """The file whole or not at all, even if the power fails."""
@@ -159,45 +231,52 @@ class Store:
         try:
             temporary.parent.mkdir(exist_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            temporary.write_bytes(data)
+            flush(temporary)
             temporary.replace(path)
-            _flush_folder(path.parent)
+            flush(path.parent)
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{path}: cannot be written: {reason(error)}") from None
 
     def _clean(self) -> None:
         shutil.rmtree(self.directory / TEMPORARY, ignore_errors=True)
 
-    def _check_target(self) -> None:
-        target = self.directory
+    def _check_target(self) -> Path:
+        """The directory, links followed; raises `ConfigError` if it cannot be written, or holds no sweep."""
+        target = resolved(self.directory)
         if not target.exists():
-            return
+            check_writable(next(parent for parent in target.parents if parent.exists()), self.directory)
+            return target
         if not target.is_dir():
-            raise ConfigError(f"{target} is a file; give a directory")
+            raise ConfigError(f"{self.directory} is a file; give a directory")
+        check_writable(target, self.directory)
         names = {path.name for path in target.iterdir()}
-        if DEFINITION not in names and names - {LOCK, TEMPORARY}:
-            raise ConfigError(f"{target} exists and holds no sweep; choose another directory")
+        if names - {LOCK, TEMPORARY} and (names - _OWN or not self._has_points()):
+            try:
+                found = self.definition()
+            except ConfigError as error:
+                raise ConfigError(f"{error}\n{self.directory} is left as it is; choose another directory") from None
+            if found is None:
+                raise ConfigError(f"{self.directory} exists and holds no sweep; choose another directory")
+        return target
+
+    def _has_points(self) -> bool:
+        """Whether it holds a file of a point: then it is a sweep's, though its definition may be damaged or lost."""
+        for path in self.directory.glob(f"*/point=p*/{PART}"):
+            try:
+                if record_of(pq.read_schema(path)) is not None:
+                    return True
+            except (OSError, pa.ArrowException):
+                continue
+        return False
 
 
 def _take(descriptor: int, directory: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # not on this system: nothing keeps two sweeps apart
-        return
-    try:
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f"{directory}: another process is running a sweep here") from None
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # some file systems cannot
-        pass
-    finally:
-        os.close(descriptor)
+    except (ImportError, OSError):  # not on this system: nothing keeps two sweeps apart
+        return

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rlsim.experiment.columns import SUMMARY, TABLES, Column
+from rlsim.experiment.parquet import TYPES, field_of
 
 #: Every table that a sweep may keep; `summary` is always kept, and written last.
 COLUMNS: dict[str, tuple[Column, ...]] = {**TABLES, "summary": SUMMARY}
 DEFAULT_TABLES = ("steps", "calls")
 #: Key of the point's record in the Parquet metadata: JSON.
 RECORD = b"rlsim.point"
-_TYPES = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string(), "bool": pa.bool_()}
 
 
 class AxisColumn(NamedTuple):
@@ -37,46 +35,32 @@ class Axis(NamedTuple):
     value: Any  # None where the point does not have it
 
 
-def to_arrow(frame: pd.DataFrame, table: str) -> pa.Table:
-    """A result table in Arrow, with the types, units and meanings of its columns."""
-    columns = COLUMNS[table]
-    fields = [_field(c.name, c.dtype, c.unit, c.meaning) for c in columns]
-    arrays = [pa.array(frame[c.name], type=_TYPES[c.dtype], from_pandas=True) for c in columns]
-    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
-
-
 def with_axes(rows: pa.Table, axes: Sequence[Axis], table: str) -> pa.Table:
     """`rows` of a point with the columns of its axes before the table's own; those of other axes are dropped."""
     own = rows.select([column.name for column in COLUMNS[table]])
-    fields = [_field(a.column.name, a.column.dtype, a.column.unit, a.column.meaning) for a in axes]
-    arrays = [pa.array([a.value] * len(own), type=_TYPES[a.column.dtype]) for a in axes]
+    fields = [field_of(a.column.name, a.column.dtype, a.column.unit, a.column.meaning) for a in axes]
+    arrays = [pa.array([a.value] * len(own), type=TYPES[a.column.dtype]) for a in axes]
     schema = pa.schema([*fields, *own.schema], metadata=rows.schema.metadata)
     return pa.Table.from_arrays([*arrays, *(c.combine_chunks() for c in own.columns)], schema=schema)
 
 
 def with_record(rows: pa.Table, record: Mapping[str, Any]) -> pa.Table:
     """`rows` with the point's record in their metadata."""
-    return rows.replace_schema_metadata({RECORD: json.dumps(record, ensure_ascii=False).encode()})
+    return rows.replace_schema_metadata(
+        {RECORD: json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")}
+    )
 
 
-def record_of(schema: pa.Schema) -> dict[str, Any]:
-    """The point's record in a file's schema."""
-    return cast("dict[str, Any]", json.loads(schema.metadata[RECORD]))
-
-
-def to_bytes(rows: pa.Table) -> bytes:
-    """The Parquet file of a table; equal tables give equal bytes."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(rows, sink, compression="zstd", write_page_checksum=True)
-    return cast("bytes", sink.getvalue().to_pybytes())
+def record_of(schema: pa.Schema) -> Any:
+    """The point's record in a file's schema, as it stands there; None if there is none."""
+    try:
+        return json.loads((schema.metadata or {})[RECORD])
+    except (KeyError, ValueError, RecursionError):
+        return None
 
 
 def has_axes(schema: pa.Schema, axes: Sequence[Axis], table: str) -> bool:
     """Whether a file has just these axis columns, of these types, units and meanings."""
-    wanted = pa.schema([_field(a.column.name, a.column.dtype, a.column.unit, a.column.meaning) for a in axes])
+    wanted = pa.schema([field_of(a.column.name, a.column.dtype, a.column.unit, a.column.meaning) for a in axes])
     found = pa.schema([field for field in schema if field.name not in {c.name for c in COLUMNS[table]}])
     return bool(found.equals(wanted, check_metadata=True))
-
-
-def _field(name: str, dtype: str, unit: str, meaning: str) -> Any:
-    return pa.field(name, _TYPES[dtype], metadata={"unit": unit, "meaning": meaning})

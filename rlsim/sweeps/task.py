@@ -57,11 +57,12 @@ class Task:
         return cast("dict[str, Any]", _copied(self.config))
 
     def _files(self) -> dict[str, bytes]:
+        from rlsim.experiment.parquet import to_arrow, to_bytes
         from rlsim.experiment.run import run_loaded
         from rlsim.experiment.schema import Experiment
         from rlsim.schema import validate
         from rlsim.sweeps.identity import inputs_of
-        from rlsim.sweeps.tables import to_arrow, to_bytes, with_axes, with_record
+        from rlsim.sweeps.tables import COLUMNS, with_axes, with_record
 
         experiment = validate(self.plain_config(), Experiment, self.shown)
         _check_same(self.inputs, inputs_of(experiment, self.shown, self.folder))
@@ -70,7 +71,7 @@ class Task:
         files = {}
         for table in self.tables:
             frame = result.summary() if table == "summary" else getattr(result, table)
-            rows = with_axes(with_record(to_arrow(frame, table), record), self.axes, table)
+            rows = with_axes(with_record(to_arrow(frame, COLUMNS[table]), record), self.axes, table)
             files[table] = to_bytes(rows)
         return files
 

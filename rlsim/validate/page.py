@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rlsim.errors import ConfigError
+from rlsim.output import atomic_path
 from rlsim.validate.bounds import checked
 from rlsim.validate.parts import PARTS, Section
 from rlsim.validate.rows import markdown
@@ -73,7 +74,8 @@ def write_page(page: Path, sections: Mapping[str, Section]) -> None:
             folder = page.parent / "validation"
             folder.mkdir(parents=True, exist_ok=True)
             section.chart.save(folder / f"{name}.png", format="png", scale_factor=1.5)
-    page.write_text(page_text(texts), encoding="utf-8")
+    with atomic_path(page) as path:
+        path.write_text(page_text(texts), encoding="utf-8")
 
 
 def stale(page: Path, sections: Mapping[str, Section], repeatable: Iterable[str]) -> list[str]:

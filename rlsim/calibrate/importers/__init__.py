@@ -16,6 +16,7 @@ from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, load_calibration
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Gpu, load_cluster, load_gpu
+from rlsim.output import check_own_file
 
 FORMATS = ("aiconfigurator", "vidur", "nccl-tests")
 SCRIPT = "rlsim calibrate import"
@@ -49,12 +50,15 @@ def import_calibration(
         raise CalibrationError(f"no files or folders of {format} given")
     if not out.is_dir():
         raise CalibrationError(f"{out}: no such folder to write to")
+    stem = name or f"{load_gpu(gpu).name}-{known_engine}"
+    for suffix in (".yaml", ".html"):
+        check_own_file(out / f"{stem}{suffix}", CalibrationError)
     donor = load_calibration(base) if base is not None else None
     described = load_gpu(gpu)
     measured, reference = read_format(format, paths, described, known_engine, version)
     built = build_calibration(
         measured,
-        name=name or f"{described.name}-{known_engine}",
+        name=stem,
         gpu=described.name,
         engine=known_engine,
         reference=reference,

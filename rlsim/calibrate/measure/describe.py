@@ -15,6 +15,7 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Gpu, Link, load_gpu
 from rlsim.models import Model
+from rlsim.output import atomic_path
 from rlsim.schema import validate
 
 #: Share of the machine's memory that the workers of a CPU run divide among them, as if each were a GPU's own.
@@ -69,9 +70,8 @@ def _write(data: dict[str, Any], path: Path, comment: str) -> None:
     text = io.StringIO()
     text.write(f"# {comment}\n")
     yaml.dump(rounded(data), text)
-    partial = path.with_suffix(".yaml.part")
-    partial.write_text(text.getvalue(), encoding="utf-8")
-    partial.replace(path)
+    with atomic_path(path, CalibrationError) as partial:
+        partial.write_text(text.getvalue(), encoding="utf-8")
 
 
 def _measured_gpu(measured: Measurements, facts: MachineFacts) -> Gpu:

@@ -18,6 +18,7 @@ from rlsim.cost.calibration import Source
 from rlsim.errors import CalibrationError
 
 VERSION = 1
+_BEGIN = b'{"journal": '
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Journal:
                     with path.open("r+b") as file:
                         file.truncate(whole)
                     return journal
+            if fresh and path.exists() and path.stat().st_size and not path.read_bytes()[:64].startswith(_BEGIN):
+                raise CalibrationError(f"{path}: is not rlsim's journal; move it away, or give another --out")
             first = json.dumps({"journal": VERSION, "machine": machine.model_dump(mode="json")})
             path.write_text(first + "\n", encoding="utf-8")
         except OSError as error:
@@ -88,8 +91,11 @@ class Journal:
         line |= {"seconds": result.seconds, "spread": result.spread, "repeats": result.repeats, "took_s": result.took_s}
         if result.refused:
             line["refused"] = result.refused
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise CalibrationError(f"{self.path}: cannot be written: {error.strerror}") from None
         self.results[result.point] = result
 
     @property

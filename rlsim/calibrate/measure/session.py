@@ -29,6 +29,7 @@ from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 from rlsim.models import Model, load_model
+from rlsim.output import check_own_file
 
 JOURNAL = "measurements.jsonl"
 CPU_DTYPE, GPU_DTYPE = "float32", "bfloat16"
@@ -104,6 +105,9 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
         request.device, model, workers=workers, threads=THREADS, dtype=dtype, budget_s=request.budget_s
     )
     folder = request.out or Path(f"calibrate-{facts.gpu}")
+    for name in (f"{facts.gpu}-torch.yaml", "cluster.yaml", "model.yaml", "fit.html"):
+        if folder.is_dir():
+            check_own_file(folder / name, CalibrationError)
     journal = Journal.start(folder / JOURNAL, facts, fresh=request.fresh)
     quick = request.budget_s < QUICK_S
     most_s = max(0.05, request.budget_s / 200.0)

@@ -1,0 +1,90 @@
+"""Result tables as Parquet files: units and meanings of their columns, and checksums that reading verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlsim.errors import ConfigError
+from rlsim.experiment.columns import Column
+from rlsim.records import file_sha256
+
+TYPES = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string(), "bool": pa.bool_()}
+
+
+def field_of(name: str, dtype: str, unit: str, meaning: str) -> Any:
+    """A column's field."""
+    return pa.field(name, TYPES[dtype], metadata={"unit": unit, "meaning": meaning})
+
+
+def to_arrow(frame: pd.DataFrame, columns: Sequence[Column]) -> pa.Table:
+    """A table in Arrow, with the types, units and meanings of its columns."""
+    arrays = [pa.array(frame[c.name], type=TYPES[c.dtype], from_pandas=True) for c in columns]
+    return pa.Table.from_arrays(arrays, schema=pa.schema([field_of(*column) for column in columns]))
+
+
+def to_pandas(rows: pa.Table) -> pd.DataFrame:
+    """A table as a frame, texts in pandas' own type as in the frames that `to_arrow` takes."""
+    texts = dict.fromkeys((pa.string(), pa.large_string(), pa.string_view()), pd.StringDtype())
+    frame: pd.DataFrame = rows.to_pandas(types_mapper=texts.get)
+    return frame
+
+
+def write_parquet(rows: pa.Table, target: Any) -> None:
+    """Write a table, to a path or an Arrow stream; equal tables give equal bytes."""
+    pq.write_table(rows, target, compression="zstd", write_page_checksum=True)
+
+
+def to_bytes(rows: pa.Table) -> bytes:
+    """The Parquet file of a table."""
+    sink = pa.BufferOutputStream()
+    write_parquet(rows, sink)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+@contextmanager
+def opened(
+    path: Path, columns: Sequence[Column], sha256: str | None = None, **options: Any
+) -> Iterator[pq.ParquetFile]:
+    """A Parquet file once its SHA-256, if that is known, and its columns are found right; pages are, as they are read.
+
+    Raises `ConfigError`, naming the file, for one that is missing, damaged, or has not such columns.
+    """
+    try:
+        if sha256 is not None and file_sha256(path) != sha256:
+            raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
+        with pq.ParquetFile(path, page_checksum_verification=True, **options) as file:
+            _check_columns(path, file.schema_arrow, columns)
+            yield file
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing: the results are damaged, or of a version of rlsim without it") from None
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: damaged: {(str(error).splitlines() or [''])[0].rstrip('.')}") from None
+
+
+def read_parquet(path: Path, columns: Sequence[Column], sha256: str | None = None) -> pa.Table:
+    """These columns of a Parquet file, checked as `opened` does."""
+    with opened(path, columns, sha256) as file:
+        rows = file.read(columns=[column.name for column in columns], use_threads=False)
+    for column in columns:
+        if column.dtype in ("int64", "bool") and rows[column.name].null_count:
+            raise ConfigError(f"{path}: damaged: column {column.name}: values are missing")
+    return rows
+
+
+def _check_columns(path: Path, schema: pa.Schema, columns: Sequence[Column]) -> None:
+    for column in columns:
+        if schema.names.count(column.name) != 1:
+            raise ConfigError(f"{path}: has no column {column.name}: written by another version of rlsim; run it again")
+        found = schema.field(column.name).type
+        if not (found.equals(TYPES[column.dtype]) or (column.dtype == "string" and found in _TEXTS)):
+            raise ConfigError(f"{path}: damaged: column {column.name}: expected {column.dtype}, got {found}")
+
+
+_TEXTS = (pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()), pa.null())

@@ -1,0 +1,501 @@
+"""Nothing of the user's is lost: what is replaced, what is refused, and what a crash or a full disk leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import pandas as pd
+import pytest
+
+import rlsim
+from rlsim.calibrate.importers import import_calibration
+from rlsim.calibrate.measure.journal import Journal
+from rlsim.cli import main
+from rlsim.errors import CalibrationError, ConfigError
+from rlsim.experiment.columns import TABLES
+from rlsim.experiment.result import Result, read_result
+from rlsim.output import atomic_path, check_file, check_own_file, save_chart
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "tiny",
+    "cluster": "8xh100",
+    "model": "llama-3.1-8b",
+    "calibration": "h100-vllm",
+    "trace": {"path": "rollpacker-math", "cap": 512},
+    "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+    "systems": [{"verl": {"tp": 8}}],
+    "seeds": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def new() -> Result:
+    return rlsim.run({**EXPERIMENT, "name": "new"})
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of an experiment called old."""
+    folder = tmp_path_factory.mktemp("results") / "old"
+    rlsim.run({**EXPERIMENT, "name": "old"}, out=folder)
+    return folder
+
+
+@pytest.fixture
+def copy(old: Path, tmp_path: Path) -> Path:
+    shutil.copytree(old, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def name_in(folder: Path) -> str:
+    """The name of the experiment whose results, all of them, are in a folder."""
+    return str(read_result(folder).manifest["experiment"]["name"])
+
+
+@pytest.fixture
+def no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulate(*_: object) -> None:
+        raise AssertionError("simulated before it was known that the results can be written")
+
+    monkeypatch.setattr("rlsim.experiment.build.Setup.simulate", simulate)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs a command: its exit code and what it printed on standard error."""
+
+    def called(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["rlsim", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        return int(left.value.code or 0), capsys.readouterr().err
+
+    return called
+
+
+# -------------------------------------------------------------------------------------------- directories of results
+
+
+def some_text(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"name": "my web app", "icons": []}')
+
+
+def some_list(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[]")
+
+
+def torn(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"rlsim": "0.1", ')
+
+
+def no_manifest(folder: Path) -> None:
+    (folder / "thesis.tex").write_text("years of work")
+
+
+@pytest.mark.usefixtures("no_simulation")
+@pytest.mark.parametrize("fill", [some_text, some_list, torn, no_manifest])
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, fill: Callable[[Path], None]) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "app.js").write_text("years of work")
+    fill(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="choose another directory"):
+        rlsim.run(EXPERIMENT, out=tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_files_that_rlsim_did_not_write_stay(copy: Path, new: Result) -> None:
+    (copy / "notes.txt").write_text("mine")
+    (copy / "report.html").write_text("<html>my own report</html>")
+    (copy / "plots").mkdir()
+    (copy / "plots" / "a.py").write_text("mine too")
+    new.write(copy)
+    assert name_in(copy) == "new"
+    assert (copy / "notes.txt").read_text() == "mine"
+    assert (copy / "plots" / "a.py").read_text() == "mine too"
+    assert (copy / "report.html").read_text() == "<html>my own report</html>"
+
+
+def test_what_was_made_of_the_old_results_goes_with_them(copy: Path, new: Result) -> None:
+    rlsim.write_timeline(copy, copy / "timeline.json.gz")
+    (copy / "report.html").write_text('<html><meta name="generator" content="rlsim 1.0"></html>')
+    new.write(copy, {"advice.json": "{}"})
+    tables = {"manifest.json", *(f"{table}.parquet" for table in TABLES)}
+    assert {path.name for path in copy.iterdir()} == {*tables, "advice.json"}
+    new.write(copy)
+    assert {path.name for path in copy.iterdir()} == tables
+
+
+@pytest.mark.usefixtures("no_simulation")
+@pytest.mark.parametrize("in_place", ["changed", "a folder"])
+def test_a_table_that_the_user_changed_is_not_replaced(copy: Path, in_place: str) -> None:
+    (copy / "steps.parquet").unlink()
+    if in_place == "changed":
+        (copy / "steps.parquet").write_bytes(b"my own")
+    else:
+        (copy / "steps.parquet").mkdir()
+    with pytest.raises(ConfigError, match=r"holds steps.parquet, which rlsim did not write or which was changed"):
+        rlsim.run(EXPERIMENT, out=copy)
+    assert (copy / "steps.parquet").exists()
+
+
+def test_in_the_directory_itself(copy: Path, new: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(copy)
+    new.write(".")
+    assert name_in(Path()) == name_in(copy) == "new"
+    assert Path.cwd() == copy
+    assert [path.name for path in copy.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_links_are_followed_and_kept(tmp_path: Path, old: Path, new: Result, there: bool) -> None:
+    target, link = tmp_path / "disk" / "results", tmp_path / "link"
+    (tmp_path / "disk").mkdir()
+    if there:
+        shutil.copytree(old, target)
+    link.symlink_to(target)
+    new.write(link)
+    assert link.is_symlink()
+    assert name_in(target) == name_in(link) == "new"
+
+
+def test_results_of_the_first_versions_are_read_and_replaced(old: Path, tmp_path: Path, new: Result) -> None:
+    was = read_result(old)
+    for table in TABLES:
+        getattr(was, table).to_parquet(tmp_path / f"{table}.parquet")
+    (tmp_path / "manifest.json").write_text(json.dumps(was.manifest, indent=2))
+    found = read_result(tmp_path)
+    assert found.manifest == was.manifest
+    for table in TABLES:
+        pd.testing.assert_frame_equal(getattr(found, table), getattr(was, table))
+    new.write(tmp_path)
+    assert name_in(tmp_path) == "new"
+
+
+def test_runs_that_write_the_same_directory_take_turns(copy: Path, new: Result) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(new.write, [copy] * 12))
+    assert name_in(copy) == "new"
+    assert {path.name for path in copy.iterdir()} == {"manifest.json", *(f"{table}.parquet" for table in TABLES)}
+
+
+class Killed(BaseException):
+    """As if the process were gone."""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_crash_at_any_moment_leaves_the_old_or_the_new_results(
+    tmp_path: Path, old: Path, new: Result, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    found = []
+    for moment in range(100):
+        target = tmp_path / str(moment)
+        if not first:
+            shutil.copytree(old, target)
+            (target / "report.html").write_text('<meta name="generator" content="rlsim 1.0">')
+        with monkeypatch.context() as patch:
+            left = iter(range(moment))
+
+            def crash(*_: object, left: Any = left, **__: object) -> None:
+                if next(left, None) is None:
+                    raise Killed
+
+            for where in ("replace", "rename", "unlink", "rmdir", "write_bytes", "mkdir"):
+                real = getattr(Path, where)
+                patch.setattr(Path, where, lambda *a, real=real, **k: (crash(), real(*a, **k))[1])
+            patch.setattr(shutil, "rmtree", crash)
+            try:
+                new.write(target)
+            except Killed:
+                done = False
+            else:
+                done = True
+        if not first or (target.exists() and (list(target.glob(".rlsim-next")) or (target / "manifest.json").exists())):
+            found.append(name_in(target))
+        new.write(target)  # whatever it left behind
+        assert name_in(target) == "new"
+        assert not list(target.glob(".rlsim-*"))
+        assert (target / "report.html").exists() is False
+        if done:
+            break
+    assert done
+    assert found == sorted(found, reverse=True)  # old, then new from one moment on
+    assert {*found} == ({"new"} if first else {"old", "new"})
+
+
+# ---------------------------------------------------------------------------------------- what cannot be written to
+
+
+@pytest.mark.usefixtures("no_simulation")
+@pytest.mark.parametrize("command", ["run", "sweep", "advise"])
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("file", "is a file"),
+        ("file/below", "Not a directory"),
+        ("n" * 300, "File name too long"),
+        ("loop", "a link that leads to itself"),
+        ("/proc/nothing/here", "No such file or directory"),
+    ],
+)
+def test_a_bad_directory_is_told_before_the_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[..., tuple[int, str]],
+    command: str,
+    out: str,
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    Path("loop").symlink_to("loop")
+    Path("tiny.yaml").write_text(json.dumps(EXPERIMENT))
+    before = sorted(tmp_path.rglob("*"))
+    code, shown = call(command, "tiny.yaml", "--out", out)
+    assert (code, shown.count("\n")) == (2, 1)
+    assert shown.startswith("rlsim: error: ")
+    assert why in shown
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs file modes")
+@pytest.mark.usefixtures("no_simulation")
+def test_a_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **others: Any) -> int:  # root may write anywhere
+        if str(path).startswith(str(tmp_path)) and flags & (os.O_WRONLY | os.O_RDWR):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, flags, *more, **others)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for write in (rlsim.run, rlsim.sweep):
+        with pytest.raises(ConfigError, match=r"out: cannot be written: Permission denied"):
+            write(EXPERIMENT, out=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def limited(arguments: list[str], kilobytes: int) -> subprocess.CompletedProcess[str]:
+    """A command none of whose files may grow beyond this."""
+    line = [sys.executable, "-m", "rlsim", *arguments]
+    return subprocess.run(
+        ["bash", "-c", f'ulimit -f {kilobytes}; exec "$@"', "-", *line], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit for files")
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(json.dumps(EXPERIMENT))
+    before = contents(tmp_path)
+    for arguments in (
+        ["run", str(tmp_path / "tiny.yaml"), "--out", str(copy)],
+        ["run", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "a" / "b")],
+        ["timeline", str(copy)],
+    ):
+        done = limited(arguments, 1)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert ": cannot be written: " in done.stderr
+        assert contents(tmp_path) == before
+    assert name_in(copy) == "old"
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["list", "gpus"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_standard_output_that_is_full(arguments: list[str], buffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rlsim", *arguments],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "rlsim: error: standard output: cannot be written: No space left on device\n"
+
+
+# ------------------------------------------------------------------------------------------------------ single files
+
+
+def test_files_follow_links_and_keep_them(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link.html").symlink_to(tmp_path / "far" / "page.html")
+    with atomic_path(tmp_path / "link.html") as path:
+        path.write_text("new")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "far" / "page.html").read_text() == "new"
+    assert len(list(tmp_path.rglob("*"))) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    with atomic_path(pipe) as path:
+        path.write_text("text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'n.x00ul': cannot be written: embedded null byte"):
+        rlsim.run(EXPERIMENT, out="n\0ul")
+    with atomic_path(tmp_path / ("n" * 250)) as path:
+        path.write_text("text")
+    with pytest.raises(ConfigError, match="File name too long"):
+        check_file(tmp_path / ("n" * 300))
+
+
+def test_inputs_and_parts_of_results_are_not_written_over(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("real.yaml").write_text(json.dumps(EXPERIMENT))
+    Path("trace.csv").write_text("prompt_id,sample_id,response_tokens\n0,0,5\n")
+    Path("lengths.parquet").symlink_to("trace.csv")
+    Path("page.html").write_text("<html>mine</html>")
+    shutil.copy("page.html", copy / "report.html")
+    (copy / "timeline.json").write_text('{"my": "own"}')
+    before = contents(tmp_path)
+    manifest, steps = copy / "manifest.json", copy / "steps.parquet"
+    for arguments, why in (
+        (["plan", "real.yaml", "--out", "real.yaml"], "is what the command reads"),
+        (["plan", "real.yaml", "--json", "real.yaml"], "is what the command reads"),
+        (["trace", "import", "trace.csv", "lengths.parquet"], "is what the command reads"),
+        (["trace", "import", "trace.csv", steps], "is a part of results"),
+        (["compare", copy, "--json", manifest], "is a part of results"),
+        (["timeline", copy, "--out", manifest], "is a part of results"),
+        (["timeline", copy], "exists, and rlsim did not write it"),
+        (["report", copy], "exists, and rlsim did not write it"),
+    ):
+        code, shown = call(*arguments)
+        assert (code, shown.count("\n")) == (2, 1), arguments
+        assert why in shown
+        assert contents(tmp_path) == before
+
+
+def test_files_that_rlsim_names_are_replaced_only_if_it_wrote_them(tmp_path: Path) -> None:
+    (tmp_path / "h100-sxm-vllm.yaml").write_text("mine: true\n")
+    nccl = {"gpu": "h100-sxm", "engine": "vllm", "base": "h100-vllm"}
+    with pytest.raises(CalibrationError, match=r"h100-sxm-vllm.yaml: exists, and rlsim did not write it"):
+        import_calibration("nccl-tests", [tmp_path / "log"], **nccl, out=tmp_path)
+    (tmp_path / "h100-sxm-vllm.yaml").write_text("# Fitted by rlsim calibrate import; change that, not this.\n")
+    with pytest.raises(CalibrationError, match=r"log: no such"):
+        import_calibration("nccl-tests", [tmp_path / "log"], **nccl, out=tmp_path)
+    chart = tmp_path / "fit.html"
+    save_chart(alt.Chart(pd.DataFrame({"a": [1]})).mark_point(), chart)
+    assert check_own_file(chart) == chart
+    (tmp_path / "measurements.jsonl").write_text('{"my": "measurements"}\n')
+    with pytest.raises(CalibrationError, match=r"measurements.jsonl: is not rlsim's journal"):
+        Journal.start(tmp_path / "measurements.jsonl", None, fresh=True)  # type: ignore[arg-type]  # not got to
+
+
+# ------------------------------------------------------------------------------------------------- malformed records
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a record, and take away its seal: as one that never was rlsim's."""
+    data = json.loads(path.read_text())
+    for key in ("sha256", "format"):
+        data.pop(key)
+    found = change(data)
+    path.write_text(json.dumps(data if found is None else found))
+
+
+READERS = (["compare"], ["report"], ["timeline"])
+BAD = [None, [], "x", {"": None}, {"": [1]}, 1.5, [None]]
+
+
+def test_any_key_that_is_missing_or_of_another_type_is_named(
+    copy: Path, call: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    whole, keys = (copy / "manifest.json").read_text(), list(json.loads((copy / "manifest.json").read_text()))
+    optional = {"setups", "files", "format", "sha256", "cluster", "model", "calibration", "judge"}
+    for key in [key for key in keys if key not in ("format", "sha256")]:
+        for value in ["missing", *BAD]:
+            changed(copy / "manifest.json", lambda data, k=key, v=value: _set(data, k, v))
+            for reader in READERS:
+                code, shown = call(*reader, copy)
+                assert "Traceback" not in shown
+                if code == 0:  # nothing that this reader needs
+                    continue
+                assert code == 2, (key, value, reader)
+                lines = shown.splitlines()
+                assert lines[0].startswith("rlsim: error: "), (key, value, reader, shown)
+                assert str(copy) in lines[0] or key == "setups"  # those of a first version
+            for made in ("report.html", "timeline.json"):
+                (copy / made).unlink(missing_ok=True)
+            harmless = value in ([], "x") and isinstance(value, type(json.loads(whole)[key])) and key != "seeds"
+            if key not in optional and not harmless:
+                with pytest.raises(ConfigError, match=rf"manifest.json: (damaged: )?{key}"):
+                    read_result(copy)
+            (copy / "manifest.json").write_text(whole)
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    if value == "missing":
+        del data[key]
+    else:
+        data[key] = value
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"rlsim": ' + b"[" * 200 + b"]" * 200 + b"}", "nested deeper than 50 levels"),
+        (b"[1]", "expected a JSON object, got a list"),
+        (b"null", "expected a JSON object, got null"),
+        (b'{"rlsim": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b"{}", "required, but missing"),
+    ],
+)
+@pytest.mark.parametrize("record", ["manifest.json", "sweep.json"])
+def test_what_is_no_record_is_told_by_every_reader(
+    copy: Path, call: Callable[..., tuple[int, str]], record: str, data: bytes, why: str
+) -> None:
+    (copy / "manifest.json").unlink()
+    (copy / record).write_bytes(data)
+    before = contents(copy)
+    (copy.parent / "tiny.yaml").write_text(json.dumps(EXPERIMENT))
+    writer = "run" if record == "manifest.json" else "sweep"
+    for reader in (*READERS, [writer, copy.parent / "tiny.yaml", "--out"]):
+        code, shown = call(*reader, copy)
+        assert code == 2
+        if (reader, record) != (["timeline"], "sweep.json"):  # a sweep has no timeline, whatever it holds
+            assert shown.startswith(f"rlsim: error: {copy / record}: ")
+            assert why in shown
+        assert contents(copy) == before
+
+
+def test_a_flipped_bit_anywhere_is_told_with_the_file(copy: Path) -> None:
+    for path in sorted(copy.iterdir()):
+        whole = path.read_bytes()
+        for place in {0, len(whole) // 3, len(whole) // 2, len(whole) - 3}:
+            damaged = bytearray(whole)
+            damaged[place] ^= 4
+            path.write_bytes(damaged)
+            with pytest.raises(ConfigError) as told:
+                read_result(copy)
+            assert str(told.value).startswith(f"{path}: ")
+        path.write_bytes(whole)
+    assert name_in(copy) == "old"
