@@ -58,6 +58,13 @@ class SetupRecord(Record):
     batch: Positive
     calibration: CalibrationRecord
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_version(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "batch" not in data:
+            raise ValueError("written by another version of rlsim (it has no key `batch`): run it again")
+        return data
+
 
 class WorkflowRecord(Record):
     """The size of a step."""
