@@ -282,7 +282,7 @@ def test_what_pat_knows() -> None:
 
     generate(Curious(), context(machine("8xh100", "h100-vllm"), 16), long_tail(16, 1000, 0))
     assert seen - {"count", "index"} == {
-        "context_tokens", "generated_tokens", "has_kv", "id", "prompt_id", "prompt_tokens",
+        "context_tokens", "generated_tokens", "has_kv", "id", "position", "prompt_tokens",
     }  # fmt: skip
 
 

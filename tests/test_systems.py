@@ -169,11 +169,11 @@ def test_the_queue_fills_over_short_rounds_and_a_long_round_empties_it() -> None
     assert [r.settled.label for r in outcome.rollouts] == ["short", "short", "long", "short", "short", "long"]
     assert [r.waiting for r in outcome.rollouts] == [1, 2, 0, 1, 2, 0]
     long = outcome.responses[2]
-    assert set(long.prompt_id) == {1, 4}
+    assert set(long.position) == {1, 4}
     assert long.trained.all()
     assert (long.row % 100).tolist() == [3, 4, 3, 4]  # three samples each were generated in vain: new ones now
     assert gen_s(outcome, 2) == 7.0
-    trained = np.concatenate([r.prompt_id[r.trained] for r in outcome.responses])
+    trained = np.concatenate([r.position[r.trained] for r in outcome.responses])
     assert sorted(trained) == sorted(list(range(12)) * 2)  # every prompt once, with both responses
 
 
@@ -202,7 +202,7 @@ def test_prompts_without_variance_are_replaced_at_the_barrier() -> None:
     # Drained at 3 s, scored one after the other until 4 s; the next prompt takes 2 s and 1 s more to score.
     assert gen_s(outcome) == 7.0
     assert outcome.rollouts[0].settled.dropped == 1
-    assert outcome.responses[0].prompt_id[outcome.responses[0].trained].tolist() == [1, 1]
+    assert outcome.responses[0].position[outcome.responses[0].trained].tolist() == [1, 1]
 
 
 def test_and_at_once_where_rewards_come_by_the_sample() -> None:
@@ -222,7 +222,7 @@ def test_dynamic_sampling_composes_with_tail_batching() -> None:
     )
     responses = outcome.responses[0]
     assert outcome.rollouts[0].settled.dropped == 1  # prompt 0: the first two responses are both right
-    assert responses.prompt_id[responses.trained].tolist() == [1, 1, 2, 2]
+    assert responses.position[responses.trained].tolist() == [1, 1, 2, 2]
     assert gen_s(outcome) == 4.0
 
 

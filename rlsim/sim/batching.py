@@ -182,7 +182,7 @@ class StepBatch(RolloutControl):
         for prompt in prompts:
             self._groups[prompt.position] = _Group(prompt)
         for request in requests:
-            group = self._of[request.id] = self._groups[request.prompt_id]
+            group = self._of[request.id] = self._groups[request.position]
             group.left[request.id] = request
             group.samples += 1
 
@@ -195,13 +195,13 @@ class StepBatch(RolloutControl):
             group = self._of[request.id]
             group.left.pop(request.id, None)
             group.finished.append(request)
-            self._news[request.prompt_id] = group
+            self._news[request.position] = group
 
     def scored(self, request: Request) -> bool:
         """This response has its reward; returns whether that may decide something."""
         if not self._batching.needs_rewards or self.over or self._of[request.id].settled:
             return False
-        self._news[request.prompt_id] = self._of[request.id]
+        self._news[request.position] = self._of[request.id]
         return True
 
     def on_finish(self, view: RolloutView) -> list[Action]:  # noqa: ARG002

@@ -83,7 +83,7 @@ class RequestView(NamedTuple):
     """An unfinished request as a scheduler may know it."""
 
     id: int
-    prompt_id: int
+    position: int  # of its prompt in training order: responses to one prompt share it
     prompt_tokens: int
     generated_tokens: int
     has_kv: bool  # running: its context is in the KV cache
