@@ -43,6 +43,10 @@ EXPERIMENT: dict[str, Any] = {
     "systems": ["verl"],
 }
 
+#: The judge's GPUs do nothing else.
+APART: dict[str, Any] = copy.deepcopy(EXPERIMENT["workflow"])
+APART["reward"]["judge"]["while_training"] = "apart"
+
 VERL = {"verl": {"tp": 1}}
 SYSTEMS: dict[str, list[Any]] = {
     "plain": [VERL],
@@ -254,7 +258,7 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
         ),
         ({"systems": [{"tail_batching": {"eta": 0.5}}]}, "greater than or equal to 1"),
         ({"trace": {"path": ["rollpacker-math", "rollpacker-math"], "cap": "2K"}}, "two have the same name"),
-        ({"training": {"backend": "megatron", "tp": 4}}, "2 more are kept for the judge"),
+        ({"training": {"backend": "megatron", "tp": 4}, "workflow": APART}, "2 more are kept for the judge"),
     ],
 )
 def test_what_does_not_go_together_is_said(changes: dict[str, Any], message: str) -> None:

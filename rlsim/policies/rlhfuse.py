@@ -79,16 +79,17 @@ class FusedInference(Schema, Rewiring):
     """Reward and log-prob calls take each response as soon as it is finished."""
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Generation to reward and inference by the sample."""
-        return workflow.streaming(["generate"], ["reward", "inference"])
+        """Generation to reward and inference by the sample; none of these waits for another."""
+        return workflow.without_barriers().streaming(["generate"], ["reward", "inference"])
 
 
 class FusedTraining(Schema, Rewiring):
     """Training too takes responses as they come."""
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Everything up to training by the sample."""
-        return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
+        """Everything up to training by the sample; log-probs do not wait for rewards."""
+        free = workflow.without_barriers()
+        return free.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
 
 
 class RLHFuse(Schema, Composition):

@@ -43,8 +43,9 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
     _next: int = PrivateAttr(default=0)  # milestone to try next; beyond the last once a step has scaled
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Responses go on to reward, log-probs and training by the sample."""
-        return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
+        """Responses go on to reward, log-probs and training by the sample; log-probs do not wait for rewards."""
+        free = workflow.without_barriers()
+        return free.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
 
     def setup(self, context: ControlContext) -> None:
         """How many responses a step needs."""

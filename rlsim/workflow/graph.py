@@ -31,6 +31,9 @@ class Edge:
 
     `grain`: `stage` is all of it, then go; `sample` is each response as soon as it is done; `chunk` is every
     `chunk_tokens` tokens of each response while it is generated, and what is left of it at its end.
+
+    A `barrier` says only in which order a framework runs its calls: `target` starts when all of `source` is done, and
+    takes nothing from it. Systems that overlap the two take it out (`Workflow.without_barriers`).
     """
 
     source: str
@@ -38,6 +41,7 @@ class Edge:
     lag: int = 0
     grain: Grain = "stage"
     chunk_tokens: int = 0  # of the grain `chunk`
+    barrier: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,12 @@ class Workflow:
                 raise ConfigError(
                     f"workflow {self.name}: {edge.source} -> {edge.target} cannot have the grain `sample`: it is for "
                     "responses of the same step on their way to a reward, inference or train call"
+                )
+            waits = self.call(edge.target).kind in ("inference", "train")
+            if edge.barrier and (edge.lag or edge.grain != "stage" or not waits):
+                raise ConfigError(
+                    f"workflow {self.name}: {edge.source} -> {edge.target} cannot be a barrier: inference and train "
+                    "calls wait at one, for all of a call of the same step"
                 )
             self._check_chunks(edge)
         if len([call for call in self.calls if call.kind == "generate"]) > 1:
@@ -115,6 +125,10 @@ class Workflow:
             for edge in self.edges
         )
         return replace(self, edges=edges)
+
+    def without_barriers(self) -> Self:
+        """The workflow with the edges that carry something: no call waits for one whose results it does not use."""
+        return replace(self, edges=tuple(edge for edge in self.edges if not edge.barrier))
 
     def in_chunks(self, models: Sequence[str], chunk_tokens: int) -> Self:
         """The workflow with grain `chunk` on every edge of the step from a generate to an inference call of `models`.
