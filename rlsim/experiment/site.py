@@ -360,6 +360,7 @@ class Site:
             page_tokens=experiment.engine.page_tokens,
             requests=workflow.prompts * workflow.responses,
             prompt_tokens=prompt_tokens,
+            max_num_seqs=experiment.engine.max_num_seqs,
             replica_gpus=replica,
         )
 

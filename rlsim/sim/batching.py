@@ -51,6 +51,10 @@ class Batching:
         """What the step starts with."""
         return Launch(feed.take(feed.prompts), feed.responses)
 
+    def upcoming(self, feed: PromptFeed) -> str:  # noqa: ARG002
+        """The kind of round that the next launch begins, as its `label` will say."""
+        return ""
+
     def counts(self, rewards: Sequence[float]) -> bool:  # noqa: ARG002
         """Whether a prompt whose responses got these rewards belongs to the batch; if not, it is dropped for good."""
         return True
@@ -95,6 +99,10 @@ class Batchings(Batching):
     def launch(self, feed: PromptFeed) -> Launch:
         """As the first says."""
         return self.parts[0].launch(feed)
+
+    def upcoming(self, feed: PromptFeed) -> str:
+        """As the first says."""
+        return self.parts[0].upcoming(feed)
 
     def counts(self, rewards: Sequence[float]) -> bool:
         """Only if all say so."""
