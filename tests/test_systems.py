@@ -377,25 +377,83 @@ def test_fused_inference_starts_on_released_gpus() -> None:
 # --------------------------------------------------------------------------------------------------------- planner
 
 
-def test_the_planner_doubles_and_halves() -> None:
-    planner = Planner(start_tp=1)
+def planner(start_tp: int = 1, pages: int = 10**6) -> Planner:
+    """Of eight GPUs: a step of s sequences takes 1/TP + s/10 seconds, so that larger batches want a smaller TP."""
+    made = Planner(start_tp=start_tp)
+    made.setup(
+        ControlContext(
+            costs=StubCosts(
+                {tp: LinearStep(a=1.0 / tp, b=0.1) for tp in (1, 2, 4, 8)}, dict.fromkeys((1, 2, 4, 8), pages)
+            ),
+            feasible_tps=(1, 2, 4, 8),
+            infeasible={},
+            gpus_per_node=8,
+            nodes=1,
+            cap_tokens=1000,
+            page_tokens=16,
+            requests=80,
+            prompt_tokens=10,
+        )
+    )
+    return made
 
-    class Context:
-        feasible_tps = (1, 2, 4)
 
-    planner.setup(Context())  # type: ignore[arg-type]
+def played(responses: int, preemptions: int, tp: int = 1, label: str = "short", coming: str = "short") -> RolloutReport:
+    """A round of so many responses of 100 tokens."""
+    return RolloutReport(0, tp, 1.0, preemptions, (), label, coming, ((10, 100),) * responses)
 
-    def after(preemptions: int, tp: int, label: str = "") -> int | None:
-        return planner.next_tp(RolloutReport(0, tp, 1.0, preemptions, (), label))
 
-    assert after(100, 1) == 1  # nothing to compare with
-    assert after(105, 1) == 1  # a rise of exactly 1.05 is not more
-    assert after(111, 1) == 2
-    assert after(500, 2, "long") == 2  # the first of its kind
-    assert after(600, 2, "long") == 4
-    assert after(900, 4) == 4  # 8 is not feasible
-    assert [after(0, 4) for _ in range(4)] == [4, 4, 4, 2]
-    assert [after(0, 2) for _ in range(4)] == [2, 2, 2, 1]
+def test_the_planner_takes_for_each_kind_of_round_what_the_profile_says_is_fastest() -> None:
+    plans = planner(start_tp=2)
+    assert plans.next_tp(played(80, 7, coming="long")) == 2  # nothing is known of long rounds: as the run began
+    # 80 responses: 1/TP + TP seconds a step at TP, 8 responses: 1/TP + TP/10.
+    assert plans.next_tp(played(8, 7, tp=2, label="long")) == 1
+    assert plans.next_tp(played(80, 7, coming="long")) == 4
+    assert plans.round_s(1, ((10, 100),) * 80) == pytest.approx(1.0 + 100 * 2.0)  # a prefill is a second
+    assert plans.round_s(4, ((10, 100),) * 8) == pytest.approx(0.25 + 100 * 0.65)
+
+
+def test_responses_that_do_not_fit_into_the_kv_cache_take_turns() -> None:
+    plans = planner(pages=40)  # 640 tokens: five responses of 110
+    both = plans.round_s(1, ((10, 100),) * 80)
+    assert both == pytest.approx(1.0 + 2 * 100 * 1.5)
+
+
+def test_a_rise_of_preemptions_doubles_the_choice_for_a_round_and_never_climbs() -> None:
+    plans = planner()
+    chosen = [plans.next_tp(played(80, preemptions)) for preemptions in (100, 105, 111)]
+    assert chosen == [1, 1, 2]  # a rise of exactly 1.05 is not more
+    tp = 2
+    for preemptions in (200, 300, 500, 900, 2000, 5000):
+        tp = plans.next_tp(played(80, preemptions, tp))
+        assert tp <= 2
+
+
+def test_quiet_rounds_of_one_kind_do_not_halve_the_tp_of_another() -> None:
+    plans = planner()
+    plans.next_tp(played(8, 50, label="long"))
+    for _ in range(4):
+        assert plans.next_tp(played(80, 0, coming="long")) == 4
+
+
+def test_quiet_rounds_halve_the_choice_unless_the_profile_says_that_it_costs_more() -> None:
+    grown = planner()
+    assert [grown.next_tp(played(n, 0)) for n in (8, 8, 8, 48)] == [4, 4, 4, 1]  # 1.6 s a step at TP1, 1.7 s at TP2
+    restless = planner()
+    assert [restless.next_tp(played(n, 9)) for n in (8, 8, 8, 48)] == [4, 4, 4, 2]
+    steady = planner()
+    assert [steady.next_tp(played(8, 0)) for _ in range(6)] == [4] * 6
+
+
+def test_the_planner_is_no_slower_than_the_static_tp_it_began_with() -> None:
+    """Qwen3-8B, 32K: by preemptions alone it climbed to TP 8 and took half as long again."""
+    systems = [
+        {"name": "static", "use": ["tail_batching", {"verl": {"tp": 1}}]},
+        {"name": "planner", "use": ["tail_batching", {"planner": {"start_tp": 1}}]},
+    ]
+    settings = {"workflow.steps": 7, "systems": systems, "baseline": "static"}
+    found = rlsim.run("planner_preemption", seeds=1, overrides=settings).summary().set_index("system")
+    assert found.loc["planner", "gen_speedup"] > 0.95
 
 
 # ------------------------------------------------------------------------------------------------- stream trainer
