@@ -246,6 +246,20 @@ def test_a_barrier_scores_after_generation_and_a_stream_beside_it() -> None:
     assert stream.responses[0].scored_at.tolist() == [2.5, 4.0, 5.5, 9.5]
 
 
+def test_log_probs_wait_for_all_rewards_as_in_verl_unless_the_order_is_another() -> None:
+    lengths = {0: [1, 2, 3, 8]}  # 18 tokens with the prompts: 1.8 s of log-probs
+    first = train(lengths, 1, 4, scoring=Checks(1.5), rewire=lambda _: grpo(reference=False))
+    call, log_probs = call_of(first, "reward"), call_of(first, "inference")
+    assert (call.start_at, call.end_at) == (8.0, 14.0)
+    assert (log_probs.ready_at, log_probs.end_at) == pytest.approx((14.0, 15.8))
+    beside = train(lengths, 1, 4, scoring=Checks(1.5), rewire=lambda _: grpo(reference=False, reward_first=False))
+    assert call_of(beside, "inference").start_at == 8.0
+    assert call_of(beside, "train").start_at == 14.0
+    early = train(lengths, 1, 4, scoring=Checks(1.5), rewire=lambda _: AsyncReward().rewired(grpo(reference=False)))
+    assert call_of(early, "inference").end_at == pytest.approx(9.8)
+    assert call_of(early, "train").start_at == pytest.approx(9.8)  # the last score came at 9.5 s
+
+
 def test_rewards_of_surplus_responses_are_not_waited_for() -> None:
     lengths = {0: [2, 2, 2], 1: [3, 3, 3]}
     outcome = train(lengths, 1, 2, batching=TailBatching(eta=1.5), scoring=Checks(1.0), rewire=AsyncReward().rewired)

@@ -18,6 +18,7 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.frames import Frames, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
+from rlsim.experiment.preempted import preemption_notes
 from rlsim.experiment.result import Result, check_target
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.site import Site
@@ -190,6 +191,16 @@ class _Case:
             workflow = self.experiment.workflow
             yield spec, float(steps["trained"].sum()) / (len(steps) * workflow.prompts * workflow.responses)
 
+    def _preemptions(self) -> dict[str, pd.Series[int]]:
+        """Of each response, by system."""
+        best = {
+            spec.name: min((one for one, _ in tried), key=self._mean_step_s) for spec, tried in self.systems.items()
+        }
+        return {
+            name: pd.concat(self._done[one.key, seed]["responses"]["preemptions"] for seed in self._samplers)
+            for name, one in best.items()
+        }
+
     def sites(self) -> dict[str, Site]:
         """Where the systems run, by the names of those that run there."""
         found: dict[int, tuple[Site, list[str]]] = {}
@@ -213,6 +224,7 @@ class _Case:
             for spec, share in self._trained_shares()
             if share < 1
         ]
+        preempted = preemption_notes(self._preemptions())
         sites, unfit = self.sites(), dict[str, list[str]]()
         for names, site in sites.items():
             for tp, why in site.context.infeasible.items():
@@ -222,7 +234,10 @@ class _Case:
             for note, names in unfit.items()
         ]
         prefix = f"{self.name}: " if self.name else ""
-        return [prefix + note for note in (*tuned, *partial, *infeasible, *self.notes, *sampled, *scored, *outside)]
+        return [
+            prefix + note
+            for note in (*tuned, *partial, *preempted, *infeasible, *self.notes, *sampled, *scored, *outside)
+        ]
 
 
 def _listed(names: list[str]) -> str:

@@ -56,10 +56,10 @@ class JudgeSpec(Schema):
         lt=1,
         description="share of the GPUs that judge and do not generate, unless a system colocates the judge",
     )
-    while_training: Literal["resident", "offloaded", "apart"] = Field(
-        default="resident",
-        description="what these GPUs do when all is scored. resident: they join log-probs and training, the judge's "
-        "weights stay on them; offloaded: they join, its weights are copied from host memory when generation begins; "
+    while_training: Literal["offloaded", "resident", "apart"] = Field(
+        default="offloaded",
+        description="what these GPUs do when all is scored. offloaded: they join log-probs and training, the judge's "
+        "weights wait in host memory until the next generation begins; resident: they join, its weights stay; "
         "apart: nothing",
     )
     prompt_tokens: Annotated[Tokens, Field(ge=0)] = Field(

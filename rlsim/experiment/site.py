@@ -212,8 +212,9 @@ class Site:
         try:
             self.memory.check(plan, resting)
         except CapacityError as error:
-            kept = f"the judge keeps {resting / 1e9:.2f} GB there (workflow.reward.judge.while_training)"
-            raise CapacityError(f"{error}; {kept}") from None
+            other = "offloaded or apart" if self._spec and self._spec.while_training == "resident" else "apart"
+            judge = f"{resting / 1e9:.2f} GB of it are the judge's: set workflow.reward.judge.while_training: {other}"
+            raise CapacityError(f"{error}; {judge}") from None
         return plan
 
     @cached_property
