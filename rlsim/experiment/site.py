@@ -67,10 +67,11 @@ class Site:
     def judge_joins(self) -> bool:
         """Whether the judge's own GPUs take part in log-probs and training, once it has scored all of a step.
 
-        A system that places its calls says itself where they run: never on those GPUs.
+        A system that places its calls says itself where they run: never on those GPUs. Where nothing is generated the
+        judge works beside log-probs, so it keeps them.
         """
-        spec = self._spec
-        return bool(spec and self.judge_gpus and spec.while_training != "apart" and self._placing is None)
+        spec, generates = self._spec, any(call.kind == "generate" for call in self.workflow.calls)
+        return bool(self.judge_gpus and spec and spec.while_training != "apart" and self._placing is None and generates)
 
     @cached_property
     def gpus(self) -> tuple[int, ...]:
