@@ -92,6 +92,18 @@ def test_all_others_keep_it(part: str) -> None:
     assert barriers(spec.make().rewired(ppo())) == barriers(ppo())
 
 
+def test_calls_that_take_responses_as_they_come_wait_at_no_barrier() -> None:
+    workflow = ppo(old_log_probs=True)
+    everything = {("reward_score", "old_log_prob"), ("reward_score", "ref_log_prob"), ("reward_score", "values")}
+    assert barriers(workflow) == everything
+    assert not barriers(workflow.streaming(["generate"], ["inference"]))
+    assert barriers(workflow.in_chunks(["reward"], 100)) == everything
+    assert barriers(workflow.in_chunks(["reference"], 100)) == everything - {("reward_score", "ref_log_prob")}
+    edges = (*workflow.in_chunks(["reference"], 100).edges, Edge("reward_score", "ref_log_prob", barrier=True))
+    with pytest.raises(ConfigError, match="cannot be a barrier"):
+        Workflow("both", workflow.calls, edges)
+
+
 def test_the_order_of_rewards_is_a_setting_and_a_part() -> None:
     slow = {"time_per_response": 1.0, "workers": 16}
     systems = [{"verl": {"tp": 1}}, {"name": "beside", "use": [{"verl": {"tp": 1}}, "reward_beside"]}]

@@ -161,7 +161,7 @@ class CriticPipelining(Schema, Rewiring):
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Responses go on to inference by the sample; the other group's log-probs do not wait for the rewards."""
-        return workflow.without_barriers().streaming(["generate"], ["inference"])
+        return workflow.streaming(["generate"], ["inference"])
 
 
 def _any(call: Call) -> bool:  # noqa: ARG001

@@ -80,7 +80,7 @@ class FusedInference(Schema, Rewiring):
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Generation to reward and inference by the sample; none of these waits for another."""
-        return workflow.without_barriers().streaming(["generate"], ["reward", "inference"])
+        return workflow.streaming(["generate"], ["reward", "inference"])
 
 
 class FusedTraining(Schema, Rewiring):
@@ -88,8 +88,7 @@ class FusedTraining(Schema, Rewiring):
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Everything up to training by the sample; log-probs do not wait for rewards."""
-        free = workflow.without_barriers()
-        return free.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
+        return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
 
 
 class RLHFuse(Schema, Composition):

@@ -44,8 +44,7 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Responses go on to reward, log-probs and training by the sample; log-probs do not wait for rewards."""
-        free = workflow.without_barriers()
-        return free.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
+        return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
 
     def setup(self, context: ControlContext) -> None:
         """How many responses a step needs."""
