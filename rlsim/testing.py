@@ -301,7 +301,9 @@ def _rollout(
         raise _broken(batch, f"the step's batch has {len(accepted)} responses, not {needed}")
     preemptions = sum(replica.preemptions for replica in rollout.replicas)
     generated = tuple(r.generated for r in requests if r.finished)
-    return requests, RolloutReport(step, tp, env.now, preemptions, generated, settled.label)
+    loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in requests)
+    coming = system.batching.upcoming(feed)
+    return requests, RolloutReport(step, tp, env.now, preemptions, generated, settled.label, coming, loads)
 
 
 # ---- comparing rollouts ----------------------------------------------------------------------------------------------

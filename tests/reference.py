@@ -43,7 +43,7 @@ def one_moment(a: float, b: float) -> bool:
 @dataclass
 class RefRequest:
     id: int
-    prompt_id: int
+    position: int
     prompt_tokens: int
     response_tokens: int
     generated: int = 0  # above 0: resumed
@@ -150,7 +150,7 @@ def simulate(
 @dataclass(eq=False)
 class _Request:
     id: int
-    prompt_id: int
+    position: int
     prompt_tokens: int
     response_tokens: int
     generated: int
@@ -302,7 +302,7 @@ class _View:
                 replica.tp,
                 replica.gpus,
                 tuple(
-                    RequestView(r.id, r.prompt_id, r.prompt_tokens, r.generated, r.state == "running")
+                    RequestView(r.id, r.position, r.prompt_tokens, r.generated, r.state == "running")
                     for r in replica.requests()
                 ),
             )
@@ -331,7 +331,7 @@ class _Rollout:
         self.chunk_tokens, self.handover_s = 0, 0.0
         self.gpus_per_node, self.costs, self.engine = gpus_per_node, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
-        self.requests = [_Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
+        self.requests = [_Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
         self.by_id = {r.id: r for r in self.requests}
         self.tps = dict.fromkeys(range(nodes), tp)
         self.used_tps = {node: {tp} for node in range(nodes)}
@@ -604,7 +604,7 @@ class _Rollout:
             case Launch():
                 assert self.launcher is not None
                 new = self.launcher(action, len(self.requests))
-                launched = [_Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in new]
+                launched = [_Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in new]
                 self.requests += launched
                 self.by_id |= {r.id: r for r in launched}
                 self.result.preemptions |= {r.id: 0 for r in launched}

@@ -43,7 +43,7 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
                 chunk_at[request.id, tokens] = env.now
 
     def made(requests: Sequence[RefRequest]) -> list[Request]:
-        return [Request(r.id, r.prompt_id, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
+        return [Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
 
     recorder = Recorder()
     engine = work.engine

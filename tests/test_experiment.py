@@ -23,6 +23,7 @@ from rlsim.cli import main
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.preempted import preemption_notes
 from rlsim.experiment.result import Result, read_result
 from rlsim.schema import Schema
 from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
@@ -384,6 +385,30 @@ def test_a_cap_above_the_traces_own_is_noted() -> None:
     trace = {"path": "dapo-growing", "cap": "32K"}
     result = rlsim.run(experiment(seeds=1, baseline=None, systems=[{"verl": {"tp": 2}}], trace=trace))
     assert any("the cap of 32768 tokens is above its own cap of 20480 tokens" in note for note in result.notes)
+
+
+def test_a_considerable_share_of_preempted_responses_is_noted() -> None:
+    """A KV cache of which a quarter of the responses do not find enough, beside one that has room for all."""
+    settings = {"workflow.steps": 1, "systems": [{"verl": {"tp": [1, 8]}}], "baseline": "verl-tp1", "trace.cap": "16K"}
+    result = rlsim.run("planner_preemption", seeds=1, overrides=settings)
+    steps = result.steps.set_index("system")
+    each = steps["preemptions"] / steps["launched"]
+    assert each["verl-tp1"] > 0.1
+    (note,) = (note for note in result.notes if "preempted" in note)
+    responses = result.responses[result.responses["system"] == "verl-tp1"]
+    share = (responses["preemptions"] > 0).mean()
+    assert f"verl-tp1 ({share:.0%} of its responses, {each['verl-tp1']:.2f} times each on average)" in note
+    assert "KV cache is too small" in note
+    assert "memory_utilization" in note
+    assert "verl-tp8" not in note
+
+
+def test_a_few_preempted_responses_are_not_worth_a_note() -> None:
+    few, many = pd.Series([0] * 96 + [1] * 4), pd.Series([0] * 95 + [2] * 5)
+    assert not list(preemption_notes({"few": few}))
+    (note,) = preemption_notes({"few": few, "many": many})
+    assert "few" not in note
+    assert "many (5% of its responses, 0.10 times each on average)" in note
 
 
 def test_infeasible_degrees_are_named() -> None:

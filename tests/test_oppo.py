@@ -345,7 +345,7 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
     assert first.response_tokens.tolist() == [2, 3, 3]
     # Prompts 3 and 4 are new, on GPUs 0 and 1; 1 goes on on GPU 2: 1 + 4/2 s for its fourth token, 5 s for the others.
     # Then the batch is complete. Prompt 4 stops at its next boundary, 8.5 s, with 8 tokens.
-    assert second.prompt_id.tolist() == [3, 4, 1]
+    assert second.position.tolist() == [3, 4, 1]
     start = call_of(played.outcome, "generate", 1).start_at
     assert (second.finished_at - start)[[0, 2]].tolist() == pytest.approx([2.5, 8.0])
     assert gen_s(played.outcome, 1) == pytest.approx(8.5)
@@ -354,7 +354,7 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
     assert second.response_tokens.tolist() == [2, 8, 9]
     assert (1 - second.version).tolist() == [0, 0, 1]  # staleness
     # Prompt 4 lacks a token: 1 + 9/2 s. Prompts 5 and 6 take 3.5 s: the batch without it.
-    assert third.prompt_id[third.trained].tolist() == [5, 6]
+    assert third.position[third.trained].tolist() == [5, 6]
     settled = [r.settled for r in played.outcome.rollouts]
     assert [(s.launched, s.resumed, s.paused, s.put_back) for s in settled] == [
         (3, 0, 1, 0),
@@ -393,7 +393,7 @@ def test_tokens_launched_are_trained_aborted_or_carried_over(seed: int) -> None:
     chunk = int(rng.choice([0, 3, 16]))
     played = play(lengths, 8, workflow=graph(chunk), gpus=3, steps=12, batching=Overcommit(delta=delta))
     conserved(played.outcome)
-    trained = np.concatenate([r.prompt_id[r.trained] for r in played.outcome.responses])
+    trained = np.concatenate([r.position[r.trained] for r in played.outcome.responses])
     assert len(trained) == 12 * 8
     assert len(set(trained)) == len(trained)  # each prompt once
     for settled in (r.settled for r in played.outcome.rollouts):
@@ -414,7 +414,7 @@ def test_groups_of_responses_are_kept_whole() -> None:
     played = play(lengths, 2, workflow=graph(), gpus=6, responses=2, steps=2, batching=Overcommit(delta=1))
     first, second = played.outcome.responses
     assert first.paused.tolist() == [False, False, True, True, False, False]
-    resumed = second.prompt_id == 1
+    resumed = second.position == 1
     assert second.trained[resumed].all()
     assert sorted(second.response_tokens[resumed]) == [2, 9]
     assert sorted(second.resumed_tokens[resumed]) == [2, 3]
@@ -478,7 +478,7 @@ def test_a_batching_may_keep_some_and_put_others_back() -> None:
     first, second = played.outcome.responses
     assert batching.seen[:2] == [Unfinished(Prompt(1), (2,), (False,)), Unfinished(Prompt(2), (2,), (False,))]
     assert first.aborted.tolist() == [False, False, True, False]
-    assert second.prompt_id.tolist() == [2, 4, 5, 1]
+    assert second.position.tolist() == [2, 4, 5, 1]
     assert second.resumed_tokens.tolist() == [0, 0, 0, 2]
     assert sorted(second.response_tokens[second.trained]) == [3, 9]  # another sample of 2, the same one of 1
 
@@ -494,7 +494,7 @@ def test_what_goes_on_may_wait_for_its_rewards() -> None:
         rewire=AsyncReward().rewired,
     )  # fmt: skip
     conserved(outcome)
-    trained = np.concatenate([r.prompt_id[r.trained] for r in outcome.responses])
+    trained = np.concatenate([r.position[r.trained] for r in outcome.responses])
     assert sorted(trained) == sorted(list(set(trained)) * 2)
     assert len(trained) == 8 * 3 * 2
     kept_whole = [r for r in outcome.responses if ((r.resumed_tokens == r.response_tokens) & r.resumed).any()]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simpy
+from workloads import StubCosts
 
 import rlsim
 from rlsim.cost.step import Chunk
@@ -18,6 +19,7 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.policies.pat import PAT
+from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
 from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
 from rlsim.sim.request import EngineConfig, Request
@@ -282,8 +284,33 @@ def test_what_pat_knows() -> None:
 
     generate(Curious(), context(machine("8xh100", "h100-vllm"), 16), long_tail(16, 1000, 0))
     assert seen - {"count", "index"} == {
-        "context_tokens", "generated_tokens", "has_kv", "id", "prompt_id", "prompt_tokens",
+        "context_tokens", "generated_tokens", "has_kv", "id", "position", "prompt_tokens",
     }  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- planner
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(("requests", "kv_share"), [(128, 1.0), (512, 1.0), (512, 0.1)])
+def test_the_planner_predicts_a_round_from_its_loads(tp: int, requests: int, kv_share: float) -> None:
+    """Beside the engine on the same lengths; where the KV cache is short, it does not know what is recomputed."""
+    setup = machine("8xh100", "h100-vllm")
+    lengths = long_tail(requests, 16384, 0)
+    pages = {n: int(kv_share * setup.machine.capacity_pages(n)) for n in (1, 2, 4, 8)}
+
+    class Less(StubCosts):
+        def step(self, tp: int) -> Any:
+            return setup.machine.step(tp)
+
+    known = context(setup, requests, costs=Less({}, pages))
+    plans = Planner(start_tp=tp)
+    plans.setup(known)
+    rollout = generate(VeRL(tp=tp), known, lengths)
+    preempted = sum(replica.preemptions for replica in rollout.replicas) > 0
+    assert preempted == (kv_share < 1.0 and tp < 8)
+    predicted_s = plans.round_s(tp, [(PROMPT, int(length)) for length in lengths])
+    assert predicted_s == pytest.approx(rollout.env.now, rel=0.25 if preempted else 0.08)
 
 
 # ----------------------------------------------------------------------------------------------------------- veRL

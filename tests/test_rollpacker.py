@@ -12,8 +12,10 @@ import pandas as pd
 import pytest
 
 import rlsim
+from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload
+from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
@@ -25,6 +27,7 @@ from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.request import Request
 from rlsim.trace import TraceMeta, make_trace, mix
+from rlsim.validate.rollpacker import share_settings
 
 EXPERIMENT: dict[str, Any] = {
     "name": "parts",
@@ -42,6 +45,10 @@ EXPERIMENT: dict[str, Any] = {
     "seeds": 1,
     "systems": ["verl"],
 }
+
+#: The judge's GPUs do nothing else.
+APART: dict[str, Any] = copy.deepcopy(EXPERIMENT["workflow"])
+APART["reward"]["judge"]["while_training"] = "apart"
 
 VERL = {"verl": {"tp": 1}}
 SYSTEMS: dict[str, list[Any]] = {
@@ -213,14 +220,91 @@ def test_streams_use_gpus_that_generation_gave_up() -> None:
     assert of(result().steps, "rlhfuse")["released_gpu_s"].sum() > 0
 
 
-def test_a_reserved_judge_keeps_its_gpus_and_a_colocated_one_gives_them_back() -> None:
+GENERATING = ("decode", "prefill", "mixed", "switch")
+
+
+def test_a_reserved_judges_gpus_generate_nothing_and_train_and_a_colocated_one_shares_all() -> None:
     spans = result().spans
     plain = of(spans, "plain")
     assert set(plain.loc[plain["kind"] == "reward", "gpu"]) == {6, 7}
-    assert plain.loc[plain["kind"] != "reward", "gpu"].max() < 6
+    assert plain.loc[plain["kind"].isin(GENERATING), "gpu"].max() < 6
+    calls = of(result().calls, "plain").groupby("call")["gpus"].first()
+    assert calls[["generate", "reward", "old_log_prob", "train"]].tolist() == [6, 2, 8, 8]
     judge = of(spans, "judge")
     assert judge.loc[judge["kind"] == "reward", "shared"].all()
     assert set(judge.loc[judge["kind"] == "decode", "gpu"]) == set(range(8))
+
+
+def judged(while_training: str, *parts: Any, **changes: Any) -> Result:
+    """Judged responses only: two of eight GPUs are the judge's."""
+    reward = {"workers": 4, "judge": {"model": "qwen2.5-1.5b", "while_training": while_training}}
+    work = {"prompts": 32, "responses": 8, "steps": 2, "reward": reward}
+    trace = {"path": "rollpacker-judge", "cap": "2K"}
+    return rlsim.run(experiment(systems=[{"name": "x", "use": [VERL, *parts]}], workflow=work, trace=trace, **changes))
+
+
+def test_the_judges_gpus_join_training_unless_they_are_kept_apart() -> None:
+    offloaded, resident, apart = (judged(how) for how in ("offloaded", "resident", "apart"))
+
+    def seconds(result: Result, call: str) -> float:
+        calls = result.calls[result.calls["call"] == call]
+        return float((calls["end_at"] - calls["start_at"]).mean())
+
+    for joined in (offloaded, resident):
+        assert joined.calls.groupby("call")["gpus"].first()[["train", "old_log_prob"]].tolist() == [8, 8]
+        assert 0.7 < seconds(joined, "train") / seconds(apart, "train") < 0.95  # 6 / 8, and the update itself
+        assert seconds(joined, "generate") == seconds(apart, "generate")
+    assert apart.calls.groupby("call")["gpus"].first()[["train", "old_log_prob"]].tolist() == [6, 6]
+    assert apart.spans.loc[apart.spans["kind"].isin(["train", "old_log_prob", "ref_log_prob"]), "gpu"].max() < 6
+    # Its weights are back long before the first response is judged, which generation has to be over for.
+    assert offloaded.steps["step_time_s"].tolist() == pytest.approx(resident.steps["step_time_s"].tolist())
+    assert [r.manifest["judge"][""]["x"]["while_training"] for r in (offloaded, apart)] == ["offloaded", "apart"]
+
+
+def test_an_offloaded_judge_judges_once_its_weights_are_there() -> None:
+    result = judged("offloaded", "async_reward")
+    model, cluster = load_model("qwen2.5-1.5b"), load_cluster("8xh800")
+    load_s = host_copy_s(rollout_weight_bytes(model, 1), cluster.host)
+    for step in (0, 1):  # noqa: B007 - pandas reads it
+        start = result.calls.query("step == @step and call == 'generate'")["start_at"].iloc[0]
+        spans = result.spans.query("step == @step and kind == 'reward'").sort_values("start_at")
+        assert spans["start_at"].iloc[0] == pytest.approx(start)
+        assert spans["end_at"].iloc[0] - start == pytest.approx(load_s)
+        first = result.responses.query("step == @step")["score_start_at"].min()
+        assert first >= start + load_s * (1 - 1e-9)
+
+
+def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge() -> None:
+    """14B on 24 of 32 GPUs fits beside the judge's context, not beside its weights too."""
+    settings = {**share_settings("judge"), "workflow.steps": 1}
+    where = "workflow.reward.judge.while_training"
+    assert len(rlsim.run("rollpacker_7b", seeds=1, overrides=settings).steps) == 1
+    with pytest.raises(RlsimError, match=r"17\.38 GB of it are the judge's: set .*while_training: offloaded or apart"):
+        rlsim.run("rollpacker_7b", seeds=1, overrides={**settings, where: "resident"})
+    loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=resident"])
+    joined = Setup.of(loaded, folder, shown).site().judge
+    loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=apart"])
+    alone = Setup.of(loaded, folder, shown).site().judge
+    assert joined is not None
+    assert alone is not None
+    assert 0 < joined.capacity_pages < 0.95 * alone.capacity_pages  # optimizer states stay
+
+
+@pytest.mark.parametrize("training", [{"tp": 1}, {"tp": 4}, {"tp": 4, "pp": 2}])
+@pytest.mark.parametrize(
+    "parts", [["async_reward"], ["stream"], ["tail_batching", "stream"], ["dynamic_sampling", "stream"]]
+)
+def test_a_judge_whose_gpus_train_in_pieces_gets_them_in_time(parts: list[Any], training: dict[str, int]) -> None:
+    """A replica of training that spans GPUs of the rollout and of the judge must not keep the judge from its own."""
+    found = rlsim.run(
+        experiment(systems=[{"name": "x", "use": [VERL, *parts]}], training={"backend": "megatron", **training}),
+        overrides={"workflow.steps": 3},
+    )
+    assert (found.steps["trained"] == 64).all()
+    spans = found.spans[~found.spans["shared"]]
+    for gpu in (0, 4, 6, 7):
+        own = spans[(spans["gpu"] <= gpu) & (gpu < spans["gpu"] + spans["gpus"])].sort_values("start_at")
+        assert (own["start_at"].to_numpy()[1:] >= own["end_at"].to_numpy()[:-1] - 1e-6).all()
 
 
 def test_in_pieces_costs_about_as_much_as_at_once() -> None:
@@ -254,7 +338,7 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
         ),
         ({"systems": [{"tail_batching": {"eta": 0.5}}]}, "greater than or equal to 1"),
         ({"trace": {"path": ["rollpacker-math", "rollpacker-math"], "cap": "2K"}}, "two have the same name"),
-        ({"training": {"backend": "megatron", "tp": 4}}, "2 more are kept for the judge"),
+        ({"training": {"backend": "megatron", "tp": 4}, "workflow": APART}, "2 more are kept for the judge"),
     ],
 )
 def test_what_does_not_go_together_is_said(changes: dict[str, Any], message: str) -> None:

@@ -169,11 +169,11 @@ def test_the_queue_fills_over_short_rounds_and_a_long_round_empties_it() -> None
     assert [r.settled.label for r in outcome.rollouts] == ["short", "short", "long", "short", "short", "long"]
     assert [r.waiting for r in outcome.rollouts] == [1, 2, 0, 1, 2, 0]
     long = outcome.responses[2]
-    assert set(long.prompt_id) == {1, 4}
+    assert set(long.position) == {1, 4}
     assert long.trained.all()
     assert (long.row % 100).tolist() == [3, 4, 3, 4]  # three samples each were generated in vain: new ones now
     assert gen_s(outcome, 2) == 7.0
-    trained = np.concatenate([r.prompt_id[r.trained] for r in outcome.responses])
+    trained = np.concatenate([r.position[r.trained] for r in outcome.responses])
     assert sorted(trained) == sorted(list(range(12)) * 2)  # every prompt once, with both responses
 
 
@@ -202,7 +202,7 @@ def test_prompts_without_variance_are_replaced_at_the_barrier() -> None:
     # Drained at 3 s, scored one after the other until 4 s; the next prompt takes 2 s and 1 s more to score.
     assert gen_s(outcome) == 7.0
     assert outcome.rollouts[0].settled.dropped == 1
-    assert outcome.responses[0].prompt_id[outcome.responses[0].trained].tolist() == [1, 1]
+    assert outcome.responses[0].position[outcome.responses[0].trained].tolist() == [1, 1]
 
 
 def test_and_at_once_where_rewards_come_by_the_sample() -> None:
@@ -222,7 +222,7 @@ def test_dynamic_sampling_composes_with_tail_batching() -> None:
     )
     responses = outcome.responses[0]
     assert outcome.rollouts[0].settled.dropped == 1  # prompt 0: the first two responses are both right
-    assert responses.prompt_id[responses.trained].tolist() == [1, 1, 2, 2]
+    assert responses.position[responses.trained].tolist() == [1, 1, 2, 2]
     assert gen_s(outcome) == 4.0
 
 
@@ -244,6 +244,20 @@ def test_a_barrier_scores_after_generation_and_a_stream_beside_it() -> None:
     assert call_of(stream, "reward").start_at == 1.0
     assert call_of(stream, "reward").end_at == 9.5
     assert stream.responses[0].scored_at.tolist() == [2.5, 4.0, 5.5, 9.5]
+
+
+def test_log_probs_wait_for_all_rewards_as_in_verl_unless_the_order_is_another() -> None:
+    lengths = {0: [1, 2, 3, 8]}  # 18 tokens with the prompts: 1.8 s of log-probs
+    first = train(lengths, 1, 4, scoring=Checks(1.5), rewire=lambda _: grpo(reference=False))
+    call, log_probs = call_of(first, "reward"), call_of(first, "inference")
+    assert (call.start_at, call.end_at) == (8.0, 14.0)
+    assert (log_probs.ready_at, log_probs.end_at) == pytest.approx((14.0, 15.8))
+    beside = train(lengths, 1, 4, scoring=Checks(1.5), rewire=lambda _: grpo(reference=False, reward_first=False))
+    assert call_of(beside, "inference").start_at == 8.0
+    assert call_of(beside, "train").start_at == 14.0
+    early = train(lengths, 1, 4, scoring=Checks(1.5), rewire=lambda _: AsyncReward().rewired(grpo(reference=False)))
+    assert call_of(early, "inference").end_at == pytest.approx(9.8)
+    assert call_of(early, "train").start_at == pytest.approx(9.8)  # the last score came at 9.5 s
 
 
 def test_rewards_of_surplus_responses_are_not_waited_for() -> None:
@@ -377,25 +391,83 @@ def test_fused_inference_starts_on_released_gpus() -> None:
 # --------------------------------------------------------------------------------------------------------- planner
 
 
-def test_the_planner_doubles_and_halves() -> None:
-    planner = Planner(start_tp=1)
+def planner(start_tp: int = 1, pages: int = 10**6) -> Planner:
+    """Of eight GPUs: a step of s sequences takes 1/TP + s/10 seconds, so that larger batches want a smaller TP."""
+    made = Planner(start_tp=start_tp)
+    made.setup(
+        ControlContext(
+            costs=StubCosts(
+                {tp: LinearStep(a=1.0 / tp, b=0.1) for tp in (1, 2, 4, 8)}, dict.fromkeys((1, 2, 4, 8), pages)
+            ),
+            feasible_tps=(1, 2, 4, 8),
+            infeasible={},
+            gpus_per_node=8,
+            nodes=1,
+            cap_tokens=1000,
+            page_tokens=16,
+            requests=80,
+            prompt_tokens=10,
+        )
+    )
+    return made
 
-    class Context:
-        feasible_tps = (1, 2, 4)
 
-    planner.setup(Context())  # type: ignore[arg-type]
+def played(responses: int, preemptions: int, tp: int = 1, label: str = "short", coming: str = "short") -> RolloutReport:
+    """A round of so many responses of 100 tokens."""
+    return RolloutReport(0, tp, 1.0, preemptions, (), label, coming, ((10, 100),) * responses)
 
-    def after(preemptions: int, tp: int, label: str = "") -> int | None:
-        return planner.next_tp(RolloutReport(0, tp, 1.0, preemptions, (), label))
 
-    assert after(100, 1) == 1  # nothing to compare with
-    assert after(105, 1) == 1  # a rise of exactly 1.05 is not more
-    assert after(111, 1) == 2
-    assert after(500, 2, "long") == 2  # the first of its kind
-    assert after(600, 2, "long") == 4
-    assert after(900, 4) == 4  # 8 is not feasible
-    assert [after(0, 4) for _ in range(4)] == [4, 4, 4, 2]
-    assert [after(0, 2) for _ in range(4)] == [2, 2, 2, 1]
+def test_the_planner_takes_for_each_kind_of_round_what_the_profile_says_is_fastest() -> None:
+    plans = planner(start_tp=2)
+    assert plans.next_tp(played(80, 7, coming="long")) == 2  # nothing is known of long rounds: as the run began
+    # 80 responses: 1/TP + TP seconds a step at TP, 8 responses: 1/TP + TP/10.
+    assert plans.next_tp(played(8, 7, tp=2, label="long")) == 1
+    assert plans.next_tp(played(80, 7, coming="long")) == 4
+    assert plans.round_s(1, ((10, 100),) * 80) == pytest.approx(1.0 + 100 * 2.0)  # a prefill is a second
+    assert plans.round_s(4, ((10, 100),) * 8) == pytest.approx(0.25 + 100 * 0.65)
+
+
+def test_responses_that_do_not_fit_into_the_kv_cache_take_turns() -> None:
+    plans = planner(pages=40)  # 640 tokens: five responses of 110
+    both = plans.round_s(1, ((10, 100),) * 80)
+    assert both == pytest.approx(1.0 + 2 * 100 * 1.5)
+
+
+def test_a_rise_of_preemptions_doubles_the_choice_for_a_round_and_never_climbs() -> None:
+    plans = planner()
+    chosen = [plans.next_tp(played(80, preemptions)) for preemptions in (100, 105, 111)]
+    assert chosen == [1, 1, 2]  # a rise of exactly 1.05 is not more
+    tp = 2
+    for preemptions in (200, 300, 500, 900, 2000, 5000):
+        tp = plans.next_tp(played(80, preemptions, tp))
+        assert tp <= 2
+
+
+def test_quiet_rounds_of_one_kind_do_not_halve_the_tp_of_another() -> None:
+    plans = planner()
+    plans.next_tp(played(8, 50, label="long"))
+    for _ in range(4):
+        assert plans.next_tp(played(80, 0, coming="long")) == 4
+
+
+def test_quiet_rounds_halve_the_choice_unless_the_profile_says_that_it_costs_more() -> None:
+    grown = planner()
+    assert [grown.next_tp(played(n, 0)) for n in (8, 8, 8, 48)] == [4, 4, 4, 1]  # 1.6 s a step at TP1, 1.7 s at TP2
+    restless = planner()
+    assert [restless.next_tp(played(n, 9)) for n in (8, 8, 8, 48)] == [4, 4, 4, 2]
+    steady = planner()
+    assert [steady.next_tp(played(8, 0)) for _ in range(6)] == [4] * 6
+
+
+def test_the_planner_is_no_slower_than_the_static_tp_it_began_with() -> None:
+    """Qwen3-8B, 32K: by preemptions alone it climbed to TP 8 and took half as long again."""
+    systems = [
+        {"name": "static", "use": ["tail_batching", {"verl": {"tp": 1}}]},
+        {"name": "planner", "use": ["tail_batching", {"planner": {"start_tp": 1}}]},
+    ]
+    settings = {"workflow.steps": 7, "systems": systems, "baseline": "static"}
+    found = rlsim.run("planner_preemption", seeds=1, overrides=settings).summary().set_index("system")
+    assert found.loc["planner", "gen_speedup"] > 0.95
 
 
 # ------------------------------------------------------------------------------------------------- stream trainer

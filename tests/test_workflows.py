@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import rlsim
 from rlsim.errors import ConfigError, RlsimError
+from rlsim.experiment.systems import parse_systems
 from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, ppo, remax
 
 BASE: dict[str, Any] = {
@@ -48,6 +50,117 @@ def test_training_waits_for_all_that_prepares_it() -> None:
     for train in ("train", "train_critic"):
         for call in ("reward_score", "ref_log_prob", "values"):
             assert order.index(call) < order.index(train)
+
+
+ON_POLICY: dict[str, Callable[..., Workflow]] = {"grpo": grpo, "ppo": ppo, "remax": remax}
+
+
+def barriers(workflow: Workflow) -> set[tuple[str, str]]:
+    return {(edge.source, edge.target) for edge in workflow.edges if edge.barrier}
+
+
+@pytest.mark.parametrize("algorithm", ON_POLICY)
+@pytest.mark.parametrize("reward_model", [False, True])
+def test_rewards_come_before_log_probs_and_values_as_in_verls_trainer(algorithm: str, reward_model: bool) -> None:
+    make = ON_POLICY[algorithm]
+    workflow = make(reward_model=reward_model, old_log_probs=True)
+    reward = "reward_score" if reward_model else "reward"
+    later = {"old_log_prob", "ref_log_prob", *(["values"] if algorithm == "ppo" else [])}
+    assert barriers(workflow) == {(reward, call) for call in later}
+    beside = make(reward_model=reward_model, old_log_probs=True, reward_first=False)
+    assert beside.edges == workflow.without_barriers().edges
+    assert not barriers(beside)
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["async_reward", "reward_beside", "reward_scheduler", "stream", "rollpacker", "rlhfuse", "rlhfuse_plus", "real",
+     "openrlhf", "nemo_aligner"],
+)  # fmt: skip
+def test_systems_whose_papers_overlap_rewards_take_the_barrier_out(part: str) -> None:
+    (spec,) = parse_systems([part])
+    workflow = ppo(reward_model=part in ("openrlhf", "nemo_aligner", "real"))
+    assert barriers(workflow)
+    assert not barriers(spec.make().rewired(workflow))
+
+
+@pytest.mark.parametrize(
+    "part", ["verl", "pat", "tail_batching", "planner", "trl", "deepspeed_chat", "megatron", "oppo"]
+)
+def test_all_others_keep_it(part: str) -> None:
+    (spec,) = parse_systems([part])
+    assert barriers(spec.make().rewired(ppo())) == barriers(ppo())
+
+
+def test_calls_that_take_responses_as_they_come_wait_at_no_barrier() -> None:
+    workflow = ppo(old_log_probs=True)
+    everything = {("reward_score", "old_log_prob"), ("reward_score", "ref_log_prob"), ("reward_score", "values")}
+    assert barriers(workflow) == everything
+    assert not barriers(workflow.streaming(["generate"], ["inference"]))
+    assert barriers(workflow.in_chunks(["reward"], 100)) == everything
+    assert barriers(workflow.in_chunks(["reference"], 100)) == everything - {("reward_score", "ref_log_prob")}
+    edges = (*workflow.in_chunks(["reference"], 100).edges, Edge("reward_score", "ref_log_prob", barrier=True))
+    with pytest.raises(ConfigError, match="cannot be a barrier"):
+        Workflow("both", workflow.calls, edges)
+
+
+def test_the_order_of_rewards_is_a_setting_and_a_part() -> None:
+    slow = {"time_per_response": 1.0, "workers": 16}
+    systems = [{"verl": {"tp": 1}}, {"name": "beside", "use": [{"verl": {"tp": 1}}, "reward_beside"]}]
+    first = run(workflow={"reward": slow}, systems=systems)
+    beside = run(workflow={"reward": {**slow, "order": "beside_log_probs"}}, systems=systems)
+    step_s = first.steps.groupby("system")["step_time_s"].mean()
+    log_probs = first.calls[first.calls["kind"] == "inference"]
+    log_probs_s = float((log_probs["end_at"] - log_probs["start_at"]).groupby(log_probs["system"]).sum().iloc[0]) / 3
+    assert 0.0 < log_probs_s < 2.0
+    assert step_s["verl"] == pytest.approx(step_s["beside"] + log_probs_s)
+    assert beside.steps.groupby("system")["step_time_s"].mean()["verl"] == pytest.approx(step_s["beside"])
+
+
+def test_edges_say_the_order_of_a_graph_of_your_own() -> None:
+    calls = [
+        {"name": "generate", "kind": "generate", "model": "actor"},
+        {"name": "reward", "kind": "reward", "model": "actor"},
+        {"name": "look", "kind": "inference", "model": "reference"},
+        {"name": "train", "kind": "train", "model": "actor"},
+        {"name": "push", "kind": "sync", "model": "actor"},
+    ]
+    edges: list[Any] = ["generate -> reward", "generate -> look", "reward -> train", "look -> train", "train -> push",
+                        {"source": "push", "target": "generate", "lag": 1}]  # fmt: skip
+    waits = {"source": "reward", "target": "look", "barrier": True}
+    graph: dict[str, Any] = {"algorithm": "custom", "calls": calls}
+    systems = [{"verl": {"tp": 1}}, {"name": "async", "use": [{"verl": {"tp": 1}}, "async_reward"]}]
+    reward = {"time_per_response": 1.0}
+
+    def waited(first: list[Any]) -> list[bool]:
+        result = run(workflow={**graph, "edges": [*edges, *first], "reward": reward}, systems=systems)
+        calls = result.calls.query("step == 0").set_index(["system", "call"])
+        return [calls.loc[(n, "look"), "start_at"] >= calls.loc[(n, "reward"), "end_at"] for n in ("verl", "async")]
+
+    assert waited([]) == [False, False]
+    assert waited([waits]) == [True, False]
+    assert waited(["reward -> look"]) == [True, True]  # a result that is used is waited for under every system
+    with pytest.raises(ConfigError, match=r"reward\.order is for grpo, ppo and remax; custom says the order"):
+        run(workflow={**graph, "edges": edges, "reward": {"order": "before_log_probs"}})
+    with pytest.raises(ConfigError, match="dpo has no rewards"):
+        run(workflow={"algorithm": "dpo", "reward": {"order": "before_log_probs"}})
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [Edge("train", "look", lag=1, barrier=True), Edge("generate", "look", grain="sample", barrier=True),
+     Edge("generate", "reward", barrier=True)],
+)  # fmt: skip
+def test_what_cannot_be_a_barrier_is_refused(edge: Edge) -> None:
+    calls = (
+        Call("generate", "generate", "actor"),
+        Call("reward", "reward", "actor"),
+        Call("look", "inference", "reference"),
+        Call("train", "train", "actor"),
+    )
+    edges = (Edge("generate", "reward"), Edge("generate", "look"), Edge("reward", "train"), Edge("look", "train"))
+    with pytest.raises(ConfigError, match="cannot be a barrier"):
+        Workflow("probe", calls, (*edges, edge))
 
 
 def test_remax_scores_a_baseline_that_it_does_not_train_on() -> None:

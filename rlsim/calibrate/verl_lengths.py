@@ -36,7 +36,7 @@ class Logged:
 class Batch:
     """A step's sequences, samples of a prompt side by side (tokens)."""
 
-    prompt_id: NDArray[np.int64]
+    position: NDArray[np.int64]  # of the prompt in the step
     prompt_tokens: NDArray[np.int64]
     response_tokens: NDArray[np.int64]
 
@@ -47,7 +47,7 @@ class Batch:
 
     def requests(self) -> list[Request]:
         """The sequences as the engine takes them."""
-        columns = (self.prompt_id, self.prompt_tokens, self.response_tokens)
+        columns = (self.position, self.prompt_tokens, self.response_tokens)
         return [Request(i, *values) for i, values in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
 
 

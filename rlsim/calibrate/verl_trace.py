@@ -53,7 +53,7 @@ def derive_trace(
             logged = Logged(logged.step, where, logged.response_mean, logged.response_max, logged.clip_ratio, 1.0)
         batch = reconstruct(logged, prompts, responses, cap)
         columns = {
-            "prompt_id": epoch * prompts + batch.prompt_id,
+            "prompt_id": epoch * prompts + batch.position,
             "sample_id": np.tile(np.arange(responses), prompts),
             "response_tokens": batch.response_tokens,
             "epoch": epoch,

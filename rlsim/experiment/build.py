@@ -83,9 +83,9 @@ class Setup:
         judge = system.judge if system and self.scoring.judged.any() else None
         placing = system.placing if system else None
         streaming = system.streaming if system else None
-        streamed = streamed_calls(self.workflow(system)) if system and streaming else ()
-        key = repr((judge, placing, streaming))
-        return self._sites.setdefault(key, Site(self, judge, placing, streaming, streamed))
+        workflow = self.workflow(system) if system and (placing or streaming) else self.algorithm
+        key = repr((judge, placing, streaming, workflow if placing else None))
+        return self._sites.setdefault(key, Site(self, workflow, judge, placing, streaming))
 
     @property
     def context(self) -> ControlContext:

@@ -218,14 +218,14 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
     frames = []
     names = np.asarray([str(name) for name in sampler.prompt_ids])
     for step, responses in enumerate(outcome.responses):
-        prompts = names[sampler.prompts_at(responses.prompt_id)]
+        prompts = names[sampler.prompts_at(responses.position)]
         frames.append(
             pd.DataFrame(
                 {
                     "step": step,
                     "response": responses.id,
                     "prompt_id": prompts,
-                    "position": responses.prompt_id,
+                    "position": responses.position,
                     "prompt_tokens": responses.prompt_tokens,
                     "response_tokens": responses.response_tokens,
                     "start_at": responses.started_at,

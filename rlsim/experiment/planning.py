@@ -69,8 +69,8 @@ class PlanSpace:
 
     def __init__(self, setup: Setup, site: Site) -> None:
         self._setup, self._site, self._cluster = setup, site, site.cluster
-        self.workflow, self.gpu = setup.algorithm, setup.cluster.gpu
-        self.calls = [call for call in setup.algorithm.calls if call.kind not in ("sync", "reward")]
+        self.workflow, self.gpu = site.workflow, setup.cluster.gpu
+        self.calls = [call for call in site.workflow.calls if call.kind not in ("sync", "reward")]
         batch = setup.sampler(setup.experiment.seed_list[0]).step(0)
         self._prompts, self._responses = batch.prompt_tokens, batch.response_tokens
         self._lengths = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
@@ -98,11 +98,11 @@ class PlanSpace:
     @cached_property
     def problem(self) -> Problem:
         """The space as the search takes it."""
-        workflow, names = self._setup.algorithm, {call.name for call in self.calls}
+        workflow, names = self.workflow, {call.name for call in self.calls}
         dependencies, reallocations = [], []
         for edge in workflow.edges:
             if edge.source in names and edge.target in names:
-                seconds = None if edge.lag else self._data_s(edge.source, edge.target)
+                seconds = None if edge.lag or edge.barrier else self._data_s(edge.source, edge.target)
                 dependencies.append(Dependency(edge.source, edge.target, edge.lag, seconds))
         for call in workflow.calls:
             if call.kind == "sync":
@@ -132,7 +132,7 @@ class PlanSpace:
             strategy = candidate.strategy
             gpus = tuple(range(first, first + strategy.gpus))
             placed[call.name] = Placement(gpus, strategy, memory_share=candidate.memory_share)
-        return with_transfers(self._setup.algorithm, placed, self._site.reward_placement)
+        return with_transfers(self.workflow, placed, self._site.reward_placement)
 
     # ---- arrays -----------------------------------------------------------------------------------------------------
 

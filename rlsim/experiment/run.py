@@ -20,6 +20,7 @@ from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.frames import Frames, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
+from rlsim.experiment.preempted import preemption_notes
 from rlsim.experiment.rate_notes import rate_notes, steady_note
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
@@ -203,6 +204,20 @@ class _Case:
         """The steps that means count, the same for all systems."""
         return self.experiment.workflow.steady(self.overlap)
 
+    def _rate_notes(self) -> Iterable[str]:
+        workflow, ran = self.experiment.workflow, self._ran.items()
+        yield from steady_note(self.steady, workflow.steps, self.overlap)
+        if ran:
+            steps = pd.concat(self._steps(key).assign(system=name) for name, key in ran)
+            yield from rate_notes(steps, self.baseline, workflow.responses, workflow.prompts * workflow.responses)
+
+    def _preemptions(self) -> dict[str, pd.Series[int]]:
+        """Of each response, by system."""
+        return {
+            name: pd.concat(self._done[key, seed]["responses"]["preemptions"] for seed in self._samplers)
+            for name, key in self._ran.items()
+        }
+
     def sites(self) -> dict[str, Site]:
         """Where the systems run, by the names of those that run there."""
         found: dict[int, tuple[Site, list[str]]] = {}
@@ -221,14 +236,7 @@ class _Case:
         scored = self.setup.scoring.notes
         outside = self.lookups().note()
         tuned = [f"{name} is {what}, the fastest on these same seeds" for name, what in self.chosen.items()]
-        workflow, ran = (
-            self.experiment.workflow,
-            [self._steps(key).assign(system=name) for name, key in self._ran.items()],
-        )
-        rates = list(steady_note(self.steady, workflow.steps, self.overlap))
-        if ran:
-            batch = workflow.prompts * workflow.responses
-            rates += rate_notes(pd.concat(ran), self.baseline, workflow.responses, batch)
+        rates, preempted = self._rate_notes(), preemption_notes(self._preemptions())
         sites, unfit = self.sites(), dict[str, list[str]]()
         for names, site in sites.items():
             for tp, why in site.context.infeasible.items():
@@ -238,7 +246,8 @@ class _Case:
             for note, names in unfit.items()
         ]
         prefix = f"{self.name}: " if self.name else ""
-        return [prefix + note for note in (*tuned, *rates, *infeasible, *self.notes, *sampled, *scored, *outside)]
+        found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *outside)
+        return [prefix + note for note in found]
 
 
 def _listed(names: list[str]) -> str:

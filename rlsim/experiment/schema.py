@@ -51,7 +51,16 @@ class JudgeSpec(Schema):
     model: str = Field(default="qwen2.5-7b", description="a model of the catalogue, or a config.json")
     tp: int = Field(default=1, ge=1, description="tensor-parallel degree of one judge")
     reserved: float = Field(
-        default=0.25, gt=0, lt=1, description="share of the GPUs kept for judges, unless a system colocates them"
+        default=0.25,
+        gt=0,
+        lt=1,
+        description="share of the GPUs that judge and do not generate, unless a system colocates the judge",
+    )
+    while_training: Literal["offloaded", "resident", "apart"] = Field(
+        default="offloaded",
+        description="what these GPUs do when all is scored. offloaded: they join log-probs and training, the judge's "
+        "weights wait in host memory until the next generation begins; resident: they join, its weights stay; "
+        "apart: nothing",
     )
     prompt_tokens: Annotated[Tokens, Field(ge=0)] = Field(
         default=512, description="instructions and reference answer that stand around prompt and response (assumed)"
@@ -65,6 +74,12 @@ class RewardSpec(Schema):
     `reward_time_s`, or `time_per_response` where the trace has none.
     """
 
+    order: Literal["before_log_probs", "beside_log_probs"] | None = Field(
+        default=None,
+        description="before_log_probs: log-probs and values wait for all rewards, as in veRL's trainer; "
+        "beside_log_probs: they do not, as with its launch_reward_fn_async. Default of grpo, ppo and remax: "
+        "before_log_probs; of a graph of your own its edges say it",
+    )
     from_trace: bool = Field(
         default=True,
         description="take run times, test cases and judges from the trace; false: only check each response",
@@ -98,6 +113,9 @@ class EdgeSpec(Schema):
     target: str = Field(description="a call")
     lag: int = Field(default=0, ge=0, description="of so many steps before")
     grain: Grain = Field(default="stage", description="stage: all of it; sample: each response as it is done")
+    barrier: bool = Field(
+        default=False, description="only the order: `target` waits for `source`, unless a system overlaps the two"
+    )
 
 
 class WorkflowSpec(Schema):
@@ -151,6 +169,9 @@ class WorkflowSpec(Schema):
     def _graph_if_custom(self) -> WorkflowSpec:
         if (self.algorithm == "custom") != bool(self.calls) or (self.edges and not self.calls):
             raise ValueError("calls and edges go with algorithm: custom, and it with them")
+        if self.reward.order and (self.algorithm in ("custom", "dpo") or ":" in self.algorithm):
+            why = "has no rewards" if self.algorithm == "dpo" else "says the order by its edges"
+            raise ValueError(f"reward.order is for grpo, ppo and remax; {self.algorithm} {why}")
         return self
 
 

@@ -9,8 +9,8 @@ from rlsim.cost.calibration import Calibration
 from rlsim.cost.memory import kv_page_bytes, rollout_memory
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, judge_bytes
-from rlsim.errors import CapacityError
-from rlsim.experiment.schema import Experiment
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.schema import Experiment, JudgeSpec
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming
@@ -37,6 +37,25 @@ def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) 
         placement = plan.of(call.name)
         placements[call.name] = replace(placement, shared=not generating.isdisjoint(placement.gpus))
     return Plan(placements)
+
+
+def reserved_gpus(judge: JudgeSpec, cluster: Cluster) -> tuple[int, ...]:
+    """GPUs kept for the judge: whole nodes, the last ones, or else the last GPUs of every node.
+
+    Raises `ConfigError` if its share of the cluster is no whole number of judges, or not the same of every node.
+    """
+    count = round(judge.reserved * cluster.gpus)
+    kept = f"workflow.reward.judge: {judge.reserved:g} of {cluster.gpus} GPUs are {count}"
+    if not 0 < count < cluster.gpus or count % judge.tp:
+        raise ConfigError(f"{kept}, no whole number of judges of TP {judge.tp} beside the other calls")
+    if count % cluster.gpus_per_node == 0:
+        return tuple(range(cluster.gpus - count, cluster.gpus))
+    each, over = divmod(count, cluster.nodes)
+    if over or each % judge.tp:
+        raise ConfigError(
+            f"{kept}, neither whole nodes of {cluster.gpus_per_node} nor as many of each of the {cluster.nodes} nodes"
+        )
+    return tuple(g for g in range(cluster.gpus) if g % cluster.gpus_per_node >= cluster.gpus_per_node - each)
 
 
 def scorer_of(
@@ -70,8 +89,13 @@ def tp_of(placement: Placement) -> int:
     return placement.strategy.tp if placement.strategy else 1
 
 
-def kv_pages(model: Model, tp: int, shared: bool, experiment: Experiment, cluster: Cluster) -> int:
-    """Room for the KV cache of a scoring model, on GPUs that it shares with other calls or has to itself."""
+def kv_pages(
+    model: Model, tp: int, shared: bool, experiment: Experiment, cluster: Cluster, resident_bytes: float = 0.0
+) -> int:
+    """Room for the KV cache of a scoring model, beside other calls or on GPUs that others leave while it works.
+
+    `resident_bytes`: what these keep on each of such GPUs meanwhile.
+    """
     engine = experiment.engine
     if shared:
         return int(KV_SHARE * cluster.gpu.memory_bytes / kv_page_bytes(model, tp, engine.page_tokens))
@@ -83,6 +107,7 @@ def kv_pages(model: Model, tp: int, shared: bool, experiment: Experiment, cluste
         memory_utilization=experiment.memory_utilization,
         max_batched_tokens=engine.max_num_batched_tokens,
         max_sequences=engine.max_num_seqs,
+        resident_bytes=resident_bytes,
     ).pages
 
 

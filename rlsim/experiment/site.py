@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,18 +12,20 @@ from rlsim.cost.calls import CallCosts
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.machine import Machine
+from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.scorers import beside_generation, bytes_beside, kv_pages, tp_of
+from rlsim.experiment.scorers import beside_generation, bytes_beside, kv_pages, reserved_gpus, streamed_calls, tp_of
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext
 from rlsim.search import Budget, find_plan
 from rlsim.sim.control import ControlContext
 from rlsim.sim.service import ScoringEngine
-from rlsim.workflow import Call, Placement, Plan, colocated
+from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_meshes
 
@@ -33,55 +36,54 @@ if TYPE_CHECKING:
 class Site:
     """One experiment with its calls where `placing` puts them (None: all on the same GPUs).
 
-    Its judge, if it has one, is on GPUs of its own (`judge` None) or beside the other calls.
-
-    `streamed` are calls that take responses by the chunk, as `streaming` says, on the GPUs of the others. Raises
-    `RlsimError`s that say what does not fit.
+    `workflow`: the calls and edges that are placed. The experiment's judge, if it has one, generates on GPUs of its own
+    (`judge` None) or beside the other calls. `streaming`: how calls that take responses by the chunk do, on the GPUs of
+    the others. Raises `RlsimError`s that say what does not fit.
     """
 
     def __init__(
         self,
         setup: Setup,
+        workflow: Workflow,
         judge: JudgePlacement | None,
         placing: Placing | None,
         streaming: ChunkStreaming | None = None,
-        streamed: tuple[Call, ...] = (),
     ) -> None:
         self._setup = setup
+        self.workflow = workflow
         self._placing = placing
-        self._streaming, self._streamed = streaming, streamed
+        self._streaming, self._streamed = streaming, streamed_calls(workflow) if streaming else ()
         self._spec = setup.experiment.workflow.reward.judge if setup.scoring.judged.any() else None
         self._colocated = judge if self._spec else None
 
     @cached_property
     def judge_gpus(self) -> tuple[int, ...]:
-        """GPUs kept for the judge: whole nodes, the last ones, or else the last GPUs of every node."""
+        """GPUs kept for the judge while responses are generated; none where it is beside the other calls."""
         if self._spec is None or self._colocated is not None:
             return ()
-        whole = self._setup.cluster
-        count = round(self._spec.reserved * whole.gpus)
-        kept = f"workflow.reward.judge: {self._spec.reserved:g} of {whole.gpus} GPUs are {count}"
-        if not 0 < count < whole.gpus or count % self._spec.tp:
-            raise ConfigError(f"{kept}, no whole number of judges of TP {self._spec.tp} beside the other calls")
-        if count % whole.gpus_per_node == 0:
-            return tuple(range(whole.gpus - count, whole.gpus))
-        each, over = divmod(count, whole.nodes)
-        if over or each % self._spec.tp:
-            raise ConfigError(
-                f"{kept}, neither whole nodes of {whole.gpus_per_node} nor as many of each of the {whole.nodes} nodes"
-            )
-        return tuple(g for g in range(whole.gpus) if g % whole.gpus_per_node >= whole.gpus_per_node - each)
+        return reserved_gpus(self._spec, self._setup.cluster)
+
+    @property
+    def judge_joins(self) -> bool:
+        """Whether the judge's own GPUs take part in log-probs and training, once it has scored all of a step.
+
+        A system that places its calls says itself where they run: never on those GPUs. Where nothing is generated the
+        judge works beside log-probs, so it keeps them.
+        """
+        spec, generates = self._spec, any(call.kind == "generate" for call in self.workflow.calls)
+        return bool(self.judge_gpus and spec and spec.while_training != "apart" and self._placing is None and generates)
 
     @cached_property
     def gpus(self) -> tuple[int, ...]:
-        """The GPUs of all calls but a judge's own."""
-        return tuple(sorted(set(range(self._setup.cluster.gpus)) - set(self.judge_gpus)))
+        """The GPUs of log-probs and training: all, or all but a judge's own."""
+        apart = () if self.judge_joins else self.judge_gpus
+        return tuple(sorted(set(range(self._setup.cluster.gpus)) - set(apart)))
 
     @cached_property
     def cluster(self) -> Cluster:
         """What these GPUs are as a cluster."""
         whole, gpus = self._setup.cluster, len(self.gpus)
-        if not self.judge_gpus:
+        if gpus == whole.gpus:
             return whole
         nodes = len({whole.node_of(gpu) for gpu in self.gpus})
         return whole.model_copy(update={"nodes": nodes, "gpus_per_node": gpus // nodes})
@@ -97,14 +99,18 @@ class Site:
         if self._colocated is not None:
             cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, whole.host))
             slowdown = self._colocated.slowdown
-        pages = kv_pages(model, spec.tp, self._colocated is not None, experiment, whole)
+        beside = self.memory.resident_bytes(self.plan, self.judge_gpus) if self.judge_joins else 0.0
+        pages = kv_pages(model, spec.tp, self._colocated is not None, experiment, whole, beside)
         longest = self._setup.longest_prompt + experiment.trace.cap + spec.prompt_tokens + self._setup.longest_answer
         if pages * engine.page_tokens < longest:
             raise CapacityError(
                 f"workflow.reward.judge: {model.name} at TP {spec.tp} has room for {pages * engine.page_tokens} tokens "
                 f"of KV cache, a response to judge may need {longest}"
             )
-        return ScoringEngine(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine)
+        load_s = 0.0
+        if self.judge_joins and spec.while_training == "offloaded":
+            load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), whole.host)
+        return ScoringEngine(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, load_s=load_s)
 
     @cached_property
     def _resident(self) -> StepCost:
@@ -143,6 +149,14 @@ class Site:
         )
         return self._judge_bytes + sum(engines)
 
+    @property
+    def _resting_bytes(self) -> float:
+        """What a judge that rests keeps on each of its own GPUs while log-probs and training run there."""
+        spec, model = self._spec, self._setup.judge_model
+        if not self.judge_joins or spec is None or model is None:
+            return 0.0
+        return RESERVED_BYTES + (rollout_weight_bytes(model, spec.tp) if spec.while_training == "resident" else 0.0)
+
     def record(self) -> dict[str, object] | None:
         """The judge as the manifest has it; None if there is none."""
         if self._spec is None or self._setup.judge_model is None:
@@ -152,6 +166,7 @@ class Site:
             "tp": self._spec.tp,
             "gpus": len(self.judge_gpus) or len(self.gpus),
             "colocated": self._colocated is not None,
+            "while_training": self._spec.while_training if self.judge_joins else "apart" if self.judge_gpus else None,
             "layers_in_host_memory": self.offloaded_layers,
         }
 
@@ -159,14 +174,15 @@ class Site:
         """How training and log-prob passes are spread over so many GPUs, as the experiment says."""
         training = self._setup.experiment.training
         share = training.tp * training.pp * training.cp
-        beside = f" ({len(self.judge_gpus)} more are kept for the judge)" if self.judge_gpus else ""
+        apart = () if self.judge_joins else self.judge_gpus
+        beside = f" ({len(apart)} more are kept for the judge)" if apart else ""
         if gpus % share:
             of = "of the cluster" if gpus == self.cluster.gpus else "that a call is to have"
             raise ConfigError(f"training: tp × pp × cp = {share} does not divide the {gpus} GPUs {of}{beside}")
-        if self.judge_gpus and self.cluster.gpus_per_node % min(training.tp, self.cluster.gpus_per_node):
+        if apart and self.cluster.gpus_per_node % min(training.tp, self.cluster.gpus_per_node):
             raise ConfigError(
                 f"training.tp {training.tp} does not divide the {self.cluster.gpus_per_node} GPUs of a node that "
-                f"workflow.reward.judge leaves ({len(self.judge_gpus)} of the cluster are kept for it)"
+                f"workflow.reward.judge leaves ({len(apart)} of the cluster are kept for it)"
             )
         return replace(
             self.style,
@@ -192,21 +208,29 @@ class Site:
     @cached_property
     def plan(self) -> Plan:
         """Where every call runs. Raises `CapacityError` if a GPU would have to hold more than it can."""
-        plan = self.unchecked_plan
+        plan, resting = self.unchecked_plan, self._resting_bytes
         self.memory.check(plan, self._beside_bytes(plan))
+        try:
+            self.memory.check(plan, resting)
+        except CapacityError as error:
+            other = "offloaded or apart" if self._spec and self._spec.while_training == "resident" else "apart"
+            judge = f"{resting / 1e9:.2f} GB of it are the judge's: set workflow.reward.judge.while_training: {other}"
+            raise CapacityError(f"{error}; {judge}") from None
         return plan
 
     @cached_property
     def unchecked_plan(self) -> Plan:
         """The same before it is known to fit into memory."""
-        workflow = self._setup.algorithm
+        workflow = self.workflow
         if self._placing is None:
-            plan = colocated(workflow, self.gpus, self.training_strategy(len(self.gpus)), self.reward_placement)
+            strategy, kept = self.training_strategy(len(self.gpus)), set(self.judge_gpus)
+            generating = tuple(gpu for gpu in self.gpus if gpu not in kept)
+            plan = colocated(workflow, self.gpus, strategy, self.reward_placement, generating)
         else:
             plan = self._placing.plan(self.plan_context)
             check_meshes(workflow, plan, self._placeable)
             plan = self._without_idle_syncs(plan)
-        return beside_generation(plan, self._setup.algorithm, self._streamed)
+        return beside_generation(plan, workflow, self._streamed)
 
     @property
     def _placeable(self) -> Cluster:
@@ -220,7 +244,7 @@ class Site:
 
     def _without_idle_syncs(self, plan: Plan) -> Plan:
         """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""
-        workflow, placements = self._setup.algorithm, dict(plan.placements)
+        workflow, placements = self.workflow, dict(plan.placements)
         for call in workflow.calls:
             if call.kind == "sync":
                 sources, targets = workflow.beside(call.name)
@@ -242,7 +266,7 @@ class Site:
         """What a placement learns."""
         setup = self._setup
         return PlanContext(
-            workflow=setup.algorithm,
+            workflow=self.workflow,
             cluster=setup.cluster,
             gpus=self.gpus,
             models=setup.models,
@@ -263,7 +287,7 @@ class Site:
     def memory(self) -> PlanMemory:
         """What calls keep on their GPUs."""
         setup = self._setup
-        return PlanMemory(setup.algorithm, setup.models, setup.cluster.gpu, setup.batch)
+        return PlanMemory(self.workflow, setup.models, setup.cluster.gpu, setup.batch)
 
     @cached_property
     def calls(self) -> CallCosts:
@@ -274,7 +298,7 @@ class Site:
     @cached_property
     def generation(self) -> Placement:
         """Where responses are generated."""
-        generate = [call.name for call in self._setup.algorithm.calls if call.kind == "generate"]
+        generate = [call.name for call in self.workflow.calls if call.kind == "generate"]
         return self.plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
 
     @cached_property
@@ -311,7 +335,7 @@ class Site:
         prompt_tokens = self._setup.longest_prompt
         planned = self.generation.strategy
         replica = None if planned is None else planned.tp * planned.pp
-        if any(call.kind == "generate" for call in self._setup.algorithm.calls):
+        if any(call.kind == "generate" for call in self.workflow.calls):
             feasible, infeasible = self.machine.feasible_tps(prompt_tokens + experiment.trace.cap, replica)
         else:
             feasible, infeasible = (1,), {}  # responses are given: one layout is as good as another
@@ -338,6 +362,7 @@ class Site:
             page_tokens=experiment.engine.page_tokens,
             requests=workflow.prompts * workflow.responses,
             prompt_tokens=prompt_tokens,
+            max_num_seqs=experiment.engine.max_num_seqs,
             replica_gpus=replica,
         )
 

@@ -56,7 +56,7 @@ class ExperimentTimes:
         total = 0.0
         for name in targets:
             target = plan.of(name)
-            if target.strategy is None and target.gpus == source.gpus:
+            if target.strategy is None and (target.gpus == source.gpus or not self._site.placed):
                 total += self._calls.sync_s(call.model, source.strategy, rollout_tp)
             elif not same_weights(source, target):
                 both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
@@ -71,7 +71,8 @@ class ExperimentTimes:
         for edge in self._workflow.into(call.name):
             source = self._site.plan.of(edge.source)
             kind = self._workflow.call(edge.source).kind
-            if edge.lag == 0 and source.gpus and kind != "reward":  # one number a response, wherever it is judged
+            carries = edge.lag == 0 and not edge.barrier and kind != "reward"  # a reward is one number a response
+            if carries and source.gpus:
                 size = GENERATED_BYTES if kind == "generate" else INFERRED_BYTES
                 total += self._calls.data.time_s(size * tokens, layout_of(source, rollout_tp), target)
         return total

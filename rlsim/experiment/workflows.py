@@ -31,7 +31,7 @@ def workflow_of(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
 def _make(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
     if spec.algorithm == "custom":
         calls = tuple(Call(call.name, call.kind, call.model) for call in spec.calls)
-        edges = tuple(Edge(edge.source, edge.target, edge.lag, edge.grain) for edge in spec.edges)
+        edges = tuple(Edge(edge.source, edge.target, edge.lag, edge.grain, barrier=edge.barrier) for edge in spec.edges)
         return Workflow("custom", calls, edges, spec.group_advantage)
     if ":" in spec.algorithm:
         return _loaded(spec.algorithm)
@@ -39,7 +39,12 @@ def _make(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
         raise unknown_name("algorithm", spec.algorithm, [*ALGORITHMS, "custom"])
     make = ALGORITHMS[spec.algorithm]
     old_log_probs = spec.algorithm == "grpo" if spec.old_log_probs is None else spec.old_log_probs
-    given = {"reference": spec.reference, "old_log_probs": old_log_probs, "reward_model": "reward" in roles}
+    given = {
+        "reference": spec.reference,
+        "old_log_probs": old_log_probs,
+        "reward_model": "reward" in roles,
+        "reward_first": spec.reward.order != "beside_log_probs",
+    }
     return make(**{key: value for key, value in given.items() if key in inspect.signature(make).parameters})
 
 

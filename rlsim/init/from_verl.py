@@ -40,12 +40,14 @@ _ALGORITHMS = {
     "remax": "remax",
 }  # fmt: skip
 STEPS, SEEDS = 5, 5
+_REWARD_ASYNC = "reward_model.launch_reward_fn_async"
 #: Further keys that a misspelt one may have meant.
 _MORE_KEYS = (
     _M + "path", _A + "megatron.override_transformer_config.recompute_granularity", _A + "ppo_micro_batch_size",
     _A + "fsdp_config.ulysses_sequence_parallel_size", _R + "log_prob_micro_batch_size_per_gpu",
     _R + "log_prob_micro_batch_size", "critic.ppo_micro_batch_size", _M + "enable_activation_offloading",
     _R + "log_prob_use_dynamic_bsz", _R + "log_prob_max_token_len_per_gpu", "critic.model.path", "critic.enable",
+    _REWARD_ASYNC,
     "reward_model.enable", "reward_model.model.path", "reward.reward_model.enable", "reward.reward_model.model_path",
 )  # fmt: skip
 _REWARD_MODEL = {"reward_model.enable": "reward_model.model.path",
@@ -233,6 +235,7 @@ def _workflow(config: VerlConfig, draft: Draft, settings: RunSettings, folder: P
     same_calls = "" if estimator in (algorithm, "gae") else f"; {estimator} has the calls of {algorithm}"
     with_reference = " and ".join(map(config.where, on)) or "no KL term: " + " and ".join(map(config.where, kl_keys))
     anew = "veRL computes them anew"
+    beside = Entry({"order": "beside_log_probs"}, config.where(_REWARD_ASYNC))
     draft.entries["workflow"] = {
         "algorithm": Entry(algorithm, config.where(key) + same_calls),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
@@ -240,6 +243,7 @@ def _workflow(config: VerlConfig, draft: Draft, settings: RunSettings, folder: P
         "steps": Entry(STEPS, "to simulate; each draws its prompts from the trace"),
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else anew),
+        **({"reward": beside} if config.given.get(_REWARD_ASYNC) else {}),
     }
     models: dict[str, Entry] = {}
     if algorithm == "ppo" and config.is_given("critic.model.path"):

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.parts import Composition, Part, Placing, PlanContext, Rewiring
+from rlsim.policies.reward_scheduler import RewardBeside
 from rlsim.policies.verl import VeRL
 from rlsim.schema import Schema
 from rlsim.sim.control import ControlContext
@@ -36,13 +37,16 @@ class TRL(_StaticTP):
 
 
 class OpenRLHF(_StaticTP):
-    """OpenRLHF (Hu et al. 2024): actor and reference, critic and reward model, and the rollout engine, each apart."""
+    """OpenRLHF (Hu et al. 2024): actor and reference, critic and reward model, and the rollout engine, each apart.
+
+    Its groups make their experience at the same time: log-probs do not wait for rewards.
+    """
 
     rollout: float = Field(default=0.5, gt=0, lt=1, description="share of the GPUs that generate")
 
     def parts(self) -> Sequence[Part]:
-        """The placement and the layout."""
-        return ThreeGroups(rollout=self.rollout), VeRL(tp=self.tp)
+        """The placement, the groups side by side and the layout."""
+        return ThreeGroups(rollout=self.rollout), RewardBeside(), VeRL(tp=self.tp)
 
 
 class NeMoAligner(_StaticTP):
@@ -156,7 +160,7 @@ class CriticPipelining(Schema, Rewiring):
     """Critic and reward model work on responses as they finish."""
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Responses go on to inference by the sample."""
+        """Responses go on to inference by the sample; the other group's log-probs do not wait for the rewards."""
         return workflow.streaming(["generate"], ["inference"])
 
 

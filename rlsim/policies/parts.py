@@ -17,7 +17,7 @@ from rlsim.workflow.plan import Placement, Plan
 
 
 class Rewiring:
-    """Changes the workflow: the grain of its edges."""
+    """Changes the workflow: the grain of its edges, and which of its calls wait for others."""
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """The workflow as this part wants it."""

@@ -25,6 +25,7 @@ BUILTIN = {
     "plan": "rlsim.policies.plan:ExplicitPlan",
     "planner": "rlsim.policies.planner:Planner",
     "real": "rlsim.policies.searched:REAL",
+    "reward_beside": "rlsim.policies.reward_scheduler:RewardBeside",
     "reward_scheduler": "rlsim.policies.reward_scheduler:RewardScheduler",
     "rlhfuse": "rlsim.policies.rlhfuse:RLHFuse",
     "rlhfuse_plus": "rlsim.policies.rlhfuse:StrengthenedRLHFuse",

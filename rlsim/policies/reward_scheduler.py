@@ -14,12 +14,20 @@ from rlsim.units import Seconds
 from rlsim.workflow.graph import Workflow
 
 
-class AsyncReward(Schema, Rewiring):
-    """Every finished response goes to its reward call at once, while others still decode."""
+class RewardBeside(Schema, Rewiring):
+    """Log-probs and values do not wait for rewards: training is the first to need them."""
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Generation to reward by the sample."""
-        return workflow.streaming(["generate"], ["reward"])
+        """No barrier behind the rewards."""
+        return workflow.without_barriers()
+
+
+class AsyncReward(Schema, Rewiring):
+    """Every finished response goes to its reward call at once, while others still decode; only training waits."""
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """Generation to reward by the sample, and no barrier behind the rewards."""
+        return workflow.without_barriers().streaming(["generate"], ["reward"])
 
 
 class AdaptiveTimeout(Schema, RewardControl):

@@ -79,7 +79,7 @@ class FusedInference(Schema, Rewiring):
     """Reward and log-prob calls take each response as soon as it is finished."""
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Generation to reward and inference by the sample."""
+        """Generation to reward and inference by the sample; none of these waits for another."""
         return workflow.streaming(["generate"], ["reward", "inference"])
 
 
@@ -87,7 +87,7 @@ class FusedTraining(Schema, Rewiring):
     """Training too takes responses as they come."""
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Everything up to training by the sample."""
+        """Everything up to training by the sample; log-probs do not wait for rewards."""
         return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
 
 

@@ -6,13 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlsim.policies.parts import Placing, PlanContext
+from rlsim.policies.parts import Placing, PlanContext, Rewiring
 from rlsim.schema import Schema
+from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Plan
 
 
-class REAL(Schema, Placing):
-    """Search meshes and strategies for all calls under the light estimator, then keep that plan."""
+class REAL(Schema, Placing, Rewiring):
+    """Search meshes and strategies for all calls under the light estimator, then keep that plan.
+
+    Its runtime starts a call when its data and GPUs are there: log-probs and values do not wait for rewards.
+    """
 
     method: Literal["auto", "descent", "mcmc", "brute"] = Field(
         default="auto",
@@ -21,6 +25,10 @@ class REAL(Schema, Placing):
     )
     evaluations: int = Field(default=500_000, ge=1, description="plans that descent or mcmc may judge")
     seed: int = Field(default=0, ge=0, description="of the search")
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """Edges that carry data or parameters only."""
+        return workflow.without_barriers()
 
     def plan(self, context: PlanContext) -> Plan:
         """The best plan found."""

@@ -43,7 +43,7 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
     _next: int = PrivateAttr(default=0)  # milestone to try next; beyond the last once a step has scaled
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Responses go on to reward, log-probs and training by the sample."""
+        """Responses go on to reward, log-probs and training by the sample; log-probs do not wait for rewards."""
         return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
 
     def setup(self, context: ControlContext) -> None:

@@ -30,11 +30,15 @@ class TailBatching(Schema, Batching):
 
     def launch(self, feed: PromptFeed) -> Launch:
         """A long round if the queue holds a batch of prompts, else a short one of new prompts."""
-        if len(self._queue) >= feed.prompts:
+        if self.upcoming(feed) == "long":
             return Launch(tuple(self._queue.popleft() for _ in range(feed.prompts)), feed.responses, "long")
         prompts = _times(self.eta if self.eta_prompts is None else self.eta_prompts, feed.prompts)
         responses = _times(self.eta if self.eta_responses is None else self.eta_responses, feed.responses)
         return Launch(feed.take(prompts), responses, "short")
+
+    def upcoming(self, feed: PromptFeed) -> str:
+        """By the length of the queue."""
+        return "long" if len(self._queue) >= feed.prompts else "short"
 
     def put_back(self, unfinished: Sequence[Prompt]) -> None:
         """Into the queue of long prompts, across steps and epochs."""

@@ -51,6 +51,10 @@ class Batching:
         """What the step starts with."""
         return Launch(feed.take(feed.prompts), feed.responses)
 
+    def upcoming(self, feed: PromptFeed) -> str:  # noqa: ARG002
+        """The kind of round that the next launch begins, as its `label` will say."""
+        return ""
+
     def counts(self, rewards: Sequence[float]) -> bool:  # noqa: ARG002
         """Whether a prompt whose responses got these rewards belongs to the batch; if not, it is dropped for good."""
         return True
@@ -95,6 +99,10 @@ class Batchings(Batching):
     def launch(self, feed: PromptFeed) -> Launch:
         """As the first says."""
         return self.parts[0].launch(feed)
+
+    def upcoming(self, feed: PromptFeed) -> str:
+        """As the first says."""
+        return self.parts[0].upcoming(feed)
 
     def counts(self, rewards: Sequence[float]) -> bool:
         """Only if all say so."""
@@ -182,7 +190,7 @@ class StepBatch(RolloutControl):
         for prompt in prompts:
             self._groups[prompt.position] = _Group(prompt)
         for request in requests:
-            group = self._of[request.id] = self._groups[request.prompt_id]
+            group = self._of[request.id] = self._groups[request.position]
             group.left[request.id] = request
             group.samples += 1
 
@@ -195,13 +203,13 @@ class StepBatch(RolloutControl):
             group = self._of[request.id]
             group.left.pop(request.id, None)
             group.finished.append(request)
-            self._news[request.prompt_id] = group
+            self._news[request.position] = group
 
     def scored(self, request: Request) -> bool:
         """This response has its reward; returns whether that may decide something."""
         if not self._batching.needs_rewards or self.over or self._of[request.id].settled:
             return False
-        self._news[request.prompt_id] = self._of[request.id]
+        self._news[request.position] = self._of[request.id]
         return True
 
     def on_finish(self, view: RolloutView) -> list[Action]:  # noqa: ARG002

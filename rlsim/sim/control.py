@@ -83,7 +83,7 @@ class RequestView(NamedTuple):
     """An unfinished request as a scheduler may know it."""
 
     id: int
-    prompt_id: int
+    position: int  # of its prompt in training order: responses to one prompt share it
     prompt_tokens: int
     generated_tokens: int
     has_kv: bool  # running: its context is in the KV cache
@@ -202,6 +202,7 @@ class ControlContext:
     page_tokens: int
     requests: int  # responses launched per step
     prompt_tokens: int  # longest prompt of the trace
+    max_num_seqs: int = 1024  # responses that a replica runs at once
     replica_gpus: int | None = None  # of a rollout replica (TP × PP), where the plan says it
 
     def check_tp(self, tp: int) -> int:
@@ -229,6 +230,8 @@ class RolloutReport:
     preemptions: int
     lengths: tuple[int, ...]  # of the responses that were finished
     label: str  # the kind of round, see `Launch`
+    next_label: str = ""  # the kind that comes next
+    loads: tuple[tuple[int, int], ...] = ()  # prompt and generated tokens of all responses, finished or not
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,10 @@ class _Join:
         for sample in samples:
             seen = self._seen[sample.id] = self._seen.get(sample.id, 0) + 1
             if seen == len(self.sources):
-                ready = self._ready.setdefault(sample.prompt_id, [])
+                ready = self._ready.setdefault(sample.position, [])
                 ready.append(sample)
                 if len(ready) >= self._group:
-                    through += self._ready.pop(sample.prompt_id)
+                    through += self._ready.pop(sample.position)
         self.inbox.put(through)
 
     def close(self, source: str) -> None:

@@ -178,7 +178,9 @@ class Generation:
         waiting = self._what.batching.waiting()
         self._outcome.rollouts.append(RolloutSummary(step, self._tp, preemptions, peak, settled, waiting, released))
         lengths = tuple(r.generated for r in rollout.requests if r.finished)
-        report = RolloutReport(step, self._tp, end - start, preemptions, lengths, settled.label)
+        loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests)
+        coming = self._what.batching.upcoming(self._what.feed)
+        report = RolloutReport(step, self._tp, end - start, preemptions, lengths, settled.label, coming, loads)
         wanted = self._what.control.next_tp(report)
         self.planned_tp = self._tp if wanted is None else wanted
 

@@ -59,9 +59,9 @@ class Request:
         "id",
         "offset",
         "order",
+        "position",
         "preemptions",
         "prefill_left",
-        "prompt_id",
         "prompt_tokens",
         "replica",
         "response_tokens",
@@ -79,7 +79,7 @@ class Request:
     def __init__(
         self,
         id: int,  # noqa: A002
-        prompt_id: int,
+        position: int,
         prompt_tokens: int,
         response_tokens: int,
         generated: int = 0,
@@ -87,7 +87,7 @@ class Request:
     ) -> None:
         self.id = id
         self.row = row  # of the trace, -1 if it is from none; what its reward call takes stands there
-        self.prompt_id = prompt_id
+        self.position = position  # of its prompt in training order
         self.prompt_tokens = prompt_tokens
         self.response_tokens = response_tokens  # the truth; no policy sees it
         self.generated = generated  # brought up to date when the request leaves the running batch
@@ -118,7 +118,7 @@ class Request:
 
         `began` and `now`: versions of the weights that generated in the step it comes from, and that go on with it.
         """
-        later = Request(id, self.prompt_id, self.prompt_tokens, self.response_tokens, self.generated, self.row)
+        later = Request(id, self.position, self.prompt_tokens, self.response_tokens, self.generated, self.row)
         oldest = self.resumed.version if self.resumed else began
         later.resumed = Resumed(self.generated, oldest if self.generated else now)
         later.tps, later.timed_out = self.tps, self.timed_out

@@ -17,7 +17,7 @@ class Responses:
     """One entry per request: tokens, and moments in simulated seconds (NaN where something never happened)."""
 
     id: NDArray[np.int64]
-    prompt_id: NDArray[np.int64]
+    position: NDArray[np.int64]  # of the prompt in training order
     prompt_tokens: NDArray[np.int64]
     response_tokens: NDArray[np.int64]  # generated
     started_at: NDArray[np.float64]
@@ -74,7 +74,7 @@ class Responses:
                 resumed[i], resumed_tokens[i], oldest[i] = True, *request.resumed
         return cls(
             id=ints("id"),
-            prompt_id=ints("prompt_id"),
+            position=ints("position"),
             prompt_tokens=ints("prompt_tokens"),
             response_tokens=ints("generated"),
             started_at=floats("started_at"),

@@ -65,7 +65,7 @@ class RewardDesk:
         if job.kind == "judge":
             assert self.judge is not None, "a step with responses to judge has a judge"
             request.score_started_at = self._env.now
-            asked = Request(request.id, request.prompt_id, job.judge_prompt_tokens, job.judge_tokens)
+            asked = Request(request.id, request.position, job.judge_prompt_tokens, job.judge_tokens)
             self.judge.submit(asked, lambda: self._score(request, job.reward, on_scored))
             return
         self._queue.append((request, job, on_scored))

@@ -24,6 +24,7 @@ class ScoringEngine(NamedTuple):
     capacity_pages: int
     config: EngineConfig
     handover_s: float = 0.0  # of a rollout replica's time, for each chunk of a response that it hands over
+    load_s: float = 0.0  # its weights on their way from host memory, before it works in a step
 
 
 class Service:

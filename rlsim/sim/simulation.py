@@ -93,6 +93,7 @@ class _Run:
             StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
         ]
         self.updating = _updating(what.workflow)
+        self.judging = self._judging()
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
         if not any(call.kind == "generate" for call in what.workflow.calls):
             self.generation.take_given(self.steps)
@@ -139,8 +140,11 @@ class _Run:
         """All of a call, on all its GPUs."""
         env, state = self.env, self.steps[step]
         ready_at = env.now
-        yield self.pool.acquire(placement.gpus)
+        judging = self.judging if call.kind == "generate" else ()
+        yield self.pool.acquire((*placement.gpus, *judging))
         start_at, held = env.now, set(placement.gpus)
+        if judging:
+            env.process(self._keep_for_judge(step))
         parts: tuple[tuple[str, float], ...] = ()
         if call.kind == "generate":
             held -= yield from self.generation.run(call, step, state, placement)
@@ -251,6 +255,8 @@ class _Run:
         env, state, desk = self.env, self.steps[step], self.desk
         inbox, flow = state.flow.inboxes[call.name], state.flow
         yield inbox.first
+        if state.judge_ready_at > env.now:
+            yield env.timeout(state.judge_ready_at - env.now)
         start_at = env.now
         judge = desk.judge = self._judge(call, step, placement)
         missing: set[int] = set()  # of the batch, once it is known
@@ -281,6 +287,24 @@ class _Run:
         flow.close(call.name)
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
+
+    def _judging(self) -> tuple[int, ...]:
+        """GPUs of a judge that other calls work on too, while nothing is generated or scored."""
+        plan, calls = self.what.plan, self.what.workflow.calls
+        if self.what.judge is None:
+            return ()
+        own = {g for c in calls if c.kind == "reward" and not plan.of(c.name).shared for g in plan.of(c.name).gpus}
+        return tuple(sorted(own & {g for c in calls if c.kind != "reward" for g in plan.of(c.name).gpus}))
+
+    def _keep_for_judge(self, step: int) -> Generator[simpy.Event, Any, None]:
+        """The judge has its GPUs from the start of generation, when its weights come, to the step's last score."""
+        judge, calls = self.what.judge, [c.name for c in self.what.workflow.calls if c.kind == "reward"]
+        if judge and judge.load_s:
+            self.steps[step].judge_ready_at = self.env.now + judge.load_s
+            recorder = Recorder(self.outcome.spans, step)
+            recorder.add(self.judging, self.env.now, self.env.now + judge.load_s, calls[0])
+        yield simpy.AllOf(self.env, [self.done[name, step] for name in calls])
+        self.pool.release(self.judging)
 
     def _judge(self, call: Call, step: int, placement: Placement) -> Service | None:
         """The judge of a step. Where it begins beside a rollout, it slows that and what follows down, and is slowed."""

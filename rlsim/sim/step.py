@@ -27,6 +27,7 @@ class StepState:
         self.scored: set[str] = set()  # those of these calls that are done
         self.chunk_tokens = 0
         self.generates_at = float("nan")  # when its rollout began
+        self.judge_ready_at = 0.0  # when the judge's weights are there
 
     def responses(self) -> Responses:
         """Them as later calls see them."""

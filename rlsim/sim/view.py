@@ -75,7 +75,7 @@ class LiveView:
                 replica.tp,
                 replica.gpus,
                 tuple(
-                    RequestView(r.id, r.prompt_id, r.prompt_tokens, context - r.prompt_tokens, running)
+                    RequestView(r.id, r.position, r.prompt_tokens, context - r.prompt_tokens, running)
                     for r, context, running in replica.contexts()
                 ),
             )

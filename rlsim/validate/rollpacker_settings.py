@@ -55,6 +55,8 @@ def _small() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "sandbox timeout: 10 s", {"workflow.reward.sandbox_timeout": 10}
     yield "judge: no instructions around the response", {"workflow.reward.judge.prompt_tokens": 0}
     yield "judge: half of the GPUs reserved", {"workflow.reward.judge.reserved": 0.5}
+    yield "judge: its GPUs do not train", {"workflow.reward.judge.while_training": "apart"}
+    yield "rewards beside log-probs", {"workflow.reward.order": "beside_log_probs"}
     yield "no reference model", {"workflow.reference": False}
     yield "stream trainer in long rounds only", {"systems": _streaming([{"stream": {"rounds": ["long"]}}])}
 

@@ -2,6 +2,10 @@
 
 Calls on the actor are `generate`, `old_log_prob`, `train` and `weight_sync`, on the reference `ref_log_prob`, on the
 critic `values`, `train_critic` and `critic_sync`, on a reward model `reward_score`; `reward` scores outside the models.
+
+veRL's trainer runs them one after the other: generation, rewards, log-probs of the old policy and the reference,
+values, updates (`RayPPOTrainer.fit`). With `reward_first` the graph says so: log-probs and values wait at a barrier
+until all rewards are there. Without it they run beside the rewards, as with veRL's `launch_reward_fn_async`.
 """
 
 from __future__ import annotations
@@ -11,21 +15,25 @@ from collections.abc import Callable, Iterable
 from rlsim.workflow.graph import Call, Edge, Workflow
 
 
-def grpo(*, reference: bool = True, old_log_probs: bool = True, reward_model: bool = False) -> Workflow:
+def grpo(
+    *, reference: bool = True, old_log_probs: bool = True, reward_model: bool = False, reward_first: bool = True
+) -> Workflow:
     """GRPO as veRL runs it: generate, score, log-probs under the reference and the old policy, one update, weight sync.
 
     GRPO (Shao et al. 2024) has no critic; `reference` off is training without a KL term (DAPO), `old_log_probs` off
     takes those of the rollout engine. With `reward_model` a model scores the responses.
     """
     prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs)]
-    return _on_policy("grpo", prepare, group_advantage=True)
+    return _on_policy("grpo", prepare, reward_first, group_advantage=True)
 
 
-def ppo(*, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True) -> Workflow:
+def ppo(
+    *, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True, reward_first: bool = True
+) -> Workflow:
     """PPO with a critic, as in InstructGPT (Ouyang et al. 2022): six calls on four models, and the new weights' way."""
     values, train_critic = Call("values", "inference", "critic"), Call("train_critic", "train", "critic")
     prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs), values]
-    base = _on_policy("ppo", prepare)
+    base = _on_policy("ppo", prepare, reward_first)
     sync = Call("critic_sync", "sync", "critic")
     return Workflow(
         "ppo",
@@ -39,13 +47,15 @@ def ppo(*, reference: bool = True, old_log_probs: bool = False, reward_model: bo
     )
 
 
-def remax(*, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True) -> Workflow:
+def remax(
+    *, reference: bool = True, old_log_probs: bool = False, reward_model: bool = True, reward_first: bool = True
+) -> Workflow:
     """ReMax (Li et al. 2024): no critic; the reward of a greedy response to the same prompt is the baseline.
 
     The greedy responses are generated and scored with the others and not trained on.
     """
     prepare = [_reward(reward_model), *_log_probs(reference, old_log_probs)]
-    return _on_policy("remax", prepare, baseline_responses=1)
+    return _on_policy("remax", prepare, reward_first, baseline_responses=1)
 
 
 def dpo() -> Workflow:
@@ -74,13 +84,15 @@ def _log_probs(reference: bool, old_log_probs: bool) -> Iterable[Call]:
 
 
 def _on_policy(
-    name: str, prepare: list[Call], *, group_advantage: bool = False, baseline_responses: int = 0
+    name: str, prepare: list[Call], reward_first: bool, *, group_advantage: bool = False, baseline_responses: int = 0
 ) -> Workflow:
-    """Generate, prepare, train the actor, bring its weights to the next step's generation."""
+    """Generate, prepare (rewards are the first of `prepare`), train the actor, bring its weights to the next step."""
     generate, train = Call("generate", "generate", "actor"), Call("train", "train", "actor")
     sync = Call("weight_sync", "sync", "actor")
+    reward, *others = prepare
     edges = [
         *(Edge(generate.name, call.name) for call in prepare),
+        *(Edge(reward.name, call.name, barrier=True) for call in others if reward_first),
         *(Edge(call.name, train.name) for call in prepare),
         Edge(train.name, sync.name),
         Edge(sync.name, generate.name, lag=1),

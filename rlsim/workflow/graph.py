@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from rlsim.errors import ConfigError
 
@@ -31,6 +31,9 @@ class Edge:
 
     `grain`: `stage` is all of it, then go; `sample` is each response as soon as it is done; `chunk` is every
     `chunk_tokens` tokens of each response while it is generated, and what is left of it at its end.
+
+    A `barrier` says only in which order a framework runs its calls: `target` starts when all of `source` is done, and
+    takes nothing from it. Systems that overlap the two take it out (`Workflow.without_barriers`).
     """
 
     source: str
@@ -38,6 +41,7 @@ class Edge:
     lag: int = 0
     grain: Grain = "stage"
     chunk_tokens: int = 0  # of the grain `chunk`
+    barrier: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,12 @@ class Workflow:
                 raise ConfigError(
                     f"workflow {self.name}: {edge.source} -> {edge.target} cannot have the grain `sample`: it is for "
                     "responses of the same step on their way to a reward, inference or train call"
+                )
+            waits = self.call(edge.target).kind in ("inference", "train")
+            if edge.barrier and (edge.lag or not waits or any(e.grain != "stage" for e in self.into(edge.target))):
+                raise ConfigError(
+                    f"workflow {self.name}: {edge.source} -> {edge.target} cannot be a barrier: inference and train "
+                    "calls that take nothing as it comes wait at one, for all of a call of the same step"
                 )
             self._check_chunks(edge)
         if len([call for call in self.calls if call.kind == "generate"]) > 1:
@@ -107,14 +117,20 @@ class Workflow:
         return self.call(edge.source).kind in sources and self.call(edge.target).kind in (*sources[1:], "train")
 
     def streaming(self, sources: Sequence[CallKind], targets: Sequence[CallKind]) -> Self:
-        """The workflow with grain `sample` on every edge of the step from calls of one kind to calls of another."""
-        edges = tuple(
-            replace(edge, grain="sample")
-            if edge.lag == 0 and self.call(edge.source).kind in sources and self.call(edge.target).kind in targets
-            else edge
-            for edge in self.edges
-        )
-        return replace(self, edges=edges)
+        """The workflow with grain `sample` on every edge of the step from calls of one kind to calls of another.
+
+        A call that takes responses as they come waits at no barrier.
+        """
+
+        def streams(edge: Edge) -> bool:
+            ends = self.call(edge.source).kind in sources and self.call(edge.target).kind in targets
+            return ends and edge.lag == 0 and not edge.barrier
+
+        return self._streamed(streams, grain="sample")
+
+    def without_barriers(self) -> Self:
+        """The workflow with the edges that carry something: no call waits for one whose results it does not use."""
+        return replace(self, edges=tuple(edge for edge in self.edges if not edge.barrier))
 
     def in_chunks(self, models: Sequence[str], chunk_tokens: int) -> Self:
         """The workflow with grain `chunk` on every edge of the step from a generate to an inference call of `models`.
@@ -132,8 +148,13 @@ class Workflow:
                 f"workflow {self.name}: no inference call of {' or '.join(models)} takes responses from generation "
                 f"(its inference calls are of {', '.join(known) or 'no model'})"
             )
-        edges = (replace(e, grain="chunk", chunk_tokens=chunk_tokens) if streams(e) else e for e in self.edges)
-        return replace(self, edges=tuple(edges))
+        return self._streamed(streams, grain="chunk", chunk_tokens=chunk_tokens)
+
+    def _streamed(self, streams: Callable[[Edge], bool], **changes: Any) -> Self:
+        """The workflow with these changes of the edges that `streams` picks, and no barrier before their targets."""
+        early = {edge.target for edge in self.edges if streams(edge)}
+        kept = (edge for edge in self.edges if not (edge.barrier and edge.target in early))
+        return replace(self, edges=tuple(replace(edge, **changes) if streams(edge) else edge for edge in kept))
 
     @property
     def overlap(self) -> int:

@@ -136,7 +136,15 @@ def check_meshes(workflow: Workflow, plan: Plan, cluster: Cluster) -> None:
 
 
 def colocated(
-    workflow: Workflow, gpus: tuple[int, ...], strategy: TrainStrategy, reward: Placement | None = None
+    workflow: Workflow,
+    gpus: tuple[int, ...],
+    strategy: TrainStrategy,
+    reward: Placement | None = None,
+    generating: tuple[int, ...] | None = None,
 ) -> Plan:
-    """Every call on all of `gpus`, one after another; reward calls on CPUs, or where `reward` says."""
-    return grouped(workflow, {call.name: (gpus, strategy) for call in workflow.calls}, reward)
+    """Every call on all of `gpus`, one after another; reward calls on CPUs, or where `reward` says.
+
+    `generating`: those of the GPUs that generate, if not all do.
+    """
+    groups = {c.name: (generating or gpus if c.kind == "generate" else gpus, strategy) for c in workflow.calls}
+    return grouped(workflow, groups, reward)
