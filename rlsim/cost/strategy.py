@@ -18,7 +18,7 @@ class TrainStrategy:
     - `micro_batch_tokens`: most tokens in one micro-batch of one data-parallel rank, summed over its sequences
       (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
     - `micro_batch_sequences`: if given, micro-batches of that many sequences instead (veRL without dynamic batch size).
-    - `micro_batches`: if given, just so many micro-batches of each rank's share, balanced by work.
+    - `micro_batches`: if given, so many micro-batches of each rank's share, balanced by work; at most its sequences.
     - `zero_stage`: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters
       (3 is FSDP's full sharding).
     - `recompute`: `full` keeps each layer's input only; `selective` recomputes norms and the MLP's activation function,
