@@ -9,6 +9,14 @@ from rlsim.errors import ConfigError
 from rlsim.models import Model
 
 Recompute = Literal["none", "selective", "full"]
+Logits = Literal["bf16", "fp32", "fused"]
+
+
+def logits_of(backend: str, fused_kernels: bool = False) -> Logits:
+    """How veRL computes log-probabilities under that training backend: see `TrainStrategy.logits`."""
+    if fused_kernels:
+        return "fused"
+    return "bf16" if backend == "fsdp" else "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +34,9 @@ class TrainStrategy:
     - `offload`: weights and optimizer states live in host memory between calls (veRL's `param_offload` and
       `optimizer_offload`).
     - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
+    - `logits`: what log-probabilities are computed from: all logits of a micro-batch in `bf16` (veRL's FSDP, with flash
+      attention's cross entropy) or in `fp32` (Megatron's vocabulary-parallel cross entropy), or `fused`: those of a
+      chunk of tokens at a time (veRL's `use_fused_kernels`).
 
     Raises `ConfigError` for a degree below 1 or a combination that no framework offers.
     """
@@ -41,6 +52,7 @@ class TrainStrategy:
     recompute: Recompute = "full"
     offload: bool = False
     sequence_parallel: bool = False
+    logits: Logits = "bf16"
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "cp", "micro_batch_tokens"):

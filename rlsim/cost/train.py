@@ -235,7 +235,7 @@ class TrainCost:
             attention=1 + BACKWARD_ATTENTION + again,
             memory=1 + BACKWARD_MEMORY + elementwise,
             tensor_parallel=2 + again,
-            head=3,
+            head=4 if self.strategy.logits == "fused" else 3,  # fused: the backward pass computes logits again
             backward=True,
         )
 
@@ -269,7 +269,7 @@ class TrainCost:
         return result
 
     def _within_budget(self, tokens: Floats) -> int:
-        """Micro-batches of one rank's sequences by token budget, at most one each (veRL's `rearrange_micro_batches`)."""
+        """Micro-batches of one rank's sequences by token budget, no more than sequences (`rearrange_micro_batches`)."""
         return max(min(math.ceil(float(tokens.sum()) / self.strategy.micro_batch_tokens), len(tokens)), 1)
 
     def _bins(self, work: Floats, count: int) -> npt.NDArray[np.intp]:
@@ -295,8 +295,8 @@ class TrainCost:
             late_s = self._late_gathers_s(tokens, pairs, compute + exposed, passes)
             mean_s, talk_s = float(busy.mean(axis=0).sum()), float(communication.mean(axis=0).sum())
             return TrainTime(compute_s=mean_s, communication_s=talk_s + late_s, imbalance_s=slowest_s - mean_s - talk_s)
-        # The ranks meet at the end of the mini-batch only. Micro-batches of unequal size pass equal stages in the sum of
-        # their times and, for every further stage, the time of the largest: the makespan of a proportionate flow shop.
+        # The ranks meet at the end of the mini-batch only. Micro-batches of unequal size pass equal stages in the sum
+        # of their times and, for every further stage, the time of the largest: a proportionate flow shop's makespan.
         work = busy + communication
         bubbles = (strategy.pp - 1) * work.max(axis=1)
         mean_s, talk_s = float(busy.sum(axis=1).mean()), float(communication.sum(axis=1).mean())

@@ -14,7 +14,7 @@ from rlsim.cost.machine import Machine
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import TrainStrategy, logits_of
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.scorers import beside_generation, bytes_beside, kv_pages, tp_of
 from rlsim.hardware import Cluster
@@ -187,6 +187,7 @@ class Site:
             zero_stage=default_zero if training.zero_stage is None else training.zero_stage,
             recompute=training.recompute,
             offload=training.offload,
+            logits=logits_of(training.backend, training.fused_kernels),
         )
 
     @cached_property

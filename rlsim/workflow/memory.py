@@ -72,7 +72,10 @@ class PlanMemory:
             }
             return CallMemory({}, {**states, **working}) if strategy.offload else CallMemory(states, working)
         if call.kind == "inference":
-            memory = inference_memory(model, strategy, self._batch.micro_batch_tokens(strategy), reserved_bytes=0.0)
+            trained = any(c.kind == "train" and c.model == call.model for c in self._workflow.calls)
+            memory = inference_memory(
+                model, strategy, self._batch.micro_batch_tokens(strategy), entropy=trained, reserved_bytes=0.0
+            )
             weights = {} if holds_weights else {"parameters": memory.parameter_bytes}
             working = {
                 "gathered layers": memory.gathered_bytes,
