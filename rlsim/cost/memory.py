@@ -335,15 +335,13 @@ def check_training(
             "others on the GPU": beside_bytes,
         }
         layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, ZeRO {strategy.zero_stage}"
-        advice = "smaller micro-batches (training.micro_batch_tokens), more TP or PP, or more GPUs"
-        raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0, advice)
+        raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0)
     return memory
 
 
-def _does_not_fit(what: str, parts: dict[str, float], gpu: Gpu, share: float, advice: str = "") -> CapacityError:
+def _does_not_fit(what: str, parts: dict[str, float], gpu: Gpu, share: float) -> CapacityError:
     listed = " + ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items() if size)
     have = gpu.memory_bytes * share
     of = f"{share:g} of {gpu.memory_bytes / 1e9:.2f} GB on {gpu.name}" if share != 1 else f"of {gpu.name}"
     total = sum(parts.values())
-    text = f"{what} does not fit: {listed} = {total / 1e9:.2f} GB > {have / 1e9:.2f} GB ({of})"
-    return CapacityError(f"{text}; try {advice}" if advice else text)
+    return CapacityError(f"{what} does not fit: {listed} = {total / 1e9:.2f} GB > {have / 1e9:.2f} GB ({of})")

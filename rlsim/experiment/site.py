@@ -16,6 +16,7 @@ from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy, logits_of
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.remedies import advice
 from rlsim.experiment.scorers import beside_generation, bytes_beside, kv_pages, tp_of
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext
@@ -48,7 +49,7 @@ class Site:
         streamed: tuple[Call, ...] = (),
     ) -> None:
         self._setup = setup
-        self._placing = placing
+        self._judge, self._placing, self._searched = judge, placing, False
         self._streaming, self._streamed = streaming, streamed
         self._spec = setup.experiment.workflow.reward.judge if setup.scoring.judged.any() else None
         self._colocated = judge if self._spec else None
@@ -194,8 +195,23 @@ class Site:
     def plan(self) -> Plan:
         """Where every call runs. Raises `CapacityError` if a GPU would have to hold more than it can."""
         plan = self.unchecked_plan
-        self.memory.check(plan, self._beside_bytes(plan))
+        try:
+            self.memory.check(plan, self._beside_bytes(plan))
+        except CapacityError as error:
+            if self._searched:
+                raise
+            needs = self._needs()
+            call = max(needs, key=needs.__getitem__)
+            parts = self._placing, self._streaming, self._streamed
+            less = advice(self._setup, needs[call], lambda setup: Site(setup, self._judge, *parts)._needs()[call])
+            raise CapacityError(f"{error}{less}") from None
         return plan
+
+    def _needs(self) -> dict[str, float]:
+        """Bytes on the fullest GPU of every call while it runs."""
+        plan = self.unchecked_plan
+        needs = self.memory.needs(plan, self._beside_bytes(plan))
+        return {name: sum(parts.values()) for name, (_, parts) in needs.items()}
 
     @cached_property
     def unchecked_plan(self) -> Plan:
@@ -257,6 +273,7 @@ class Site:
     def _search(self, method: str, evaluations: int, seed: int) -> Plan:
         from rlsim.experiment.planning import PlanSpace
 
+        self._searched = True
         space = PlanSpace(self._setup, self)
         return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)
 
