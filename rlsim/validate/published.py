@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rlsim.experiment.result import Result
 from rlsim.validate import oppo, pat, real, rollpacker
 from rlsim.validate import rollpacker_settings as open_inputs
 from rlsim.validate.charts import errors_chart
 from rlsim.validate.parts import Options, Section
-from rlsim.validate.pat_settings import STATIC, Outcome, outcomes
+from rlsim.validate.pat_settings import Outcome, outcomes
 from rlsim.validate.rows import markdown, summarise, table
 
 _INTRODUCTION = """\
@@ -186,8 +185,8 @@ Speedups when one open input is changed:
 def run(options: Options) -> Section:
     """The figures of every system; runs every experiment they need (about five minutes)."""
     options.progress("published: PAT")
-    h100, sglang, a40 = pat.run_experiments()
-    of_pat = tuple(pat.rows(h100, sglang, a40))
+    runs = pat.run_experiments()
+    of_pat = tuple(pat.rows(runs))
     decides = _decides(outcomes())
     options.progress("published: RollPacker and RLHFuse")
     of_rollpacker = tuple(rollpacker.rows(rollpacker.run_experiments()))
@@ -198,7 +197,7 @@ def run(options: Options) -> Section:
     options.progress("published: what RollPacker's figures depend on")
     text = "".join(
         (
-            *(_INTRODUCTION, table(of_pat), _READING, _STATIC, _static((h100, a40)), _DECIDES, decides, _FINDING),
+            *(_INTRODUCTION, table(of_pat), _READING, _STATIC, _static(runs.values()), _DECIDES, decides, _FINDING),
             *(_ROLLPACKER, table(of_rollpacker), _ROLLPACKER_READING, _OPEN, *_open_tables()),
             *(_OPPO, table(of_oppo), _OPPO_READING, oppo.open_inputs()),
             *(_REAL, table(of_real), _REAL_READING, real.open_inputs()),
@@ -226,10 +225,13 @@ def _figure(value: float | None) -> str:
     return "—" if value is None or value != value else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def _static(results: Iterable[Result]) -> str:
+def _static(runs: Iterable[pat.Runs]) -> str:
     rows = []
-    for result in results:
-        cluster = str(result.manifest["cluster"]["name"])
+    for result in (result for both in runs for result in (both.h100, both.a40)):
+        engine = {"sglang": "SGLang", "vllm": "vLLM"}[
+            str(result.manifest["experiment"]["calibration"]).rpartition("-")[2]
+        ]
+        cluster = f"{result.manifest['cluster']['name']}, {engine}"
         mean = pat.means(result)
         for (case, system), own in mean.items():
             best = mean[case, "pat"]
@@ -254,7 +256,7 @@ def _decides(found: Iterable[Outcome]) -> str:
     rows = []
     for outcome in found:
         times = outcome.gen_time_s
-        static = [f"{times[name]:.1f}" if name in times else "—" for name in STATIC]
+        static = [f"{times[name]:.1f}" if name in times else "—" for name in pat.STATIC]
         over_tp2 = f"{times['verl-tp2'] / times['pat']:.2f}" if "verl-tp2" in times else "—"
         over_best = f"{outcome.best_static_s / times['pat']:.2f}"
         rows.append((outcome.setting, *static, f"{times['pat']:.1f}", over_best, over_tp2, f"{outcome.switches:.1f}"))
