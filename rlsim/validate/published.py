@@ -44,8 +44,8 @@ How to read it:
   sync; whether the decode graphs of that layout survive the switch is not published. If they do not, each step begins
   with another pause (third table, "recaptures"), which takes most of the gain over the tuned best away.
 - **PAT's comparison.** The published rule predicts the remaining time "under the current layout". rlsim compares
-  layouts with the sequences spread evenly over their replicas, the present one too. Taking the replicas as they happen to be
-  (`spread: actual`) makes an imbalance of the moment look like a reason to switch: many more switches, and a loss
+  layouts with the sequences spread evenly over their replicas, the present one too. Taking the replicas as they happen
+  to be (`spread: actual`) makes an imbalance of the moment look like a reason to switch: many more switches, and a loss
   (third table, "as they are"). This reading is rlsim's, not the paper's.
 - **A40 links.** The all-reduce of 2 and 4 GPUs is Vidur's, from another machine; that of 8 GPUs is solved from PAT's
   own latencies. The order of TP4 and TP8 there, and with it PAT's preference for TP4, is no better than that.
