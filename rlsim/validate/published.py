@@ -100,7 +100,8 @@ fast as veRL at 7B without that fit and {small_fitted} with it (published: 2.03)
 _ROLLPACKER_READING = """
 How to read it:
 
-- **Cumulative speedups.** The order is right. Beyond 20% is only RollPacker as a whole at 32B: the stream trainer gains
+- **Cumulative speedups.** The order is right. With the fitted efficiency only RollPacker as a whole at 32B is beyond
+  20%; without it veRL trains faster, and what shortens rollout counts for more. The stream trainer gains
   11% there and 17% at 7B, in the paper 2 and 1%. In rlsim half of the GPUs train at no cost but their absence from
   rollout and the recomputation of the KV that moves; what else it costs on a real machine is not published. With the
   stream trainer in long rounds only, the reading that its published long-round gains suggest, the 7B figure changes as
