@@ -255,6 +255,9 @@ def test_training(tmp_path: Path) -> None:
     assert {key: megatron[key] for key in ("backend", "tp", "pp", "cp", "recompute")} == {
         "backend": "megatron", "tp": 2, "pp": 2, "cp": 1, "recompute": "selective",
     }  # fmt: skip
+    fused = draft_of(tmp_path, "actor_rollout_ref.model.use_fused_kernels=True")
+    assert fused.data()["training"]["fused_kernels"] is True
+    assert not any("fused" in text for text in fused.missing)
     ulysses = draft_of(tmp_path, "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4")
     assert ulysses.data()["training"]["cp"] == 4
     assert ulysses.data()["training"]["micro_batch_tokens"] == 4 * 20000

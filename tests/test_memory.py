@@ -7,6 +7,7 @@ from rlsim.cost.memory import (
     check_training,
     inference_memory,
     kv_page_bytes,
+    logits_bytes,
     resident_bytes,
     rollout_activation_bytes,
     rollout_memory,
@@ -78,9 +79,10 @@ def test_inference_by_hand() -> None:
     memory = inference_memory(LLAMA, TrainStrategy(tp=2, pp=2, dp=2), 8192, reserved_bytes=0.0)
     assert memory.parameter_bytes == 2 * (16 * 218_112_000 + 128_256 * 4096 + 4096) / 2
     assert memory.gradient_bytes == memory.optimizer_bytes == memory.gathered_bytes == 0.0
-    assert memory.activation_bytes == 8192 * 2 * (4 * 4096 + (2 * 4096 + 2 * 1024 + 3 * 14336) / 2)
-    assert memory.logits_bytes == 6 * 8192 * 128_256 / 2
-    assert inference_memory(LLAMA.as_critic(), TrainStrategy()).logits_bytes == 0.0
+    assert (memory.activation_bytes, memory.logits_bytes) == (0.0, 2 * 8192 * 128_256 / 2)  # most is held at the head
+    critic = inference_memory(LLAMA.as_critic(), TrainStrategy(tp=2, pp=2, dp=2), 8192)
+    layer = 8192 * 2 * (4 * 4096 + (2 * 4096 + 2 * 1024 + 3 * 14336) / 2)
+    assert (critic.activation_bytes, critic.logits_bytes) == (layer, 0.0)
     sharded = inference_memory(LLAMA, TrainStrategy(dp=8, zero_stage=3))
     assert sharded.parameter_bytes == LLAMA.weight_bytes / 8
     assert sharded.gathered_bytes == 4 * 128_256 * 4096  # the embedding, and as much ahead
@@ -134,8 +136,9 @@ def test_activations_by_hand() -> None:
     kept, everything = activation_bytes_per_token(LLAMA, TrainStrategy(recompute="full"))
     assert (kept, everything) == (8192, 2 * width)
     memory = training_memory(LLAMA, TrainStrategy(recompute="full"), 1000)
-    assert memory.activation_bytes == 1000 * (32 * 8192 + 2 * width)
-    assert memory.logits_bytes == 1000 * 128_256 * 8
+    assert (memory.activation_bytes, memory.logits_bytes) == (1000 * 32 * 8192, 1000 * 128_256 * 4)  # at the head
+    critic = training_memory(LLAMA.as_critic(), TrainStrategy(recompute="full"), 1000)
+    assert (critic.activation_bytes, critic.logits_bytes) == (1000 * (32 * 8192 + 2 * width), 0.0)  # inside a layer
     order = [training_memory(LLAMA, TrainStrategy(recompute=r)).activation_bytes for r in ("none", "selective", "full")]
     assert order == sorted(order, reverse=True)
 
@@ -147,6 +150,65 @@ def test_sequence_and_context_parallelism_cut_activations() -> None:
     assert sequence.activation_bytes < plain.activation_bytes
     halves = training_memory(LLAMA, TrainStrategy(cp=2)), training_memory(LLAMA, TrainStrategy())
     assert halves[0].activation_bytes == halves[1].activation_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("logits", "training", "log_probs", "old_log_probs"),
+    [("bf16", 2 * 2, 2, 2), ("fp32", 2 * 4, 2 + 4, 3 * 4)],  # bytes of a logit at the peak, as veRL's code holds them
+)
+def test_logits_as_verl_computes_them(logits: str, training: int, log_probs: int, old_log_probs: int) -> None:
+    strategy, words = TrainStrategy(tp=2, logits=logits), 128_256 / 2  # type: ignore[arg-type]
+    assert logits_bytes(LLAMA, strategy, 1000, backward=True) == training * 1000 * words
+    assert logits_bytes(LLAMA, strategy, 1000, backward=False) == log_probs * 1000 * words
+    assert logits_bytes(LLAMA, strategy, 1000, backward=False, entropy=True) == old_log_probs * 1000 * words
+
+
+def test_fused_kernels_hold_the_logits_of_a_chunk() -> None:
+    fused = TrainStrategy(logits="fused")
+    long, short = (logits_bytes(LLAMA, fused, tokens, backward=True) for tokens in (100_000, 512))
+    assert long == short == 18 * 512 * 128_256
+    assert logits_bytes(LLAMA, fused, 100, backward=True) == short * 100 / 512
+
+
+def fits(model: str, gpu: str, tokens: int, **strategy: object) -> bool:
+    """Whether one GPU holds training, and log-probs, of micro-batches of `tokens` tokens a GPU."""
+    layout = TrainStrategy(**strategy)  # type: ignore[arg-type]
+    peak = training_memory(load_model(model), layout, tokens * layout.cp).total_bytes
+    inference = inference_memory(load_model(model), layout, tokens * layout.cp, entropy=True)
+    return max(peak, inference.total_bytes) <= load_gpu(gpu).memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tokens", "layout"),
+    [
+        # examples/ppo_trainer/run_qwen2-7b_seq_balance.sh: 4K + 4K tokens, 24,000 tokens a GPU, nothing offloaded
+        ("qwen2.5-7b", "h100-sxm", 24_000, {"dp": 8}),
+        # examples/gmpo_trainer/test_dapo_7b_math.sh: 2K + 8K tokens, Ulysses 4, twice that many tokens a GPU
+        ("qwen2.5-7b", "h100-sxm", 20_480, {"dp": 2, "cp": 4}),
+        # examples/grpo_trainer/run_qwen3_8b_grpo_sglang_32k_spmd_npu.sh: 2K + 32K tokens, Ulysses 4, devices of 64 GB
+        ("qwen3-8b", "a100-sxm-80gb", 34_816 // 4, {"dp": 2, "cp": 4}),
+        # recipe/dapo/run_dapo_qwen2.5_32b.sh (v0.4.1): 2K + 20K tokens, Ulysses 8 on 16 nodes, as many tokens a GPU
+        ("qwen2.5-32b", "h20", 22_528, {"dp": 16, "cp": 8}),
+        # 80,000 tokens in one micro-batch, over four GPUs as in these scripts, or with use_fused_kernels
+        ("llama-3.1-8b", "h100-sxm", 20_000, {"dp": 2, "cp": 4}),
+        ("llama-3.1-8b", "h100-sxm", 80_000, {"dp": 8, "logits": "fused"}),
+    ],
+)
+def test_what_verls_scripts_run_fits(model: str, gpu: str, tokens: int, layout: dict[str, object]) -> None:
+    assert fits(model, gpu, tokens, zero_stage=3, **layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tokens", "layout"),
+    [
+        ("llama-3.1-8b", "h100-sxm", 80_000, {"dp": 8}),  # neither Ulysses nor fused kernels: 41 GB of logits
+        ("qwen2.5-7b", "h100-sxm", 98_304, {"dp": 8}),  # the scripts' budget of a critic's forward pass
+        ("qwen2.5-32b", "h100-sxm", 8192, {"dp": 8}),  # states alone
+        ("qwen2.5-7b", "h100-sxm", 4096, {"dp": 1}),
+    ],
+)
+def test_what_runs_nowhere_is_refused(model: str, gpu: str, tokens: int, layout: dict[str, object]) -> None:
+    assert not fits(model, gpu, tokens, zero_stage=3, **layout)
 
 
 def test_a_critic_has_no_logits() -> None:

@@ -29,7 +29,7 @@ PROMPT = 200
 MACHINES = [
     ("8xh100", "h100-vllm"),
     ("8xh100", "h100-sglang"),
-    ("8xa40", "a40-vllm"),
+    ("8xa40", "a40-sglang"),
     ("8xl40s", "l40s-vllm"),
     ("8xh20", "h20-sglang"),
 ]
@@ -134,7 +134,7 @@ def test_pat_loses_no_more_than_its_switches_cost(cluster: str, calibration: str
 
 
 def test_pat_gains_on_a_long_tail() -> None:
-    known = context(machine("8xa40", "a40-vllm"), 128)
+    known = context(machine("8xa40", "a40-sglang"), 128)
     lengths = long_tail(128, 16384, 0)
     pat, static = generate(PAT(), known, lengths), generate(VeRL(tp=start_of_pat(known)), known, lengths)
     assert [tp for _, _, _, tp, _ in pat.switches][-1] > start_of_pat(known)
@@ -198,7 +198,7 @@ SEEN: list[tuple[Any, list[Any]]] = []
 @pytest.mark.parametrize(("kv_times", "kv"), [(0.0, "migrate"), (1e6, "recompute")])
 def test_pat_moves_the_kv_the_cheaper_way(kv_times: float, kv: str) -> None:
     SEEN.clear()
-    setup = machine("8xa40", "a40-vllm")
+    setup = machine("8xa40", "a40-sglang")
     known = context(setup, 128, costs=Priced(setup.machine, kv_times))
     rollout = generate(Watched(), known, long_tail(128, 16384, 1))
     assert rollout.switches
@@ -224,7 +224,7 @@ def test_groups_are_created_once() -> None:
         "name": "x",
         "cluster": "8xa40",
         "model": "llama-3.1-8b",
-        "calibration": "a40-vllm",
+        "calibration": "a40-sglang",
         "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "8K"},
         "workflow": {"prompts": 16, "responses": 8, "steps": 3},
         "training": {"offload": True},
@@ -234,7 +234,7 @@ def test_groups_are_created_once() -> None:
     switches = rlsim.run(experiment).switches
     assert switches["step"].tolist() == [0, 1, 2]
     assert set(switches["to_tp"]) == {8}
-    runtime = machine("8xa40", "a40-vllm").calibration.runtime
+    runtime = machine("8xa40", "a40-sglang").calibration.runtime
     assert runtime.group_create_s > 0
     paid = switches["control_s"].tolist()
     assert paid == [runtime.switch_control_s + runtime.group_create_s, *[runtime.switch_control_s] * 2]
@@ -242,7 +242,7 @@ def test_groups_are_created_once() -> None:
 
 def test_each_node_decides_on_its_own() -> None:
     """Two nodes do what each does alone with its half of the batch, at its own moments."""
-    setup = machine("8xa40", "a40-vllm")
+    setup = machine("8xa40", "a40-sglang")
     halves = [long_tail(128, 16384, 3), long_tail(128, 9000, 4)]
     both_nodes = generate(PAT(), context(setup, 256, nodes=2), [*halves[0], *halves[1]])
     when = []

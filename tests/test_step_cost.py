@@ -222,4 +222,4 @@ def test_step_cost_prefers_a_measured_profile() -> None:
     ("tp", "batch", "measured_s"), [(2, 1, 15.37e-3), (8, 1, 9.64e-3), (2, 32, 24.41e-3), (8, 128, 30.87e-3)]
 )
 def test_a40_latencies_published_by_pat(tp: int, batch: int, measured_s: float) -> None:
-    assert roofline(tp, "a40-vllm").decode(batch).step_s(batch * 1024) == pytest.approx(measured_s, rel=0.05)
+    assert roofline(tp, "a40-sglang").decode(batch).step_s(batch * 1024) == pytest.approx(measured_s, rel=0.05)

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -252,3 +253,49 @@ def test_measured_verl_step() -> None:
     )
     assert train.train_s(lengths, 4).total_s == pytest.approx(row.update_actor_s, rel=0.2)
     assert train.forward_s(lengths).total_s == pytest.approx(row.old_logprob_s, rel=0.2)
+
+
+# Micro-batches --------------------------------------------------------------------------------------------------------
+
+LAYOUTS = ({"pp": 4}, {"pp": 2, "tp": 2, "dp": 2, "zero_stage": 1}, {"pp": 8}, {"dp": 8, "zero_stage": 3})
+
+
+@given(
+    st.lists(st.integers(1, 16384), min_size=1, max_size=24), st.sampled_from(LAYOUTS), st.integers(1, 3), st.booleans()
+)
+def test_more_micro_batches_than_sequences_save_nothing(
+    lengths: list[int], layout: dict[str, object], more: int, train: bool
+) -> None:
+    def seconds(micro_batches: int) -> float:
+        call = cost(micro_batches=micro_batches, **layout)
+        return (call.train_s(lengths, mini) if train else call.forward_s(lengths)).total_s
+
+    dp, mini = int(str(layout.get("dp", 1))), 2 if train else 1
+    sequences = math.ceil(math.ceil(len(lengths) / dp) / mini)
+    assert seconds(sequences * 10**more) == pytest.approx(seconds(sequences))
+
+
+@given(st.lists(st.integers(1, 16384), min_size=1, max_size=24), st.integers(1, 64))
+def test_a_token_budget_makes_no_more_micro_batches_than_sequences(lengths: list[int], budget: int) -> None:
+    alone = cost(pp=8, micro_batches=len(lengths)).train_s(lengths)
+    assert cost(pp=8, micro_batch_tokens=budget).train_s(lengths).total_s >= alone.total_s * (1 - 1e-9)
+    part = cost(pp=8, micro_batch_tokens=budget).part_time(lengths, backward=True)
+    assert part.total_s == pytest.approx(cost(pp=8, micro_batches=len(lengths)).train_s(lengths).total_s - update_s())
+
+
+def update_s() -> float:
+    return cost(pp=8).update_time().total_s
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("sizes", [[4096] * 8, [30000, *([100] * 15)], [100, 9000, 500, 16000, 2000]])
+def test_a_pipeline_takes_what_its_stages_take_one_after_another(sizes: list[int], pp: int) -> None:
+    """Each micro-batch enters a stage when the stage is free and the stage before it is done with it."""
+    stage_s = [cost(IDEAL, Free(), pp=pp).part_time([size], backward=True).compute_s for size in sizes]
+    free_at = [0.0] * pp
+    for own_s in stage_s:
+        done_at = 0.0
+        for stage in range(pp):
+            done_at = free_at[stage] = max(free_at[stage], done_at) + own_s
+    time = cost(IDEAL, Free(), pp=pp, micro_batch_sequences=1).train_s(sizes)
+    assert time.compute_s + time.bubble_s == pytest.approx(free_at[-1])

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from rlsim.cli import app
 from rlsim.errors import ConfigError
-from rlsim.validate import parts
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.result import Result
+from rlsim.validate import parts, pat
 from rlsim.validate.bounds import BOUNDS, Bound, checked
 from rlsim.validate.page import page_text, read_sections, section_text, stale, write_page
 from rlsim.validate.parts import PARTS, Options, Section, Skipped, data_folder
+from rlsim.validate.rollpacker import CUMULATIVE
 from rlsim.validate.rows import Row, summarise
 
 ROOT = Path(__file__).resolve().parents[1]
+PUBLISHED = read_sections(ROOT / "docs" / "validation.md")["published"]
 
 
 def rows(*errors: float, case: str = "vllm/qwen") -> tuple[Row, ...]:
@@ -149,3 +155,41 @@ def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
 def test_an_unknown_part_is_named_with_the_nearest() -> None:
     with pytest.raises(Exception, match="unknown part of the validation 'kernel'; did you mean 'kernels'"):
         parts.run_part("kernel", Options())
+
+
+# Published figures ----------------------------------------------------------------------------------------------------
+
+
+def result_of(rows: list[dict[str, object]]) -> Result:
+    return SimpleNamespace(steps=pd.DataFrame(rows))  # type: ignore[return-value]
+
+
+def test_pats_figures_are_of_steps_that_reach_the_cap_and_count_generated_tokens() -> None:
+    step = {"case": "", "tokens": 999.0, "response_tokens": 443_428.0, "bubble_fraction": 0.0, "switches": 1}
+    rows: list[dict[str, object]] = []
+    for system, gen_s, step_s in (("verl-tp2", 134.3, 172.5), ("pat", 87.9, 125.6)):
+        rows.append({**step, "system": system, "longest_tokens": 24576, "gen_time_s": gen_s, "step_time_s": step_s})
+        rows.append({**step, "system": system, "longest_tokens": 20000, "gen_time_s": 1.0, "step_time_s": 1.0})
+    found = {(row.case, row.quantity): row for row in pat._h100(result_of(rows), "")}
+    assert all(abs(row.error) < 0.01 for row in found.values())
+    assert found["pat/h100-24k", "generated_tokens_per_s"].simulated == pytest.approx(443_428 / 125.6)
+
+
+def test_pats_experiments_run_under_its_engine_and_under_verls_default() -> None:
+    for name in ("pat_vs_static", "pat_a40"):
+        assert load_experiment(name)[0].calibration.endswith("-sglang")  # SGLang 0.4.8
+    shown = [row.split(" | ")[0] for row in PUBLISHED.splitlines() if row.startswith("| pat/")]
+    for case in ("h100-24k-verl", "h100-24k", "a40-6k", "a40-16k"):
+        engines = {case, case.replace("-verl", "") + "-vllm" + "-verl" * case.endswith("-verl")}
+        assert {f"| pat/{one}" for one in engines} <= set(shown)
+
+
+def test_what_an_input_was_fitted_to_never_stands_alone() -> None:
+    """Beside every RollPacker speedup with the fitted efficiency: that it is, and the speedup without."""
+    rows = [row.strip("| ").split(" | ") for row in PUBLISHED.splitlines() if row.startswith("| rollpacker/")]
+    speedups = {row[0].removeprefix("rollpacker/"): row for row in rows if row[1] == "speedup" and row[2] == "output"}
+    for experiment, systems in CUMULATIVE.items():
+        for part in systems:
+            case = f"{experiment.partition('_')[2]}-{part.strip('+ ').replace(' ', '-')}"
+            assert "fitted to the stage shares" in speedups[case][-1]
+            assert "calibration's" in speedups[f"{case}-unfitted"][-1]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from rlsim.calibrate.verl_log import VerlLog
-from rlsim.cost.strategy import Recompute, TrainStrategy
+from rlsim.cost.strategy import Recompute, TrainStrategy, logits_of
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 from rlsim.schema import Schema, validate
@@ -220,6 +220,7 @@ def _strategies(
         "recompute": find.prefer("train.recompute", given.recompute, _recompute(backend, find)) or "full",
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
+        "logits": logits_of(backend, bool(find.logged(_MODEL + "use_fused_kernels"))),
     }
     train = _micro_batches(given.micro_batch_tokens, given.micro_batch_sequences, _logged_micro(find, cp, "ppo"))
     inference = _micro_batches(

@@ -21,6 +21,11 @@ FP32 = 4
 #: decode graphs (of the order of 1 GB). An assumption of the right order, not a measurement of any one engine.
 RESERVED_BYTES = 2.0 * 2**30
 
+#: Tokens whose logits are there at once where the head is fused with the loss, and bytes for each of these logits:
+#: veRL's `FusedLinearForPPOFunction` takes chunks of 512 tokens, with bf16 logits and up to four fp32 tensors of them.
+FUSED_CHUNK_TOKENS = 512
+FUSED_LOGIT_BYTES = BF16 + 4 * FP32
+
 
 @dataclass(frozen=True)
 class RolloutMemory:
@@ -136,7 +141,11 @@ def rollout_memory(
 
 @dataclass(frozen=True)
 class TrainMemory:
-    """Peak bytes on the fullest GPU of a training or inference call, by kind."""
+    """Peak bytes on the fullest GPU of a training or inference call, by kind.
+
+    The peak is inside a layer (its live tensors, no logits) or at the head (logits, no layer's live tensors): logits
+    are there after the last layer's forward pass and gone before its backward pass.
+    """
 
     parameter_bytes: float
     gradient_bytes: float
@@ -189,6 +198,43 @@ def activation_bytes_per_token(model: Model, strategy: TrainStrategy) -> tuple[f
     return everything, everything
 
 
+def logits_bytes(
+    model: Model, strategy: TrainStrategy, tokens: float, *, backward: bool, entropy: bool = False
+) -> float:
+    """Bytes of the logits of `tokens` tokens on one GPU when most of them are there; TP divides the vocabulary.
+
+    As veRL computes log-probabilities (commit b178a3c; the same in v0.4.1):
+
+    - `bf16`, FSDP (`verl/workers/actor/dp_actor.py`, `verl/utils/torch_functional.py`): the logits in bf16, divided by
+      the temperature in place. flash-attn's Triton cross entropy copies nothing and writes the gradient over them
+      (`inplace_backward`); the division's own gradient is a second tensor. Entropy, compiled or by chunks, keeps none.
+    - `fp32`, Megatron (`megatron_actor.py`): `Float16Module` returns the logits in fp32 (beside the head's bf16);
+      `VocabParallelCrossEntropy` works in place, and the division's gradient is a second tensor. With `entropy`, as for
+      old log-probabilities, a clone and the softmax of `vocab_parallel_entropy` are there too.
+    - `fused`, `use_fused_kernels`: one chunk's.
+
+    With `entropy_coeff` 0, as in veRL's scripts, training computes no entropy.
+    """
+    if model.scalar_head:
+        return 0.0
+    if strategy.logits == "fused":
+        tokens, each = min(tokens, FUSED_CHUNK_TOKENS), FUSED_LOGIT_BYTES
+    elif strategy.logits == "bf16":
+        each = 2 * BF16 if backward else BF16
+    elif backward:
+        each = 2 * FP32
+    else:
+        each = 3 * FP32 if entropy else BF16 + FP32
+    return each * tokens * model.vocab_size / strategy.tp
+
+
+def _at_peak(kept: float, working: float, logits: float) -> dict[str, float]:
+    """Activations and logits when most is held: see `TrainMemory`."""
+    if logits > working:
+        return {"activation_bytes": kept, "logits_bytes": logits}
+    return {"activation_bytes": kept + working, "logits_bytes": 0.0}
+
+
 def training_memory(
     model: Model,
     strategy: TrainStrategy,
@@ -202,9 +248,9 @@ def training_memory(
     Per parameter: 2 bytes of bf16 weight, `gradient_dtype_bytes` of gradient (4 where it is accumulated in fp32, as
     Megatron and veRL's FSDP do), 12 of fp32 master and Adam moments; ZeRO stages 1, 2, 3 divide optimizer, gradients,
     parameters by the data-parallel ranks. Stage 3 gathers two layers (one in use, one prefetched), or the embedding,
-    and holds that unit's whole gradient. A 1F1B pipeline keeps PP micro-batches on its first stage. Logits are vocab
-    × tokens in fp32 with their gradient. Host offload empties the GPU between calls, not while one runs: the peak is
-    the same, `resident_bytes` is what changes. Raises `ConfigError` if the strategy does not suit the model.
+    and holds that unit's whole gradient. A 1F1B pipeline keeps PP micro-batches on its first stage. Logits are those
+    of `logits_bytes`. Host offload empties the GPU between calls, not while one runs: the peak is the same,
+    `resident_bytes` is what changes. Raises `ConfigError` if the strategy does not suit the model.
     """
     strategy.check_model(model)
     tokens = (strategy.micro_batch_tokens if micro_batch_tokens is None else micro_batch_tokens) / strategy.cp
@@ -215,16 +261,14 @@ def training_memory(
     kept, everything = activation_bytes_per_token(model, strategy)
     layers = math.ceil(model.num_hidden_layers / strategy.pp)
     working = everything if strategy.recompute != "none" else 0.0
-    activations = tokens * (layers * strategy.pp * kept + working)
-    logits = 0.0 if model.scalar_head else 2 * FP32 * tokens * model.vocab_size / strategy.tp
+    logits = logits_bytes(model, strategy, tokens, backward=True)
     return TrainMemory(
         parameter_bytes=BF16 * local / (shards if zero == 3 else 1),
         gradient_bytes=gradient_dtype_bytes * local / (shards if zero >= 2 else 1),
         optimizer_bytes=3 * FP32 * local / (shards if zero >= 1 else 1),
         gathered_bytes=gathered,
-        activation_bytes=activations,
-        logits_bytes=logits,
         reserved_bytes=reserved_bytes,
+        **_at_peak(tokens * layers * strategy.pp * kept, tokens * working, logits),
     )
 
 
@@ -233,13 +277,15 @@ def inference_memory(
     strategy: TrainStrategy,
     micro_batch_tokens: int | None = None,
     *,
+    entropy: bool = False,
     reserved_bytes: float = RESERVED_BYTES,
 ) -> TrainMemory:
     """Peak bytes on the fullest GPU of one inference call (log-probabilities, values, rewards): no gradients kept.
 
     Parameters in bf16, divided by the data-parallel ranks under ZeRO-3, which gathers two layers or the embedding as in
-    training; the live tensors of one layer for one micro-batch; its logits in bf16 and in fp32. A pipeline has several
-    micro-batches under way, but each stage only one. Raises `ConfigError` if the strategy does not suit the model.
+    training; for one micro-batch the live tensors of one layer, or its logits (`logits_bytes`; `entropy`: of them too).
+    A pipeline has several micro-batches under way, but each stage only one. Raises `ConfigError` if the strategy does
+    not suit the model.
     """
     strategy.check_model(model)
     tokens = (strategy.micro_batch_tokens if micro_batch_tokens is None else micro_batch_tokens) / strategy.cp
@@ -251,9 +297,8 @@ def inference_memory(
         gradient_bytes=0.0,
         optimizer_bytes=0.0,
         gathered_bytes=2 * BF16 * unit if sharded > 1 else 0.0,
-        activation_bytes=tokens * everything,
-        logits_bytes=0.0 if model.scalar_head else (BF16 + FP32) * tokens * model.vocab_size / strategy.tp,
         reserved_bytes=reserved_bytes,
+        **_at_peak(0.0, tokens * everything, logits_bytes(model, strategy, tokens, backward=False, entropy=entropy)),
     )
 
 
@@ -290,15 +335,13 @@ def check_training(
             "others on the GPU": beside_bytes,
         }
         layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, ZeRO {strategy.zero_stage}"
-        advice = "smaller micro-batches (training.micro_batch_tokens), more TP or PP, or more GPUs"
-        raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0, advice)
+        raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0)
     return memory
 
 
-def _does_not_fit(what: str, parts: dict[str, float], gpu: Gpu, share: float, advice: str = "") -> CapacityError:
+def _does_not_fit(what: str, parts: dict[str, float], gpu: Gpu, share: float) -> CapacityError:
     listed = " + ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items() if size)
     have = gpu.memory_bytes * share
     of = f"{share:g} of {gpu.memory_bytes / 1e9:.2f} GB on {gpu.name}" if share != 1 else f"of {gpu.name}"
     total = sum(parts.values())
-    text = f"{what} does not fit: {listed} = {total / 1e9:.2f} GB > {have / 1e9:.2f} GB ({of})"
-    return CapacityError(f"{text}; try {advice}" if advice else text)
+    return CapacityError(f"{what} does not fit: {listed} = {total / 1e9:.2f} GB > {have / 1e9:.2f} GB ({of})")

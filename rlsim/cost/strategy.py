@@ -9,6 +9,14 @@ from rlsim.errors import ConfigError
 from rlsim.models import Model
 
 Recompute = Literal["none", "selective", "full"]
+Logits = Literal["bf16", "fp32", "fused"]
+
+
+def logits_of(backend: str, fused_kernels: bool = False) -> Logits:
+    """How veRL computes log-probabilities under that training backend: see `TrainStrategy.logits`."""
+    if fused_kernels:
+        return "fused"
+    return "bf16" if backend == "fsdp" else "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +26,7 @@ class TrainStrategy:
     - `micro_batch_tokens`: most tokens in one micro-batch of one data-parallel rank, summed over its sequences
       (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
     - `micro_batch_sequences`: if given, micro-batches of that many sequences instead (veRL without dynamic batch size).
-    - `micro_batches`: if given, just so many micro-batches of each rank's share, balanced by work.
+    - `micro_batches`: if given, so many micro-batches of each rank's share, balanced by work; at most its sequences.
     - `zero_stage`: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters
       (3 is FSDP's full sharding).
     - `recompute`: `full` keeps each layer's input only; `selective` recomputes norms and the MLP's activation function,
@@ -26,6 +34,9 @@ class TrainStrategy:
     - `offload`: weights and optimizer states live in host memory between calls (veRL's `param_offload` and
       `optimizer_offload`).
     - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
+    - `logits`: what log-probabilities are computed from: all logits of a micro-batch in `bf16` (veRL's FSDP, with flash
+      attention's cross entropy) or in `fp32` (Megatron's vocabulary-parallel cross entropy), or `fused`: those of a
+      chunk of tokens at a time (veRL's `use_fused_kernels`).
 
     Raises `ConfigError` for a degree below 1 or a combination that no framework offers.
     """
@@ -41,6 +52,7 @@ class TrainStrategy:
     recompute: Recompute = "full"
     offload: bool = False
     sequence_parallel: bool = False
+    logits: Logits = "bf16"
 
     def __post_init__(self) -> None:
         for key in ("dp", "tp", "pp", "cp", "micro_batch_tokens"):

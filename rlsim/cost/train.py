@@ -211,7 +211,7 @@ class TrainCost:
         """
         sizes = np.asarray(lengths, dtype=np.float64)
         pairs = 0.5 * sizes * (sizes + 1.0)
-        count = max(math.ceil(float(sizes.sum()) / self.strategy.micro_batch_tokens), 1)
+        count = self._within_budget(sizes)
         bins = self._bins(sizes * self._linear_pairs + pairs, count)
         tokens = np.bincount(bins, sizes, count).astype(np.float64)[None, :]
         micro = tokens, np.bincount(bins, pairs, count).astype(np.float64)[None, :]
@@ -235,14 +235,15 @@ class TrainCost:
             attention=1 + BACKWARD_ATTENTION + again,
             memory=1 + BACKWARD_MEMORY + elementwise,
             tensor_parallel=2 + again,
-            head=3,
+            head=4 if self.strategy.logits == "fused" else 3,  # fused: the backward pass computes logits again
             backward=True,
         )
 
     def _micro_batches(self, lengths: Floats, mini_batches: int) -> list[tuple[Floats, Floats]]:
         """Tokens and query-key pairs of every micro-batch: per mini-batch two arrays (ranks, micro-batches).
 
-        All ranks run as many micro-batches as the one that needs most (veRL's rule; ZeRO-3 could not do otherwise).
+        All ranks run as many micro-batches as the one that needs most (veRL's rule; ZeRO-3 could not do otherwise), but
+        never more than the fullest rank has sequences: no sequence is cut in two.
         """
         if lengths.ndim != 1 or (len(lengths) and lengths.min() < 0):
             raise ValueError("lengths must be a flat sequence of token counts")
@@ -254,12 +255,11 @@ class TrainCost:
         for step in range(mini_batches):
             parts = [share[step] for share in shares]
             if strategy.micro_batches:
-                count = strategy.micro_batches
+                count = max(min(strategy.micro_batches, max(map(len, parts))), 1)
             elif strategy.micro_batch_sequences:
                 count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
             else:
-                count = max(math.ceil(float(lengths[part].sum()) / strategy.micro_batch_tokens) for part in parts)
-            count = max(count, 1)
+                count = max(self._within_budget(lengths[part]) for part in parts)
             tokens, pair_sums = np.zeros((strategy.dp, count)), np.zeros((strategy.dp, count))
             for rank, part in enumerate(parts):
                 bins = self._bins(work[part], count)
@@ -267,6 +267,10 @@ class TrainCost:
                 pair_sums[rank] = np.bincount(bins, pairs[part], count)
             result.append((tokens, pair_sums))
         return result
+
+    def _within_budget(self, tokens: Floats) -> int:
+        """Micro-batches of one rank's sequences by token budget, no more than sequences (`rearrange_micro_batches`)."""
+        return max(min(math.ceil(float(tokens.sum()) / self.strategy.micro_batch_tokens), len(tokens)), 1)
 
     def _bins(self, work: Floats, count: int) -> npt.NDArray[np.intp]:
         """The micro-batch of each sequence: balanced, or every so many in their order if that is what is asked for."""
@@ -291,16 +295,17 @@ class TrainCost:
             late_s = self._late_gathers_s(tokens, pairs, compute + exposed, passes)
             mean_s, talk_s = float(busy.mean(axis=0).sum()), float(communication.mean(axis=0).sum())
             return TrainTime(compute_s=mean_s, communication_s=talk_s + late_s, imbalance_s=slowest_s - mean_s - talk_s)
-        # The ranks meet at the end of the mini-batch only.
-        slowest_s = float((busy + communication).sum(axis=1).max())
+        # The ranks meet at the end of the mini-batch only. Micro-batches of unequal size pass equal stages in the sum
+        # of their times and, for every further stage, the time of the largest: a proportionate flow shop's makespan.
+        work = busy + communication
+        bubbles = (strategy.pp - 1) * work.max(axis=1)
         mean_s, talk_s = float(busy.sum(axis=1).mean()), float(communication.sum(axis=1).mean())
-        count = tokens.shape[1]
-        sends_s = self._stage_sends_s(tokens, passes) * (count + strategy.pp - 1) / count
+        bubble_s = float(bubbles.mean())
         return TrainTime(
             compute_s=mean_s,
-            communication_s=talk_s + sends_s,
-            bubble_s=(strategy.pp - 1) / count * slowest_s,
-            imbalance_s=slowest_s - mean_s - talk_s,
+            communication_s=talk_s + self._stage_sends_s(tokens, passes),
+            bubble_s=bubble_s,
+            imbalance_s=float((work.sum(axis=1) + bubbles).max()) - mean_s - talk_s - bubble_s,
         )
 
     def _late_gathers_s(self, tokens: Floats, pairs: Floats, layer: Floats, passes: _Passes) -> float:
@@ -362,7 +367,7 @@ class TrainCost:
         return self._collectives.time_s(op, size, strategy.shards, nodes)
 
     def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
-        """Sending a rank's micro-batches' activations (and gradients) over one boundary of the pipeline."""
+        """Sends of activations (and gradients): all micro-batches over one boundary, the largest over the others."""
         strategy = self.strategy
         if strategy.pp == 1:
             return 0.0
@@ -370,7 +375,8 @@ class TrainCost:
         nodes = 2 if stride >= self.cluster.gpus_per_node else 1
         width = self.model.hidden_size * BF16 / (strategy.tp if strategy.sequence_parallel else 1)
         sends = self._interpolated("send_recv", tokens * (width / strategy.cp), 2, nodes)
-        return float(sends.sum(axis=1).mean()) * (2 if passes.backward else 1)
+        way_s = sends.sum(axis=1) + (strategy.pp - 2) * sends.max(axis=1)
+        return float(way_s.mean()) * (2 if passes.backward else 1)
 
     # Updates ---------------------------------------------------------------------------------------------------------
 

@@ -201,6 +201,9 @@ class TrainingSpec(Schema):
         default=16384, description="token budget of a micro-batch on one data-parallel rank"
     )
     recompute: Recompute = Field(default="full", description="activation recomputation")
+    fused_kernels: bool = Field(
+        default=False, description="veRL's `use_fused_kernels`: log-probs by chunks of tokens, never all logits at once"
+    )
     offload: bool = Field(default=False, description="keep weights and optimizer states in host memory between calls")
     mini_batches: int = Field(default=1, ge=1, description="optimizer steps per training step")
     epochs: int = Field(default=1, ge=1, description="passes over a step's batch")

@@ -16,9 +16,10 @@ from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import TrainStrategy, logits_of
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.remedies import advice
 from rlsim.experiment.scorers import beside_generation, bytes_beside, kv_pages, reserved_gpus, streamed_calls, tp_of
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext
@@ -51,7 +52,7 @@ class Site:
     ) -> None:
         self._setup = setup
         self.workflow = workflow
-        self._placing = placing
+        self._judge, self._placing, self._searched = judge, placing, False
         self._streaming, self._streamed = streaming, streamed_calls(workflow) if streaming else ()
         self._spec = setup.experiment.workflow.reward.judge if setup.scoring.judged.any() else None
         self._colocated = judge if self._spec else None
@@ -203,13 +204,17 @@ class Site:
             zero_stage=default_zero if training.zero_stage is None else training.zero_stage,
             recompute=training.recompute,
             offload=training.offload,
+            logits=logits_of(training.backend, training.fused_kernels),
         )
 
     @cached_property
     def plan(self) -> Plan:
         """Where every call runs. Raises `CapacityError` if a GPU would have to hold more than it can."""
         plan, resting = self.unchecked_plan, self._resting_bytes
-        self.memory.check(plan, self._beside_bytes(plan))
+        try:
+            self.memory.check(plan, self._beside_bytes(plan))
+        except CapacityError as error:
+            raise CapacityError(f"{error}{self._remedies()}") from None
         try:
             self.memory.check(plan, resting)
         except CapacityError as error:
@@ -217,6 +222,20 @@ class Site:
             judge = f"{resting / 1e9:.2f} GB of it are the judge's: set workflow.reward.judge.while_training: {other}"
             raise CapacityError(f"{error}; {judge}") from None
         return plan
+
+    def _remedies(self) -> str:
+        """Settings under which the call that needs most needs less; none where a search chose the plan."""
+        if self._searched:
+            return ""
+        needs, parts = self._needs(), (self.workflow, self._judge, self._placing, self._streaming)
+        call = max(needs, key=needs.__getitem__)
+        return advice(self._setup, needs[call], lambda setup: Site(setup, *parts)._needs()[call])
+
+    def _needs(self) -> dict[str, float]:
+        """Bytes on the fullest GPU of every call while it runs."""
+        plan = self.unchecked_plan
+        needs = self.memory.needs(plan, self._beside_bytes(plan))
+        return {name: sum(parts.values()) for name, (_, parts) in needs.items()}
 
     @cached_property
     def unchecked_plan(self) -> Plan:
@@ -280,6 +299,7 @@ class Site:
     def _search(self, method: str, evaluations: int, seed: int) -> Plan:
         from rlsim.experiment.planning import PlanSpace
 
+        self._searched = True
         space = PlanSpace(self._setup, self)
         return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)
 

@@ -46,6 +46,7 @@ _MORE_KEYS = (
     _M + "path", _A + "megatron.override_transformer_config.recompute_granularity", _A + "ppo_micro_batch_size",
     _A + "fsdp_config.ulysses_sequence_parallel_size", _R + "log_prob_micro_batch_size_per_gpu",
     _R + "log_prob_micro_batch_size", "critic.ppo_micro_batch_size", _M + "enable_activation_offloading",
+    _M + "use_fused_kernels",
     _R + "log_prob_use_dynamic_bsz", _R + "log_prob_max_token_len_per_gpu", "critic.model.path", "critic.enable",
     _REWARD_ASYNC,
     "reward_model.enable", "reward_model.model.path", "reward.reward_model.enable", "reward.reward_model.model_path",

@@ -39,7 +39,6 @@ _UNLIKE: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (_A + "megatron.use_remove_padding", _is_false, "training on padded sequences: here on packed ones"),
     (_M + "lora_rank", bool, "LoRA: here all weights are trained"),
     (_M + "enable_activation_offload", _is_true, "activations in host memory"),
-    (_M + "use_fused_kernels", _is_true, "fused kernels of the loss"),
     (_A + "entropy_coeff", bool, "training computes the entropy of every token"),
     (_A + "fsdp_config.fsdp_size", _more_than_one, "weights sharded over some of the GPUs: here over all"),
     (_A + "fsdp_config.reshard_after_forward", _is_false, "weights stay gathered between forward and backward"),

@@ -56,6 +56,8 @@ def add_training(config: VerlConfig, draft: Draft, settings: RunSettings, trace:
     key = _M + "enable_gradient_checkpointing"
     granularity = _A + "megatron.override_transformer_config.recompute_granularity"
     entries["recompute"] = Entry(strategy.recompute, config.where(*((granularity, key) if megatron else (key,))))
+    if strategy.logits == "fused":
+        entries["fused_kernels"] = Entry(True, config.where(_M + "use_fused_kernels"))
     if strategy.offload != default.offload:
         entries["offload"] = Entry(strategy.offload, config.where(*(key for key in offload if config.given.get(key))))
     mini = config.where(_A + "ppo_mini_batch_size")

@@ -74,7 +74,9 @@ class Megatron(Schema, Placing):
     TP fills a node, PP and DP go across nodes, DP as large as memory allows.
     """
 
-    micro_batches: int | None = Field(default=None, ge=1, description="micro-batches of a data-parallel rank")
+    micro_batches: int | None = Field(
+        default=None, ge=1, description="micro-batches of a data-parallel rank, at most its sequences"
+    )
 
     def plan(self, context: PlanContext) -> Plan:
         """The first layout that fits, from the fewest pipeline stages on; raises `CapacityError` if none does."""

@@ -14,12 +14,12 @@ from rlsim.experiment.run import run
 from rlsim.hardware import load_cluster
 from rlsim.trace.files import write_trace
 from rlsim.trace.generate import draw_trace, load_recipe
-from rlsim.validate.pat import means
+from rlsim.validate.pat import STATIC, means
 
 SYSTEMS = [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, "pat"]
 FEWER = {"seeds": 4, "workflow.steps": 3}
 CHECKED = {"workflow.reward.from_trace": False}  # only the lengths are of interest
-STATIC = ("verl-tp1", "verl-tp2", "verl-tp4", "verl-tp8")
+VLLM = {"calibration": "h100-vllm"}
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def outcomes() -> Iterator[Outcome]:
 
 
 def _settings(scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "as shipped (vLLM, cap 24K, 128 responses), 4 seeds of 3 steps", {}
-    yield "engine: SGLang", {"calibration": "h100-sglang"}
+    yield "as shipped (SGLang, cap 24K, 128 responses), 4 seeds of 3 steps", {}
+    yield "engine: vLLM", VLLM
     yield "engine: TensorRT-LLM", {"calibration": "h100-trtllm"}
     yield "host time 0", {"calibration": _host_time(scratch, 0.0, 0.0)}
     yield "host time doubled", {"calibration": _host_time(scratch, 2.0, 2.0)}
@@ -60,8 +60,9 @@ def _settings(scratch: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "cap 16K", {"trace.cap": "16K"}
     yield "32 responses a step", {"workflow.prompts": 4}
     yield "512 responses a step", {"workflow.prompts": 64}
-    yield "512 responses a step, SGLang", {"workflow.prompts": 64, "calibration": "h100-sglang"}
+    yield "512 responses a step, vLLM", {"workflow.prompts": 64, **VLLM}
     yield "2,048 responses a step", {"workflow.prompts": 256, "seeds": 2, "workflow.steps": 2}
+    yield "2,048 responses a step, vLLM", {"workflow.prompts": 256, "seeds": 2, "workflow.steps": 2, **VLLM}
     yield (
         "512 responses, KV cache scarce (27% of memory)",
         {"memory_utilization": 0.27, "training.offload": True, "workflow.prompts": 64},
@@ -77,7 +78,7 @@ def _host_time(scratch: Path, step: float, sequence: float) -> str:
     """The shipped calibration with host time per step and per sequence multiplied, as a file."""
     from ruamel.yaml import YAML
 
-    calibration = load_calibration("h100-vllm")
+    calibration = load_calibration("h100-sglang")
     host = calibration.host
     changed = {
         "step_s": host.step_s * step,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from rlsim.experiment.result import Result
 from rlsim.validate import oppo, pat, real, rollpacker
 from rlsim.validate import rollpacker_settings as open_inputs
 from rlsim.validate.charts import errors_chart
 from rlsim.validate.parts import Options, Section
-from rlsim.validate.pat_settings import STATIC, Outcome, outcomes
-from rlsim.validate.rows import markdown, summarise, table
+from rlsim.validate.pat_settings import Outcome, outcomes
+from rlsim.validate.rows import Row, markdown, summarise, table
 
 _INTRODUCTION = """\
 Figures that papers print, and what rlsim says. *Inputs* may be used to calibrate (the remark says which were),
@@ -27,26 +26,29 @@ How to read it:
   generation time is near the published 134.3 s is TP2. Measured kernels say that static TP4 and TP8 are much faster
   there, so against the *tuned* best little or nothing of the gain remains (next table). On A40s the published latencies
   themselves favour larger TP in the tail.
-- **The engine** is not named either. With vLLM's calibration (veRL's default engine, and the shipped experiment) static
-  TP2 and PAT come nearest to the published seconds, with SGLang's to the published ratio: everything is a quarter
-  faster there. What is between the two is host time per sequence (47 µs against 15 µs), and attention.
+- **The engine** is SGLang 0.4.8 (with veRL 0.4.1), so the shipped experiments run under SGLang's calibration, fitted
+  to later releases; rows with `-vllm` are the same experiments under vLLM's, veRL's default. What is between the two on
+  H100 is host time per sequence (15 µs against 47 µs), and attention. On A40 only prompt attention and host time
+  differ: PAT's own latencies leave no host time for SGLang there, and vLLM's is that of H100.
+- **Which steps.** PAT's figures are means of five steps in which at least one response reaches the cap. So are rlsim's
+  in this table; the next tables are over all steps.
+- **Throughput** counts the tokens that a step generates, without prompts.
 - **Time outside generation.** The published step leaves 38 s for log-probs, training and weight sync. Its training
-  setup (packing, offload, micro-batches, mini-batches) is not described; rlsim's default, packed sequences under FSDP
-  at the efficiency of measured veRL steps, is faster, and that efficiency rests on few rows
-  ([calibration.md](calibration.md#training-efficiency)). It moves step times, tokens/s, shares and step speedups;
-  generation times are not touched by it.
-- **Tokens per step** are not fitted either: they check the shape of the trace, of which two exceedances are published.
+  setup (packing, offload, micro-batches, mini-batches) is not described; rlsim's, packed sequences under FSDP with
+  Ulysses where veRL needs it to start, at the efficiency of measured veRL steps, is faster, and that efficiency rests
+  on few rows ([calibration.md](calibration.md#training-efficiency)). It moves step times, tokens/s, shares and step
+  speedups; generation times are not touched by it.
+- **Generated tokens** of a step are not fitted either: they check the shape of the trace, of which two exceedances are
+  published.
 - **Back to the first layout.** Every step starts in PAT's first layout again. That is charged as part of the weight
   sync; whether the decode graphs of that layout survive the switch is not published. If they do not, each step begins
   with another pause (third table, "recaptures"), which takes most of the gain over the tuned best away.
 - **PAT's comparison.** The published rule predicts the remaining time "under the current layout". rlsim compares
-layouts
-  with the sequences spread evenly over their replicas, the present one too. Taking the replicas as they happen to be
-  (`spread: actual`) makes an imbalance of the moment look like a reason to switch: many more switches, and a loss
+  layouts with the sequences spread evenly over their replicas, the present one too. Taking the replicas as they happen
+  to be (`spread: actual`) makes an imbalance of the moment look like a reason to switch: many more switches, and a loss
   (third table, "as they are"). This reading is rlsim's, not the paper's.
 - **A40 links.** The all-reduce of 2 and 4 GPUs is Vidur's, from another machine; that of 8 GPUs is solved from PAT's
-own
-  latencies. The order of TP4 and TP8 there, and with it PAT's preference for TP4, is no better than that.
+  own latencies. The order of TP4 and TP8 there, and with it PAT's preference for TP4, is no better than that.
 - **Layer-wise switch memory**: which buffers count was decided with the published figures in view, so this row is no
   blind prediction.
 - **Predictor**: rlsim's PAT interpolates a profile of rlsim's own step times, so its error has no measurement noise.
@@ -88,15 +90,18 @@ _ROLLPACKER = """
 Shipped experiments, two seeds each. *Inputs* that are used: the length curves make the traces; the stage shares of the
 14B baseline set what rewards take (by hand, to the nearest round value) and one number of the training stack, the
 efficiency at which training is 22% of a step (`scripts/fit_stage_shares.py`: 0.141 of peak, where the calibration says
-0.371). Before the latter was done, with 0.371, the eight cumulative speedups were 1.50, 1.81, 1.81, 2.04 and 2.74,
-2.95, 2.97, 3.18; what was fitted is an input, but these errors had been seen.
+0.371). What was fitted is an input, but the errors without it had been seen, so rows with that efficiency are no blind
+predictions: beside each stands the same with the calibration's ("-unfitted"). As a whole RollPacker is {small} times as
+fast as veRL at 7B without that fit and {small_fitted} with it (published: 2.03), at 32B {large} and {large_fitted}
+(published: 2.56).
 
 """
 
 _ROLLPACKER_READING = """
 How to read it:
 
-- **Cumulative speedups.** The order is right. Beyond 20% is only RollPacker as a whole at 32B: the stream trainer gains
+- **Cumulative speedups.** The order is right. With the fitted efficiency only RollPacker as a whole at 32B is beyond
+  20%; without it veRL trains faster, and what shortens rollout counts for more. The stream trainer gains
   11% there and 17% at 7B, in the paper 2 and 1%. In rlsim half of the GPUs train at no cost but their absence from
   rollout and the recomputation of the KV that moves; what else it costs on a real machine is not published. With the
   stream trainer in long rounds only, the reading that its published long-round gains suggest, the 7B figure changes as
@@ -186,8 +191,8 @@ Speedups when one open input is changed:
 def run(options: Options) -> Section:
     """The figures of every system; runs every experiment they need (about five minutes)."""
     options.progress("published: PAT")
-    h100, sglang, a40 = pat.run_experiments()
-    of_pat = tuple(pat.rows(h100, sglang, a40))
+    runs = pat.run_experiments()
+    of_pat = tuple(pat.rows(runs))
     decides = _decides(outcomes())
     options.progress("published: RollPacker and RLHFuse")
     of_rollpacker = tuple(rollpacker.rows(rollpacker.run_experiments()))
@@ -198,14 +203,21 @@ def run(options: Options) -> Section:
     options.progress("published: what RollPacker's figures depend on")
     text = "".join(
         (
-            *(_INTRODUCTION, table(of_pat), _READING, _STATIC, _static((h100, a40)), _DECIDES, decides, _FINDING),
-            *(_ROLLPACKER, table(of_rollpacker), _ROLLPACKER_READING, _OPEN, *_open_tables()),
+            *(_INTRODUCTION, table(of_pat), _READING, _STATIC, _static(runs.values()), _DECIDES, decides, _FINDING),
+            *(_rollpacker(of_rollpacker), table(of_rollpacker), _ROLLPACKER_READING, _OPEN, *_open_tables()),
             *(_OPPO, table(of_oppo), _OPPO_READING, oppo.open_inputs()),
             *(_REAL, table(of_real), _REAL_READING, real.open_inputs()),
         )
     )
     rows = (*of_pat, *of_rollpacker, *of_oppo, *of_real)
     return Section(rows, tuple(summarise(rows, depth=2)), text, chart=errors_chart(rows))
+
+
+def _rollpacker(rows: Iterable[Row]) -> str:
+    whole = {row.case.removeprefix("rollpacker/"): row.simulated for row in rows if row.quantity == "speedup"}
+    named = {"small": "7b-rollpacker-unfitted", "small_fitted": "7b-rollpacker"}
+    named |= {"large": "32b-rollpacker-unfitted", "large_fitted": "32b-rollpacker"}
+    return _ROLLPACKER.format(**{key: f"{whole[case]:.2f}" for key, case in named.items()})
 
 
 def _open_tables() -> Iterator[str]:
@@ -226,10 +238,13 @@ def _figure(value: float | None) -> str:
     return "—" if value is None or value != value else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
-def _static(results: Iterable[Result]) -> str:
+def _static(runs: Iterable[pat.Runs]) -> str:
     rows = []
-    for result in results:
-        cluster = str(result.manifest["cluster"]["name"])
+    for result in (result for both in runs for result in (both.h100, both.a40)):
+        engine = {"sglang": "SGLang", "vllm": "vLLM"}[
+            str(result.manifest["experiment"]["calibration"]).rpartition("-")[2]
+        ]
+        cluster = f"{result.manifest['cluster']['name']}, {engine}"
         mean = pat.means(result)
         for (case, system), own in mean.items():
             best = mean[case, "pat"]
@@ -254,7 +269,7 @@ def _decides(found: Iterable[Outcome]) -> str:
     rows = []
     for outcome in found:
         times = outcome.gen_time_s
-        static = [f"{times[name]:.1f}" if name in times else "—" for name in STATIC]
+        static = [f"{times[name]:.1f}" if name in times else "—" for name in pat.STATIC]
         over_tp2 = f"{times['verl-tp2'] / times['pat']:.2f}" if "verl-tp2" in times else "—"
         over_best = f"{outcome.best_static_s / times['pat']:.2f}"
         rows.append((outcome.setting, *static, f"{times['pat']:.1f}", over_best, over_tp2, f"{outcome.switches:.1f}"))

@@ -12,7 +12,7 @@ from rlsim.experiment.build import find_trace
 from rlsim.experiment.run import run
 from rlsim.trace.files import write_trace
 from rlsim.trace.generate import draw_trace, load_recipe
-from rlsim.validate.rollpacker import CUMULATIVE, means, scored_s, speedups
+from rlsim.validate.rollpacker import CUMULATIVE, UNFITTED, means, scored_s, speedups
 
 #: Two periods of one seed: enough for a difference, short enough for many of them.
 SHORT = {"seeds": 1, "workflow.steps": 10}
@@ -49,7 +49,7 @@ def _small() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "tasks: code alone", {"trace.path": "rollpacker-code"}
     yield "tasks: judged QA alone", {"trace.path": "rollpacker-judge"}
     yield "lengths: long reasoning (AIME-like), checked in 10 ms", {"trace.path": "aime-r1-distill-like"}
-    yield "training efficiency: the calibration's 0.371", {"training.efficiency": None}
+    yield "training efficiency: the calibration's 0.371", UNFITTED
     yield "CPU workers: 16", {"workflow.reward.workers": 16}
     yield "CPU workers: 128", {"workflow.reward.workers": 128}
     yield "sandbox timeout: 10 s", {"workflow.reward.sandbox_timeout": 10}
@@ -71,7 +71,7 @@ def _large() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "as shipped", {}
     yield "engine: SGLang", {"calibration": "h800-sglang"}
     yield "no response beyond 16K tokens", {"trace.cap": "16K"}
-    yield "training efficiency: the calibration's 0.371", {"training.efficiency": None}
+    yield "training efficiency: the calibration's 0.371", UNFITTED
 
 
 def timeouts() -> Iterator[Setting]:

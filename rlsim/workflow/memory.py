@@ -72,7 +72,10 @@ class PlanMemory:
             }
             return CallMemory({}, {**states, **working}) if strategy.offload else CallMemory(states, working)
         if call.kind == "inference":
-            memory = inference_memory(model, strategy, self._batch.micro_batch_tokens(strategy), reserved_bytes=0.0)
+            trained = any(c.kind == "train" and c.model == call.model for c in self._workflow.calls)
+            memory = inference_memory(
+                model, strategy, self._batch.micro_batch_tokens(strategy), entropy=trained, reserved_bytes=0.0
+            )
             weights = {} if holds_weights else {"parameters": memory.parameter_bytes}
             working = {
                 "gathered layers": memory.gathered_bytes,
@@ -123,24 +126,29 @@ class PlanMemory:
 
         `beside_bytes` are those of something that is in no plan, on every GPU.
         """
+        needs = self.needs(plan, beside_bytes)
+        if not needs:
+            return
+        name, (gpu, parts) = max(needs.items(), key=lambda item: sum(item[1][1].values()))
+        total, strategy = sum(parts.values()), plan.of(name).strategy
+        if total > self._gpu.memory_bytes and strategy is not None:
+            model = self._models[self._workflow.call(name).model].name
+            layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
+            layout += f"CP {strategy.cp}, " * (strategy.cp > 1) + f"ZeRO {strategy.zero_stage}"
+            listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items() if size)
+            raise CapacityError(
+                f"{model}: call {name} ({layout}) does not fit on GPU {gpu}: {listed} = {total / 1e9:.2f} GB > "
+                f"{self._gpu.memory_bytes / 1e9:.2f} GB of {self._gpu.name}"
+            )
+
+    def needs(self, plan: Plan, beside_bytes: float = 0.0) -> dict[str, tuple[int, dict[str, float]]]:
+        """By call: the GPU that has most to hold while it runs, and the bytes of each part there."""
         calls = self.calls(plan)
-        needs = {name: self._fullest(name, calls, beside_bytes) for name in calls}
-        for name, (gpu, parts) in sorted(needs.items(), key=lambda item: -sum(item[1][1].values())):
-            total, strategy = sum(parts.values()), calls[name][0].strategy
-            if total > self._gpu.memory_bytes and strategy is not None:
-                model = self._models[self._workflow.call(name).model].name
-                layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, ZeRO {strategy.zero_stage}"
-                listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items() if size)
-                raise CapacityError(
-                    f"{model}: call {name} ({layout}) does not fit on GPU {gpu}: {listed} = {total / 1e9:.2f} GB > "
-                    f"{self._gpu.memory_bytes / 1e9:.2f} GB of {self._gpu.name}; try smaller micro-batches, more TP or "
-                    "PP, more GPUs or offload"
-                )
+        return {name: self._fullest(name, calls, beside_bytes) for name in calls}
 
     def _fullest(
         self, name: str, calls: Mapping[str, tuple[Placement, CallMemory]], beside_bytes: float
     ) -> tuple[int, dict[str, float]]:
-        """The GPU of a call that has most to hold while the call runs, and what."""
         placement, memory = calls[name]
         sharing: dict[int, dict[str, float]] = {gpu: {} for gpu in placement.gpus}
         for other, (at, its) in calls.items():

@@ -40,7 +40,7 @@ PAT_MIGRATE = 2 * 32 * 1024 * 2 * 9 * 12288 / 2 / 2.36
 
 
 def fit_a40(data: Path, donor: Calibration) -> Calibration:
-    """The calibration; prompt attention is `donor`'s.
+    """The calibration under SGLang, PAT's engine (0.4.8); prompt attention is `donor`'s.
 
     PAT's two TP2 latencies give the host time (never negative), its two TP8 latencies the 8-GPU all-reduce (latency
     and rate), because Vidur's own 8-GPU all-reduce takes three times what PAT's figures leave for it.
@@ -54,15 +54,15 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
     all_reduce = "A40 all_reduce.csv of commit 6d98aa8 (2 and 4 GPUs)"
     notes = (
         "decode attention: 0.0089 ms + KV bytes / 582 GB/s, describing measured LLaMA-2-7B rows",
-        f"prefill attention: no A40 table; efficiencies of {donor.name} (nearest SM type)",
+        _prefill_note(donor),
         "8-GPU all-reduce: latency and rate solved from PAT's two TP8 latencies; 2 and 4 GPUs: Vidur",
         "all-gather, reduce-scatter and all-to-all: half an all-reduce (ring)",
         *COMMON,
     )
     calibration = Calibration(
-        name="a40-vllm",
+        name=f"a40-{donor.engine}",
         gpu="a40",
-        engine="vllm",
+        engine=donor.engine,
         provenance=provenance((vidur_source(A40_VIDUR, all_reduce, version=version), pat_source()), notes),
         reference=ref,
         operators=OperatorFits(
@@ -73,13 +73,33 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
         ),
         collectives=_collectives(small, 60e-6, 4e9),
         host=NO_HOST,
-        runtime=runtime_of("sglang", PAT_RESHARD, PAT_MIGRATE),
+        runtime=runtime_of(donor.engine, PAT_RESHARD, PAT_MIGRATE),
         training=training_fit(
             large_gemm_share(gemms, ref.bf16_flop_per_s), "Vidur's a40 mlp.csv, 4,096 tokens, other software"
         ),
         residuals={"gemm": gemm.residual, "memory_bound": memory.residual},
     )
     return _with_eight_gpus(_with_host(calibration), small, 60e-6, 4e9)
+
+
+def under_engine(a40: Calibration, donor: Calibration) -> Calibration:
+    """`a40`'s GPU and links under `donor`'s engine: its host time, prompt attention and graph batch sizes."""
+    prompt = without_corrections(donor.operators).prefill_attention
+    shared = tuple(note for note in a40.provenance.notes if not note.startswith("prefill attention"))
+    notes = (f"derived: {a40.name} under another engine", _prefill_note(donor), *shared)
+    update = {
+        "name": f"a40-{donor.engine}",
+        "engine": donor.engine,
+        "provenance": a40.provenance.model_copy(update={"notes": notes}),
+        "operators": a40.operators.model_copy(update={"prefill_attention": prompt}),
+        "host": donor.host,
+        "runtime": runtime_of(donor.engine, PAT_RESHARD, PAT_MIGRATE),
+    }
+    return a40.model_copy(update=update)
+
+
+def _prefill_note(donor: Calibration) -> str:
+    return f"prefill attention: no A40 table; efficiencies of {donor.name} (nearest SM type)"
 
 
 def _decode_attention(ref: Reference) -> DecodeAttentionFit:
@@ -125,7 +145,7 @@ def _with_host(calibration: Calibration) -> Calibration:
     host = HostFit(
         step_s=rounded(max(0.0, sum(missing) / 2)),
         sequence_s=0.0,
-        source="mean of what PAT's two TP2 latencies leave over the kernels, not below zero",
+        source="mean of what PAT's two TP2 latencies (SGLang 0.4.8) leave over the kernels, not below zero",
     )
     return calibration.model_copy(update={"host": host})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from calibration.a40 import fit_a40
+from calibration.a40 import fit_a40, under_engine
 from calibration.derived import derive
 from calibration.gpus import DERIVED, GPUS, Gpu
 from calibration.host import SERVED, Serving, fit_serving
@@ -29,7 +29,7 @@ class Catalogue:
     def names() -> list[str]:
         """Every calibration."""
         gpus = (*(gpu.name for gpu in GPUS), *DERIVED)
-        return sorted(["a40-vllm", *(f"{gpu}-{engine}" for gpu in gpus for engine in ENGINES)])
+        return sorted(["a40-sglang", "a40-vllm", *(f"{gpu}-{engine}" for gpu in gpus for engine in ENGINES)])
 
     def all(self) -> dict[str, Calibration]:
         """Every calibration by name."""
@@ -63,7 +63,10 @@ class Catalogue:
         gpu, _, suffix = name.rpartition("-")
         engine = next(engine for engine in ENGINES if engine == suffix)
         if gpu == "a40":
-            return fit_a40(self.data, self.calibration(f"l40s-{engine}"))
+            donor = self.calibration(f"l40s-{engine}")
+            return (
+                fit_a40(self.data, donor) if engine == "sglang" else under_engine(self.calibration("a40-sglang"), donor)
+            )
         if gpu in DERIVED:
             return derive(self.calibration(f"{DERIVED[gpu].source}-{engine}"), gpu)
         host = self.serving(engine).host

@@ -85,11 +85,12 @@ def _a40(calibration: Calibration) -> str:
     eight = calibration.collectives.nccl["all_reduce"][8]
     latency = eight.time_s[0]
     rate = (eight.message_bytes[-1] - eight.message_bytes[0]) / (eight.time_s[-1] - eight.time_s[0])
-    return f"""## A40: PAT's four decode latencies (LLaMA-3.1-8B, {PAT_CONTEXT} tokens of context)
+    return f"""## A40: PAT's four decode latencies (LLaMA-3.1-8B under SGLang, {PAT_CONTEXT} tokens of context)
 
 {table(["layout", "sequences per replica", "PAT, ms", "rlsim, ms", "error", "role"], rows)}
 
-The kernels alone give the TP2 rows, so no host time is left to fit ({calibration.host.step_s * 1e3:.2f} ms a step).
+The kernels alone give the TP2 rows, so no host time is left to fit under SGLang ({calibration.host.step_s * 1e3:.2f} ms
+a step); `a40-vllm` has vLLM's from H100.
 The two TP8 rows give the 8-GPU all-reduce: {latency * 1e6:.0f} us + bytes / {rate / 1e9:.2f} GB/s, which holds
 whatever else TP8 adds on that machine. Prefill attention has no A40 table: its efficiencies are the L40S's.
 """
@@ -99,7 +100,7 @@ def _sums(made: dict[str, Calibration], sums: list[DecodePoint]) -> str:
     model = load_model("llama-3.1-8b")
     rows = []
     for name, cluster_name, gpu in (
-        ("a40-vllm", "8xa40", "a40"),
+        ("a40-sglang", "8xa40", "a40"),
         ("a100-sxm-80gb-vllm", "8xa100", "a100"),
         ("h100-sxm-vllm", "8xh100", "h100"),
     ):
@@ -221,7 +222,7 @@ def report(catalogue: Catalogue) -> str:
         INTRO,
         _operators(made),
         _hot(catalogue.hot()),
-        _a40(made["a40-vllm"]),
+        _a40(made["a40-sglang"]),
         _sums(made, decode_sums(catalogue.data)),
         _serving(catalogue.servings(), catalogue.servings_hot()),
         _host_check(cpu_overheads(catalogue.data), catalogue.serving("vllm").host),

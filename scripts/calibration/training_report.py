@@ -79,7 +79,7 @@ def _gpus(data: Path, made: dict[str, Calibration]) -> str:
         ]
         rows.append(row(gpu.name, *shares, *_efficiencies(made[f"{gpu.name}-sglang"])))
     a40 = large_gemm_share(vidur_gemm_table(vidur_layers(data, A40_VIDUR)), _peak("a40"))
-    rows.append(row("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-vllm"])))
+    rows.append(row("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-sglang"])))
     derived = [item for item in made.values() if is_derived(item) and item.engine == "sglang"]
     rows += [row(item.gpu, "carried over", "", "", *_efficiencies(item)) for item in derived]
     engines = [f"GEMM, {engine}" for engine in GPUS[0].versions]

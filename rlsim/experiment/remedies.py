@@ -1,0 +1,50 @@
+"""Settings with which a call that does not fit needs less memory: each is tried before it is advised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rlsim.errors import RlsimError
+
+if TYPE_CHECKING:
+    from rlsim.experiment.build import Setup
+
+
+def advice(setup: Setup, needed_bytes: float, bytes_needed: Callable[[Setup], float]) -> str:
+    """The settings that bring a figure of `needed_bytes` down, with what it becomes, as the end of a message.
+
+    `bytes_needed` gives the figure under a changed experiment, or raises `RlsimError` where that cannot be. Empty where
+    nothing helps.
+    """
+    found = []
+    for setting, changed in _changes(setup):
+        try:
+            less_bytes = bytes_needed(changed)
+        except RlsimError:
+            continue
+        if less_bytes < needed_bytes:
+            found.append((less_bytes, setting))
+    listed = ", ".join(f"{setting} ({size / 1e9:.2f} GB)" for size, setting in sorted(found))
+    return f"; it needs less with {listed}" if listed else ""
+
+
+def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Every setting that memory may depend on, one changed at a time."""
+    experiment, training, cluster = setup.experiment, setup.experiment.training, setup.cluster
+    settings: dict[str, object] = {
+        "micro_batch_tokens": max(training.micro_batch_tokens // 2, 1),
+        "cp": 2 * training.cp,
+        "tp": min(2 * training.tp, cluster.gpus_per_node),
+        "pp": 2 * training.pp,
+        "zero_stage": 3 if training.pp == 1 else 1,
+        "recompute": "full",
+        "fused_kernels": True,
+        "offload": True,
+    }
+    for key, value in settings.items():
+        changed = experiment.model_copy(update={"training": training.model_copy(update={key: value})})
+        yield f"training.{key}={str(value).lower()}", replace(setup, experiment=changed)
+    more = cluster.model_copy(update={"nodes": 2 * cluster.nodes})
+    yield f"{more.nodes} nodes instead of {cluster.nodes}", replace(setup, cluster=more)
