@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Annotated, Any
 
+from annotated_types import Ge, Le
 from pydantic import BeforeValidator
+
+from rlsim.errors import shown
+
 
 _NUMBER = re.compile(r"^\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s].*?)?\s*$")
 
@@ -25,21 +30,21 @@ _TOKENS = {"": 1.0, "K": 1024.0, "k": 1024.0, "M": 1024.0**2, "tokens": 1.0}
 
 
 def _parse(value: Any, units: dict[str, float], what: str, example: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"expected {what} such as {example!r}, got {value!r}")
-    if isinstance(value, int | float):
-        number = float(value)
-    else:
+    if isinstance(value, str):
         match = _NUMBER.match(value)
         if match is None:
-            raise ValueError(f"expected {what} such as {example!r}, got {value!r}")
+            raise ValueError(f"expected {what} such as {example!r}, got {shown(value)}")
         unit = match[2] or ""
         if unit and unit not in units:
             known = ", ".join(u for u in units if u)
-            raise ValueError(f"unknown unit {unit!r} in {value!r}; {what} takes one of: {known}")
+            raise ValueError(f"unknown unit {shown(unit)} in {shown(value)}; {what} takes one of: {known}")
         number = float(match[1]) * (units[unit] if unit else 1.0)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value) if abs(value) <= sys.float_info.max else math.inf
+    else:
+        raise ValueError(f"expected {what} such as {example!r}, got {shown(value)}")
     if not math.isfinite(number):
-        raise ValueError(f"expected {what} that is finite, got {value!r}")
+        raise ValueError(f"expected {what} that is finite, got {shown(value)}")
     return number
 
 
@@ -67,12 +72,13 @@ def token_count(value: Any) -> int:
     """A length in tokens: a whole number, or text such as `24K` (K = 1,024)."""
     number = _parse(value, _TOKENS, "a length", "24K")
     if number != int(number):
-        raise ValueError(f"expected a whole number of tokens, got {value!r}")
+        raise ValueError(f"expected a whole number of tokens, got {shown(value)}")
     return int(number)
 
 
-Seconds = Annotated[float, BeforeValidator(seconds)]
-Bytes = Annotated[float, BeforeValidator(byte_count)]
-BytesPerSecond = Annotated[float, BeforeValidator(bandwidth)]
-FlopPerSecond = Annotated[float, BeforeValidator(flop_rate)]
-Tokens = Annotated[int, BeforeValidator(token_count)]
+# Beyond these bounds a figure cannot be meant, and sums of such figures are no numbers any more.
+Seconds = Annotated[float, BeforeValidator(seconds), Le(1e9)]
+Bytes = Annotated[float, BeforeValidator(byte_count), Le(1e18)]
+BytesPerSecond = Annotated[float, BeforeValidator(bandwidth), Ge(1), Le(1e18)]
+FlopPerSecond = Annotated[float, BeforeValidator(flop_rate), Ge(1), Le(1e24)]
+Tokens = Annotated[int, BeforeValidator(token_count), Le(1_000_000_000)]

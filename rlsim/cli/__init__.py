@@ -23,6 +23,7 @@ from rlsim.cli import (
     trace,
     validate,
 )
+from rlsim.cli.common import echo
 from rlsim.errors import RlsimError
 
 app = typer.Typer(
@@ -66,7 +67,7 @@ def main() -> None:
     try:
         app(prog_name="rlsim")  # also under `python -m`, whose help and completion are the same
     except RlsimError as error:
-        typer.echo(f"rlsim: error: {error}", err=True)
+        echo(f"rlsim: error: {error}", err=True)
         sys.exit(2)
     except BrokenPipeError:  # the reader of our output has gone (`rlsim … | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

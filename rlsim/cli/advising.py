@@ -73,7 +73,7 @@ def advise(
 
 
 def _print(advice: Advice, target: Path, quiet: bool) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     console = Console()
     if not quiet:

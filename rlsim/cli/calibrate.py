@@ -186,21 +186,20 @@ def from_run_(
 
 def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     """`train.a=1` and `engine.b=2` as nested mappings, values read as YAML."""
-    from ruamel.yaml import YAML
-
-    from rlsim.experiment.load import set_path
+    from rlsim.experiment.load import parse_overrides, set_path
 
     data: dict[str, dict[str, object]] = {"train": {}, "engine": {}}
     for item in items:
-        key, equals, value = item.partition("=")
+        key, equals, _ = item.partition("=")
         if not equals or key.partition(".")[0] not in data or "." not in key:
             raise CalibrationError(f"--set {item}: expected train.KEY=VALUE or engine.KEY=VALUE")
-        set_path(data, key, YAML(typ="safe").load(value), "--set ")
+    for key, value in parse_overrides(items).items():
+        set_path(data, key, value, "--set ")
     return data
 
 
 def _print_steps(result: FromRun) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.table import Table
 
     table = Table(title=f"Errors on {len(result.held_out)} steps not fitted", title_justify="left")
@@ -224,7 +223,7 @@ def _error(name: str, value: object) -> str:
 
 
 def _say(text: str) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     Console(highlight=False, soft_wrap=True, markup=False).print(text)
 
@@ -251,7 +250,7 @@ def _budget(text: str) -> float:
 @contextmanager
 def _bar() -> Iterator[Callable[[State], None]]:
     """A progress bar on stderr over the budget; it goes away when done."""
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -275,7 +274,7 @@ def _bar() -> Iterator[Callable[[State], None]]:
 
 
 def _print_counts(measured: Measured) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.table import Table
 
     table = Table(title=f"Points measured on {measured.journal.machine.name}", title_justify="left")
@@ -288,7 +287,7 @@ def _print_counts(measured: Measured) -> None:
 
 
 def _print_residuals(calibration: Calibration) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.table import Table
 
     table = Table(title=f"Errors of {calibration.name} on points that its fits have not seen", title_justify="left")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
+from rlsim.errors import printable
 
 if TYPE_CHECKING:
     from rlsim.experiment.run import Progress
@@ -30,16 +31,22 @@ Settings = Annotated[
 ]
 
 
+def echo(text: str, err: bool = False) -> None:
+    """Print a line as it is but for control characters; `err`: to standard error."""
+    typer.echo(printable(text), err=err)
+
+
 @contextmanager
 def progress_bar(hidden: bool) -> Iterator[Progress | None]:
     """A bar on standard error where that is a terminal, one update a run; None if it is to be hidden."""
     if hidden:
         yield None
         return
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    what = TextColumn("{task.description}", markup=False)  # a case may be called [/b]
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)

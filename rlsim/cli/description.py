@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
+from rlsim.cli.terminal import Console
 from rich.table import Table
 
 from rlsim.trace.describe import Description, Summary

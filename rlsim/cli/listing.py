@@ -141,7 +141,7 @@ _NUMBERS = {"GiB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "n
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table whose first column, the name to type, is never cut or folded."""
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)

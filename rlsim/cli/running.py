@@ -59,7 +59,7 @@ def run_and_print(
     if quiet:
         typer.echo(str(target))
         return
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     console = Console(markup=False)
     for table in _tables(result):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Settings
+from rlsim.cli.common import Settings, echo
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,7 +111,7 @@ def sweep(
     else:
         _print(found, definition)
     for line in _failures(found):
-        typer.echo(f"rlsim: {line}", err=True)
+        echo(f"rlsim: {line}", err=True)
     if found.failed:
         raise typer.Exit(1)
 
@@ -122,7 +122,7 @@ def _progress(hidden: bool) -> Iterator[Progress | None]:
     if hidden:
         yield None
         return
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
@@ -174,7 +174,7 @@ def _failures(found: SweepResult) -> Iterator[str]:
 
 
 def _list(definition: Definition, as_json: bool) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     axes = [axis.column.name for axis in definition.points[0].axes]
     rows = [(point.name, *(axis.value for axis in point.axes)) for point in definition.points]
@@ -195,7 +195,7 @@ def _counted(definition: Definition) -> str:
 
 def _print(found: SweepResult, definition: Definition) -> None:
     """The summary of every point, if they are few."""
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     summary = found.summary()
     if 0 < len(summary) <= MOST_ROWS:

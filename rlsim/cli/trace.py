@@ -44,7 +44,7 @@ def _tokens(option: str, text: str | None) -> int | None:
 
 
 def _say(text: str) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     Console(highlight=False, soft_wrap=True, markup=False).print(text)
 
@@ -175,7 +175,7 @@ def fit_(
 
 
 def _print_fit(fit: LengthFit) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.table import Table
 
     parts = Table(title=f"Fit of {fit.provenance.trace}", title_justify="left")
@@ -234,7 +234,7 @@ def generate_(
 
 
 def _print_checks(checks: list[FactCheck]) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.table import Table
 
     if not checks:

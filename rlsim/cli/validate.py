@@ -45,7 +45,7 @@ def validate(
 
     Example: rlsim validate published --json published.json
     """
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     from rlsim.errors import ConfigError
     from rlsim.validate.page import stale, write_page
@@ -84,7 +84,7 @@ def validate(
 
 def _print(name: str, section: Section) -> bool:
     """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
     from rich.table import Table
 
     from rlsim.validate.bounds import checked

@@ -12,7 +12,8 @@ from rlsim import catalogue
 from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
 from rlsim.experiment.schema import Experiment
-from rlsim.schema import read_yaml, validate
+from rlsim.reading import is_file, read_yaml
+from rlsim.schema import validate
 from rlsim.sweeps.axes import Settings, Value, check_free, settings_of
 from rlsim.sweeps.columns import columns_of, resolved
 from rlsim.sweeps.identity import config_of, inputs_of, point_name
@@ -101,7 +102,7 @@ def _as_given(source: str | Path | Mapping[str, Any]) -> str | dict[str, Any]:
 
 def _find(path: Path) -> Path:
     """A file as it is; else a sweep or an experiment that ships with rlsim, by its name."""
-    if path.is_file():
+    if is_file(path):
         return path
     for kind in ("sweeps", "experiments"):
         shipped = catalogue.names(kind)
@@ -119,8 +120,8 @@ def _experiment(spec: SweepSpec, shown: str, folder: Path) -> tuple[dict[str, An
     if not isinstance(spec.experiment, str):
         return spec.experiment, f"{shown}: experiment", folder
     beside = folder / spec.experiment
-    data, inner, home = read_experiment(beside if beside.is_file() else spec.experiment)
-    return data, spec.experiment if beside.is_file() else inner, home
+    data, inner, home = read_experiment(beside if is_file(beside) else spec.experiment)
+    return data, spec.experiment if is_file(beside) else inner, home
 
 
 def _valid(
