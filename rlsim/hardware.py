@@ -14,7 +14,6 @@ from rlsim.errors import RlsimError, unknown_name
 from rlsim.schema import Name, Schema, load, validate
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
-
 #: GPUs of a cluster: more than any training run has had.
 MOST_GPUS = 65_536
 

@@ -172,7 +172,7 @@ class _Check:
 
 @cache
 def _kinds() -> tuple[type[Any], type[Any]]:
-    """A scanner that refuses brackets in brackets in …, and a constructor that refuses tags and says what is no value."""
+    """A scanner that refuses many brackets in each other, and a constructor that refuses tags and tells wrong values."""
     from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
     from ruamel.yaml.nodes import ScalarNode
     from ruamel.yaml.scanner import RoundTripScanner
@@ -216,4 +216,4 @@ def _yaml() -> YAML:
 
 
 def _is_text(character: str) -> bool:
-    return character in "\n\t\r" or not unicodedata.category(character) in ("Cc", "Cs")
+    return character in "\n\t\r" or unicodedata.category(character) not in ("Cc", "Cs")

@@ -26,7 +26,9 @@ class Schema(BaseModel):
 def name_of(value: str) -> str:
     """A name that fits into a line and a file name; raises `ValueError` for another."""
     if not value.strip() or not value.isprintable() or len(value.encode()) > MOST_NAME_BYTES:
-        raise ValueError(f"expected a name: one line of printable characters, at most {MOST_NAME_BYTES} bytes")
+        raise ValueError(
+            f"expected a name: one line of printable characters, at most {MOST_NAME_BYTES} bytes, got {shown(value)}"
+        )
     return value
 
 

@@ -136,7 +136,7 @@ def edited(*pairs: tuple[str, str]) -> str:
         ("  - pat", "  - {name: x, use: [pat, verl]}", "base.yaml:10:5: system 'x': PAT and VeRL all decide the"),
         ("  - pat", "  - nowhere:X", "base.yaml:10:5: policy 'nowhere:X' cannot be loaded: No module named 'nowhere'"),
         ("  - pat", "  - ':X'", "base.yaml:10:5: policy ':X' cannot be loaded"),
-        ("  - pat", "  - json:JSONDecoder", "base.yaml:10:5: policy 'json:JSONDecoder' is no part of a system"),
+        ("  - pat", "  - json:JSONDecoder", "base.yaml:10:5: policy 'json:JSONDecoder': json is a module of Python's"),
         ("  - pat", "baseline: tp8", "unknown baseline system 'tp8'; known: verl"),
         ("{tp: 4}", "{tp: 3}", "base.yaml:9:5: system 'verl': tp 3 does not divide the 8 GPUs of a node"),
         ("seeds: 1", "training: {tp: 3}", "training: tp × pp × cp = 3 does not divide the 8 GPUs"),

@@ -199,8 +199,9 @@ def _keys(items: list[str]) -> dict[str, dict[str, object]]:
 
 
 def _print_steps(result: FromRun) -> None:
-    from rlsim.cli.terminal import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     table = Table(title=f"Errors on {len(result.held_out)} steps not fitted", title_justify="left")
     for name in result.errors.columns:
@@ -250,8 +251,9 @@ def _budget(text: str) -> float:
 @contextmanager
 def _bar() -> Iterator[Callable[[State], None]]:
     """A progress bar on stderr over the budget; it goes away when done."""
-    from rlsim.cli.terminal import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from rlsim.cli.terminal import Console
 
     columns = (
         TextColumn("{task.description}"),
@@ -274,8 +276,9 @@ def _bar() -> Iterator[Callable[[State], None]]:
 
 
 def _print_counts(measured: Measured) -> None:
-    from rlsim.cli.terminal import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     table = Table(title=f"Points measured on {measured.journal.machine.name}", title_justify="left")
     table.add_column("operator")
@@ -287,8 +290,9 @@ def _print_counts(measured: Measured) -> None:
 
 
 def _print_residuals(calibration: Calibration) -> None:
-    from rlsim.cli.terminal import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     table = Table(title=f"Errors of {calibration.name} on points that its fits have not seen", title_justify="left")
     table.add_column("operator")

@@ -42,8 +42,9 @@ def progress_bar(hidden: bool) -> Iterator[Progress | None]:
     if hidden:
         yield None
         return
-    from rlsim.cli.terminal import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from rlsim.cli.terminal import Console
 
     what = TextColumn("{task.description}", markup=False)  # a case may be called [/b]
     columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -62,7 +62,6 @@ def compare(
 
 def _print(found: Comparison) -> None:
     from rlsim.cli.terminal import Console
-
     from rlsim.sweeps.differences import shown
 
     letters = _letters(found)

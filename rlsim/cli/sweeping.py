@@ -122,8 +122,9 @@ def _progress(hidden: bool) -> Iterator[Progress | None]:
     if hidden:
         yield None
         return
-    from rlsim.cli.terminal import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from rlsim.cli.terminal import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:

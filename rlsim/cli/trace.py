@@ -175,8 +175,9 @@ def fit_(
 
 
 def _print_fit(fit: LengthFit) -> None:
-    from rlsim.cli.terminal import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     parts = Table(title=f"Fit of {fit.provenance.trace}", title_justify="left")
     for heading in ("component", "weight", "median (tokens)", "sd of log length", "share due to the prompt"):
@@ -234,8 +235,9 @@ def generate_(
 
 
 def _print_checks(checks: list[FactCheck]) -> None:
-    from rlsim.cli.terminal import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     if not checks:
         _say("the recipe states no facts to check")

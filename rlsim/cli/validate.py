@@ -46,7 +46,6 @@ def validate(
     Example: rlsim validate published --json published.json
     """
     from rlsim.cli.terminal import Console
-
     from rlsim.errors import ConfigError
     from rlsim.validate.page import stale, write_page
     from rlsim.validate.parts import PARTS, Options, Skipped, data_folder, run_part
@@ -84,9 +83,9 @@ def validate(
 
 def _print(name: str, section: Section) -> bool:
     """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
-    from rlsim.cli.terminal import Console
     from rich.table import Table
 
+    from rlsim.cli.terminal import Console
     from rlsim.validate.bounds import checked
     from rlsim.validate.rows import number
 

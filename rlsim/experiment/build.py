@@ -48,6 +48,9 @@ class Setup:
     trace_paths: tuple[Path, ...]
     models: Mapping[str, Model]  # by role: actor, reference, critic, reward
     judge_model: Model | None = None
+    search: bool = (
+        True  # whether plans may be searched for, which may take minutes; if not, that raises `SearchAheadError`
+    )
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> Setup:

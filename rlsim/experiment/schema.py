@@ -14,7 +14,6 @@ from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
 from rlsim.workflow.graph import CallKind, Grain
 
-
 #: Responses of one step.
 MOST_RESPONSES = 1_000_000
 #: A seed is at most this, and these are the most seeds.
