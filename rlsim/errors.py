@@ -49,7 +49,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> CatalogueError:
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(names)}"
-    return CatalogueError(f"unknown {kind} {name!r}; {hint}")
+    return CatalogueError(f"unknown {kind} {shown(name)}; {hint}")
 
 
 def printable(text: str) -> str:

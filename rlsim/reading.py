@@ -172,7 +172,7 @@ class _Check:
 
 @cache
 def _kinds() -> tuple[type[Any], type[Any]]:
-    """A scanner that refuses many brackets in each other, and a constructor that refuses tags and tells wrong values."""
+    """A scanner that refuses deep brackets, and a constructor that refuses tags and tells wrong values."""
     from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
     from ruamel.yaml.nodes import ScalarNode
     from ruamel.yaml.scanner import RoundTripScanner

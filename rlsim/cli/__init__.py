@@ -12,6 +12,7 @@ from rlsim import __version__
 from rlsim.cli import (
     advising,
     calibrate,
+    checking,
     comparing,
     init,
     listing,
@@ -34,6 +35,7 @@ app = typer.Typer(
     epilog="Example: rlsim run experiments/pat_vs_static.yaml --seeds 3",
 )
 app.command("init")(init.init)
+app.command("check")(checking.check)
 app.command("run")(running.run)
 app.command("sweep")(sweeping.sweep)
 app.command("compare")(comparing.compare)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,6 +31,11 @@ Settings = Annotated[
         autocompletion=complete.settings,
     ),
 ]
+
+
+def add_code_folders(file: str) -> None:
+    """`module:Class` policies lie beside an experiment or in the working directory; they hide no installed module."""
+    sys.path += [str(folder) for folder in (Path(file).resolve().parent, Path.cwd())]
 
 
 def echo(text: str, err: bool = False) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsim.cli.common import Experiment, Settings, progress_bar
+from rlsim.cli.common import Experiment, Settings, add_code_folders, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,8 +33,7 @@ def run(
     from rlsim.experiment.load import load_experiment
     from rlsim.output import results_folder
 
-    # `module:Class` policies lie beside the experiment or in the working directory; they hide no installed module.
-    sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]
+    add_code_folders(experiment)
     target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
     run_and_print(experiment, settings or (), target, seeds=seeds, strict=strict, quiet=quiet)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Settings, echo
+from rlsim.cli.common import Settings, add_code_folders, echo
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,7 +77,7 @@ def sweep(
     from rlsim.sweeps.run import run_definition
     from rlsim.sweeps.tables import COLUMNS
 
-    sys.path += [str(folder) for folder in (Path(file).resolve().parent, Path.cwd())]  # as `rlsim run` does
+    add_code_folders(file)
     axes = parse_overrides(grid or (), "--grid")
     for key in axes:
         if sum(text.partition("=")[0] == key for text in grid or ()) > 1:

@@ -82,6 +82,17 @@ def load_sweep(
     return Definition(spec.name, _points(found, every), len(every), config_of(base), inner, folder)
 
 
+def is_sweep(source: str | Path) -> bool:
+    """Whether a file, or a name of one that ships with rlsim, is a sweep; an experiment, or what is neither, is not."""
+    path = Path(source)
+    if not is_file(path) and path.stem in catalogue.names("experiments"):
+        return False
+    if not is_file(path) and path.stem not in catalogue.names("sweeps"):
+        return False
+    data = read_yaml(_find(path))
+    return isinstance(data, Mapping) and ("experiment" in data or "axes" in data)
+
+
 def _read(source: str | Path | Mapping[str, Any]) -> tuple[SweepSpec, str, Path]:
     """The sweep, its name in messages, and its folder; an experiment is a sweep without axes."""
     if isinstance(source, Mapping):

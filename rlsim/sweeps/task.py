@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from rlsim.errors import ConfigError, RlsimError
+from rlsim.reading import plain
 
 #: A point whose worker dies is given up after so many.
 MOST_ATTEMPTS = 3
@@ -54,7 +55,7 @@ class Task:
 
     def plain_config(self) -> dict[str, Any]:
         """A copy of the resolved experiment, to be validated."""
-        return cast("dict[str, Any]", _copied(self.config))
+        return cast("dict[str, Any]", plain(self.config))
 
     def _files(self) -> dict[str, bytes]:
         from rlsim.experiment.run import run_loaded
@@ -95,12 +96,6 @@ def _check_same(expected: Mapping[str, str], found: Mapping[str, str]) -> None:
         raise ConfigError(
             f"where this point ran, these are not what they were when the sweep began: {', '.join(changed)}"
         )
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _own_traceback(error: Exception) -> str:
