@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from rlsim import catalogue
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.reading import read_json, read_yaml
+from rlsim.reading import is_folder, read_json, read_yaml
 from rlsim.schema import Name, Schema, validate
 
 #: Supported `model_type`s: llama-like blocks (RMS norms, rotary embedding, gated MLP, grouped-query attention).
@@ -236,7 +236,7 @@ def load_model(name_or_path: str | Path) -> Model:
         path = known[text.lower()]
     elif isinstance(name_or_path, Path) or "/" in text or text.endswith((".json", ".yaml", ".yml")):
         path = Path(name_or_path)
-        path = path / "config.json" if path.is_dir() else path
+        path = path / "config.json" if is_folder(path) else path
     else:
         raise unknown_name("model", text, known)
     if path.suffix != ".json":

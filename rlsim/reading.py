@@ -48,6 +48,14 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def is_folder(path: Path) -> bool:
+    """The same of a folder."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """The text of a regular file, UTF-8 with or without a byte-order mark.
 
@@ -119,7 +127,7 @@ def _parsed(text: str, where: str) -> Any:
     The line number is followed by the column.
     """
     from ruamel.yaml.constructor import ConstructorError
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.error import MarkedYAMLError
 
     place = where.removesuffix("line ").removesuffix(" ").removesuffix(":")
     try:
@@ -132,42 +140,39 @@ def _parsed(text: str, where: str) -> Any:
             place = f"{where}{mark.line + 1}:{mark.column + 1}"
         kind = ConfigError if isinstance(error, ConstructorError) else SyntaxConfigError
         raise kind(f"{place}: not valid YAML: {printable(str(error.problem or error.context))}") from None
-    except (YAMLError, ValueError) as error:  # characters that no text has: NUL, lone surrogates
+    except Exception as error:  # ruamel.yaml raises much: for NUL, lone surrogates, lists in lists as keys
         raise SyntaxConfigError(f"{place}: not valid YAML: {printable(str(error).splitlines()[0])}") from None
-    _Check(place).count(data, 0)
+    _check(data, place)
     return data
 
 
-class _Check:
-    """Walks what was read, every shared value once."""
+def _check(data: Any, place: str) -> None:
+    """Raises `ConfigError` for keys that are no names, and for more levels or values than may be; aliases count."""
+    sizes: dict[int, tuple[int, int]] = {}  # of every mapping and list: values within, and levels
+    within: set[int] = set()
 
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self._counted: dict[int, int] = {}
-        self._within: set[int] = set()
-
-    def count(self, value: Any, level: int) -> int:
-        """The values in `value`, aliases as often as they stand; raises `ConfigError` beyond the limits."""
+    def size(value: Any, level: int) -> tuple[int, int]:
         if not isinstance(value, Mapping | list):
-            return 1
-        if id(value) in self._counted:
-            return self._counted[id(value)]
-        if id(value) in self._within:
-            raise ConfigError(f"{self.place}: an alias stands for a value that holds itself")
-        if level >= MOST_LEVELS:
-            raise ConfigError(f"{self.place}: nested deeper than {MOST_LEVELS} levels")
-        self._within.add(id(value))
-        if isinstance(value, Mapping):
-            for key in value:
-                if isinstance(key, bool) or not isinstance(key, str | int):
-                    raise ConfigError(f"{self.place}: expected a name as key, got {shown(key)}")
-        inside = value.values() if isinstance(value, Mapping) else value
-        count = 1 + sum(self.count(item, level + 1) for item in inside)
+            return 1, 0
+        if id(value) in within:
+            raise ConfigError(f"{place}: an alias stands for a value that holds itself")
+        if id(value) not in sizes:
+            if isinstance(value, Mapping):
+                for key in value:
+                    if isinstance(key, bool) or not isinstance(key, str | int):
+                        raise ConfigError(f"{place}: expected a name as key, got {shown(key)}")
+            within.add(id(value))
+            inside = [size(item, level + 1) for item in (value.values() if isinstance(value, Mapping) else value)]
+            within.remove(id(value))
+            sizes[id(value)] = 1 + sum(count for count, _ in inside), 1 + max((below for _, below in inside), default=0)
+        count, below = sizes[id(value)]
+        if level + below > MOST_LEVELS:
+            raise ConfigError(f"{place}: nested deeper than {MOST_LEVELS} levels")
         if count > MOST_VALUES:
-            raise ConfigError(f"{self.place}: more than {MOST_VALUES:,} values, those that aliases stand for included")
-        self._within.remove(id(value))
-        self._counted[id(value)] = count
-        return count
+            raise ConfigError(f"{place}: more than {MOST_VALUES:,} values, those that aliases stand for included")
+        return sizes[id(value)]
+
+    size(data, 0)
 
 
 @cache
@@ -186,6 +191,8 @@ def _kinds() -> tuple[type[Any], type[Any]]:
     class Constructor(RoundTripConstructor):
         def construct_object(self, node: Any, deep: bool = False) -> Any:
             tag = str(node.tag)
+            if node in self.recursive_objects:
+                self._refuse(node, "an alias stands for a value that holds itself")
             if tag not in _TAGS:
                 self._refuse(node, f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported")
             if not isinstance(node, ScalarNode):

@@ -6,19 +6,17 @@ running it is refused first: modules of Python's standard library hold no parts 
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlsim.errors import ConfigError, PolicyError, RlsimError, printable
 
-_OWN = str(Path(__file__).resolve().parent) + os.sep
 #: Files and folders that modules named by users were loaded from.
 _FOREIGN: set[str] = set()
 
@@ -28,14 +26,13 @@ def load_module(name: str, what: str) -> ModuleType:
     if name.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(f"{what}: {name} is a module of Python's standard library")
     try:
-        module = importlib.import_module(name)
+        if not name.startswith("rlsim."):
+            _FOREIGN.update(_roots(name))
+        return importlib.import_module(name)
     except RlsimError:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{what} cannot be loaded: {told(error)}") from error
-    if module.__file__ and not module.__file__.startswith(_OWN):
-        _FOREIGN.add(_root(name, module.__file__))
-    return module
 
 
 def load_object(name: str, what: str) -> Any:
@@ -51,17 +48,19 @@ def load_object(name: str, what: str) -> Any:
 
 
 @contextmanager
-def blamed(what: str) -> Iterator[None]:
+def blamed(what: str, kind: type = object) -> Iterator[None]:
     """Errors that code of a user's raises in the block, and its exits, as `PolicyError`s that begin with `what`.
 
-    Errors that pass no line of such code are left as they are.
+    Errors that pass no line of such code are left as they are, unless the block does nothing but make a `kind` of
+    someone else's.
     """
     try:
         yield
     except RlsimError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) or _place(error):
+        others = kind is not object and not kind.__module__.startswith("rlsim.")
+        if isinstance(error, SystemExit) or others or _place(error):
             raise PolicyError(f"{what}: {told(error)}") from error
         raise
 
@@ -93,8 +92,10 @@ def _is_foreign(file: str) -> bool:
     return any(file == root or file.startswith(root + os.sep) for root in _FOREIGN)
 
 
-def _root(name: str, file: str) -> str:
-    """The file of a module, or the folder of its package."""
-    package = name.partition(".")[0]
-    paths = list(getattr(sys.modules.get(package), "__path__", ()))
-    return str(paths[0]) if paths else file
+def _roots(name: str) -> list[str]:
+    """The file of a module, or the folders of its package, found without importing it."""
+    top = name.partition(".")[0]
+    spec = None if top == "__main__" else importlib.util.find_spec(top)
+    if spec is None:
+        return []
+    return list(spec.submodule_search_locations or ([spec.origin] if spec.origin else []))

@@ -102,13 +102,13 @@ def set_path(data: Any, key: str, value: Any, shown: str = "") -> None:
         elif isinstance(here, dict):
             here = here.setdefault(part, {})
         else:
-            raise ConfigError(f"{shown}{key}: there is no {part!r}")
+            raise ConfigError(f"{shown}{key[:60]}: there is no {part[:60]!r}")
     if isinstance(here, list) and (place := place_in(here, last)) is not None:
         here[place] = value
     elif isinstance(here, dict):
         here[last] = value
     else:
-        raise ConfigError(f"{shown}{key}: there is no {last!r}")
+        raise ConfigError(f"{shown}{key[:60]}: there is no {last[:60]!r}")
 
 
 def place_in(items: Any, part: str) -> int | None:

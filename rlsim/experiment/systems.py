@@ -39,7 +39,7 @@ class PartSpec:
         kind = load_policy(self.policy)
         if self.parameters and not issubclass(kind, BaseModel):
             raise ConfigError(f"{shown}: {kind.__name__} takes no parameters")
-        with blamed(shown):
+        with blamed(shown, kind):
             return validate(dict(self.parameters), kind, source=shown) if issubclass(kind, BaseModel) else kind()
 
     @property
@@ -185,7 +185,8 @@ def _takes_list(kind: type, key: str, value: Any) -> bool:
     if _holds_sequence(field.annotation):
         return True
     try:
-        TypeAdapter(Annotated[field.annotation, "value", *field.metadata]).validate_python(value)
+        kind_of_value: Any = Annotated[field.annotation, "value", *field.metadata]
+        TypeAdapter(kind_of_value).validate_python(value)
     except (PydanticUserError, ValidationError):
         return False
     return True

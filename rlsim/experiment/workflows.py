@@ -57,10 +57,9 @@ def _loaded(name: str) -> Workflow:
 
 def _check_function(function: Any, name: str, what: str) -> None:
     """Raises `ConfigError`, without calling it, for what cannot be a function that makes a workflow."""
-    own = inspect.isfunction(function) or (callable(function) and not isinstance(function, type))
-    home = getattr(function if inspect.isfunction(function) else type(function), "__module__", None) or ""
-    if not own or inspect.isbuiltin(function) or home.partition(".")[0] != name.partition(":")[0].partition(".")[0]:
-        raise ConfigError(f"{what} is no function of that module that makes a workflow")
+    home = getattr(function if inspect.isfunction(function) else type(function), "__module__", None)
+    if not callable(function) or isinstance(function, type) or home != name.partition(":")[0]:
+        raise ConfigError(f"{what} is no function that is defined in that module")
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
