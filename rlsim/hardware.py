@@ -24,8 +24,8 @@ class Gpu(Schema):
     name: Name
     title: str = Field(description="name as the maker writes it")
     memory_bytes: Bytes = Field(gt=0, description="device memory")
-    memory_bytes_per_s: BytesPerSecond = Field(gt=0, description="peak device-memory bandwidth")
-    bf16_flop_per_s: FlopPerSecond = Field(gt=0, description="peak dense bf16 tensor-core rate")
+    memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
+    bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 tensor-core rate")
     l2_bytes: Bytes = Field(gt=0, description="L2 cache")
     sm_count: int = Field(gt=0, le=1_000_000, description="streaming multiprocessors")
     source: str = Field(description="where the figures are from")
@@ -35,7 +35,7 @@ class Link(Schema):
     """A path between GPUs, or between a GPU and host memory."""
 
     name: Name = Field(description="nvlink, pcie, ib or roce, with generation and width")
-    bytes_per_s: BytesPerSecond = Field(gt=0, description="peak rate of one GPU in one direction")
+    bytes_per_s: BytesPerSecond = Field(ge=1, description="peak rate of one GPU in one direction")
     latency_s: Seconds = Field(ge=0, le=10, description="time of one hop of an empty message")
     shared_by_gpus: int = Field(default=1, gt=0, le=MOST_GPUS, description="GPUs of a node that share one such port")
 

@@ -10,7 +10,6 @@ import re
 import sys
 from typing import Annotated, Any
 
-from annotated_types import Ge, Le
 from pydantic import BeforeValidator
 
 from rlsim.errors import shown
@@ -28,7 +27,11 @@ _FLOPS = {p + "FLOP/s": f for p, f in _DECIMAL.items()} | {p + "FLOPS": f for p,
 _TOKENS = {"": 1.0, "K": 1024.0, "k": 1024.0, "M": 1024.0**2, "tokens": 1.0}
 
 
-def _parse(value: Any, units: dict[str, float], what: str, example: str) -> float:
+#: Figures beyond these cannot be meant, and sums of such figures are no numbers any more.
+MOST_SECONDS, MOST_BYTES, MOST_RATE, MOST_FLOP_RATE, MOST_TOKENS = 1e9, 1e18, 1e18, 1e24, 1e9
+
+
+def _parse(value: Any, units: dict[str, float], what: str, example: str, most: float) -> float:
     if isinstance(value, str):
         match = _NUMBER.match(value)
         if match is None:
@@ -44,40 +47,41 @@ def _parse(value: Any, units: dict[str, float], what: str, example: str) -> floa
         raise ValueError(f"expected {what} such as {example!r}, got {shown(value)}")
     if not math.isfinite(number):
         raise ValueError(f"expected {what} that is finite, got {shown(value)}")
+    if number > most:
+        raise ValueError(f"expected {what} of at most {most:g}, got {shown(value)}")
     return number
 
 
 def seconds(value: Any) -> float:
     """A duration: a number of seconds, or text such as `20 ms`."""
-    return _parse(value, _TIME, "a time", "20 ms")
+    return _parse(value, _TIME, "a time", "20 ms", MOST_SECONDS)
 
 
 def byte_count(value: Any) -> float:
     """A size: a number of bytes, or text such as `80 GiB` (binary) or `80 GB` (decimal)."""
-    return _parse(value, _BYTES, "a size", "80 GiB")
+    return _parse(value, _BYTES, "a size", "80 GiB", MOST_BYTES)
 
 
 def bandwidth(value: Any) -> float:
     """A rate in bytes/s: a number, or text such as `450 GB/s` (bytes) or `400 Gb/s` (bits)."""
-    return _parse(value, _BANDWIDTH, "a bandwidth", "450 GB/s")
+    return _parse(value, _BANDWIDTH, "a bandwidth", "450 GB/s", MOST_RATE)
 
 
 def flop_rate(value: Any) -> float:
     """A compute rate in FLOP/s: a number, or text such as `989 TFLOP/s`."""
-    return _parse(value, _FLOPS, "a compute rate", "989 TFLOP/s")
+    return _parse(value, _FLOPS, "a compute rate", "989 TFLOP/s", MOST_FLOP_RATE)
 
 
 def token_count(value: Any) -> int:
     """A length in tokens: a whole number, or text such as `24K` (K = 1,024)."""
-    number = _parse(value, _TOKENS, "a length", "24K")
+    number = _parse(value, _TOKENS, "a length", "24K", MOST_TOKENS)
     if number != int(number):
         raise ValueError(f"expected a whole number of tokens, got {shown(value)}")
     return int(number)
 
 
-# Beyond these bounds a figure cannot be meant, and sums of such figures are no numbers any more.
-Seconds = Annotated[float, BeforeValidator(seconds), Le(1e9)]
-Bytes = Annotated[float, BeforeValidator(byte_count), Le(1e18)]
-BytesPerSecond = Annotated[float, BeforeValidator(bandwidth), Ge(1), Le(1e18)]
-FlopPerSecond = Annotated[float, BeforeValidator(flop_rate), Ge(1), Le(1e24)]
-Tokens = Annotated[int, BeforeValidator(token_count), Le(1_000_000_000)]
+Seconds = Annotated[float, BeforeValidator(seconds)]
+Bytes = Annotated[float, BeforeValidator(byte_count)]
+BytesPerSecond = Annotated[float, BeforeValidator(bandwidth)]
+FlopPerSecond = Annotated[float, BeforeValidator(flop_rate)]
+Tokens = Annotated[int, BeforeValidator(token_count)]

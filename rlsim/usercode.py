@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -68,7 +69,7 @@ def blamed(what: str, kind: type = object) -> Iterator[None]:
 def told(error: BaseException) -> str:
     """What went wrong, with file and line of the code outside rlsim that raised it."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        return f"{_foreign(error.filename) or error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     text = str(error) if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}".rstrip(": ")
     if isinstance(error, SystemExit):
         text = f"it leaves Python (exit code {error.code})"
@@ -82,14 +83,16 @@ def _place(error: BaseException | None) -> str:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame in traceback.extract_tb(error.__traceback__):
-            if _is_foreign(frame.filename):
-                place = f"{frame.filename}:{frame.lineno}: "
+            if name := _foreign(frame.filename):
+                place = f"{name}:{frame.lineno}: "
         error = error.__cause__  # the engine's processes raise a copy
     return place
 
 
-def _is_foreign(file: str) -> bool:
-    return any(file == root or file.startswith(root + os.sep) for root in _FOREIGN)
+def _foreign(file: str) -> str:
+    """A file of a user's code from where its module or package lies, the same on any machine; empty for another."""
+    roots = (root for root in _FOREIGN if file == root or file.startswith(root + os.sep))
+    return next((Path(file).relative_to(Path(root).parent).as_posix() for root in roots), "")
 
 
 def _roots(name: str) -> list[str]:

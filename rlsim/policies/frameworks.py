@@ -70,7 +70,9 @@ class Megatron(Schema, Placing):
     TP fills a node, PP and DP go across nodes, DP as large as memory allows.
     """
 
-    micro_batches: int | None = Field(default=None, ge=1, description="micro-batches of a data-parallel rank")
+    micro_batches: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="micro-batches of a data-parallel rank"
+    )
 
     def plan(self, context: PlanContext) -> Plan:
         """The first layout that fits, from the fewest pipeline stages on; raises `CapacityError` if none does."""

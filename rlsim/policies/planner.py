@@ -16,8 +16,10 @@ class Planner(Schema, RolloutControl):
     """Double TP when preemptions rise, halve it when there are none for some steps."""
 
     start_tp: int | Literal["best"] = Field(default="best", description="first degree; best: the fastest feasible one")
-    rise: float = Field(default=1.05, ge=1, description="growth of preemptions from step to step that doubles TP")
-    quiet_steps: int = Field(default=4, ge=1, description="steps in a row without preemption that halve TP")
+    rise: float = Field(
+        default=1.05, ge=1, le=1000, description="growth of preemptions from step to step that doubles TP"
+    )
+    quiet_steps: int = Field(default=4, ge=1, le=100_000, description="steps in a row without preemption that halve TP")
 
     _feasible: tuple[int, ...] = PrivateAttr(default=())
     _last: dict[str, int] = PrivateAttr(default_factory=dict)  # preemptions of the last round of each kind
