@@ -6,7 +6,14 @@ All derive from `RlsimError`; the command line prints the message alone and leav
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+from typing import Any
+
+#: Characters that a terminal obeys or that reorder what a person reads, but for tabs and ends of lines.
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
 
 
 class RlsimError(Exception):
@@ -42,4 +49,26 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> CatalogueError:
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(names)}"
-    return CatalogueError(f"unknown {kind} {name!r}; {hint}")
+    return CatalogueError(f"unknown {kind} {shown(name)}; {hint}")
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escapes (`\\x1b`); tabs and ends of lines stay.
+
+    Names in files are anyone's: everything on its way to a terminal passes here (see `rlsim.cli.terminal`).
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The text on one line, printable: for names that are used as they come."""
+    return printable(" ".join(text.split()))
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value in a message: its `repr`, not longer than `most` characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or nested ever deeper
+        text = f"a {type(value).__name__}"
+    return printable(text if len(text) <= most else text[: most - 3] + "...")

@@ -11,39 +11,42 @@ from pydantic import Field, field_validator, model_validator
 
 from rlsim import catalogue
 from rlsim.errors import RlsimError, unknown_name
-from rlsim.schema import Schema, load, validate
+from rlsim.schema import Name, Schema, load, validate
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
+
+#: GPUs of a cluster: more than any training run has had.
+MOST_GPUS = 65_536
 
 
 class Gpu(Schema):
     """One GPU, by its data sheet."""
 
-    name: str
+    name: Name
     title: str = Field(description="name as the maker writes it")
     memory_bytes: Bytes = Field(gt=0, description="device memory")
-    memory_bytes_per_s: BytesPerSecond = Field(gt=0, description="peak device-memory bandwidth")
-    bf16_flop_per_s: FlopPerSecond = Field(gt=0, description="peak dense bf16 tensor-core rate")
+    memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
+    bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 tensor-core rate")
     l2_bytes: Bytes = Field(gt=0, description="L2 cache")
-    sm_count: int = Field(gt=0, description="streaming multiprocessors")
+    sm_count: int = Field(gt=0, le=1_000_000, description="streaming multiprocessors")
     source: str = Field(description="where the figures are from")
 
 
 class Link(Schema):
     """A path between GPUs, or between a GPU and host memory."""
 
-    name: str = Field(description="nvlink, pcie, ib or roce, with generation and width")
-    bytes_per_s: BytesPerSecond = Field(gt=0, description="peak rate of one GPU in one direction")
-    latency_s: Seconds = Field(ge=0, description="time of one hop of an empty message")
-    shared_by_gpus: int = Field(default=1, gt=0, description="GPUs of a node that share one such port")
+    name: Name = Field(description="nvlink, pcie, ib or roce, with generation and width")
+    bytes_per_s: BytesPerSecond = Field(ge=1, description="peak rate of one GPU in one direction")
+    latency_s: Seconds = Field(ge=0, le=10, description="time of one hop of an empty message")
+    shared_by_gpus: int = Field(default=1, gt=0, le=MOST_GPUS, description="GPUs of a node that share one such port")
 
 
 class Cluster(Schema):
     """Identical nodes of identical GPUs; GPU g sits in node g // gpus_per_node."""
 
-    name: str = Field(default="custom", description="catalogue name; an inline cluster needs none")
+    name: Name = Field(default="custom", description="catalogue name; an inline cluster needs none")
     gpu: Gpu = Field(description="a catalogue name, or the fields of a GPU")
-    nodes: int = Field(gt=0)
-    gpus_per_node: int = Field(gt=0)
+    nodes: int = Field(gt=0, le=MOST_GPUS)
+    gpus_per_node: int = Field(gt=0, le=1024)
     intra: Link = Field(description="GPU to GPU inside a node")
     inter: Link | None = Field(default=None, description="GPU to GPU across nodes; none in a one-node cluster")
     host: Link = Field(description="GPU to host memory")
@@ -60,6 +63,8 @@ class Cluster(Schema):
 
     @model_validator(mode="after")
     def _nodes_are_joined(self) -> Cluster:
+        if self.gpus > MOST_GPUS:
+            raise ValueError(f"{self.nodes:,} nodes of {self.gpus_per_node:,} GPUs: at most {MOST_GPUS:,} GPUs")
         if self.nodes > 1 and self.inter is None:
             raise ValueError("a cluster of several nodes needs `inter`, the link between them")
         return self

@@ -5,7 +5,6 @@ The catalogue's own files (`rlsim/data/models/*.yaml`) use the same field names,
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from pydantic import Field, model_validator
 
 from rlsim import catalogue
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.schema import Schema, read_yaml, validate
+from rlsim.reading import is_folder, read_json, read_yaml
+from rlsim.schema import Name, Schema, validate
 
 #: Supported `model_type`s: llama-like blocks (RMS norms, rotary embedding, gated MLP, grouped-query attention).
 #: qwen2 has biases on q, k and v; qwen3 has norms on each query and key head; qwen3_moe replaces the MLP by experts.
@@ -26,7 +26,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 class Linear:
     """One matrix multiplication of a layer on one GPU: (tokens × `k_in`) · (`k_in` × `n_out`), `count` times."""
 
-    name: str
+    name: Name
     n_out: int
     k_in: int
     count: int
@@ -45,25 +45,25 @@ class Experts:
 class Model(Schema):
     """A decoder-only transformer, field names as in Hugging Face's `config.json`."""
 
-    name: str
+    name: Name
     title: str = ""
     source: str = Field(default="", description="where the shape is from")
     model_type: str = Field(description=f"one of {', '.join(MODEL_TYPES)}")
     architectures: tuple[str, ...] = Field(default=(), description="a `…ForSequenceClassification` has a scalar head")
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0, description="width of the dense MLP")
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=1_000_000)
+    intermediate_size: int = Field(gt=0, le=10_000_000, description="width of the dense MLP")
+    num_hidden_layers: int = Field(gt=0, le=10_000)
+    num_attention_heads: int = Field(gt=0, le=100_000)
+    num_key_value_heads: int = Field(gt=0, le=100_000)
+    head_dim: int = Field(gt=0, le=100_000)
+    vocab_size: int = Field(gt=0, le=100_000_000)
     tie_word_embeddings: bool = Field(default=False, description="the LM head is the embedding")
     attention_bias: bool = Field(default=False, description="biases on q, k, v and o (qwen2: always on q, k, v only)")
     mlp_bias: bool = Field(default=False, description="biases on gate, up and down")
-    num_experts: int = Field(default=0, ge=0, description="experts per layer; 0 for a dense model")
-    num_experts_per_tok: int = Field(default=0, ge=0)
-    moe_intermediate_size: int = Field(default=0, ge=0, description="width of one expert")
-    dtype_bytes: float = Field(default=2, gt=0, description="bytes of one weight or KV element; 2 = bf16")
+    num_experts: int = Field(default=0, ge=0, le=100_000, description="experts per layer; 0 for a dense model")
+    num_experts_per_tok: int = Field(default=0, ge=0, le=100_000)
+    moe_intermediate_size: int = Field(default=0, ge=0, le=10_000_000, description="width of one expert")
+    dtype_bytes: float = Field(default=2, ge=0.125, le=8, description="bytes of one weight or KV element; 2 = bf16")
 
     @model_validator(mode="before")
     @classmethod
@@ -236,7 +236,7 @@ def load_model(name_or_path: str | Path) -> Model:
         path = known[text.lower()]
     elif isinstance(name_or_path, Path) or "/" in text or text.endswith((".json", ".yaml", ".yml")):
         path = Path(name_or_path)
-        path = path / "config.json" if path.is_dir() else path
+        path = path / "config.json" if is_folder(path) else path
     else:
         raise unknown_name("model", text, known)
     if path.suffix != ".json":
@@ -246,12 +246,7 @@ def load_model(name_or_path: str | Path) -> Model:
 
 def _from_config_json(path: Path) -> dict[str, Any]:
     """The keys of a `config.json` that `Model` knows, after refusing what it cannot describe."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not a readable config.json: {error}") from None
+    data = read_json(path)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: not a config.json: expected an object")
     model_type = data.get("model_type")

@@ -12,12 +12,13 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlsim.errors import ConfigError, RlsimError
+from rlsim.errors import ConfigError, RlsimError, printable
 
 CHART_SUFFIXES = (".html", ".svg", ".png")
 #: What tells a file that rlsim wrote, within its first bytes: pages and charts, timelines, calibrations and clusters.
@@ -26,6 +27,31 @@ _MARKS = (b'<meta name="generator" content="rlsim', b'"simulator": "rlsim ', b"#
 _MARKED_BYTES = 4_096
 #: Files that hold the results of a directory together; their tables are Parquet.
 _PARTS_OF_RESULTS = ("manifest.json", "advice.json", "sweep.json", "log.jsonl")
+
+#: Names in files are anyone's: what a chart shows stands in a script as JSON without `<`, `>` and `&` (`tojson`), Vega
+#: interprets expressions instead of compiling them (`ast`), and the page may load nothing.
+_CHART_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+{{ generator|safe }}
+<meta http-equiv="Content-Security-Policy" content="{{ policy|safe }}">
+<title>rlsim chart</title>
+<script>
+{{ vega|safe }}
+</script>
+</head>
+<body>
+<div id="chart"></div>
+<script>
+vegaEmbed("#chart", {{ spec|tojson }}, {ast: true, renderer: "svg"}).catch(console.error);
+</script>
+</body>
+</html>
+"""
+#: A page that holds everything it needs.
+OFFLINE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
 @contextmanager
@@ -158,7 +184,45 @@ def save_chart(figure: Any, path: Path, error: type[RlsimError] = ConfigError) -
     check_chart_path(path, error)
     with atomic_path(path, error) as temporary:
         if path.suffix == ".html":
-            page = figure.to_html(inline=True).replace("<head>", f"<head>\n  {_GENERATOR}", 1)
-            temporary.write_text(page, encoding="utf-8")
+            temporary.write_text(_chart_page(figure), encoding="utf-8")
         else:
-            figure.save(temporary, format=path.suffix[1:], scale_factor=2 if path.suffix == ".png" else 1)
+            import vl_convert
+
+            spec = chart_spec(figure)
+            if path.suffix == ".svg":
+                temporary.write_text(vl_convert.vegalite_to_svg(spec), encoding="utf-8")
+            else:
+                temporary.write_bytes(vl_convert.vegalite_to_png(spec, scale=2))
+
+
+def chart_spec(figure: Any) -> Any:
+    """An Altair chart as Vega-Lite, its texts printable: a control character in one ends the process that draws it."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {clean(key): clean(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(item) for item in value]
+        return printable(value) if isinstance(value, str) else value
+
+    return clean(figure.to_dict())
+
+
+def _chart_page(figure: Any) -> str:
+    """A page with one chart; no text in the chart can end the script that it stands in."""
+    from jinja2 import Environment
+
+    template = Environment(autoescape=True).from_string(_CHART_PAGE)
+    return template.render(spec=chart_spec(figure), vega=vega_script(), policy=OFFLINE, generator=_GENERATOR)
+
+
+@cache
+def vega_script() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script, once for all charts; it cannot end its own element."""
+    import vl_convert
+
+    return (
+        str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
+        .replace("</script", "<\\/script")
+        .replace("<!--", "<\\!--")
+    )

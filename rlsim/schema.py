@@ -7,50 +7,37 @@ all mistakes of a file at once as `file:line:column: key: what was expected`.
 from __future__ import annotations
 
 import difflib
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from rlsim.errors import ConfigError
+from rlsim.errors import ConfigError, shown
+from rlsim.reading import read_yaml
 
 
 class Schema(BaseModel):
     """A frozen record that refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def name_of(value: str) -> str:
+    """A name that fits into a line and a file name; raises `ValueError` for another."""
+    if not value.strip() or not value.isprintable() or len(value.encode()) > MOST_NAME_BYTES:
+        raise ValueError(
+            f"expected a name: one line of printable characters, at most {MOST_NAME_BYTES} bytes, got {shown(value)}"
+        )
+    return value
+
+
+#: What names results, systems, cases and calls.
+Name = Annotated[str, AfterValidator(name_of)]
+MOST_NAME_BYTES = 200
 
 
 S = TypeVar("S", bound=BaseModel)
-
-
-def read_yaml(path: Path) -> Any:
-    """The parsed YAML of `path`, with line numbers kept on every mapping and sequence.
-
-    Raises `ConfigError` if the file is missing, unreadable or not YAML.
-    """
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    try:
-        data = YAML(typ="rt").load(io.StringIO(text))
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error.context}") from None
-    except YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    if data is None:
-        raise ConfigError(f"{path}: the file is empty")
-    return data
 
 
 def load(path: Path, model: type[S]) -> S:
@@ -94,7 +81,7 @@ def describe_errors(
         prefix = next(origins, None) or ":".join(part for part in (source, _position(data, location)) if part)
         message = " or ".join([found[0], *(text.removeprefix("Input should be ") for text in found[1:])])
         if location in got:
-            message += f" (got {_shown(got[location])})"
+            message += f" (got {shown(got[location])})"
         lines.append(": ".join(part for part in (prefix, key, message) if part))
     return lines
 
@@ -128,11 +115,6 @@ def place_of(value: Any) -> str:
         return value.place
     marks = getattr(value, "lc", None)
     return "" if marks is None or marks.line is None else f"{marks.line + 1}:{marks.col + 1}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _keys_of(location: Sequence[int | str], data: Any, missing: bool) -> tuple[int | str, ...]:

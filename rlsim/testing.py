@@ -29,7 +29,7 @@ from rlsim.errors import RlsimError
 from rlsim.experiment.system import System, is_layout
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.policies.parts import KINDS, Composition, Part, flattened
+from rlsim.policies.parts import KIND_NAMES, KINDS, Composition, Part, flattened
 from rlsim.sim.batching import PromptFeed, StepBatch
 from rlsim.sim.control import (
     Abort,
@@ -425,12 +425,14 @@ class _Static(RolloutControl):
 def _system(policy: Callable[..., Part], parameters: Mapping[str, Any]) -> System:
     part: object = policy(**parameters)
     if not isinstance(part, KINDS):
-        kinds = ", ".join(kind.__name__ for kind in KINDS)
-        raise ContractError(f"{policy!r} makes a {type(part).__name__}, which is none of {kinds}")
+        raise ContractError(f"{policy!r} makes a {type(part).__name__}, which is none of {KIND_NAMES}")
     parts: list[Part] = [part]
-    if not any(is_layout(inner) for inner in flattened(parts)):
-        parts.append(_Static())
-    return System.of(parts)
+    try:
+        if not any(is_layout(inner) for inner in flattened(parts)):
+            parts.append(_Static())
+        return System.of(parts)
+    except RlsimError as error:
+        raise ContractError(str(error)) from error
 
 
 def _choices(

@@ -27,7 +27,7 @@ import pytest
 
 import rlsim
 from rlsim.experiment.systems import parse_systems
-from rlsim.schema import read_yaml
+from rlsim.reading import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -23,7 +23,7 @@ from rlsim.init.starter import starter
 from rlsim.init.verl_config import read_config
 from rlsim.init.verl_defaults import VERSIONS, defaults, release
 from rlsim.models import load_model
-from rlsim.schema import read_yaml
+from rlsim.reading import read_yaml
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash

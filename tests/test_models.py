@@ -156,7 +156,7 @@ def test_unknown_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config.json: no such file$"):
         load_model(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"not a readable config.json"):
+    with pytest.raises(ConfigError, match=r"not readable JSON"):
         load_model(tmp_path)
 
 

@@ -212,7 +212,7 @@ def test_a_workflow_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"algorithm": "ppo"}, {"critc": "qwen2.5-3b"}, "unknown model role for ppo 'critc'"),
         ({"algorithm": "custom"}, {}, "calls and edges go with algorithm: custom"),
         ({"algorithm": "nowhere:make"}, {}, "nowhere:make cannot be loaded"),
-        ({"algorithm": "json:dumps"}, {}, "json:dumps cannot be loaded"),
+        ({"algorithm": "json:dumps"}, {}, "json:dumps: json is a module of Python's standard library"),
         ({"edges": ["generate > train"]}, {}, "expected an edge such as `generate -> train`"),
     ],
 )

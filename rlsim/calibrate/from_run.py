@@ -29,7 +29,7 @@ from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model
 from rlsim.output import check_own_file
-from rlsim.schema import read_yaml
+from rlsim.reading import read_yaml
 from rlsim.trace import read_trace
 
 SCRIPT = "rlsim calibrate from-run"

@@ -15,6 +15,7 @@ from rlsim import __version__
 from rlsim.cli import (
     advising,
     calibrate,
+    checking,
     comparing,
     init,
     listing,
@@ -26,6 +27,7 @@ from rlsim.cli import (
     trace,
     validate,
 )
+from rlsim.cli.common import echo
 from rlsim.errors import RlsimError
 
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -38,6 +40,7 @@ app = typer.Typer(
     epilog="Example: rlsim run experiments/pat_vs_static.yaml --seeds 3",
 )
 app.command("init")(init.init)
+app.command("check")(checking.check)
 app.command("run")(running.run)
 app.command("sweep")(sweeping.sweep)
 app.command("compare")(comparing.compare)
@@ -99,7 +102,7 @@ def _leave(code: int, message: str = "") -> NoReturn:
     """End with a message, if there is one and anywhere to put it."""
     with suppress(OSError):
         if message:
-            typer.echo(f"rlsim: {message}", err=True)
+            echo(f"rlsim: {message}", err=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Experiment, Settings, progress_bar
+from rlsim.cli.common import Experiment, Settings, add_code_folders, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +47,7 @@ def advise(
     from rlsim.output import check_own_file, results_folder
     from rlsim.report.write import REPORT, write_report
 
-    sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]  # `module:Class` policies
+    add_code_folders(experiment)
     target = out or results_folder(f"{load_experiment(experiment, settings or ())[0].name}-advice")
     if target.is_dir():
         check_own_file(target / REPORT)
@@ -75,7 +74,7 @@ def advise(
 
 
 def _print(advice: Advice, target: Path, quiet: bool) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     console = Console()
     if not quiet:

@@ -186,22 +186,22 @@ def from_run_(
 
 def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     """`train.a=1` and `engine.b=2` as nested mappings, values read as YAML."""
-    from ruamel.yaml import YAML
-
-    from rlsim.experiment.load import set_path
+    from rlsim.experiment.load import parse_overrides, set_path
 
     data: dict[str, dict[str, object]] = {"train": {}, "engine": {}}
     for item in items:
-        key, equals, value = item.partition("=")
+        key, equals, _ = item.partition("=")
         if not equals or key.partition(".")[0] not in data or "." not in key:
             raise CalibrationError(f"--set {item}: expected train.KEY=VALUE or engine.KEY=VALUE")
-        set_path(data, key, YAML(typ="safe").load(value), "--set ")
+    for key, value in parse_overrides(items).items():
+        set_path(data, key, value, "--set ")
     return data
 
 
 def _print_steps(result: FromRun) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     table = Table(title=f"Errors on {len(result.held_out)} steps not fitted", title_justify="left")
     for name in result.errors.columns:
@@ -224,7 +224,7 @@ def _error(name: str, value: object) -> str:
 
 
 def _say(text: str) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     Console(highlight=False, soft_wrap=True, markup=False).print(text)
 
@@ -251,8 +251,9 @@ def _budget(text: str) -> float:
 @contextmanager
 def _bar() -> Iterator[Callable[[State], None]]:
     """A progress bar on stderr over the budget; it goes away when done."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from rlsim.cli.terminal import Console
 
     columns = (
         TextColumn("{task.description}"),
@@ -275,8 +276,9 @@ def _bar() -> Iterator[Callable[[State], None]]:
 
 
 def _print_counts(measured: Measured) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     table = Table(title=f"Points measured on {measured.journal.machine.name}", title_justify="left")
     table.add_column("operator")
@@ -288,8 +290,9 @@ def _print_counts(measured: Measured) -> None:
 
 
 def _print_residuals(calibration: Calibration) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     table = Table(title=f"Errors of {calibration.name} on points that its fits have not seen", title_justify="left")
     table.add_column("operator")

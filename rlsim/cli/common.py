@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlsim.cli import complete
+from rlsim.errors import printable
 
 if TYPE_CHECKING:
     from rlsim.experiment.run import Progress
@@ -40,16 +43,28 @@ def warmup_setting(warmup: int | None) -> list[str]:
     return [] if warmup is None else [f"workflow.warmup={warmup}"]
 
 
+def add_code_folders(file: str) -> None:
+    """`module:Class` policies lie beside an experiment or in the working directory; they hide no installed module."""
+    sys.path += [str(folder) for folder in (Path(file).resolve().parent, Path.cwd())]
+
+
+def echo(text: str, err: bool = False) -> None:
+    """Print a line as it is but for control characters; `err`: to standard error."""
+    typer.echo(printable(text), err=err)
+
+
 @contextmanager
 def progress_bar(hidden: bool) -> Iterator[Progress | None]:
     """A bar on standard error where that is a terminal, one update a run; None if it is to be hidden."""
     if hidden:
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    from rlsim.cli.terminal import Console
+
+    what = TextColumn("{task.description}", markup=False)  # a case may be called [/b]
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)

@@ -64,8 +64,7 @@ def compare(
 
 
 def _print(found: Comparison) -> None:
-    from rich.console import Console
-
+    from rlsim.cli.terminal import Console
     from rlsim.sweeps.differences import shown
 
     letters = _letters(found)

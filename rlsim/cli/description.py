@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
+from rlsim.cli.terminal import Console
 from rlsim.trace.describe import Description, Summary
 
 MOST_EPOCHS = 4  # that the table has columns for

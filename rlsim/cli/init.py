@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
+from rlsim.cli.common import echo
 
 if TYPE_CHECKING:
     from rlsim.init.draft import Draft
@@ -109,7 +110,7 @@ def init(
 
 
 def _report(draft: Draft, target: Path, refused: str) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for note in draft.notes[bool(refused) :]:
@@ -118,6 +119,6 @@ def _report(draft: Draft, target: Path, refused: str) -> None:
         console.print(f"not represented: {item}", style="dim")
     console.print(f"wrote {target}")
     if refused:
-        typer.echo(f"rlsim: {target} does not run as it stands: {refused}", err=True)
+        echo(f"rlsim: {target} does not run as it stands: {refused}", err=True)
         raise typer.Exit(1)
     console.print(f"run it: rlsim run {target}")

@@ -101,12 +101,16 @@ def policies() -> None:
 
     Example: rlsim list policies
     """
+    from rlsim.errors import RlsimError
     from rlsim.policies.registry import load_policy, policy_names
 
-    rows = [
-        (name, (load_policy(name).__doc__ or "").strip().partition("\n")[0], where)
-        for name, where in sorted(policy_names().items())
-    ]
+    def meaning(name: str) -> str:
+        try:
+            return (load_policy(name).__doc__ or "").strip().partition("\n")[0]
+        except RlsimError as error:  # another package's, and no reason to hide the rest
+            return f"error: {error}"
+
+    rows = [(name, meaning(name), where) for name, where in sorted(policy_names().items())]
     _print(("name", "what it does", "where"), rows)
 
 
@@ -141,8 +145,9 @@ _NUMBERS = {"GiB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "n
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table whose first column, the name to type, is never cut or folded."""
-    from rich.console import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:

@@ -82,7 +82,7 @@ def plan(
 
 def _progress() -> Callable[[Improvement], None] | None:
     """A line on standard error that shows the best plan so far."""
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -96,7 +96,7 @@ def _progress() -> Callable[[Improvement], None] | None:
 
 
 def _print(report: PlanReport) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     console, found = Console(), report.found
     for table in _tables(report):

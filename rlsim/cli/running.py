@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsim.cli.common import Experiment, Settings, Warmup, progress_bar, warmup_setting
+from rlsim.cli.common import Experiment, Settings, Warmup, add_code_folders, progress_bar, warmup_setting
 from rlsim.cli.tables import print_tables, table
 from rlsim.formats import is_missing, number, rate, share, with_interval
 
@@ -41,8 +40,7 @@ def run(
     from rlsim.experiment.load import load_experiment
     from rlsim.output import results_folder
 
-    # `module:Class` policies lie beside the experiment or in the working directory; they hide no installed module.
-    sys.path += [str(folder) for folder in (Path(experiment).resolve().parent, Path.cwd())]
+    add_code_folders(experiment)
     target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
     settings = [*(settings or ()), *warmup_setting(warmup)]
     run_and_print(experiment, settings, target, seeds=seeds, strict=strict, quiet=quiet)
@@ -67,7 +65,7 @@ def run_and_print(
     if quiet:
         typer.echo(str(target))
         return
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     print_tables(_tables(result))
     console = Console(soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Settings, Warmup, warmup_setting
+from rlsim.cli.common import Settings, Warmup, add_code_folders, echo, warmup_setting
 from rlsim.cli.tables import print_tables, table
 from rlsim.formats import number, rate, share, with_interval
 
@@ -79,7 +78,7 @@ def sweep(
     from rlsim.sweeps.run import run_definition
     from rlsim.sweeps.tables import COLUMNS
 
-    sys.path += [str(folder) for folder in (Path(file).resolve().parent, Path.cwd())]  # as `rlsim run` does
+    add_code_folders(file)
     axes = parse_overrides(grid or (), "--grid")
     for key in axes:
         if sum(text.partition("=")[0] == key for text in grid or ()) > 1:
@@ -112,7 +111,7 @@ def sweep(
     else:
         _print(found, definition)
     for line in _failures(found):
-        typer.echo(f"rlsim: {line}", err=True)
+        echo(f"rlsim: {line}", err=True)
     if found.failed:
         raise typer.Exit(1)
 
@@ -123,8 +122,9 @@ def _progress(hidden: bool) -> Iterator[Progress | None]:
     if hidden:
         yield None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from rlsim.cli.terminal import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -175,7 +175,7 @@ def _failures(found: SweepResult) -> Iterator[str]:
 
 
 def _list(definition: Definition, as_json: bool) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     axes = [axis.column.name for axis in definition.points[0].axes]
     rows = [(point.name, *(axis.value for axis in point.axes)) for point in definition.points]
@@ -196,8 +196,7 @@ def _counted(definition: Definition) -> str:
 
 def _print(found: SweepResult, definition: Definition) -> None:
     """The summary of every point, if they are few."""
-    from rich.console import Console
-
+    from rlsim.cli.terminal import Console
     from rlsim.experiment.rate_notes import EXPLAINED
 
     summary = found.summary()

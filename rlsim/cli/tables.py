@@ -32,9 +32,9 @@ def table(
 
 def print_tables(tables: Iterable[Table]) -> None:
     """Print tables with a blank line after each; not in a terminal, they are as wide as they need to be."""
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
-    console = Console(markup=False)
+    console = Console()
     if not console.is_terminal:
         console.width = max(console.width, MOST_WIDTH)
     for one in tables:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.cli.common import echo
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -52,9 +54,9 @@ def timeline(
         return
     run = written.run
     shown = " · ".join(part for part in (run.case, run.system, f"seed {run.seed}", _steps(run.steps)) if part)
-    typer.echo(f"timeline of {shown}")
+    echo(f"timeline of {shown}")
     for line in _others(run):
-        typer.echo(line)
+        echo(line)
     typer.echo(f"{written.slices:,} slices, {written.samples:,} counter values, {written.arrows:,} arrows")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it at https://ui.perfetto.dev")
 

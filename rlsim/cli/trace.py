@@ -44,7 +44,7 @@ def _tokens(option: str, text: str | None) -> int | None:
 
 
 def _say(text: str) -> None:
-    from rich.console import Console
+    from rlsim.cli.terminal import Console
 
     Console(highlight=False, soft_wrap=True, markup=False).print(text)
 
@@ -183,8 +183,9 @@ def fit_(
 
 
 def _print_fit(fit: LengthFit) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     parts = Table(title=f"Fit of {fit.provenance.trace}", title_justify="left")
     for heading in ("component", "weight", "median (tokens)", "sd of log length", "share due to the prompt"):
@@ -247,8 +248,9 @@ def generate_(
 
 
 def _print_checks(checks: list[FactCheck]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from rlsim.cli.terminal import Console
 
     if not checks:
         _say("the recipe states no facts to check")

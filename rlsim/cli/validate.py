@@ -45,8 +45,7 @@ def validate(
 
     Example: rlsim validate published --json published.json
     """
-    from rich.console import Console
-
+    from rlsim.cli.terminal import Console
     from rlsim.errors import ConfigError
     from rlsim.output import atomic_path, check_file
     from rlsim.validate.page import stale, write_page
@@ -86,9 +85,9 @@ def validate(
 
 def _print(name: str, section: Section) -> bool:
     """One part's comparisons, or their summaries where they are many; whether all are within their bounds."""
-    from rich.console import Console
     from rich.table import Table
 
+    from rlsim.cli.terminal import Console
     from rlsim.validate.bounds import checked
     from rlsim.validate.rows import number
 

@@ -47,11 +47,11 @@ class Provenance(Schema):
 class Reference(Schema):
     """Data-sheet figures that the efficiencies are relative to."""
 
-    bf16_flop_per_s: FlopPerSecond = Field(gt=0, description="peak dense bf16 rate")
-    memory_bytes_per_s: BytesPerSecond = Field(gt=0, description="peak device-memory bandwidth")
+    bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 rate")
+    memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
     sm_count: int = Field(gt=0, description="streaming multiprocessors")
     l2_bytes: Bytes = Field(gt=0, description="L2 cache")
-    link_bytes_per_s: BytesPerSecond = Field(gt=0, description="GPU-to-GPU rate one way, in the measured node")
+    link_bytes_per_s: BytesPerSecond = Field(ge=1, description="GPU-to-GPU rate one way, in the measured node")
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:

@@ -24,6 +24,7 @@ from rlsim.experiment.times import ExperimentTimes
 from rlsim.experiment.workflows import workflow_of
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
+from rlsim.reading import is_file
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt
 from rlsim.sim.outcome import Outcome
@@ -47,6 +48,9 @@ class Setup:
     trace_paths: tuple[Path, ...]
     models: Mapping[str, Model]  # by role: actor, reference, critic, reward
     judge_model: Model | None = None
+    search: bool = (
+        True  # whether plans may be searched for, which may take minutes; if not, that raises `SearchAheadError`
+    )
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> Setup:
@@ -255,14 +259,14 @@ def find_model(name: str, folder: Path) -> Model:
 def beside(name: str, folder: Path) -> str:
     """A name of the catalogue, or a file from the working directory or `folder`, which experiments name alike."""
     a_file = name.endswith((".json", ".yaml", ".yml"))
-    return str(folder / name) if a_file and not Path(name).exists() and (folder / name).exists() else name
+    return str(folder / name) if a_file and not is_file(Path(name)) and is_file(folder / name) else name
 
 
 def find_trace(name: str, folder: Path) -> Path:
     """A trace by path (from `folder` or the working directory) or by its name in the catalogue."""
     path = Path(name)
     for candidate in (folder / path, path):
-        if candidate.is_file():
+        if is_file(candidate):
             return candidate
     shipped = catalogue.names("traces", ".parquet")
     short = path.name.removesuffix(".parquet")

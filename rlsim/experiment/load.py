@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from rlsim import catalogue
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.schema import Experiment
-from rlsim.schema import read_yaml, validate
+from rlsim.reading import MOST_LEVELS, SyntaxConfigError, is_file, parse_yaml, read_yaml
+from rlsim.schema import validate
 
 #: Where a value is from that no file says, in messages.
 OVERRIDDEN = "as overridden"
@@ -58,7 +59,7 @@ def with_settings(experiment: Experiment, settings: Mapping[str, Any], shown: st
 
 def _find(path: Path) -> Path:
     """A file as it is; else an experiment that ships with rlsim, by its name or as `experiments/name.yaml`."""
-    if path.is_file():
+    if is_file(path):
         return path
     shipped = catalogue.names("experiments")
     if path.parent.name in ("", "experiments") and path.stem in shipped:
@@ -80,32 +81,38 @@ def parse_overrides(texts: Iterable[str], option: str = "--set") -> dict[str, An
 
 
 def _parse_override(text: str, option: str) -> tuple[str, Any]:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{option} {text}: expected key.path=value")
     try:
-        return key, YAML(typ="safe").load(io.StringIO(value))
-    except YAMLError:
+        return key, parse_yaml(value, f"{option} {key}")
+    except SyntaxConfigError:
         return key, value
 
 
 def set_path(data: Any, key: str, value: Any, shown: str = "") -> None:
     """Set `a.b.0.c` in nested mappings and lists; a `ConfigError` about a path to nowhere begins with `shown`."""
     *path, last = key.split(".")
+    if len(path) >= MOST_LEVELS:
+        raise ConfigError(f"{shown}{key[:60]}…: deeper than {MOST_LEVELS} levels")
     here = data
     for part in path:
-        if isinstance(here, list | tuple) and part.isdigit() and int(part) < len(here):
-            here = here[int(part)]
+        if (place := place_in(here, part)) is not None:
+            here = here[place]
         elif isinstance(here, dict):
             here = here.setdefault(part, {})
         else:
-            raise ConfigError(f"{shown}{key}: there is no {part!r}")
-    if isinstance(here, list) and last.isdigit() and int(last) < len(here):
-        here[int(last)] = value
+            raise ConfigError(f"{shown}{key[:60]}: there is no {part[:60]!r}")
+    if isinstance(here, list) and (place := place_in(here, last)) is not None:
+        here[place] = value
     elif isinstance(here, dict):
         here[last] = value
     else:
-        raise ConfigError(f"{shown}{key}: there is no {last!r}")
+        raise ConfigError(f"{shown}{key[:60]}: there is no {last[:60]!r}")
+
+
+def place_in(items: Any, part: str) -> int | None:
+    """The place in a list that a part of a key path means, as `2` in `systems.2`; None if it means none."""
+    if not isinstance(items, list | tuple) or not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(items):
+        return None
+    return int(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -19,15 +20,17 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.frames import Frames, frames_of, named
+from rlsim.experiment.guard import check_times
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.preempted import preemption_notes
 from rlsim.experiment.rate_notes import rate_notes, steady_note
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
-from rlsim.experiment.site import Site
+from rlsim.experiment.site import SearchAheadError, Site
 from rlsim.experiment.summary import means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.schema import place_of
+from rlsim.usercode import blamed
 
 #: More systems than these are counted in notes, not listed.
 MOST_NAMES = 4
@@ -67,7 +70,9 @@ def run_loaded(
     experiment: Experiment, shown: str, folder: Path, *, strict: bool = False, progress: Progress | None = None
 ) -> Result:
     """Run an experiment as `load_experiment` gave it; the rest as in `run`."""
-    cases = [_Case(name, case, folder, shown) for name, case in cases_of(experiment, shown)]
+    cases = checked_cases(experiment, folder, shown)
+    for case in cases:
+        case.search()
     total = sum(len(case.pending()) for case in cases)
     done = 0
     collected: list[Frames] = []
@@ -88,17 +93,28 @@ def run_loaded(
     return Result(**tables, manifest=_manifest(experiment, cases, collected))
 
 
-def check(experiment: Experiment, folder: Path, shown: str = "experiment") -> None:
-    """Everything that `run` checks before anything runs; raises `RlsimError` for whatever does not exist or fit.
+def checked_cases(experiment: Experiment, folder: Path, shown: str = "experiment") -> list[_Case]:
+    """All cases of an experiment, each with everything checked that can be before a search or simulation.
 
-    Relative paths of the experiment start at `folder`.
+    Relative paths of the experiment start at `folder`. Raises `RlsimError` for whatever does not exist or fit.
     """
-    for name, case in cases_of(experiment, shown):
-        _Case(name, case, folder, shown)
+    cases = [_Case(name, case, folder, shown) for name, case in cases_of(experiment, shown)]
+    if not any(case.systems for case in cases):
+        raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
+    return cases
 
 
 def check_system(setup: Setup, spec: SystemSpec) -> None:
-    """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit."""
+    """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit.
+
+    `SearchAheadError` if that depends on a plan and the setup is not to search: all else is checked then.
+    """
+    with blamed(spec.shown):
+        _check_system(setup, spec)
+
+
+def _check_system(setup: Setup, spec: SystemSpec) -> None:
+    setup.workflow(spec.make())
     for alternative, _ in spec.alternatives(setup.site(spec.make()).context):
         system = alternative.make()
         site = setup.site(system)
@@ -122,27 +138,37 @@ def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experime
 
 
 class _Case:
-    """One case: its loaded setup, its systems, and the runs so far."""
+    """One case: its loaded setup, its systems, and the runs so far. Nothing is searched for before `search`."""
 
     def __init__(self, name: str, experiment: Experiment, folder: Path, shown: str) -> None:
         self.name = name
         self.experiment = experiment
-        self.setup = Setup.of(experiment, folder, shown)
-        self.notes: list[str] = []
+        self.setup = replace(Setup.of(experiment, folder, shown), search=False)
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
-        specs = parse_systems(experiment.systems, shown)
-        names = [spec.name for spec in specs]
+        self._specs = parse_systems(experiment.systems, shown)
+        names = [spec.name for spec in self._specs]
         if experiment.baseline is not None and experiment.baseline not in names:
             raise unknown_name("baseline system", experiment.baseline, names)
-        # A tuned system stands for several: the fastest of them is it.
-        self.systems = {spec: tuple(self._alternatives(spec)) for spec in specs if self._fits(spec)}
-        running = [spec.name for spec in self.systems]
-        self.baseline = experiment.baseline or next(iter(running), names[0])
-        if running and self.baseline not in running:
-            self.notes.append(f"no speedups: the baseline {self.baseline} was left out")
         self._samplers = {seed: self.setup.sampler(seed) for seed in experiment.seed_list}
         self._done: dict[tuple[str, int], Frames] = {}
         self._ran: dict[str, str] = {}  # by system: the key of what it came out as
+        self._settle()
+
+    def search(self) -> None:
+        """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
+        if self.searched:
+            self.setup = replace(self.setup, search=True)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Which systems can run, and what each stands for: of a tuned one several, the fastest of which is it."""
+        self.notes: list[str] = []
+        self.searched: list[str] = []  # systems whose plan is yet to be searched for
+        self.systems = {spec: tuple(self._alternatives(spec)) for spec in self._specs if self._fits(spec)}
+        running = [spec.name for spec in self.systems]
+        self.baseline = self.experiment.baseline or next(iter(running), self._specs[0].name)
+        if running and self.baseline not in running:
+            self.notes.append(f"no speedups: the baseline {self.baseline} was left out")
 
     def pending(self) -> list[tuple[SystemSpec, int]]:
         """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
@@ -155,9 +181,12 @@ class _Case:
     def simulate(self, spec: SystemSpec, seed: int) -> None:
         """Run one system on one seed."""
         sampler, system = self._samplers[seed], spec.make()
-        outcome = self.setup.simulate(system, sampler)
+        with blamed(spec.shown):
+            outcome = self.setup.simulate(system, sampler)
         bound = self.setup.site(system).bound
-        self._done[spec.key, seed] = frames_of(outcome, sampler, bound, self.setup.cluster.gpus, self.steady)
+        frames = frames_of(outcome, sampler, bound, self.setup.cluster.gpus, self.steady)
+        check_times(frames, spec.shown)
+        self._done[spec.key, seed] = frames
 
     def tables(self) -> list[Frames]:
         """The tables of every system and seed."""
@@ -179,12 +208,16 @@ class _Case:
 
     def _alternatives(self, spec: SystemSpec) -> list[tuple[SystemSpec, str]]:
         """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""
+        if spec.name in self.searched:
+            return [(spec, "")]
         return list(spec.alternatives(self.setup.site(spec.make()).context))
 
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
         try:
             check_system(self.setup, spec)
+        except SearchAheadError:
+            self.searched.append(spec.name)
         except CapacityError as error:
             if not spec.variant:
                 raise CapacityError(f"{spec.shown}: {error}") from None

@@ -8,10 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlsim.cost.strategy import Recompute
-from rlsim.schema import Schema, placed
+from rlsim.errors import shown
+from rlsim.schema import Name, Schema, name_of, placed
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
 from rlsim.workflow.graph import CallKind, Grain
+
+#: Responses of one step.
+MOST_RESPONSES = 1_000_000
+#: A seed is at most this, and these are the most seeds.
+LARGEST_SEED = 2**32 - 1
+MOST_SEEDS = 10_000
 
 
 class TraceSpec(Schema):
@@ -49,7 +56,7 @@ class JudgeSpec(Schema):
     """The LLM that judges responses whose trace has `judge_tokens`."""
 
     model: str = Field(default="qwen2.5-7b", description="a model of the catalogue, or a config.json")
-    tp: int = Field(default=1, ge=1, description="tensor-parallel degree of one judge")
+    tp: int = Field(default=1, ge=1, le=1024, description="tensor-parallel degree of one judge")
     reserved: float = Field(
         default=0.25,
         gt=0,
@@ -85,7 +92,9 @@ class RewardSpec(Schema):
         description="take run times, test cases and judges from the trace; false: only check each response",
     )
     time_per_response: Seconds = Field(default=0.01, ge=0, description="CPU time of one check, s (assumed: 10 ms)")
-    workers: int = Field(default=16, ge=1, description="CPU workers: checks and sandboxes that run at once")
+    workers: int = Field(
+        default=16, ge=1, le=1_000_000, description="CPU workers: checks and sandboxes that run at once"
+    )
     timeout: Annotated[Seconds, Field(gt=0)] = Field(default=2.0, description="a check is ended then, s")
     sandbox_timeout: Annotated[Seconds, Field(gt=0)] = Field(default=30.0, description="a test case is ended then, s")
     judge: JudgeSpec | None = Field(default=None, description="needed if the trace has responses to judge")
@@ -101,7 +110,7 @@ class RewardSpec(Schema):
 class CallSpec(Schema):
     """A call of a workflow of your own."""
 
-    name: str = Field(min_length=1, description="names it in edges, plans and results")
+    name: Name = Field(description="names it in edges, plans and results")
     kind: CallKind = Field(description="generate, inference, train, reward (outside models) or sync (of new weights)")
     model: str = Field(description="the role of its model: actor, or one of `models`")
 
@@ -111,7 +120,7 @@ class EdgeSpec(Schema):
 
     source: str = Field(description="a call")
     target: str = Field(description="a call")
-    lag: int = Field(default=0, ge=0, description="of so many steps before")
+    lag: int = Field(default=0, ge=0, le=1000, description="of so many steps before")
     grain: Grain = Field(default="stage", description="stage: all of it; sample: each response as it is done")
     barrier: bool = Field(
         default=False, description="only the order: `target` waits for `source`, unless a system overlaps the two"
@@ -130,12 +139,13 @@ class WorkflowSpec(Schema):
     group_advantage: bool = Field(
         default=False, description="custom workflow: training takes all responses to a prompt together, as in GRPO"
     )
-    prompts: int = Field(ge=1, le=1_000_000, description="prompts per step")
+    prompts: int = Field(ge=1, le=1_000_000, description="prompts per step; with all responses at most 1,000,000")
     responses: int = Field(ge=1, le=10_000, description="responses per prompt")
     steps: int = Field(ge=1, le=100_000, description="training steps to simulate")
     warmup: int | None = Field(
         default=None,
         ge=0,
+        le=100_000,
         description="first steps that no mean counts; default: as many as may run beside another step (the largest lag "
         "of an edge less one), which are left out at the end too, where the pipeline drains",
     )
@@ -166,6 +176,14 @@ class WorkflowSpec(Schema):
         return range(self.warmup or 0, self.steps)
 
     @model_validator(mode="after")
+    def _not_too_many(self) -> WorkflowSpec:
+        if self.prompts * self.responses > MOST_RESPONSES:
+            raise ValueError(
+                f"{self.prompts:,} prompts × {self.responses:,} responses: at most {MOST_RESPONSES:,} in a step"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _graph_if_custom(self) -> WorkflowSpec:
         if (self.algorithm == "custom") != bool(self.calls) or (self.edges and not self.calls):
             raise ValueError("calls and edges go with algorithm: custom, and it with them")
@@ -178,7 +196,7 @@ class WorkflowSpec(Schema):
 def _edge(text: str) -> dict[str, str]:
     source, arrow, target = (part.strip() for part in text.partition("->"))
     if not arrow or not source or not target:
-        raise ValueError(f"expected an edge such as `generate -> train`, got {text!r}")
+        raise ValueError(f"expected an edge such as `generate -> train`, got {shown(text)}")
     return {"source": source, "target": target}
 
 
@@ -191,9 +209,9 @@ class TrainingSpec(Schema):
     efficiency: float | None = Field(
         default=None, gt=0, le=1, description="share of the peak that linear layers reach; default: the calibration's"
     )
-    tp: int = Field(default=1, ge=1, description="tensor-parallel degree")
-    pp: int = Field(default=1, ge=1, description="pipeline-parallel degree")
-    cp: int = Field(default=1, ge=1, description="context-parallel degree")
+    tp: int = Field(default=1, ge=1, le=1024, description="tensor-parallel degree")
+    pp: int = Field(default=1, ge=1, le=1024, description="pipeline-parallel degree")
+    cp: int = Field(default=1, ge=1, le=1024, description="context-parallel degree")
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         default=None, description="ZeRO stage; default 3 for fsdp, 1 for megatron"
     )
@@ -205,18 +223,18 @@ class TrainingSpec(Schema):
         default=False, description="veRL's `use_fused_kernels`: log-probs by chunks of tokens, never all logits at once"
     )
     offload: bool = Field(default=False, description="keep weights and optimizer states in host memory between calls")
-    mini_batches: int = Field(default=1, ge=1, description="optimizer steps per training step")
-    epochs: int = Field(default=1, ge=1, description="passes over a step's batch")
+    mini_batches: int = Field(default=1, ge=1, le=10_000, description="optimizer steps per training step")
+    epochs: int = Field(default=1, ge=1, le=1000, description="passes over a step's batch")
 
 
 class Experiment(Schema):
     """One experiment file."""
 
-    name: str = Field(min_length=1, description="names the results")
+    name: Name = Field(description="names the results")
     description: str = Field(default="", description="what it asks, in a sentence")
     cluster: str | dict[str, Any] = Field(description="a cluster of the catalogue, or one spelled out")
     model: str = Field(description="a model of the catalogue, or the path of a Hugging Face config.json")
-    models: dict[str, str] = Field(
+    models: dict[Name, str] = Field(
         default={},
         description="models beside the actor, by role (reference, critic, reward), as `model` names them; default: "
         "reference and critic like the actor, and responses scored by no model",
@@ -230,7 +248,9 @@ class Experiment(Schema):
     trace: TraceSpec
     workflow: WorkflowSpec
     training: TrainingSpec = TrainingSpec()
-    seeds: int | tuple[int, ...] = Field(default=5, description="number of seeds, or the seeds themselves")
+    seeds: Annotated[int, Field(le=MOST_SEEDS)] | tuple[Annotated[int, Field(le=LARGEST_SEED)], ...] = Field(
+        default=5, description=f"number of seeds, or the seeds themselves (at most {MOST_SEEDS:,})"
+    )
     baseline: str | None = Field(default=None, description="system that speedups refer to; default: the first")
     systems: tuple[Any, ...] = Field(min_length=1, description="what is compared; see docs/experiments.md")
     cases: dict[str, Any] = Field(
@@ -244,6 +264,8 @@ class Experiment(Schema):
             raise ValueError("at least one seed is needed")
         if isinstance(value, tuple) and len(set(value)) != len(value):
             raise ValueError("the seeds must differ")
+        if isinstance(value, tuple) and len(value) > MOST_SEEDS:
+            raise ValueError(f"at most {MOST_SEEDS:,} seeds")
         if isinstance(value, tuple) and min(value) < 0:
             raise ValueError("a seed is 0 or more")
         return value
@@ -257,8 +279,9 @@ class Experiment(Schema):
     @classmethod
     def _cases_are_settings(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name, settings in value.items():
+            name_of(name)
             if not isinstance(settings, Mapping):
-                raise ValueError(f"case {name!r}: expected settings such as {{trace.cap: 8K}}, got {settings!r}")
+                raise ValueError(f"case {name!r}: expected settings such as {{trace.cap: 8K}}, got {shown(settings)}")
         return value
 
     @property

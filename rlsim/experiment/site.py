@@ -18,7 +18,7 @@ from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy, logits_of
 from rlsim.cost.transfer import host_copy_s
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.remedies import advice
 from rlsim.experiment.scorers import beside_generation, bytes_beside, kv_pages, reserved_gpus, streamed_calls, tp_of
 from rlsim.hardware import Cluster
@@ -32,6 +32,10 @@ from rlsim.workflow.plan import check_meshes
 
 if TYPE_CHECKING:
     from rlsim.experiment.build import Setup
+
+
+class SearchAheadError(RlsimError):
+    """Where calls run is known only after a search that has been put off."""
 
 
 class Site:
@@ -299,6 +303,8 @@ class Site:
     def _search(self, method: str, evaluations: int, seed: int) -> Plan:
         from rlsim.experiment.planning import PlanSpace
 
+        if not self._setup.search:
+            raise SearchAheadError
         self._searched = True
         space = PlanSpace(self._setup, self)
         return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)

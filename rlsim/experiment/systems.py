@@ -9,18 +9,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
-from rlsim.errors import ConfigError, RlsimError
+from rlsim.errors import ConfigError, RlsimError, shown
 from rlsim.experiment.system import System, is_layout
 from rlsim.policies.parts import Composition, Part, flattened
 from rlsim.policies.registry import load_policy
-from rlsim.schema import place_of, placed, validate
+from rlsim.schema import name_of, place_of, placed, validate
 from rlsim.sim.control import ControlContext, RolloutControl
+from rlsim.usercode import blamed
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,17 +37,19 @@ class PartSpec:
     def make(self, shown: str) -> Part:
         """A new part; raises `ConfigError` if it does not take these parameters."""
         kind = load_policy(self.policy)
-        if issubclass(kind, BaseModel):
-            return validate(dict(self.parameters), kind, source=shown)
-        if self.parameters:
+        if self.parameters and not issubclass(kind, BaseModel):
             raise ConfigError(f"{shown}: {kind.__name__} takes no parameters")
-        return kind()
+        with blamed(shown, kind):
+            return validate(dict(self.parameters), kind, source=shown) if issubclass(kind, BaseModel) else kind()
 
     @property
     def key(self) -> str:
         """Parts with the same key behave the same."""
         return f"{self.policy} {sorted(self.parameters.items())}"
 
+
+#: Systems of an experiment, the variants that lists make included.
+MOST_SYSTEMS = 1000
 
 #: What decides the layout where no part of a system does: the tuned static one.
 DEFAULT_LAYOUT = PartSpec("verl", {})
@@ -65,14 +71,16 @@ class SystemSpec:
 
     def make(self) -> System:
         """A new system; raises `ConfigError` if a part does not take its parameters or the parts do not go together."""
-        return System.of([part.make(self.shown) for part in self.parts], self.shown)
+        with blamed(self.shown):
+            return System.of([part.make(self.shown) for part in self.parts], self.shown)
 
     def alternatives(self, context: ControlContext) -> Iterator[tuple[SystemSpec, str]]:
         """The systems that a tuned one stands for, each with what it chose; itself if nothing is to be tuned."""
         choices: list[list[tuple[PartSpec, str]]] = []
         for part in self.parts:
             made = part.make(self.shown)
-            tried = made.alternatives(context) if isinstance(made, RolloutControl | Composition) else ()
+            with blamed(self.shown):
+                tried = list(made.alternatives(context)) if isinstance(made, RolloutControl | Composition) else []
             found = [
                 (
                     replace(part, parameters={**part.parameters, **choice}),
@@ -91,7 +99,9 @@ def parse_systems(entries: Sequence[Any], source: str = "") -> tuple[SystemSpec,
 
     Raises `ConfigError` for unreadable ones or a name used twice, `CatalogueError` for an unknown policy.
     """
-    specs = [spec for entry in entries for spec in _parse(entry, source)]
+    specs = list(itertools.islice((spec for entry in entries for spec in _parse(entry, source)), MOST_SYSTEMS + 1))
+    if len(specs) > MOST_SYSTEMS:
+        raise ConfigError(f"{source}: systems: more than {MOST_SYSTEMS:,}, variants included")
     for spec in specs:
         spec.make()  # what is wrong is found before anything runs
     names = [spec.name for spec in specs]
@@ -106,7 +116,9 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
     if isinstance(entry, Mapping) and "use" in entry:
         unknown = set(entry) - {"name", "use"}
         if unknown or not entry.get("name"):
-            raise ConfigError(f"{where}: a system with `use` has a `name` and nothing else, got {sorted(entry)}")
+            raise ConfigError(
+                f"{where}: a system with `use` has a `name` and nothing else, got {sorted(map(str, entry))}"
+            )
         used = entry["use"]
         listed = used if isinstance(used, Sequence) and not isinstance(used, str) else [used]
         if not listed:
@@ -117,10 +129,13 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
         found, base = [list(_parse_part(entry, source))], ""
     for variants in itertools.product(*found):
         name = (base or variants[0][0]) + "".join(suffix for _, suffix, _ in variants)
-        shown = f"{where}: system {name!r}"
+        try:
+            told = f"{where}: system {name_of(name)!r}"
+        except ValueError as error:
+            raise ConfigError(f"{where}: systems: {error}") from None
         parts = tuple(part for _, _, part in variants)
         variant = any(suffix for _, suffix, _ in variants)
-        yield SystemSpec(name, _with_layout(parts, shown), variant, shown)
+        yield SystemSpec(name, _with_layout(parts, told), variant, told)
 
 
 def _with_layout(parts: tuple[PartSpec, ...], shown: str) -> tuple[PartSpec, ...]:
@@ -135,14 +150,16 @@ def _parse_part(entry: Any, source: str) -> Iterator[tuple[str, str, PartSpec]]:
         policy = str(entry)
         parameters: Mapping[str, Any] = {}
     elif isinstance(entry, Mapping) and len(entry) == 1:
-        policy, parameters = next(iter(entry.items()))
-        parameters = {} if parameters is None else parameters
+        ((policy, parameters),) = entry.items()
+        policy, parameters = str(policy), {} if parameters is None else parameters
         if not isinstance(parameters, Mapping):
-            raise ConfigError(f"{where}: system {policy!r}: expected parameters such as {{tp: 2}}, got {parameters!r}")
+            raise ConfigError(
+                f"{where}: system {policy!r}: expected parameters such as {{tp: 2}}, got {shown(parameters)}"
+            )
     else:
-        raise ConfigError(f"{where}: systems: expected a policy's name, or one with parameters, got {entry!r}")
+        raise ConfigError(f"{where}: systems: expected a policy's name, or one with parameters, got {shown(entry)}")
     try:
-        kind = load_policy(str(policy))
+        kind = load_policy(policy)
     except RlsimError as error:
         raise type(error)(f"{where}: {error}") from None
     label = policy.rpartition(":")[2].lower() if ":" in policy else policy
@@ -152,6 +169,8 @@ def _parse_part(entry: Any, source: str) -> Iterator[tuple[str, str, PartSpec]]:
     for key in axes:
         if not parameters[key]:
             raise ConfigError(f"{where}: system {policy!r}: {key}: the list is empty")
+    if math.prod(len(parameters[key]) for key in axes) > MOST_SYSTEMS:
+        raise ConfigError(f"{where}: system {policy!r}: its lists make more than {MOST_SYSTEMS:,} systems")
     for values in itertools.product(*(parameters[key] for key in axes)):
         chosen = dict(zip(axes, values, strict=True))
         suffix = "".join(f"-{_label(key, value)}" for key, value in chosen.items())
@@ -162,7 +181,27 @@ def _takes_list(kind: type, key: str, value: Any) -> bool:
     """Whether a parameter is itself a list, so that a list is one value of it."""
     if isinstance(value, str) or not issubclass(kind, BaseModel) or key not in kind.model_fields:
         return True
-    return "tuple" in str(kind.model_fields[key].annotation) or "list" in str(kind.model_fields[key].annotation)
+    field = kind.model_fields[key]
+    if _holds_sequence(field.annotation):
+        return True
+    try:
+        kind_of_value: Any = Annotated[field.annotation, "value", *field.metadata]
+        TypeAdapter(kind_of_value).validate_python(value)
+    except (PydanticUserError, ValidationError):
+        return False
+    return True
+
+
+def _holds_sequence(annotation: Any) -> bool:
+    """Whether values of a type may be lists: itself a collection, or one of the alternatives of a union."""
+    annotation = getattr(annotation, "__value__", annotation)  # `type X = …`
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        return any(map(_holds_sequence, get_args(annotation)))
+    if origin is Annotated:
+        return _holds_sequence(get_args(annotation)[0])
+    kind = origin or annotation
+    return isinstance(kind, type) and issubclass(kind, Collection) and not issubclass(kind, str | bytes | Mapping)
 
 
 def _label(key: str, value: Any) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Collection
+from typing import Any
 
-from rlsim.errors import ConfigError, unknown_name
+from rlsim.errors import ConfigError, shown, unknown_name
 from rlsim.experiment.schema import WorkflowSpec
+from rlsim.usercode import blamed, load_object
 from rlsim.workflow import Call, Edge, Workflow
 from rlsim.workflow.algorithms import ALGORITHMS
 
@@ -49,11 +50,25 @@ def _make(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
 
 
 def _loaded(name: str) -> Workflow:
-    module_name, _, function = name.partition(":")
-    try:
-        made = getattr(importlib.import_module(module_name), function)()
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"workflow.algorithm: {name} cannot be loaded: {error}") from None
+    what = f"workflow.algorithm: {name}"
+    function = load_object(name, what)
+    _check_function(function, name, what)
+    with blamed(what):
+        made = function()
     if not isinstance(made, Workflow):
-        raise ConfigError(f"workflow.algorithm: {name} made {made!r}, expected a rlsim.workflow.Workflow")
+        raise ConfigError(f"{what} made {shown(made)}, expected a rlsim.workflow.Workflow")
     return made
+
+
+def _check_function(function: Any, name: str, what: str) -> None:
+    """Raises `ConfigError`, without calling it, for what cannot be a function that makes a workflow."""
+    home = getattr(function if inspect.isfunction(function) else type(function), "__module__", None)
+    if not callable(function) or isinstance(function, type) or home != name.partition(":")[0]:
+        raise ConfigError(f"{what} is no function that is defined in that module")
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise ConfigError(f"{what} needs {', '.join(needed)}; it is called without arguments")
+    returns = inspect.signature(function).return_annotation
+    if returns is not inspect.Signature.empty and returns is not Workflow and "Workflow" not in str(returns):
+        raise ConfigError(f"{what} returns {returns} by its annotation, expected a rlsim.workflow.Workflow")

@@ -103,10 +103,10 @@ def from_verl(
 
 def check(draft: Draft, folder: Path) -> str:
     """Why `rlsim run` would refuse the experiment of a draft in `folder`; empty if it would not."""
-    from rlsim.experiment.run import check as check_experiment
+    from rlsim.experiment.run import checked_cases
 
     try:
-        check_experiment(validate(draft.data(), Experiment), folder)
+        checked_cases(validate(draft.data(), Experiment), folder)
     except RlsimError as error:
         return str(error)
     return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from rlsim.errors import ConfigError
 from rlsim.init.shell import Override, is_override, parse_override, read_script
 from rlsim.init.shell_values import Unknown
 from rlsim.init.verl_defaults import VERSIONS, defaults
-from rlsim.schema import read_yaml
+from rlsim.reading import SyntaxConfigError, parse_yaml, read_yaml
 
 _INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>oc\.\w+):)?(?P<body>[^${}]*)\}")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
@@ -207,12 +206,9 @@ def _engine(value: str | Unknown) -> str | Unknown:
 
 def _parsed(text: str) -> Any:
     """A value as Hydra reads it: YAML, but for what YAML cannot read, which is text."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
     try:
-        value = YAML(typ="safe").load(io.StringIO(text))
-    except YAMLError:
+        value = parse_yaml(text, "value")
+    except SyntaxConfigError:
         return text
     return None if text == "None" else value
 

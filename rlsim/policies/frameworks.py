@@ -75,7 +75,7 @@ class Megatron(Schema, Placing):
     """
 
     micro_batches: int | None = Field(
-        default=None, ge=1, description="micro-batches of a data-parallel rank, at most its sequences"
+        default=None, ge=1, le=1_000_000, description="micro-batches of a data-parallel rank, at most its sequences"
     )
 
     def plan(self, context: PlanContext) -> Plan:

@@ -132,13 +132,13 @@ class Overcommit(Schema, Batching):
     rewards are a simulated curve that the experiment gives, no claim about learning.
     """
 
-    delta: Literal["adaptive"] | Annotated[int, Field(ge=0)] = Field(
+    delta: Literal["adaptive"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
         default="adaptive", description="prompts beyond the batch; adaptive: by the slope of the reward"
     )
-    delta_start: int = Field(default=8, ge=0, description="prompts beyond the batch at first")
-    delta_min: int = Field(default=4, ge=0, description="fewest prompts beyond the batch")
-    delta_max: int = Field(default=64, ge=0, description="most prompts beyond the batch")
-    window: int = Field(default=5, ge=1, description="steps that a mean reward is taken over")
+    delta_start: int = Field(default=8, ge=0, le=100_000, description="prompts beyond the batch at first")
+    delta_min: int = Field(default=4, ge=0, le=100_000, description="fewest prompts beyond the batch")
+    delta_max: int = Field(default=64, ge=0, le=100_000, description="most prompts beyond the batch")
+    window: int = Field(default=5, ge=1, le=100_000, description="steps that a mean reward is taken over")
     reward: RewardCurve = Field(default=RewardCurve(), description="simulated reward of each step")
 
     _delta: int = PrivateAttr(default=0)
@@ -195,7 +195,9 @@ class OPPO(Schema, Composition):
     chunk: Literal["adaptive"] | Annotated[Tokens, Field(ge=1)] = Field(
         default="adaptive", description="`size` of `chunked`"
     )
-    delta: Literal["adaptive"] | Annotated[int, Field(ge=0)] = Field(default="adaptive", description="see `overcommit`")
+    delta: Literal["adaptive"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
+        default="adaptive", description="see `overcommit`"
+    )
     models: tuple[str, ...] = Field(default=("reward",), min_length=1, description="see `chunked`")
     reward: RewardCurve = Field(default=RewardCurve(), description="see `overcommit`")
 

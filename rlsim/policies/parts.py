@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Union
 
 from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import ConfigError, shown
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.sim.batching import Batching
@@ -86,13 +87,34 @@ class Composition:
 
 
 def flattened(parts: Iterable[Part]) -> Iterator[Part]:
-    """The parts, every composition replaced by what it is made of."""
+    """The parts, every composition replaced by what it is made of.
+
+    Raises `ConfigError` for a composition that is made of anything else than parts, or of itself.
+    """
     for part in parts:
         if isinstance(part, Composition):
-            yield from flattened(part.parts())
+            yield from _inner(part, ())
+        else:
+            yield part
+
+
+def _inner(composition: Composition, around: tuple[type, ...]) -> Iterator[Part]:
+    name, found = f"{type(composition).__name__}.parts()", composition.parts()
+    if type(composition) in around:
+        raise ConfigError(f"{name}: it is made of itself")
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise ConfigError(f"{name} returned {shown(found)}, expected a list of parts")
+    for part in found:
+        if isinstance(part, type) and issubclass(part, KINDS):
+            raise ConfigError(f"{name} returned the class {part.__name__}, expected parts: {part.__name__}(…)")
+        if not isinstance(part, KINDS):
+            raise ConfigError(f"{name} returned {shown(part)}, which is no part of a system: none of {KIND_NAMES}")
+        if isinstance(part, Composition):
+            yield from _inner(part, (*around, type(composition)))
         else:
             yield part
 
 
 KINDS = (RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Placing, Composition)
+KIND_NAMES = ", ".join(kind.__name__ for kind in KINDS)
 Part = Union[RolloutControl, Batching, RewardControl, Rewiring, JudgePlacement, Placing, Composition]  # noqa: UP007

@@ -29,7 +29,7 @@ class CallPlan(Schema):
     cp: int = Field(default=1, ge=1, description="context-parallel degree")
     dp: int | None = Field(default=None, ge=1, description="data-parallel degree; default: what the GPUs leave")
     micro_batches: int | None = Field(
-        default=None, ge=1, description="micro-batches of a data-parallel rank, at most its sequences"
+        default=None, ge=1, le=1_000_000, description="micro-batches of a data-parallel rank, at most its sequences"
     )
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
         default=None, description="their token budget, where their number is not given"

@@ -57,8 +57,12 @@ class Planner(Schema, RolloutControl):
     """The TP of each round from profiles and loads, doubled when preemptions rise, halved when there are none."""
 
     start_tp: int | Literal["best"] = Field(default="best", description="first degree; best: the fastest feasible one")
-    rise: float = Field(default=1.05, ge=1, description="growth of preemptions from round to round that doubles TP")
-    quiet_steps: int = Field(default=4, ge=1, description="rounds in a row without preemption that halve TP")
+    rise: float = Field(
+        default=1.05, ge=1, le=1000, description="growth of preemptions from round to round that doubles TP"
+    )
+    quiet_steps: int = Field(
+        default=4, ge=1, le=100_000, description="rounds in a row without preemption that halve TP"
+    )
 
     _context: ControlContext = PrivateAttr()
     _profiles: dict[int, ProfileStep] = PrivateAttr(default_factory=dict)

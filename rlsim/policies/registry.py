@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import entry_points
 
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.policies.parts import KINDS, Part
+from rlsim.policies.parts import KIND_NAMES, KINDS, Part
+from rlsim.usercode import load_object
 
 #: rlsim's own, loaded when asked for.
 BUILTIN = {
@@ -62,12 +62,10 @@ def load_policy(name: str) -> type[Part]:
 
     Raises `CatalogueError` for an unknown name, `ConfigError` if what is there is no policy.
     """
-    module_name, _, class_name = home_of(name).partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"policy {name!r} cannot be loaded: {error}") from None
+    home = home_of(name)
+    found = load_object(home, f"policy {name!r}" if name == home else f"policy {name!r} ({home})")
     if not (isinstance(found, type) and issubclass(found, KINDS)):
-        kinds = ", ".join(kind.__name__ for kind in KINDS)
-        raise ConfigError(f"policy {name!r} is no part of a system: none of {kinds}")
+        raise ConfigError(f"policy {name!r} is no part of a system: no class of the kinds {KIND_NAMES}")
+    if found in KINDS:
+        raise ConfigError(f"policy {name!r} is a kind of part, not a part: derive a class from it")
     return found

@@ -34,7 +34,7 @@ class AdaptiveTimeout(Schema, RewardControl):
     """A test case may run a little longer than the longest correct response has needed for it so far."""
 
     least: Annotated[Seconds, Field(gt=0)] = Field(default=2.0, description="no timeout is shorter, s")
-    factor: float = Field(default=1.5, ge=1, description="times the longest run of a correct response")
+    factor: float = Field(default=1.5, ge=1, le=1000, description="times the longest run of a correct response")
 
     _anchor_s: dict[tuple[int, int], float] = PrivateAttr(default_factory=dict)
 

@@ -19,7 +19,7 @@ from rlsim.sim.control import ControlContext
 class RollPacker(Schema, Composition):
     """The whole system; its parts stand alone as `tail_batching`, `reward_scheduler`, `planner` and `stream`."""
 
-    eta: float = Field(default=1.25, ge=1, description="see `tail_batching`")
+    eta: float = Field(default=1.25, ge=1, le=100, description="see `tail_batching`")
     start_tp: int | Literal["best"] = Field(default="best", description="see `planner`")
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:

@@ -23,7 +23,9 @@ class REAL(Schema, Placing, Rewiring):
         description="descent: coordinate descent with restarts; mcmc: as published; brute: branch and bound, exact; "
         "auto: brute where that ends soon, else descent",
     )
-    evaluations: int = Field(default=500_000, ge=1, description="plans that descent or mcmc may judge")
+    evaluations: int = Field(
+        default=500_000, ge=1, le=1_000_000_000, description="plans that descent or mcmc may judge"
+    )
     seed: int = Field(default=0, ge=0, description="of the search")
 
     def rewired(self, workflow: Workflow) -> Workflow:

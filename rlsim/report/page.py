@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlsim import __version__
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path, check_file
+from rlsim.output import OFFLINE, atomic_path, chart_spec, check_file, vega_script
 
 _TEMPLATE = "page.html"
 
@@ -106,8 +105,10 @@ class Page:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        specs = {figure.id: figure.chart.to_dict() for figure in self.figures}
-        return environment.get_template(_TEMPLATE).render(page=self, specs=specs, vega=_vega(), version=__version__)
+        specs = {figure.id: chart_spec(figure.chart) for figure in self.figures}
+        return environment.get_template(_TEMPLATE).render(
+            page=self, specs=specs, vega=vega_script(), policy=OFFLINE, version=__version__
+        )
 
     def write(self, path: Path) -> None:
         """Write the page, whole or not at all; raises `ConfigError` if that is not possible."""
@@ -122,15 +123,3 @@ def check_page_path(path: Path) -> None:
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"{path}: a report is written as .html")
     check_file(path)
-
-
-@cache
-def _vega() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, once for all charts; it cannot end its own element."""
-    import vl_convert
-
-    return (
-        str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
-        .replace("</script", "<\\/script")
-        .replace("<!--", "<\\!--")
-    )

@@ -15,8 +15,10 @@ NAN = float("nan")
 class EngineConfig(Schema):
     """Settings of the inference engine that every replica runs (names as vLLM and SGLang write them)."""
 
-    page_tokens: int = Field(default=16, ge=1, description="tokens of one KV-cache page")
-    max_num_seqs: int = Field(default=1024, ge=1, description="sequences running or prefilling together in a replica")
+    page_tokens: int = Field(default=16, ge=1, le=65_536, description="tokens of one KV-cache page")
+    max_num_seqs: int = Field(
+        default=1024, ge=1, le=1_000_000, description="sequences running or prefilling together in a replica"
+    )
     max_num_batched_tokens: Tokens = Field(default=8192, ge=1, description="token budget of one prefill iteration")
     chunked_prefill: bool = Field(default=False, description="prefill in chunks that share iterations with decodes")
     first_layout_kept: bool = Field(
@@ -27,6 +29,7 @@ class EngineConfig(Schema):
     sampling_per_logit: Seconds = Field(
         default=0.0,
         ge=0,
+        le=1,
         description="GPU time for each vocabulary entry of a sampled token; 0: fused sampling, as serving engines have",
     )
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 
 from rlsim import units
+from rlsim.experiment.load import place_in
 from rlsim.experiment.schema import Experiment
 from rlsim.schema import model_within
 from rlsim.sweeps.tables import COLUMNS, AxisColumn
@@ -48,8 +49,8 @@ def value_at(config: Any, key: str) -> Any:
     """The value at a key path of a resolved experiment; None if there is none."""
     here = config
     for part in key.split("."):
-        if isinstance(here, list) and part.isdigit() and int(part) < len(here):
-            here = here[int(part)]
+        if (place := place_in(here, part)) is not None:
+            here = here[place]
         elif isinstance(here, Mapping):
             here = here.get(part)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +12,13 @@ from typing import Any
 
 from rlsim import __version__
 from rlsim.cost.calibration import load_calibration
-from rlsim.errors import ConfigError
 from rlsim.experiment.build import find_model, find_trace
 from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
 from rlsim.policies.registry import home_of
+from rlsim.usercode import load_module
 
 #: Parts of rlsim that only start, store or show simulations.
 NO_PART_OF_RESULTS = ("cli", "sweeps", "comparison", "report", "validate", "calibrate", "data")
@@ -78,13 +77,9 @@ def modules_of(case: Experiment, shown: str) -> Iterator[tuple[str, Path]]:
     parts = [part.policy for spec in parse_systems(case.systems, shown) for part in spec.parts]
     for name in dict.fromkeys([*map(home_of, parts), case.workflow.algorithm]):
         module, colon, _ = name.partition(":")
-        if colon and module.partition(".")[0] != "rlsim":
-            try:
-                file = importlib.import_module(module).__file__
-            except ImportError as error:
-                raise ConfigError(f"{shown}: {name} cannot be loaded: {error}") from None
-            if file:
-                yield module, Path(file)
+        outside = colon and module.partition(".")[0] != "rlsim"
+        if outside and (file := load_module(module, f"{shown}: {name}").__file__):
+            yield module, Path(file)
 
 
 @cache

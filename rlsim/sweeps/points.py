@@ -12,7 +12,8 @@ from rlsim import catalogue
 from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
 from rlsim.experiment.schema import Experiment
-from rlsim.schema import read_yaml, validate
+from rlsim.reading import is_file, read_yaml
+from rlsim.schema import validate
 from rlsim.sweeps.axes import Settings, Value, check_free, settings_of
 from rlsim.sweeps.columns import columns_of, resolved
 from rlsim.sweeps.identity import config_of, inputs_of, point_name
@@ -81,6 +82,17 @@ def load_sweep(
     return Definition(spec.name, _points(found, every), len(every), config_of(base), inner, folder)
 
 
+def is_sweep(source: str | Path) -> bool:
+    """Whether a file, or a name of one that ships with rlsim, is a sweep; an experiment, or what is neither, is not."""
+    path = Path(source)
+    if not is_file(path) and path.stem in catalogue.names("experiments"):
+        return False
+    if not is_file(path) and path.stem not in catalogue.names("sweeps"):
+        return False
+    data = read_yaml(_find(path))
+    return isinstance(data, Mapping) and ("experiment" in data or "axes" in data)
+
+
 def _read(source: str | Path | Mapping[str, Any]) -> tuple[SweepSpec, str, Path]:
     """The sweep, its name in messages, and its folder; an experiment is a sweep without axes."""
     if isinstance(source, Mapping):
@@ -101,7 +113,7 @@ def _as_given(source: str | Path | Mapping[str, Any]) -> str | dict[str, Any]:
 
 def _find(path: Path) -> Path:
     """A file as it is; else a sweep or an experiment that ships with rlsim, by its name."""
-    if path.is_file():
+    if is_file(path):
         return path
     for kind in ("sweeps", "experiments"):
         shipped = catalogue.names(kind)
@@ -119,8 +131,8 @@ def _experiment(spec: SweepSpec, shown: str, folder: Path) -> tuple[dict[str, An
     if not isinstance(spec.experiment, str):
         return spec.experiment, f"{shown}: experiment", folder
     beside = folder / spec.experiment
-    data, inner, home = read_experiment(beside if beside.is_file() else spec.experiment)
-    return data, spec.experiment if beside.is_file() else inner, home
+    data, inner, home = read_experiment(beside if is_file(beside) else spec.experiment)
+    return data, spec.experiment if is_file(beside) else inner, home
 
 
 def _valid(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from rlsim.schema import Schema
+from rlsim.schema import Name, Schema
 from rlsim.units import Tokens
 
 Bounds = tuple[float, float]
@@ -94,7 +94,7 @@ class Block(Schema):
 class SweepSpec(Schema):
     """One sweep file."""
 
-    name: str = Field(min_length=1, description="names the results")
+    name: Name = Field(description="names the results")
     description: str = Field(default="", description="what it asks, in a sentence")
     experiment: str | dict[str, Any] = Field(
         description="experiment file (beside this file or in the working directory), the name of one that ships with "

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from rlsim.errors import ConfigError, RlsimError
+from rlsim.errors import ConfigError, PolicyError, RlsimError
+from rlsim.reading import plain
 
 #: A point whose worker dies is given up after so many.
 MOST_ATTEMPTS = 3
@@ -46,15 +47,15 @@ class Task:
         try:
             return Done(self._files())
         except RlsimError as error:
-            return Failed(str(error))
+            return Failed(str(error), _own_traceback(error.__cause__) if isinstance(error, PolicyError) else "")
         except MemoryError:
             return Failed("out of memory")
-        except Exception as error:  # a policy of the user's own may raise anything
+        except Exception as error:  # a mistake of rlsim's own ends one point
             return Failed(f"{type(error).__name__}: {error}", _own_traceback(error))
 
     def plain_config(self) -> dict[str, Any]:
         """A copy of the resolved experiment, to be validated."""
-        return cast("dict[str, Any]", _copied(self.config))
+        return cast("dict[str, Any]", plain(self.config))
 
     def _files(self) -> dict[str, bytes]:
         from rlsim.experiment.parquet import to_arrow, to_bytes
@@ -98,13 +99,7 @@ def _check_same(expected: Mapping[str, str], found: Mapping[str, str]) -> None:
         )
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _own_traceback(error: Exception) -> str:
+def _own_traceback(error: BaseException | None) -> str:
     """File, line and function of every call, innermost last; files by name, so that it is the same everywhere."""
-    calls = traceback.extract_tb(error.__traceback__)
+    calls = traceback.extract_tb(error.__traceback__ if error else None)
     return "\n".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in calls)

@@ -10,14 +10,14 @@ import difflib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from rlsim.errors import TraceError
+from rlsim.errors import TraceError, one_line
 from rlsim.schema import Schema
 
 Kind = Literal["id", "tokens", "index", "number", "flag", "text", "numbers"]
@@ -58,7 +58,7 @@ _MAY_BE_NEGATIVE = {"reward"}
 class TraceMeta(Schema):
     """What is known about a trace beside its rows."""
 
-    name: str = Field(default="trace", description="short name, used in results")
+    name: Annotated[str, AfterValidator(one_line)] = Field(default="trace", description="short name, used in results")
     source: str = Field(default="", description="where the lengths come from")
     cap_tokens: int | None = Field(default=None, ge=1, description="response cap in force when sampled (tokens)")
     recipe: dict[str, Any] | None = Field(default=None, description="the recipe that generated it, if generated")

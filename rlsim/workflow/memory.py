@@ -118,8 +118,8 @@ class PlanMemory:
         return max(on, key=lambda gpu: (on[gpu], -gpu))
 
     def _resident_bytes(self, plan: Plan, gpus: tuple[int, ...]) -> dict[int, float]:
-        calls = self.calls(plan).values()
-        return {gpu: sum(memory.resident_bytes for at, memory in calls if gpu in at.gpus) for gpu in gpus}
+        calls = [(frozenset(at.gpus), memory.resident_bytes) for at, memory in self.calls(plan).values()]
+        return {gpu: sum(resident for on, resident in calls if gpu in on) for gpu in gpus}
 
     def check(self, plan: Plan, beside_bytes: float = 0.0) -> None:
         """Raises `CapacityError`, with the call, the GPU and the bytes, where a call does not fit beside the others.

@@ -29,7 +29,7 @@ from rlsim.calibrate.measurements import KEYS, Measurements
 from rlsim.cost.calibration import Reference, Source
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.hardware import Gpu
-from rlsim.schema import read_yaml
+from rlsim.reading import read_yaml
 
 SUFFIXES = (".parquet", ".txt", ".csv")
 KERNEL_TABLES = {"gemm_perf": "gemm", "generation_attention_perf": "attention", "context_attention_perf": "attention"}

@@ -1,0 +1,67 @@
+"""An experiment checked as `run` checks it, and counted; nothing is simulated or searched for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsim.experiment.load import load_experiment, with_settings
+from rlsim.experiment.run import checked_cases
+from rlsim.experiment.schema import Experiment
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An experiment that would run. A run is one system on one seed in one case."""
+
+    name: str
+    systems: tuple[int, ...]  # that can run, by case
+    seeds: tuple[int, ...]  # by case
+    notes: tuple[str, ...]
+
+    @property
+    def runs(self) -> int:
+        """Runs of all cases together."""
+        return sum(systems * seeds for systems, seeds in zip(self.systems, self.seeds, strict=True))
+
+    @property
+    def counted(self) -> str:
+        """Systems × seeds × cases = runs."""
+        parts = (_span(self.systems, "system"), _span(self.seeds, "seed"), _span((len(self.systems),), "case"))
+        return f"{' × '.join(parts)} = {_span((self.runs,), 'run')}"
+
+
+def check_experiment(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    seeds: int | None = None,
+) -> Checked:
+    """Check an experiment with its settings; the arguments and errors are those of `run`."""
+    experiment, shown, folder = load_experiment(source, overrides)
+    if seeds is not None:
+        experiment = with_settings(experiment, {"seeds": seeds}, shown)
+    return check_loaded(experiment, folder, shown)
+
+
+def check_loaded(experiment: Experiment, folder: Path, shown: str) -> Checked:
+    """Check an experiment as `load_experiment` gave it; raises `RlsimError` for whatever does not exist or fit."""
+    cases = checked_cases(experiment, folder, shown)
+    notes = [f"{case.name}: {note}" if case.name else note for case in cases for note in case.notes]
+    later = list(dict.fromkeys(name for case in cases for name in case.searched))
+    if later:
+        notes.append(
+            f"whether the plans of {', '.join(later)} fit is known after the search that `rlsim run` begins with"
+        )
+    return Checked(
+        experiment.name,
+        tuple(len(case.systems) for case in cases),
+        tuple(len(case.experiment.seed_list) for case in cases),
+        tuple(notes),
+    )
+
+
+def _span(counts: tuple[int, ...], what: str) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low:,} {what}{'' if high == 1 else 's'}" if low == high else f"{low:,} to {high:,} {what}s"

@@ -1,0 +1,93 @@
+"""`rlsim check`, and what `rlsim run` checks before it simulates or searches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_errors import BASE, folder  # noqa: F401
+from test_errors import rlsim as command
+
+from rlsim.experiment.check import check_experiment
+
+CASES = BASE.replace("  - pat\n", "  - pat\n  - real\ncases:\n  a: {trace.cap: 1K}\n  b: {trace.cap: 512, seeds: 2}\n")
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("nothing is simulated or searched for before everything is checked")
+
+    monkeypatch.setattr("rlsim.experiment.build.Setup.simulate", refuse)
+    monkeypatch.setattr("rlsim.experiment.planning.PlanSpace.__init__", refuse)
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = command(monkeypatch, "check", *arguments)
+    printed = capsys.readouterr()
+    return code, (printed.out + printed.err).strip()
+
+
+@pytest.mark.usefixtures("no_work")
+def test_check_says_what_an_experiment_is(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sorted(folder.rglob("*"))
+    assert checked(monkeypatch, capsys, "base.yaml") == (0, "probe: 2 systems × 1 seed × 1 case = 2 runs")
+    assert checked(monkeypatch, capsys, "base.yaml", "--seeds", "7")[1].endswith(
+        "2 systems × 7 seeds × 1 case = 14 runs"
+    )
+    (folder / "base.yaml").write_text(CASES, encoding="utf-8")
+    code, said = checked(monkeypatch, capsys, "base.yaml")
+    assert code == 0
+    assert said.splitlines()[0] == "probe: 3 systems × 1 to 2 seeds × 2 cases = 9 runs"
+    assert "note: whether the plans of real fit" in said
+    assert checked(monkeypatch, capsys, "pat_vs_static")[1].startswith("pat-vs-static: 8 systems × 20 seeds × 1 case")
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("cases.b={training.tp: 3}", "training: tp × pp × cp = 3 does not divide the 8 GPUs"),
+        ("cases.b={cluster: 8xa40}", "is for GPU 'h100-sxm', cluster '8xa40' has 'a40'"),
+        ("cases.b={memory_utilization: 0.05}", "no TP degree is feasible"),
+        ("systems.2={real: {method: x}}", "system 'real': method: Input should be"),
+        ("systems.2={plan: {calls: {generate: {gpus: 0-9}}}}", "system 'plan'"),
+    ],
+)
+def test_check_finds_what_a_later_case_has_wrong(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: str,
+    message: str,
+) -> None:
+    (folder / "base.yaml").write_text(CASES, encoding="utf-8")
+    for arguments in (("check", "base.yaml"), ("run", "base.yaml", "--out", "out")):
+        assert command(monkeypatch, *arguments, "--set", change) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_work")
+def test_check_looks_at_every_point_of_a_sweep(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sweep = "name: many\nexperiment: base.yaml\naxes:\n  - grid: {trace.cap: [1K, 2K], memory_utilization: [0.9, %s]}\n"
+    (folder / "many.yaml").write_text(sweep % "0.8", encoding="utf-8")
+    said = "many: 4 points, the first of 2 systems × 1 seed × 1 case = 2 runs; 8 runs in all"
+    assert checked(monkeypatch, capsys, "many.yaml") == (0, said)
+    (folder / "many.yaml").write_text(sweep % "0.05", encoding="utf-8")
+    code, said = checked(monkeypatch, capsys, "many.yaml")
+    assert code == 2
+    assert "no TP degree is feasible" in said
+    assert "memory_utilization=0.05" in said
+
+
+def test_check_in_python() -> None:
+    assert check_experiment("pat_vs_static", {"systems": ["verl"], "baseline": "verl"}, seeds=3).runs == 3

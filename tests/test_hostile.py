@@ -1,0 +1,266 @@
+"""Hostile and careless settings and names: one message, exit code 2, no traceback, nothing obeyed."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from test_errors import Failing, edited, failing, folder  # noqa: F401
+from test_errors import rlsim as command
+
+import rlsim
+from rlsim.cli.terminal import Console
+from rlsim.cost.calibration import load_calibration
+from rlsim.errors import ConfigError, RlsimError, printable
+from rlsim.experiment.frames import Frames
+from rlsim.experiment.guard import check_times
+from rlsim.experiment.load import load_experiment
+from rlsim.hardware import load_cluster
+from rlsim.init.verl_config import read_config
+from rlsim.models import load_model
+from rlsim.reading import MOST_BYTES, parse_yaml, read_yaml
+from rlsim.sweeps.points import load_sweep
+from rlsim.trace import TraceMeta, make_trace, write_trace
+from rlsim.trace.chart import write_chart
+from rlsim.trace.generate import load_recipe
+
+BOMB = "models:\n  l0: &l0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"  l{i}: &l{i} [{','.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 9)
+)
+#: YAML that no settings file needs, and a part of what is said about it.
+HOSTILE = {
+    "seeds: !!int x": "'x' is no whole number",
+    "seeds: !!set x": "the tag '!!set' is not supported",
+    "seeds: !!python/object/apply:os.system [id]": "the tag '!!python/object/apply:os.system' is not supported",
+    "name: !mine x": "the tag '!mine' is not supported",
+    f"seeds: {'9' * 5000}": "is no whole number",
+    f"seeds: 0x{'f' * 5000}": "is beyond 9,223,372,036,854,775,807",
+    f"seeds: {'[' * 3000}": "nested deeper than 40 levels",
+    f"seeds: {'- ' * 3000}a": "sequence entries are not allowed here",
+    "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 200)): "nested deeper than 40 levels",
+    BOMB: "more than 200,000 values",
+    "seeds: &a [*a]": "an alias stands for a value that holds itself",
+    "{[a]: 1}": "expected a name as key",
+    "{[[a]]: 1}": "not valid YAML",
+    "? {a: 1}\n: 2": "expected a name as key",
+    "null: 1": "expected a name as key, got None",
+    "true: 1": "expected a name as key, got True",
+    'name: "a\\0b"': "text holds the control character '\\x00'",
+    'name: "\\e[31mred"': "text holds the control character '\\x1b'",
+    'name: "\\ud800"': "text holds the control character '\\ud800'",
+    "name: a\0b": "not valid YAML",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=[text[:24] for text in HOSTILE])
+def test_yaml_that_no_file_needs(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "hostile.yaml"
+    file.write_text(text, encoding="utf-8")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^.*hostile\.yaml") as caught:
+        read_yaml(file)
+    assert HOSTILE[text] in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert time.monotonic() - began < 5
+
+
+READERS = {
+    "experiment": load_experiment,
+    "sweep": load_sweep,
+    "cluster": lambda file: load_cluster(str(file)),
+    "calibration": load_calibration,
+    "model": load_model,
+    "recipe": load_recipe,
+    "veRL": lambda file: read_config([str(file)], "0.7"),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_every_reader_has_the_limits(kind: str, tmp_path: Path) -> None:
+    for number, (text, message) in enumerate(HOSTILE.items()):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(RlsimError) as caught:
+            READERS[kind](file)
+        assert message in str(caught.value)
+
+
+def test_files_that_are_no_text_of_a_reasonable_size(tmp_path: Path) -> None:
+    huge, odd, marked = (tmp_path / f"{name}.yaml" for name in ("huge", "odd", "marked"))
+    huge.write_bytes(b"#" * (MOST_BYTES + 1))
+    odd.write_bytes(b"name: \xff")
+    marked.write_bytes(b"\xef\xbb\xbfname: x")
+    for file, message in (
+        (huge, "larger than 512 KiB"),
+        (odd, "byte 6 is no UTF-8 text"),
+        (tmp_path, "is a folder"),
+        (Path("/dev/zero"), "is no regular file"),
+        (tmp_path / ("n" * 300), "File name too long"),
+        (tmp_path / "a\0b", "embedded null"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_yaml(file)
+    assert read_yaml(marked) == {"name": "x"}
+
+
+def test_dates_are_text() -> None:
+    assert parse_yaml("[2001-12-14, 2001-13-45]", "x") == ["2001-12-14", "2001-13-45"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [("[" * 100_000, "nested too deeply"), ('{"hidden_size": ' + "9" * 5000 + "}", "not readable JSON"), ("", "JSON")],
+)
+def test_json_of_a_model(config: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("seeds=2001-13-45", "seeds: Input should be a valid integer"),
+        ("seeds=!!int x", "--set seeds: line 1:1: not valid YAML: 'x' is no whole number"),
+        ("seeds=!!set x", "the tag '!!set' is not supported"),
+        ("seeds=" + "9" * 5000, "is no whole number"),
+        ("seeds=" + "[" * 3000, "nested deeper than 40 levels"),
+        ("systems.²=1", "--set systems.²: there is no '²'"),
+        ("systems." + "9" * 5000 + "=1", "there is no '9999"),
+        (".".join("a" * 100) + "=1", "deeper than 40 levels"),
+        ("name=" + "n" * 300, "name: expected a name: one line of printable characters, at most 200 bytes, got 'nnn"),
+        ('name="a\\nb"', r"name: expected a name: one line of printable characters, at most 200 bytes, got 'a\nb'"),
+        ("model=" + "m" * 300, "unknown model 'mmm"),
+        ("model=" + "m" * 300 + ".json", "File name too long"),
+        ("trace.path=" + "t" * 300, "unknown trace 'ttt"),
+        ("trace.path=" + "t" * 300 + ".csv", "ttt.csv: no such file"),
+        ("cases={" + "c" * 300 + ": {}}", "cases: expected a name"),
+        ('systems=[{name: "a\\nb", use: [verl]}]', "systems: expected a name"),
+        ("systems=[{1: 2, use: [verl]}]", "a system with `use` has a `name` and nothing else"),
+        ("trace.cap=" + "1" * 400, "trace.cap"),
+    ],
+)
+def test_settings_that_cannot_be_meant(failing: Failing, setting: str, message: str) -> None:  # noqa: F811
+    said = failing("--set", setting)
+    assert message in said
+    assert len(said) < 6000
+
+
+LINK = "{name: l, bytes_per_s: 450 GB/s, latency_s: 1 us}"
+CLUSTER = f"{{gpu: h100-sxm, nodes: 1, gpus_per_node: 8, intra: {LINK}, inter: {LINK}, host: {LINK}}}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("seeds", "1000000000", "seeds: Input should be less than or equal to 10000"),
+        ("seeds", "[99999999999]", "seeds"),
+        ("workflow.prompts", "1000000000", "workflow.prompts: Input should be less than or equal to 1000000"),
+        ("workflow.prompts", "1000000", "at most 1,000,000 in a step"),
+        ("workflow.responses", "1e9", "workflow.responses: Input should be less than or equal to 10000"),
+        ("workflow.steps", "1000000000", "workflow.steps: Input should be less than or equal to 100000"),
+        ("training.mini_batches", "1000000000", "training.mini_batches: Input should be less than or equal to 10000"),
+        ("training.tp", "1000000000000", "training.tp: Input should be less than or equal to 1024"),
+        ("trace.cap", "1e15", "trace.cap: expected a length of at most 1e+09, got 1000000000000000.0"),
+        ("engine.sampling_per_logit", "1e300", "engine.sampling_per_logit: Input should be less than or equal to 1"),
+        ("engine.watermark", ".nan", "engine.watermark: Input should be a finite number"),
+        ("cluster.nodes", "1000000000", "nodes: Input should be less than or equal to 65536"),
+        ("cluster.nodes", "65536", "65,536 nodes of 8 GPUs: at most 65,536 GPUs"),
+        ("cluster.gpus_per_node", "100000", "gpus_per_node: Input should be less than or equal to 1024"),
+        ("cluster.intra.latency_s", "1e308", "intra.latency_s: expected a time of at most 1e+09, got 1e+308"),
+        ("cluster.intra.latency_s", "1000", "intra.latency_s: Input should be less than or equal to 10"),
+        ("cluster.intra.latency_s", "-1", "intra.latency_s: Input should be greater than or equal to 0"),
+        ("cluster.intra.bytes_per_s", "1e308", "intra.bytes_per_s: expected a bandwidth of at most 1e+18, got 1e+308"),
+        ("cluster.host.bytes_per_s", "1e-300", "host.bytes_per_s: Input should be greater than or equal to 1"),
+        ("cluster.host.bytes_per_s", ".inf", "host.bytes_per_s: expected a bandwidth that is finite"),
+        ("systems", "[{verl: {tp: [" + "1, " * 2000 + "]}}]", "its lists make more than 1,000 systems"),
+    ],
+)
+def test_figures_that_cannot_be_meant(failing: Failing, key: str, value: str, message: str) -> None:  # noqa: F811
+    assert message in failing("--set", f"{key}={value}", base=edited(("8xh100", CLUSTER)))
+
+
+def test_no_run_succeeds_with_times_that_are_none() -> None:
+    steps = pd.DataFrame({"step_time_s": [1.0, 2.0], "gen_time_s": [1.0, 1.0]})
+    fine: Frames = {"steps": steps, "calls": pd.DataFrame(), "spans": pd.DataFrame()}
+    check_times(fine, "x")
+    for value in (math.nan, math.inf, -1.0):
+        wrong = {**fine, "steps": steps.assign(gen_time_s=[1.0, value])}
+        with pytest.raises(ConfigError, match=r"system 'x': the column gen_time_s of steps comes out as"):
+            check_times(wrong, "system 'x'")
+
+
+# ---- names in pages and terminals ------------------------------------------------------------------------------------
+
+NAME = "x</script><script>alert(1)</script><!-- \u2028 <img src=x onerror=alert(1)> \x1b[31m\nrlsim: error: [/bold]"
+ROWS = pd.DataFrame(
+    {
+        "prompt_id": range(20),
+        "sample_id": 0,
+        "response_tokens": range(1, 21),
+        "task": ["</script><script>alert(2)</script>", "<!--\x1b[2J<script>[/x]"] * 10,
+    }
+)
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    path = tmp_path / "named.parquet"
+    write_trace(make_trace(ROWS, TraceMeta(name=NAME)), path)
+    return path
+
+
+def test_a_name_stays_text_in_a_chart(
+    named: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = named.with_suffix(".html")
+    assert command(monkeypatch, "trace", "describe", str(named), "--chart", str(page)) == 0
+    text = page.read_text(encoding="utf-8")
+    assert len(re.findall(r"<script", text)) == len(re.findall(r"</script", text)) == 2
+    assert "<!--" not in text
+    assert "<img src=x" not in text
+    assert not re.search("[\x00-\x08\x0b-\x1f\u2028\u2029]", text)
+    assert "default-src 'none'" in text
+    printed = capfd.readouterr()
+    assert "\x1b" not in printed.out + printed.err
+    assert "alert(1)" in printed.out
+    assert not re.search(r"^ *rlsim: error", printed.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_picture_of_a_name_with_control_characters(suffix: str, tmp_path: Path) -> None:
+    """Such a name once ended the process that draws."""
+    path = tmp_path / f"chart{suffix}"
+    write_chart(make_trace(ROWS, TraceMeta(name=NAME)), path)
+    if suffix == ".svg":
+        assert not re.search(r"<(script|img|b)\b|<!--|\x1b", path.read_text(encoding="utf-8"))
+
+
+def test_the_terminal_shows_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    table = Table("system \x1b[31m", title="\x9b31m[/b]")
+    table.add_row("a\x07\x1b]0;gone\x07[red]b[/x]\u202e")
+    Console(width=200).print(table, "\x1b[2J")
+    printed = capsys.readouterr().out
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", printed)
+    assert "a\\x07\\x1b]0;gone\\x07[red]b[/x]\\u202e" in printed
+    assert printable("a\tb\n") == "a\tb\n"
+
+
+def test_no_command_prints_past_the_terminal() -> None:
+    files = (Path(rlsim.__file__).parent / "cli").glob("*.py")
+    assert [f.name for f in files if "from rich.console import Console\n" in f.read_text(encoding="utf-8")] == []
+
+
+def test_an_error_shows_control_characters(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(monkeypatch, "run", "\x1b[31m.yaml") == 2
+    assert capsys.readouterr().err == "rlsim: error: \\x1b[31m.yaml: no such file\n"

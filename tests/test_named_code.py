@@ -1,0 +1,227 @@
+"""Code that experiments and packages name: told apart before it is called, and its mistakes told as messages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Optional
+
+import pytest
+from pydantic import Field
+from test_errors import Failing, edited, failing, folder  # noqa: F401
+from test_errors import rlsim as command
+
+from rlsim import Composition, RolloutControl, Schema
+from rlsim.errors import ConfigError, PolicyError
+from rlsim.experiment.systems import parse_systems
+from rlsim.policies.parts import Part, flattened
+from rlsim.policies.verl import VeRL
+from rlsim.sim.control import ControlContext, Stop
+from rlsim.testing import ContractError, check_policy
+
+
+def write_policy(folder: Path, name: str, text: str) -> str:  # noqa: F811
+    (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return edited(("  - pat", f"  - {name}:Mine"))
+
+
+CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p_raises", "x = 1\nraise KeyError('gone')\n", "p_raises.py:2: KeyError: 'gone'"),
+        ("p_divides", "def f():\n    return 1 / 0\n\n\nf()\n", "p_divides.py:2: ZeroDivisionError: division by zero"),
+        ("p_syntax", "class Mine(:\n", "p_syntax.py:1: SyntaxError: invalid syntax"),
+        ("p_exits", "import sys\nsys.exit(3)\n", "p_exits.py:2: it leaves Python (exit code 3)"),
+        ("p_needs", "import nowhere_at_all\n", "p_needs.py:1: No module named 'nowhere_at_all'"),
+        ("p_lacks", "x = 1\n", "AttributeError: module 'p_lacks' has no attribute 'Mine'"),
+        ("p_function", "def Mine():\n    raise SystemExit\n", "is no part of a system: no class of the kinds Rollout"),
+        ("p_kind", "from rlsim import RolloutControl as Mine\n", "is a kind of part, not a part"),
+        (
+            "p_makes",
+            CLASS + "    def __init__(self):\n        raise KeyError('made')\n",
+            "base.yaml:10:5: system 'mine': p_makes.py:6: KeyError: 'made'",
+        ),
+        ("p_quits", CLASS + "    def __init__(self):\n        quit()\n", "p_quits.py:6: it leaves Python (exit code"),
+        ("p_needs_more", CLASS + "    def __init__(self, x):\n        pass\n", "TypeError"),
+        (
+            "p_sets_up",
+            CLASS + "    def setup(self, context):\n        return context.nothing\n",
+            "p_sets_up.py:6: AttributeError: 'ControlContext' object has no attribute 'nothing'",
+        ),
+        (
+            "p_plays",
+            CLASS + "    def on_finish(self, view):\n        return 1 / 0\n",
+            "p_plays.py:6: ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+def test_a_policy_file_that_fails(failing: Failing, name: str, text: str, message: str) -> None:  # noqa: F811
+    assert message in failing(base=write_policy(failing.folder, name, text))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("time:tzset", "time is a module of Python's standard library"),
+        ("builtins:exit", "builtins is a module of Python's standard library"),
+        ("os:abort", "os is a module of Python's standard library"),
+        ("numpy:zeros", "numpy:zeros is no function that is defined in that module"),
+        ("rich:get_console", "rich:get_console returns"),
+        ("flows:needs", "flows:needs needs model, size; it is called without arguments"),
+        ("flows:text", "flows:text made 'text', expected a rlsim.workflow.Workflow"),
+        ("flows:number", "flows:number returns"),
+        ("flows:Workflow", "is no function that is defined in that module"),
+        ("flows:getcwd", "is no function that is defined in that module"),
+        ("flows:leaves", "flows.py:13: it leaves Python (exit code 7)"),
+        ("flows:fails", "flows.py:17: LookupError: no"),
+        ("'flows:'", "expected module:name"),
+    ],
+)
+def test_targets_that_make_no_workflow(failing: Failing, target: str, message: str) -> None:  # noqa: F811
+    (failing.folder / "flows.py").write_text(
+        "import sys\nfrom os import getcwd\n\nfrom rlsim.workflow import Workflow\n\n\n"
+        "def needs(model, size, *more, other=1):\n    raise AssertionError\n\n\n"
+        "def leaves():\n    # on the next line\n    sys.exit(7)\n\n\n"
+        "def fails():\n    raise LookupError('no')\n\n\n"
+        "def text():\n    return 'text'\n\n\n"
+        "def number() -> int:\n    raise AssertionError\n",
+        encoding="utf-8",
+    )
+    sys.modules.pop("flows", None)
+    assert message in failing("--set", f"workflow.algorithm={target}")
+
+
+def test_nothing_of_the_standard_library_is_imported(failing: Failing) -> None:  # noqa: F811
+    sys.modules.pop("antigravity", None)
+    assert "standard library" in failing(base=edited(("  - pat", "  - antigravity:X")))
+    assert "antigravity" not in sys.modules
+
+
+def test_a_broken_package_hides_no_other_policy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = [
+        EntryPoint("broken", "nowhere_at_all:X", "rlsim.policies"),
+        EntryPoint("odd", "no-target", "rlsim.policies"),
+        EntryPoint("clock", "time:tzset", "rlsim.policies"),
+    ]
+    monkeypatch.setattr("rlsim.policies.registry.entry_points", lambda **_: points)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert command(monkeypatch, "list", "policies") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "error: policy 'broken' (nowhere_at_all:X) cannot be loaded: No module named 'nowhere_at_all'" in printed
+    assert "error: policy 'clock' (time:tzset): time is a module of Python's standard library" in printed
+    assert "rollpacker" in printed
+    with pytest.raises(ConfigError, match=r"policy 'broken' \(nowhere_at_all:X\) cannot be loaded"):
+        parse_systems(["broken"])
+    assert parse_systems(["verl"])
+
+
+def test_looking_at_results_imports_no_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    (folder / "mine.py").write_text(
+        CLASS + "    pass\n\n\ndef flow():\n    from rlsim.workflow import grpo\n\n    return grpo()\n",
+        encoding="utf-8",
+    )
+    base = edited(("  - pat", "  - mine:Mine"), ("prompts: 2", "algorithm: 'mine:flow', prompts: 2"))
+    (folder / "base.yaml").write_text(base, encoding="utf-8")
+    assert command(monkeypatch, "run", "base.yaml", "--out", "a") == 0
+    assert command(monkeypatch, *["sweep", "base.yaml", "--grid", "seeds=[1]", "--out", "b", "--workers", "1"]) == 0
+    (folder / "mine.py").write_text("open('imported', 'w').close()\n", encoding="utf-8")
+    for arguments in (
+        ("report", "a"),
+        ("report", "b"),
+        ("compare", "a", "b"),
+        ("timeline", "a", "--system", "mine"),
+    ):
+        call = [sys.executable, "-m", "rlsim", *arguments]
+        done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    assert not (folder / "imported").exists()
+
+
+# ---- parts of compositions, and parameters that are lists ---------------------------------------------------------
+
+
+class _Made(Composition):
+    made: ClassVar[Any] = None
+
+    def parts(self) -> Sequence[Part]:
+        return self.made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ([{"plan": {}}, 42], "returned {'plan': {}}, which is no part of a system: none of RolloutControl, Batching"),
+        ([VeRL(), 42], "returned 42, which is no part of a system"),
+        ([VeRL], r"returned the class VeRL, expected parts: VeRL\(…\)"),
+        (["pat"], "returned 'pat', which is no part of a system"),
+        ("pat", "returned 'pat', expected a list of parts"),
+        (None, "returned None, expected a list of parts"),
+        (VeRL(), "expected a list of parts"),
+        ([_Made()], "it is made of itself"),
+    ],
+)
+def test_a_composition_of_anything_else_than_parts(made: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Made, "made", made)
+    with pytest.raises(ConfigError, match=message):
+        list(flattened([_Made()]))
+    with pytest.raises(ContractError, match=message):
+        check_policy(_Made)
+    monkeypatch.setattr("rlsim.experiment.systems.load_policy", lambda _: _Made)
+    with pytest.raises(ConfigError, match=message):
+        parse_systems(["made"])
+
+
+class _Listing(Schema, RolloutControl):
+    words: Sequence[str] = ()
+    either: Annotated[list[int] | int, Field(description="one or several")] = 0
+    maybe: Optional[frozenset[str]] = None  # noqa: UP045
+    pair: tuple[int, int] = (0, 0)
+    table: Mapping[str, tuple[int, ...]] = {}
+    tuple_name: str = ""
+    number: int = 0
+
+    def initial_tp(self, context: ControlContext) -> int:
+        return context.feasible_tps[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "systems"),
+    [
+        ({"words": ["a", "b"]}, 1),
+        ({"either": [1, 2]}, 1),
+        ({"maybe": ["a", "b"]}, 1),
+        ({"pair": [1, 2]}, 1),
+        ({"tuple_name": ["a", "b", "c"]}, 3),
+        ({"number": [1, 2]}, 2),
+        ({"table": [{"a": [1]}, {"b": [2]}]}, 2),
+        ({"number": [1, 2], "words": ["a", "b"]}, 2),
+    ],
+)
+def test_whether_a_list_is_one_value_is_told_from_the_type(
+    parameters: dict[str, Any], systems: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsim.experiment.systems.load_policy", lambda _: _Listing)
+    assert len(parse_systems([{"listing": parameters}])) == systems
+
+
+class _Stops(RolloutControl):
+    """Not a mistake of rlsim's, and told as such."""
+
+    def initial_tp(self, context: ControlContext) -> int:
+        return context.feasible_tps[0]
+
+    def on_finish(self, view: Any) -> Stop:
+        raise PolicyError("I give up")
+
+
+def test_a_policy_may_raise_its_own_message() -> None:
+    with pytest.raises(ContractError, match="I give up"):
+        check_policy(_Stops)
