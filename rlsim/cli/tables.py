@@ -18,8 +18,7 @@ def table(
     """A table without lines; its first `words` columns are names, which may break; figures may not."""
     from rich.table import Table
 
-    found = Table(box=None, pad_edge=False, header_style="bold", caption_justify="left")
-    found.title, found.caption = title or None, caption or None
+    found = Table(box=None, pad_edge=False, header_style="bold", title=title or None, caption=caption or None)
     for i, heading in enumerate(headings):
         if i < words:
             found.add_column(heading, overflow="fold")
@@ -38,5 +37,8 @@ def print_tables(tables: Iterable[Table]) -> None:
     if not console.is_terminal:
         console.width = max(console.width, MOST_WIDTH)
     for one in tables:
+        legend, one.caption = one.caption, None  # a caption would be wrapped to the table's width
         console.print(one)
+        if legend:
+            console.print(legend, style="dim", highlight=False, soft_wrap=True)
         console.print()
