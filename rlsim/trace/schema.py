@@ -19,6 +19,7 @@ from pydantic import Field
 
 from rlsim.errors import TraceError
 from rlsim.schema import Schema
+from rlsim.tables import floats, parse_json
 
 Kind = Literal["id", "tokens", "index", "number", "flag", "text", "numbers"]
 MAX_TOKENS = 2**31 - 1
@@ -133,7 +134,13 @@ def make_trace(
     _check_duplicates(checked, where, row_name)
     meta = _settle_caps(checked, meta, notes, where, row_name)
     ordered = [c.name for c in COLUMNS if c.name in checked]
-    return Trace(checked[ordered], meta.model_copy(update={"notes": tuple(notes)}))
+    said = {"notes": tuple(map(_writable, notes)), "name": _writable(meta.name), "source": _writable(meta.source)}
+    return Trace(checked[ordered], meta.model_copy(update=said))
+
+
+def _writable(text: str) -> str:
+    """The text with what no file can hold as escapes: names of files and columns may have any bytes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def check_names(names: Sequence[str], where: str, *, optional: Sequence[str] = ()) -> None:
@@ -180,20 +187,19 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
             shown = shown.item() if isinstance(shown, np.generic) else shown
             raise TraceError(f"{where}: {row_name(row)}: {column.name} {why} (got {shown!r})")
 
-    null = series.isna().to_numpy(np.bool_)
+    null = np.asarray(series.isna(), np.bool_)
     if column.required:
         refuse(null, "is missing or NaN")
     match column.kind:
         case "id":
             return _checked_ids(series, refuse)
         case "text":
-            return series.astype("string").astype(object).where(~null, None)
+            return _checked_texts(series, null, refuse)
         case "flag":
             return _checked_flags(series, null, refuse)
         case "numbers":
             return _checked_lists(series, null, refuse)
-    refuse(np.array([isinstance(v, bool | np.bool_) for v in series], dtype=bool), "is not a number")
-    values = pd.to_numeric(series, errors="coerce").to_numpy(np.float64, na_value=np.nan)
+    values = floats(series)
     refuse(np.isnan(values) & ~null, "is not a number")
     refuse(np.isinf(values), "is infinite")
     if column.kind == "number":
@@ -220,9 +226,26 @@ def _checked_ids(series: pd.Series[Any], refuse: Callable[..., None]) -> Any:
     refuse(np.array([isinstance(v, bool) or not isinstance(v, int | float | str) for v in values]),
            "is neither a whole number nor text")  # fmt: skip
     refuse(np.array([isinstance(v, float) and not v.is_integer() for v in values]), "is not a whole number")
+    refuse(np.array([isinstance(v, str) and not _is_text(v) for v in values]), "is text that no file can hold")
     if all(not isinstance(v, str) and abs(v) < 2**63 for v in values):
         return np.array([int(v) for v in values], np.int64)
     return pd.Series([str(int(v) if isinstance(v, float) else v) for v in values], dtype=object)
+
+
+def _checked_texts(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
+    values = [None if n else v if isinstance(v, bytes) else str(v) for v, n in zip(series, null, strict=True)]
+    refuse(np.array([isinstance(v, bytes) for v in values]), "is bytes, not text")
+    refuse(np.array([v is not None and not _is_text(v) for v in values]), "is text that no file can hold")
+    return pd.Series(values, dtype=object)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it can be written: half a surrogate pair cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
@@ -237,8 +260,6 @@ def _checked_flags(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: 
 
 
 def _checked_lists(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
-    import json
-
     out: list[list[float] | None] = []
     bad = np.zeros(len(series), np.bool_)
     for i, value in enumerate(series):
@@ -246,10 +267,10 @@ def _checked_lists(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: 
             out.append(None)
             continue
         try:
-            parsed = json.loads(value) if isinstance(value, str) else value
+            parsed = parse_json(value) if isinstance(value, str) else value
             numbers = [float(v) for v in parsed]
             bad[i] = any(not np.isfinite(v) or v < 0 for v in numbers)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             numbers, bad[i] = [], True
         out.append(numbers)
     refuse(bad, "is not a list of finite numbers, 0 or more")

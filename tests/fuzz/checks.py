@@ -68,7 +68,7 @@ def _columns(frame: Any, table: str) -> None:
             values = values[~np.isnan(values)]
         must(bool(np.isfinite(values).all()), f"{table}.{name} is not finite")
         if name not in _MAY_BE_NEGATIVE:
-            must(bool((values >= -ROUNDING).all()), f"{table}.{name} is below zero: {values.min()}")
+            must(bool((values >= -ROUNDING).all()), f"{table}.{name} is below zero: {min(values, default=0)}")
 
 
 def costs(calibration: Calibration) -> None:

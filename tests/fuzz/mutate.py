@@ -49,7 +49,9 @@ def plan(name: str, rng: random.Random) -> tuple[Mutation, ...]:
     structured = _structured(name)
     count = rng.choice((1, 1, 1, 2, 2, 3, 4))
     return tuple(
-        Mutation(rng.choice(structured) if structured and rng.random() < 0.7 else rng.choice(kinds), rng.getrandbits(48))
+        Mutation(
+            rng.choice(structured) if structured and rng.random() < 0.7 else rng.choice(kinds), rng.getrandbits(48)
+        )
         for _ in range(count)
     )
 

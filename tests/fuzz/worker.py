@@ -10,12 +10,12 @@ from typing import Any
 from fuzz.case import Case, Failure, minimised, run_case, save
 from fuzz.targets import TARGETS
 
-MEMORY_BYTES = 12 << 30  # a case that asks for more fails
+MEMORY_BYTES = 8 << 30  # a case that asks for more fails
 
 
 def work(name: str, seed: int, start: int, count: int, saved: str, pipe: Any) -> None:
     """Cases, each told as (outcome, signature, where it is saved)."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     saved_at: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=fast()) as folder:
