@@ -54,12 +54,13 @@ def json_lines(path: Path, error: type[RlsimError]) -> Iterator[tuple[int, dict[
 
     Raises `error`, with the line where there is one, for a file that cannot be read, is empty or holds anything else.
     """
-    number = 0
+    number, empty = 0, True
     try:
         with io.TextIOWrapper(open_data(path), encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
+                empty = False
                 try:
                     values = parse_json(line)
                 except ValueError as problem:
@@ -70,7 +71,7 @@ def json_lines(path: Path, error: type[RlsimError]) -> Iterator[tuple[int, dict[
                 yield number, values
     except UNREADABLE as problem:
         raise error(f"{path}: after line {number}: cannot be read (truncated or damaged?): {problem}") from None
-    if number == 0:
+    if empty:
         raise error(f"{path}: the file is empty")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fuzz.case import Case, Failure, Seed, Target, run_case
+from fuzz.case import Case, Failure, run_case
 from fuzz.targets import TARGETS
 
 CASES = {name: max(4, round(6 * target.share)) for name, target in TARGETS.items()}

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from fuzz import checks, seeds
 from fuzz.case import Seed, Target
-
 from rlsim.errors import ConfigError
 
 MOST_GPUS = 64  # of an experiment that is run
@@ -44,12 +44,20 @@ def command(*arguments: str | Path) -> str:
 # Traces ---------------------------------------------------------------------------------------------------------------
 
 
-def trace_import(main: Path, seed: Seed, _: random.Random) -> None:
+def trace_import(main: Path, seed: Seed, rng: random.Random) -> None:
     from rlsim.trace import read_trace
+    from rlsim.trace.files import write_trace
+    from rlsim.trace.importers import import_trace
 
     inputs = main if seed.main == "." else Path(str(main).removesuffix(seed.main))
     options = [option.replace("{inputs}", str(inputs).rstrip("/")) for option in seed.options]
-    command("trace", "import", main, "out.parquet", *options)
+    if rng.random() < 0.2:
+        command("trace", "import", main, "out.parquet", *options)
+    else:  # what the command calls; with fewer rows for distributions, of which it takes 10,000
+        pairs = list(zip(options[::2], options[1::2], strict=True))
+        given = {name.removeprefix("--"): value for name, value in pairs if name in ("--format", "--tokenizer")}
+        columns = dict(value.split("=") for name, value in pairs if name == "--column")
+        write_trace(import_trace(main, columns=columns, rows=100, **given), "out.parquet")
     checks.trace(read_trace("out.parquet"))
 
 
@@ -183,9 +191,10 @@ def from_run(main: Path, _: Seed, rng: random.Random) -> None:
     from rlsim.calibrate.verl_log import read_log
 
     read_log(main)
-    if rng.random() < 0.03:
-        command("calibrate", "from-run", main, "--model", "qwen2.5-1.5b", "--cluster", "8xh100", "--calibration",
-                "h100-vllm", "--tp", "2", "--prompts", "8", "--responses", "1", "--cap", "1K", "--out", "made.yaml")  # fmt: skip
+    if rng.random() < 0.01:
+        run_of = ("--model", "qwen2.5-1.5b", "--cluster", "8xh100", "--calibration", "h100-vllm", "--tp", "2")
+        batch = ("--prompts", "8", "--responses", "2", "--cap", "1K")
+        command("calibrate", "from-run", main, *run_of, *batch, "--out", "made.yaml")
 
 
 def init(main: Path, _: Seed, __: random.Random) -> None:
@@ -211,22 +220,22 @@ def report(main: Path, _: Seed, __: random.Random) -> None:
 TARGETS = {
     target.name: target
     for target in (
-        Target("trace-import", seeds.rollouts, trace_import, 26),
-        Target("trace-describe", seeds.traces, trace_describe, 12),
-        Target("trace-generate", seeds.recipes, trace_generate, 3),
-        Target("trace-derive", seeds.logs, derive, 8),
-        Target("calibration", seeds.calibrations, calibration, 1),
-        Target("calibration-values", seeds.calibration_values, calibration_values, 12),
-        Target("calibrate-import", seeds.measurements, calibrate_import, 12),
-        Target("calibrate-from-run", seeds.logs, from_run, 6),
-        Target("run", seeds.experiments, run, 4),
-        Target("sweep", seeds.sweeps, sweep, 3),
-        Target("set", seeds.settings, setting, 6),
-        Target("init", seeds.verl, init, 4),
-        Target("compare", seeds.results, compare, 3),
-        Target("compare-sweep", seeds.swept, compare, 2),
-        Target("timeline", seeds.results, timeline, 1.5),
-        Target("report", seeds.results, report, 0.1),
-        Target("report-sweep", seeds.swept, report, 0.1),
+        Target("trace-import", seeds.rollouts, trace_import, 16),
+        Target("trace-describe", seeds.traces, trace_describe, 10),
+        Target("trace-generate", seeds.recipes, trace_generate, 0.1),
+        Target("trace-derive", seeds.logs, derive, 16),
+        Target("calibration", seeds.calibrations, calibration, 0.3),
+        Target("calibration-values", seeds.calibration_values, calibration_values, 16),
+        Target("calibrate-import", seeds.measurements, calibrate_import, 6),
+        Target("calibrate-from-run", seeds.logs, from_run, 18),
+        Target("run", seeds.experiments, run, 1),
+        Target("sweep", seeds.sweeps, sweep, 1),
+        Target("set", seeds.settings, setting, 12),
+        Target("init", seeds.verl, init, 0.5),
+        Target("compare", seeds.results, compare, 1),
+        Target("compare-sweep", seeds.swept, compare, 0.5),
+        Target("timeline", seeds.results, timeline, 1),
+        Target("report", seeds.results, report, 0.05),
+        Target("report-sweep", seeds.swept, report, 0.05),
     )
 }

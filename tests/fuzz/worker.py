@@ -32,4 +32,4 @@ def work(name: str, seed: int, start: int, count: int, saved: str, pipe: Any) ->
 
 def fast() -> str | None:
     """A folder in memory for what cases write, if there is one."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

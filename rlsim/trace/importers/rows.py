@@ -15,6 +15,7 @@ from rlsim.tables import csv_errors, json_lines, number_of, open_data, parquet_e
 JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 CSV = (".csv", ".csv.gz")
 PARQUET = (".parquet", ".pq")
+MAX_WHOLE = 2**53  # beyond it numbers are not whole any more in all programs
 _BATCH = 256  # rows of a table that are held at a time: those of a rollout dump carry texts
 
 
@@ -42,7 +43,7 @@ class Row:
     def whole(self, key: str, least: int = 0) -> int:
         """A whole number of at least `least`."""
         value = self.get(key)
-        if not is_number(value) or value != math.floor(value) or value < least:
+        if not is_number(value) or value != math.floor(value) or not least <= value <= MAX_WHOLE:
             raise self.fail(f"{key} should be a whole number, {least} or more (got {shown(value)})")
         return int(value)
 

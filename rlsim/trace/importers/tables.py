@@ -83,9 +83,9 @@ def read_known(
     if table.task and "task" not in columns:
         missing = [name for name in table.task if name not in names]
         if not missing:
-            task: Any = frame[table.task[0]].astype(str)
+            task: Any = frame[table.task[0]].map(str)
             for name in table.task[1:]:
-                task = task + " " + frame[name].astype(str)
+                task = task + " " + frame[name].map(str)
             frame = frame.assign(task=task)
             frame = frame.drop(columns=[c for c in table.task if c not in columns.values()])
     if table.empty_note and columns.get("response_tokens") in names:
