@@ -30,12 +30,24 @@ MOST_GROWTH, MOST_GROWN_BYTES = 200, 256 << 20
 UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; raises `ValueError` for anything else, whole numbers that no float holds among it."""
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; raises `ValueError` for anything else, whole numbers that no float holds among it.
+
+    Half a character, as in text that was cut, becomes a question mark: no file could hold it.
+    """
     try:
-        return json.loads(text, parse_int=_whole)
+        value = json.loads(text, parse_int=_whole)
+        return _without_halves(value) if "\\ud" in text.lower() else value
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _without_halves(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_without_halves(key): _without_halves(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_halves(item) for item in value]
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def _whole(digits: str) -> int:

@@ -226,7 +226,6 @@ def _checked_ids(series: pd.Series[Any], refuse: Callable[..., None]) -> Any:
     refuse(np.array([isinstance(v, bool) or not isinstance(v, int | float | str) for v in values]),
            "is neither a whole number nor text")  # fmt: skip
     refuse(np.array([isinstance(v, float) and not v.is_integer() for v in values]), "is not a whole number")
-    refuse(np.array([isinstance(v, str) and not _is_text(v) for v in values]), "is text that no file can hold")
     if all(not isinstance(v, str) and abs(v) < 2**63 for v in values):
         return np.array([int(v) for v in values], np.int64)
     return pd.Series([str(int(v) if isinstance(v, float) else v) for v in values], dtype=object)
@@ -235,17 +234,7 @@ def _checked_ids(series: pd.Series[Any], refuse: Callable[..., None]) -> Any:
 def _checked_texts(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
     values = [None if n else v if isinstance(v, bytes) else str(v) for v, n in zip(series, null, strict=True)]
     refuse(np.array([isinstance(v, bytes) for v in values]), "is bytes, not text")
-    refuse(np.array([v is not None and not _is_text(v) for v in values]), "is text that no file can hold")
     return pd.Series(values, dtype=object)
-
-
-def _is_text(value: Any) -> bool:
-    """Whether it can be written: half a surrogate pair cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 _FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
