@@ -30,11 +30,14 @@ def main() -> int:
     counts: dict[str, Counter[str]] = {name: Counter() for name in chosen}
     seen: Counter[str] = Counter()
     begun = time.monotonic()
-    for name in chosen:
-        total = max(1, round(options.cases * TARGETS[name].share / shares))
-        for start in range(0, total, BLOCK):
-            _block(name, options, start, min(BLOCK, total - start), counts[name], seen)
-        _say(f"{time.monotonic() - begun:7.0f} s  {name}: {dict(counts[name])}")
+    totals = {name: max(1, round(options.cases * TARGETS[name].share / shares)) for name in chosen}
+    blocks = [(start / total, name, start) for name, total in totals.items() for start in range(0, total, BLOCK)]
+    try:
+        for _, name, start in sorted(blocks):  # all targets at the same rate, so that a run that is cut covers all
+            _block(name, options, start, min(BLOCK, totals[name] - start), counts[name], seen)
+            _say(f"{time.monotonic() - begun:7.0f} s  {name}: {dict(counts[name])}")
+    except KeyboardInterrupt:
+        _say("interrupted")
     _table(counts, seen)
     return 1 if any(found["failed"] for found in counts.values()) else 0
 
