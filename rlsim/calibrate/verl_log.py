@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.errors import CalibrationError
+from rlsim.tables import csv_errors, number_of, parse_json
 
 #: What is read: our name, and the names that veRL's versions give it, newest first.
 METRICS: Mapping[str, tuple[str, ...]] = {
@@ -51,6 +52,7 @@ _PROCESS = re.compile(r"^\s*(\([\w:.]+ pid=\d+[^)]*\))\s?")
 _NUMBER = re.compile(r"(?:(?:np\.\w+|tensor)\()?([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf))[),]*(?:\s|$)")
 _JSON = re.compile(r"\s*(\[\s*)?\{\s*\"")
 _MOST_CONFIG_LINES = 5000
+LARGEST = 1e15  # of any metric: beyond it nothing was measured
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,10 @@ def _row(path: Path, record: _Record) -> dict[str, float]:
         if name in _OURS:
             raise CalibrationError(f"{path}:{record.line}: step {record.step}: {name} is {text!r}, not a plain number")
     for name in METRICS:
-        if row[name] < 0:
+        if row[name] < 0 or row[name] > LARGEST:
+            limit = "below zero" if row[name] < 0 else f"beyond {LARGEST:g}"
             raise CalibrationError(
-                f"{path}:{record.line}: step {record.step}: {METRICS[name][0]} is {row[name]:g}, below zero"
+                f"{path}:{record.line}: step {record.step}: {METRICS[name][0]} is {row[name]:g}, {limit}"
             )
     return row
 
@@ -185,7 +188,7 @@ def _from_console(path: Path, notes: list[str]) -> tuple[list[_Record], dict[str
         dump.take(line)
         found = _STEP.search(line)
         if found:
-            records.append(_console_record(int(found[1]), number, line[found.end() :]))
+            records.append(_console_record(_whole(path, number, found[1]), number, line[found.end() :]))
     if not records:
         raise CalibrationError(
             f"{path}: no metrics of veRL found; expected console lines such as 'step:12 - timing_s/gen:61.3 - …', the "
@@ -277,9 +280,10 @@ def _from_json(path: Path, notes: list[str]) -> list[_Record]:
     text = path.read_text(encoding="utf-8", errors="replace").removeprefix("\ufeff")
     if text.lstrip().startswith("["):
         try:
-            items = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise CalibrationError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+            items = parse_json(text)
+        except ValueError as error:
+            at = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+            raise CalibrationError(f"{path}:{at}: not valid JSON: {error}") from None
         return [_json_record(path, number, item) for number, item in enumerate(items, 1)]
     records = []
     lines = text.split("\n")
@@ -287,12 +291,12 @@ def _from_json(path: Path, notes: list[str]) -> list[_Record]:
         if not line.strip():
             continue
         try:
-            item = json.loads(line)
-        except json.JSONDecodeError as error:
+            item = parse_json(line)
+        except ValueError as error:
             if number == len(lines):
                 notes.append(f"line {number} was cut while being written: left out")
                 continue
-            raise CalibrationError(f"{path}:{number}: not valid JSON: {error.msg}") from None
+            raise CalibrationError(f"{path}:{number}: not valid JSON: {error}") from None
         records.append(_json_record(path, number, item))
     if not records:
         raise CalibrationError(f"{path}: no whole line of JSON")
@@ -306,9 +310,9 @@ def _json_record(path: Path, number: int, item: Any) -> _Record:
     if not isinstance(data, dict):
         raise CalibrationError(f"{path}:{number}: data is not a record of metrics")
     step = item.get("step", _step_of(data))
-    if isinstance(step, bool) or not isinstance(step, int | float) or step != int(step):
+    if isinstance(step, str) or not number_of(step).is_integer():
         raise CalibrationError(f"{path}:{number}: no step number; expected one of: {', '.join(_STEP_NAMES)}")
-    record = _Record(int(step), number, {})
+    record = _Record(_whole(path, number, step), number, {})
     for name, value in data.items():
         if isinstance(value, bool) or value is None:
             continue
@@ -342,10 +346,8 @@ def _bare(column: str) -> str:
 def _from_csv(path: Path) -> list[_Record]:
     """A table with one row per step and metric names as columns, or one row per value (tag, step, value)."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")
-    try:
-        table = pd.read_csv(io.StringIO(text), dtype=str, skip_blank_lines=False)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise CalibrationError(f"{path}: not a table: {str(error).strip()}") from None
+    with csv_errors(path, CalibrationError):
+        table = pd.read_csv(io.StringIO(text), dtype=str, skip_blank_lines=False, index_col=False)
     table["line"] = range(2, len(table) + 2)
     table = table.dropna(how="all", subset=[column for column in table.columns if column != "line"])
     if {"tag", "step", "value"} <= set(table.columns):
@@ -382,14 +384,11 @@ def _from_long(path: Path, table: pd.DataFrame) -> list[_Record]:
     return list(records.values())
 
 
-def _whole(path: Path, line: int, text: str) -> int:
-    try:
-        value = float(text)
-        if value == int(value):
-            return int(value)
-    except (ValueError, OverflowError):
-        pass
-    raise CalibrationError(f"{path}:{line}: the step number is {text!r}, not a whole number")
+def _whole(path: Path, line: int, text: Any) -> int:
+    value = number_of(text)
+    if not (value.is_integer() and abs(value) <= LARGEST):
+        raise CalibrationError(f"{path}:{line}: the step number is {str(text)[:40]!r}, not a whole number")
+    return int(value)
 
 
 def _cell(record: _Record, name: str, cell: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -18,6 +19,9 @@ from rlsim.sim.request import EngineConfig
 from rlsim.units import Tokens
 
 T = TypeVar("T")
+#: Settings that are whole numbers from 1, and the largest that can be meant.
+_COUNTS = re.compile(r".*(_size|_size_per_gpu|_len_per_gpu|_length|_seqs|_tokens|_epochs|\.n|\.nnodes|n_gpus_per_node)")
+MOST = 10**12
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))
 
 
@@ -60,11 +64,21 @@ class _Finder:
     """Takes each setting from the caller, else from the log, else the default; remembers where they disagree."""
 
     def __init__(self, log: VerlLog) -> None:
-        self._config = log.config
+        self._config, self._path = log.config, log.path
         self.notes: list[str] = []
 
     def logged(self, *keys: str) -> Any:
-        return next((self._config[key] for key in keys if self._config.get(key) is not None), None)
+        key = next((key for key in keys if self._config.get(key) is not None), None)
+        if key is None:
+            return None
+        value = self._config[key]
+        if _COUNTS.fullmatch(key) and not (type(value) is int and 1 <= value <= MOST):
+            raise CalibrationError(
+                f"{self._path}: the configuration's {key} is {value!r:.60}, not a whole number from 1"
+            )
+        if key.endswith("utilization") and not (isinstance(value, float | int) and 0.0 < value <= 1.0):
+            raise CalibrationError(f"{self._path}: the configuration's {key} is {value!r:.60}, not above 0 and up to 1")
+        return value
 
     def pick(self, what: str, given: T | None, *keys: str) -> T | None:
         logged = self.logged(*keys)

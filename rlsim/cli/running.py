@@ -92,8 +92,8 @@ def _tables(result: Result) -> Iterator[Table]:
             ["system", "responses/s", "speedup", "by tokens", "step s", "bubble", "tail"],
             texts,
             title=" · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part),
-            caption=f"{f'means of {seeds} seeds with 95% intervals' if seeds > 1 else 'one seed'}; responses/s: trained "
-            f"on, per second\nspeedup: responses/s over those of {baseline}; by tokens: the same of trained tokens\n"
+            caption=f"{f'means of {seeds} seeds with 95% intervals' if seeds > 1 else 'one seed'}; responses/s: trained"
+            f" on, per second\nspeedup: responses/s over those of {baseline}; by tokens: the same of trained tokens\n"
             "tail: busy GPU time that decodes at under half of the full batch's throughput",
         )
         yield _parts(rows)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from rlsim import catalogue
 from rlsim.errors import CalibrationError, ConfigError, unknown_name
@@ -22,7 +23,31 @@ from rlsim.schema import Schema, load
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
 Engine = Literal["sglang", "vllm", "trtllm", "torch"]
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 Range = tuple[float, float]
+# Beyond these bounds a number cannot be meant, and what is priced with it would be infinite, negative or no number.
+KernelSeconds = Annotated[Seconds, Field(ge=0, le=10)]
+LongSeconds = Annotated[Seconds, Field(ge=0, le=3600)]
+StepSeconds = Annotated[Seconds, Field(ge=1e-9, le=3600)]
+Share = Annotated[float, Field(ge=1e-6, le=1)]
+#: Of a peak that caches may hide: on a CPU it can be above 1.
+Efficiency = Annotated[float, Field(ge=1e-6, le=100)]
+Factor = Annotated[float, Field(ge=1e-4, le=1e4)]
+Amount = Annotated[float, Field(gt=0, le=1e15)]
+Blend = Annotated[float, Field(ge=1, le=50)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Rate = Annotated[BytesPerSecond, Field(ge=1e3, le=1e16)]
+
+
+class Fitted(Schema):
+    """A record of finite numbers."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+def _ascend(knots: Sequence[float], what: str) -> None:
+    if any(high <= low for low, high in pairwise(knots)):
+        raise ValueError(f"{what} must ascend")
 
 
 class Source(Schema):
@@ -44,14 +69,14 @@ class Provenance(Schema):
     notes: tuple[str, ...] = Field(default=(), description="what is derived or assumed rather than measured")
 
 
-class Reference(Schema):
+class Reference(Fitted):
     """Data-sheet figures that the efficiencies are relative to."""
 
-    bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 rate")
-    memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
-    sm_count: int = Field(gt=0, description="streaming multiprocessors")
-    l2_bytes: Bytes = Field(gt=0, description="L2 cache")
-    link_bytes_per_s: BytesPerSecond = Field(ge=1, description="GPU-to-GPU rate one way, in the measured node")
+    bf16_flop_per_s: FlopPerSecond = Field(ge=1e6, le=1e20, description="peak dense bf16 rate")
+    memory_bytes_per_s: Rate = Field(description="peak device-memory bandwidth")
+    sm_count: Count = Field(description="streaming multiprocessors")
+    l2_bytes: Bytes = Field(gt=0, le=1e15, description="L2 cache")
+    link_bytes_per_s: Rate = Field(description="GPU-to-GPU rate one way, in the measured node")
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
@@ -66,20 +91,19 @@ class Reference(Schema):
         )
 
 
-class Axis(Schema):
+class Axis(Fitted):
     """One axis of a correction."""
 
     name: str
-    knots: tuple[float, ...] = Field(min_length=1, description="positive, ascending")
+    knots: tuple[Amount, ...] = Field(min_length=1, description="positive, ascending")
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
-        if self.knots[0] <= 0 or list(self.knots) != sorted(set(self.knots)):
-            raise ValueError(f"the knots of {self.name} must be positive and ascend")
+        _ascend(self.knots, f"the knots of {self.name}")
         return self
 
 
-class Correction(Schema):
+class Correction(Fitted):
     """A factor on a formula: multilinear in the logarithms of the axes and the factor, constant beyond them.
 
     What the formula's few constants leave over, smoothed on a coarse grid. Between and beyond the knots the formula
@@ -87,12 +111,12 @@ class Correction(Schema):
     """
 
     axes: tuple[Axis, ...] = Field(min_length=1)
-    factor: tuple[float, ...] = Field(description="measured / formula at every knot, the last axis running fastest")
+    factor: tuple[Factor, ...] = Field(description="measured / formula at every knot, the last axis running fastest")
 
     @model_validator(mode="after")
     def _grid(self) -> Self:
         size = math.prod(len(axis.knots) for axis in self.axes)
-        if len(self.factor) != size or min(self.factor) <= 0:
+        if len(self.factor) != size:
             raise ValueError(f"factor must hold {size} positive numbers, one for each combination of knots")
         return self
 
@@ -108,39 +132,39 @@ class Correction(Schema):
         return {axis.name: axis.knots for axis in self.axes}[name]
 
 
-class Tile(Schema):
+class Tile(Fitted):
     """One block shape that a GEMM kernel may use."""
 
-    m: int = Field(gt=0)
-    n: int = Field(gt=0)
-    efficiency: float = Field(gt=0, le=1, description="share of an SM's peak while inside the main loop")
+    m: Count
+    n: Count
+    efficiency: Share = Field(description="share of an SM's peak while inside the main loop")
 
 
-class GemmFit(Schema):
+class GemmFit(Fitted):
     """`launch + (compute^p + memory^p)^(1/p)`; compute = waves of the best tile shape and split of k."""
 
-    launch_s: Seconds = Field(ge=0, description="time of an empty kernel")
-    memory_efficiency: float = Field(gt=0, le=1, description="share of peak bandwidth, weights cold")
-    k_overhead: float = Field(ge=0, description="start and end of a tile, as extra depth in elements of k")
-    split_s: Seconds = Field(ge=0, description="cost of splitting k over blocks")
-    blend: float = Field(ge=1, description="p: how sharply the slower of compute and memory hides the other")
+    launch_s: KernelSeconds = Field(description="time of an empty kernel")
+    memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
+    k_overhead: float = Field(ge=0, le=1e6, description="start and end of a tile, as extra depth in elements of k")
+    split_s: KernelSeconds = Field(description="cost of splitting k over blocks")
+    blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
     wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
     tiles: tuple[Tile, ...] = Field(min_length=1)
-    splits: tuple[int, ...] = Field(min_length=1, description="numbers of blocks that k may be split over")
+    splits: tuple[Count, ...] = Field(min_length=1, description="numbers of blocks that k may be split over")
     correction: Correction | None = Field(default=None, description="over m, n, k")
 
 
-class DecodeAttentionFit(Schema):
+class DecodeAttentionFit(Fitted):
     """`max(floor, stream)`: both grow with sequences and KV heads, stream also with the KV bytes."""
 
-    floor_s: Seconds = Field(ge=0, description="shortest kernel")
-    floor_tile_s: Seconds = Field(ge=0, description="per sequence and KV head, tiny contexts")
-    floor_sequence_s: Seconds = Field(ge=0, description="per sequence, tiny contexts")
-    stream_s: Seconds = Field(ge=0, description="fixed cost once the KV is split over blocks")
-    stream_tile_s: Seconds = Field(ge=0, description="per sequence and KV head")
-    stream_sequence_s: Seconds = Field(ge=0, description="per sequence")
-    parallelism: tuple[float, ...] = Field(min_length=1, description="knots: log2(sequences * KV heads)")
-    efficiency: tuple[float, ...] = Field(description="share of peak bandwidth at the knots, KV cold")
+    floor_s: KernelSeconds = Field(description="shortest kernel")
+    floor_tile_s: KernelSeconds = Field(description="per sequence and KV head, tiny contexts")
+    floor_sequence_s: KernelSeconds = Field(description="per sequence, tiny contexts")
+    stream_s: KernelSeconds = Field(description="fixed cost once the KV is split over blocks")
+    stream_tile_s: KernelSeconds = Field(description="per sequence and KV head")
+    stream_sequence_s: KernelSeconds = Field(description="per sequence")
+    parallelism: tuple[float, ...] = Field(min_length=1, description="ascending knots: log2(sequences * KV heads)")
+    efficiency: tuple[Efficiency, ...] = Field(description="share of peak bandwidth at the knots, KV cold")
     skew: float = Field(ge=0, le=1, description="share of the padding of unequal contexts that is paid for (derived)")
     correction: Correction | None = Field(default=None, description="over batch, context, kv_heads")
 
@@ -148,38 +172,40 @@ class DecodeAttentionFit(Schema):
     def _same_length(self) -> Self:
         if len(self.parallelism) != len(self.efficiency):
             raise ValueError("parallelism and efficiency must have the same length")
+        _ascend(self.parallelism, "parallelism")
         return self
 
 
-class PrefillAttentionFit(Schema):
+class PrefillAttentionFit(Fitted):
     """`launch + (total^p + longest^p)^(1/p)`: all work over all SMs, and the longest block on one SM."""
 
-    launch_s: Seconds = Field(ge=0)
-    block_tokens: int = Field(gt=0, description="queries per block")
-    overhead_tokens: float = Field(ge=0, description="start and end of a block, as extra keys")
-    blend: float = Field(ge=1)
-    keys: tuple[float, ...] = Field(min_length=1, description="knots: mean keys per query")
-    efficiency: tuple[float, ...] = Field(description="share of peak FLOP/s at the knots, all SMs busy")
-    single_efficiency: float = Field(gt=0, le=1, description="share of an SM's peak that one lone block reaches")
-    memory_efficiency: float = Field(gt=0, le=1, description="share of peak bandwidth for q, k, v and output")
+    launch_s: KernelSeconds
+    block_tokens: Count = Field(description="queries per block")
+    overhead_tokens: float = Field(ge=0, le=1e6, description="start and end of a block, as extra keys")
+    blend: Blend
+    keys: tuple[Amount, ...] = Field(min_length=1, description="ascending knots: mean keys per query")
+    efficiency: tuple[Efficiency, ...] = Field(description="share of peak FLOP/s at the knots, all SMs busy")
+    single_efficiency: Share = Field(description="share of an SM's peak that one lone block reaches")
+    memory_efficiency: Share = Field(description="share of peak bandwidth for q, k, v and output")
     correction: Correction | None = Field(default=None, description="over sequences, new, q_heads, group")
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
         if len(self.keys) != len(self.efficiency):
             raise ValueError("keys and efficiency must have the same length")
+        _ascend(self.keys, "keys")
         return self
 
 
-class MemoryOpFit(Schema):
+class MemoryOpFit(Fitted):
     """`launch + bytes / (bandwidth * efficiency)`: norms, rotary embedding, activation."""
 
-    launch_s: Seconds = Field(ge=0)
-    efficiency: float = Field(gt=0, le=1)
+    launch_s: KernelSeconds
+    efficiency: Share
     correction: Correction | None = Field(default=None, description="over tokens, bytes (of one kernel)")
 
 
-class OperatorFits(Schema):
+class OperatorFits(Fitted):
     """One record per kind of kernel. The LM head is a GEMM; a mixture's experts are one grouped GEMM."""
 
     gemm: GemmFit
@@ -188,67 +214,71 @@ class OperatorFits(Schema):
     memory_bound: MemoryOpFit
 
 
-class CollectiveFit(Schema):
+class CollectiveFit(Fitted):
     """Time of one collective, linear in log-log between knots; flat below, proportional to the bytes above."""
 
-    message_bytes: tuple[Bytes, ...] = Field(min_length=2)
-    time_s: tuple[Seconds, ...]
+    message_bytes: tuple[Annotated[Bytes, Field(gt=0, le=1e15)], ...] = Field(min_length=2, description="ascending")
+    time_s: tuple[StepSeconds, ...] = Field(description="not falling")
 
     @model_validator(mode="after")
     def _knots(self) -> Self:
         if len(self.message_bytes) != len(self.time_s):
             raise ValueError("message_bytes and time_s must have the same length")
-        if list(self.message_bytes) != sorted(set(self.message_bytes)) or list(self.time_s) != sorted(self.time_s):
-            raise ValueError("message_bytes must ascend and time_s must not fall")
+        _ascend(self.message_bytes, "message_bytes")
+        if list(self.time_s) != sorted(self.time_s):
+            raise ValueError("time_s must not fall")
         return self
 
 
-class CollectiveFits(Schema):
+Gpus = Annotated[int, Field(ge=2, le=1_000_000)]
+
+
+class CollectiveFits(Fitted):
     """Collectives inside a node by operation and GPUs, and the efficiency assumed across nodes."""
 
-    nccl: dict[str, dict[int, CollectiveFit]] = Field(description="operation -> GPUs -> fit")
-    custom_all_reduce: dict[int, CollectiveFit] = Field(
+    nccl: dict[Operation, dict[Gpus, CollectiveFit]] = Field(description="operation -> GPUs -> fit")
+    custom_all_reduce: dict[Gpus, CollectiveFit] = Field(
         default={}, description="the engine's own all-reduce under CUDA graphs, by GPUs; taken where it is faster"
     )
-    inter_efficiency: float = Field(gt=0, le=1, description="share of the inter-node link reached (assumed)")
+    inter_efficiency: Share = Field(description="share of the inter-node link reached (assumed)")
 
 
-class HostFit(Schema):
+class HostFit(Fitted):
     """The host's time per engine step, and whatever else a step takes that is in no kernel of the tables."""
 
-    step_s: Seconds = Field(ge=0, description="per step")
-    sequence_s: Seconds = Field(ge=0, description="per running sequence and step")
-    prefill_s: Seconds = Field(default=0.0, ge=0, description="per prefill iteration, on top of step_s")
+    step_s: KernelSeconds = Field(description="per step")
+    sequence_s: KernelSeconds = Field(description="per running sequence and step")
+    prefill_s: KernelSeconds = Field(default=0.0, description="per prefill iteration, on top of step_s")
     overlapped: bool = Field(
         default=False, description="the host prepares a step while the GPU works: the longer of the two, not their sum"
     )
     source: str = Field(description="what it is fitted to")
 
 
-class RuntimeFit(Schema):
+class RuntimeFit(Fitted):
     """What changing the parallel layout costs besides moving bytes."""
 
-    graph_capture_s: Seconds = Field(ge=0, description="capture of one batch size's CUDA graph")
-    graph_batch_sizes: tuple[int, ...] = Field(description="batch sizes the engine captures")
-    switch_control_s: Seconds = Field(ge=0, description="pause, free, collect, resume at each switch")
-    group_create_s: Seconds = Field(ge=0, description="first use of a communication group")
-    reshard_bytes_per_s: BytesPerSecond | None = Field(
+    graph_capture_s: LongSeconds = Field(description="capture of one batch size's CUDA graph")
+    graph_batch_sizes: tuple[Count, ...] = Field(description="batch sizes the engine captures")
+    switch_control_s: LongSeconds = Field(description="pause, free, collect, resume at each switch")
+    group_create_s: LongSeconds = Field(description="first use of a communication group")
+    reshard_bytes_per_s: Rate | None = Field(
         default=None, description="per rank, one way, while weights are resharded; none: from the collectives"
     )
-    migrate_bytes_per_s: BytesPerSecond | None = Field(
+    migrate_bytes_per_s: Rate | None = Field(
         default=None, description="per rank, one way, while KV migrates; none: from the collectives"
     )
     source: str
 
 
-class TrainingFit(Schema):
+class TrainingFit(Fitted):
     """Training efficiency, fitted elsewhere (see its source)."""
 
-    flop_efficiency: dict[str, float] = Field(description="framework -> share of peak bf16 FLOP/s in GEMMs")
+    flop_efficiency: dict[str, Share] = Field(description="framework -> share of peak bf16 FLOP/s in GEMMs")
     source: str
 
 
-class Residual(Schema):
+class Residual(Fitted):
     """How far a fit is off on shapes it has not seen: absolute relative errors, and the shapes' ranges."""
 
     count: int = Field(ge=0)
@@ -259,20 +289,34 @@ class Residual(Schema):
     note: str = ""
 
 
-class DecodeProfile(Schema):
+class DecodeProfile(Fitted):
     """Whole decode steps as measured or sampled, for one model and TP: one list of contexts and times a batch size."""
 
     model: str
-    tp: int = Field(gt=0)
-    batches: tuple[int, ...] = Field(min_length=1)
-    context_tokens: tuple[tuple[float, ...], ...] = Field(description="per batch: sum of contexts, ascending")
-    step_s: tuple[tuple[float, ...], ...]
-    prefill_tokens: tuple[float, ...] = Field(min_length=1, description="new tokens of one iteration, ascending")
-    prefill_lengths: tuple[float, ...] = Field(min_length=1, description="tokens per sequence, ascending")
-    prefill_s: tuple[tuple[float, ...], ...] = Field(description="seconds, one row per prefill_tokens")
+    tp: Count
+    batches: tuple[Count, ...] = Field(min_length=1, description="sequences, ascending")
+    context_tokens: tuple[tuple[Amount, ...], ...] = Field(description="per batch: sum of contexts, ascending")
+    step_s: tuple[tuple[StepSeconds, ...], ...]
+    prefill_tokens: tuple[Amount, ...] = Field(min_length=1, description="new tokens of one iteration, ascending")
+    prefill_lengths: tuple[Amount, ...] = Field(min_length=1, description="tokens per sequence, ascending")
+    prefill_s: tuple[tuple[StepSeconds, ...], ...] = Field(description="seconds, one row per prefill_tokens")
+
+    @model_validator(mode="after")
+    def _grids(self) -> Self:
+        for name in ("batches", "prefill_tokens", "prefill_lengths"):
+            _ascend(getattr(self, name), name)
+        for contexts in self.context_tokens:
+            _ascend(contexts, "context_tokens of a batch")
+        if [len(row) for row in self.step_s] != [len(row) for row in self.context_tokens]:
+            raise ValueError("step_s must have a time for each of context_tokens")
+        if len(self.step_s) != len(self.batches) or not all(self.step_s):
+            raise ValueError("context_tokens and step_s must have a row for each of batches, of one context or more")
+        if [len(row) for row in self.prefill_s] != [len(self.prefill_lengths)] * len(self.prefill_tokens):
+            raise ValueError("prefill_s must have a row for each of prefill_tokens, a time for each of prefill_lengths")
+        return self
 
 
-class Calibration(Schema):
+class Calibration(Fitted):
     """Everything that is fitted for one GPU under one engine."""
 
     name: str

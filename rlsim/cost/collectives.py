@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from math import exp, log, log2
-from typing import Literal, get_args
+from typing import get_args
 
-from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Reference
+from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Operation, Reference
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 OPERATIONS: tuple[str, ...] = get_args(Operation)
 
 
@@ -62,7 +61,7 @@ class Collectives:
         self.lookups = Lookups()
         self._seen: set[tuple[str, float, int]] = set()
         self._inter_efficiency = fits.inter_efficiency
-        self._nccl = {
+        self._nccl: dict[str, dict[int, _Curve]] = {
             op: {gpus: _Curve(fit, stretch) for gpus, fit in sorted(by_gpus.items())}
             for op, by_gpus in fits.nccl.items()
         }

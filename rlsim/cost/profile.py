@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from rlsim.cost.calibration import DecodeProfile
 from rlsim.cost.curve import DecodeCurve
@@ -61,13 +61,10 @@ class ProfileStep(StepCost):
     @classmethod
     def from_record(cls, record: DecodeProfile, *, skew: float = 0.0) -> ProfileStep:
         """The profile that a calibration file carries."""
-        try:
-            curves = [
-                DecodeCurve(batch, contexts, times)
-                for batch, contexts, times in zip(record.batches, record.context_tokens, record.step_s, strict=True)
-            ]
-        except ValueError as error:
-            raise CalibrationError(f"decode profile of {record.model} at TP {record.tp}: {error}") from None
+        curves = [
+            _rising(batch, contexts, times)
+            for batch, contexts, times in zip(record.batches, record.context_tokens, record.step_s, strict=True)
+        ]
         return cls(record.tp, curves, record.prefill_tokens, record.prefill_lengths, record.prefill_s, skew=skew)
 
     def decode(self, batch: int) -> DecodeCurve:
@@ -85,7 +82,11 @@ class ProfileStep(StepCost):
         # Beyond its last knot a curve continues its last slope, so one extra point fixes the blend's slope there.
         knots.append(knots[-1] + max(knots[-1] - knots[0], 1.0))
         times = [(1.0 - share) * low.step_s(x) + share * high.step_s(x) for x in knots]
-        curve = DecodeCurve(batch, knots, times)
+        if batch < self._batches[0]:  # as in `_along`
+            times = [max(time, low.step_s(x) * batch / self._batches[0]) for x, time in zip(knots, times, strict=True)]
+        elif batch > self._batches[-1]:
+            times = [max(time, high.step_s(x)) for x, time in zip(knots, times, strict=True)]
+        curve = _rising(batch, knots, times)
         self._used[batch] = curve
         return curve
 
@@ -137,6 +138,17 @@ class ProfileStep(StepCost):
         i, _ = _segment(self._tokens, tokens)
         rows = self._prefill[i : i + 2]
         return _along(self._tokens[i : i + 2], [_along(self._lengths, row, length) for row in rows], tokens)
+
+
+def _rising(batch: int, knots: Sequence[float], times: Sequence[float]) -> DecodeCurve:
+    """The curve through these points with times that never fall, as no step does whose context grows, nor reach zero
+    below the first knot: measured slopes are noisy."""
+    rising = list(accumulate(times, max))
+    if len(knots) > 1 and knots[0] > 0.0:
+        at_zero = rising[0] - (rising[1] - rising[0]) / (knots[1] - knots[0]) * knots[0]
+        if at_zero < 0.0:
+            return DecodeCurve(batch, [0.0, *knots], [0.0, *rising])
+    return DecodeCurve(batch, knots, rising)
 
 
 def _along(knots: Sequence[float], values: Sequence[float], x: float) -> float:

@@ -48,6 +48,14 @@ _SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|sft|rl|dpo|rm|preview|thinkin
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; there is none by a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str, str]:
     """A model as an experiment in `folder` names it, and what to say about the choice ("" if nothing).
 
@@ -56,7 +64,7 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
     """
     path = Path(name).expanduser()
     for config in (path, path / "config.json"):
-        if config.is_file() and config.suffix in (".json", ".yaml", ".yml"):
+        if is_file(config) and config.suffix in (".json", ".yaml", ".yml"):
             load_model(config)  # says what is wrong with it
             return _from_folder(config, folder), ""
     if name.endswith((".json", ".yaml", ".yml")):

@@ -21,6 +21,10 @@ _TEXTS = ("actor_rollout_ref.rollout.name",)
 _SHARES = ("actor_rollout_ref.rollout.gpu_memory_utilization",)
 
 
+#: Beyond it no number of tokens, sequences or GPUs can be meant.
+MOST = 10**12
+
+
 def check_values(config: VerlConfig) -> None:
     """Raises `ConfigError` for a value of another kind or size than veRL takes, where it bears on time."""
     sections = {key.rpartition(".")[0] for key in config.default}
@@ -46,7 +50,7 @@ def _unlike(key: str, value: Any, default: Any) -> str:
         return "" if isinstance(value, bool) else "True or False"
     if isinstance(default, int):
         least = "a whole number of at least 1" if default > 0 else "a whole number"
-        return "" if whole and (default <= 0 or value > 0) else least
+        return "" if whole and (default <= 0 or value > 0) and abs(value) <= MOST else least
     if key in _SHARES:
         return "" if number and 0.0 < value <= 1.0 else "a number above 0 and up to 1"
     if isinstance(default, float):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-import warnings
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from pydantic import ValidationError
 
 from rlsim.errors import TraceError
 from rlsim.output import atomic_path
+from rlsim.tables import csv_errors, json_lines, open_data, read_parquet
 from rlsim.trace.schema import BY_NAME, COLUMNS, Trace, TraceMeta, make_trace
 
 _SUFFIXES = {
@@ -23,7 +20,6 @@ _SUFFIXES = {
     ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl",
 }  # fmt: skip
 _META_KEY = b"rlsim.trace"
-_UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
 
 
 def read_trace(path: str | Path, *, cap_tokens: int | None = None) -> Trace:
@@ -104,39 +100,21 @@ def read_table(path: Path, kind: str | None = None) -> tuple[pd.DataFrame, Trace
 
 
 def _read_parquet(path: Path, meta: TraceMeta) -> tuple[pd.DataFrame, TraceMeta]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise TraceError(f"{path}: not a readable Parquet file (truncated or damaged?): {reason}") from None
-    stored = (table.schema.metadata or {}).get(_META_KEY)
+    frame, metadata = read_parquet(path, TraceError)
+    stored = metadata.get(_META_KEY)
     if stored is not None:
         try:
             meta = TraceMeta.model_validate_json(stored)
         except ValidationError as error:
             problem = error.errors()[0]
             raise TraceError(f"{path}: damaged rlsim metadata: {problem['loc']}: {problem['msg']}") from None
-    if len(set(table.column_names)) < table.num_columns:
-        raise TraceError(f"{path}: a column name appears twice: {', '.join(table.column_names)}")
-    return table.to_pandas(ignore_metadata=True, integer_object_nulls=True), meta
+    return frame, meta
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
     texts: dict[str, Any] = {c.name: str for c in COLUMNS if c.kind in ("id", "text", "numbers")}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # a row with too many fields
-            frame = pd.read_csv(path, dtype=texts, skip_blank_lines=False, low_memory=False, index_col=False)
-    except pd.errors.EmptyDataError:
-        raise TraceError(f"{path}: the file is empty") from None
-    except _UNREADABLE as error:
-        raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
-    except (pd.errors.ParserError, pd.errors.ParserWarning, ValueError) as error:
-        reason = str(error).strip().removeprefix("Error tokenizing data. ").removeprefix("C error: ")
-        raise TraceError(f"{path}: not valid CSV: {reason}") from None
+    with csv_errors(path, TraceError), open_data(path) as file:
+        frame = pd.read_csv(file, dtype=texts, skip_blank_lines=False, low_memory=False, index_col=False)
     frame = frame[~frame.isna().all(axis=1)]
     whole = re.compile(r"0|-?[1-9]\d{0,17}")
     if "prompt_id" in frame and all(isinstance(v, str) and whole.fullmatch(v) for v in frame["prompt_id"]):
@@ -145,27 +123,10 @@ def _read_csv(path: Path) -> pd.DataFrame:
 
 
 def _read_jsonl(path: Path) -> tuple[pd.DataFrame, list[int]]:
-    rows: list[dict[str, Any]] = []
-    lines: list[int] = []
-    opener: Any = gzip.open if path.name.endswith(".gz") else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise TraceError(f"{path}: line {number}: not valid JSON: {error}") from None
-                if not isinstance(row, dict):
-                    raise TraceError(f'{path}: line {number}: expected an object such as {{"response_tokens": 512}}')
-                rows.append(row)
-                lines.append(number)
-    except _UNREADABLE as error:
-        raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
+    lines, rows = zip(*json_lines(path, TraceError), strict=True)
     names = list(dict.fromkeys(key for row in rows for key in row))
     columns = {n: pd.Series([row.get(n) for row in rows], dtype=object) for n in names}
-    return pd.DataFrame(columns), lines
+    return pd.DataFrame(columns), list(lines)
 
 
 def absorb_source(frame: pd.DataFrame, meta: TraceMeta) -> tuple[pd.DataFrame, TraceMeta]:

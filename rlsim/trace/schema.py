@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field
 
 from rlsim.errors import TraceError, one_line
 from rlsim.schema import Schema
+from rlsim.tables import floats, parse_json
 
 Kind = Literal["id", "tokens", "index", "number", "flag", "text", "numbers"]
 MAX_TOKENS = 2**31 - 1
@@ -133,7 +134,13 @@ def make_trace(
     _check_duplicates(checked, where, row_name)
     meta = _settle_caps(checked, meta, notes, where, row_name)
     ordered = [c.name for c in COLUMNS if c.name in checked]
-    return Trace(checked[ordered], meta.model_copy(update={"notes": tuple(notes)}))
+    said = {"notes": tuple(map(_writable, notes)), "name": _writable(meta.name), "source": _writable(meta.source)}
+    return Trace(checked[ordered], meta.model_copy(update=said))
+
+
+def _writable(text: str) -> str:
+    """The text with what no file can hold as escapes: names of files and columns may have any bytes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def check_names(names: Sequence[str], where: str, *, optional: Sequence[str] = ()) -> None:
@@ -180,20 +187,19 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
             shown = shown.item() if isinstance(shown, np.generic) else shown
             raise TraceError(f"{where}: {row_name(row)}: {column.name} {why} (got {shown!r})")
 
-    null = series.isna().to_numpy(np.bool_)
+    null = np.asarray(series.isna(), np.bool_)
     if column.required:
         refuse(null, "is missing or NaN")
     match column.kind:
         case "id":
             return _checked_ids(series, refuse)
         case "text":
-            return series.astype("string").astype(object).where(~null, None)
+            return _checked_texts(series, null, refuse)
         case "flag":
             return _checked_flags(series, null, refuse)
         case "numbers":
             return _checked_lists(series, null, refuse)
-    refuse(np.array([isinstance(v, bool | np.bool_) for v in series], dtype=bool), "is not a number")
-    values = pd.to_numeric(series, errors="coerce").to_numpy(np.float64, na_value=np.nan)
+    values = floats(series)
     refuse(np.isnan(values) & ~null, "is not a number")
     refuse(np.isinf(values), "is infinite")
     if column.kind == "number":
@@ -225,6 +231,12 @@ def _checked_ids(series: pd.Series[Any], refuse: Callable[..., None]) -> Any:
     return pd.Series([str(int(v) if isinstance(v, float) else v) for v in values], dtype=object)
 
 
+def _checked_texts(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
+    values = [None if n else v if isinstance(v, bytes) else str(v) for v, n in zip(series, null, strict=True)]
+    refuse(np.array([isinstance(v, bytes) for v in values]), "is bytes, not text")
+    return pd.Series(values, dtype=object)
+
+
 _FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
@@ -237,8 +249,6 @@ def _checked_flags(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: 
 
 
 def _checked_lists(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: Callable[..., None]) -> Any:
-    import json
-
     out: list[list[float] | None] = []
     bad = np.zeros(len(series), np.bool_)
     for i, value in enumerate(series):
@@ -246,10 +256,10 @@ def _checked_lists(series: pd.Series[Any], null: npt.NDArray[np.bool_], refuse: 
             out.append(None)
             continue
         try:
-            parsed = json.loads(value) if isinstance(value, str) else value
+            parsed = parse_json(value) if isinstance(value, str) else value
             numbers = [float(v) for v in parsed]
             bad[i] = any(not np.isfinite(v) or v < 0 for v in numbers)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             numbers, bad[i] = [], True
         out.append(numbers)
     refuse(bad, "is not a list of finite numbers, 0 or more")

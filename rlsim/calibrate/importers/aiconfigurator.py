@@ -328,7 +328,8 @@ def _reused(folder: Path, table: str) -> list[str]:
         return []
     try:
         entries = read_yaml(path)["reuse"]
-        return [str(entry["from_version"]) for entry in entries if entry["table"] == table]
+        versions = [str(entry["from_version"]) for entry in entries if entry["table"] == table]
+        return [version for version in versions if version in subfolders(folder.parent)]
     except ConfigError as error:
         raise CalibrationError(str(error)) from None
     except (KeyError, TypeError):

@@ -15,10 +15,18 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.calibrate.importers.reading import OTHER_LINK, check_device, check_messages, parse_json, read_text
+from rlsim.calibrate.importers.reading import (
+    LARGEST,
+    OTHER_LINK,
+    check_device,
+    check_messages,
+    read_json,
+    read_text,
+)
 from rlsim.calibrate.measurements import KEYS, Measurements
 from rlsim.cost.calibration import Reference, Source
 from rlsim.errors import CalibrationError
+from rlsim.tables import number_of
 
 US = 1e-6
 #: nccl-tests' programs without `_perf`, and their names in JSON.
@@ -37,6 +45,7 @@ TOLERANCE = 0.05  # between a row's own bandwidth and size / time, both printed 
 CLEAR = 0.5  # GB/s from which the printed bandwidths have digits enough for that
 RATIO_TOLERANCE = 0.01  # of busbw / algbw, both of many digits from RATIO_CLEAR GB/s; tells 7 GPUs from 8
 RATIO_CLEAR = 10.0
+MOST_GPUS = 4096  # of a process, to refuse what cannot be meant
 
 _PREFIX = re.compile(r"^\s*(?:\[\d+,\d+\]<std\w+>:|\d+:\s|\[[^\]\s]+\]\s)\s?")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s*(.*)")
@@ -59,12 +68,14 @@ class _Test:
 
 @dataclass(frozen=True)
 class _Row:
+    """A row as it is printed: bytes, microseconds, GB/s twice, and the count of wrong elements."""
+
     where: str
     size: float
-    time_us: float
-    alg: float
-    bus: float
-    wrong: float
+    time: float
+    alg_bw: float
+    bus_bw: float
+    nwrong: float
 
 
 def read(paths: Iterable[Path], *, gpu: str = "", reference: Reference | None = None) -> Measurements:
@@ -197,12 +208,10 @@ def _row(path: Path, where: str, line: str, columns: list[str]) -> _Row:
         )
     values = dict(zip(reversed(names), reversed(words[-len(names) :]), strict=True))  # the first of each name
     wrong = next((values[name] for name in ("#wrong", "error") if name in values), "0")
-    try:
-        size, time, alg, bus = (float(text) for text in (words[0], values["time"], values["algbw"], values["busbw"]))
-        wrong_count = 0.0 if wrong == "N/A" or "error" in values else float(wrong)
-    except (KeyError, ValueError) as error:
-        raise CalibrationError(f"{path}: {where}: not a row of nccl-tests: {error}") from None
-    return _Row(where, size, time, alg, bus, wrong_count)
+    wrong_count = "0" if wrong == "N/A" or "error" in values else wrong
+    texts = {"size": words[0], "time": values["time"], "alg_bw": values.get("algbw"), "bus_bw": values.get("busbw"),
+             "nwrong": wrong_count}  # fmt: skip
+    return _Row(where, **_amounts(path, where, texts))
 
 
 def _from_name(path: Path) -> str:
@@ -222,17 +231,20 @@ def _version(number: int) -> str:
 
 def _read_json(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list[str]]:
     """The table of a JSON report, its NCCL version, and a note if the test is left out."""
-    data = parse_json(path)
-    if not isinstance(data.get("results"), list) or not isinstance(data.get("config"), dict):
+    data = read_json(path)
+    if not isinstance(data, dict) or not isinstance(data.get("config"), dict) or not _records(data.get("results")):
         raise CalibrationError(f"{path}: not a report of nccl-tests: expected keys config and results")
     if not data["results"]:
         raise CalibrationError(f"{path}: the report has no results")
     if "average_bus_bandwidth" not in data:
         raise CalibrationError(f"{path}: cut off: no average_bus_bandwidth ends the results")
     config = data["config"]
-    devices = [one for one in config.get("devices", []) if isinstance(one, dict)]
+    devices = config.get("devices", [])
+    local = [config.get(key, 1) for key in ("nthreads", "ngpus")]
+    if not _records(devices) or not all(type(count) is int and 1 <= count <= MOST_GPUS for count in local):
+        raise CalibrationError(f"{path}: config: expected whole numbers nthreads and ngpus, and devices as a list")
     test = _Test(program=_json_program(path, data), nccl=_json_version(data))
-    test.local = int(config.get("nthreads", 1)) * int(config.get("ngpus", 1))
+    test.local = local[0] * local[1]
     # a process lists its first device only
     test.ranks = set(range(max(1, len(devices)) * test.local))
     test.hosts = {str(one.get("hostname")) for one in devices}
@@ -245,9 +257,14 @@ def _read_json(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list
     return [_table(path, test, rows, gpu)], {test.nccl} - {""}, []
 
 
+def _records(value: Any) -> bool:
+    """Whether it is a list of objects, none among them."""
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
 def _json_program(path: Path, data: Mapping[str, Any]) -> str:
-    args = data.get("args") or [""]
-    named = _PROGRAM.search(str(args[0]))
+    args = data.get("args")
+    named = _PROGRAM.search(str(args[0])) if isinstance(args, list) and args else None
     if named:
         return named[1]
     name = str(data["results"][0].get("experiment_name", "")).lower()
@@ -267,15 +284,24 @@ def _json_row(path: Path, index: int, item: Mapping[str, Any]) -> _Row:
         raise CalibrationError(f"{path}: {where}: expected size and out_of_place")
     if "cpu_time" in body:
         raise CalibrationError(f"{path}: {where}: CPU times (-C 1); run without it for the device's")
-    try:
-        wrong = body.get("nwrong")
-        numbers = [float(value) for value in (item["size"], body["time"], body["alg_bw"], body["bus_bw"], wrong or 0.0)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CalibrationError(f"{path}: {where}: expected numbers time, alg_bw and bus_bw: {error}") from None
-    return _Row(where, *numbers)
+    values = {"size": item["size"], **{key: body.get(key) for key in ("time", "alg_bw", "bus_bw")},
+              "nwrong": body.get("nwrong") or 0.0}  # fmt: skip
+    return _Row(where, **_amounts(path, where, values))
 
 
 # Both -----------------------------------------------------------------------------------------------------------------
+
+
+def _amounts(path: Path, where: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """These values as numbers. Raises `CalibrationError` with the row for one that is none, or cannot be measured."""
+    numbers = {key: number_of(value) for key, value in values.items()}
+    for key, number in numbers.items():
+        if not 0.0 <= number <= LARGEST:
+            raise CalibrationError(
+                f"{path}: {where}: not a row of nccl-tests: {key} is {str(values[key])[:40]!r}, expected a number of "
+                "zero or more"
+            )
+    return numbers
 
 
 def _table(path: Path, test: _Test, rows: list[_Row], gpu: str) -> pd.DataFrame:
@@ -298,22 +324,23 @@ def _table(path: Path, test: _Test, rows: list[_Row], gpu: str) -> pd.DataFrame:
     for row in rows:
         if row.size == 0:
             continue
-        if not row.time_us > 0 or row.time_us == float("inf"):
-            raise CalibrationError(f"{path}: {row.where}: a time of {row.time_us} us; expected a positive number")
-        if row.wrong:
+        if row.time == 0:
+            raise CalibrationError(f"{path}: {row.where}: a time of {row.time:g} us; expected a positive number")
+        if row.nwrong:
             raise CalibrationError(
-                f"{path}: {row.where}: {row.wrong:.0f} wrong elements: the run did not compute right"
+                f"{path}: {row.where}: {row.nwrong:.0f} wrong elements: the run did not compute right"
             )
-        rate = row.size / row.time_us / 1e3
-        if max(row.alg, rate) > CLEAR and abs(row.alg / rate - 1.0) > TOLERANCE:
+        rate = row.size / row.time / 1e3
+        if max(row.alg_bw, rate) > CLEAR and abs(row.alg_bw / rate - 1.0) > TOLERANCE:
             raise CalibrationError(
-                f"{path}: {row.where}: {row.size:.0f} in {row.time_us:g} is {rate:.3g} GB/s, but the row says "
-                f"{row.alg:g}: sizes are expected in bytes and times in microseconds"
+                f"{path}: {row.where}: {row.size:.0f} in {row.time:g} is {rate:.3g} GB/s, but the row says "
+                f"{row.alg_bw:g}: sizes are expected in bytes and times in microseconds"
             )
         expected = BUS[op] * (gpus - 1) / gpus if op in BUS else 1.0
-        if row.alg > RATIO_CLEAR and abs(row.bus / row.alg / expected - 1.0) > RATIO_TOLERANCE:
+        if row.alg_bw > RATIO_CLEAR and abs(row.bus_bw / row.alg_bw / expected - 1.0) > RATIO_TOLERANCE:
             raise CalibrationError(
-                f"{path}: {row.where}: busbw / algbw is {row.bus / row.alg:.3g}; {op} on {gpus} GPUs has {expected:.3g}"
+                f"{path}: {row.where}: busbw / algbw is {row.bus_bw / row.alg_bw:.3g}; {op} on {gpus} GPUs has "
+                f"{expected:.3g}"
             )
-        kept.append((op, gpus, row.size, row.time_us * US))
+        kept.append((op, gpus, row.size, row.time * US))
     return pd.DataFrame(kept, columns=["op", "gpus", "bytes", "seconds"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -16,8 +17,10 @@ from numpy.typing import ArrayLike
 from rlsim import catalogue
 from rlsim.cost.calibration import Reference
 from rlsim.errors import CalibrationError
+from rlsim.tables import csv_errors, floats, parse_json, read_parquet
 
 MS = 1e-3
+LARGEST = 1e15  # of any size, count or time in a table: beyond it nothing was measured
 TOO_FAST_FLOPS = 1.5  # times the peak rate: above any clock boost, far below a wrong unit
 TOO_FAST_BYTES = 25.0  # times the peak bandwidth: above what an L2 gives
 FAULTY = 0.05  # share of such rows up to which they are single faults, beyond it the unit is wrong
@@ -46,7 +49,7 @@ def row_name(path: Path, index: int) -> str:
 def read_text(path: Path) -> str:
     """The text of a file. Raises `CalibrationError` if it is missing, empty, not text or a Git LFS pointer."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise CalibrationError(f"{path}: no such file{nearest(path.name, beside) if beside else ''}") from None
@@ -77,11 +80,7 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
 def _parquet(path: Path) -> pd.DataFrame:
     if not path.is_file() or path.read_bytes()[:4] in (b"", b"vers"):
         read_text(path)  # missing, empty or a pointer: says which
-    try:
-        return pd.read_parquet(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise CalibrationError(f"{path}: not a whole Parquet file (cut short?): {reason}") from None
+    return read_parquet(path, CalibrationError)[0]
 
 
 def _csv(path: Path) -> pd.DataFrame:
@@ -93,10 +92,8 @@ def _csv(path: Path) -> pd.DataFrame:
             raise CalibrationError(
                 f"{path}: line {i + 2}: {line.count(',') + 1} values, the header names {width + 1} (a line cut off?)"
             )
-    try:
-        return pd.read_csv(path, skip_blank_lines=False)
-    except (ValueError, pd.errors.ParserError) as error:
-        raise CalibrationError(f"{path}: not a comma-separated table: {error}") from None
+    with csv_errors(path, CalibrationError):
+        return pd.read_csv(io.StringIO(text), skip_blank_lines=False, index_col=False, low_memory=False)
 
 
 def numbers(path: Path, table: pd.DataFrame, names: Sequence[str], *, positive: bool = False) -> pd.DataFrame:
@@ -104,12 +101,13 @@ def numbers(path: Path, table: pd.DataFrame, names: Sequence[str], *, positive: 
     is negative (zero too, if `positive`)."""
     table = table.copy()
     for name in names:
-        values = pd.to_numeric(table[name], errors="coerce").to_numpy(float)
-        bad = ~np.isfinite(values) | (values < 0.0) | ((values == 0.0) & positive)
+        values = floats(table[name])
+        bad = ~np.isfinite(values) | (values < 0.0) | (values > LARGEST) | ((values == 0.0) & positive)
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
             where = row_name(path, int(table.index[at]))
             kind = "a positive number" if positive else "a number of zero or more"
+            kind += f", {LARGEST:g} at most" if values[at] > LARGEST else ""
             raise CalibrationError(f"{path}: {where}: {name} is {table[name].iloc[at]!s}; expected {kind}")
         table[name] = values
     return table
@@ -206,14 +204,16 @@ def check_device(path: Path, device: str, gpu: str) -> None:
         raise CalibrationError(f"{path}: measured on {device}, but the GPU given is {gpu}")
 
 
-def parse_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     """A JSON file; raises `CalibrationError` with the place where it breaks."""
     try:
-        return json.loads(read_text(path))
+        return parse_json(read_text(path))
     except json.JSONDecodeError as error:
         raise CalibrationError(
             f"{path}:{error.lineno}:{error.colno}: not whole JSON (cut short?): {error.msg}"
         ) from None
+    except ValueError as error:
+        raise CalibrationError(f"{path}: not readable JSON: {error}") from None
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -231,6 +231,7 @@ def collectives(path: Path, op: str, ref: Reference | None = None, notes: list[s
         table = numbers(path, table, ["n_embd", "num_tokens", "num_workers", time])
         table = table.assign(bytes=table.n_embd * table.num_tokens * 2.0)
     if "devices_per_node" in table:
+        table = numbers(path, table, ["devices_per_node"])
         across = table.num_workers > table.devices_per_node
         if across.any():
             table = table[~across]

@@ -121,7 +121,7 @@ def _sessions(files: Sequence[Path]) -> tuple[dict[int, list[_Session]], int]:
                 raise row.fail("submit_ts should be a number (got null)")
             one = _Session(row.whole("session_id"), submit_at, reward_s)
             sessions.setdefault(row.whole("task_id"), []).append(one)
-            ranks.add((row.values.get("role"), row.whole("rank")))
+            ranks.add((str(row.values.get("role")), row.whole("rank")))
     for found in sessions.values():
         found.sort(key=lambda one: one.session)
     return sessions, len(ranks)

@@ -74,7 +74,7 @@ class Collector:
         self._places: list[tuple[Path, str]] = []
         self._prompt: list[int] = []
         self._codes: dict[tuple[str, int], int] = {}
-        self._groups: dict[tuple[int, str], dict[object, int]] = {}
+        self._groups: dict[tuple[int, str], dict[str, int]] = {}
         self._prompt_lengths: dict[int, int] = {}
         self._texts: list[tuple[bool, int, str]] = []  # of a response?, its row or the prompt's code, the text
         self._characters = 0
@@ -115,13 +115,13 @@ class Collector:
         """A code of the prompt. Two groups of one step with the same text (images differ, say) are two prompts."""
         turn = 0
         if response.prompt is None:
-            group = response.group if response.group is not None else f"response {len(self._step)}"
+            group = str(response.group) if response.group is not None else f"response {len(self._step)}"
             name = f"step {response.step}, {group}"
         else:
             name = response.prompt if "prompt_id" in self._asked else _digest(response.prompt)
             if response.group is not None:
                 groups = self._groups.setdefault((response.step, name), {})
-                turn = groups.setdefault(response.group, len(groups))
+                turn = groups.setdefault(str(response.group), len(groups))
         return self._codes.setdefault((name, turn), len(self._codes))
 
     def _wait(self, index: int, code: int, response: Response) -> None:

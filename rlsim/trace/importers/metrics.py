@@ -5,10 +5,10 @@ Metric names are those of `rlsim.calibrate.verl_log`, which reads them.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from rlsim.tables import parse_json
 from rlsim.trace.importers.rows import CSV, JSONL, PARQUET, ends
 
 NAME = "verl-metrics"
@@ -36,8 +36,8 @@ def is_metric_log(path: Path) -> bool:
 
 def _is_metrics_row(line: str) -> bool:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return False
     if not isinstance(row, dict):
         return False

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from rlsim.tables import parse_json
 from rlsim.trace.importers.collect import Response
 from rlsim.trace.importers.dumps import NOT_TOLD, Dump
 from rlsim.trace.importers.rows import Row, is_number
@@ -48,7 +49,7 @@ def _read_rollout(row: Row, tally: Counter[str]) -> Iterator[tuple[Response, Row
 
 def _cap(row: Row) -> int | None:
     try:
-        settings: Any = json.loads(row.text("sampling_params"))
+        settings: Any = parse_json(row.text("sampling_params"))
     except ValueError:
         return None
     config = settings.get("generation_config") if isinstance(settings, dict) else None

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import gzip
-import json
 import math
-import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlsim.errors import TraceError
-
-if TYPE_CHECKING:
-    import pandas as pd
+from rlsim.tables import csv_errors, json_lines, number_of, open_data, parquet_errors
 
 JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 CSV = (".csv", ".csv.gz")
 PARQUET = (".parquet", ".pq")
-UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
+MAX_WHOLE = 2**53  # beyond it numbers are not whole any more in all programs
 _BATCH = 256  # rows of a table that are held at a time: those of a rollout dump carry texts
 
 
@@ -49,7 +43,7 @@ class Row:
     def whole(self, key: str, least: int = 0) -> int:
         """A whole number of at least `least`."""
         value = self.get(key)
-        if not is_number(value) or value != math.floor(value) or value < least:
+        if not is_number(value) or value != math.floor(value) or not least <= value <= MAX_WHOLE:
             raise self.fail(f"{key} should be a whole number, {least} or more (got {shown(value)})")
         return int(value)
 
@@ -82,8 +76,8 @@ class Row:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a finite number; flags are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether `value` is a finite number; flags and texts are none."""
+    return not isinstance(value, str) and math.isfinite(number_of(value))
 
 
 def shown(value: Any) -> str:
@@ -121,51 +115,30 @@ def file_rows(path: Path, project: str = "") -> Iterator[Row]:
 
 
 def _json_rows(path: Path, project: str) -> Iterator[Row]:
-    opener: Any = gzip.open if path.name.lower().endswith(".gz") else open
-    empty = True
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                empty = False
-                try:
-                    values = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    cut = "" if line.endswith("\n") else "; the last line was cut while being written? Delete it"
-                    raise TraceError(f"{path}: line {number}: not valid JSON: {error}{cut}") from None
-                if not isinstance(values, dict):
-                    raise TraceError(f'{path}: line {number}: expected an object such as {{"response_tokens": 512}}')
-                yield Row(path, f"line {number}", values, project)
-    except UNREADABLE as error:
-        raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
-    if empty:
-        raise TraceError(f"{path}: the file is empty")
+    for number, values in json_lines(path, TraceError):
+        yield Row(path, f"line {number}", values, project)
 
 
 def _parquet(path: Path) -> Any:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with parquet_errors(path, TraceError):
         return pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise TraceError(f"{path}: not a readable Parquet file (truncated or damaged?): {reason}") from None
 
 
 def _parquet_rows(path: Path, project: str) -> Iterator[Row]:
-    import pyarrow as pa
-
     number = 0
-    try:
-        for batch in _parquet(path).iter_batches(batch_size=_BATCH):
-            for values in batch.to_pylist():
-                number += 1
-                yield Row(path, f"row {number}", values, project)
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise TraceError(f"{path}: not a readable Parquet file (truncated or damaged?): {reason}") from None
+    with parquet_errors(path, TraceError):
+        batches = _parquet(path).iter_batches(batch_size=_BATCH)
+    while True:
+        with parquet_errors(path, TraceError):
+            batch = next(batches, None)
+            rows = [] if batch is None else batch.to_pylist()
+        if batch is None:
+            break
+        for values in rows:
+            number += 1
+            yield Row(path, f"row {number}", values, project)
     if number == 0:
         raise TraceError(f"{path}: the table holds no rows")
 
@@ -174,29 +147,19 @@ def _csv_rows(path: Path, project: str) -> Iterator[Row]:
     import pandas as pd
 
     number = 0
-    try:
-        with pd.read_csv(path, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""]) as chunks:
-            while (chunk := _next(chunks)) is not None:
-                for values in chunk.astype(object).where(chunk.notna(), None).to_dict("records"):
-                    number += 1
-                    yield Row(path, f"row {number}", {str(k): _plain(v) for k, v in values.items()}, project)
-    except pd.errors.EmptyDataError:
-        raise TraceError(f"{path}: the file is empty") from None
-    except UNREADABLE as error:
-        raise TraceError(f"{path}: cannot be read (truncated or damaged?): {error}") from None
-    except (pd.errors.ParserError, pd.errors.ParserWarning, ValueError) as error:
-        raise TraceError(f"{path}: not valid CSV: {str(error).strip()}") from None
+    with open_data(path) as file:
+        with csv_errors(path, TraceError):
+            chunks = pd.read_csv(file, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""])
+        while True:
+            with csv_errors(path, TraceError):
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            for values in chunk.astype(object).where(chunk.notna(), None).to_dict("records"):
+                number += 1
+                yield Row(path, f"row {number}", {str(k): _plain(v) for k, v in values.items()}, project)
     if number == 0:
         raise TraceError(f"{path}: the table has a header and no rows")
-
-
-def _next(chunks: Iterator[pd.DataFrame]) -> pd.DataFrame | None:
-    """The next rows; a row with more fields than the header is an error, not a row that loses some."""
-    from pandas.errors import ParserWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ParserWarning)
-        return next(chunks, None)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ second, CV, pattern and two parameters. Windows weigh as many requests as their 
 from __future__ import annotations
 
 import csv
-import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from rlsim.errors import TraceError
+from rlsim.tables import number_of, parse_json
+from rlsim.trace.schema import MAX_TOKENS
 
 Floats = npt.NDArray[np.float64]
 DATASET = re.compile(r"chunk-(\d+)-dataset\.json")
@@ -96,20 +98,20 @@ def _atoms(window: _Window) -> tuple[Floats, Floats, Floats]:
 
 def _windows(file: Path, rates: dict[int, float] | None) -> list[_Window]:
     try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
+        data: Any = parse_json(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise TraceError(f"{file}: no such file") from None
     except (OSError, ValueError) as error:
         raise TraceError(f"{file}: not valid JSON (truncated or damaged?): {error}") from None
     if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()):
         raise TraceError(f"{file}: expected windows by the second they begin, each with output_tokens")
-    if not all(str(start).isdigit() for start in data):
-        odd = next(start for start in data if not str(start).isdigit())
+    odd = next((start for start in data if not re.fullmatch(r"\d{1,12}", start, re.ASCII)), None)
+    if odd is not None:
         raise TraceError(f"{file}: window {odd!r} should be the second it begins")
-    starts = sorted(int(start) for start in data)
+    windows = sorted(((int(start), fields) for start, fields in data.items()), key=lambda window: window[0])
+    starts = [start for start, _ in windows]
     found = []
-    for place, start in enumerate(starts):
-        fields = data[str(start)]
+    for place, (start, fields) in enumerate(windows):
         if "output_tokens" not in fields:
             raise TraceError(f"{file}: window {start}: no 'output_tokens'; it has {', '.join(fields) or 'nothing'}")
         output = _pdf(fields["output_tokens"], f"{file}: window {start}: output_tokens")
@@ -132,11 +134,12 @@ def _pdf(text: Any, where: str) -> tuple[Floats, Floats] | None:
     pairs = [pair.split(":") for pair in text[1:-1].split(",") if pair.strip()]
     if not pairs:
         return None
-    try:
-        values = np.array(pairs, np.float64)
-    except ValueError:
-        raise TraceError(f"{where} is not a dictionary of lengths and probabilities") from None
+    values = np.array([[number_of(cell) for cell in pair] if len(pair) == 2 else [math.nan] * 2 for pair in pairs])
+    if np.isnan(values).any():
+        raise TraceError(f"{where} is not a dictionary of lengths and probabilities")
     lengths, share = values[np.argsort(values[:, 0])].T
+    if not ((lengths >= 0) & (lengths <= MAX_TOKENS) & (lengths == np.floor(lengths))).all():
+        raise TraceError(f"{where}: a length is not a whole number of tokens from 0 to {MAX_TOKENS}")
     if (share < 0).any() or not abs(share.sum() - 1) < 1e-3:
         raise TraceError(f"{where}: the probabilities sum to {share.sum():.4g}, expected 1")
     return lengths, np.cumsum(share) / share.sum()
@@ -145,15 +148,20 @@ def _pdf(text: Any, where: str) -> tuple[Floats, Floats] | None:
 def _rates(file: Path) -> dict[int, float]:
     """Requests of each window of a client's rates, by the second it begins; the last is as long as the one before."""
     rates: list[tuple[int, float]] = []
-    with file.open(encoding="utf-8", newline="") as opened:
-        for number, cells in enumerate(csv.reader(opened), 1):
-            try:
-                at, rate = int(cells[0]), float(cells[1])
-            except (ValueError, IndexError):
-                raise TraceError(
-                    f"{file}: line {number}: expected second,rate,cv,pattern,… (got {','.join(cells)[:60]!r})"
-                ) from None
-            rates.append((at, rate))
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            for number, cells in enumerate(csv.reader(opened), 1):
+                at, rate = (number_of(cell) for cell in (*cells, "", "")[:2])
+                if not (at.is_integer() and 0 <= rate < math.inf):
+                    shown = ",".join(cells)[:60]
+                    raise TraceError(f"{file}: line {number}: expected second,rate,cv,pattern,… (got {shown!r})")
+                if rates and at <= rates[-1][0]:
+                    raise TraceError(f"{file}: line {number}: second {at:g} does not come after {rates[-1][0]}")
+                rates.append((int(at), rate))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{file}: cannot be read (truncated or damaged?): {error}") from None
+    if not rates:
+        raise TraceError(f"{file}: the file is empty")
     ends = [at for at, _ in rates[1:]]
     last = rates[-1][0] + (rates[-1][0] - rates[-2][0] if len(rates) > 1 else 600)
     return {at: rate * (end - at) for (at, rate), end in zip(rates, [*ends, last], strict=True)}

@@ -40,7 +40,7 @@ def from_cdf(frame: pd.DataFrame, path: Path, rows: int, row_name: RowName, note
     if (share > 1).any():
         row = int(np.argmax(share > 1))
         raise TraceError(f"{path}: {row_name(row)}: cdf is above 1 (got {share[row]:g}); give shares, not percent")
-    tasks = frame["task"].astype(str).to_numpy() if "task" in frame else np.full(len(frame), "")
+    tasks = frame["task"].map(str).to_numpy() if "task" in frame else np.full(len(frame), "")
     parts = []
     for task in dict.fromkeys(tasks):
         order = np.flatnonzero(tasks == task)

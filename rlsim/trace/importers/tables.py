@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.errors import TraceError
+from rlsim.tables import floats
 
 RowName = Callable[[int], str]
 
@@ -82,13 +83,13 @@ def read_known(
     if table.task and "task" not in columns:
         missing = [name for name in table.task if name not in names]
         if not missing:
-            task: Any = frame[table.task[0]].astype(str)
+            task: Any = frame[table.task[0]].map(str)
             for name in table.task[1:]:
-                task = task + " " + frame[name].astype(str)
+                task = task + " " + frame[name].map(str)
             frame = frame.assign(task=task)
             frame = frame.drop(columns=[c for c in table.task if c not in columns.values()])
     if table.empty_note and columns.get("response_tokens") in names:
-        empty = pd.to_numeric(frame[columns["response_tokens"]], errors="coerce").to_numpy() == 0
+        empty = floats(frame[columns["response_tokens"]]) == 0
         if empty.any():
             notes.append(table.empty_note.format(n=f"{int(empty.sum()):,}"))
             kept = np.flatnonzero(~empty)
@@ -110,8 +111,8 @@ def _arrival(frame: pd.DataFrame, column: str, kind: str, path: Path, row_name: 
                 f"{path}: {row_name(row)}: {column} should be a time such as 2023-11-16 18:17:03.9799600 (got {got!r})"
             ) from None
         return (at - at.min()).dt.total_seconds()
-    values = pd.to_numeric(frame[column], errors="coerce")
-    bad = values.isna() & frame[column].notna()
+    values = pd.Series(floats(frame[column]))
+    bad = (values.isna() | np.isinf(values)).to_numpy() & frame[column].notna().to_numpy()
     if bad.any():
         row = int(np.argmax(bad))
         raise TraceError(f"{path}: {row_name(row)}: {column} is not a number (got {frame[column].iloc[row]!r})")
@@ -130,7 +131,7 @@ def _split_totals(frame: pd.DataFrame, path: Path, row_name: RowName) -> pd.Data
 
 def plain_numbers(frame: pd.DataFrame, column: str, path: Path, row_name: RowName) -> Any:
     """A column as floats. Raises `TraceError` with the row for anything but finite numbers of 0 or more."""
-    values = pd.to_numeric(frame[column], errors="coerce").to_numpy(np.float64, na_value=np.nan)
+    values = floats(frame[column])
     bad = ~np.isfinite(values) | (values < 0)
     if bad.any():
         row = int(np.argmax(bad))

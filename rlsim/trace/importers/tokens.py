@@ -28,8 +28,9 @@ class TokenCounter:
         try:
             encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):  # half a surrogate pair: a response cut within a character
-            whole = [text.encode("utf-8", "replace").decode() for text in texts]
-            encoded = self._tokenizer.encode_batch(whole, add_special_tokens=False)
+            return self.count([text.encode("utf-8", "replace").decode() for text in texts])
+        except Exception as error:  # the Rust library raises nothing more special
+            raise TraceError(f"--tokenizer {self.name}: cannot count tokens: {error}") from None
         return [len(one) for one in encoded]
 
 
