@@ -11,7 +11,9 @@ import gzip
 import os
 import re
 import stat
+import struct
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,11 @@ from rlsim.errors import ConfigError, RlsimError
 CHART_SUFFIXES = (".html", ".svg", ".png")
 #: What tells a file that rlsim wrote, within its first bytes: pages and charts, timelines, calibrations and clusters.
 _GENERATOR = '<meta name="generator" content="rlsim">'
-_MARKS = (b'<meta name="generator" content="rlsim', b'"simulator": "rlsim ', b"# Fitted by ", b"`rlsim calibrate`")
+_SOFTWARE, _PNG_HEAD_BYTES = b"Software\0rlsim", 33
+_MARKS = (
+    b'<meta name="generator" content="rlsim', b"<!-- rlsim -->", _SOFTWARE, b'"simulator": "rlsim ', b"# Fitted by ",
+    b"`rlsim calibrate`",
+)  # fmt: skip
 _MARKED_BYTES = 4_096
 #: Files that hold the results of a directory together; their tables are Parquet.
 _PARTS_OF_RESULTS = ("manifest.json", "advice.json", "sweep.json", "log.jsonl")
@@ -160,5 +166,12 @@ def save_chart(figure: Any, path: Path, error: type[RlsimError] = ConfigError) -
         if path.suffix == ".html":
             page = figure.to_html(inline=True).replace("<head>", f"<head>\n  {_GENERATOR}", 1)
             temporary.write_text(page, encoding="utf-8")
-        else:
-            figure.save(temporary, format=path.suffix[1:], scale_factor=2 if path.suffix == ".png" else 1)
+            return
+        figure.save(temporary, format=path.suffix[1:], scale_factor=2 if path.suffix == ".png" else 1)
+        data = temporary.read_bytes()
+        if path.suffix == ".svg":
+            temporary.write_bytes(data.replace(b">", b"><!-- rlsim -->", 1))
+        else:  # a chunk of text after the signature and the header
+            text = b"tEXt" + _SOFTWARE
+            chunk = struct.pack(">I", len(_SOFTWARE)) + text + struct.pack(">I", zlib.crc32(text))
+            temporary.write_bytes(data[:_PNG_HEAD_BYTES] + chunk + data[_PNG_HEAD_BYTES:])
