@@ -164,6 +164,10 @@ class Attacked:
         """The points that are done."""
         return {path.name for path in self.out.glob("done/*.json")}
 
+    def tell(self) -> None:
+        """What was found so far, on standard error."""
+        print(dict(self.found), file=sys.stderr)
+
     def kill(self) -> None:
         """Kill it once; it goes on from there at the next kill, or to its end now and then."""
         before = self.done()
@@ -246,13 +250,16 @@ def attacks(kills: int, full_disks: int, damages: int, seed: int) -> dict[str, A
         attacked = Attacked(Path(scratch), random.Random(seed))
         while attacked.found["kills"] < kills:
             attacked.kill()
+            attacked.tell()
         if attacked.out.exists():
             attacked.go_on()
             shutil.rmtree(attacked.out)
         for _ in range(full_disks):
             attacked.fill_disk()
+            attacked.tell()
         for _ in range(damages):
             attacked.damage()
+            attacked.tell()
         return {**dict.fromkeys(("lost", "misread", "unequal", "untold"), 0), **attacked.found}
 
 

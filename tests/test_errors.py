@@ -264,7 +264,7 @@ def test_the_output_is_never_written_over_other_files(
     (folder / "other" / "thesis.tex").write_text("years of work")
     (folder / "file").write_text("")
     assert failing("--out", "other") == "other exists and holds no rlsim results; choose another directory"
-    assert failing("--out", "file") == "file exists and holds no rlsim results; choose another directory"
+    assert failing("--out", "file") == "file is a file; give a directory"
     assert (folder / "other" / "thesis.tex").read_text() == "years of work"
 
 

@@ -19,11 +19,12 @@ import pytest
 import rlsim
 from rlsim.calibrate.importers import import_calibration
 from rlsim.calibrate.measure.journal import Journal
+from rlsim.charts import save_chart
 from rlsim.cli import main
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result, read_result
-from rlsim.output import atomic_path, check_file, check_own_file, save_chart
+from rlsim.output import atomic_path, check_file, check_own_file
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -373,6 +374,8 @@ def test_inputs_and_parts_of_results_are_not_written_over(
     Path("page.html").write_text("<html>mine</html>")
     shutil.copy("page.html", copy / "report.html")
     (copy / "timeline.json").write_text('{"my": "own"}')
+    Path("charts").mkdir()
+    Path("charts/gpu-time.png").write_text("mine")
     before = contents(tmp_path)
     manifest, steps = copy / "manifest.json", copy / "steps.parquet"
     for arguments, why in (
@@ -383,6 +386,7 @@ def test_inputs_and_parts_of_results_are_not_written_over(
         (["compare", copy, "--json", manifest], "is a part of results"),
         (["timeline", copy, "--out", manifest], "is a part of results"),
         (["timeline", copy], "exists, and rlsim did not write it"),
+        (["report", copy, "--out", "new.html", "--png", "charts"], "exists, and rlsim did not write it"),
         (["report", copy], "exists, and rlsim did not write it"),
     ):
         code, shown = call(*arguments)
@@ -399,9 +403,12 @@ def test_files_that_rlsim_names_are_replaced_only_if_it_wrote_them(tmp_path: Pat
     (tmp_path / "h100-sxm-vllm.yaml").write_text("# Fitted by rlsim calibrate import; change that, not this.\n")
     with pytest.raises(CalibrationError, match=r"log: no such"):
         import_calibration("nccl-tests", [tmp_path / "log"], **nccl, out=tmp_path)
-    chart = tmp_path / "fit.html"
-    save_chart(alt.Chart(pd.DataFrame({"a": [1]})).mark_point(), chart)
-    assert check_own_file(chart) == chart
+    for chart in (tmp_path / "fit.html", tmp_path / "fit.svg", tmp_path / "fit.png"):
+        chart.write_text("mine")
+        with pytest.raises(ConfigError, match="exists, and rlsim did not write it"):
+            check_own_file(chart)
+        save_chart(alt.Chart(pd.DataFrame({"a": [1]})).mark_point(), chart)
+        assert check_own_file(chart) == chart
     (tmp_path / "measurements.jsonl").write_text('{"my": "measurements"}\n')
     with pytest.raises(CalibrationError, match=r"measurements.jsonl: is not rlsim's journal"):
         Journal.start(tmp_path / "measurements.jsonl", None, fresh=True)  # type: ignore[arg-type]  # not got to

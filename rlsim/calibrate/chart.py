@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from rlsim.charts import check_chart_path, save_chart
 from rlsim.errors import CalibrationError
-from rlsim.output import check_chart_path, save_chart
 
 if TYPE_CHECKING:
     import altair as alt

@@ -43,10 +43,11 @@ def plan(
 
     Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
     """
+    from rlsim.charts import check_chart_path, save_chart
     from rlsim.experiment.directory import check_target
     from rlsim.experiment.load import load_experiment
     from rlsim.experiment.plan_report import improvement_chart, search_plan
-    from rlsim.output import atomic_path, check_chart_path, check_file, results_folder, save_chart
+    from rlsim.output import atomic_path, check_file, results_folder
 
     for file in (json_file, out, chart):
         if file is not None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlsim import __version__
+from rlsim.charts import OFFLINE, chart_spec, vega_script
 from rlsim.errors import ConfigError
-from rlsim.output import OFFLINE, atomic_path, chart_spec, check_file, vega_script
+from rlsim.output import atomic_path, check_file
 
 _TEMPLATE = "page.html"
 

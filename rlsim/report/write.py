@@ -14,7 +14,7 @@ from rlsim.output import check_own_file
 from rlsim.report.choice import choose
 from rlsim.report.headline import findings
 from rlsim.report.page import Page, check_page_path
-from rlsim.report.pictures import check_pictures_folder, write_pictures
+from rlsim.report.pictures import check_pictures, check_pictures_folder, write_pictures
 from rlsim.report.sections.advice import advice_section
 from rlsim.report.sections.comparison import gpu_section, lengths_section, speedup_section, step_section
 from rlsim.report.sections.method import calibration_section, configuration_section, notes_section
@@ -66,6 +66,8 @@ def write_report(
         raise ConfigError(f"{found.directory} is a sweep: its page has no charts over time to choose a step for")
     else:
         page = sweep_page(found, title=title)
+    for folder, suffix in folders:
+        check_pictures(page, folder, suffix)
     page.write(target)
     for folder, suffix in folders:
         write_pictures(page, folder, suffix)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from rlsim.charts import check_chart_path, save_chart
 from rlsim.errors import TraceError
-from rlsim.output import check_chart_path, save_chart
 from rlsim.trace.schema import Trace
 
 _COLOURS = ("#1f5a94", "#e08a1e", "#3f8f4f", "#7b5aa6", "#8c6d4f", "#4fa6b8", "#c46fa0", "#6b6b6b")
