@@ -197,12 +197,12 @@ def _kinds() -> tuple[type[Any], type[Any]]:
                 self._refuse(node, f"the tag {shown(tag.replace(_TAG, '!!'))} is not supported")
             if not isinstance(node, ScalarNode):
                 return super().construct_object(node, deep)
-            if tag in _TEXTS and (odd := next((c for c in node.value if not _is_text(c)), None)):
-                self._refuse(node, f"text holds the control character {odd!r}")
             try:
                 value = str(node.value) if tag in _TEXTS - {_TAG + "str"} else super().construct_object(node, deep)
             except (ValueError, ArithmeticError, LookupError):
                 self._refuse(node, f"{shown(node.value)} is no {_SAID[tag.removeprefix(_TAG)]}")
+            if isinstance(value, str) and (odd := next((c for c in value if not _is_text(c)), None)):
+                self._refuse(node, f"text holds the control character {odd!r}")
             if isinstance(value, int) and abs(value) > LARGEST_INT:
                 self._refuse(node, f"the number {str(node.value)[:20]}… is beyond {LARGEST_INT:,}")
             return value

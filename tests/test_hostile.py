@@ -107,6 +107,10 @@ def test_files_that_are_no_text_of_a_reasonable_size(tmp_path: Path) -> None:
     assert read_yaml(marked) == {"name": "x"}
 
 
+def test_folded_text_is_text() -> None:
+    assert parse_yaml(">\n  one\n  line\n\n  and one", "x") == "one line\nand one"
+
+
 def test_dates_are_text() -> None:
     assert parse_yaml("[2001-12-14, 2001-13-45]", "x") == ["2001-12-14", "2001-13-45"]
 
@@ -166,7 +170,7 @@ CLUSTER = f"{{gpu: h100-sxm, nodes: 1, gpus_per_node: 8, intra: {LINK}, inter: {
         ("training.mini_batches", "1000000000", "training.mini_batches: Input should be less than or equal to 10000"),
         ("training.tp", "1000000000000", "training.tp: Input should be less than or equal to 1024"),
         ("trace.cap", "1e15", "trace.cap: expected a length of at most 1e+09, got 1000000000000000.0"),
-        ("engine.sampling_per_logit", "1e300", "engine.sampling_per_logit: Input should be less than or equal to 1"),
+        ("engine.sampling_per_logit", "1e300", "sampling_per_logit: expected a time of at most 1e+09, got 1e+300"),
         ("engine.watermark", ".nan", "engine.watermark: Input should be a finite number"),
         ("cluster.nodes", "1000000000", "nodes: Input should be less than or equal to 65536"),
         ("cluster.nodes", "65536", "65,536 nodes of 8 GPUs: at most 65,536 GPUs"),
