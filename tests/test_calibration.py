@@ -210,5 +210,5 @@ def test_profiles_never_fall_below_zero_outside_what_was_measured() -> None:
     ],
 )
 def test_profiles_that_do_not_fit_together_are_refused(key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match="p.yaml"):
+    with pytest.raises(ConfigError, match=r"p\.yaml"):
         validate({**PROFILE, key: value}, DecodeProfile, "p.yaml")
