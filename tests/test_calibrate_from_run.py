@@ -170,7 +170,7 @@ def test_a_resumed_run_counts_as_logged_last_and_a_cut_line_is_left_out(tmp_path
         ('[{"step": 1}, \n', r"not valid JSON"),
         ("a,timing_s/gen\n1,2\n", "no step column"),
         ("step,timing_s/gen\nx,2\n", r"run.log:2: the step number is 'x'"),
-        ("step,timing_s/gen\n1,2\n2,3,4,5\n", "not a table: .*line 3"),
+        ("step,timing_s/gen\n1,2\n2,3,4,5\n", "not valid CSV: .*line 3"),
         ("step,timing_s/gen\n1,fast\n", r"run.log:2: step 1: timing_s/gen is 'fast'"),
         ("step,timing_s/gen\n", "a header and no rows"),
         ("Step,a - timing_s/gen,b - timing_s/gen\n1,2,3\n", "timing_s/gen stands in more than one column"),

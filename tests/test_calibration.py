@@ -1,13 +1,20 @@
 """Calibration files: they load, say where they are from, and are as good as they claim."""
 
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlsim.cost.calibration import calibration_names, load_calibration
+from rlsim.cost.calibration import Calibration, DecodeProfile, calibration_names, load_calibration
 from rlsim.cost.operators import Operators
-from rlsim.errors import CalibrationError, CatalogueError
+from rlsim.cost.profile import ProfileStep
+from rlsim.cost.step import Chunk
+from rlsim.errors import CalibrationError, CatalogueError, ConfigError
+from rlsim.experiment.load import set_path
 from rlsim.hardware import load_gpu
+from rlsim.schema import validate
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -137,3 +144,71 @@ def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyP
     assert again.count == recorded.count
     assert again.median == pytest.approx(recorded.median, rel=0.01)
     assert again.p90 == pytest.approx(recorded.p90, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("operators.memory_bound.correction.factor.3", math.nan),
+        ("operators.memory_bound.correction.factor.3", math.inf),
+        ("operators.memory_bound.correction.axes.0.knots.6", math.inf),
+        ("operators.decode_attention.efficiency.0", 0.0),
+        ("operators.decode_attention.efficiency.0", math.nan),
+        ("operators.prefill_attention.efficiency.1", -0.3),
+        ("operators.prefill_attention.keys.0", 500.0),
+        ("operators.prefill_attention.blend", 1e6),
+        ("operators.gemm.launch_s", 1e300),
+        ("operators.gemm.splits.0", 0),
+        ("collectives.nccl.all_reduce.8.time_s.0", 0.0),
+        ("collectives.nccl.all_reduce.8.message_bytes.0", 0.0),
+        ("collectives.nccl.all_reduce", {1: {"message_bytes": [1, 2], "time_s": [1, 2]}}),
+        ("collectives.nccl.all_reduces", {}),
+        ("runtime.graph_batch_sizes.0", -1),
+        ("runtime.reshard_bytes_per_s", 0),
+        ("runtime.migrate_bytes_per_s", -1.0),
+        ("training.flop_efficiency.fsdp", 0.0),
+        ("training.flop_efficiency.fsdp", math.nan),
+        ("reference.link_bytes_per_s", 1e300),
+    ],
+)
+def test_numbers_that_would_price_nonsense_are_refused(path: str, value: object) -> None:
+    data: Any = load_calibration("a40-vllm").model_dump(mode="json")
+    set_path(data, path, value)
+    if ".8." in path:  # JSON has texts for keys
+        data["collectives"]["nccl"]["all_reduce"] = {"8": data["collectives"]["nccl"]["all_reduce"]["8"]}
+    with pytest.raises(ConfigError, match=re.escape(path.partition(".")[0])):
+        validate(data, Calibration, "c.yaml")
+
+
+PROFILE: dict[str, Any] = {
+    "model": "llama-3.1-8b", "tp": 1, "batches": [1, 8, 64],
+    "context_tokens": [[1.0, 1000.0], [800.0, 8000.0, 80000.0], [6400.0, 640000.0]],
+    "step_s": [[0.009, 0.008], [0.001, 0.01, 0.02], [0.01, 0.05]],
+    "prefill_tokens": [16.0, 8192.0], "prefill_lengths": [16.0, 8192.0], "prefill_s": [[0.01, 0.011], [0.2, 0.3]],
+}  # fmt: skip
+
+
+def test_profiles_never_fall_below_zero_outside_what_was_measured() -> None:
+    step = ProfileStep.from_record(DecodeProfile.model_validate(PROFILE))
+    for batch in (1, 2, 8, 30, 64, 700, 5000):
+        times = [step.decode(batch).step_s(context) for context in (batch, 300 * batch, 9000 * batch, 10**7)]
+        assert times == sorted(times)
+        assert times[0] > 0
+        assert step.mixed_s(batch, 300.0 * batch, [Chunk(64, 0)]) > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("batches", [8, 1, 64]),
+        ("batches", [1, 8]),
+        ("context_tokens", [[1000.0, 1.0], [8.0, 800.0, 8000.0], [64.0, 6400.0]]),
+        ("step_s", [[0.008], [0.009, 0.01, 0.02], [0.01, 0.05]]),
+        ("step_s", [[0.008, -1.0], [0.009, 0.01, 0.02], [0.01, 0.05]]),
+        ("prefill_s", [[0.01, 0.011]]),
+        ("prefill_s", [[0.01, math.nan], [0.2, 0.3]]),
+    ],
+)
+def test_profiles_that_do_not_fit_together_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=r"p\.yaml"):
+        validate({**PROFILE, key: value}, DecodeProfile, "p.yaml")

@@ -208,5 +208,5 @@ def test_damaged_metadata(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="damaged rlsim metadata"):
         read_trace(tmp_path / "t.parquet")
     (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(b""))
-    with pytest.raises(TraceError, match="g.jsonl.gz: the file is empty"):
+    with pytest.raises(TraceError, match=r"g\.jsonl\.gz: the file is empty"):
         read_trace(tmp_path / "g.jsonl.gz")

@@ -22,11 +22,12 @@ from functools import lru_cache
 from typing import Any
 
 NASTY: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2, 3, 0.5, -0.5, 1e-320, 1e-12, 1e12, 1e30, 1e308, -1e308, math.nan, math.inf, -math.inf,
-    2**31, 2**63, 2**64, -(2**63), 10**400, "", " ", "x", "x" * 300, "x" * 5000, "nan", "inf", "-inf", "1e999", "1e-999",
-    "9" * 5000, "-5", "0x10", "1_000", "1,000", "²", "24K", "20 ms", "1e308 s", "80 GiB", "null", "~", "[", "{", "'", '"',
-    "\x00", "a\x00b", "\x1b[31mred", "</script>", "\ud800", "é", "日本", "../../x", "/", "~/x", ".", "a.b", "${x}", "%s",
-    "2001-13-45", "1900-01-01 00:00:00", "1600-01-01T00:00:00Z", "module:thing", "builtins:exit", "time:tzset",
+    None, True, False, 0, -1, 1, 2, 3, 0.5, -0.5, 1e-320, 1e-12, 1e12, 1e30, 1e308, -1e308,
+    math.nan, math.inf, -math.inf, 2**31, 2**63, 2**64, -(2**63), 10**400,
+    "", " ", "x", "x" * 300, "x" * 5000, "nan", "inf", "-inf", "1e999", "1e-999", "9" * 5000, "-5", "0x10", "1_000",
+    "1,000", "²", "24K", "20 ms", "1e308 s", "80 GiB", "null", "~", "[", "{", "'", '"', "\x00", "a\x00b", "\x1b[31mred",
+    "</script>", "\ud800", "é", "日本", "../../x", "/", "~/x", ".", "a.b", "${x}", "%s", "2001-13-45",
+    "1900-01-01 00:00:00", "1600-01-01T00:00:00Z", "module:thing", "builtins:exit", "time:tzset",
     [], {}, [None], [[]], [1, 2], [1, "a"], [math.nan], {"a": 1}, {"a": {"b": []}}, b"\xff\xfe",
 )  # fmt: skip
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -243,14 +244,14 @@ def _tree(name: str, data: bytes, rng: random.Random) -> bytes | None:
         at = rng.randrange(len(lines))
         try:
             lines[at] = _json(changed_tree(json.loads(lines[at]), rng), rng)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, OverflowError):
             return None
         return b"\n".join(lines)
     try:
         tree = json.loads(data) if name.endswith(".json") else _yaml(data)
         changed = changed_tree(tree, rng)
         return _json(changed, rng) if name.endswith(".json") else _as_yaml(changed).encode("utf-8", "surrogatepass")
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, OverflowError):
         return None
 
 

@@ -154,9 +154,9 @@ def recipes(_: Path) -> Iterable[Seed]:
         "cap_tokens": 16384, "goodness": {"ks": 0.01, "ks_single_lognormal": 0.05},
         "provenance": {"trace": "x", "responses": 400, "prompts": 100},
     }  # fmt: skip
+    rewards = {"correct": {"share": 0.5}, "sandbox": {"cases": 2, "run": {"median": 0.2, "p95": 2.0}}}
     recipe = {"name": "of-fit", "prompts": 24, "responses": 4, "cap_tokens": "16K", "lengths": {"fit": "fit.json"},
-              "task": "math", "growth": {"factors": [1.0, 1.3]}, "seed": 3,
-              "rewards": {"correct": {"share": 0.5}, "sandbox": {"cases": 2, "run": {"median": 0.2, "p95": 2.0}}}}  # fmt: skip
+              "task": "math", "growth": {"factors": [1.0, 1.3]}, "seed": 3, "rewards": rewards}  # fmt: skip
     yield Seed("fit", {"recipe.yaml": json.dumps(recipe).encode(), "fit.json": json.dumps(fit).encode()}, "recipe.yaml")
 
 
@@ -178,9 +178,15 @@ SYSTEMS = (
     "systems: [rollpacker, {name: both, use: [pat, {tail_batching: {eta: 1.5}}, stream]}]\n",
     "systems: [rlhfuse, oppo]\ntraining: {tp: 2, backend: megatron}\nmodels: {reward: qwen2.5-1.5b}\n",
     "systems: [trl, openrlhf, nemo_aligner, deepspeed_chat]\n",
-    "systems: [{name: filter, use: [verl, {dynamic_sampling: {}}]}]\ncases: {a: {trace.cap: 512}, b: {engine.page_tokens: 32}}\n",
-    "systems: [verl]\nengine: {max_num_seqs: 64, max_num_batched_tokens: 4096, page_tokens: 16}\n"
-    "training: {backend: fsdp, micro_batch_tokens: 8K, zero_stage: 3, recompute: full, offload: true, mini_batches: 2}\n",
+    """\
+systems: [{name: filter, use: [verl, {dynamic_sampling: {}}]}]
+cases: {a: {trace.cap: 512}, b: {engine.page_tokens: 32}}
+""",
+    """\
+systems: [verl]
+engine: {max_num_seqs: 64, max_num_batched_tokens: 4096, page_tokens: 16}
+training: {backend: fsdp, micro_batch_tokens: 8K, zero_stage: 3, recompute: full, offload: true, mini_batches: 2}
+""",
 )
 
 
@@ -239,8 +245,20 @@ def experiments(_: Path) -> Iterable[Seed]:
 def sweeps(_: Path) -> Iterable[Seed]:
     """Sweeps that ship and those in the documentation."""
     beside = {"small.yaml": (SMALL + SYSTEMS[0]).encode(), "t.parquet": short_trace("rollpacker-math")}
-    own = "name: s\nexperiment: small.yaml\nset: {seeds: 1}\naxes:\n- grid: {trace.cap: [512, 1K], workflow.prompts: [1, 2]}\n"
-    more = "- zip: {engine.page_tokens: [16, 32], workflow.steps: [1, 2]}\n- random: {points: 3, seed: 1, keys: {memory_utilization: {uniform: [0.5, 0.9]}, workflow.responses: {int: [1, 2]}}}\n"
+    own = """\
+name: s
+experiment: small.yaml
+set: {seeds: 1}
+axes:
+- grid: {trace.cap: [512, 1K], workflow.prompts: [1, 2]}
+"""
+    more = """\
+- zip: {engine.page_tokens: [16, 32], workflow.steps: [1, 2]}
+- random:
+    points: 3
+    seed: 1
+    keys: {memory_utilization: {uniform: [0.5, 0.9]}, workflow.responses: {int: [1, 2]}}
+"""
     listed = "name: l\nexperiment: small.yaml\naxes:\n- list: [{trace.cap: 1K}, {trace.cap: 512, systems: [pat]}]\n"
     texts = {"own": own, "more": own + more, "listed": listed}
     texts |= {path.stem: path.read_text() for path in (ROOT / "sweeps").glob("*.yaml")}
@@ -249,12 +267,15 @@ def sweeps(_: Path) -> Iterable[Seed]:
         yield Seed(name, {"s.yaml": text.encode(), **beside}, "s.yaml", fixed=tuple(beside))
 
 
+CLUSTER = (
+    "cluster={gpu: h100-sxm, nodes: 1, gpus_per_node: 8, intra: {name: x, bytes_per_s: 450 GB/s, latency_s: 1 us}, "
+    "host: {name: p, bytes_per_s: 50 GB/s, latency_s: 1 us}}"
+)
 SETTINGS = (
     "trace.cap=8K", "workflow.prompts=4", "workflow={prompts: 2, responses: 2, steps: 1}", "seeds=[0, 1]", "seeds=2",
     "systems.0={verl: {tp: 2}}", "systems=[verl, pat]", "engine.page_tokens=16", "training.tp=2", "baseline=pat",
-    "cases={a: {trace.cap: 512}}", "cluster={gpu: h100-sxm, nodes: 1, gpus_per_node: 8, intra: {name: x, bytes_per_s: "
-    "450 GB/s, latency_s: 1 us}, host: {name: p, bytes_per_s: 50 GB/s, latency_s: 1 us}}", "memory_utilization=0.9",
-    "workflow.reward.timeout=2 s", "models={critic: qwen2.5-1.5b}",
+    "cases={a: {trace.cap: 512}}", "memory_utilization=0.9", "workflow.reward.timeout=2 s",
+    "models={critic: qwen2.5-1.5b}", CLUSTER,
 )  # fmt: skip
 
 
@@ -319,7 +340,8 @@ def measurements(folder: Path) -> Iterable[Seed]:
     where = {"mlp.csv": "compute/a100/o/m/", "attention.csv": "compute/a100/o/m/"}
     whole = {where.get(name, "network/a100_dgx/") + name: data for name, data in csv.items()}
     yield Seed("vidur folder", whole, ".", ("vidur", *a100))
-    names = {"gemm_perf": samples.gemm_rows(), "generation_attention_perf": samples.attention_rows("generation_attention"),
+    names = {"gemm_perf": samples.gemm_rows(),
+             "generation_attention_perf": samples.attention_rows("generation_attention"),
              "context_attention_perf": samples.attention_rows("context_attention"),
              "custom_allreduce_perf": samples.collective_rows(custom=True)}  # fmt: skip
     nccl = samples.collective_rows(custom=False)
