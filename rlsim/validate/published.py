@@ -101,11 +101,10 @@ How to read it:
 - **Cumulative speedups.** The order is right. Beyond 20% is 32B from the planner on. It gains 15% there, in the paper
   2%: to its profile TP 4 and 8 are faster than the published TP 2 for rounds of all kinds, most of all for long ones,
   and so they are in the engine: static veRL at TP 4 would take 0.7 of its time at TP 2. The paper's own profiles seem
-  to have said otherwise, or its veRL was not tuned. The stream trainer gains 16% at either size, in the paper 2 and
-  1%. In rlsim half of the GPUs train at no cost but their absence from
-  rollout and the recomputation of the KV that moves; what else it costs on a real machine is not published. With the
-  stream trainer in long rounds only, the reading that its published long-round gains suggest, the 7B figure changes as
-  shown below.
+  to have said otherwise, or its veRL was not tuned. The stream trainer gains 16% at either size, in the paper 2 and 1%.
+  In rlsim half of the GPUs train at no cost but their absence from rollout and the recomputation of the KV that moves;
+  what else it costs on a real machine is not published. With the stream trainer in long rounds only, the reading that
+  its published long-round gains suggest, the 7B figure changes as shown below.
 - **32B tails.** The published length curves end at 16K tokens. Up to 32K the fitted mixture goes on, and veRL waits
   for its longest response in every step: "no response beyond 16K" below shows how much hangs on that.
 - **Longest responses.** "Up to 8.9 times shorter" does not name its setting; the ratio is bounded by cap over median.
