@@ -560,5 +560,12 @@ def test_the_engine_knows_no_system() -> None:
             assert not words & names, path.name
 
 
+def test_prompt_id_is_the_traces_name_of_a_prompt_and_never_its_position() -> None:
+    root = Path(rlsim.__file__).parent
+    for room in ("sim", "policies"):
+        for path in (root / room).glob("*.py"):
+            assert "prompt_id" not in path.read_text(), f"{path.name}: a place in training order is a `position`"
+
+
 def _without_docstrings(code: str) -> str:
     return "".join(part for i, part in enumerate(code.split('"""')) if i % 2 == 0)

@@ -89,23 +89,26 @@ _ROLLPACKER = """
 
 Shipped experiments, two seeds each. *Inputs* that are used: the length curves make the traces; the stage shares of the
 14B baseline set what rewards take (by hand, to the nearest round value) and one number of the training stack, the
-efficiency at which training is 22% of a step (`scripts/fit_stage_shares.py`: 0.141 of peak, where the calibration says
+efficiency at which training is 22% of a step (`scripts/fit_stage_shares.py`: 0.172 of peak, where the calibration says
 0.371). What was fitted is an input, but the errors without it had been seen, so rows with that efficiency are no blind
 predictions: beside each stands the same with the calibration's ("-unfitted"). As a whole RollPacker is {small} times as
 fast as veRL at 7B without that fit and {small_fitted} with it (published: 2.03), at 32B {large} and {large_fitted}
-(published: 2.56).
+(published: 2.56). While log-probs ran beside rewards, which veRL does not do, a judge's GPUs did not train, and the
+planner went by preemptions alone, the fit gave 0.141, and the cumulative speedups with it were 1.38, 1.74, 1.74, 2.03
+and 2.45, 2.79, 2.79, 3.09.
 
 """
 
 _ROLLPACKER_READING = """
 How to read it:
 
-- **Cumulative speedups.** The order is right. With the fitted efficiency only RollPacker as a whole at 32B is beyond
-  20%; without it veRL trains faster, and what shortens rollout counts for more. The stream trainer gains
-  11% there and 17% at 7B, in the paper 2 and 1%. In rlsim half of the GPUs train at no cost but their absence from
-  rollout and the recomputation of the KV that moves; what else it costs on a real machine is not published. With the
-  stream trainer in long rounds only, the reading that its published long-round gains suggest, the 7B figure changes as
-  shown below.
+- **Cumulative speedups.** The order is right. Beyond 20% is 32B from the planner on. It gains 15% there, in the paper
+  2%: to its profile TP 4 and 8 are faster than the published TP 2 for rounds of all kinds, most of all for long ones,
+  and so they are in the engine: static veRL at TP 4 would take 0.7 of its time at TP 2. The paper's own profiles seem
+  to have said otherwise, or its veRL was not tuned. The stream trainer gains 16% at either size, in the paper 2 and 1%.
+  In rlsim half of the GPUs train at no cost but their absence from rollout and the recomputation of the KV that moves;
+  what else it costs on a real machine is not published. With the stream trainer in long rounds only, the reading that
+  its published long-round gains suggest, the 7B figure changes as shown below.
 - **32B tails.** The published length curves end at 16K tokens. Up to 32K the fitted mixture goes on, and veRL waits
   for its longest response in every step: "no response beyond 16K" below shows how much hangs on that.
 - **Longest responses.** "Up to 8.9 times shorter" does not name its setting; the ratio is bounded by cap over median.
@@ -113,7 +116,8 @@ How to read it:
   not depends on how alike a prompt's responses are, which no paper says (0.7 to 0.75 assumed).
 - **Preemptions.** Qwen3-8B's lengths are not published; long reasoning is assumed. rlsim finds the published ratio of
   short to long rounds, but TP2 does not make short rounds faster: vLLM's host time per sequence is paid by half as many
-  replicas. With it the planner's rule, applied as written, loses here.
+  replicas. The planner's profile says so too: it keeps TP1 in short rounds but for those after a rise of preemptions,
+  takes TP2 in most long ones, and is as fast as static TP1.
 - **Adaptive timeouts** help where some response to the prompt was right before a program hangs. How correctness spreads
   over prompts is not published.
 - **A colocated judge.** Under MPS both sides are taken to slow down by 30% while both work (assumed), in time slices by
@@ -180,8 +184,8 @@ How to read the errors:
   nothing here: a response that is complete goes on at once, and one that ends last has a last chunk of milliseconds.
   So there is no loss beyond 500 tokens as published. A generator that hands complete responses over only at the end of
   a chunk of all its sequences was tried: at 3,000 tokens it loses 0.5%, as the tail takes longer than the scoring.
-- **Scoring hidden** is less than half of the published share: a 7B reward model that stays on its H200 reads 112
-  responses in two seconds.
+- **Scoring hidden** is six tenths of the published share: a 7B reward model that stays on its H200 reads 112 responses
+  in two seconds. TRL, as veRL, runs nothing beside scoring; were log-probs beside it, four tenths would be hidden.
 
 Speedups when one open input is changed:
 
