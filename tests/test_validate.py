@@ -193,3 +193,9 @@ def test_what_an_input_was_fitted_to_never_stands_alone() -> None:
             case = f"{experiment.partition('_')[2]}-{part.strip('+ ').replace(' ', '-')}"
             assert "fitted to the stage shares" in speedups[case][-1]
             assert "calibration's" in speedups[f"{case}-unfitted"][-1]
+
+
+def test_readme_says_the_unfitted_speedup_before_the_fitted_one() -> None:
+    told = [row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "as a whole" in row]
+    assert ["not fitted" in row for row in told] == [True, False]
+    assert "fitted to the published stage shares, an input" in told[1]

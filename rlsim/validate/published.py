@@ -72,15 +72,15 @@ fastest static TP and over TP2.
 
 _FINDING = """
 What it comes to: PAT gains over a well-chosen static TP only where the full batch and the tail want different TPs, and
-by more than the switches cost. On eight H100s with 128 responses a step it does not: it loses 1 to 5% to static TP4 or
-TP8 where lengths reach the cap, whatever the engine, and more where they do not (39% on the shortest lengths here), for
-it assumes that every sequence runs to the cap and pays switches that never pay back. With 512 and 2,048 responses it
-gains 6 to 8%. Over static TP2 it gains 14 to 49% nearly everywhere.
+by more than the switches cost. On eight H100s with 128 responses a step it does not: over the fastest static TP its
+generation is {engines} times as fast under the three engines, and {short} where lengths stay below the cap or the cap
+is low, for it assumes that every sequence runs to the cap and pays switches that never pay back. With 512 and 2,048
+responses it is {many} times as fast. Over static TP2 it gains nearly everywhere ({over_tp2}).
 
 Two things drive the switches. Host time per sequence, which a large TP cannot shrink, favours small TP while the batch
 is full. And vLLM's measured decode attention is not smooth: with one KV head a GPU (TP8) 16 sequences take as long as
 32, 2.6 times as long as the same KV bytes at TP1, so that TP2 and TP4 overtake each other several times as the batch
-drains, and PAT follows, paying each time.
+drains, and PAT under vLLM follows, paying each time.
 """
 
 
@@ -197,7 +197,7 @@ def run(options: Options) -> Section:
     options.progress("published: PAT")
     runs = pat.run_experiments()
     of_pat = tuple(pat.rows(runs))
-    decides = _decides(outcomes())
+    found = tuple(outcomes())
     options.progress("published: RollPacker and RLHFuse")
     of_rollpacker = tuple(rollpacker.rows(rollpacker.run_experiments()))
     options.progress("published: REAL")
@@ -207,7 +207,16 @@ def run(options: Options) -> Section:
     options.progress("published: what RollPacker's figures depend on")
     text = "".join(
         (
-            *(_INTRODUCTION, table(of_pat), _READING, _STATIC, _static(runs.values()), _DECIDES, decides, _FINDING),
+            *(
+                _INTRODUCTION,
+                table(of_pat),
+                _READING,
+                _STATIC,
+                _static(runs.values()),
+                _DECIDES,
+                _decides(found),
+                _finding(found),
+            ),
             *(_rollpacker(of_rollpacker), table(of_rollpacker), _ROLLPACKER_READING, _OPEN, *_open_tables()),
             *(_OPPO, table(of_oppo), _OPPO_READING, oppo.open_inputs()),
             *(_REAL, table(of_real), _REAL_READING, real.open_inputs()),
@@ -267,6 +276,15 @@ def _static(runs: Iterable[pat.Runs]) -> str:
             )
     headings = ("setting", "system", "gen s", "step s", "PAT's gen speedup", "PAT's step speedup", "bubble", "switches")
     return markdown(headings, rows)
+
+
+def _finding(found: Iterable[Outcome]) -> str:
+    """The conclusion with the ranges of PAT's speedups of generation in the table above it."""
+    best = {one.setting: one.best_static_s / one.gen_time_s["pat"] for one in found}
+    tp2 = [one.gen_time_s["verl-tp2"] / one.gen_time_s["pat"] for one in found if "verl-tp2" in one.gen_time_s]
+    groups = {"engines": ("as shipped", "engine"), "short": ("cap 8K", "lengths: RollPacker"), "many": ("512", "2,048")}
+    values = {key: [v for name, v in best.items() if name.startswith(begins)] for key, begins in groups.items()}
+    return _FINDING.format(**{key: f"{min(v):.2f} to {max(v):.2f}" for key, v in ({**values, "over_tp2": tp2}).items()})
 
 
 def _decides(found: Iterable[Outcome]) -> str:

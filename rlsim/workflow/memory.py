@@ -72,9 +72,9 @@ class PlanMemory:
             }
             return CallMemory({}, {**states, **working}) if strategy.offload else CallMemory(states, working)
         if call.kind == "inference":
-            trained = any(c.kind == "train" and c.model == call.model for c in self._workflow.calls)
+            policy = any(c.kind == "generate" and c.model == call.model for c in self._workflow.calls)
             memory = inference_memory(
-                model, strategy, self._batch.micro_batch_tokens(strategy), entropy=trained, reserved_bytes=0.0
+                model, strategy, self._batch.micro_batch_tokens(strategy), entropy=policy, reserved_bytes=0.0
             )
             weights = {} if holds_weights else {"parameters": memory.parameter_bytes}
             working = {
