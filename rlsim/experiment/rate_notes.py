@@ -45,25 +45,27 @@ def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
 
 def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -> Iterator[str]:
     """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses, `responses` a prompt."""
-    by_seed, whole = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])
-    for system, own in steps.groupby("system", sort=False):
-        row = whole.loc[system]
-        if row["trained"] < batch * (1 - 1e-9):
+    by_seed, trained = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])["trained"]
+    mine = {str(system): own for system, own in steps.groupby("system", sort=False)}
+    put_off: dict[tuple[float, float], list[str]] = {}
+    for system, own in mine.items():
+        if trained[system] < batch * (1 - 1e-9):
             yield (
-                f"{system} trains on {row['trained'] / batch:.1%} of a batch each step: its step is shorter for that; "
+                f"{system} trains on {trained[system] / batch:.1%} of a batch each step: its step is shorter for that; "
                 "speedups count the responses trained on per second"
             )
-        prompts, share = backlog(own, responses)
-        if share > EXPLAINED:
-            yield (
-                f"{system} does not cover whole periods of its rounds: at the end {prompts:,.0f} prompts more than at "
-                f"the start wait ({share:.1%} of those trained on), the longest among them; give more workflow.steps"
-            )
-        if baseline in whole.index:
-            reference = steps[steps["system"] == baseline]
-            rates = (by_seed.loc[system], by_seed.loc[baseline])
-            ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]
-            yield from ratio_note(str(system), own, baseline, reference, *ratios)
+        if (late := backlog(own, responses))[1] > EXPLAINED:
+            put_off.setdefault(late, []).append(system)
+    for (prompts, share), systems in put_off.items():
+        yield (
+            f"{', '.join(systems)}: the run does not cover whole periods of rounds: at its end {prompts:,.0f} prompts "
+            f"more than at its start wait ({share:.1%} of those trained on), the longest among them; give more "
+            "workflow.steps"
+        )
+    for system, own in mine.items() if baseline in mine else ():
+        rates = by_seed.loc[system], by_seed.loc[baseline]
+        ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]
+        yield from ratio_note(system, own, baseline, mine[baseline], *ratios)
 
 
 def ratio_note(

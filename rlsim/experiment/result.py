@@ -93,11 +93,6 @@ def read_result(directory: str | Path) -> Result:
     return Result(**{table: found.table(table) for table in TABLES}, manifest=found.manifest)
 
 
-def read_manifest(directory: str | Path) -> Mapping[str, Any]:
-    """The manifest of a results directory; raises `ConfigError` if there is none."""
-    return open_results(directory).manifest
-
-
 def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path) -> None:
     """Raises `ConfigError` if `steps` lacks a system that the manifest names."""
     there = set(zip(steps["case"], steps["system"], strict=True))
