@@ -226,7 +226,7 @@ def test_vidur_nodes_that_are_no_number(tmp_path: Path) -> None:
 def test_versions_that_are_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "vllm" / "0.1"
     folder.mkdir(parents=True)
-    for name in ("x" * 400, "../..", "a\\0b"):
+    for name in ("x" * 400, "../.."):
         (folder / "reuse.yaml").write_text(f'reuse: [{{table: gemm_perf, from_version: "{name}"}}]\n')
         one_error(CalibrationError, "no version of vllm", of=lambda: aiconfigurator.read(tmp_path, "vllm"))
 

@@ -150,7 +150,7 @@ def test_a_correction_over_other_axes_is_refused() -> None:
         corrected("gemm", {"m": (1.0,), "k": (1.0,), "n": (1.0,)}, (1.0,))
     with pytest.raises(ValueError, match="must hold 2 positive numbers"):
         Correction.over({"m": (1.0, 2.0)}, (1.0,))
-    with pytest.raises(ValueError, match="must be positive and ascend"):
+    with pytest.raises(ValueError, match="must ascend"):
         Correction.over({"m": (2.0, 1.0)}, (1.0, 1.0))
 
 

@@ -436,9 +436,9 @@ def test_any_key_that_is_missing_or_of_another_type_is_named(
     whole, keys = (copy / "manifest.json").read_text(), list(json.loads((copy / "manifest.json").read_text()))
     optional = {"setups", "files", "format", "sha256", "cluster", "model", "calibration", "judge"}
     for key in [key for key in keys if key not in ("format", "sha256")]:
-        for value in ["missing", *BAD]:
+        for number, value in enumerate(["missing", *BAD]):
             changed(copy / "manifest.json", lambda data, k=key, v=value: _set(data, k, v))
-            for reader in READERS:
+            for reader in READERS[:: 1 if key not in optional else 3] if number else READERS:
                 code, shown = call(*reader, copy)
                 assert "Traceback" not in shown
                 if code == 0:  # nothing that this reader needs

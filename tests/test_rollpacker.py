@@ -276,7 +276,7 @@ def test_an_offloaded_judge_judges_once_its_weights_are_there() -> None:
 
 def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge() -> None:
     """14B on 24 of 32 GPUs fits beside the judge's context, not beside its weights too."""
-    settings = {**share_settings("judge"), "workflow.steps": 1}
+    settings = {**share_settings("judge"), "workflow.steps": 1, "training.micro_batch_tokens": "32K"}
     where = "workflow.reward.judge.while_training"
     assert len(rlsim.run("rollpacker_7b", seeds=1, overrides=settings).steps) == 1
     with pytest.raises(RlsimError, match=r"17\.38 GB of it are the judge's: set .*while_training: offloaded or apart"):
