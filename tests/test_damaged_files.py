@@ -223,6 +223,15 @@ def test_vidur_nodes_that_are_no_number(tmp_path: Path) -> None:
               of=lambda: vidur.read(tmp_path / "all_reduce.csv", "a100-sxm-80gb"))  # fmt: skip
 
 
+@pytest.mark.parametrize("column", ["n_q_head", "num_tensor_parallel_workers"])
+def test_counts_of_vidur_that_divide_are_not_zero(tmp_path: Path, column: str) -> None:
+    row = {"n_embd": 8192, "n_q_head": 64, "n_kv_head": 8, "block_size": 16, "num_tensor_parallel_workers": 2,
+           "batch_size": 1, "prefill_chunk_size": 0, "kv_cache_size": 32, "is_prefill": False,
+           "time_stats.attn_decode.median": 0.01, "time_stats.attn_prefill.median": None}  # fmt: skip
+    pd.DataFrame([row, row | {column: 0}]).to_csv(tmp_path / "attention.csv", index=False)
+    one_error(CalibrationError, f"{column} is 0", of=lambda: vidur.read(tmp_path / "attention.csv", "a100-sxm-80gb"))
+
+
 def test_versions_that_are_no_folder(tmp_path: Path) -> None:
     folder = tmp_path / "vllm" / "0.1"
     folder.mkdir(parents=True)

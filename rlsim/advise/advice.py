@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from pydantic import Field
 
-from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, tail_seconds, waits
+from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, tail_of, tail_seconds, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
 from rlsim.advise.scaling import WORTH, best_doublings, enough, resized, scaling, scaling_rows, sizes
@@ -283,10 +283,8 @@ def _conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float
         said.append(f"idle today ({baseline}): {means['idle']:.0%} of GPU time{f': {shares}' if shares else ''}")
     else:
         said.append(f"idle today ({baseline}): no GPU")
-    if idle["tail"].mean() >= 0.005:
-        said[-1] += (
-            f"; {idle['tail'].mean():.0%} of the busy time decodes in the tail, at under half of the full throughput"
-        )
+    if (tail := tail_of(idle)) >= 0.005:
+        said[-1] += f"; {tail:.0%} of the busy time decodes in the tail, at under half of the full throughput"
     best = ranked.iloc[0].to_dict()
     others = ranked[(ranked["same_as"] == "") & (ranked["system"] != best["system"]) & ranked["comparable"]]
     close = others[others["with_best"].eq(other=True)]["system"].tolist()

@@ -80,7 +80,8 @@ def tail_seconds(
             inside_s = share * np.clip(np.minimum(tail["end_at"], end) - np.maximum(tail["start_at"], start), 0.0, None)
             change = np.bincount(first, inside_s, gpus + 1) - np.bincount(last, inside_s, gpus + 1)
             place = dict(zip(_RUN, run, strict=True))
-            found.append(pd.DataFrame({**place, "step": step, "gpu": range(gpus), "tail_s": change.cumsum()[:gpus]}))
+            tail_s = change.cumsum()[:gpus].clip(min=0.0)
+            found.append(pd.DataFrame({**place, "step": step, "gpu": range(gpus), "tail_s": tail_s}))
     return pd.concat(found, ignore_index=True)
 
 
@@ -291,6 +292,11 @@ def idle_shares(causes: pd.DataFrame, tail: pd.DataFrame, steps: pd.DataFrame, g
     )
     shares.columns.name = None
     return shares.reset_index()
+
+
+def tail_of(shares: pd.DataFrame) -> float:
+    """The tail of all GPUs together, of their `idle_shares`: a share of their busy time."""
+    return float((shares["tail"] * shares["busy"]).sum() / max(shares["busy"].sum(), 1e-12))
 
 
 def waits(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:

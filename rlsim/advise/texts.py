@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from rlsim.advise.advice import SECTIONS, waits_for_kv
-from rlsim.advise.idle import CAUSES
+from rlsim.advise.idle import CAUSES, tail_of
 from rlsim.formats import number, rate, share, with_interval
 
 #: Columns that hold words.
@@ -87,7 +87,8 @@ def _idle(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         [str(gpu), *(share(value, 1) for value in row)]
         for gpu, row in zip(shares.index, shares.to_numpy(), strict=True)
     ]
-    rows.append(["all", *(share(value, 1) for value in shares.mean())])
+    whole = {**frame[list(shares)].mean(), "tail": tail_of(frame)}
+    rows.append(["all", *(share(value, 1) for value in whole.values())])
     return ["GPU", "idle", *(cause.replace("_", " ") for cause in CAUSES), "tail"], rows
 
 

@@ -42,8 +42,11 @@ def compare(
     Example: rlsim compare results/before results/after --baseline verl-best
     """
     from rlsim.comparison.compare import compare as compare_directories
+    from rlsim.errors import ConfigError
     from rlsim.output import atomic_path, check_file
 
+    if json_file is not None and json_file == csv != PRINTED:
+        raise ConfigError(f"{csv}: --json and --csv write to different files")
     for file in (json_file, csv):
         if file is not None and file != PRINTED:
             check_file(file)

@@ -21,6 +21,8 @@ from rlsim.sweeps.differences import differences
 #: Columns of the table beside those of settings; a setting of the same name is called `experiment.…`.
 OWN_COLUMNS = ("directory", "point", "case", "system", "tuned", "seeds", "baseline", "is_baseline", "paired")
 
+#: Notes on rows that train on other responses, at most.
+MOST_NOTES = 3
 #: Means that the table has of every run.
 SHOWN = (
     "responses_per_s", "tokens_per_s", "response_tokens_per_s", "generated_tokens_per_s", "trained", "step_time_s",
@@ -86,7 +88,7 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
             notes += ratio_note(run.name, run.steps, against.name, against.steps, row["speedup"], row["token_speedup"])
         rows.append(row)
     shown = tuple(map(_column, [*axes, *beside]))
-    return Comparison(pd.DataFrame(rows), shown, _by_directory(runs), (*notes, *_notes(reasons, choose.missing)))
+    return Comparison(pd.DataFrame(rows), shown, _by_directory(runs), (*_few(notes), *_notes(reasons, choose.missing)))
 
 
 def _column(key: str) -> str:
@@ -142,6 +144,12 @@ def _by_directory(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
         for key, values in found.items()
         if key not in axes and key != "description"
     }
+
+
+def _few(notes: Sequence[str]) -> list[str]:
+    """The first of many notes of a kind, and how many more there are."""
+    more = [f"{len(notes) - MOST_NOTES} more rows train on other responses than what they are compared with"]
+    return [*notes[:MOST_NOTES], *(more if len(notes) > MOST_NOTES else [])]
 
 
 def _notes(reasons: Mapping[str, Sequence[str]], missing: Sequence[str]) -> list[str]:

@@ -65,6 +65,8 @@ class Run:
         trace, workflow = self.config["trace"], self.config["workflow"]
         drawn = {"trace": self.trace_hash} | {f"trace.{key}": value for key, value in trace.items() if key != "path"}
         algorithm = {"remax": "remax"}.get(workflow["algorithm"], "")  # its baselines are drawn as well
+        steady = sorted(self.steps.loc[self.steps["steady"], "step"].unique().tolist())
+        drawn["measured steps"] = f"{steady[0]} to {steady[-1]}"
         keys = ("prompts", "responses", "steps")
         return drawn | {f"workflow.{key}": workflow[key] for key in keys} | {"workflow.algorithm": algorithm}
 

@@ -170,6 +170,11 @@ class Setup:
         streamed = any(e.grain == "sample" and graph.call(e.target).kind == "train" for e in graph.edges)
         if streamed and graph.baseline_responses:
             raise ConfigError(f"{graph.name}: its training cannot take samples as they come")
+        if graph.baseline_responses and system.batching.launches_its_own:
+            raise ConfigError(
+                f"{graph.name}: a batching that trains on the first responses to finish cannot tell the one of each "
+                "prompt that the others are compared with"
+            )
         if streamed and (training.mini_batches > 1 or training.epochs > 1):
             raise ConfigError(
                 "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "

@@ -23,6 +23,7 @@ Frames = dict[str, pd.DataFrame]
 Interval = tuple[float, float]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
+_ROUNDING = 1e-9
 #: The parts of a step's time, in the order in which its calls follow from one another, and their kinds of calls.
 PARTS_OF_A_STEP = {
     "gen_exposed_s": ("generate",),
@@ -77,9 +78,7 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
     calls: dict[int, list[CallRecord]] = {}
     for call in outcome.calls:
         calls.setdefault(call.step, []).append(call)
-    pieces: dict[tuple[int, str], list[Interval]] = {}
-    for span in outcome.spans:
-        pieces.setdefault((span.step, span.kind), []).append((span.start_at, span.end_at))
+    work = _at_work(outcome)
     rows = []
     for step, window in enumerate(itertools.pairwise([0.0, *outcome.step_ends])):
         generate = next((call for call in calls[step] if call.kind == "generate"), None)
@@ -101,7 +100,7 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
                     (responses.prompt_tokens + responses.resumed_tokens)[here], generated_tokens[here]
                 ),
                 "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
-                **_exposed_s(calls[step], pieces, window),
+                **_exposed_s(work, step, window),
                 **_counts(responses, summary),
                 "switches": len(switches),
                 "switch_time_s": sum(s.weights_s + s.kv_s + s.graph_s + s.control_s for s in switches),
@@ -111,29 +110,38 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
     return rows
 
 
-def _exposed_s(
-    calls: Sequence[CallRecord], pieces: Mapping[tuple[int, str], list[Interval]], window: Interval
-) -> dict[str, float]:
+def _exposed_s(work: Sequence[Mapping[str, list[Interval]]], step: int, window: Interval) -> dict[str, float]:
     """What a step waited for from the end of the step before to its own: each second once, for the first that applies.
 
-    A step's calls follow from one another in this order: what still runs is what the rest of the step waits for.
+    `work` says of every step when the calls of each part were at work. The calls of a step follow from one another in
+    the order of `PARTS_OF_A_STEP`: what still runs is what the rest of the step waits for. While none of them runs, the
+    step waits for GPUs or weights that calls of other steps hold back, in the same order.
     """
     start, end = window
     covered: list[Interval] = []
-    total_s, exposed = 0.0, {}
-    for part, kinds in PARTS_OF_A_STEP.items():
-        for call in calls:
-            if call.kind in kinds:
-                # A call that takes responses as they come holds GPUs from time to time only.
-                own = (
-                    pieces.get((call.step, call.call), [])
-                    if call.kind in ("inference", "train")
-                    else [(call.start_at, call.end_at)]
-                )
-                covered += [(max(a, start), min(b, end)) for a, b in own if a < end and b > start]
-        reached_s = _union_s(covered)
-        exposed[part], total_s = reached_s - total_s, reached_s
+    total_s, exposed = 0.0, dict.fromkeys(PARTS_OF_A_STEP, 0.0)
+    for steps in ([work[step]], work):
+        for part in PARTS_OF_A_STEP:
+            if total_s < (end - start) * (1 - _ROUNDING):
+                covered += [(max(a, start), min(b, end)) for of in steps for a, b in of[part] if a < end and b > start]
+                reached_s = _union_s(covered)
+                exposed[part], total_s = exposed[part] + reached_s - total_s, reached_s
     return {**exposed, "waiting_time_s": max(end - start - total_s, 0.0)}
+
+
+def _at_work(outcome: Outcome) -> list[dict[str, list[Interval]]]:
+    """Of every step, when the calls of each of its parts were at work."""
+    pieces: dict[tuple[int, str], list[Interval]] = {}
+    for span in outcome.spans:
+        pieces.setdefault((span.step, span.kind), []).append((span.start_at, span.end_at))
+    parts = {kind: part for part, kinds in PARTS_OF_A_STEP.items() for kind in kinds}
+    work: list[dict[str, list[Interval]]] = [{part: [] for part in PARTS_OF_A_STEP} for _ in outcome.step_ends]
+    for call in outcome.calls:
+        # A call that takes responses as they come holds GPUs from time to time only.
+        in_pieces = call.kind in ("inference", "train")
+        whole = [(call.start_at, call.end_at)]
+        work[call.step][parts[call.kind]] += pieces.get((call.step, call.call), []) if in_pieces else whole
+    return work
 
 
 def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What no result may hold: times that are no numbers, or negative."""
+"""What no result may hold: times that are no numbers or negative, and steps that train on nothing."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from rlsim.errors import ConfigError
+from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.frames import Frames
 
@@ -14,8 +14,14 @@ _COMPLETE = ("steps", "calls", "spans")
 _ROUNDING = 1e-9
 
 
-def check_times(frames: Frames, shown: str) -> None:
-    """Raises `ConfigError` that begins with `shown` if a time of a run is NaN, infinite or negative."""
+def check_steps(frames: Frames, shown: str) -> None:
+    """Raises `ConfigError` that begins with `shown` if a time of a run is NaN, infinite or negative.
+
+    `PolicyError` for a step that trains on nothing: no throughput or ratio of such a run means anything.
+    """
+    idle = frames["steps"].loc[frames["steps"]["trained"] == 0, "step"]
+    if len(idle):
+        raise PolicyError(f"{shown}: step {idle.iloc[0]} trains on no response: was its generation stopped too early?")
     end_s = float(frames["steps"]["step_time_s"].sum())
     for table in _COMPLETE:
         for name in (column.name for column in TABLES[table] if column.unit == "s" and column.name in frames[table]):

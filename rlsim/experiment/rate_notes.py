@@ -16,16 +16,13 @@ PUT_OFF = ("put_back", "paused", "resumed", "dropped")
 
 def steady_note(steady: range, steps: int, overlap: int) -> Iterator[str]:
     """Which steps the means leave out, where that is not plain."""
-    if overlap and len(steady) > steps - 2 * overlap and steady.stop == steps:
+    if overlap and len(steady) == steps:
         yield (
             f"means include steps in which the pipeline of overlapping steps fills or drains: {steps} are too few to "
-            f"leave them out (workflow.steps: {2 * overlap + 1} or more)"
+            f"leave them out (workflow.steps: {3 * overlap + 1} or more)"
         )
     elif len(steady) < steps:
-        yield (
-            f"means are of steps {steady.start} to {steady.stop - 1} of {steps}: the first {steady.start} and the last "
-            f"{steps - steady.stop} are left out"
-        )
+        yield f"means are of {len(steady)} of {steps} steps, numbers {steady.start} to {steady.stop - 1} counted from 0"
 
 
 def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
@@ -40,7 +37,7 @@ def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
         before = own.loc[own["step"] == steady["step"].iloc[0] - 1, "waiting"]
         grown += float(steady["waiting"].iloc[-1]) - float(before.sum())
         trained += float(steady["trained"].sum()) / responses
-    return grown / seeds.ngroups, grown / trained if trained else 0.0
+    return grown / seeds.ngroups, grown / max(trained, 1.0)
 
 
 def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -> Iterator[str]:
@@ -58,9 +55,9 @@ def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -
             put_off.setdefault(late, []).append(system)
     for (prompts, share), systems in put_off.items():
         yield (
-            f"{', '.join(systems)}: the run does not cover whole periods of rounds: at its end {prompts:,.0f} prompts "
-            f"more than at its start wait ({share:.1%} of those trained on), the longest among them; give more "
-            "workflow.steps"
+            f"{', '.join(systems)}: at the end of the run {prompts:,.0f} prompts more than at its start are put off "
+            f"({share:.1%} of those trained on), the longest among them: give more workflow.steps, and whole periods "
+            "where there are rounds"
         )
     for system, own in mine.items() if baseline in mine else ():
         rates = by_seed.loc[system], by_seed.loc[baseline]

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from rlsim.errors import ConfigError
@@ -94,8 +95,12 @@ def read_result(directory: str | Path) -> Result:
 
 
 def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path) -> None:
-    """Raises `ConfigError` if `steps` lacks a system that the manifest names."""
+    """Raises `ConfigError` if `steps` lacks a system that the manifest names, a steady step, or a time that is one."""
+    if not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all():
+        raise ConfigError(f"{where}: damaged: a step has no time")
     there = set(zip(steps["case"], steps["system"], strict=True))
+    if not steps.groupby(["case", "system", "seed"])["steady"].any().all():
+        raise ConfigError(f"{where}: damaged: no step of some run is steady")
     for case, names in manifest["systems"].items():
         for name in names:
             if (case, name) not in there:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.frames import Frames, frames_of, named
-from rlsim.experiment.guard import check_times
+from rlsim.experiment.guard import check_steps
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.preempted import preemption_notes
 from rlsim.experiment.rate_notes import rate_notes, steady_note
@@ -73,6 +73,7 @@ def run_loaded(
     cases = checked_cases(experiment, folder, shown)
     for case in cases:
         case.search()
+    _settle_baseline(cases)
     total = sum(len(case.pending()) for case in cases)
     done = 0
     collected: list[Frames] = []
@@ -99,9 +100,21 @@ def checked_cases(experiment: Experiment, folder: Path, shown: str = "experiment
     Relative paths of the experiment start at `folder`. Raises `RlsimError` for whatever does not exist or fit.
     """
     cases = [_Case(name, case, folder, shown) for name, case in cases_of(experiment, shown)]
+    _settle_baseline(cases)
     if not any(case.systems for case in cases):
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     return cases
+
+
+def _settle_baseline(cases: Sequence[_Case]) -> None:
+    """One baseline for all cases: if none is given, the first system that runs in all of them, or else in the first."""
+    running = [[spec.name for spec in case.systems] for case in cases]
+    everywhere = [name for name in running[0] if all(name in names for names in running)]
+    chosen = next(iter([*everywhere, *running[0]]), cases[0].names[0])
+    for case, names in zip(cases, running, strict=True):
+        case.baseline = case.experiment.baseline or chosen
+        if names and case.baseline not in names:
+            case.notes.append(f"no speedups: the baseline {case.baseline} was left out")
 
 
 def check_system(setup: Setup, spec: SystemSpec) -> None:
@@ -134,6 +147,9 @@ def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experime
         yield "", experiment
     for name, settings in experiment.cases.items():
         where = ":".join(part for part in (shown, place_of(settings)) if part)
+        for key in ("seeds", "baseline"):
+            if key in settings:
+                raise ConfigError(f"{where}: case {name!r}: {key} are the same for all cases: set them beside `cases`")
         yield name, with_settings(experiment, {**settings, "cases": {}}, f"{where}: case {name!r}")
 
 
@@ -146,9 +162,10 @@ class _Case:
         self.setup = replace(Setup.of(experiment, folder, shown), search=False)
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
         self._specs = parse_systems(experiment.systems, shown)
-        names = [spec.name for spec in self._specs]
-        if experiment.baseline is not None and experiment.baseline not in names:
-            raise unknown_name("baseline system", experiment.baseline, names)
+        self.names = [spec.name for spec in self._specs]
+        self.baseline = ""  # settled for all cases together
+        if experiment.baseline is not None and experiment.baseline not in self.names:
+            raise unknown_name("baseline system", experiment.baseline, self.names)
         self._samplers = {seed: self.setup.sampler(seed) for seed in experiment.seed_list}
         self._done: dict[tuple[str, int], Frames] = {}
         self._ran: dict[str, str] = {}  # by system: the key of what it came out as
@@ -165,10 +182,6 @@ class _Case:
         self.notes: list[str] = []
         self.searched: list[str] = []  # systems whose plan is yet to be searched for
         self.systems = {spec: tuple(self._alternatives(spec)) for spec in self._specs if self._fits(spec)}
-        running = [spec.name for spec in self.systems]
-        self.baseline = self.experiment.baseline or next(iter(running), self._specs[0].name)
-        if running and self.baseline not in running:
-            self.notes.append(f"no speedups: the baseline {self.baseline} was left out")
 
     def pending(self) -> list[tuple[SystemSpec, int]]:
         """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
@@ -185,7 +198,7 @@ class _Case:
             outcome = self.setup.simulate(system, sampler)
         bound = self.setup.site(system).bound
         frames = frames_of(outcome, sampler, bound, self.setup.cluster.gpus, self.steady)
-        check_times(frames, spec.shown)
+        check_steps(frames, spec.shown)
         self._done[spec.key, seed] = frames
 
     def tables(self) -> list[Frames]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlsim.cost.strategy import Recompute
-from rlsim.errors import shown
+from rlsim.errors import ConfigError, shown
 from rlsim.schema import Name, Schema, name_of, placed
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Seconds, Tokens
@@ -169,11 +169,21 @@ class WorkflowSpec(Schema):
         return self
 
     def steady(self, overlap: int) -> range:
-        """The steps that means count, where up to `overlap` steps run beside another; all if there are too few."""
-        first = overlap if self.warmup is None else self.warmup
-        if first < self.steps - overlap:
-            return range(first, self.steps - overlap)
-        return range(self.warmup or 0, self.steps)
+        """The steps that means count, where up to `overlap` steps run beside another; all if there are too few.
+
+        Overlapping steps may end in bursts that come again every `overlap` + 1 steps: only whole periods are counted.
+        Raises `ConfigError` if `warmup` leaves none.
+        """
+        first, period = overlap if self.warmup is None else self.warmup, overlap + 1
+        whole = (self.steps - overlap - first) // period * period
+        if whole > 0:
+            return range(first, first + whole)
+        if self.warmup:
+            raise ConfigError(
+                f"workflow.warmup {self.warmup} of {self.steps} steps leaves too few to measure where {overlap} more "
+                f"run beside a step: {overlap} at the end do not count, and of the others {period} are needed"
+            )
+        return range(self.steps)
 
     @model_validator(mode="after")
     def _not_too_many(self) -> WorkflowSpec:

@@ -106,7 +106,7 @@ def half_interval(values: Sequence[float]) -> float:
 
 def paired_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[float, float, float]:
     """`mean_ratio` of own / reference over the seeds that both have (their index)."""
-    return mean_ratio((own / reference).dropna().tolist())
+    return mean_ratio((own / reference.where(reference > 0)).dropna().tolist())
 
 
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:

@@ -47,6 +47,11 @@ class Batching:
         """Whether `counts` looks at rewards, so that a prompt is settled only once its responses are scored."""
         return False
 
+    @property
+    def launches_its_own(self) -> bool:
+        """Whether it launches anything but exactly a batch."""
+        return type(self).launch is not Batching.launch
+
     def launch(self, feed: PromptFeed) -> Launch:
         """What the step starts with."""
         return Launch(feed.take(feed.prompts), feed.responses)
@@ -90,6 +95,11 @@ class Batchings(Batching):
 
     def __init__(self, parts: Sequence[Batching]) -> None:
         self.parts = tuple(parts)
+
+    @property
+    def launches_its_own(self) -> bool:
+        """If the first does."""
+        return self.parts[0].launches_its_own
 
     @property
     def needs_rewards(self) -> bool:

@@ -185,6 +185,7 @@ def _attention(path: Path, ref: Reference | None, notes: list[str]) -> Tables:
     whole = [*ATTENTION, "prefill_chunk_size", "kv_cache_size"]
     table = read_table(path, [*whole, "is_prefill", _median("attn_decode"), _median("attn_prefill")])
     table = numbers(path, table, whole)
+    table = numbers(path, table, ["n_q_head", "num_tensor_parallel_workers"], positive=True)  # they divide
     tp = table.num_tensor_parallel_workers
     table = table.assign(
         head_dim=(table.n_embd / table.n_q_head).astype(int),
