@@ -10,7 +10,7 @@ from test_errors import rlsim as command
 
 from rlsim.experiment.check import check_experiment
 
-CASES = BASE.replace("  - pat\n", "  - pat\n  - real\ncases:\n  a: {trace.cap: 1K}\n  b: {trace.cap: 512, seeds: 2}\n")
+CASES = BASE.replace("  - pat\n", "  - pat\n  - real\ncases:\n  a: {trace.cap: 1K}\n  b: {trace.cap: 512, workflow.steps: 2}\n")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_check_says_what_an_experiment_is(
     (folder / "base.yaml").write_text(CASES, encoding="utf-8")
     code, said = checked(monkeypatch, capsys, "base.yaml")
     assert code == 0
-    assert said.splitlines()[0] == "probe: 3 systems × 1 to 2 seeds × 2 cases = 9 runs"
+    assert said.splitlines()[0] == "probe: 3 systems × 1 seed × 2 cases = 6 runs"
     assert "note: whether the plans of real fit" in said
     assert checked(monkeypatch, capsys, "pat_vs_static")[1].startswith("pat-vs-static: 8 systems × 20 seeds × 1 case")
     assert sorted(folder.rglob("*")) == before

@@ -18,18 +18,18 @@ class Checked:
 
     name: str
     systems: tuple[int, ...]  # that can run, by case
-    seeds: tuple[int, ...]  # by case
+    seeds: int
     notes: tuple[str, ...]
 
     @property
     def runs(self) -> int:
         """Runs of all cases together."""
-        return sum(systems * seeds for systems, seeds in zip(self.systems, self.seeds, strict=True))
+        return sum(self.systems) * self.seeds
 
     @property
     def counted(self) -> str:
         """Systems × seeds × cases = runs."""
-        parts = (_span(self.systems, "system"), _span(self.seeds, "seed"), _span((len(self.systems),), "case"))
+        parts = (_span(self.systems, "system"), _span((self.seeds,), "seed"), _span((len(self.systems),), "case"))
         return f"{' × '.join(parts)} = {_span((self.runs,), 'run')}"
 
 
@@ -57,7 +57,7 @@ def check_loaded(experiment: Experiment, folder: Path, shown: str) -> Checked:
     return Checked(
         experiment.name,
         tuple(len(case.systems) for case in cases),
-        tuple(len(case.experiment.seed_list) for case in cases),
+        len(experiment.seed_list),
         tuple(notes),
     )
 
