@@ -17,7 +17,7 @@ from rlsim.cli.terminal import Console
 from rlsim.cost.calibration import load_calibration
 from rlsim.errors import ConfigError, RlsimError, printable
 from rlsim.experiment.frames import Frames
-from rlsim.experiment.guard import check_times
+from rlsim.experiment.guard import check_steps
 from rlsim.experiment.load import load_experiment
 from rlsim.hardware import load_cluster
 from rlsim.init.verl_config import read_config
@@ -189,13 +189,13 @@ def test_figures_that_cannot_be_meant(failing: Failing, key: str, value: str, me
 
 
 def test_no_run_succeeds_with_times_that_are_none() -> None:
-    steps = pd.DataFrame({"step_time_s": [1.0, 2.0], "gen_time_s": [1.0, 1.0]})
+    steps = pd.DataFrame({"step_time_s": [1.0, 2.0], "gen_time_s": [1.0, 1.0], "trained": 8})
     fine: Frames = {"steps": steps, "calls": pd.DataFrame(), "spans": pd.DataFrame()}
-    check_times(fine, "x")
+    check_steps(fine, "x")
     for value in (math.nan, math.inf, -1.0):
         wrong = {**fine, "steps": steps.assign(gen_time_s=[1.0, value])}
         with pytest.raises(ConfigError, match=r"system 'x': the column gen_time_s of steps comes out as"):
-            check_times(wrong, "system 'x'")
+            check_steps(wrong, "system 'x'")
 
 
 # ---- names in pages and terminals ------------------------------------------------------------------------------------
