@@ -10,7 +10,9 @@ from test_errors import rlsim as command
 
 from rlsim.experiment.check import check_experiment
 
-CASES = BASE.replace("  - pat\n", "  - pat\n  - real\ncases:\n  a: {trace.cap: 1K}\n  b: {trace.cap: 512, workflow.steps: 2}\n")
+CASES = BASE.replace(
+    "  - pat\n", "  - pat\n  - real\ncases:\n  a: {trace.cap: 1K}\n  b: {trace.cap: 512, workflow.steps: 2}\n"
+)
 
 
 @pytest.fixture
