@@ -19,9 +19,9 @@ def check_steps(frames: Frames, shown: str) -> None:
 
     `PolicyError` for a step that trains on nothing: no throughput or ratio of such a run means anything.
     """
-    idle = frames["steps"].loc[frames["steps"]["trained"] == 0, "step"]
-    if len(idle):
-        raise PolicyError(f"{shown}: step {idle.iloc[0]} trains on no response: was its generation stopped too early?")
+    nothing = frames["steps"]["trained"].to_numpy() == 0
+    if nothing.any():
+        raise PolicyError(f"{shown}: step {nothing.argmax()} trains on no response: was generation stopped too early?")
     end_s = float(frames["steps"]["step_time_s"].sum())
     for table in _COMPLETE:
         for name in (column.name for column in TABLES[table] if column.unit == "s" and column.name in frames[table]):
