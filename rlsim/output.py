@@ -1,8 +1,8 @@
 """Files that appear whole or not at all, where nothing of the user's is replaced unasked.
 
-A file that the user names (`--out page.html`) is replaced, as other programs do it, unless it is an input of the
-command or a part of some results. A file that rlsim names itself, in a folder that the user gives, is replaced only if
-rlsim wrote it.
+Pages, timelines, the charts of a folder, calibrations and whatever else can tell that rlsim wrote it are replaced only if
+it did. Another file that the user names (`--json x.json`) is replaced, as other programs do it, unless it is an input of
+the command or a part of some results.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def check_file(path: Path, error: type[RlsimError] = ConfigError, *, inputs: Ite
 
 
 def check_own_file(path: Path, error: type[RlsimError] = ConfigError) -> Path:
-    """The same for a file that rlsim names: raises `error` also if one is there that rlsim did not write."""
+    """The same for a file that can tell who wrote it: raises `error` also if one is there that rlsim did not write."""
     target = check_file(path, error)
-    if target.exists() and not written_by_rlsim(target):
+    if target.is_file() and not written_by_rlsim(target):
         raise error(f"{path}: exists, and rlsim did not write it; move it away or give another name")
     return target
 

@@ -395,6 +395,21 @@ def test_inputs_and_parts_of_results_are_not_written_over(
         assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("command", [["timeline", "--out", "mine.json"], ["report", "--out", "mine.html"]])
+def test_pages_and_timelines_replace_no_file_of_the_users(
+    copy: Path, command: list[str], call: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    named = tmp_path / command[2]
+    named.write_text("mine")
+    for expected in (2, 0, 0):  # refused, written anew, and once more over its own
+        code, shown = call(command[0], copy, command[1], named)
+        assert code == expected, shown
+        if expected == 2:
+            assert "rlsim did not write it" in shown
+            assert named.read_text() == "mine"
+            named.unlink()
+
+
 def test_files_that_rlsim_names_are_replaced_only_if_it_wrote_them(tmp_path: Path) -> None:
     (tmp_path / "h100-sxm-vllm.yaml").write_text("mine: true\n")
     nccl = {"gpu": "h100-sxm", "engine": "vllm", "base": "h100-vllm"}

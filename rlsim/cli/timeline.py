@@ -38,12 +38,9 @@ def timeline(
     Example: rlsim timeline results/pat-vs-static --system pat --steps 0-1
     """
     from rlsim.errors import ConfigError
-    from rlsim.output import check_own_file
     from rlsim.report.timeline import write_timeline
 
     path = out or results / ("timeline.json.gz" if compressed else "timeline.json")
-    if out is None and results.is_dir():
-        check_own_file(path)
     if out is not None and compressed and out.suffix != ".gz":
         raise ConfigError(f"--gzip: {out} does not end in .json.gz")
     written = write_timeline(

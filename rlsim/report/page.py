@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from rlsim import __version__
 from rlsim.charts import OFFLINE, chart_spec, vega_script
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path, check_file
+from rlsim.output import atomic_path, check_own_file
 
 _TEMPLATE = "page.html"
 
@@ -123,4 +123,4 @@ def check_page_path(path: Path) -> None:
     """Raises `ConfigError` if a page cannot be written there."""
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"{path}: a report is written as .html")
-    check_file(path)
+    check_own_file(path)

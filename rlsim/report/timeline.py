@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path, check_file
+from rlsim.output import atomic_path, check_own_file
 from rlsim.report.chosen_run import ChosenRun, choose_run
 from rlsim.report.timeline_requests import RequestTracks
 from rlsim.report.trace_events import TraceWriter, Tracks, json_texts, microseconds
@@ -91,7 +91,7 @@ def check_timeline_path(path: Path) -> None:
     """Raises `ConfigError` if a timeline cannot be written as such a file."""
     if not path.name.endswith(SUFFIXES):
         raise ConfigError(f"{path}: a timeline is written as one of {', '.join(SUFFIXES)}")
-    check_file(path)
+    check_own_file(path)
 
 
 @contextmanager

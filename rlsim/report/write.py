@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from rlsim.advise.advice import read_advice
 from rlsim.errors import ConfigError
 from rlsim.experiment.result import Result, read_result
-from rlsim.output import check_own_file
 from rlsim.report.choice import choose
 from rlsim.report.headline import findings
 from rlsim.report.page import Page, check_page_path
@@ -54,8 +53,6 @@ def write_report(
     target = _target(source, path)
     folders = [(Path(folder), suffix) for folder, suffix in ((png, ".png"), (svg, ".svg")) if folder is not None]
     check_page_path(target)  # before the work, not after it
-    if path is None:
-        check_own_file(target)
     for folder, _ in folders:
         check_pictures_folder(folder)
     if isinstance(found, Result):
