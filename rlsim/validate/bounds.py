@@ -151,6 +151,22 @@ BOUNDS: tuple[Bound, ...] = (
     Bound(
         "published", "rollpacker/7b-over-rlhfuse-plus", "speedup", "mean", 0.28, "20%: what was strengthened is open"
     ),
+    Bound(
+        "published",
+        "rollpacker/32b-planner-unfitted",
+        "speedup",
+        "mean",
+        0.44,
+        "20%: the planner, as above, and the training stack is open",
+    ),
+    Bound(
+        "published",
+        "rollpacker/32b-rollpacker-unfitted",
+        "speedup",
+        "mean",
+        0.54,
+        "20%: the planner, as above, and the training stack is open",
+    ),
     Bound("published", "rollpacker/32b-*-unfitted", "speedup", "mean", 0.26, "20%: the training stack is open"),
     Bound("published", "rollpacker/*b-*", "speedup", "mean", 0.20),
     *(Bound("published", case, quantity, "mean", limit) for case, quantity, limit in _PUBLISHED),
