@@ -1,8 +1,8 @@
 """Files that appear whole or not at all, where nothing of the user's is replaced unasked.
 
-Pages, timelines, the charts of a folder, calibrations and whatever else can tell that rlsim wrote it are replaced only
-if it did. Another file that the user names (`--json x.json`) is replaced, as other programs do it, unless it is an input
-of the command or a part of some results.
+Pages, timelines, the charts of a folder, calibrations and whatever else can tell that rlsim wrote it are replaced
+only if it did. Another file that the user names (`--json x.json`) is replaced, as other programs do it, unless it is
+an input of the command or a part of some results.
 """
 
 from __future__ import annotations
