@@ -155,6 +155,7 @@ def read_parquet(path: Path, error: type[RlsimError]) -> tuple[pd.DataFrame, dic
 
     with parquet_errors(path, error):
         table = pq.read_table(path, partitioning=None, page_checksum_verification=True)
+        table.validate(full=True)  # texts are UTF-8: pandas would find out only when it looks at one
         names = table.column_names
         frame = table.to_pandas(ignore_metadata=True, integer_object_nulls=True, timestamp_as_object=True)
     if len(set(names)) < len(names):

@@ -223,6 +223,14 @@ def test_vidur_nodes_that_are_no_number(tmp_path: Path) -> None:
               of=lambda: vidur.read(tmp_path / "all_reduce.csv", "a100-sxm-80gb"))  # fmt: skip
 
 
+def test_texts_of_a_table_that_are_no_utf8(tmp_path: Path) -> None:
+    ids = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"a\xe1ab")]
+    )
+    pq.write_table(pa.table({"prompt_id": ids, "response_tokens": pa.array([1, 2])}), tmp_path / "t.parquet")
+    one_error(TraceError, "not a readable Parquet file", of=lambda: read_trace(tmp_path / "t.parquet"))
+
+
 @pytest.mark.parametrize("column", ["n_q_head", "num_tensor_parallel_workers"])
 def test_counts_of_vidur_that_divide_are_not_zero(tmp_path: Path, column: str) -> None:
     row = {"n_embd": 8192, "n_q_head": 64, "n_kv_head": 8, "block_size": 16, "num_tensor_parallel_workers": 2,
