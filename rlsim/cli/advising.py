@@ -11,6 +11,7 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Experiment, Settings, add_code_folders, progress_bar
+from rlsim.cli.tables import print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,11 +77,8 @@ def advise(
 def _print(advice: Advice, target: Path, quiet: bool) -> None:
     from rlsim.cli.terminal import Console
 
-    console = Console()
     if not quiet:
-        for table in _tables(advice):
-            console.print(table)
-            console.print()
+        print_tables(_tables(advice))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for sentence in advice.conclusions:
         console.print(sentence, style="bold")
