@@ -105,7 +105,7 @@ def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         also = frame[frame["same_as"] == row["system"]]["system"].tolist()
         system = f"{row['system']} ({row['tuned']})" if row["tuned"] else str(row["system"])
         marks = []
-        if row["rank"] > 1 and row["with_best"]:
+        if row["rank"] > 1 and row["with_best"] and row["comparable"]:
             marks.append("≈ best")
         if row["staleness"]:
             marks.append(f"staleness {row['staleness']}")
