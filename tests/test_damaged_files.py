@@ -223,6 +223,13 @@ def test_vidur_nodes_that_are_no_number(tmp_path: Path) -> None:
               of=lambda: vidur.read(tmp_path / "all_reduce.csv", "a100-sxm-80gb"))  # fmt: skip
 
 
+def test_lists_in_a_column_of_a_table(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"device": pa.array([[1, 2], [3]])}), tmp_path / "t.parquet")
+    one_error(
+        CalibrationError, "column 'device' holds lists", of=lambda: read_table(tmp_path / "t.parquet", ["device"])
+    )
+
+
 def test_texts_of_a_table_that_are_no_utf8(tmp_path: Path) -> None:
     ids = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\4\0\0\0"), pa.py_buffer(b"a\xe1ab")]

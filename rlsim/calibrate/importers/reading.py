@@ -65,7 +65,8 @@ def read_text(path: Path) -> str:
 def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     """A Parquet or comma-separated table that has at least `columns`, its index the row of the file from 0.
 
-    Raises `CalibrationError` naming file and row for a file that is missing, cut short, empty or without a column.
+    Raises `CalibrationError` naming file and row for a file that is missing, cut short, empty, without a column,
+    or with lists in one.
     """
     table = _parquet(path) if path.suffix == ".parquet" else _csv(path)
     missing = [name for name in columns if name not in table]
@@ -74,6 +75,9 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
         raise CalibrationError(f"{path}: no column {missing[0]!r}{nearest(missing[0], found)}")
     if table.empty:
         raise CalibrationError(f"{path}: the table has no rows")
+    for name in columns:
+        if table[name].map(pd.api.types.is_list_like).any():
+            raise CalibrationError(f"{path}: column {name!r} holds lists; expected one value a row")
     return table
 
 
