@@ -103,6 +103,8 @@ def checked_cases(experiment: Experiment, folder: Path, shown: str = "experiment
     _settle_baseline(cases)
     if not any(case.systems for case in cases):
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
+    for case in cases:
+        _ = case.steady  # raises if a warm-up leaves nothing to measure
     return cases
 
 
@@ -113,8 +115,9 @@ def _settle_baseline(cases: Sequence[_Case]) -> None:
     chosen = next(iter([*everywhere, *running[0]]), cases[0].names[0])
     for case, names in zip(cases, running, strict=True):
         case.baseline = case.experiment.baseline or chosen
-        if names and case.baseline not in names:
-            case.notes.append(f"no speedups: the baseline {case.baseline} was left out")
+        note = f"no speedups: the baseline {case.baseline} was left out"
+        if names and case.baseline not in names and note not in case.notes:
+            case.notes.append(note)
 
 
 def check_system(setup: Setup, spec: SystemSpec) -> None:
