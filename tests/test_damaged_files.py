@@ -27,6 +27,7 @@ from rlsim.errors import CalibrationError, TraceError
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
 from rlsim.trace.importers import import_trace
+from rlsim.trace.importers.shapes import from_cdf
 
 HUGE = 10**400  # a whole number that no float holds
 
@@ -228,6 +229,15 @@ def test_lists_in_a_column_of_a_table(tmp_path: Path) -> None:
     one_error(
         CalibrationError, "column 'device' holds lists", of=lambda: read_table(tmp_path / "t.parquet", ["device"])
     )
+
+
+def test_a_cdf_with_a_task_left_out(tmp_path: Path) -> None:
+    for blank in ("", " ", "nan"):
+        frame = pd.DataFrame(
+            {"length": [10.0, 50.0], "cdf": [0.5, 1.0], "task": pd.array(["math", blank or None], "str")}
+        )
+        found = from_cdf(frame, tmp_path / "c.csv", 10, str, [])
+        assert len(found) == 20
 
 
 def test_texts_of_a_table_that_are_no_utf8(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def from_cdf(frame: pd.DataFrame, path: Path, rows: int, row_name: RowName, note
     if (share > 1).any():
         row = int(np.argmax(share > 1))
         raise TraceError(f"{path}: {row_name(row)}: cdf is above 1 (got {share[row]:g}); give shares, not percent")
-    tasks = frame["task"].map(str).to_numpy() if "task" in frame else np.full(len(frame), "")
+    named = frame["task"] if "task" in frame else [""] * len(frame)
+    tasks = np.array(["" if pd.isna(task) else str(task) for task in named], dtype=object)
     parts = []
     for task in dict.fromkeys(tasks):
         order = np.flatnonzero(tasks == task)
