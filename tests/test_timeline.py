@@ -279,7 +279,8 @@ def test_command(pat: Path, tmp_path: Path) -> None:
 
 def test_an_error_leaves_the_earlier_file(pat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "timeline.json"
-    out.write_text("earlier", encoding="utf-8")
+    write_timeline(pat, out)
+    earlier = out.read_bytes()
 
     def broken(*_: object) -> None:
         raise RuntimeError("power cut")
@@ -288,7 +289,7 @@ def test_an_error_leaves_the_earlier_file(pat: Path, tmp_path: Path, monkeypatch
     with pytest.raises(RuntimeError, match="power cut"):
         write_timeline(pat, out)
     assert [p.name for p in tmp_path.iterdir()] == ["timeline.json"]
-    assert out.read_text(encoding="utf-8") == "earlier"
+    assert out.read_bytes() == earlier
 
 
 # ------------------------------------------------------------------------------------------------------ its parts
