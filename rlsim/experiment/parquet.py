@@ -32,7 +32,7 @@ def to_arrow(frame: pd.DataFrame, columns: Sequence[Column]) -> pa.Table:
 def to_pandas(rows: pa.Table) -> pd.DataFrame:
     """A table as a frame, texts in pandas' own type as in the frames that `to_arrow` takes."""
     texts = dict.fromkeys((pa.string(), pa.large_string(), pa.string_view()), pd.StringDtype())
-    frame: pd.DataFrame = rows.to_pandas(types_mapper=texts.get)
+    frame: pd.DataFrame = rows.replace_schema_metadata().to_pandas(types_mapper=texts.get)
     return frame
 
 
@@ -59,8 +59,8 @@ def opened(
     try:
         if sha256 is not None and file_sha256(path) != sha256:
             raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
+        _check_columns(path, pq.read_schema(path), columns)
         with pq.ParquetFile(path, page_checksum_verification=True, **options) as file:
-            _check_columns(path, file.schema_arrow, columns)
             yield file
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing: the results are damaged, or of a version of rlsim without it") from None
@@ -72,10 +72,15 @@ def read_parquet(path: Path, columns: Sequence[Column], sha256: str | None = Non
     """These columns of a Parquet file, checked as `opened` does."""
     with opened(path, columns, sha256) as file:
         rows = file.read(columns=[column.name for column in columns], use_threads=False)
+    return complete(path, rows, columns)
+
+
+def complete(path: Path, rows: pa.Table, columns: Sequence[Column]) -> pa.Table:
+    """The rows of a file, without what else its schema says; raises `ConfigError` if whole numbers or flags miss."""
     for column in columns:
         if column.dtype in ("int64", "bool") and rows[column.name].null_count:
             raise ConfigError(f"{path}: damaged: column {column.name}: values are missing")
-    return rows
+    return rows.replace_schema_metadata()
 
 
 def _check_columns(path: Path, schema: pa.Schema, columns: Sequence[Column]) -> None:

@@ -95,13 +95,15 @@ def read_result(directory: str | Path) -> Result:
 
 
 def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path) -> None:
-    """Raises `ConfigError` if `steps` lacks a system that the manifest names, a steady step, or a time that is one."""
+    """Raises `ConfigError` if `steps` has other systems than the manifest, or no steady step, time, or a step twice."""
+    there = set(zip(steps["case"], steps["system"], strict=True))
+    named = {(case, name) for case, names in manifest["systems"].items() for name in names}
+    for case, name in sorted(there ^ named):
+        what = "no step of" if (case, name) in named else "the manifest has no"
+        raise ConfigError(f"{where}: damaged: {what} system {name!r}{f' in case {case!r}' if case else ''}")
     if not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all():
         raise ConfigError(f"{where}: damaged: a step has no time")
-    there = set(zip(steps["case"], steps["system"], strict=True))
+    if steps.duplicated(["case", "system", "seed", "step"]).any():
+        raise ConfigError(f"{where}: damaged: a step is there twice")
     if not steps.groupby(["case", "system", "seed"])["steady"].any().all():
         raise ConfigError(f"{where}: damaged: no step of some run is steady")
-    for case, names in manifest["systems"].items():
-        for name in names:
-            if (case, name) not in there:
-                raise ConfigError(f"{where}: damaged: no step of system {name!r}{f' in case {case!r}' if case else ''}")

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.columns import TABLES
-from rlsim.experiment.parquet import opened
+from rlsim.experiment.parquet import complete, opened
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +39,11 @@ class ChosenRun:
     others: Mapping[str, Sequence[Any]]  # by `case`, `system`, `seed`, `step`: all that the results have
     manifest: Mapping[str, Any]
     _source: Results | Mapping[str, pd.DataFrame] = field(repr=False)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the case's cluster."""
+        return int(self.manifest["setups"][self.case]["gpus"])
 
     @property
     def gpus_per_node(self) -> int:
@@ -104,7 +109,8 @@ def choose_run(
     else:
         manifest = results.manifest
         source = {name: getattr(results, name) for name in ("steps", "spans", "stays", "calls", "responses")}
-    runs = pa.concat_tables(_batches(source, "steps", [*_RUN, "step_time_s"])).to_pandas()
+    columns = [*_RUN, "steady", "step_time_s"]
+    runs = source.table("steps", columns) if not isinstance(source, Mapping) else source["steps"][columns]
     others: dict[str, list[Any]] = {}
 
     def choose(column: str, kind: str, wanted: Any) -> Any:
@@ -150,4 +156,4 @@ def _batches(source: Results | Mapping[str, pd.DataFrame], table: str, columns: 
     # Page by page: a data set would hold a whole group of rows. Texts as numbers are fast to compare.
     with opened(source.path(table), wanted, source.sha256(table), read_dictionary=list(_RUN[:2])) as file:
         for batch in file.iter_batches(batch_size=ROWS, columns=list(columns), use_threads=False):
-            yield pa.Table.from_batches([batch])
+            yield complete(source.path(table), pa.Table.from_batches([batch]), wanted)

@@ -191,6 +191,8 @@ def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
             gpus = rows["gpus"].to_numpy()
             which = np.repeat(np.arange(len(gpus)), gpus)  # a slice for every GPU of a span
             gpu = rows["gpu"].to_numpy()[which] + _counts(gpus)
+            if len(gpu) and not 0 <= gpu.min() <= gpu.max() < run.gpus:
+                raise ConfigError(f"spans: expected GPUs 0 to {run.gpus - 1}, got {gpu.min()} to {gpu.max()}")
             shared = rows["shared"].to_numpy(zero_copy_only=False)
             kinds = np.zeros(len(gpus), np.int64)
             for i in np.flatnonzero(shared).tolist():

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from rlsim.errors import ConfigError
 from rlsim.report.replica_load import Ints, Stays, held_by_replicas
 from rlsim.report.trace_events import Piece, TraceWriter, Tracks, json_texts, microseconds
 from rlsim.sim.stays import LEFT
@@ -73,6 +74,8 @@ class RequestTracks:
         known = list(dict.fromkeys([self._generate, *names]))
         call = np.array([known.index(name) for name in names])[call]
         reasons, left = _numbered(table["left"])
+        if unknown := set(reasons) - set(LEFT):
+            raise ConfigError(f"stays: column left: expected one of {', '.join(LEFT)}, got {unknown.pop()!r}")
         columns["left"] = np.array([LEFT.index(reason) for reason in reasons])[left]
         where = np.stack([call, columns["gpu"], columns["gpus"]])
         kinds, group = np.unique(where, axis=1, return_inverse=True)
