@@ -146,7 +146,13 @@ def test_plain_lists_and_several_commands() -> None:
     assert "the last one is taken" in script.notes[0]
 
 
-@pytest.mark.parametrize(("text", "message"), [("x 'data.y=1", "quote"), ('a\nx "y', "run.sh:2"), ("A=(x", "bracket")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x 'data.y=1", "quote"), ('a\nx "y', "run.sh:2"), ("A=(x", "bracket"), ("case", "a word behind `case`"),
+        ("a\ncase ($M; esac", "run.sh:2: expected a word behind `case`"), ("for ; do x; done", "a word behind `for`"),
+    ],
+)  # fmt: skip
 def test_what_no_shell_reads_is_an_error_with_its_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_script(text, "run.sh", {})

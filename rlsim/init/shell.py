@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from rlsim.errors import ConfigError
 from rlsim.init.shell_values import Doubt, Element, Unknown, UnresolvedError, Variables, assignment, shown
 from rlsim.init.shell_words import Operator, Token, Word, tokens
 
@@ -63,7 +64,7 @@ def read_script(text: str, source: str, given: dict[str, str]) -> Script:
 
     Raises `ConfigError` with file and line for text that no shell reads.
     """
-    run = _Run(tokens(text, source), Variables(given))
+    run = _Run(tokens(text, source), source, Variables(given))
     run.block(0, len(run.tokens))
     commands = [c for c in run.commands if c]
     notes = list(dict.fromkeys(run.notes))
@@ -80,8 +81,9 @@ def _root(key: str) -> bool:
 class _Run:
     """Goes through the tokens once, as the shell would."""
 
-    def __init__(self, found: list[Token], variables: Variables) -> None:
+    def __init__(self, found: list[Token], source: str, variables: Variables) -> None:
         self.tokens = found
+        self.source = source
         self.variables = variables
         self.commands: list[list[Override]] = []
         self.config_name = ""
@@ -150,6 +152,13 @@ class _Run:
                 return self._simple([t for t in self.tokens[at:end] if isinstance(t, Word)])
         return True
 
+    def _word_after(self, at: int) -> Word:
+        """What a `case` or a `for` is about."""
+        token = self.tokens[at + 1] if at + 1 < len(self.tokens) else None
+        if not isinstance(token, Word):
+            raise ConfigError(f"{self.source}:{self.tokens[at].line}: expected a word behind `{self._bare(at)}`")
+        return token
+
     # ---- compound commands ------------------------------------------------------------------------------------------
 
     def _parts(self, at: int, end: int, words: tuple[str, ...]) -> list[int]:
@@ -206,8 +215,7 @@ class _Run:
 
     def _case(self, at: int, end: int) -> None:
         """`case WORD in PATTERN) … ;; esac`: the branch that matches."""
-        word = self.tokens[at + 1]
-        assert isinstance(word, Word)
+        word = self._word_after(at)
         try:
             value = self.variables.text(word)
         except UnresolvedError:
@@ -246,7 +254,7 @@ class _Run:
             return
         if kind == "for":
             listed = [t for t in self.tokens[marks[0] + 1 : marks[1]] if isinstance(t, Word)]
-            name, values = listed[0].bare, list[str]()
+            name, values = self._word_after(at).bare, list[str]()
             with suppress(UnresolvedError):
                 values = [field for word in listed[2:] for field in self.variables.fields(word, split=True)]
             line = self.tokens[at].line
