@@ -8,7 +8,8 @@ that begins with "Choice:" says what is done here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -286,6 +287,12 @@ class _View:
         if node is None:
             return sum(r.left for r in self._rollout.requests)
         return sum(len(replica.requests()) for replica in self._rollout.replicas if replica.node == node)
+
+    def generated(self, node: int) -> Mapping[int, int]:
+        return Counter(r.generated_tokens for replica in self.replicas(node) for r in replica.requests)
+
+    def context_tokens(self, node: int) -> int:
+        return sum(r.context_tokens for replica in self.replicas(node) for r in replica.requests)
 
     def tp(self, node: int) -> int:
         return self._rollout.tps[node]

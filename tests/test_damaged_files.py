@@ -24,6 +24,7 @@ from rlsim.calibrate.importers.reading import read_table
 from rlsim.calibrate.verl_log import read_log
 from rlsim.calibrate.verl_settings import batch_of
 from rlsim.errors import CalibrationError, TraceError
+from rlsim.hardware import load_gpu
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
 from rlsim.trace.importers import import_trace
@@ -214,6 +215,23 @@ def test_nccl_numbers(tmp_path: Path, value: Any) -> None:
 def test_nccl_reports_without_arguments(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(nccl_json() | {"args": {}}))
     assert len(nccl_tests.read([tmp_path / "r.json"]).table("collective")) == 4
+
+
+def test_more_ranks_than_any_cluster_has(tmp_path: Path) -> None:
+    report = nccl_json()
+    report["config"] |= {"nthreads": HUGE, "devices": []}
+    (tmp_path / "r.json").write_text(json.dumps(report))
+    one_error(CalibrationError, "r.json", of=lambda: nccl_tests.read([tmp_path / "r.json"]))
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "0", "-1", "x"])
+def test_rates_of_a_gpu_that_are_no_rates(tmp_path: Path, value: str) -> None:
+    (tmp_path / "systems").mkdir()
+    text = f"gpu: {{bfloat16_tc_flops: 989e12, mem_bw: {value}}}\nnode: {{intra_node_bw: 450e9}}\n"
+    (tmp_path / "systems" / "h100_sxm.yaml").write_text(text)
+    folder = tmp_path / "data" / "h100_sxm"
+    wanted = "h100_sxm.yaml: expected gpu.mem_bw"
+    one_error(CalibrationError, wanted, of=lambda: aiconfigurator.reference(folder, load_gpu("h100-sxm"), None))
 
 
 def test_vidur_nodes_that_are_no_number(tmp_path: Path) -> None:

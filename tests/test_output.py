@@ -453,7 +453,7 @@ def test_any_key_that_is_missing_or_of_another_type_is_named(
     for key in [key for key in keys if key not in ("format", "sha256")]:
         for number, value in enumerate(["missing", *BAD]):
             changed(copy / "manifest.json", lambda data, k=key, v=value: _set(data, k, v))
-            for reader in READERS[:: 1 if key not in optional else 3] if number else READERS:
+            for reader in READERS[:1] if number else READERS:  # the pages and timelines take most of the time
                 code, shown = call(*reader, copy)
                 assert "Traceback" not in shown
                 if code == 0:  # nothing that this reader needs

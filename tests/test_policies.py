@@ -18,7 +18,7 @@ from rlsim.cost.transfer import SwitchCost, rms_context_tokens
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
-from rlsim.policies.pat import PAT
+from rlsim.policies.pat import PAT, Alike
 from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
 from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
@@ -267,7 +267,8 @@ def test_the_predictor_follows_a_real_trajectory(cluster: str, calibration: str,
     began = max(r.first_token_at for r in rollout.requests)
     pat = PAT(candidates=(tp,))
     pat.setup(known)
-    predicted_s = pat._remaining_s(tp, sorted(((length - 1, PROMPT + 1.0) for length in lengths), reverse=True))
+    batch = [Alike(left, PROMPT + 1.0, 1) for left in sorted((length - 1 for length in lengths), reverse=True)]
+    predicted_s = pat._remaining_s(tp, batch, ())
     error = predicted_s / (rollout.env.now - began) - 1
     assert abs(error) < 0.03
 

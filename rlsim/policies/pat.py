@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heapreplace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr
 
@@ -26,8 +26,13 @@ from rlsim.units import Tokens
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (1, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 65536, 131072)
 
-#: A sequence as the predictor sees it: tokens to the length limit, and tokens of context.
-Row = tuple[int, float]
+
+class Alike(NamedTuple):
+    """Sequences that the predictor does not tell apart."""
+
+    left_tokens: int  # to the length limit
+    context_tokens: float
+    sequences: int
 
 
 class PAT(Schema, RolloutControl):
@@ -81,61 +86,74 @@ class PAT(Schema, RolloutControl):
         return [action for node in view.finished_nodes if (action := self._decide(view, node)) is not None]
 
     def _decide(self, view: RolloutView, node: int) -> Action | None:
-        now_tp = view.tp(node)
-        requests = [replica.requests for replica in view.replicas(node)]
-        layout = [[(view.cap_tokens - r.generated_tokens, float(r.context_tokens)) for r in rs] for rs in requests]
-        batch = sorted((row for rows in layout for row in rows), reverse=True)
-        if not batch or now_tp not in self._profiles:
+        now_tp, generated = view.tp(node), view.generated(node)
+        if not generated or now_tp not in self._profiles:
             return None
         shortest, longest = view.finished_tokens
-        if shortest == longest >= view.cap_tokens - batch[-1][0]:
+        if shortest == longest >= max(generated):
             return None  # all lengths seen are equal, and nobody is beyond them: there is no tail to switch for
+        sequences = sum(generated.values())
+        mean_tokens = view.context_tokens(node) / sequences
+        batch = [Alike(view.cap_tokens - tokens, mean_tokens, generated[tokens]) for tokens in sorted(generated)]
         # 1. The remaining time if the layout stays.
-        best, best_s = None, self._remaining_s(now_tp, batch, layout)
+        best, best_s = None, self._remaining_s(now_tp, batch, self._spread_out(view, node, None))
+        held: list[int] | None = None
         # 2. For every candidate: the unfinished sequences merged over its replicas, and the switch paid for once.
-        held = [r.context_tokens for rs in requests for r in rs if r.has_kv]
         for tp in self.candidates:
             if tp == now_tp or tp not in self._profiles:
                 continue
-            remaining_s = self._remaining_s(tp, batch)
+            remaining_s = self._remaining_s(tp, batch, self._spread_out(view, node, tp))
             if remaining_s < best_s:
-                switch_s, kv = self._switch_s(now_tp, tp, held, len(batch), tp not in view.used_tps(node))
+                held = _held(view, node) if held is None else held
+                switch_s, kv = self._switch_s(now_tp, tp, held, sequences, tp not in view.used_tps(node))
                 # 3. The cheapest, and only if it beats staying.
                 if remaining_s + switch_s < best_s:
                     best, best_s = Reconfigure(node, tp, kv), remaining_s + switch_s
         return best
 
-    def _remaining_s(self, tp: int, batch: Sequence[Row], layout: Sequence[Sequence[Row]] | None = None) -> float:
+    def _spread_out(self, view: RolloutView, node: int, tp: int | None) -> list[list[Alike]]:
+        """With `spread: actual`, what each replica holds now, or would be dealt at `tp`; else nothing."""
+        if self.spread == "even":
+            return []
+        replicas = [
+            [Alike(view.cap_tokens - r.generated_tokens, float(r.context_tokens), 1) for r in replica.requests]
+            for replica in view.replicas(node)
+        ]
+        return replicas if tp is None else _dealt([one for own in replicas for one in own], view.gpus_per_node // tp)
+
+    def _remaining_s(self, tp: int, batch: Sequence[Alike], replicas: Sequence[Sequence[Alike]]) -> float:
         """Predicted time until every sequence of `batch` (longest way to go first) has run to the length limit.
 
-        With `spread: actual` the slowest replica decides, of the present `layout` or of the one the engine would deal.
-        With `even`, layouts are compared as such: n sequences on d replicas count as n / d on each, linearly between
-        the whole numbers but never less than one, all with the mean context. An imbalance of the moment is then no
-        merit of another layout; it would be back a few finishes after a switch.
+        With `spread: actual` the slowest of the `replicas` decides. With `even`, layouts are compared as such: n
+        sequences on d replicas count as n / d on each, linearly between the whole numbers but never less than one, all
+        with the mean context. An imbalance of the moment is then no merit of another layout; it would be back a few
+        finishes after a switch.
         """
-        replicas = self._context.gpus_per_node // tp
-        if self.spread == "actual":
-            return max(self._drain_s(tp, sorted(rows, reverse=True)) for rows in layout or _dealt(batch, replicas))
-        mean = sum(context for _, context in batch) / len(batch)
-        fullest = [(left, mean) for left, _ in batch[::replicas]]
+        if replicas:
+            return max(self._drain_s(tp, sorted(own, reverse=True)) for own in replicas)
+        count = self._context.gpus_per_node // tp
+        fullest = _every(count, batch)
         time_s = self._drain_s(tp, fullest)
-        beyond = len(batch) % replicas
-        if beyond == 0 or len(batch) < replicas:
+        sequences = sum(alike.sequences for alike in batch)
+        beyond = sequences % count
+        if beyond == 0 or sequences < count:
             return time_s
-        share = beyond / replicas
-        return share * time_s + (1 - share) * self._drain_s(tp, fullest[:-1])
+        share, last = beyond / count, fullest[-1]
+        fewer = [*fullest[:-1], last._replace(sequences=last.sequences - 1)]
+        return share * time_s + (1 - share) * self._drain_s(tp, fewer)
 
-    def _drain_s(self, tp: int, sequences: Sequence[Row]) -> float:
+    def _drain_s(self, tp: int, sequences: Sequence[Alike]) -> float:
         """Time of one replica until each of its sequences, longest way to go first, is at the limit."""
         profile = self._profiles[tp]
-        time_s, steps, tokens = 0.0, 0, sum(context for _, context in sequences)
-        for active in range(len(sequences), 0, -1):  # the sequence nearest to its limit leaves first
-            left, context = sequences[active - 1]
-            if left > steps:
+        time_s, steps, active = 0.0, 0, sum(alike.sequences for alike in sequences)
+        tokens = sum(alike.context_tokens * alike.sequences for alike in sequences)
+        for left, context, count in reversed(sequences):  # those nearest to their limit leave first
+            if left > steps and active:
                 time_s += profile.decode(active).steps_s(tokens, left - steps)
                 tokens += active * (left - steps)
                 steps = left
-            tokens -= context + steps
+            tokens -= count * (context + steps)
+            active -= count
         return time_s
 
     def _switch_s(
@@ -152,12 +170,28 @@ class PAT(Schema, RolloutControl):
         return (migrate_s, "migrate") if migrate_s <= recompute_s else (recompute_s, "recompute")
 
 
-def _dealt(batch: Sequence[Row], replicas: int) -> list[list[Row]]:
+def _held(view: RolloutView, node: int) -> list[int]:
+    """Contexts that are in the KV caches of a node."""
+    return [r.context_tokens for replica in view.replicas(node) for r in replica.requests if r.has_kv]
+
+
+def _every(replicas: int, batch: Sequence[Alike]) -> list[Alike]:
+    """The first of every so many sequences of `batch`: those of the replica that gets most, dealt in turn."""
+    found, before = [], 0
+    for left, context, count in batch:
+        mine = -(-(before + count) // replicas) - -(-before // replicas)
+        if mine:
+            found.append(Alike(left, context, mine))
+        before += count
+    return found
+
+
+def _dealt(batch: Sequence[Alike], replicas: int) -> list[list[Alike]]:
     """As the engine deals after a switch: longest context first, each to the replica with the least so far."""
     loads = [(0.0, index) for index in range(replicas)]
-    shares: list[list[Row]] = [[] for _ in range(replicas)]
-    for row in sorted(batch, key=lambda row: -row[1]):
+    shares: list[list[Alike]] = [[] for _ in range(replicas)]
+    for alike in sorted(sorted(batch, reverse=True), key=lambda one: -one.context_tokens):
         load, index = loads[0]
-        shares[index].append(row)
-        heapreplace(loads, (load + row[1], index))
+        shares[index].append(alike)
+        heapreplace(loads, (load + alike.context_tokens, index))
     return shares

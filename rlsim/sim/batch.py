@@ -6,6 +6,7 @@ and pages are counted from how many requests stand at which place of their last 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from operator import mul
@@ -22,6 +23,7 @@ class RunningBatch:
     """
 
     __slots__ = (
+        "_ages",
         "_capacity_pages",
         "_capacity_tokens",
         "_chunk_tokens",
@@ -52,6 +54,7 @@ class RunningBatch:
         self._chunk_tokens = chunk_tokens
         self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
         self._short = [-i % page_tokens for i in range(2 * page_tokens)]  # tokens missing in a last page
+        self._ages: Counter[int] = Counter()  # how many requests have generated how many tokens more than `step`
         self._residues = [0] * page_tokens  # how many requests have offset % page_tokens == i
 
     def requests(self) -> list[Request]:
@@ -61,7 +64,7 @@ class RunningBatch:
     def join(self, requests: Sequence[Request]) -> None:
         """Take in requests whose context is in the KV cache."""
         step, page, residues, finishing = self.step, self._page_tokens, self._residues, self._finishing
-        longest = self._longest if self._skew else None
+        longest, ages = self._longest if self._skew else None, self._ages
         tokens = 0
         for request in requests:
             order, generated = request.order, request.generated
@@ -69,6 +72,7 @@ class RunningBatch:
             offset = request.offset = context - step
             tokens += context
             residues[offset % page] += 1
+            ages[generated - step] += 1
             heappush(finishing, (step + request.response_tokens - generated, order, request))
             if longest is not None:
                 heappush(longest, (-offset, order, request))
@@ -87,10 +91,15 @@ class RunningBatch:
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
-        step, page, residues = self.step, self._page_tokens, self._residues
+        step, page, residues, ages = self.step, self._page_tokens, self._residues, self._ages
         for request in requests:
             offset = request.offset
-            request.generated = offset + step - request.prompt_tokens
+            age = offset - request.prompt_tokens
+            request.generated = age + step
+            if ages[age] == 1:
+                del ages[age]
+            else:
+                ages[age] -= 1
             request.order = 0
             self.tokens -= offset + step
             residues[offset % page] -= 1
@@ -129,6 +138,10 @@ class RunningBatch:
     def clear(self) -> None:
         """Forget all requests."""
         self._finishing, self._longest, self._chunks = [], [], []
+
+    def generated(self, step: int) -> Counter[int]:
+        """How many requests have generated how many tokens once the step counter is at `step`."""
+        return Counter({age + step: count for age, count in self._ages.items()})
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 

@@ -172,6 +172,12 @@ class RolloutView(Protocol):
     def unfinished(self, node: int | None = None) -> int:
         """Requests neither finished nor aborted, on one node or on all. Cheap."""
 
+    def generated(self, node: int) -> Mapping[int, int]:
+        """How many of the node's unfinished requests have generated how many tokens. Cheap."""
+
+    def context_tokens(self, node: int) -> int:
+        """Prompt and generated tokens of all unfinished requests of the node. Cheap."""
+
     def tp(self, node: int) -> int:
         """The node's present tensor-parallel degree."""
 

@@ -6,9 +6,11 @@ iterate once (prefill) or as many times as nothing can change (decode), and let 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import simpy
@@ -183,7 +185,7 @@ class Replica:
 
     def requests(self) -> list[Request]:
         """Running and prefilling requests in admission order, then those waiting."""
-        admitted = sorted([*self._batch.requests(), *self._prefilling], key=lambda r: r.order)
+        admitted = sorted([*self._batch.requests(), *self._prefilling], key=attrgetter("order"))
         return [*admitted, *self._waiting, *self._arrivals]
 
     def progress(self) -> int:
@@ -197,6 +199,17 @@ class Replica:
         """Every request here as in `requests`, its context tokens by now, and whether it is running."""
         step = self.progress()
         return [(r, r.offset + step, True) if self.is_running(r) else (r, r.context, False) for r in self.requests()]
+
+    def generated(self) -> Counter[int]:
+        """How many requests here have generated how many tokens by now."""
+        found = self._batch.generated(self.progress())
+        found.update(r.generated for r in chain(self._prefilling, self._waiting, self._arrivals))
+        return found
+
+    def context_tokens(self) -> int:
+        """The contexts of all requests here by now."""
+        running = self._batch.tokens + (self.progress() - self._batch.step) * self._batch.size
+        return running + sum(r.context for r in chain(self._prefilling, self._waiting, self._arrivals))
 
     def is_running(self, request: Request) -> bool:
         """Whether the request is in the decoding batch (its context is in the KV cache)."""

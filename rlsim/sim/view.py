@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlsim.sim.control import ReplicaView, RequestView
@@ -40,7 +42,8 @@ class LiveView:
 
     @property
     def finished_nodes(self) -> tuple[int, ...]:
-        return tuple(n for n in self.nodes if n in self._rollout._just_finished)
+        rollout = self._rollout
+        return tuple(n for n in sorted(rollout._just_finished) if n not in rollout._switching and rollout.active(n))
 
     @property
     def finished(self) -> int:
@@ -60,6 +63,12 @@ class LiveView:
     def unfinished(self, node: int | None = None) -> int:
         rollout = self._rollout
         return rollout._left if node is None else rollout._left_on[node]
+
+    def generated(self, node: int) -> Mapping[int, int]:
+        return sum((replica.generated() for replica in self._rollout.active(node)), Counter())
+
+    def context_tokens(self, node: int) -> int:
+        return sum(replica.context_tokens() for replica in self._rollout.active(node))
 
     def tp(self, node: int) -> int:
         return self._rollout._tp[node]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlsim.experiment.build import find_trace
+from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import run
 from rlsim.trace import read_trace
@@ -54,13 +55,18 @@ def run_experiments() -> Runs:
     return Runs(
         run("rollpacker_7b", overrides=two),
         run("rollpacker_32b", overrides=two),
-        {name: run(name, overrides=two | UNFITTED) for name in CUMULATIVE},
+        {name: run(name, overrides=two | UNFITTED | {"systems": _first_systems(name)}) for name in CUMULATIVE},
         run("eta_sensitivity", overrides=two),
         run("stream_trainer", overrides=two),
         run("adaptive_timeout", overrides=two),
         run("planner_preemption", overrides=two),
         {task: run("rollpacker_7b", overrides={**two, **share_settings(task)}) for task in TASKS},
     )
+
+
+def _first_systems(experiment: str) -> list[Any]:
+    """veRL and the systems that add part after part."""
+    return list(load_experiment(experiment)[0].systems[: 1 + len(CUMULATIVE[experiment])])
 
 
 def share_settings(task: str) -> dict[str, Any]:

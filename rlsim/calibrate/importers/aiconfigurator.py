@@ -8,6 +8,7 @@ after tensor-parallel sharding, heads those of one GPU; no KV heads means one fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -149,14 +150,17 @@ def _published(path: Path) -> dict[str, float]:
     """The figures of a `systems` file in bytes/s and FLOP/s."""
     try:
         data = read_yaml(path)
-        return {
+        rates = {
             "bf16_flop_per_s": float(data["gpu"]["bfloat16_tc_flops"]),
             "memory_bytes_per_s": float(data["gpu"]["mem_bw"]),
             "link_bytes_per_s": float(data["node"]["intra_node_bw"]),
         }
+        if not all(0 < rate < math.inf for rate in rates.values()):
+            raise ValueError("expected numbers above 0")
+        return rates
     except ConfigError as error:
         raise CalibrationError(str(error)) from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CalibrationError(
             f"{path}: expected gpu.mem_bw, gpu.bfloat16_tc_flops, node.intra_node_bw: {error}"
         ) from None

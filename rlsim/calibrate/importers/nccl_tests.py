@@ -39,6 +39,7 @@ PROGRAMS = {
     "sendrecv": "send_recv",
 }
 UNUSED = ("reduce", "gather", "scatter", "hypercube", "alltoallv", "bisection")
+MOST_RANKS = 2**20  # more GPUs than any cluster has
 #: Bus bandwidth over algorithm bandwidth, times n / (n - 1); the other operations have 1 whatever n.
 BUS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 TOLERANCE = 0.05  # between a row's own bandwidth and size / time, both printed rounded
@@ -316,9 +317,9 @@ def _table(path: Path, test: _Test, rows: list[_Row], gpu: str) -> pd.DataFrame:
     for device in test.devices:
         check_device(path, device, gpu)
     gpus = max(len(test.ranks), test.local)
-    if gpus < 2:
+    if not 2 <= gpus <= MOST_RANKS:
         raise CalibrationError(
-            f"{path}: {test.program} ran on {gpus or 'an unknown number of'} GPUs; at least 2 are needed"
+            f"{path}: {test.program} ran on {gpus or 'an unknown number of'} GPUs; expected 2 to {MOST_RANKS:,}"
         )
     kept = []
     for row in rows:
