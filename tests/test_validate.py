@@ -81,10 +81,10 @@ def test_a_page_keeps_the_sections_that_are_not_written(tmp_path: Path) -> None:
     assert list(read_sections(page)) == ["kernels", "serving"]
     assert page.read_text() == page_text(read_sections(page))
     assert "## Whole engines" in page.read_text()
-    assert stale(page, {"serving": section(0.1)}, ["serving"]) == ["rollout", "published"]
+    assert stale(page, {"serving": section(0.1)}, ["serving"]) == ["rollout", "published", "sensitivity"]
     changed = Section((), (), "Other text.\n")
-    assert stale(page, {"serving": changed}, ["serving"]) == ["serving", "rollout", "published"]
-    assert stale(page, {"serving": changed}, []) == ["rollout", "published"]
+    assert stale(page, {"serving": changed}, ["serving"]) == ["serving", "rollout", "published", "sensitivity"]
+    assert stale(page, {"serving": changed}, []) == ["rollout", "published", "sensitivity"]
 
 
 def test_what_is_no_validation_page_is_not_overwritten(tmp_path: Path) -> None:

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 _ROWS_SHOWN = 80
 _WIDTH = 120  # where there is no terminal
-REPEATABLE = ("kernels", "serving", "published")
+REPEATABLE = ("kernels", "serving", "published", "sensitivity")
 
 
 def validate(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="kernels, serving, rollout, published (default: all).",
+            help="kernels, serving, rollout, published, sensitivity (default: all).",
             show_default=False,
-            autocompletion=complete.one_of("kernels", "serving", "rollout", "published"),
+            autocompletion=complete.one_of("kernels", "serving", "rollout", "published", "sensitivity"),
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,

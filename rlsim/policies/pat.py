@@ -148,7 +148,7 @@ class PAT(Schema, RolloutControl):
         time_s, steps, active = 0.0, 0, sum(alike.sequences for alike in sequences)
         tokens = sum(alike.context_tokens * alike.sequences for alike in sequences)
         for left, context, count in reversed(sequences):  # those nearest to their limit leave first
-            if left > steps and active:
+            if left > steps:
                 time_s += profile.decode(active).steps_s(tokens, left - steps)
                 tokens += active * (left - steps)
                 steps = left
@@ -176,7 +176,7 @@ def _held(view: RolloutView, node: int) -> list[int]:
 
 
 def _every(replicas: int, batch: Sequence[Alike]) -> list[Alike]:
-    """The first of every so many sequences of `batch`: those of the replica that gets most, dealt in turn."""
+    """What the fullest of `replicas` holds if they are dealt the sequences in turn, the longest way to go first."""
     found, before = [], 0
     for left, context, count in batch:
         mine = -(-(before + count) // replicas) - -(-before // replicas)

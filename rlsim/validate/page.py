@@ -17,13 +17,14 @@ TITLES = {
     "serving": "Whole engines: closed-loop serving",
     "rollout": "Real rollouts",
     "published": "Published figures",
+    "sensitivity": "What the published figures depend on",
 }
 INTRODUCTION = """\
 # How far rlsim is from what was measured
 
 Written by `rlsim validate --page docs/validation.md`; CI fails if a section is stale or an error is beyond its bound.
 Four parts that build on each other: kernels, whole engines, real rollouts run for the purpose, and figures that papers
-print. Errors are relative, rlsim / measured − 1.
+print; a fifth says what those figures depend on. Errors are relative, rlsim / measured − 1.
 """
 
 

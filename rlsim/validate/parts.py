@@ -13,7 +13,8 @@ from rlsim.errors import ConfigError, unknown_name
 from rlsim.validate.rows import Row, Summary
 
 #: In the order in which they build on each other: kernels make steps, steps make engines, engines make rollouts.
-PARTS = ("kernels", "serving", "rollout", "published")
+#: The last measures nothing.
+PARTS = ("kernels", "serving", "rollout", "published", "sensitivity")
 _SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one
 
 

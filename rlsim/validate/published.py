@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from rlsim.validate import oppo, pat, real, rollpacker
-from rlsim.validate import rollpacker_settings as open_inputs
 from rlsim.validate.charts import errors_chart
 from rlsim.validate.parts import Options, Section
-from rlsim.validate.pat_settings import Outcome, outcomes
 from rlsim.validate.rows import Row, markdown, summarise, table
 
 _INTRODUCTION = """\
@@ -31,7 +29,7 @@ How to read it:
   H100 is host time per sequence (15 µs against 47 µs), and attention. On A40 only prompt attention and host time
   differ: PAT's own latencies leave no host time for SGLang there, and vLLM's is that of H100.
 - **Which steps.** PAT's figures are means of five steps in which at least one response reaches the cap. So are rlsim's
-  in this table; the next tables are over all steps.
+  in this table; the other tables are over all steps.
 - **Throughput** counts the tokens that a step generates, without prompts.
 - **Time outside generation.** The published step leaves 38 s for log-probs, training and weight sync. Its training
   setup (packing, offload, micro-batches, mini-batches) is not described; rlsim's, packed sequences under FSDP with
@@ -42,11 +40,12 @@ How to read it:
   published.
 - **Back to the first layout.** Every step starts in PAT's first layout again. That is charged as part of the weight
   sync; whether the decode graphs of that layout survive the switch is not published. If they do not, each step begins
-  with another pause (third table, "recaptures"), which takes most of the gain over the tuned best away.
+  with another pause ("recaptures" under [what decides](#what-decides-between-pat-and-the-tuned-static-tp)), which takes
+  most of the gain over the tuned best away.
 - **PAT's comparison.** The published rule predicts the remaining time "under the current layout". rlsim compares
   layouts with the sequences spread evenly over their replicas, the present one too. Taking the replicas as they happen
   to be (`spread: actual`) makes an imbalance of the moment look like a reason to switch: many more switches, and a loss
-  (third table, "as they are"). This reading is rlsim's, not the paper's.
+  (there too, "as they are"). This reading is rlsim's, not the paper's.
 - **A40 links.** The all-reduce of 2 and 4 GPUs is Vidur's, from another machine; that of 8 GPUs is solved from PAT's
   own latencies. The order of TP4 and TP8 there, and with it PAT's preference for TP4, is no better than that.
 - **Layer-wise switch memory**: which buffers count was decided with the published figures in view, so this row is no
@@ -60,27 +59,6 @@ _STATIC = """
 Seconds a step; speedup > 1 means that PAT is faster. `bubble` is the share of GPU time in which a GPU does nothing:
 at TP8 there is one replica, so no GPU is idle while the tail runs, however badly it is used.
 
-"""
-
-_DECIDES = """
-### What decides between PAT and the tuned static TP
-
-The H100 experiment with one setting changed at a time: generation time in seconds a step, and PAT's speedup over the
-fastest static TP and over TP2.
-
-"""
-
-_FINDING = """
-What it comes to: PAT gains over a well-chosen static TP only where the full batch and the tail want different TPs, and
-by more than the switches cost. On eight H100s with 128 responses a step it does not: over the fastest static TP its
-generation is {engines} times as fast under the three engines, and {short} where lengths stay below the cap or the cap
-is low, for it assumes that every sequence runs to the cap and pays switches that never pay back. With 512 and 2,048
-responses it is {many} times as fast. Over static TP2 it gains nearly everywhere ({over_tp2}).
-
-Two things drive the switches. Host time per sequence, which a large TP cannot shrink, favours small TP while the batch
-is full. And vLLM's measured decode attention is not smooth: with one KV head a GPU (TP8) 16 sequences take as long as
-32, 2.6 times as long as the same KV bytes at TP1, so that TP2 and TP4 overtake each other several times as the batch
-drains, and PAT under vLLM follows, paying each time.
 """
 
 
@@ -108,9 +86,9 @@ How to read it:
   to have said otherwise, or its veRL was not tuned. The stream trainer gains 16% at either size, in the paper 2 and 1%.
   In rlsim half of the GPUs train at no cost but their absence from rollout and the recomputation of the KV that moves;
   what else it costs on a real machine is not published. With the stream trainer in long rounds only, the reading that
-  its published long-round gains suggest, the 7B figure changes as shown below.
+  its published long-round gains suggest, the 7B figure changes as [shown below](#what-rollpackers-figures-depend-on).
 - **32B tails.** The published length curves end at 16K tokens. Up to 32K the fitted mixture goes on, and veRL waits
-  for its longest response in every step: "no response beyond 16K" below shows how much hangs on that.
+  for its longest response in every step: "no response beyond 16K" there shows how much hangs on that.
 - **Longest responses.** "Up to 8.9 times shorter" does not name its setting; the ratio is bounded by cap over median.
 - **Responses only.** With speculation on responses alone every prompt must get 8 of its 10 responses; how often it does
   not depends on how alike a prompt's responses are, which no paper says (0.7 to 0.75 assumed).
@@ -123,17 +101,9 @@ How to read it:
 - **A colocated judge.** Under MPS both sides are taken to slow down by 30% while both work (assumed), in time slices by
   a factor of two. How many layers stay in host memory follows from how long one prefill hides their copying.
 - **RLHFuse strengthened.** Whether it kept GPUs for a judge is not published: with a colocated one RollPacker's speedup
-  over it falls to that of the last table.
+  over it falls (last table there).
 - **Where tail batching does not pay.** Nearly half of the long-reasoning lengths reach the 8K cap. Then the tail is
   half of the batch, what is launched in vain is as long as the rest, and nothing is gained.
-"""
-
-_OPEN = """
-### What RollPacker's figures depend on
-
-One input that the papers leave open is changed at a time; one seed, ten steps. Speedups over veRL under the same
-change.
-
 """
 
 _REAL = """
@@ -159,9 +129,6 @@ How to read the errors:
   measured rate would explain it; which version and settings were used is not published.
 - **Recomputation** of activations is on by default in the released code, but the published pipeline of the actor is
   faster than that allows.
-
-What each of these is worth (one changed at a time, then all; ratios are rlsim / published over the six calls):
-
 """
 
 _OPPO = """
@@ -176,8 +143,8 @@ How to read the errors:
 
 - **Lengths** of the answers to Stack Exchange questions are not published, nor their cap. Shipped is another
   question-answering task up to 4K. How much longer the last response is than most decides what letting the next step
-  begin without it is worth, and with it all three speedups: the table below has the range. The order of the three is
-  the published one wherever the cap is 2K or more.
+  begin without it is worth, and with it all three speedups: [a table](#what-oppos-speedups-depend-on) has the range.
+  The order of the three is the published one wherever the cap is 2K or more.
 - **Overcommit.** Its bounds are not published; under the shipped, steadily rising reward it grows to 64 prompts beyond
   the batch of 112, which gains more than a few would.
 - **Chunk size.** Small chunks cost hand-overs and iterations of the reward model, as published. Large ones cost
@@ -186,9 +153,6 @@ How to read the errors:
   a chunk of all its sequences was tried: at 3,000 tokens it loses 0.5%, as the tail takes longer than the scoring.
 - **Scoring hidden** is six tenths of the published share: a 7B reward model that stays on its H200 reads 112 responses
   in two seconds. TRL, as veRL, runs nothing beside scoring; were log-probs beside it, four tenths would be hidden.
-
-Speedups when one open input is changed:
-
 """
 
 
@@ -197,29 +161,18 @@ def run(options: Options) -> Section:
     options.progress("published: PAT")
     runs = pat.run_experiments()
     of_pat = tuple(pat.rows(runs))
-    found = tuple(outcomes())
     options.progress("published: RollPacker and RLHFuse")
     of_rollpacker = tuple(rollpacker.rows(rollpacker.run_experiments()))
     options.progress("published: REAL")
     of_real = tuple(real.rows(*real.run_experiments()))
     options.progress("published: OPPO")
     of_oppo = tuple(oppo.rows(*oppo.run_experiments()))
-    options.progress("published: what RollPacker's figures depend on")
     text = "".join(
         (
-            *(
-                _INTRODUCTION,
-                table(of_pat),
-                _READING,
-                _STATIC,
-                _static(runs.values()),
-                _DECIDES,
-                _decides(found),
-                _finding(found),
-            ),
-            *(_rollpacker(of_rollpacker), table(of_rollpacker), _ROLLPACKER_READING, _OPEN, *_open_tables()),
-            *(_OPPO, table(of_oppo), _OPPO_READING, oppo.open_inputs()),
-            *(_REAL, table(of_real), _REAL_READING, real.open_inputs()),
+            *(_INTRODUCTION, table(of_pat), _READING, _STATIC, _static(runs.values())),
+            *(_rollpacker(of_rollpacker), table(of_rollpacker), _ROLLPACKER_READING),
+            *(_OPPO, table(of_oppo), _OPPO_READING),
+            *(_REAL, table(of_real), _REAL_READING),
         )
     )
     rows = (*of_pat, *of_rollpacker, *of_oppo, *of_real)
@@ -231,24 +184,6 @@ def _rollpacker(rows: Iterable[Row]) -> str:
     named = {"small": "7b-rollpacker-unfitted", "small_fitted": "7b-rollpacker"}
     named |= {"large": "32b-rollpacker-unfitted", "large_fitted": "32b-rollpacker"}
     return _ROLLPACKER.format(**{key: f"{whole[case]:.2f}" for key, case in named.items()})
-
-
-def _open_tables() -> Iterator[str]:
-    for heading, found in (
-        ("7B, 8K, 16 GPUs", open_inputs.cumulative("rollpacker_7b")),
-        ("32B, 32K, 64 GPUs", open_inputs.cumulative("rollpacker_32b")),
-        ("adaptive timeouts, 7B, code", open_inputs.timeouts()),
-        ("preemptions, Qwen3-8B, 32K, 8 GPUs", open_inputs.preemptions()),
-        ("the strengthened RLHFuse, 7B", open_inputs.fused()),
-    ):
-        settings = list(found)
-        names = list(dict.fromkeys(name for setting in settings for name in setting.figures))
-        rows = [(s.what, *(_figure(s.figures.get(name)) for name in names)) for s in settings]
-        yield markdown((heading, *names), rows) + "\n"
-
-
-def _figure(value: float | None) -> str:
-    return "—" if value is None or value != value else f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _static(runs: Iterable[pat.Runs]) -> str:
@@ -276,23 +211,3 @@ def _static(runs: Iterable[pat.Runs]) -> str:
             )
     headings = ("setting", "system", "gen s", "step s", "PAT's gen speedup", "PAT's step speedup", "bubble", "switches")
     return markdown(headings, rows)
-
-
-def _finding(found: Iterable[Outcome]) -> str:
-    """The conclusion with the ranges of PAT's speedups of generation in the table above it."""
-    best = {one.setting: one.best_static_s / one.gen_time_s["pat"] for one in found}
-    tp2 = [one.gen_time_s["verl-tp2"] / one.gen_time_s["pat"] for one in found if "verl-tp2" in one.gen_time_s]
-    groups = {"engines": ("as shipped", "engine"), "short": ("cap 8K", "lengths: RollPacker"), "many": ("512", "2,048")}
-    values = {key: [v for name, v in best.items() if name.startswith(begins)] for key, begins in groups.items()}
-    return _FINDING.format(**{key: f"{min(v):.2f} to {max(v):.2f}" for key, v in ({**values, "over_tp2": tp2}).items()})
-
-
-def _decides(found: Iterable[Outcome]) -> str:
-    rows = []
-    for outcome in found:
-        times = outcome.gen_time_s
-        static = [f"{times[name]:.1f}" if name in times else "—" for name in pat.STATIC]
-        over_tp2 = f"{times['verl-tp2'] / times['pat']:.2f}" if "verl-tp2" in times else "—"
-        over_best = f"{outcome.best_static_s / times['pat']:.2f}"
-        rows.append((outcome.setting, *static, f"{times['pat']:.1f}", over_best, over_tp2, f"{outcome.switches:.1f}"))
-    return markdown(("setting", "TP1", "TP2", "TP4", "TP8", "PAT", "over best", "over TP2", "switches"), rows)
