@@ -208,7 +208,7 @@ def _run_in_pool(problem: Problem, plan: np.ndarray) -> dict[tuple[str, int], tu
     def ask():
         yield env.timeout(0)  # whatever else ends now has ended
         for node in sorted(ready):
-            env.process(run(node, pool.acquire(sets[graph.nodes[node][1]])))
+            env.process(run(node, pool.acquire(sets[graph.nodes[node][1]], "train")))
         ready.clear()
 
     for node in [node for node, count in enumerate(missing) if not count]:

@@ -227,3 +227,58 @@ def test_a_sync_goes_from_training_to_the_same_model() -> None:
     edges = (Edge("generate", "train"), Edge("train", "push"), Edge("push", "generate", lag=1))
     with pytest.raises(ConfigError, match="push brings weights from one train call to other calls of that model"):
         Workflow("odd", calls, edges)
+
+
+# Steps that overlap ---------------------------------------------------------------------------------------------------
+
+LAGGED = {
+    "algorithm": "custom",
+    "calls": [
+        {"name": "generate", "kind": "generate", "model": "actor"},
+        {"name": "reward", "kind": "reward", "model": "actor"},
+        {"name": "train", "kind": "train", "model": "actor"},
+        {"name": "push", "kind": "sync", "model": "actor"},
+    ],
+}
+SPLIT = {"openrlhf": {"tp": 2, "rollout": 0.5}}
+
+
+def lagged(lag: int, *more: Any, **changes: Any) -> rlsim.Result:
+    edges = ["generate -> reward", "generate -> train", "reward -> train", "train -> push"]
+    edges += [{"source": "push", "target": "train", "lag": 1}, {"source": "push", "target": "generate", "lag": lag}]
+    workflow = {**LAGGED, "edges": edges, **changes.pop("workflow", {})}
+    return run(workflow=workflow, systems=[{"name": "own", "use": [SPLIT, *more]}], **changes)
+
+
+def test_makespan_falls_with_the_lag_and_then_stays() -> None:
+    """A sync waits for no generation that has not begun, however long that has waited for the GPUs."""
+    sizes = {"prompts": 32, "responses": 8, "steps": 10}
+    steps = [lagged(lag, workflow=sizes, trace={"fixed": 512, "cap": 512}).steps for lag in (1, 2, 3, 4)]
+    makespan_s = [frame["step_time_s"].sum() for frame in steps]
+    assert makespan_s[1] < 0.95 * makespan_s[0]
+    assert makespan_s[1:] == pytest.approx([makespan_s[1]] * 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 8])
+def test_rewards_of_several_steps_are_in_flight(lag: int, workers: int) -> None:
+    """What one step does not need any more is withdrawn for that step alone."""
+    reward = {"workers": workers}
+    sizes = {"prompts": 16, "responses": 4, "steps": 6, "reward": reward}
+    trace = {"path": "rollpacker-code", "cap": "2K"}
+    found = lagged(lag, "tail_batching", "async_reward", workflow=sizes, trace=trace)
+    assert (found.steps["trained"] == 64).all()
+    trained = found.responses[found.responses["trained"]]
+    assert trained["scored_at"].notna().all()
+    assert not trained.duplicated(["step", "response"]).any()
+
+
+def test_a_judge_answers_for_one_step_at_a_time() -> None:
+    """Its GPUs would do the work of two otherwise."""
+    judge = {"model": "qwen2.5-1.5b", "while_training": "apart", "reserved": 0.5}
+    sizes = {"prompts": 64, "responses": 4, "steps": 4, "reward": {"judge": judge}}
+    trace = {"path": "rollpacker-judge", "cap": 512}
+    found = lagged(3, "async_reward", workflow=sizes, trace=trace)
+    calls = found.calls[found.calls["call"] == "reward"].sort_values("step")
+    assert (calls["start_at"].to_numpy()[1:] >= calls["end_at"].to_numpy()[:-1]).all()
+    assert found.responses["scored_at"].notna().all()

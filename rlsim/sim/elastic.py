@@ -12,6 +12,7 @@ from rlsim.sim.flow import Inbox
 from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import Request
+from rlsim.workflow.graph import Call
 
 
 class Pieces(NamedTuple):
@@ -39,11 +40,11 @@ class ElasticCall:
         pieces: Pieces,
         inbox: Inbox,
         recorder: Recorder,
-        name: str,
+        call: Call,
         slowdown: Callable[[tuple[int, ...]], float],
     ) -> None:
         self._env, self._pool, self._pieces, self._inbox = env, pool, pieces, inbox
-        self._recorder, self._name, self._slowdown = recorder, name, slowdown
+        self._recorder, self._call, self._slowdown = recorder, call, slowdown
         self.on_done: Callable[[Sequence[Request]], None] | None = None
         self._replicas = len(replicas)
         self._queue: deque[Request] = deque()
@@ -78,7 +79,7 @@ class ElasticCall:
             if not self._queue:
                 yield self._news
                 continue
-            yield self._pool.acquire(gpus)
+            yield self._pool.acquire(gpus, self._call.kind)
             part = self._take()
             if part:
                 start = env.now
@@ -93,7 +94,7 @@ class ElasticCall:
                     self.parts_s[name] = self.parts_s.get(name, 0.0) + slowdown * seconds / self._replicas
                 self.samples[index] += len(part)
                 yield env.timeout(slowdown * sum(seconds for _, seconds in work))
-                self._recorder.add(gpus, start, env.now, self._name)
+                self._recorder.add(gpus, start, env.now, self._call.name)
             self._pool.release(gpus)
             if part and self.on_done:
                 self.on_done(part)

@@ -48,34 +48,34 @@ class Scoring(Protocol):
 
 
 class RewardDesk:
-    """Scores responses: on `scoring.workers` CPU workers, first come first served, or by the judge.
+    """Scores the responses of all steps: on `scoring.workers` CPU workers, first come first served, or by a judge.
 
-    `on_scored` is told when a response has its reward. CPU work lasts from step to step, a judge is set for each.
+    `on_scored` is told when a response has its reward.
     """
 
     def __init__(self, env: simpy.Environment, scoring: Scoring, control: RewardControl) -> None:
         self._env, self._scoring, self._control = env, scoring, control
         self._free = scoring.workers
         self._queue: deque[tuple[Request, RewardJob, Callable[[Request], None]]] = deque()
-        self.judge: Service | None = None
 
-    def submit(self, request: Request, on_scored: Callable[[Request], None]) -> None:
-        """Have a response scored."""
+    def submit(self, request: Request, judge: Service | None, on_scored: Callable[[Request], None]) -> None:
+        """Have a response scored; `judge` is that of its step."""
         job = self._scoring.job(request)
         if job.kind == "judge":
-            assert self.judge is not None, "a step with responses to judge has a judge"
+            assert judge is not None, "a step with responses to judge has a judge"
             request.score_started_at = self._env.now
             asked = Request(request.id, request.position, job.judge_prompt_tokens, job.judge_tokens)
-            self.judge.submit(asked, lambda: self._score(request, job.reward, on_scored))
+            judge.submit(asked, lambda: self._score(request, job.reward, on_scored))
             return
         self._queue.append((request, job, on_scored))
         self._start()
 
-    def withdraw(self, ids: frozenset[int]) -> None:
-        """Forget responses that nobody needs scored any more; a run that a worker has begun is finished anyway."""
-        self._queue = deque(item for item in self._queue if item[0].id not in ids)
-        if self.judge:
-            self.judge.forget(ids)
+    def withdraw(self, requests: Sequence[Request], judge: Service | None) -> None:
+        """Forget responses of a step that nobody needs scored any more; a run that a worker has begun is finished."""
+        unwanted = set(map(id, requests))  # their numbers are of the step, the queue is of all steps
+        self._queue = deque(item for item in self._queue if id(item[0]) not in unwanted)
+        if judge:
+            judge.forget(frozenset(request.id for request in requests))
 
     def _start(self) -> None:
         while self._free and self._queue:

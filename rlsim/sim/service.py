@@ -52,7 +52,7 @@ class Service:
         self._tokens = [0] * len(replicas)  # outstanding, of prompts and answers
         self._waiting: dict[int, Callable[[], None]] = {}
         self._on_busy = on_busy
-        self._closed = False
+        self.closed = env.event()  # fires when it is closed
 
     def submit(self, request: Request, on_answer: Callable[[], None]) -> None:
         """Have a request answered."""
@@ -75,7 +75,8 @@ class Service:
     @property
     def busy_gpus(self) -> frozenset[int]:
         """GPUs of replicas that have work."""
-        return frozenset(g for r in self._replicas if self._tokens[r.index] and not self._closed for g in r.gpus)
+        working = [] if self.closed.triggered else self._replicas
+        return frozenset(g for r in working if self._tokens[r.index] for g in r.gpus)
 
     def close(self) -> None:
         """Nothing more will be asked; what is still unanswered is dropped."""
@@ -83,7 +84,7 @@ class Service:
             if self._on_busy and self._tokens[replica.index]:
                 self._on_busy(replica.gpus, False)
             replica.stop()
-        self._closed = True
+        self.closed.succeed()
 
     def _finished(self, replica: Replica, finished: list[Request]) -> None:
         self._left(replica, finished)
@@ -94,5 +95,5 @@ class Service:
 
     def _left(self, replica: Replica, requests: Sequence[Request]) -> None:
         self._tokens[replica.index] -= sum(r.prompt_tokens + r.response_tokens for r in requests)
-        if self._on_busy and requests and not self._tokens[replica.index] and not self._closed:
+        if self._on_busy and requests and not self._tokens[replica.index] and not self.closed.triggered:
             self._on_busy(replica.gpus, False)

@@ -89,6 +89,7 @@ class _Run:
         self.outcome = Outcome()
         self.generation = Generation(self.env, what, self.outcome, self.pool.release)
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
+        self.judges: list[tuple[int, Service]] = []  # those that work, by step
         self.steps = [
             StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
         ]
@@ -141,7 +142,7 @@ class _Run:
         env, state = self.env, self.steps[step]
         ready_at = env.now
         judging = self.judging if call.kind == "generate" else ()
-        yield self.pool.acquire((*placement.gpus, *judging))
+        yield self.pool.acquire((*placement.gpus, *judging), call.kind)
         start_at, held = env.now, set(placement.gpus)
         if judging:
             env.process(self._keep_for_judge(step))
@@ -169,16 +170,16 @@ class _Run:
 
         def slowdown(gpus: tuple[int, ...]) -> float:
             beside = [(self.what.scorers[name].slowdown, s.busy_gpus) for name, s in state.scorers.items()]
-            if self.what.judge and self.desk.judge:
-                beside.append((self.what.judge.slowdown, self.desk.judge.busy_gpus))
+            if self.what.judge:
+                beside += [(self.what.judge.slowdown, judge.busy_gpus) for _, judge in self.judges]
             return max((factor for factor, busy in beside if not busy.isdisjoint(gpus)), default=1.0)
 
-        work = ElasticCall(env, self.pool, placement.replicas(), pieces, inbox, recorder, call.name, slowdown)
+        work = ElasticCall(env, self.pool, placement.replicas(), pieces, inbox, recorder, call, slowdown)
         work.on_done = lambda samples: flow.deliver(call.name, samples)
         yield work.done
         flow.close(call.name)
         if pieces.finish:
-            yield self.pool.acquire(placement.gpus)
+            yield self.pool.acquire(placement.gpus, call.kind)
             start = env.now
             yield env.timeout(sum(seconds for _, seconds in pieces.finish))
             recorder.add(placement.gpus, start, env.now, call.name)
@@ -199,7 +200,7 @@ class _Run:
         yield inbox.first
         ready_at = env.now
         if not placement.shared:
-            yield self.pool.acquire(placement.gpus)
+            yield self.pool.acquire(placement.gpus, call.kind)
         start_at, rollout = env.now, state.rollout
         beside = rollout if placement.shared and rollout and not rollout.done.triggered else None
         scorer = state.scorers[call.name] = Scorer(
@@ -257,8 +258,10 @@ class _Run:
         yield inbox.first
         if state.judge_ready_at > env.now:
             yield env.timeout(state.judge_ready_at - env.now)
+        while earlier := [judge for of, judge in self.judges if of < step]:  # it answers for one step at a time
+            yield earlier[0].closed
         start_at = env.now
-        judge = desk.judge = self._judge(call, step, placement)
+        judge = self._judge(call, step, placement)
         missing: set[int] = set()  # of the batch, once it is known
         complete = env.event()
 
@@ -273,17 +276,19 @@ class _Run:
 
         def submit(samples: Sequence[Request]) -> None:
             for sample in samples:
-                desk.submit(sample, scored)
+                desk.submit(sample, judge, scored)
 
         inbox.listen(submit)
         yield inbox.closed
         batch = state.trained_on()
-        desk.withdraw(frozenset(r.id for r in inbox.samples) - frozenset(r.id for r in batch))
+        wanted = {request.id for request in batch}
+        desk.withdraw([request for request in inbox.samples if request.id not in wanted], judge)
         missing |= {request.id for request in batch if not request.scored}
         if missing:
             yield complete
         if judge:
             judge.close()
+            self.judges.remove((step, judge))
         flow.close(call.name)
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
@@ -312,7 +317,7 @@ class _Run:
         if judge is None:
             return None
         beside = placement.shared and rollout is not None and not rollout.done.triggered
-        return Service(
+        service = Service(
             self.env,
             placement.replicas(judge.tp),
             judge.crowded if beside else judge.cost,
@@ -322,6 +327,8 @@ class _Run:
             self.what.cluster.node_of,
             on_busy=rollout.share if beside and rollout else None,
         )
+        self.judges.append((step, service))
+        return service
 
 
 def _updating(workflow: Workflow) -> frozenset[str]:
