@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, cast, get_args
 
 import numpy as np
-import simpy
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.machine import Machine
@@ -30,6 +29,7 @@ from rlsim.experiment.system import System, is_layout
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.policies.parts import KIND_NAMES, KINDS, Composition, Part, flattened
+from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed, StepBatch
 from rlsim.sim.control import (
     Abort,
@@ -223,7 +223,6 @@ def _rollout(
 
     `paused`: by prompt position, what goes on from rollout to rollout.
     """
-    env = simpy.Environment()
     gpus = context.gpus_per_node
     requests: list[Request] = []
     accepted: list[Request] = []
@@ -252,14 +251,21 @@ def _rollout(
         for request in responses:
             request.reward = float(request.id % 2)
             if step_batch.scored(request):
-                rollout.ask()
+                running[0].ask()
 
-    first = launch(step_batch.first)
-    rollout = Rollout(
-        env,
+    first, running = launch(step_batch.first), list[Rollout]()
+
+    def begun(rollout: Rollout) -> None:
+        running.append(rollout)
+        there = [r for r in first if r.finished]
+        if there:
+            finished(there)
+            rollout.ask()
+
+    rollout = run_rollout(
+        [r for r in first if not r.resumed],
         mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(batch.nodes)],
         tp=tp,
-        requests=[r for r in first if not r.resumed],
         resumed=[r for r in first if r.resumed and not r.finished],
         costs=context.costs,
         config=EngineConfig(page_tokens=_PAGE),
@@ -270,23 +276,10 @@ def _rollout(
         launcher=launch,
         on_finish=finished,
         label=step_batch.first.label,
+        begun=begun,
     )
-    there = [r for r in first if r.finished]
-    if there:
-        finished(there)
-        rollout.ask()
-    try:
-        env.run(rollout.done)
-    except RuntimeError as error:
-        if rollout.done.triggered or env.peek() != float("inf"):
-            raise
-        left = sum(not (r.finished or r.aborted) for r in requests)
-        raise _broken(
-            batch, f"the rollout comes to a halt with {left} requests unfinished and nobody at work"
-        ) from error
     settled = step_batch.close()
     paused |= step_batch.paused
-    rollout.close()
     stopped = any(isinstance(action, Stop) for _, actions in control.answers for action in actions)
     for request, length in zip(requests, lengths, strict=True):
         if request.response_tokens != length or not 0 <= request.generated <= length:
@@ -303,7 +296,7 @@ def _rollout(
     generated = tuple(r.generated for r in requests if r.finished)
     loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in requests)
     coming = system.batching.upcoming(feed)
-    return requests, RolloutReport(step, tp, env.now, preemptions, generated, settled.label, coming, loads)
+    return requests, RolloutReport(step, tp, rollout.env.now, preemptions, generated, settled.label, coming, loads)
 
 
 # ---- comparing rollouts ----------------------------------------------------------------------------------------------

@@ -243,9 +243,12 @@ LAGGED = {
 SPLIT = {"openrlhf": {"tp": 2, "rollout": 0.5}}
 
 
-def lagged(lag: int, *more: Any, **changes: Any) -> rlsim.Result:
+def lagged(lag: int, *more: Any, exact: bool = False, **changes: Any) -> rlsim.Result:
     edges = ["generate -> reward", "generate -> train", "reward -> train", "train -> push"]
-    edges += [{"source": "push", "target": "train", "lag": 1}, {"source": "push", "target": "generate", "lag": lag}]
+    edges += [
+        {"source": "push", "target": "train", "lag": 1},
+        {"source": "push", "target": "generate", "lag": lag, "exact": exact},
+    ]
     workflow = {**LAGGED, "edges": edges, **changes.pop("workflow", {})}
     return run(workflow=workflow, systems=[{"name": "own", "use": [SPLIT, *more]}], **changes)
 
@@ -257,6 +260,17 @@ def test_makespan_falls_with_the_lag_and_then_stays() -> None:
     makespan_s = [frame["step_time_s"].sum() for frame in steps]
     assert makespan_s[1] < 0.95 * makespan_s[0]
     assert makespan_s[1:] == pytest.approx([makespan_s[1]] * 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_a_lag_is_the_most_or_exact(lag: int) -> None:
+    most, exact = (lagged(lag, exact=exact, workflow={"steps": 8}).steps["staleness"] for exact in (False, True))
+    assert (most <= lag - 1).all()
+    assert (most < lag - 1).any() or lag < 3, "training is so fast here that newer weights are there"
+    assert (exact[lag:] == lag - 1).all()
+    with pytest.raises(ConfigError, match="generate -> train cannot be exact"):
+        Workflow("w", (Call("generate", "generate", "actor"), Call("train", "train", "actor")),
+                 (Edge("generate", "train", exact=True),))  # fmt: skip
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3])

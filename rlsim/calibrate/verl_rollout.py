@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import simpy
 
 from rlsim.calibrate.fit.common import Array
 from rlsim.calibrate.verl_lengths import Batch
@@ -16,8 +15,7 @@ from rlsim.cost.machine import Machine
 from rlsim.cost.memory import check_training, resident_bytes
 from rlsim.hardware import Cluster
 from rlsim.models import Model
-from rlsim.sim.control import RolloutControl
-from rlsim.sim.rollout import Rollout
+from rlsim.sim.alone import run_rollout
 
 Progress = Callable[[int, int], None]
 
@@ -107,19 +105,15 @@ def _machine(model: Model, cluster: Cluster, calibration: Calibration, settings:
 
 def _replica_ends(machine: Machine, cluster: Cluster, settings: RunSettings, batch: Batch) -> Array:
     """When each replica finishes its last response (seconds from the start; 0 for one without responses)."""
-    env = simpy.Environment()
     per_node = cluster.gpus_per_node
-    rollout = Rollout(
-        env,
+    rollout = run_rollout(
+        batch.requests(),
         mesh=[tuple(range(first, first + per_node)) for first in range(0, cluster.gpus, per_node)],
         tp=settings.rollout_tp,
-        requests=batch.requests(),
         costs=machine,
         config=settings.engine,
-        control=RolloutControl(),
         cap_tokens=settings.cap,
     )
-    env.run(until=rollout.done)
     ends = np.zeros(len(rollout.replicas))
     for request in rollout.requests:
         ends[request.replica] = max(ends[request.replica], request.finished_at)

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import simpy
 
 from rlsim.cost.layout import Layout, PairTimes
 from rlsim.cost.machine import Machine
@@ -24,9 +23,9 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES
 from rlsim.search.problem import Dependency, Options, Problem, Reallocation
-from rlsim.sim.control import RolloutControl
+from rlsim.sim.alone import run_rollout
 from rlsim.sim.request import Request
-from rlsim.sim.rollout import Rollout, dealt
+from rlsim.sim.rollout import dealt
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
 
@@ -274,19 +273,16 @@ class PlanSpace:
 
     def _rollout_s(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> float:
         """One replica on its own."""
-        env, engine, cap = simpy.Environment(), self._setup.experiment.engine, self._setup.experiment.trace.cap
-        rollout = Rollout(
-            env,
+        experiment = self._setup.experiment
+        rollout = run_rollout(
+            [Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],
             mesh=[tuple(range(replica))],
             tp=replica,
-            requests=[Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],
             costs=machine,
-            config=engine,
-            control=RolloutControl(),
-            cap_tokens=cap,
+            config=experiment.engine,
+            cap_tokens=experiment.trace.cap,
         )
-        env.run(until=rollout.done)
-        return env.now
+        return rollout.env.now
 
 
 def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:

@@ -121,6 +121,10 @@ class EdgeSpec(Schema):
     source: str = Field(description="a call")
     target: str = Field(description="a call")
     lag: int = Field(default=0, ge=0, le=1000, description="of so many steps before")
+    exact: bool = Field(
+        default=False,
+        description="sync to generate: weights of just so many steps before, even if newer ones are there",
+    )
     grain: Grain = Field(default="stage", description="stage: all of it; sample: each response as it is done")
     barrier: bool = Field(
         default=False, description="only the order: `target` waits for `source`, unless a system overlaps the two"

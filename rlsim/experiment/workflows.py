@@ -32,7 +32,7 @@ def workflow_of(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
 def _make(spec: WorkflowSpec, roles: Collection[str]) -> Workflow:
     if spec.algorithm == "custom":
         calls = tuple(Call(call.name, call.kind, call.model) for call in spec.calls)
-        edges = tuple(Edge(edge.source, edge.target, edge.lag, edge.grain, barrier=edge.barrier) for edge in spec.edges)
+        edges = tuple(Edge(**edge.model_dump()) for edge in spec.edges)
         return Workflow("custom", calls, edges, spec.group_advantage)
     if ":" in spec.algorithm:
         return _loaded(spec.algorithm)

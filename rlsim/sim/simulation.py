@@ -126,6 +126,9 @@ class _Run:
         for edge in edges:
             if edge.grain == "stage" and step >= edge.lag and (call.kind != "reward" or edge.lag):
                 yield self.done[edge.source, step - edge.lag]
+        for edge in self.what.workflow.edges:
+            if edge.exact and edge.source == call.name and (older := self.done.get((edge.target, step + edge.lag - 1))):
+                yield older
         if call.kind == "reward":
             record = yield from self._reward(call, step, placement)
         elif any(edge.grain == "chunk" for edge in edges):

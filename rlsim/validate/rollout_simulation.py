@@ -6,15 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import simpy
-
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.transfer import SwitchCost, kv_rank_bytes, kv_send_s
 from rlsim.hardware import Link
+from rlsim.sim.alone import run_rollout
 from rlsim.sim.control import Reconfigure, RolloutControl, RolloutView
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.rollout import Rollout
 from rlsim.validate.rollout_steps import PAGE_TOKENS, Fitted
 
 
@@ -90,25 +88,21 @@ class Simulated:
 
 def simulate(case: Case, lengths: Sequence[tuple[int, int]], costs: MeasuredCosts, budget_tokens: int) -> Simulated:
     """The run of `case` by rlsim's engine: one node of two GPUs."""
-    env = simpy.Environment()
     requests = [Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)]
     recorder = Recorder()
-    rollout = Rollout(
-        env,
+    rollout = run_rollout(
+        requests,
         mesh=[(0, 1)],
         tp=case.tp,
-        requests=requests,
         costs=costs,
         config=EngineConfig(page_tokens=PAGE_TOKENS, max_num_batched_tokens=budget_tokens, watermark=0.0),
-        control=SwitchAt(case.switch_at, case.switch_to) if case.switch_to else RolloutControl(),
+        control=SwitchAt(case.switch_at, case.switch_to) if case.switch_to else None,
         cap_tokens=max(response for _, response in lengths),
         recorder=recorder,
         used_tps={0: {1, 2}},
     )
-    env.run(rollout.done)
-    rollout.close()
     return Simulated(
-        makespan_s=float(env.now),
+        makespan_s=float(rollout.env.now),
         finished_s={request.id: request.finished_at for request in requests},
         pause_s=sum(switch[4].total_s for switch in rollout.switches),
         prefill_s=sum(span.end_at - span.start_at for span in recorder.spans if span.kind == "prefill"),

@@ -34,11 +34,11 @@ from rlsim.cost.step import StepCost
 from rlsim.errors import CalibrationError
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
+from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 from rlsim.validate.charts import error_panels
 from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table, table
-from rlsim.validate.serving_loop import Load, Served, closed_loop
 
 TABLE = "engine/h100_serving.csv"
 CLUSTER = "8xh100"

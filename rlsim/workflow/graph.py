@@ -29,6 +29,9 @@ class Call:
 class Edge:
     """`target` needs what `source` produces: of the same step (`lag` 0), or of the one `lag` steps before.
 
+    Of weights on their way from a sync to generation, `lag` is the most: generation takes newer ones that are there.
+    With `exact` it never does: the sync after waits for the generation that is to have the older weights.
+
     `grain`: `stage` is all of it, then go; `sample` is each response as soon as it is done; `chunk` is every
     `chunk_tokens` tokens of each response while it is generated, and what is left of it at its end.
 
@@ -42,6 +45,7 @@ class Edge:
     grain: Grain = "stage"
     chunk_tokens: int = 0  # of the grain `chunk`
     barrier: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ class Workflow:
                 raise ConfigError(
                     f"workflow {self.name}: {edge.source} -> {edge.target} cannot have the grain `sample`: it is for "
                     "responses of the same step on their way to a reward, inference or train call"
+                )
+            if edge.exact and (self.call(edge.source).kind, self.call(edge.target).kind) != ("sync", "generate"):
+                raise ConfigError(
+                    f"workflow {self.name}: {edge.source} -> {edge.target} cannot be exact: that is for the weights on "
+                    "their way from a sync to a generate call"
                 )
             waits = self.call(edge.target).kind in ("inference", "train")
             if edge.barrier and (edge.lag or not waits or any(e.grain != "stage" for e in self.into(edge.target))):
