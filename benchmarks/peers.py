@@ -43,6 +43,7 @@ from rlsim.cost.step import Chunk
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.request import EngineConfig
+from rlsim.sim.run import simulate
 from rlsim.sim.simulation import Simulation
 
 CAP_TOKENS, PROMPT_TOKENS = 16_384, 512
@@ -150,7 +151,7 @@ def rollout(calibration: Calibration, requests: Lengths, replicas: int, **change
 
 def makespan_s(made: Simulation) -> float:
     """When the last response is finished."""
-    return float(made.run().responses[0].finished_at.max())
+    return float(simulate(made).responses[0].finished_at.max())
 
 
 def variants() -> dict[str, tuple[Calibration, dict[str, Any]]]:
@@ -170,7 +171,7 @@ def variants() -> dict[str, tuple[Calibration, dict[str, Any]]]:
     }
 
 
-def simulate(path: Path, replicas: int, variant: str) -> dict[str, float]:
+def timed(path: Path, replicas: int, variant: str) -> dict[str, float]:
     """The makespan, and the seconds of a first and a second simulation."""
     calibration, changes = variants()[variant]
     requests = read_requests(path)
@@ -296,7 +297,7 @@ def main() -> None:
     parser.add_argument("--as", dest="variant", default="rlsim", help="for --simulate: which row of the table")
     arguments = parser.parse_args()
     if arguments.simulate:
-        print(json.dumps(simulate(arguments.simulate, arguments.replicas, arguments.variant)))
+        print(json.dumps(timed(arguments.simulate, arguments.replicas, arguments.variant)))
         return
     venv = arguments.venv or Path("aisimulate-venv")
     if not (venv / "bin" / "aisimulate").exists():

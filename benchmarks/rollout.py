@@ -37,6 +37,7 @@ from rlsim.sim.control import ControlContext, Prompt, RolloutControl
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import Scoring
+from rlsim.sim.run import simulate
 from rlsim.sim.simulation import CallTimes, Simulation
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
@@ -121,7 +122,7 @@ def simulation(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = 
 
 def run_engine(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = None) -> Outcome:
     """The run that is measured: requests made, generated, recorded as columns and spans."""
-    return simulation(machine, lengths, gpus).run()
+    return simulate(simulation(machine, lengths, gpus))
 
 
 def timeouts_of(machine: Machine, lengths: Sequence[Lengths]) -> list[float]:

@@ -36,6 +36,7 @@ from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, ScoringR
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.run import simulate
 from rlsim.sim.scorer import Scorer
 from rlsim.sim.service import ScoringEngine
 from rlsim.sim.simulation import Simulation
@@ -121,7 +122,7 @@ def play(
     scoring = Placement((gpus,) if shared is None and not takes_turns else (0,), shared=shared is not None)
     factor = 1.0 if shared is None else shared
     listening = Listening()
-    outcome = Simulation(
+    what = Simulation(
         workflow=workflow,
         plan=Plan(
             {
@@ -156,7 +157,8 @@ def play(
         },
         crowded=None if shared is None else lambda _: Crowded(step, factor),
         routing="round_robin",
-    ).run()
+    )
+    outcome = simulate(what)
     return Played(outcome, listening.reports)
 
 

@@ -16,11 +16,11 @@ from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
+from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 from rlsim.validate.parts import Options, Section, Skipped, data_folder
 from rlsim.validate.rows import Row
 from rlsim.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run, serving_rows
-from rlsim.sim.closed_loop import Load, Served, closed_loop
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
 HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"

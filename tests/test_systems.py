@@ -42,6 +42,7 @@ from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import RewardControl, RewardJob, Scoring
+from rlsim.sim.run import simulate
 from rlsim.sim.service import Service
 from rlsim.sim.simulation import CallTimes, Simulation
 from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
@@ -117,7 +118,7 @@ def train(
     strategy = TrainStrategy(dp=gpus)
     graph = rewire(grpo(reference=False, old_log_probs=False))
     cluster = load_cluster("8xh100").model_copy(update={"gpus_per_node": gpus})
-    return Simulation(
+    what = Simulation(
         workflow=graph,
         plan=colocated(graph, tuple(range(gpus)), strategy),
         cluster=cluster,
@@ -134,7 +135,8 @@ def train(
         batching=batching or Batching(),
         reward=reward or RewardControl(),
         routing="round_robin",
-    ).run()
+    )
+    return simulate(what)
 
 
 def gen_s(outcome: Outcome, step: int = 0) -> float:

@@ -29,6 +29,7 @@ from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
+from rlsim.sim.run import simulate
 from rlsim.sim.service import ScoringEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
@@ -210,7 +211,7 @@ class Setup:
         experiment, spec, site = self.experiment, self.experiment.workflow, self.site(system)
         graph, plan, scorers = self.workflow(system), self.site(system).plan, self.scorers(system)
         system.control.setup(site.context)
-        return Simulation(
+        what = Simulation(
             workflow=graph,
             plan=plan,
             cluster=self.cluster,
@@ -230,7 +231,8 @@ class Setup:
             scorers=scorers,
             crowded=site.crowded if any(placement.shared for placement in plan.placements.values()) else None,
             routing=experiment.routing,
-        ).run()
+        )
+        return simulate(what)
 
 
 def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:

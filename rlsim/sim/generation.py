@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import simpy
 
@@ -16,12 +16,10 @@ from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import Rollout
+from rlsim.sim.simulation import Simulation
 from rlsim.sim.step import StepState
 from rlsim.workflow.graph import Call
 from rlsim.workflow.plan import Placement
-
-if TYPE_CHECKING:
-    from rlsim.sim.simulation import Simulation
 
 
 class Generation:

@@ -1,0 +1,309 @@
+"""Runs a workflow under a plan: every call of every step as a process that waits for what it needs and its GPUs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import simpy
+
+from rlsim.errors import PolicyError
+from rlsim.sim.control import ScoringReport
+from rlsim.sim.elastic import ElasticCall
+from rlsim.sim.flow import Flow
+from rlsim.sim.generation import Generation
+from rlsim.sim.outcome import CallRecord, Outcome
+from rlsim.sim.pool import GpuPool
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.request import Request
+from rlsim.sim.reward import RewardDesk
+from rlsim.sim.scorer import Scorer
+from rlsim.sim.service import Service
+from rlsim.sim.simulation import Simulation
+from rlsim.sim.step import StepState
+from rlsim.workflow.graph import Call, Workflow
+from rlsim.workflow.plan import Placement
+
+
+def simulate(simulation: Simulation) -> Outcome:
+    """Simulate all steps. Raises `PolicyError` if a policy does what it may not, or a step comes to a halt."""
+    with _few_collections():
+        return _Run(simulation).to_the_end()
+
+
+class _Run:
+    def __init__(self, what: Simulation) -> None:
+        self.what = what
+        self.env = simpy.Environment()
+        self.pool = GpuPool(self.env)
+        self.outcome = Outcome()
+        self.generation = Generation(self.env, what, self.outcome, self.pool.release)
+        self.desk = RewardDesk(self.env, what.scoring, what.reward)
+        self.judges: list[tuple[int, Service]] = []  # those that work, by step
+        self.steps = [
+            StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
+        ]
+        self.updating = _updating(what.workflow)
+        self.judging = self._judging()
+        self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
+        if not any(call.kind == "generate" for call in what.workflow.calls):
+            self.generation.take_given(self.steps)
+        self.done: dict[tuple[str, int], simpy.Process] = {}
+        for step in range(what.steps):
+            for name in what.workflow.order():
+                self.done[name, step] = self.env.process(self._call(what.workflow.call(name), step))
+
+    def to_the_end(self) -> Outcome:
+        """Run all steps, and let go of each step's requests once it is over."""
+        for step, state in enumerate(self.steps):
+            self._run_until([self.done[call.name, step] for call in self.what.workflow.calls], step)
+            self.outcome.step_ends.append(self.env.now)
+            self.outcome.responses.append(state.responses())
+            state.requests, state.rollout = [], None
+        return self.outcome
+
+    def _run_until(self, calls: Sequence[simpy.Process], step: int) -> None:
+        try:
+            self.env.run(until=simpy.AllOf(self.env, calls))
+        except RuntimeError as error:
+            if self.env.peek() != float("inf"):
+                raise
+            raise PolicyError(
+                f"step {step} comes to a halt: its batch cannot become complete, and nothing more is launched "
+                "(was something aborted that it needs?)"
+            ) from error
+
+    # ---- calls ------------------------------------------------------------------------------------------------------
+
+    def _call(self, call: Call, step: int) -> Generator[simpy.Event, Any, None]:
+        placement, edges = self.what.plan.of(call.name), self.what.workflow.into(call.name)
+        for edge in edges:
+            if edge.grain == "stage" and step >= edge.lag and (call.kind != "reward" or edge.lag):
+                yield self.done[edge.source, step - edge.lag]
+        for edge in self.what.workflow.edges:
+            if edge.exact and edge.source == call.name and (older := self.done.get((edge.target, step + edge.lag - 1))):
+                yield older
+        if call.kind == "reward":
+            record = yield from self._reward(call, step, placement)
+        elif any(edge.grain == "chunk" for edge in edges):
+            record = yield from self._in_chunks(call, step, placement)
+        elif any(edge.grain == "sample" for edge in edges):
+            record = yield from self._in_pieces(call, step, placement)
+        else:
+            record = yield from self._at_once(call, step, placement)
+        self.outcome.calls.append(record)
+        self.generation.version += call.name in self.updating
+
+    def _at_once(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """All of a call, on all its GPUs."""
+        env, state = self.env, self.steps[step]
+        ready_at = env.now
+        judging = self.judging if call.kind == "generate" else ()
+        yield self.pool.acquire((*placement.gpus, *judging), call.kind)
+        start_at, held = env.now, set(placement.gpus)
+        if judging:
+            env.process(self._keep_for_judge(step))
+        parts: tuple[tuple[str, float], ...] = ()
+        if call.kind == "generate":
+            held -= yield from self.generation.run(call, step, state, placement)
+        else:
+            parts = tuple(self.what.times.parts(call, placement, state.responses(), self.generation.planned_tp))
+            yield env.timeout(sum(seconds for _, seconds in parts))
+            Recorder(self.outcome.spans, step).add(placement.gpus, start_at, env.now, call.name)
+            if state.flow.wants(call.name):
+                state.flow.deliver(call.name, state.trained_on())
+                state.flow.close(call.name)
+        self.pool.release(held)
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
+
+    def _in_pieces(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """A call on samples as they come, then what it does once at the end."""
+        env, flow = self.env, self.steps[step].flow
+        inbox, pieces = flow.inboxes[call.name], self.what.times.pieces(call)
+        yield inbox.first
+        ready_at = env.now
+        recorder, state = Recorder(self.outcome.spans, step), self.steps[step]
+
+        def slowdown(gpus: tuple[int, ...]) -> float:
+            beside = [(self.what.scorers[name].slowdown, s.busy_gpus) for name, s in state.scorers.items()]
+            if self.what.judge:
+                beside += [(self.what.judge.slowdown, judge.busy_gpus) for _, judge in self.judges]
+            return max((factor for factor, busy in beside if not busy.isdisjoint(gpus)), default=1.0)
+
+        work = ElasticCall(env, self.pool, placement.replicas(), pieces, inbox, recorder, call, slowdown)
+        work.on_done = lambda samples: flow.deliver(call.name, samples)
+        yield work.done
+        flow.close(call.name)
+        if pieces.finish:
+            yield self.pool.acquire(placement.gpus, call.kind)
+            start = env.now
+            yield env.timeout(sum(seconds for _, seconds in pieces.finish))
+            recorder.add(placement.gpus, start, env.now, call.name)
+            self.pool.release(placement.gpus)
+        start_at = work.started_at if work.started_at == work.started_at else env.now
+        parts: dict[str, float] = dict(work.parts_s)
+        for name, seconds in pieces.finish:
+            parts[name] = parts.get(name, 0.0) + seconds
+        gpus, samples = len(placement.gpus), tuple(work.samples)
+        return CallRecord(
+            step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, tuple(parts.items()), samples
+        )
+
+    def _in_chunks(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """Prefill responses while they are generated; over when all of the batch are scored."""
+        env, state, engine = self.env, self.steps[step], self.what.scorers[call.name]
+        flow, inbox = state.flow, state.flow.inboxes[call.name]
+        yield inbox.first
+        ready_at = env.now
+        if not placement.shared:
+            yield self.pool.acquire(placement.gpus, call.kind)
+        start_at, rollout = env.now, state.rollout
+        beside = rollout if placement.shared and rollout and not rollout.done.triggered else None
+        scorer = state.scorers[call.name] = Scorer(
+            env,
+            placement.replicas(engine.tp),
+            engine.crowded if beside else engine.cost,
+            engine.capacity_pages,
+            engine.config,
+            Recorder(self.outcome.spans, step, call.name, placement.shared),
+            on_busy=beside.share if beside else None,
+        )
+        if beside and beside.done.callbacks is not None:
+            beside.done.callbacks.append(lambda _: scorer.set_cost(engine.cost))
+        left, complete = 0, env.event()
+
+        def scored(request: Request) -> None:
+            nonlocal left
+            left -= 1
+            flow.deliver(call.name, [request])
+            if not left and inbox.closed.triggered:
+                complete.succeed()
+
+        def submit(samples: Sequence[Request]) -> None:
+            nonlocal left
+            left += len(samples)
+            for sample in samples:
+                scorer.complete(sample, scored)
+
+        inbox.listen(submit, scorer.chunks)
+        yield inbox.closed
+        scorer.keep_only(frozenset(request.id for request in inbox.samples))
+        if left:
+            yield complete
+        scorer.close()
+        flow.close(call.name)
+        if not placement.shared:
+            self.pool.release(placement.gpus)
+        self._report_scored(state, call.name, step)
+        parts = (("compute", scorer.mean_busy_s),)
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
+
+    def _report_scored(self, state: StepState, name: str, step: int) -> None:
+        """Tell the control, after the last of the calls that take chunks."""
+        state.scored.add(name)
+        if len(state.scored) == self.chunked:
+            tokens = sum(r.generated - r.resumed_tokens for r in state.requests)
+            stage_s = self.env.now - state.generates_at
+            self.what.control.on_scored(ScoringReport(step, state.chunk_tokens, stage_s, tokens))
+
+    def _reward(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """Score responses as they are offered; over when all of the batch have their rewards."""
+        env, state, desk = self.env, self.steps[step], self.desk
+        inbox, flow = state.flow.inboxes[call.name], state.flow
+        yield inbox.first
+        if state.judge_ready_at > env.now:
+            yield env.timeout(state.judge_ready_at - env.now)
+        while earlier := [judge for of, judge in self.judges if of < step]:  # it answers for one step at a time
+            yield earlier[0].closed
+        start_at = env.now
+        judge = self._judge(call, step, placement)
+        missing: set[int] = set()  # of the batch, once it is known
+        complete = env.event()
+
+        def scored(request: Request) -> None:
+            flow.deliver(call.name, [request])
+            if state.batch and state.rollout and state.batch.scored(request):
+                state.rollout.ask()
+            if request.id in missing:
+                missing.discard(request.id)
+                if not missing:
+                    complete.succeed()
+
+        def submit(samples: Sequence[Request]) -> None:
+            for sample in samples:
+                desk.submit(sample, judge, scored)
+
+        inbox.listen(submit)
+        yield inbox.closed
+        batch = state.trained_on()
+        wanted = {request.id for request in batch}
+        desk.withdraw([request for request in inbox.samples if request.id not in wanted], judge)
+        missing |= {request.id for request in batch if not request.scored}
+        if missing:
+            yield complete
+        if judge:
+            judge.close()
+            self.judges.remove((step, judge))
+        flow.close(call.name)
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
+
+    def _judging(self) -> tuple[int, ...]:
+        """GPUs of a judge that other calls work on too, while nothing is generated or scored."""
+        plan, calls = self.what.plan, self.what.workflow.calls
+        if self.what.judge is None:
+            return ()
+        own = {g for c in calls if c.kind == "reward" and not plan.of(c.name).shared for g in plan.of(c.name).gpus}
+        return tuple(sorted(own & {g for c in calls if c.kind != "reward" for g in plan.of(c.name).gpus}))
+
+    def _keep_for_judge(self, step: int) -> Generator[simpy.Event, Any, None]:
+        """The judge has its GPUs from the start of generation, when its weights come, to the step's last score."""
+        judge, calls = self.what.judge, [c.name for c in self.what.workflow.calls if c.kind == "reward"]
+        if judge and judge.load_s:
+            self.steps[step].judge_ready_at = self.env.now + judge.load_s
+            recorder = Recorder(self.outcome.spans, step)
+            recorder.add(self.judging, self.env.now, self.env.now + judge.load_s, calls[0])
+        yield simpy.AllOf(self.env, [self.done[name, step] for name in calls])
+        self.pool.release(self.judging)
+
+    def _judge(self, call: Call, step: int, placement: Placement) -> Service | None:
+        """The judge of a step. Where it begins beside a rollout, it slows that and what follows down, and is slowed."""
+        judge, rollout = self.what.judge, self.steps[step].rollout
+        if judge is None:
+            return None
+        beside = placement.shared and rollout is not None and not rollout.done.triggered
+        service = Service(
+            self.env,
+            placement.replicas(judge.tp),
+            judge.crowded if beside else judge.cost,
+            judge.capacity_pages,
+            judge.config,
+            Recorder(self.outcome.spans, step, call.name, placement.shared, self.outcome.stays, call.name),
+            self.what.cluster.node_of,
+            on_busy=rollout.share if beside and rollout else None,
+        )
+        self.judges.append((step, service))
+        return service
+
+
+def _updating(workflow: Workflow) -> frozenset[str]:
+    """The calls that give the rollout new weights: the syncs before generation, else those that train its model."""
+    generate = {call.name: call.model for call in workflow.calls if call.kind == "generate"}
+    syncs = {e.source for e in workflow.edges if e.target in generate and workflow.call(e.source).kind == "sync"}
+    trains = (call.name for call in workflow.calls if call.kind == "train" and call.model in generate.values())
+    return frozenset(syncs or trains)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Collect garbage rarely: a run makes many small objects and no cycles worth looking for (a fifth of its time)."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 200_000), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
