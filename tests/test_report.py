@@ -22,7 +22,7 @@ from rlsim.hardware import load_cluster
 from rlsim.report.choice import best_other, choose
 from rlsim.report.frames.comparison import batch_parts, gpu_shares, speedups
 from rlsim.report.frames.gantt import MOST_MARKS, gantt
-from rlsim.report.headline import best_sentence, findings
+from rlsim.report.headline import best_sentence, cases_sentence, findings, late_sentence
 from rlsim.report.palette import BUBBLE, kind_colours
 from rlsim.report.write import report_page, write_report
 
@@ -200,7 +200,9 @@ def test_time_in_which_nothing_runs_is_waiting() -> None:
 def summary_of(*rows: tuple[str, float, float, float, float]) -> pd.DataFrame:
     columns = ["system", "responses_per_s", "speedup", "speedup_low", "speedup_high"]
     frame = pd.DataFrame(rows, columns=columns)
-    return frame.assign(case="", bubble_fraction=0.0, tail_fraction=0.0, token_speedup=frame["speedup"] * 0.9)
+    return frame.assign(
+        case="", held_back=0.0, bubble_fraction=0.0, tail_fraction=0.0, token_speedup=frame["speedup"] * 0.9
+    )
 
 
 NAN = float("nan")
@@ -226,6 +228,26 @@ def test_the_headline_says_what_the_interval_allows(
     rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("b", *other))
     assert expected in best_sentence(rows, "a", {"a": "tp 2"}, 5)
     assert speedups(rows, "a")["verdict"].tolist() == ["baseline", verdict]
+
+
+def test_a_system_that_puts_prompts_off_is_never_called_fastest() -> None:
+    """Its own figures, those of the baseline or those of all may be too high, or too low."""
+    rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("late", 3.0, 3.0, 2.9, 3.1), ("b", 0.9, 0.9, 0.8, 0.95))
+    rows["held_back"] = [0.0, 0.5, 0.05]
+    assert best_other(rows, "a") == "b"
+    assert "No system is faster than a. b comes next" in best_sentence(rows, "a", {}, 5)
+    assert speedups(rows, "a")["verdict"].tolist() == ["baseline", "not comparable yet", "slower"]
+    assert "late (+50%)" in late_sentence(rows)
+    assert cases_sentence(pd.concat([rows, rows.assign(case="c")]), "a").startswith("Fastest in 2 cases: a in 2. In 0 ")
+    assert best_sentence(rows[:2], "a", {}, 5) == "No system can be compared with a yet."
+    assert best_sentence(rows[1:], "late", {}, 5) == "No system can be compared with late yet."
+    assert best_sentence(rows[1:2], "late", {}, 5).startswith("late trains on 3.00")
+    assert "b is the fastest: 0.900" in best_sentence(rows[1:], "a", {}, 5)
+    rows["held_back"] = [-0.2, 0.5, 0.3]
+    assert best_sentence(rows[1:], "a", {}, 5) == "No system is comparable yet."
+    assert set(speedups(rows, "a")["verdict"]) == {"baseline", "not comparable yet"}
+    assert "a (-20%)" in late_sentence(rows)
+    assert cases_sentence(rows, "a").startswith("Fastest in 1 cases: none is comparable yet.")
 
 
 def test_a_system_equal_to_the_baseline_is_not_the_best_other() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from rlsim.experiment.backlog import backlog, backlog_note
 from rlsim.experiment.summary import means, paired_ratio
 
 #: A ratio of responses that differs by more than this from that of tokens is explained; so is a backlog of that share.
@@ -25,21 +26,6 @@ def steady_note(steady: range, steps: int, overlap: int) -> Iterator[str]:
         yield f"means are of {len(steady)} of {steps} steps, numbers {steady.start} to {steady.stop - 1} counted from 0"
 
 
-def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
-    """Prompts put off from the first to the last steady step of one system, mean over seeds, and their share.
-
-    The share is of the prompts trained on in these steps, of `responses` responses each.
-    """
-    grown = trained = 0.0
-    seeds = steps.groupby("seed")
-    for _, own in seeds:
-        steady = own[own["steady"]].sort_values("step")
-        before = own.loc[own["step"] == steady["step"].iloc[0] - 1, "waiting"]
-        grown += float(steady["waiting"].iloc[-1]) - float(before.sum())
-        trained += float(steady["trained"].sum()) / responses
-    return grown / seeds.ngroups, grown / max(trained, 1.0)
-
-
 def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -> Iterator[str]:
     """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses, `responses` a prompt."""
     by_seed, trained = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])["trained"]
@@ -51,14 +37,10 @@ def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -
                 f"{system} trains on {trained[system] / batch:.1%} of a batch each step: its step is shorter for that; "
                 "speedups count the responses trained on per second"
             )
-        if (late := backlog(own, responses))[1] > EXPLAINED:
+        if abs((late := backlog(own, responses))[1]) > EXPLAINED:
             put_off.setdefault(late, []).append(system)
     for (prompts, share), systems in put_off.items():
-        yield (
-            f"{', '.join(systems)}: at the end of the run {prompts:,.0f} prompts more than at its start are put off "
-            f"({share:.1%} of those trained on), the longest among them: give more workflow.steps, and whole periods "
-            "where there are rounds"
-        )
+        yield backlog_note(", ".join(systems), prompts, share)
     for system, own in mine.items() if baseline in mine else ():
         rates = by_seed.loc[system], by_seed.loc[baseline]
         ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]

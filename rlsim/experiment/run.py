@@ -336,6 +336,7 @@ def _setup_record(setup: Setup) -> dict[str, Any]:
         "model": setup.model.name,
         "cap_tokens": setup.experiment.trace.cap,
         "batch": setup.experiment.workflow.prompts * setup.experiment.workflow.responses,
+        "responses": setup.experiment.workflow.responses,
         "calibration": _calibration_record(setup),
     }
 
