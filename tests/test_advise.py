@@ -375,6 +375,14 @@ def test_systems_are_ranked_and_paired() -> None:
     assert [low, high] == pytest.approx(np.exp([logs.mean() - half, logs.mean() + half]))
 
 
+def test_the_ranking_is_by_the_mean_that_the_speedup_is() -> None:
+    """Over both seeds together `often` is slower, though it gains more in one than it loses in the other."""
+    table = ranking(result_of({"b": [10.0, 30.0], "often": [5.0, 45.0]}))
+    assert table["system"].tolist() == ["often", "b"]
+    assert table["speedup"].iloc[0] == pytest.approx((10 / 5 * 30 / 45) ** 0.5)
+    assert table["responses_per_s"].is_monotonic_increasing
+
+
 def test_one_seed_gives_no_interval() -> None:
     table = ranking(result_of({"b": [10.0], "fast": [5.0]}))
     assert table["with_best"].isna().all()

@@ -19,7 +19,7 @@ from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
 from rlsim.hardware import load_cluster
-from rlsim.report.choice import best_other, choose
+from rlsim.report.choice import best_other, choose, fastest
 from rlsim.report.frames.comparison import batch_parts, gpu_shares, speedups
 from rlsim.report.frames.gantt import MOST_MARKS, gantt
 from rlsim.report.headline import best_sentence, cases_sentence, findings, late_sentence
@@ -213,13 +213,17 @@ NAN = float("nan")
     [
         (
             (2.0, 2.0, 1.9, 2.1),
-            "b is the fastest: 2.00 responses per second against 1.00 under a (tp 2), 2.00 times as many",
+            "b is the fastest: 2.00 times the responses per second of a (tp 2) (95% interval 1.90 to 2.10, 5 seeds),",
             "faster",
         ),
-        ((0.83, 0.83, 0.8, 0.9), "No system is faster than a (tp 2). b comes next: 0.830 responses", "slower"),
+        ((0.83, 0.83, 0.8, 0.9), "No system is faster than a (tp 2). b comes next: 0.83 times the responses", "slower"),
         ((1.01, 1.01, 0.99, 1.03), "b and a (tp 2) cannot be told apart by these seeds", "not told apart"),
         ((1.0, 1.0, 1.0, 1.0), "All systems are as fast: 1.00 responses per second.", "equal"),
-        ((2.0, 2.0, NAN, NAN), "2.00 times as many (one seed, no interval), and 1.80 times the tokens", "faster"),
+        (
+            (2.0, 2.0, NAN, NAN),
+            "(one seed, no interval), and 1.80 times the tokens; over all seeds together 2.00 against 1.00",
+            "faster",
+        ),
     ],
 )
 def test_the_headline_says_what_the_interval_allows(
@@ -257,11 +261,20 @@ def test_a_system_equal_to_the_baseline_is_not_the_best_other() -> None:
     assert best_other(rows[:1], "a") is None
 
 
+def test_the_fastest_is_the_one_of_the_largest_speedup() -> None:
+    """Over all seeds together b trains on less per second than the baseline and c, in most seeds on more."""
+    rows = summary_of(("a", 2.1, 1.0, 1.0, 1.0), ("c", 2.2, 0.9, 0.8, 0.95), ("b", 2.0, 1.2, 1.1, 1.3))
+    assert best_other(rows, "a") == "b"
+    assert fastest(rows) == "b"
+    assert best_sentence(rows, "a", {}, 5).startswith("b is the fastest: 1.20 times the responses per second of a (95%")
+    assert cases_sentence(rows, "a").startswith("Fastest in 1 cases: b in 1.")
+    assert fastest(rows.assign(speedup=NAN)) == "c"
+
+
 def test_findings_name_the_fastest_system_and_the_error_of_the_calibration(judged: Result) -> None:
     summary = judged.summary()
-    fastest = summary.loc[summary["responses_per_s"].idxmax(), "system"]
     text = " ".join(findings(judged))
-    assert f"{fastest} " in text
+    assert f"{fastest(summary)} " in text
     assert "not measured on h800-sxm" in text
     medians = [r["median"] for r in judged.manifest["calibration"]["residuals"].values()]
     assert f"off by {min(medians):.1%} to {max(medians):.1%}" in text

@@ -27,7 +27,7 @@ from rlsim.experiment.rate_notes import rate_notes, steady_note
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.site import SearchAheadError, Site
-from rlsim.experiment.summary import means
+from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.schema import place_of
 from rlsim.usercode import blamed
@@ -220,7 +220,7 @@ class _Case:
         return pd.concat(self._done[key, seed]["steps"].assign(seed=seed) for seed in self._samplers)
 
     def _responses_per_s(self, spec: SystemSpec) -> float:
-        return float(means(self._steps(spec.key), ["seed"])["responses_per_s"].mean())
+        return mean_ratio(means(self._steps(spec.key), ["seed"])["responses_per_s"].tolist())[0]
 
     def _alternatives(self, spec: SystemSpec) -> list[tuple[SystemSpec, str]]:
         """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""

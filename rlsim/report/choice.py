@@ -74,9 +74,13 @@ def choose(
 
 
 def ranked(summary: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a summary, fastest first; after them those of systems whose throughput is not comparable yet."""
+    """The rows of a summary, fastest first; after them those of systems whose throughput is not comparable yet.
+
+    Fastest by speedup, and by responses per second where there is none.
+    """
     rows = summary.assign(comparable=comparable(summary["held_back"]))
-    return rows.sort_values(["comparable", "responses_per_s"], ascending=False, kind="stable")
+    keys = ["comparable", *(key for key in ("speedup", "responses_per_s") if key in rows)]
+    return rows.sort_values(keys, ascending=False, kind="stable")
 
 
 def fastest(summary: pd.DataFrame) -> str:

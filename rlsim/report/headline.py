@@ -72,22 +72,23 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
         if is_missing(low)
         else f"95% interval {low:.{digits}f} to {high:.{digits}f}, {seeds} seeds"
     )
-    rates = f"{_rate(row)} against {rate(by_name[baseline]['responses_per_s'])}"
-    by = f"{speedup:.{digits}f} times as many ({interval}), and {row['token_speedup']:.{digits}f} times the tokens"
+    over = _named(baseline, tuned)
+    by = (
+        f"{speedup:.{digits}f} times the responses per second of {over} ({interval}), and "
+        f"{row['token_speedup']:.{digits}f} times the tokens; over all seeds together {rate(row['responses_per_s'])} "
+        f"against {rate(by_name[baseline]['responses_per_s'])} responses per second"
+    )
     match verdicts(rows, baseline)[best]:
         case "not comparable yet":
-            return f"No system can be compared with {_named(baseline, tuned)} yet."
+            return f"No system can be compared with {over} yet."
         case "equal":
             return f"All systems are as fast: {_rate(row)}."
         case "faster":
-            return f"{_named(best, tuned)} is the fastest: {rates} under {_named(baseline, tuned)}, {by}."
+            return f"{_named(best, tuned)} is the fastest: {by}."
         case "slower":
-            return (
-                f"No system is faster than {_named(baseline, tuned)}. {_named(best, tuned)} comes next: {rates}, {by}."
-            )
+            return f"No system is faster than {over}. {_named(best, tuned)} comes next: {by}."
         case _:
-            both = f"{_named(best, tuned)} and {_named(baseline, tuned)}"
-            return f"{both} cannot be told apart by these seeds: {rates}, {by}."
+            return f"{_named(best, tuned)} and {over} cannot be told apart by these seeds: {by}."
 
 
 def late_sentence(rows: pd.DataFrame) -> str:
