@@ -172,6 +172,17 @@ def test_ratios_that_differ_are_explained() -> None:
     assert "generated again later" in why
 
 
+def test_the_system_that_trains_on_other_responses_is_named() -> None:
+    """It may be the baseline."""
+    row = RUN | {"step_time_s": 10.0, "trained": 8}
+    plain, late = row | {"system": "verl", "tokens": 800}, row | {"system": "tail", "tokens": 400, "put_back": 1}
+    (note,) = rate_notes(table("steps", plain, late), "tail", 4, 8)
+    assert note.startswith("verl trains on 1.00 times the responses per second of tail, but 2.00 times the tokens")
+    assert note.endswith("as under tail prompts that are not finished in time are generated again later")
+    (note,) = rate_notes(table("steps", plain, late | {"put_back": 0}), "tail", 4, 8)
+    assert note.endswith("as the two train on other responses")
+
+
 def test_a_backlog_is_what_grew_in_the_steady_steps() -> None:
     rows = [(0, False, 3), (1, True, 4), (2, True, 5)]
     steps = table("steps", *(RUN | {"step": i, "steady": s, "waiting": w, "trained": 8} for i, s, w in rows))

@@ -56,11 +56,12 @@ def ratio_note(
     """
     if not by_tokens or not abs(by_responses / by_tokens - 1) > EXPLAINED:
         return
-    own_tokens, tokens = (_tokens_per_response(steps[steps["steady"]]) for steps in (own, reference))
+    own, reference = (steps[steps["steady"]] for steps in (own, reference))
+    under = f"under {baseline} {why}" if (why := _why(reference)) else "the two train on other responses"
     yield (
         f"{system} trains on {by_responses:.2f} times the responses per second of {baseline}, but {by_tokens:.2f} "
-        f"times the tokens: its responses have {own_tokens:,.0f} tokens in the mean, prompts counted, "
-        f"against {tokens:,.0f}, {_why(own[own['steady']])}"
+        f"times the tokens: its responses have {_tokens_per_response(own):,.0f} tokens in the mean, prompts counted, "
+        f"against {_tokens_per_response(reference):,.0f}, as {_why(own) or under}"
     )
 
 
@@ -69,12 +70,12 @@ def _tokens_per_response(steady: pd.DataFrame) -> float:
 
 
 def _why(steady: pd.DataFrame) -> str:
-    """How a system comes to train on other responses than it would have drawn."""
+    """How a system comes to train on other responses than it would have drawn; empty if it does not."""
     total = steady[["wasted_tokens", *PUT_OFF]].sum()
     reasons = [
-        (total["put_back"] > 0, "as prompts that are not finished in time are generated again later"),
-        (total["paused"] + total["resumed"] > 0, "as responses that are not finished in time go on in a later step"),
-        (total["dropped"] > 0, "as prompts are dropped for their rewards"),
-        (total["wasted_tokens"] > 0, "as the first to finish are trained on and others dropped"),
+        (total["put_back"] > 0, "prompts that are not finished in time are generated again later"),
+        (total["paused"] + total["resumed"] > 0, "responses that are not finished in time go on in a later step"),
+        (total["dropped"] > 0, "prompts are dropped for their rewards"),
+        (total["wasted_tokens"] > 0, "the first to finish are trained on and others dropped"),
     ]
-    return next((text for applies, text in reasons if applies), "as it trains on other responses")
+    return next((text for applies, text in reasons if applies), "")
