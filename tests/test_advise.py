@@ -12,7 +12,15 @@ from result_tables import table
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.advise.advice import SECTIONS, Advice, advise, read_tables, waits_for_kv
+from rlsim.advise.advice import (
+    SECTIONS,
+    Advice,
+    _conclusions,
+    _held_back_notes,
+    advise,
+    read_tables,
+    waits_for_kv,
+)
 from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
@@ -381,6 +389,20 @@ def test_the_ranking_is_by_the_mean_that_the_speedup_is() -> None:
     assert table["system"].tolist() == ["often", "b"]
     assert table["speedup"].iloc[0] == pytest.approx((10 / 5 * 30 / 45) ** 0.5)
     assert table["responses_per_s"].is_monotonic_increasing
+
+
+def test_the_conclusion_on_the_fastest() -> None:
+    """The baseline is not so many times itself, and what is not comparable is not the fastest."""
+    nothing = pd.DataFrame({"tp": [1], "fits": [True], "waits": [False]})
+    idle = pd.DataFrame(0.0, index=[0], columns=[*CAUSES, "idle", "tail", "busy"])
+    doublings = pd.DataFrame({"gpus": [8], "doubling": [np.nan]})
+    said = []
+    for times, waiting in (({"b": [1.0, 2.0], "x": [2.0, 4.0]}, {}), ({"b": [1.0, 2.0]}, {"b": 1})):
+        ranked = ranking(result_of(times, waiting=waiting))
+        tables = {"memory": nothing, "idle": idle, "ranking": ranked, "scaling_best": doublings}
+        said += [text for text in _conclusions(tables, "b", 1.5) if text.startswith("fastest")]
+        assert [note.partition(":")[0] for note in _held_back_notes(ranked)] == ["b is ranked last"] * bool(waiting)
+    assert said == ["fastest: b, the baseline", "fastest: none yet, as no system is comparable"]
 
 
 def test_one_seed_gives_no_interval() -> None:

@@ -23,7 +23,10 @@ from rlsim.report.choice import best_other, choose, fastest
 from rlsim.report.frames.comparison import batch_parts, gpu_shares, speedups
 from rlsim.report.frames.gantt import MOST_MARKS, gantt
 from rlsim.report.headline import best_sentence, cases_sentence, findings, late_sentence
+from rlsim.report.page import Figure
 from rlsim.report.palette import BUBBLE, kind_colours
+from rlsim.report.sections.comparison import step_section
+from rlsim.report.setups import case_setups
 from rlsim.report.write import report_page, write_report
 
 HOSTILE = '<script>alert("x")</script> & "co"'
@@ -183,6 +186,12 @@ def test_parts_of_a_step_add_up(result: Result, judged: Result, ppo: Result) -> 
             assert whole[rows["system"]].to_numpy() == pytest.approx(rows["step_time_s"].to_numpy())
             generation = parts[parts["part"] == "generation"].set_index("system")["time_s"]
             assert generation[rows["system"]].to_numpy() == pytest.approx(rows["gen_time_s"].to_numpy())
+
+
+def test_the_caption_of_a_batch_says_when_it_is_the_step_time(result: Result) -> None:
+    (figure, *_) = step_section(result, case_setups(result)).blocks
+    assert isinstance(figure, Figure)
+    assert "This is the step time; for systems that train on another number of responses it is scaled" in figure.caption
 
 
 def test_time_in_which_nothing_runs_is_waiting() -> None:

@@ -284,7 +284,7 @@ class _Case:
         sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
         scored = self.setup.scoring.notes
         outside = self.lookups().note()
-        tuned = [f"{name} is {what}, the fastest on these same seeds" for name, what in self.chosen.items()]
+        tuned = [f"{name} ran with {what}, its fastest setting on these seeds" for name, what in self.chosen.items()]
         rates, preempted = self._rate_notes(), preemption_notes(self._preemptions())
         sites, unfit = self.sites(), dict[str, list[str]]()
         for names, site in sites.items():
