@@ -109,10 +109,11 @@ def checked_cases(experiment: Experiment, folder: Path, shown: str = "experiment
 
 
 def _settle_baseline(cases: Sequence[_Case]) -> None:
-    """One baseline for all cases: if none is given, the first system that runs in all of them, or else in the first."""
+    """One baseline for all cases: if none is given, the first system that runs in all in which any does, or in one."""
     running = [[spec.name for spec in case.systems] for case in cases]
-    everywhere = [name for name in running[0] if all(name in names for names in running)]
-    chosen = next(iter([*everywhere, *running[0]]), cases[0].names[0])
+    anywhere = [name for names in running for name in names]
+    everywhere = [name for name in anywhere if all(name in names for names in running if names)]
+    chosen = next(iter([*everywhere, *anywhere]), cases[0].names[0])
     for case, names in zip(cases, running, strict=True):
         case.baseline = case.experiment.baseline or chosen
         note = f"no speedups: the baseline {case.baseline} was left out"
