@@ -12,7 +12,15 @@ from result_tables import table
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.advise.advice import SECTIONS, Advice, advise, read_tables, waits_for_kv
+from rlsim.advise.advice import (
+    SECTIONS,
+    Advice,
+    _conclusions,
+    _held_back_notes,
+    advise,
+    read_tables,
+    waits_for_kv,
+)
 from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
@@ -373,6 +381,28 @@ def test_systems_are_ranked_and_paired() -> None:
     logs = np.log([5.2 / 5.0, 9.9 / 10.0, 15.1 / 15.0])
     half = 4.302652729911275 * logs.std(ddof=1) / np.sqrt(3)  # Student's t, 2 degrees of freedom
     assert [low, high] == pytest.approx(np.exp([logs.mean() - half, logs.mean() + half]))
+
+
+def test_the_ranking_is_by_the_mean_that_the_speedup_is() -> None:
+    """Over both seeds together `often` is slower, though it gains more in one than it loses in the other."""
+    table = ranking(result_of({"b": [10.0, 30.0], "often": [5.0, 45.0]}))
+    assert table["system"].tolist() == ["often", "b"]
+    assert table["speedup"].iloc[0] == pytest.approx((10 / 5 * 30 / 45) ** 0.5)
+    assert table["responses_per_s"].is_monotonic_increasing
+
+
+def test_the_conclusion_on_the_fastest() -> None:
+    """The baseline is not so many times itself, and what is not comparable is not the fastest."""
+    nothing = pd.DataFrame({"tp": [1], "fits": [True], "waits": [False]})
+    idle = pd.DataFrame(0.0, index=[0], columns=[*CAUSES, "idle", "tail", "busy"])
+    doublings = pd.DataFrame({"gpus": [8], "doubling": [np.nan]})
+    said = []
+    for times, waiting in (({"b": [1.0, 2.0], "x": [2.0, 4.0]}, {}), ({"b": [1.0, 2.0]}, {"b": 1})):
+        ranked = ranking(result_of(times, waiting=waiting))
+        tables = {"memory": nothing, "idle": idle, "ranking": ranked, "scaling_best": doublings}
+        said += [text for text in _conclusions(tables, "b", 1.5) if text.startswith("fastest")]
+        assert [note.partition(":")[0] for note in _held_back_notes(ranked)] == ["b is ranked last"] * bool(waiting)
+    assert said == ["fastest: b, the baseline", "fastest: none yet, as no system is comparable"]
 
 
 def test_one_seed_gives_no_interval() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pydantic import Field
 import rlsim
 from rlsim.cli import main
 from rlsim.errors import CatalogueError, ConfigError
+from rlsim.experiment import run as running
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.preempted import preemption_notes
@@ -110,7 +112,9 @@ def test_best_is_the_fastest_static_degree(result: Result) -> None:
         best = frame[frame["system"] == "verl-best"].drop(columns="system").reset_index(drop=True)
         same = frame[frame["system"] == fastest].drop(columns="system").reset_index(drop=True)
         pd.testing.assert_frame_equal(best, same)
-    assert any(note.startswith("verl-best is tp ") for note in result.notes)
+    assert any(
+        re.fullmatch(r"verl-best ran with tp \d, its fastest setting on these seeds", note) for note in result.notes
+    )
 
 
 def test_responses_are_complete(result: Result) -> None:
@@ -260,6 +264,20 @@ def test_progress_is_told_once_a_run() -> None:
     ]  # fmt: skip
 
 
+def test_tuning_takes_the_largest_geometric_mean_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the speedup does: TP 2 has rates of 2.5 and 0.1, all others of 1."""
+    simulate = running._Case.simulate
+
+    def timed(case: Any, spec: Any, seed: int) -> None:
+        simulate(case, spec, seed)
+        steps = case._done[spec.key, seed]["steps"]
+        steps["step_time_s"] = steps["trained"] / ((2.5, 0.1)[seed] if steps["initial_tp"].iloc[0] == 2 else 1.0)
+
+    monkeypatch.setattr(running._Case, "simulate", timed)
+    result = rlsim.run(experiment(systems=[{"verl": {"tp": "best"}}], baseline=None), overrides={"trace.cap": "1K"})
+    assert result.manifest["tuned"] == {"": {"verl": "tp 1"}}
+
+
 # -------------------------------------------------------------------------------------------------------- systems
 
 
@@ -332,6 +350,16 @@ def test_cases_whose_systems_differ() -> None:
     assert summary["speedup"].notna().all()
 
 
+def test_the_baseline_is_a_system_that_runs_somewhere() -> None:
+    """Under the first case none does, under the second TP 8 does not divide the model."""
+    cases = {"a": {"model": "qwen2.5-32b", "cluster": "8xa40"}, "b": {"model": "qwen2.5-7b"}}
+    result = rlsim.run(experiment(seeds=1, cases=cases, baseline=None, systems=[{"verl": {"tp": [8, 1, 2]}}]))
+    assert result.manifest["systems"] == {"a": [], "b": ["verl-tp1", "verl-tp2"]}
+    assert result.manifest["baseline"] == "verl-tp1"
+    assert result.summary()["speedup"].notna().all()
+    assert not any("no speedups" in note for note in result.notes)
+
+
 def test_cases() -> None:
     cases = {"1K": {"trace.cap": "1K"}, "2K": {"trace.cap": "2K", "workflow.steps": 1}}
     result = rlsim.run(experiment(seeds=1, cases=cases, baseline="verl", systems=["verl", "pat"]))
@@ -347,7 +375,7 @@ def test_cases() -> None:
     ]
     alone = rlsim.run(experiment(seeds=1, baseline="verl", systems=["verl", "pat"]), overrides=cases["2K"])
     assert alone.steps["step_time_s"].tolist() == result.steps[result.steps["case"] == "2K"]["step_time_s"].tolist()
-    assert any(note.startswith("1K: verl is tp ") for note in result.notes)
+    assert any(note.startswith("1K: verl ran with tp ") for note in result.notes)
 
 
 # --------------------------------------------------------------------------------------------------------- traces

@@ -19,11 +19,14 @@ from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
 from rlsim.hardware import load_cluster
-from rlsim.report.choice import best_other, choose
+from rlsim.report.choice import best_other, choose, fastest
 from rlsim.report.frames.comparison import batch_parts, gpu_shares, speedups
 from rlsim.report.frames.gantt import MOST_MARKS, gantt
-from rlsim.report.headline import best_sentence, findings
+from rlsim.report.headline import best_sentence, cases_sentence, findings, late_sentence
+from rlsim.report.page import Figure
 from rlsim.report.palette import BUBBLE, kind_colours
+from rlsim.report.sections.comparison import step_section
+from rlsim.report.setups import case_setups
 from rlsim.report.write import report_page, write_report
 
 HOSTILE = '<script>alert("x")</script> & "co"'
@@ -185,6 +188,12 @@ def test_parts_of_a_step_add_up(result: Result, judged: Result, ppo: Result) -> 
             assert generation[rows["system"]].to_numpy() == pytest.approx(rows["gen_time_s"].to_numpy())
 
 
+def test_the_caption_of_a_batch_says_when_it_is_the_step_time(result: Result) -> None:
+    (figure, *_) = step_section(result, case_setups(result)).blocks
+    assert isinstance(figure, Figure)
+    assert "This is the step time; for systems that train on another number of responses it is scaled" in figure.caption
+
+
 def test_time_in_which_nothing_runs_is_waiting() -> None:
     row = {"system": "a", "step_time_s": 10.0, "gen_exposed_s": 4.0, "prep_time_s": 2.0, "train_time_s": 1.0}
     parts = batch_parts(pd.DataFrame([{**row, "sync_time_s": 1.0, "waiting_time_s": 2.0, "trained": 8.0}]), 8)
@@ -200,7 +209,9 @@ def test_time_in_which_nothing_runs_is_waiting() -> None:
 def summary_of(*rows: tuple[str, float, float, float, float]) -> pd.DataFrame:
     columns = ["system", "responses_per_s", "speedup", "speedup_low", "speedup_high"]
     frame = pd.DataFrame(rows, columns=columns)
-    return frame.assign(case="", bubble_fraction=0.0, tail_fraction=0.0, token_speedup=frame["speedup"] * 0.9)
+    return frame.assign(
+        case="", held_back=0.0, bubble_fraction=0.0, tail_fraction=0.0, token_speedup=frame["speedup"] * 0.9
+    )
 
 
 NAN = float("nan")
@@ -211,13 +222,17 @@ NAN = float("nan")
     [
         (
             (2.0, 2.0, 1.9, 2.1),
-            "b is the fastest: 2.00 responses per second against 1.00 under a (tp 2), 2.00 times as many",
+            "b is the fastest: 2.00 times the responses per second of a (tp 2) (95% interval 1.90 to 2.10, 5 seeds),",
             "faster",
         ),
-        ((0.83, 0.83, 0.8, 0.9), "No system is faster than a (tp 2). b comes next: 0.830 responses", "slower"),
+        ((0.83, 0.83, 0.8, 0.9), "No system is faster than a (tp 2). b comes next: 0.83 times the responses", "slower"),
         ((1.01, 1.01, 0.99, 1.03), "b and a (tp 2) cannot be told apart by these seeds", "not told apart"),
         ((1.0, 1.0, 1.0, 1.0), "All systems are as fast: 1.00 responses per second.", "equal"),
-        ((2.0, 2.0, NAN, NAN), "2.00 times as many (one seed, no interval), and 1.80 times the tokens", "faster"),
+        (
+            (2.0, 2.0, NAN, NAN),
+            "(one seed, no interval), and 1.80 times the tokens; over all seeds together 2.00 against 1.00",
+            "faster",
+        ),
     ],
 )
 def test_the_headline_says_what_the_interval_allows(
@@ -228,6 +243,26 @@ def test_the_headline_says_what_the_interval_allows(
     assert speedups(rows, "a")["verdict"].tolist() == ["baseline", verdict]
 
 
+def test_a_system_that_puts_prompts_off_is_never_called_fastest() -> None:
+    """Its own figures, those of the baseline or those of all may be too high, or too low."""
+    rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("late", 3.0, 3.0, 2.9, 3.1), ("b", 0.9, 0.9, 0.8, 0.95))
+    rows["held_back"] = [0.0, 0.5, 0.05]
+    assert best_other(rows, "a") == "b"
+    assert "No system is faster than a. b comes next" in best_sentence(rows, "a", {}, 5)
+    assert speedups(rows, "a")["verdict"].tolist() == ["baseline", "not comparable yet", "slower"]
+    assert "late (+50%)" in late_sentence(rows)
+    assert cases_sentence(pd.concat([rows, rows.assign(case="c")]), "a").startswith("Fastest in 2 cases: a in 2. In 0 ")
+    assert best_sentence(rows[:2], "a", {}, 5) == "No system can be compared with a yet."
+    assert best_sentence(rows[1:], "late", {}, 5) == "No system can be compared with late yet."
+    assert best_sentence(rows[1:2], "late", {}, 5).startswith("late trains on 3.00")
+    assert "b is the fastest: 0.900" in best_sentence(rows[1:], "a", {}, 5)
+    rows["held_back"] = [-0.2, 0.5, 0.3]
+    assert best_sentence(rows[1:], "a", {}, 5) == "No system is comparable yet."
+    assert set(speedups(rows, "a")["verdict"]) == {"baseline", "not comparable yet"}
+    assert "a (-20%)" in late_sentence(rows)
+    assert cases_sentence(rows, "a").startswith("Fastest in 1 cases: none is comparable yet.")
+
+
 def test_a_system_equal_to_the_baseline_is_not_the_best_other() -> None:
     rows = summary_of(("a", 1.0, 1.0, 1.0, 1.0), ("a again", 1.0, 1.0, 1.0, 1.0), ("b", 0.9, 0.9, 0.8, 1.0))
     assert best_other(rows, "a") == "b"
@@ -235,11 +270,20 @@ def test_a_system_equal_to_the_baseline_is_not_the_best_other() -> None:
     assert best_other(rows[:1], "a") is None
 
 
+def test_the_fastest_is_the_one_of_the_largest_speedup() -> None:
+    """Over all seeds together b trains on less per second than the baseline and c, in most seeds on more."""
+    rows = summary_of(("a", 2.1, 1.0, 1.0, 1.0), ("c", 2.2, 0.9, 0.8, 0.95), ("b", 2.0, 1.2, 1.1, 1.3))
+    assert best_other(rows, "a") == "b"
+    assert fastest(rows) == "b"
+    assert best_sentence(rows, "a", {}, 5).startswith("b is the fastest: 1.20 times the responses per second of a (95%")
+    assert cases_sentence(rows, "a").startswith("Fastest in 1 cases: b in 1.")
+    assert fastest(rows.assign(speedup=NAN)) == "c"
+
+
 def test_findings_name_the_fastest_system_and_the_error_of_the_calibration(judged: Result) -> None:
     summary = judged.summary()
-    fastest = summary.loc[summary["responses_per_s"].idxmax(), "system"]
     text = " ".join(findings(judged))
-    assert f"{fastest} " in text
+    assert f"{fastest(summary)} " in text
     assert "not measured on h800-sxm" in text
     medians = [r["median"] for r in judged.manifest["calibration"]["residuals"].values()]
     assert f"off by {min(medians):.1%} to {max(medians):.1%}" in text

@@ -190,7 +190,7 @@ def points(axes: dict[str, list[Any]], systems: tuple[str, ...] = ("verl", "pat"
         for order, system in enumerate(systems):
             speedup = 1 + 0.1 * order * (number - 1)
             more = {"speedup": speedup, "speedup_low": speedup - 0.05, "speedup_high": speedup + 0.05}
-            more |= {"token_speedup": speedup, "bubble_fraction": 0.1, "tail_fraction": 0.2}
+            more |= {"token_speedup": speedup, "bubble_fraction": 0.1, "tail_fraction": 0.2, "held_back": 0.0}
             rows.append({**point, "system": system, "step_time_s": 100 / speedup, "responses_per_s": speedup, **more})
     return pd.DataFrame(rows)
 
@@ -224,6 +224,17 @@ def test_slices_and_best_systems_of_a_sweep() -> None:
     found = sweep_findings(points({"cap": [1, 2, 3]}), ["cap"], "verl")
     assert found[0] == "Fastest at 3 points: verl in 2, other in 1."
     assert found[1] == "The largest speedup over verl is 1.20: other at cap 3."
+
+
+def test_what_puts_prompts_off_is_best_at_no_point_of_a_sweep() -> None:
+    frame = points({"cap": [1, 2, 3]})
+    frame.loc[frame["system"] == "other", "held_back"] = -0.5
+    assert best_systems(frame, ["cap"])["system"].tolist() == ["verl", "verl", "pat"]
+    frame.loc[frame["cap"] == 2, "held_back"] = 0.5
+    first, second, third, _ = sweep_findings(frame, ["cap"], "verl")
+    assert first == "Fastest at 2 points: verl in 1, pat in 1."
+    assert second.startswith("Not comparable yet, for the prompts that they put off, in 5 rows: other, verl, pat")
+    assert third == "The largest speedup over verl is 1.10: pat at cap 3."
 
 
 def test_values_of_an_axis_that_are_close_or_missing_are_told_apart() -> None:

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 import rlsim
 from rlsim.cli import app
 from rlsim.errors import ConfigError, PolicyError
+from rlsim.experiment.backlog import backlog
 from rlsim.experiment.frames import PARTS_OF_A_STEP
-from rlsim.experiment.rate_notes import backlog, rate_notes
+from rlsim.experiment.rate_notes import rate_notes
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.experiment.tail import tail_stretches
@@ -164,9 +165,22 @@ def test_ratios_that_differ_are_explained() -> None:
     (backlog_note, why) = rate_notes(
         table("steps", steps("base", 800), steps("tail", 400, waiting=1, put_back=1)), "base", 4, 8
     )
-    assert backlog_note.startswith("tail: at the end of the run 1 prompts more than at its start are put off")
-    assert "(50.0% of those trained on)" in backlog_note
+    assert backlog_note.startswith(
+        "tail: 1 more prompt waits after the last counted step than before the first (50% of"
+    )
+    assert "they hold the longest responses, so the throughput is too high. Run more workflow.steps" in backlog_note
     assert "generated again later" in why
+
+
+def test_the_system_that_trains_on_other_responses_is_named() -> None:
+    """It may be the baseline."""
+    row = RUN | {"step_time_s": 10.0, "trained": 8}
+    plain, late = row | {"system": "verl", "tokens": 800}, row | {"system": "tail", "tokens": 400, "put_back": 1}
+    (note,) = rate_notes(table("steps", plain, late), "tail", 4, 8)
+    assert note.startswith("verl trains on 1.00 times the responses per second of tail, but 2.00 times the tokens")
+    assert note.endswith("as under tail prompts that are not finished in time are generated again later")
+    (note,) = rate_notes(table("steps", plain, late | {"put_back": 0}), "tail", 4, 8)
+    assert note.endswith("as the two train on other responses")
 
 
 def test_a_backlog_is_what_grew_in_the_steady_steps() -> None:
@@ -175,12 +189,30 @@ def test_a_backlog_is_what_grew_in_the_steady_steps() -> None:
     assert backlog(steps, 4) == (2.0, 2.0 / 4)
 
 
+def test_a_backlog_that_falls_is_told_as_well() -> None:
+    rows = [{"step": i, "steady": i > 0, "waiting": 2 - 2 * i, "trained": 8, "step_time_s": 9.0} for i in (0, 1)]
+    (note,) = rate_notes(table("steps", *(RUN | row for row in rows)), "a", 4, 8)
+    assert note.startswith("a: 2 fewer prompts wait after the last counted step than before the first (100% of those")
+    assert "so the throughput is too low" in note
+
+
+def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path) -> None:
+    tail = {"name": "tail", "use": [{"verl": {"tp": 2}}, {"tail_batching": {"eta": 1.5}}]}
+    changes = {"trace.path": "rollpacker-math", "trace.cap": "8K", "model": "qwen2.5-7b", "workflow.prompts": 16}
+    result = rlsim.run(SMALL, overrides={**changes, "systems": [*SMALL["systems"], tail]}, out=tmp_path / "run")
+    row = result.summary().set_index("system").loc["tail"]
+    assert (row["held_back"], row["speedup"] > 2) == (0.5, True)
+    found = findings(result)
+    assert found[0].startswith("No system can be compared with verl yet. Not comparable yet")
+    assert not any("is the fastest" in sentence for sentence in found)
+    (note,) = [note for note in rlsim.compare([tmp_path / "run"]).notes if "last counted step" in note]
+    assert "tail: 16 more prompts wait" in note
+
+
 def test_tail_batching_over_short_rounds_alone_says_what_it_put_off() -> None:
     changes = {"systems": ["verl", "tail_batching"], "baseline": "verl", "workflow.steps": 2, "seeds": 1}
     notes = rlsim.run(SMALL, overrides=changes).notes
-    assert any(note.startswith("tail_batching: at the end of the run 8 prompts more") for note in notes) or any(
-        note.startswith("tail_batching: at the end of the run") for note in notes
-    )
+    assert any(re.match(r"tail_batching: \d+ more prompts wait after the last counted step", note) for note in notes)
     assert any("times the responses per second of verl, but" in note for note in notes)
 
 

@@ -208,8 +208,7 @@ def _chosen(ranked: pd.DataFrame, baseline: str, top: int) -> list[str]:
 def _held_back_notes(ranked: pd.DataFrame) -> list[str]:
     late = ranked[~ranked["comparable"]]
     return [
-        f"{row.system} is ranked last, as {row.held_back:.0%} of its prompts, the longest, are put off to after the "
-        "run: give more --steps (whole periods of its rounds)"
+        f"{row.system} is ranked last: the note on the prompts that wait says why it is not comparable yet"
         for row in late.itertuples()
     ]
 
@@ -288,8 +287,13 @@ def _conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float
     best = ranked.iloc[0].to_dict()
     others = ranked[(ranked["same_as"] == "") & (ranked["system"] != best["system"]) & ranked["comparable"]]
     close = others[others["with_best"].eq(other=True)]["system"].tolist()
-    text = f"fastest: {best['system']}, {with_interval(best, 'speedup')} times the responses per second of {baseline}"
-    text += f" and {number(best['token_speedup'])} times the tokens"
+    if not best["comparable"]:
+        text = "fastest: none yet, as no system is comparable"
+    elif best["system"] == baseline:
+        text = f"fastest: {baseline}, the baseline"
+    else:
+        text = f"fastest: {best['system']}, {with_interval(best, 'speedup')} times the responses per second of "
+        text += f"{baseline} and {number(best['token_speedup'])} times the tokens"
     if close:
         beyond_few = len(close) - MOST_NAMES
         more = f" and {beyond_few} other{'s' * (beyond_few > 1)}" if beyond_few > 0 else ""

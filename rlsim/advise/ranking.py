@@ -9,16 +9,13 @@ import numpy as np
 import pandas as pd
 
 from rlsim.errors import RlsimError, unknown_name
+from rlsim.experiment.backlog import backlog, comparable
 from rlsim.experiment.build import Setup
-from rlsim.experiment.rate_notes import backlog
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
-from rlsim.experiment.summary import ENDS, RATIOS, means, paired_ratio
+from rlsim.experiment.summary import ENDS, RATIOS, mean_ratio, means, paired_ratio
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
-
-#: Beyond this share of prompts held back at the end, a system's time says little: it has put off the longest responses.
-MOST_HELD_BACK = 0.05
 
 #: Policies that only mean something where there is this to decide about.
 _JUDGE, _SANDBOX = "no response of the trace is judged by an LLM", "no response of the trace runs in a sandbox"
@@ -88,7 +85,7 @@ def _pointless(name: str, setup: Setup) -> str | None:
 
 
 def ranking(result: Result) -> pd.DataFrame:
-    """Systems from the fastest on: how many responses they train on per second, on the same responses seed by seed.
+    """Systems from the fastest on: by the geometric mean over seeds of the responses that they train on per second.
 
     One row per system: `rank`, `system`, `tuned` (what a tuned one came out as); of `rlsim.experiment.summary.means`
     `responses_per_s`, `tokens_per_s`, `step_time_s`, `gen_time_s`, and its shares as `idle` (of GPU time) and `tail`
@@ -96,17 +93,18 @@ def ranking(result: Result) -> pd.DataFrame:
     intervals `…_low` to `…_high`; `behind_best` (the best's responses per second over its own) with `behind_low` and
     `behind_high`, `with_best` (the interval includes 1, so the difference may be chance; missing with one seed),
     `same_as` (a system above that is just as fast), `staleness` (weight updates, the most of any step), `held_back`
-    (prompts put off to after the run, as a share of those trained on) and `comparable` (that is at most
-    `MOST_HELD_BACK`: else the longest responses are yet to come). Systems that are not comparable come last and are
-    never the best, unless none is comparable.
+    (prompts put off to after the run, as a share of those trained on, below 0 if it came back to more than it put
+    off) and `comparable` (that is at most `rlsim.experiment.backlog.MOST_HELD_BACK` either way). Systems that are not
+    comparable come last and are never the best, unless none is comparable.
     """
     steps, tuned = result.steps, dict[str, str](next(iter(result.manifest["tuned"].values()), {}))
     found = means(steps, ["system"])
     by_seed = means(steps, ["system", "seed"]).sort_index()
     responses = int(result.manifest["experiment"]["workflow"]["responses"])
     found["held_back"] = [backlog(steps[steps["system"] == system], responses)[1] for system in found.index]
-    found["comparable"] = found["held_back"] <= MOST_HELD_BACK
-    found = found.sort_values(["comparable", "responses_per_s"], ascending=False, kind="stable")
+    found["comparable"] = comparable(found["held_back"])
+    found["typical"] = [mean_ratio(by_seed.loc[system, "responses_per_s"].tolist())[0] for system in found.index]
+    found = found.sort_values(["comparable", "typical"], ascending=False, kind="stable")
     best, baseline = str(found.index[0]), result.manifest["baseline"]
     first: dict[float, str] = {}
     rows = []

@@ -13,7 +13,8 @@ from rlsim.comparison.baseline import Baseline
 from rlsim.comparison.intervals import NONE, paired, unpaired, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError
-from rlsim.experiment.rate_notes import ratio_note
+from rlsim.experiment.backlog import backlog, backlog_note
+from rlsim.experiment.rate_notes import EXPLAINED, ratio_note
 from rlsim.experiment.summary import RATIOS, means
 from rlsim.sweeps.columns import value_at
 from rlsim.sweeps.differences import differences
@@ -21,7 +22,7 @@ from rlsim.sweeps.differences import differences
 #: Columns of the table beside those of settings; a setting of the same name is called `experiment.…`.
 OWN_COLUMNS = ("directory", "point", "case", "system", "tuned", "seeds", "baseline", "is_baseline", "paired")
 
-#: Notes on rows that train on other responses, at most.
+#: Notes of a kind on rows, at most.
 MOST_NOTES = 3
 #: Means that the table has of every run.
 SHOWN = (
@@ -74,7 +75,7 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
     axes = list(dict.fromkeys(key for run in runs for key in run.axes))
     between = differences([run.settings for run in runs])
     beside = [key for key in between if not any(f"{key}.".startswith(f"{axis}.") for axis in axes)]
-    rows, reasons, notes = [], dict[str, list[str]](), list[str]()
+    rows, reasons, notes, late = [], dict[str, list[str]](), list[str](), list[str]()
     for i, run in enumerate(runs):
         row: dict[str, Any] = {"directory": run.directory, "point": run.point, "case": run.case, "system": run.system}
         row["tuned"] = run.tuned
@@ -86,9 +87,17 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
         row |= _compared(run, against, reasons)
         if against:
             notes += ratio_note(run.name, run.steps, against.name, against.steps, row["speedup"], row["token_speedup"])
+        prompts, share = backlog(run.steps, run.config["workflow"]["responses"])
+        if abs(share) > EXPLAINED:
+            late.append(backlog_note(run.name, prompts, share))
         rows.append(row)
     shown = tuple(map(_column, [*axes, *beside]))
-    return Comparison(pd.DataFrame(rows), shown, _by_directory(runs), (*_few(notes), *_notes(reasons, choose.missing)))
+    told = (
+        *_few(late, "put off prompts, or come back to them"),
+        *_few(notes, "train on other responses than what they are compared with"),
+        *_notes(reasons, choose.missing),
+    )
+    return Comparison(pd.DataFrame(rows), shown, _by_directory(runs), told)
 
 
 def _column(key: str) -> str:
@@ -146,9 +155,9 @@ def _by_directory(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _few(notes: Sequence[str]) -> list[str]:
+def _few(notes: Sequence[str], what: str) -> list[str]:
     """The first of many notes of a kind, and how many more there are."""
-    more = [f"{len(notes) - MOST_NOTES} more rows train on other responses than what they are compared with"]
+    more = [f"{len(notes) - MOST_NOTES} more rows {what}"]
     return [*notes[:MOST_NOTES], *(more if len(notes) > MOST_NOTES else [])]
 
 

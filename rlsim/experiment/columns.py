@@ -222,4 +222,11 @@ SUMMARY: tuple[Column, ...] = (
     Column("switches", "float64", "", "changes of a node's degree per step"),
     Column("switch_time_s", "float64", "s", "pauses of nodes for these changes, per step"),
     Column("bound_share", "float64", "", "lower bound over generation time"),
+    Column(
+        "held_back",
+        "float64",
+        "",
+        "prompts that wait after the last counted step, less those before the first, as a share of those trained on; "
+        "beyond 5% either way throughputs cannot be compared yet",
+    ),
 )

@@ -56,13 +56,15 @@ class SetupRecord(Record):
     model: str
     cap_tokens: Positive
     batch: Positive
+    responses: Positive
     calibration: CalibrationRecord
 
     @model_validator(mode="before")
     @classmethod
     def _of_this_version(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "batch" not in data:
-            raise ValueError("written by another version of rlsim (it has no key `batch`): run it again")
+        missing = [key for key in ("batch", "responses") if isinstance(data, dict) and key not in data]
+        if missing:
+            raise ValueError(f"written by another version of rlsim (it has no key `{missing[0]}`): run it again")
         return data
 
 

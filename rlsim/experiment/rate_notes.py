@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from rlsim.experiment.backlog import backlog, backlog_note
 from rlsim.experiment.summary import means, paired_ratio
 
 #: A ratio of responses that differs by more than this from that of tokens is explained; so is a backlog of that share.
@@ -25,21 +26,6 @@ def steady_note(steady: range, steps: int, overlap: int) -> Iterator[str]:
         yield f"means are of {len(steady)} of {steps} steps, numbers {steady.start} to {steady.stop - 1} counted from 0"
 
 
-def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
-    """Prompts put off from the first to the last steady step of one system, mean over seeds, and their share.
-
-    The share is of the prompts trained on in these steps, of `responses` responses each.
-    """
-    grown = trained = 0.0
-    seeds = steps.groupby("seed")
-    for _, own in seeds:
-        steady = own[own["steady"]].sort_values("step")
-        before = own.loc[own["step"] == steady["step"].iloc[0] - 1, "waiting"]
-        grown += float(steady["waiting"].iloc[-1]) - float(before.sum())
-        trained += float(steady["trained"].sum()) / responses
-    return grown / seeds.ngroups, grown / max(trained, 1.0)
-
-
 def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -> Iterator[str]:
     """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses, `responses` a prompt."""
     by_seed, trained = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])["trained"]
@@ -51,14 +37,10 @@ def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -
                 f"{system} trains on {trained[system] / batch:.1%} of a batch each step: its step is shorter for that; "
                 "speedups count the responses trained on per second"
             )
-        if (late := backlog(own, responses))[1] > EXPLAINED:
+        if abs((late := backlog(own, responses))[1]) > EXPLAINED:
             put_off.setdefault(late, []).append(system)
     for (prompts, share), systems in put_off.items():
-        yield (
-            f"{', '.join(systems)}: at the end of the run {prompts:,.0f} prompts more than at its start are put off "
-            f"({share:.1%} of those trained on), the longest among them: give more workflow.steps, and whole periods "
-            "where there are rounds"
-        )
+        yield backlog_note(", ".join(systems), prompts, share)
     for system, own in mine.items() if baseline in mine else ():
         rates = by_seed.loc[system], by_seed.loc[baseline]
         ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]
@@ -74,11 +56,12 @@ def ratio_note(
     """
     if not by_tokens or not abs(by_responses / by_tokens - 1) > EXPLAINED:
         return
-    own_tokens, tokens = (_tokens_per_response(steps[steps["steady"]]) for steps in (own, reference))
+    own, reference = (steps[steps["steady"]] for steps in (own, reference))
+    under = f"under {baseline} {why}" if (why := _why(reference)) else "the two train on other responses"
     yield (
         f"{system} trains on {by_responses:.2f} times the responses per second of {baseline}, but {by_tokens:.2f} "
-        f"times the tokens: its responses have {own_tokens:,.0f} tokens in the mean, prompts counted, "
-        f"against {tokens:,.0f}, {_why(own[own['steady']])}"
+        f"times the tokens: its responses have {_tokens_per_response(own):,.0f} tokens in the mean, prompts counted, "
+        f"against {_tokens_per_response(reference):,.0f}, as {_why(own) or under}"
     )
 
 
@@ -87,12 +70,12 @@ def _tokens_per_response(steady: pd.DataFrame) -> float:
 
 
 def _why(steady: pd.DataFrame) -> str:
-    """How a system comes to train on other responses than it would have drawn."""
+    """How a system comes to train on other responses than it would have drawn; empty if it does not."""
     total = steady[["wasted_tokens", *PUT_OFF]].sum()
     reasons = [
-        (total["put_back"] > 0, "as prompts that are not finished in time are generated again later"),
-        (total["paused"] + total["resumed"] > 0, "as responses that are not finished in time go on in a later step"),
-        (total["dropped"] > 0, "as prompts are dropped for their rewards"),
-        (total["wasted_tokens"] > 0, "as the first to finish are trained on and others dropped"),
+        (total["put_back"] > 0, "prompts that are not finished in time are generated again later"),
+        (total["paused"] + total["resumed"] > 0, "responses that are not finished in time go on in a later step"),
+        (total["dropped"] > 0, "prompts are dropped for their rewards"),
+        (total["wasted_tokens"] > 0, "the first to finish are trained on and others dropped"),
     ]
-    return next((text for applies, text in reasons if applies), "as it trains on other responses")
+    return next((text for applies, text in reasons if applies), "")

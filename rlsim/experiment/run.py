@@ -27,7 +27,7 @@ from rlsim.experiment.rate_notes import rate_notes, steady_note
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.site import SearchAheadError, Site
-from rlsim.experiment.summary import means
+from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.schema import place_of
 from rlsim.usercode import blamed
@@ -109,10 +109,11 @@ def checked_cases(experiment: Experiment, folder: Path, shown: str = "experiment
 
 
 def _settle_baseline(cases: Sequence[_Case]) -> None:
-    """One baseline for all cases: if none is given, the first system that runs in all of them, or else in the first."""
+    """One baseline for all cases: if none is given, the first system that runs in all in which any does, or in one."""
     running = [[spec.name for spec in case.systems] for case in cases]
-    everywhere = [name for name in running[0] if all(name in names for names in running)]
-    chosen = next(iter([*everywhere, *running[0]]), cases[0].names[0])
+    anywhere = [name for names in running for name in names]
+    everywhere = [name for name in anywhere if all(name in names for names in running if names)]
+    chosen = next(iter([*everywhere, *anywhere]), cases[0].names[0])
     for case, names in zip(cases, running, strict=True):
         case.baseline = case.experiment.baseline or chosen
         note = f"no speedups: the baseline {case.baseline} was left out"
@@ -220,7 +221,7 @@ class _Case:
         return pd.concat(self._done[key, seed]["steps"].assign(seed=seed) for seed in self._samplers)
 
     def _responses_per_s(self, spec: SystemSpec) -> float:
-        return float(means(self._steps(spec.key), ["seed"])["responses_per_s"].mean())
+        return mean_ratio(means(self._steps(spec.key), ["seed"])["responses_per_s"].tolist())[0]
 
     def _alternatives(self, spec: SystemSpec) -> list[tuple[SystemSpec, str]]:
         """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""
@@ -284,7 +285,7 @@ class _Case:
         sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
         scored = self.setup.scoring.notes
         outside = self.lookups().note()
-        tuned = [f"{name} is {what}, the fastest on these same seeds" for name, what in self.chosen.items()]
+        tuned = [f"{name} ran with {what}, its fastest setting on these seeds" for name, what in self.chosen.items()]
         rates, preempted = self._rate_notes(), preemption_notes(self._preemptions())
         sites, unfit = self.sites(), dict[str, list[str]]()
         for names, site in sites.items():
@@ -336,6 +337,7 @@ def _setup_record(setup: Setup) -> dict[str, Any]:
         "model": setup.model.name,
         "cap_tokens": setup.experiment.trace.cap,
         "batch": setup.experiment.workflow.prompts * setup.experiment.workflow.responses,
+        "responses": setup.experiment.workflow.responses,
         "calibration": _calibration_record(setup),
     }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from rlsim.experiment.backlog import backlog
 from rlsim.experiment.columns import SUMMARY
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def summarise(result: Result) -> pd.DataFrame:
     whole = means(result.steps, ["case", "system"])
     by_seed = means(result.steps, ["case", "system", "seed"]).sort_index()
     rows: list[dict[str, object]] = []
+    steps = dict(iter(result.steps.groupby(["case", "system"], sort=False)))
     for case, systems in result.manifest["systems"].items():
         for system in systems:
             if (case, system) not in whole.index:
@@ -90,6 +92,7 @@ def summarise(result: Result) -> pd.DataFrame:
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
             for name, rate in RATIOS.items():
                 row |= zip((f"{name}{end}" for end in ENDS), paired_ratio(own[rate], reference[rate]), strict=True)
+            row["held_back"] = backlog(steps[case, system], result.manifest["setups"][case]["responses"])[1]
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 

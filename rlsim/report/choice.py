@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from rlsim.errors import ConfigError, unknown_name
+from rlsim.experiment.backlog import comparable
 
 if TYPE_CHECKING:
     from rlsim.experiment.result import Result
@@ -72,9 +73,19 @@ def choose(
     return Choice(case, chosen, int(middle["seed"]), int(middle["step"]), why)
 
 
+def ranked(summary: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a summary, fastest first; after them those of systems whose throughput is not comparable yet.
+
+    Fastest by speedup, and by responses per second where there is none.
+    """
+    rows = summary.assign(comparable=comparable(summary["held_back"]))
+    keys = ["comparable", *(key for key in ("speedup", "responses_per_s") if key in rows)]
+    return rows.sort_values(keys, ascending=False, kind="stable")
+
+
 def fastest(summary: pd.DataFrame) -> str:
-    """Of one case's summary, the system that trains on the most responses per second."""
-    return str(summary["system"].iloc[int(summary["responses_per_s"].argmax())])
+    """Of one case's summary, the first that is `ranked`: comparable, unless none is."""
+    return str(ranked(summary)["system"].iloc[0])
 
 
 def best_other(summary: pd.DataFrame, baseline: str) -> str | None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from rlsim.experiment.backlog import comparable
 from rlsim.formats import is_missing, rate
 from rlsim.report.choice import best_other, fastest
-from rlsim.report.frames.comparison import verdict
+from rlsim.report.frames.comparison import verdicts
 
 if TYPE_CHECKING:
     from rlsim.experiment.result import Result
@@ -29,7 +30,7 @@ def findings(result: Result) -> tuple[str, ...]:
         rows = summary[summary["case"] == case]
         tuned = manifest["tuned"].get(case, {})
         prefix = f"{case}: " if case else ""
-        sentences.append(prefix + best_sentence(rows, baseline, tuned, seeds))
+        sentences.append(prefix + best_sentence(rows, baseline, tuned, seeds) + late_sentence(rows))
     if len(cases) > _MOST_CASES:
         sentences.append(f"{len(cases) - _MOST_CASES} more cases are compared below.")
     if len(cases) == 1:
@@ -41,12 +42,9 @@ def findings(result: Result) -> tuple[str, ...]:
 def cases_sentence(summary: pd.DataFrame, baseline: str) -> str:
     """Over several cases: which systems are fastest in how many, and where that is certain."""
     groups = [rows for _, rows in summary.groupby("case", sort=False)]
-    counts = Counter(fastest(rows) for rows in groups)
-    leads = [
-        rows[[verdict(*values) == "faster" for values in rows[list(_SPEEDUP)].to_numpy()]].shape[0] > 0
-        for rows in groups
-    ]
-    who = ", ".join(f"{name} in {count}" for name, count in counts.most_common(_MOST_CASES))
+    counts = Counter(fastest(rows) for rows in groups if comparable(rows["held_back"]).any())
+    leads = ["faster" in verdicts(rows, baseline).values() for rows in groups]
+    who = ", ".join(f"{name} in {count}" for name, count in counts.most_common(_MOST_CASES)) or "none is comparable yet"
     text = f"Fastest in {len(groups)} cases: {who}."
     if summary["speedup"].notna().any():
         text += f" In {sum(leads)} of {len(groups)} a system is faster than {baseline}"
@@ -60,6 +58,8 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
     if len(by_name) == 1:
         name, row = next(iter(by_name.items()))
         return f"{_named(name, tuned)} trains on {_rate(row)}; there is nothing to compare it with."
+    if not comparable(rows["held_back"]).any():
+        return "No system is comparable yet."
     if baseline not in by_name:
         best = fastest(rows)
         return f"{_named(best, tuned)} is the fastest: {_rate(by_name[best])}. The baseline {baseline} did not run."
@@ -72,20 +72,34 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
         if is_missing(low)
         else f"95% interval {low:.{digits}f} to {high:.{digits}f}, {seeds} seeds"
     )
-    rates = f"{_rate(row)} against {rate(by_name[baseline]['responses_per_s'])}"
-    by = f"{speedup:.{digits}f} times as many ({interval}), and {row['token_speedup']:.{digits}f} times the tokens"
-    match verdict(speedup, low, high):
+    over = _named(baseline, tuned)
+    by = (
+        f"{speedup:.{digits}f} times the responses per second of {over} ({interval}), and "
+        f"{row['token_speedup']:.{digits}f} times the tokens; over all seeds together {rate(row['responses_per_s'])} "
+        f"against {rate(by_name[baseline]['responses_per_s'])} responses per second"
+    )
+    match verdicts(rows, baseline)[best]:
+        case "not comparable yet":
+            return f"No system can be compared with {over} yet."
         case "equal":
             return f"All systems are as fast: {_rate(row)}."
         case "faster":
-            return f"{_named(best, tuned)} is the fastest: {rates} under {_named(baseline, tuned)}, {by}."
+            return f"{_named(best, tuned)} is the fastest: {by}."
         case "slower":
-            return (
-                f"No system is faster than {_named(baseline, tuned)}. {_named(best, tuned)} comes next: {rates}, {by}."
-            )
+            return f"No system is faster than {over}. {_named(best, tuned)} comes next: {by}."
         case _:
-            both = f"{_named(best, tuned)} and {_named(baseline, tuned)}"
-            return f"{both} cannot be told apart by these seeds: {rates}, {by}."
+            return f"{_named(best, tuned)} and {over} cannot be told apart by these seeds: {by}."
+
+
+def late_sentence(rows: pd.DataFrame) -> str:
+    """Which systems of one case's summary are not comparable yet, and why; nothing if all are."""
+    late = rows[~comparable(rows["held_back"])]
+    who = ", ".join(f"{name} ({share:+.0%})" for name, share in zip(late["system"], late["held_back"], strict=True))
+    return (
+        f" Not comparable yet, as the prompts put off grow or fall by so many of those trained on: {who}."
+        if who
+        else ""
+    )
 
 
 def _rate(row: Mapping[Any, Any]) -> str:

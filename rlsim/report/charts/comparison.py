@@ -15,6 +15,7 @@ VERDICTS = {
     "not told apart": ("#7A7A7A", "circle"),
     "equal": ("#7A7A7A", "square"),
     "slower": ("#D55E00", "triangle-left"),
+    "not comparable yet": ("#7A7A7A", "cross"),
     "baseline": ("#000000", "diamond"),
 }
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from rlsim.experiment.backlog import comparable
 from rlsim.experiment.frames import PARTS_OF_A_STEP, uncovered
 from rlsim.experiment.summary import means
 from rlsim.report.palette import BUBBLE, PARTS, TAIL, WAITING
@@ -33,15 +34,24 @@ def verdict(speedup: float, low: float, high: float) -> str:
     return "faster" if low > 1 else "slower" if high < 1 else "not told apart"
 
 
+def verdicts(summary: pd.DataFrame, baseline: str) -> dict[str, str]:
+    """The `verdict` on each system of one case's summary.
+
+    It is `not comparable yet` where the system or the baseline put off, or came back to, too many prompts.
+    """
+    late = set(summary["system"][~comparable(summary["held_back"])])
+    found = {baseline: "baseline"}
+    for row in summary.to_dict("records"):
+        told = verdict(row["speedup"], row["speedup_low"], row["speedup_high"])
+        found.setdefault(row["system"], "not comparable yet" if {row["system"], baseline} & late else told)
+    return found
+
+
 def speedups(summary: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """One row per system of one case's summary: system, speedup, low, high (NaN with one seed), verdict."""
     rows = summary[["system", "speedup", "speedup_low", "speedup_high"]]
     rows = rows.rename(columns={"speedup_low": "low", "speedup_high": "high"}).dropna(subset=["speedup"])
-    told = [
-        "baseline" if row["system"] == baseline else verdict(row["speedup"], row["low"], row["high"])
-        for row in rows.to_dict("records")
-    ]
-    return rows.assign(verdict=told)
+    return rows.assign(verdict=rows["system"].map(verdicts(summary, baseline)))
 
 
 def seed_speedups(result: Result, case: str) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.errors import ConfigError
+from rlsim.report.choice import ranked
 
 #: What a sweep is drawn in: the speedup where there are several systems, and throughput.
 SPEEDUP, RATE = "speedup", "responses_per_s"
@@ -50,10 +51,11 @@ def is_grid(points: pd.DataFrame, axes: Sequence[str], most: int = 24) -> bool:
 
 
 def best_systems(points: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
-    """At every point the system that trains on the most responses per second: axes, system, speedup, that rate."""
+    """At every point the fastest system (`rlsim.report.choice.ranked`): axes, system, speedup, responses per second."""
     keys = [points[axis].map(_exact).rename(f"key {i}") for i, axis in enumerate(axes)]
-    best = points.groupby(keys, sort=False)[RATE].idxmax() if keys else [points[RATE].idxmax()]
-    return points.loc[best, [*axes, "system", *(c for c in (SPEEDUP, RATE) if c in points)]]
+    order = ranked(points)
+    best = order.groupby(keys, sort=False).head(1) if keys else order.head(1)
+    return points.loc[points.index.isin(best.index), [*axes, "system", *(c for c in (SPEEDUP, RATE) if c in points)]]
 
 
 def is_number(values: pd.Series[Any]) -> bool:

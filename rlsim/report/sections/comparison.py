@@ -89,9 +89,10 @@ def step_section(result: Result, setups: list[CaseSetup]) -> Section:
     for setup in setups:
         parts = batch_parts(summary[summary["case"] == setup.case], setup.batch)
         caption = (
-            f"Mean over seeds and steady steps, for the {setup.batch:,} responses of a whole batch: the step time, but "
-            "for systems that train on fewer or more. Each second counts once, in the order of the legend: rewards and "
-            "log-probs only while nothing is generated for the step, training only while none of these runs."
+            f"Mean over seeds and steady steps, for the {setup.batch:,} responses of a whole batch. This is the step "
+            "time; for systems that train on another number of responses it is scaled to a whole batch. Each second "
+            "counts once, in the order of the legend: rewards and log-probs only while nothing is generated for the "
+            "step, training only while none of these runs."
         )
         if WAITING in set(parts["part"]):
             caption += " Waiting: no call of the step runs."

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
+from rlsim.experiment.backlog import comparable
 from rlsim.formats import number, rate, share
 from rlsim.report.charts.sweep import TITLES, heatmap, lines_chart, scatter
 from rlsim.report.frames.sweep import (
@@ -115,10 +116,15 @@ def sweep_findings(
     """
     shown = varying(frame, axes)
     best = best_systems(frame, list(axes))
+    told = comparable(frame["held_back"])
+    best = best[told[best.index]]
     counts = best["system"].value_counts()
     text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
-    sentences = [f"Fastest at {len(best):,} point{'s' if len(best) > 1 else ''}: {text}."]
-    others = frame[~(frame["system"].eq(baseline) if own is None else own)]
+    sentences = [f"Fastest at {len(best):,} point{'s' if len(best) != 1 else ''}: {text}."] if text else []
+    if not told.all():
+        names = ", ".join(dict.fromkeys(frame["system"][~told]))
+        sentences.append(f"Not comparable yet, for the prompts that they put off, in {(~told).sum():,} rows: {names}.")
+    others = frame[told & ~(frame["system"].eq(baseline) if own is None else own)]
     if SPEEDUP in frame and others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")
         for word, row in (("largest", ordered.iloc[-1]), ("smallest", ordered.iloc[0])):

@@ -1,0 +1,46 @@
+"""Prompts that a system puts off: while their number grows or falls, its throughput is not yet what it would stay."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+#: Where the backlog changes by a larger share of the prompts trained on, a throughput says little: what is put off is
+#: the longest responses.
+MOST_HELD_BACK = 0.05
+
+
+def backlog(steps: pd.DataFrame, responses: int) -> tuple[float, float]:
+    """Prompts put off from the first to the last steady step of one system, mean over seeds, and their share.
+
+    The share is of the prompts trained on in these steps, of `responses` responses each. Both are below 0 where the
+    system comes back to more prompts than it puts off.
+    """
+    grown = trained = 0.0
+    seeds = steps.groupby("seed")
+    for _, own in seeds:
+        steady = own[own["steady"]].sort_values("step")
+        before = own.loc[own["step"] == steady["step"].iloc[0] - 1, "waiting"]
+        grown += float(steady["waiting"].iloc[-1]) - float(before.sum())
+        trained += float(steady["trained"].sum()) / responses
+    return grown / seeds.ngroups, grown / max(trained, 1.0)
+
+
+def comparable(held_back: pd.Series[float]) -> pd.Series[bool]:
+    """Whether throughputs can be compared, by the share of `backlog`."""
+    return held_back.abs() <= MOST_HELD_BACK
+
+
+def backlog_note(systems: str, prompts: float, share: float) -> str:
+    """What the `backlog` of some systems means for their throughput."""
+    more, why, high = (
+        ("more", "they hold the longest responses", "high")
+        if prompts > 0
+        else ("fewer", "the longest responses of earlier steps are trained on as well", "low")
+    )
+    count = f"{abs(prompts):,.1f}".removesuffix(".0")
+    wait = "prompt waits" if count == "1" else "prompts wait"
+    return (
+        f"{systems}: {count} {more} {wait} after the last counted step than before the first ({abs(share):.0%} of "
+        f"those trained on); {why}, so the throughput is too {high}. Run more workflow.steps; with short and long "
+        "rounds, count whole cycles of them."
+    )
