@@ -18,8 +18,8 @@ from scipy import stats
 import rlsim
 from rlsim.cli import main
 from rlsim.comparison.baseline import Baseline
-from rlsim.comparison.intervals import paired, unpaired
-from rlsim.comparison.runs import Run
+from rlsim.comparison.intervals import paired, unpaired, why_unpaired
+from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.sweeps import run as running
 from rlsim.sweeps.task import Answer
@@ -139,6 +139,22 @@ def test_another_trace_or_a_draw_that_changed_is_not_paired(results: Path, tmp_p
     assert "the traces differ" in notes[0]
     notes = rlsim.compare([results / "base", tmp_path / "draw"]).notes
     assert "the responses differ (seed 0, step 0: " in notes[0]
+
+
+def test_systems_that_put_responses_off_are_paired_with_those_that_do_not(tmp_path: Path) -> None:
+    ahead = {"name": "ahead", "use": ["verl", {"overcommit": {"delta": 2}}]}
+    tail = {"name": "tail", "use": [{"verl": {"tp": 2}}, {"tail_batching": {"eta": 2}}]}
+    workflow = {"prompts": 4, "responses": 4, "steps": 5}
+    experiment = {**EXPERIMENT, "workflow": workflow, "systems": [{"verl": {"tp": 2}}, ahead, tail], "seeds": 2}
+    rlsim.run(experiment, out=tmp_path / "x")
+    plain, *others = runs_in(tmp_path / "x")
+    batch = workflow["prompts"] * workflow["responses"]
+    for run in others:
+        assert (run.steps["launched"] == batch).any(), "a step that would look plain, were it not for those before"
+        assert why_unpaired(run, plain) == ""
+        assert run.plain_tokens.isna().all()
+    assert plain.plain_tokens.notna().all()
+    assert rlsim.compare([tmp_path / "x"]).table["paired"].all()
 
 
 def test_the_baseline_is_a_system_a_directory_or_both(results: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from ruamel.yaml import YAML
 
@@ -547,6 +548,38 @@ def test_a_failing_search_says_why_and_writes_nothing(
 
 
 def test_no_sequence_is_cut_between_micro_batches() -> None:
-    long = replace(BATCH, longest_tokens=20_000)
-    assert BATCH.micro_batch_tokens(TrainStrategy(micro_batch_tokens=8192)) == 8192
-    assert long.micro_batch_tokens(TrainStrategy(micro_batch_tokens=8192)) == 20_000
+    train, many = ppo().call("train"), replace(BATCH, sequences=1000)
+    long = replace(many, longest_tokens=20_000)
+    assert many.micro_batch_tokens(train, TrainStrategy(micro_batch_tokens=8192)) == 8192
+    assert long.micro_batch_tokens(train, TrainStrategy(micro_batch_tokens=8192)) == 20_000
+
+
+def test_no_micro_batch_holds_more_than_a_rank_has() -> None:
+    workflow = remax()
+    train, reward, reference = (workflow.call(name) for name in ("train", "reward_score", "ref_log_prob"))
+    batch = replace(BATCH, mini_batches=2, baselines=4)  # eight responses of at most 150 tokens
+    spread = TrainStrategy(dp=2, cp=2)
+    assert batch.micro_batch_tokens(train, spread) == 2 * 150  # of one mini-batch
+    assert batch.micro_batch_tokens(reference, spread) == 4 * 150
+    assert batch.micro_batch_tokens(reward, spread) == 6 * 150  # it scores the baselines too
+    assert batch.micro_batch_tokens(reference, spread, as_they_come=True) == 8 * 150
+    assert batch.micro_batch_tokens(train, TrainStrategy(dp=16)) == 150
+    assert batch.micro_batch_tokens(reward, replace(spread, micro_batches=1)) == 6 * 100
+
+
+def test_a_budget_beyond_what_a_rank_has_needs_no_memory() -> None:
+    experiment = {
+        "name": "small", "cluster": "8xa40", "model": "qwen2.5-14b", "calibration": "a40-sglang",
+        "trace": {"fixed": 64, "cap": 64}, "workflow": {"prompts": 4, "responses": 2, "steps": 1},
+        "training": {"offload": True}, "systems": [{"verl": {"tp": 4}}], "seeds": 1,
+    }  # fmt: skip
+    exact = {**experiment, "training": {"offload": True, "micro_batch_tokens": 320}}
+    pd.testing.assert_frame_equal(rlsim.run(experiment).calls, rlsim.run(exact).calls)
+    streamed = {**experiment, "systems": ["verl", {"name": "pieces", "use": ["verl", "stream"]}]}
+    loaded, _, folder = load_experiment(streamed)
+    setup = Setup.of(loaded, folder)
+    whole, pieces = (setup.site(system) for system in _systems(streamed))
+    train, strategy = setup.algorithm.call("train"), whole.training_strategy(8)
+    assert pieces.memory.of(train, strategy).active["logits"] == pytest.approx(
+        8 * whole.memory.of(train, strategy).active["logits"]
+    ), "any of the eight ranks may take all responses"

@@ -72,12 +72,16 @@ class Run:
 
     @cached_property
     def plain_tokens(self) -> pd.Series:
-        """Response tokens by seed and step, where the step launched its batch and nothing else; else missing."""
+        """Response tokens by seed and step, where this and all steps before launched their batch alone; else missing.
+
+        A step that launches more or less, or puts responses off, leaves the next ones other prompts.
+        """
         workflow = self.config["workflow"]
         batch = workflow["prompts"] * workflow["responses"]
-        steps = self.steps.set_index(["seed", "step"])
+        steps = self.steps.set_index(["seed", "step"]).sort_index()
         plain = (steps["launched"] == batch) & (steps["trained"] == batch) & (steps["wasted_tokens"] == 0)
-        return steps["response_tokens"].where(plain)
+        plain &= (steps[[*PUT_OFF]] == 0).all(axis=1)
+        return steps["response_tokens"].where(plain.groupby("seed").cummin())
 
 
 def runs_in(directory: str | Path) -> list[Run]:

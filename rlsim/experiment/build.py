@@ -84,12 +84,12 @@ class Setup:
         return {}
 
     def site(self, system: System | None = None) -> Site:
-        """Where a system runs; systems that place their calls and the judge alike share it."""
+        """Where a system runs; systems that connect and place their calls and place the judge alike share it."""
         judge = system.judge if system and self.scoring.judged.any() else None
         placing = system.placing if system else None
         streaming = system.streaming if system else None
-        workflow = self.workflow(system) if system and (placing or streaming) else self.algorithm
-        key = repr((judge, placing, streaming, workflow if placing else None))
+        workflow = self.workflow(system) if system else self.algorithm
+        key = repr((judge, placing, streaming, workflow))
         return self._sites.setdefault(key, Site(self, workflow, judge, placing, streaming))
 
     @property
@@ -129,6 +129,7 @@ class Setup:
             prompt + float(self.trace.response_tokens.clip(max=cap).mean()),
             self.longest_prompt + int(self.trace.response_tokens.clip(max=cap).max()),
             experiment.training.mini_batches,
+            spec.prompts * self.algorithm.baseline_responses,
         )
 
     @cached_property

@@ -23,12 +23,19 @@ class BatchSize:
     mean_tokens: float  # prompt and response together
     longest_tokens: int
     mini_batches: int = 1  # of a training call
+    baselines: int = 0  # sequences beside these that only a reward model reads (ReMax)
 
-    def micro_batch_tokens(self, strategy: TrainStrategy, mini_batches: int = 1) -> int:
-        """Tokens of the largest micro-batch of one rank, if sequences spread evenly: no sequence is cut in two."""
+    def micro_batch_tokens(self, call: Call, strategy: TrainStrategy, *, as_they_come: bool = False) -> int:
+        """Tokens of the largest micro-batch of one rank, if sequences spread evenly: no sequence is cut in two.
+
+        One rank may take them all where the call takes them `as_they_come`.
+        """
+        sequences = self.sequences + (self.baselines if call.model == "reward" else 0)
+        shares = strategy.dp * (self.mini_batches if call.kind == "train" else 1)
         if strategy.micro_batches is None:
-            return max(strategy.micro_batch_tokens, self.longest_tokens)
-        share = self.sequences / strategy.dp / mini_batches / strategy.micro_batches
+            most = sequences if as_they_come else math.ceil(sequences / shares)
+            return min(max(strategy.micro_batch_tokens, self.longest_tokens), most * self.longest_tokens)
+        share = sequences / shares / strategy.micro_batches
         return math.ceil(max(self.longest_tokens, share * self.mean_tokens))
 
 
@@ -59,10 +66,10 @@ class PlanMemory:
     def of(self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False) -> CallMemory:
         """A call's memory on each GPU. `holds_weights`: training of the same model keeps just these weights there."""
         model = self._models[call.model]
+        as_they_come = any(edge.grain != "stage" for edge in self._workflow.into(call.name))
+        tokens = self._batch.micro_batch_tokens(call, strategy, as_they_come=as_they_come)
         if call.kind == "train":
-            train = training_memory(
-                model, strategy, self._batch.micro_batch_tokens(strategy, self._batch.mini_batches), reserved_bytes=0.0
-            )
+            train = training_memory(model, strategy, tokens, reserved_bytes=0.0)
             states = {"parameters": train.parameter_bytes, "optimizer states": train.optimizer_bytes}
             working = {
                 "gradients": train.gradient_bytes,
@@ -73,9 +80,7 @@ class PlanMemory:
             return CallMemory({}, {**states, **working}) if strategy.offload else CallMemory(states, working)
         if call.kind == "inference":
             policy = any(c.kind == "generate" and c.model == call.model for c in self._workflow.calls)
-            memory = inference_memory(
-                model, strategy, self._batch.micro_batch_tokens(strategy), entropy=policy, reserved_bytes=0.0
-            )
+            memory = inference_memory(model, strategy, tokens, entropy=policy, reserved_bytes=0.0)
             weights = {} if holds_weights else {"parameters": memory.parameter_bytes}
             working = {
                 "gathered layers": memory.gathered_bytes,
