@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from rlsim.version import __version__
 
 if TYPE_CHECKING:
     from rlsim.comparison.compare import Comparison as Comparison

@@ -11,7 +11,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from rlsim import __version__
 from rlsim.cli import (
     advising,
     calibrate,
@@ -29,6 +28,7 @@ from rlsim.cli import (
 )
 from rlsim.cli.common import echo
 from rlsim.errors import RlsimError
+from rlsim.version import __version__
 
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 

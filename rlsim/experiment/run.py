@@ -13,7 +13,6 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim import __version__
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, ConfigError, unknown_name
 from rlsim.experiment.build import Setup
@@ -31,6 +30,7 @@ from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.schema import place_of
 from rlsim.usercode import blamed
+from rlsim.version import __version__
 
 #: More systems than these are counted in notes, not listed.
 MOST_NAMES = 4

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlsim import __version__
 from rlsim.charts import OFFLINE, chart_spec, vega_script
 from rlsim.errors import ConfigError
 from rlsim.output import atomic_path, check_own_file
+from rlsim.version import __version__
 
 _TEMPLATE = "page.html"
 

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlsim import __version__
 from rlsim.cost.calibration import load_calibration
 from rlsim.experiment.build import find_model, find_trace
 from rlsim.experiment.run import cases_of
@@ -19,6 +18,7 @@ from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
 from rlsim.policies.registry import home_of
 from rlsim.usercode import load_module
+from rlsim.version import __version__
 
 #: Parts of rlsim that only start, store or show simulations.
 NO_PART_OF_RESULTS = ("cli", "sweeps", "comparison", "report", "validate", "calibrate", "data")

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsim import __version__
 from rlsim.errors import ConfigError
 from rlsim.sweeps.differences import differences, listed
 from rlsim.sweeps.points import Definition, Point, load_sweep
@@ -16,6 +15,7 @@ from rlsim.sweeps.read import SweepResult, read_sweep
 from rlsim.sweeps.store import Store
 from rlsim.sweeps.tables import COLUMNS, DEFAULT_TABLES
 from rlsim.sweeps.task import Answer, Done, Task
+from rlsim.version import __version__
 
 #: Called with (points done or failed, points in all, failed so far).
 Progress = Callable[[int, int, int], None]

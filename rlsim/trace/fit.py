@@ -95,7 +95,7 @@ def fit_trace(trace: Trace, cap_tokens: int | None = None, *, components: int = 
     `cap_tokens`: lengths at or above it are taken as cut there (default: the trace's own cap, if it has one). Raises
     `TraceError` if fewer than 20 responses, or fewer than two different lengths, are left below the cap.
     """
-    from rlsim import __version__
+    from rlsim.version import __version__
 
     cap = cap_tokens or trace.meta.cap_tokens
     tokens, censored = trace.response_tokens, trace.capped

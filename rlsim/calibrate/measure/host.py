@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import Field
 
-from rlsim import __version__
 from rlsim.errors import CalibrationError
 from rlsim.models import Model
 from rlsim.schema import Schema
+from rlsim.version import __version__
 
 #: GPUs of the catalogue by the name that the driver gives them.
 GPU_NAMES = {
