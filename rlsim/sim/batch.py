@@ -7,9 +7,9 @@ and pages are counted from how many requests stand at which place of their last 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from operator import mul
+from operator import attrgetter, mul
 
 from rlsim.sim.request import Request
 
@@ -59,7 +59,11 @@ class RunningBatch:
 
     def requests(self) -> list[Request]:
         """In admission order."""
-        return [r for _, order, r in sorted(self._finishing, key=lambda item: item[1]) if r.order == order]
+        return sorted(self, key=attrgetter("order"))
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no order."""
+        return (request for _, order, request in self._finishing if request.order == order)
 
     def join(self, requests: Sequence[Request]) -> None:
         """Take in requests whose context is in the KV cache."""

@@ -188,6 +188,10 @@ class Replica:
         admitted = sorted([*self._batch.requests(), *self._prefilling], key=attrgetter("order"))
         return [*admitted, *self._waiting, *self._arrivals]
 
+    def held(self) -> Iterator[Request]:
+        """The same in no order."""
+        return chain(self._batch, self._prefilling, self._waiting, self._arrivals)
+
     def progress(self) -> int:
         """Value of the step counter by now: what running requests have generated, in whole iterations."""
         if self._jump is None:

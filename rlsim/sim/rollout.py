@@ -431,7 +431,7 @@ class Rollout:
     def _where(self, ids: Sequence[int]) -> list[tuple[Replica, frozenset[int]]]:
         """The active replicas that hold some of these requests, and which."""
         wanted = frozenset(ids)
-        found = [(r, frozenset(q.id for q in r.requests() if q.id in wanted)) for r in self.active()]
+        found = [(r, frozenset(q.id for q in r.held() if q.id in wanted)) for r in self.active()]
         return [(r, i) for r, i in found if i]
 
 

@@ -69,7 +69,7 @@ class Service:
         for request in ids & self._waiting.keys():
             del self._waiting[request]
         for replica in self._replicas:
-            if not ids.isdisjoint(request.id for request in replica.requests()):
+            if not ids.isdisjoint(request.id for request in replica.held()):
                 replica.at_boundary(lambda r=replica: self._left(r, [x for p in r.remove(ids, "aborted") for x in p]))  # type: ignore[misc]
 
     @property
