@@ -90,11 +90,11 @@ def step_section(result: Result, setups: list[CaseSetup]) -> Section:
         parts = batch_parts(summary[summary["case"] == setup.case], setup.batch)
         caption = (
             f"Mean over seeds and steady steps, for the {setup.batch:,} responses of a whole batch: the step time, but "
-            "for systems that train on fewer or more. Each second counts once, in the order of the legend: rewards and "
-            "log-probs only while nothing is generated for the step, training only while none of these runs."
+            "for systems that train on fewer or more. Each second counts once, in the order of the legend: first "
+            "generation that the step waited for, its own or that of another step that holds back GPUs or weights."
         )
         if WAITING in set(parts["part"]):
-            caption += " Waiting: no call of the step runs."
+            caption += " Waiting: no call of any step ran."
         chart = batch_parts_chart(parts, setup.batch)
         blocks.append(Figure(setup.figure("step"), setup.named("Mean time of a batch"), chart, caption))
         present = [part for part in PARTS if part in set(parts["part"])]
