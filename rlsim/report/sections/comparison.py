@@ -135,7 +135,8 @@ def lengths_section(result: Result, setups: list[CaseSetup]) -> Section:
             blocks.append(Text(setup.named("No response was trained on")))
             continue
         caption = (
-            "Height of the line at a length: share of the responses trained on that are at least that long. "
+            "Height of the line at a length: share of the responses that steady steps trained on that are "
+            "at least that long. "
             f"The dashed line is the cap of {setup.cap_tokens:,} tokens; the dot on it is the share that reached it. "
         )
         if len(groups) == 1:
