@@ -285,6 +285,16 @@ def test_too_little_kv_shows_as_such() -> None:
     assert by_cause["kv_limit"] > 1.0
 
 
+def test_the_tail_of_gpus_shown_together_is_a_share_of_their_busy_time() -> None:
+    busy = [0.8, 0.2] * 16
+    frame = pd.DataFrame({"gpu": range(32), "busy": busy, "idle": 1 - np.array(busy), "tail": [0.0, 1.0] * 16})
+    shares = frame.assign(**dict.fromkeys(CAUSES, 0.0))
+    sections = dict.fromkeys((name for name, _, _ in SECTIONS), pd.DataFrame())
+    (shown,) = texts({**sections, "idle": shares})
+    assert [row[0] for row in shown.rows] == [f"{gpu}-{gpu + 1}" for gpu in range(0, 32, 2)] + ["all"]
+    assert {(row[1], row[-1]) for row in shown.rows} == {("50.0%", "20.0%")}
+
+
 def test_no_tables_no_causes() -> None:
     empty = pd.DataFrame(columns=["case", "system", "seed", "step"])
     assert idle_causes(empty, empty, empty, empty, empty, 8).empty

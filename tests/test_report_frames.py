@@ -72,13 +72,16 @@ def test_share_of_responses_at_least_as_long() -> None:
     assert long["share"].iloc[-1] == pytest.approx(1 / 5000)
 
 
-def test_systems_that_trained_on_the_same_lengths_are_one_line() -> None:
+def test_systems_whose_steady_steps_trained_on_the_same_lengths_are_one_line() -> None:
     rows = [
         RUN | {"system": name, "response_tokens": tokens, "trained": tokens != 9}
         for name, lengths in (("a", (4, 8, 9)), ("b", (8, 4, 9)), ("c", (8, 8, 9)))
         for tokens in lengths
     ]
-    one = results(responses=table("responses", *rows))
+    filling = RUN | {"system": "b", "step": 1, "steady": False}  # of overlapping steps
+    rows.append(filling | {"response_tokens": 100, "trained": True})
+    steps = table("steps", *(RUN | {"system": name} for name in "abc")).merge(table("steps", filling), how="outer")
+    one = results(responses=table("responses", *rows), steps=steps)
     groups = trained_lengths(Result(**{**one.__dict__, "manifest": {"systems": {"": ["a", "b", "c"]}}}), "")
     assert [group.systems for group in groups] == [("a", "b"), ("c",)]
     assert groups[0].tokens.tolist() == [4, 8]

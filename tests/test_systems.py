@@ -23,7 +23,7 @@ from rlsim.policies.dynamic_sampling import DynamicSampling
 from rlsim.policies.planner import Planner
 from rlsim.policies.reward_scheduler import AdaptiveTimeout, AsyncReward
 from rlsim.policies.rlhfuse import FusedInference, FusedTraining
-from rlsim.policies.stream_trainer import StreamTrainer, gradient_weights, projected_kv_tokens
+from rlsim.policies.stream_trainer import StreamTrainer, projected_kv_tokens
 from rlsim.policies.tail_batching import TailBatching
 from rlsim.policies.verl import VeRL
 from rlsim.sim.batching import Batching, Batchings, PromptFeed
@@ -358,20 +358,6 @@ def test_nothing_is_in_pieces_before_gpus_are_free() -> None:
     lengths = {0: [1, 2], 1: [10, 2]}
     outcome = train(lengths, 2, 2, gpus=2, rewire=FusedTraining().rewired)
     assert call_of(outcome, "train").start_at == 10.0
-
-
-def test_the_weights_reproduce_the_mean_gradient() -> None:
-    lengths = {i: [int(n) for n in np.random.default_rng(i).integers(1, 60, 4)] for i in range(8)}
-    outcome = train(lengths, 8, 4, gpus=4, control=ReleaseLast(20), rewire=FusedTraining().rewired)
-    samples = call_of(outcome, "train").samples
-    assert sum(samples) == 32
-    assert len(set(samples)) > 1
-    gradients = np.random.default_rng(0).standard_normal((32, 5))
-    ends = np.cumsum(samples)
-    own = [gradients[end - n : end].mean(axis=0) for n, end in zip(samples, ends, strict=True) if n]
-    weights = [w for w in gradient_weights(samples) if w]
-    combined = sum(w * g for w, g in zip(weights, own, strict=True))
-    np.testing.assert_allclose(combined, gradients.mean(axis=0), rtol=1e-12)
 
 
 def test_log_probs_by_the_sample_leave_rewards_at_the_barrier() -> None:

@@ -78,17 +78,12 @@ def _memory_calls(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def _idle(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    shares = frame[["gpu", "idle", *CAUSES, "tail"]].set_index("gpu")
-    if len(shares) > MOST_GPUS:  # as many groups of neighbours
-        groups = (shares.index.to_numpy() * MOST_GPUS) // len(shares)
-        names = [f"{part.index.min()}-{part.index.max()}" for _, part in shares.groupby(groups)]
-        shares = shares.groupby(groups).mean().set_axis(names, axis=0)
+    groups = frame["gpu"] * min(MOST_GPUS, len(frame)) // len(frame)  # of neighbours
+    parts = [("-".join(map(str, sorted({*part["gpu"].iloc[[0, -1]]}))), part) for _, part in frame.groupby(groups)]
     rows = [
-        [str(gpu), *(share(value, 1) for value in row)]
-        for gpu, row in zip(shares.index, shares.to_numpy(), strict=True)
+        [name, *(share(value, 1) for value in (*part[["idle", *CAUSES]].mean(), tail_of(part)))]
+        for name, part in (*parts, ("all", frame))
     ]
-    whole = {**frame[list(shares)].mean(), "tail": tail_of(frame)}
-    rows.append(["all", *(share(value, 1) for value in whole.values())])
     return ["GPU", "idle", *(cause.replace("_", " ") for cause in CAUSES), "tail"], rows
 
 

@@ -105,7 +105,7 @@ def _parts(rows: pd.DataFrame) -> Table:
     legend = f"seconds of a step, each in one of {', '.join(columns)}"
     if rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max():
         columns["wait"] = "waiting_time_s"
-        legend = legend.replace("one of", "one of wait (no call of the step ran),")
+        legend = legend.replace("one of", "one of wait (no call of any step ran),")
     overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
     whole = ["whole gen"] if overlaps else []
     wasted = ["wasted"] if rows["wasted_fraction"].max() > 0 else []
@@ -118,7 +118,7 @@ def _parts(rows: pd.DataFrame) -> Table:
         shares = [share(row[column]) for column in (*(f"{name}_fraction" for name in wasted), "bound_share")]
         texts.append([str(row["system"]), *times, number(row["switches"], 1), number(row["tokens_per_s"], 0), *shares])
     headings = ["system", *columns, *whole, "90% by", "paused", "switches", "tokens/s", *wasted, "bound"]
-    legend += "; whole gen: also beside the step before" if overlaps else ""
+    legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
     legend += "; paused: for switches\ntokens/s: trained on, prompts counted"
     legend += "; wasted: of the generated tokens" if wasted else ""
     return table(headings, texts, caption=legend + "; bound: lower bound / gen")

@@ -95,7 +95,10 @@ def read_result(directory: str | Path) -> Result:
 
 
 def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path) -> None:
-    """Raises `ConfigError` if `steps` has other systems than the manifest, or no steady step, time, or a step twice."""
+    """Raises `ConfigError` if `steps` has other systems than the manifest, a step twice, or no steady step.
+
+    Every step also takes time and trains on something.
+    """
     there = set(zip(steps["case"], steps["system"], strict=True))
     named = {(case, name) for case, names in manifest["systems"].items() for name in names}
     for case, name in sorted(there ^ named):
@@ -103,6 +106,8 @@ def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path)
         raise ConfigError(f"{where}: damaged: {what} system {name!r}{f' in case {case!r}' if case else ''}")
     if not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all():
         raise ConfigError(f"{where}: damaged: a step has no time")
+    if not (steps[["trained", "tokens"]] > 0).all(axis=None):
+        raise ConfigError(f"{where}: damaged: a step trains on nothing")
     if steps.duplicated(["case", "system", "seed", "step"]).any():
         raise ConfigError(f"{where}: damaged: a step is there twice")
     if not steps.groupby(["case", "system", "seed"])["steady"].any().all():

@@ -109,15 +109,13 @@ def half_interval(values: Sequence[float]) -> float:
 
 def paired_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[float, float, float]:
     """`mean_ratio` of own / reference over the seeds that both have (their index)."""
-    return mean_ratio((own / reference.where(reference > 0)).dropna().tolist())
+    return mean_ratio((own / reference).dropna().tolist())
 
 
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Geometric mean and its interval (NaN with a single value; all NaN without any)."""
     if not ratios:
         return (float("nan"),) * 3
-    if min(ratios) == 0:  # under some seed nothing was trained on
-        return (0.0, float("nan"), float("nan"))
     logs = np.log(ratios)
     centre, half = float(logs.mean()), half_interval(logs.tolist())
     return float(np.exp(centre)), float(np.exp(centre - half)), float(np.exp(centre + half))

@@ -4,8 +4,8 @@ Offline every degree is profiled: decode steps by batch size and context, prefil
 each step, for the kind of round (short, long) that comes next:
 
 1. The loads of that kind so far and the profiles say how long it would take at each degree; the fastest is chosen.
-2. If the last round of that kind had more than `rise` times the preemptions of the one before, the choice is doubled:
-   the load has grown faster than what is known of it.
+2. If the last round of that kind had more than `rise` times the preemptions of the last one before it at the same
+   TP, the choice is doubled: the load has grown faster than what is known of it.
 3. If its last `quiet_steps` rounds had none, the choice is halved, where its last load and the profile do not say that
    this costs more.
 
@@ -37,7 +37,7 @@ class _Kind:
 
     loads: deque[Loads] = field(default_factory=lambda: deque(maxlen=8))  # of its last rounds
     preemptions: dict[int, int] = field(default_factory=dict)  # by TP: of the last round under it
-    risen: bool = False  # its last round had many more than the one before under the same TP
+    risen: bool = False  # its last round had many more than the last one before it at the same TP
     quiet: int = 0  # rounds in a row without any
 
     def remember(self, report: RolloutReport, rise: float) -> None:
@@ -58,7 +58,10 @@ class Planner(Schema, RolloutControl):
 
     start_tp: int | Literal["best"] = Field(default="best", description="first degree; best: the fastest feasible one")
     rise: float = Field(
-        default=1.05, ge=1, le=1000, description="growth of preemptions from round to round that doubles TP"
+        default=1.05,
+        ge=1,
+        le=1000,
+        description="growth of preemptions since the last round at the same TP that doubles TP",
     )
     quiet_steps: int = Field(
         default=4, ge=1, le=100_000, description="rounds in a row without preemption that halve TP"

@@ -109,9 +109,3 @@ def projected_kv_tokens(history: np.ndarray, prompts: np.ndarray, done: np.ndarr
     left = np.where(known, longer(done + ahead) / np.where(known, now, 1), 1.0)
     held = prompts + np.minimum(done + ahead, cap_tokens)
     return float((left * held * (done + ahead <= cap_tokens)).sum(axis=1).max(initial=0.0))
-
-
-def gradient_weights(samples: Sequence[int]) -> list[float]:
-    """What each replica's mean gradient counts for, so that their sum is the mean over all samples."""
-    total = sum(samples)
-    return [count / total for count in samples]

@@ -109,7 +109,7 @@ def choose_run(
     else:
         manifest = results.manifest
         source = {name: getattr(results, name) for name in ("steps", "spans", "stays", "calls", "responses")}
-    columns = [*_RUN, "steady", "step_time_s"]
+    columns = [*_RUN, "steady", "step_time_s", "trained", "tokens"]
     runs = source.table("steps", columns) if not isinstance(source, Mapping) else source["steps"][columns]
     others: dict[str, list[Any]] = {}
 

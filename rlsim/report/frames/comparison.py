@@ -69,7 +69,7 @@ def batch_parts(summary: pd.DataFrame, batch: int) -> pd.DataFrame:
     """One row per system and part of its time, in seconds: system, part, time_s.
 
     The parts add up to the time in which a system trains on `batch` responses: the mean step time, if that is what a
-    step trains on. `waiting` is the time in which no call of the step ran; the part is there only where there is any.
+    step trains on. `waiting` is the time in which no call of any step ran; the part is there only where there is any.
     """
     rows = []
     for row in summary.to_dict("records"):

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from rlsim.report.frames.comparison import RUN
+
 if TYPE_CHECKING:
     from rlsim.experiment.result import Result
 
@@ -26,8 +28,9 @@ class Lengths(NamedTuple):
 
 
 def trained_lengths(result: Result, case: str) -> list[Lengths]:
-    """The lengths of all responses trained on in a case, once for all systems that trained on the same ones."""
-    mine = result.responses[(result.responses["case"] == case) & result.responses["trained"]]
+    """The lengths that the steady steps of a case trained on, once for all systems that trained on the same ones."""
+    steady = result.steps.loc[result.steps["steady"], [*RUN, "step"]]
+    mine = result.responses[(result.responses["case"] == case) & result.responses["trained"]].merge(steady)
     groups: dict[bytes, tuple[list[str], npt.NDArray[np.int64]]] = {}
     for system in result.manifest["systems"][case]:
         tokens = np.sort(mine.loc[mine["system"] == system, "response_tokens"].to_numpy(dtype=np.int64))

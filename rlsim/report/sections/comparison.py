@@ -91,11 +91,11 @@ def step_section(result: Result, setups: list[CaseSetup]) -> Section:
         caption = (
             f"Mean over seeds and steady steps, for the {setup.batch:,} responses of a whole batch. This is the step "
             "time; for systems that train on another number of responses it is scaled to a whole batch. Each second "
-            "counts once, in the order of the legend: rewards and log-probs only while nothing is generated for the "
-            "step, training only while none of these runs."
+            "counts once, in the order of the legend: first generation that the step waited for, its own or that of "
+            "another step that holds back GPUs or weights."
         )
         if WAITING in set(parts["part"]):
-            caption += " Waiting: no call of the step runs."
+            caption += " Waiting: no call of any step ran."
         chart = batch_parts_chart(parts, setup.batch)
         blocks.append(Figure(setup.figure("step"), setup.named("Mean time of a batch"), chart, caption))
         present = [part for part in PARTS if part in set(parts["part"])]
@@ -136,7 +136,8 @@ def lengths_section(result: Result, setups: list[CaseSetup]) -> Section:
             blocks.append(Text(setup.named("No response was trained on")))
             continue
         caption = (
-            "Height of the line at a length: share of the responses trained on that are at least that long. "
+            "Height of the line at a length: share of the responses that steady steps trained on that are "
+            "at least that long. "
             f"The dashed line is the cap of {setup.cap_tokens:,} tokens; the dot on it is the share that reached it. "
         )
         if len(groups) == 1:
