@@ -371,10 +371,15 @@ def test_command_refuses_what_it_cannot_do_before_the_work(results: Path, tmp_pa
 def test_results_in_memory_need_a_path_and_old_results_a_new_run(result: Result, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give the report's path"):
         write_report(result)
+    earlier = json.loads(json.dumps(dict(result.manifest)))
     manifest = {key: value for key, value in result.manifest.items() if key != "setups"}
     old = Result(**{**result.__dict__, "manifest": json.loads(json.dumps(manifest))})
     with pytest.raises(ConfigError, match="run again"):
         write_report(old, tmp_path / "page.html")
+    for setup in earlier["setups"].values():
+        del setup["responses"]  # as before they were recorded
+    with pytest.raises(ConfigError, match=r"another version of rlsim .*: run again"):
+        Result(**{**result.__dict__, "manifest": earlier}).summary()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import backlog
 from rlsim.experiment.columns import SUMMARY
 
@@ -75,9 +76,13 @@ def summarise(result: Result) -> pd.DataFrame:
     `token_speedup` that of trained tokens, `gen_speedup` that of trained responses per second of generation: geometric
     means over seeds on the same responses. Their 95% intervals are Student's t on the logarithms, missing with one
     seed; all ratios are missing where the baseline did not run. `step_time_s_half` and `gen_time_s_half` are half the
-    width of the 95% interval of these means over seeds.
+    width of the 95% interval of these means over seeds. Raises `ConfigError` for results of an older version.
     """
-    baseline = result.manifest["baseline"]
+    baseline, setups = result.manifest["baseline"], result.manifest.get("setups", {})
+    responses = {case: setup["responses"] for case, setup in setups.items() if setup.get("responses")}
+    if any(names and case not in responses for case, names in result.manifest["systems"].items()):
+        version = result.manifest["rlsim"]
+        raise ConfigError(f"the results were written by another version of rlsim ({version}): run again")
     whole = means(result.steps, ["case", "system"])
     by_seed = means(result.steps, ["case", "system", "seed"]).sort_index()
     rows: list[dict[str, object]] = []
@@ -92,7 +97,7 @@ def summarise(result: Result) -> pd.DataFrame:
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
             for name, rate in RATIOS.items():
                 row |= zip((f"{name}{end}" for end in ENDS), paired_ratio(own[rate], reference[rate]), strict=True)
-            row["held_back"] = backlog(steps[case, system], result.manifest["setups"][case]["responses"])[1]
+            row["held_back"] = backlog(steps[case, system], responses[case])[1]
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 
