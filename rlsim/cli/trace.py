@@ -85,10 +85,10 @@ def import_(
     """
     from rlsim.output import check_file
     from rlsim.trace.files import write_trace
-    from rlsim.trace.importers import import_trace
+    from rlsim.trace.importers import files_of, import_trace
 
     mapping = {}
-    check_file(out, TraceError, inputs=(file,))
+    check_file(out, TraceError, inputs=files_of(file))
     for item in column or []:
         ours, equals, theirs = item.partition("=")
         if not (ours.strip() and equals and theirs.strip()):
