@@ -277,7 +277,7 @@ def test_command(pat: Path, tmp_path: Path) -> None:
     json.loads(out.read_text(encoding="utf-8"))
     assert run(app, ["timeline", str(pat), "--gzip", "-q"]).stdout.split() == [str(pat / "timeline.json.gz")]
     assert Trace(pat / "timeline.json.gz").about["system"] == "verl-tp2"
-    for steps in ("x", "2-", "3-1", ""):
+    for steps in ("x", "2-", "3-1", "", "²", "0-9999999999", "0-999999999"):
         failed = run(app, ["timeline", str(pat), "--steps", steps, "--out", str(out)])
         assert isinstance(failed.exception, RlsimError)
 
