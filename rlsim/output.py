@@ -103,6 +103,17 @@ def check_file(path: Path, error: type[RlsimError] = ConfigError, *, inputs: Ite
     return target
 
 
+def check_files(*paths: Path | None, inputs: Iterable[str | Path] = ()) -> None:
+    """`check_file` for all that a command writes, None for what it does not; raises `ConfigError` if two are one."""
+    inputs, seen = tuple(inputs), set[Path]()
+    for path in paths:
+        if path is not None:
+            target = check_file(path, inputs=inputs)
+            if target in seen:
+                raise ConfigError(f"{path}: two options write to this file; give different names")
+            seen.add(target)
+
+
 def check_own_file(path: Path, error: type[RlsimError] = ConfigError) -> Path:
     """The same for a file that can tell who wrote it: raises `error` also if one is there that rlsim did not write."""
     target = check_file(path, error)
