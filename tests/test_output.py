@@ -22,10 +22,11 @@ from rlsim.calibrate.importers import import_calibration
 from rlsim.calibrate.measure.journal import Journal
 from rlsim.charts import save_chart
 from rlsim.cli import main
-from rlsim.errors import CalibrationError, ConfigError
+from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result, read_result
 from rlsim.output import atomic_path, check_file, check_own_file
+from rlsim.report.chosen_run import choose_run
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -447,6 +448,34 @@ def test_an_import_does_not_replace_a_file_of_the_folder_or_pattern_that_it_read
     code, shown = call("trace", "import", read, "g/q.parquet")
     assert (code, shown) == (2, "rlsim: error: g/q.parquet: is what the command reads; give another name\n")
     assert contents(tmp_path) == before
+
+
+def test_plan_finds_a_policy_beside_its_file_and_writes_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("far").mkdir()
+    Path("far/beside_plan.py").write_text(
+        "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n    pass\n"
+    )
+    Path("far/tiny.yaml").write_text(json.dumps({**EXPERIMENT, "systems": ["beside_plan:Mine"]}))
+    code, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--json", "x.json", "--out", "./x.json")
+    assert (code, shown) == (2, "rlsim: error: x.json: two options write to this file; give different names\n")
+    code, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--apply", "--quiet")
+    assert code == 0, shown
+
+
+def test_a_seed_that_is_not_there_and_a_file_that_cannot_be_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = rlsim.run({**EXPERIMENT, "seeds": [0, 5]})
+    with pytest.raises(CatalogueError, match=r"no seed 3; there is 0, 5$"):
+        choose_run(result, seed=3)
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("rlsim.experiment.parquet.file_sha256", refuse)
+    with pytest.raises(ConfigError, match=r"steps.parquet: cannot be read: Permission denied"):
+        read_result(copy)
 
 
 @pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs /dev/stdout")
