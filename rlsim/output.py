@@ -12,22 +12,34 @@ import os
 import re
 import stat
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlsim.errors import ConfigError, RlsimError
 
-#: What tells a file that rlsim wrote, within its first bytes: pages and charts, timelines, calibrations and clusters.
+#: What tells a file that rlsim wrote, within its first bytes, by its ending: pages and charts, timelines, calibrations
+#: with their clusters and models.
 GENERATOR = '<meta name="generator" content="rlsim">'
 SVG_MARK, PNG_MARK = b"<!-- rlsim -->", b"Software\0rlsim"
-_MARKS = (
-    b'<meta name="generator" content="rlsim', SVG_MARK, PNG_MARK, b'"simulator": "rlsim ', b"# Fitted by ",
-    b"`rlsim calibrate`",
-)  # fmt: skip
+_PAGE, _TIMELINE = re.escape(GENERATOR.removesuffix('">').encode()), rb'"simulator": "rlsim '
+_MARKS = {
+    ".html": _PAGE,
+    ".htm": _PAGE,
+    ".svg": re.escape(SVG_MARK),
+    ".png": re.escape(PNG_MARK),
+    ".json": _TIMELINE,
+    ".gz": _TIMELINE,
+    ".yaml": rb"\A# (Fitted by .+; change that, not this\.|(This machine, as|The model as) `rlsim calibrate` )",
+}
 _MARKED_BYTES = 4_096
-#: Files that hold the results of a directory together; their tables are Parquet.
-_PARTS_OF_RESULTS = ("manifest.json", "advice.json", "sweep.json", "log.jsonl")
+#: How the records of results begin: sealed ones (see `rlsim.records`), and those of the first versions.
+_RECORD = re.compile(rb'\{\s*"(format": 1,|rlsim": ")')
+#: The records that say what the results of a directory are.
+_RECORDS = ("manifest.json", "sweep.json")
+#: Files beside such a record that are a part of the results, as their tables are.
+_BESIDE_RECORDS = ("advice.json", "log.jsonl")
 
 
 @contextmanager
@@ -73,22 +85,33 @@ def check_file(path: Path, error: type[RlsimError] = ConfigError, *, inputs: Ite
     Raises `error` if there is no folder for it, it cannot be written there, a folder is in its place, it is one of the
     `inputs` of the command, or a part of some results.
     """
+    with _problems(path, error):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return path  # `/dev/stdout` may lead to a pipe, which has no name
     target = resolved(path, error)
     if not target.parent.is_dir():
-        raise error(f"{path}: the folder {path.parent} does not exist")
+        raise error(f"{path}: the folder {target.parent} does not exist")
     if target.is_dir():
         raise error(f"{path}: is a folder; give a file name")
     if target.exists():
         for one in inputs:
             if Path(one).exists() and target.samefile(one):
                 raise error(f"{path}: is what the command reads; give another name")
-        beside = any((target.parent / name).is_file() for name in _PARTS_OF_RESULTS)
-        if target.name in _PARTS_OF_RESULTS or (target.suffix == ".parquet" and beside):
+        if _part_of_results(target):
             raise error(f"{path}: is a part of results; give another name")
-        if not target.is_file():
-            return target
     check_writable(target.parent, path, error)
     return target
+
+
+def check_files(*paths: Path | None, inputs: Iterable[str | Path] = ()) -> None:
+    """`check_file` for all that a command writes, None for what it does not; raises `ConfigError` if two are one."""
+    inputs, seen = tuple(inputs), set[Path]()
+    for path in paths:
+        if path is not None:
+            target = check_file(path, inputs=inputs)
+            if target in seen:
+                raise ConfigError(f"{path}: two options write to this file; give different names")
+            seen.add(target)
 
 
 def check_own_file(path: Path, error: type[RlsimError] = ConfigError) -> Path:
@@ -101,12 +124,27 @@ def check_own_file(path: Path, error: type[RlsimError] = ConfigError) -> Path:
 
 def written_by_rlsim(path: Path) -> bool:
     """Whether a page, chart, timeline, calibration or cluster file is one that rlsim wrote."""
+    mark = _MARKS.get(path.suffix)
+    return mark is not None and re.search(mark, _head(path)) is not None
+
+
+def _part_of_results(path: Path) -> bool:
+    """Whether a file is a record of some results, or a table or log that belongs to one."""
+    if path.name == "part.parquet" and path.parent.name.startswith("point="):
+        return True
+    if path.suffix == ".json" and _RECORD.match(_head(path)):
+        return True
+    belongs = path.suffix == ".parquet" or path.name in _BESIDE_RECORDS
+    return belongs and any(_RECORD.match(_head(path.with_name(name))) for name in _RECORDS)
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file, unpacked; none if it cannot be read."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            head = file.read(_MARKED_BYTES)
-    except (OSError, EOFError):
-        return False
-    return any(mark in head for mark in _MARKS)
+            return file.read(_MARKED_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return b""
 
 
 def check_writable(folder: Path, shown: str | Path, error: type[RlsimError] = ConfigError) -> None:
@@ -136,6 +174,8 @@ def reason(problem: Exception) -> str:
 def _problems(shown: str | Path, error: type[RlsimError]) -> Iterator[None]:
     try:
         yield
+    except BrokenPipeError:  # the reader has gone, as of standard output
+        raise
     except OSError as problem:
         raise error(f"{shown}: cannot be written: {reason(problem)}") from None
     except ValueError as problem:

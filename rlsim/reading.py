@@ -1,7 +1,8 @@
 """Files of settings, read with limits: YAML with line numbers and JSON, from people and programs that may be careless.
 
-Every YAML and JSON that rlsim is given is read here. What no settings file needs (tags, dates, keys that are no names,
-hundreds of levels, aliases that grow a thousandfold) is refused with file and line, before anything is made of it.
+Traces, measurements of other programs and rlsim's own records have readers of their own (`rlsim.tables`,
+`rlsim.records`). What no settings file needs (tags, dates, keys that are no names, hundreds of levels, aliases that
+grow a thousandfold) is refused with file and line, before anything is made of it.
 """
 
 from __future__ import annotations
@@ -122,9 +123,10 @@ def read_json(path: Path) -> Any:
 
 
 def _parsed(text: str, where: str) -> Any:
-    """YAML as ruamel.yaml gives it, checked; messages begin with `where`, which a line number follows if there is one.
+    """YAML as ruamel.yaml gives it, checked.
 
-    The line number is followed by the column.
+    `where` begins messages and ends so that `LINE:COLUMN` can follow it (`x.yaml:`, `--set a: line `); where neither is
+    known it stands without that ending.
     """
     from ruamel.yaml.constructor import ConstructorError
     from ruamel.yaml.error import MarkedYAMLError

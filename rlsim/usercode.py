@@ -27,7 +27,7 @@ def load_module(name: str, what: str) -> ModuleType:
     if name.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(f"{what}: {name} is a module of Python's standard library")
     try:
-        if not name.startswith("rlsim."):
+        if not _ours(name):
             _FOREIGN.update(_roots(name))
         return importlib.import_module(name)
     except RlsimError:
@@ -50,17 +50,17 @@ def load_object(name: str, what: str) -> Any:
 
 @contextmanager
 def blamed(what: str, kind: type = object) -> Iterator[None]:
-    """Errors that code of a user's raises in the block, and its exits, as `PolicyError`s that begin with `what`.
+    """Turns errors of a user's code in the block into `PolicyError`s that begin with `what`, and so attempts to exit.
 
-    Errors that pass no line of such code are left as they are, unless the block does nothing but make a `kind` of
-    someone else's.
+    Errors that no line of such code took part in are left as they are. Where the block does nothing but make an object
+    of the class `kind`, and that class is not rlsim's own, every error counts as the user's.
     """
     try:
         yield
     except RlsimError:
         raise
     except (Exception, SystemExit) as error:
-        others = kind is not object and not kind.__module__.startswith("rlsim.")
+        others = kind is not object and not _ours(kind.__module__)
         if isinstance(error, SystemExit) or others or _place(error):
             raise PolicyError(f"{what}: {told(error)}") from error
         raise
@@ -74,6 +74,11 @@ def told(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         text = f"it leaves Python (exit code {error.code})"
     return printable(f"{_place(error)}{text}")
+
+
+def _ours(module: str) -> bool:
+    """Whether a module is a part of rlsim."""
+    return module.partition(".")[0] == "rlsim"
 
 
 def _place(error: BaseException | None) -> str:

@@ -82,13 +82,30 @@ def test_check_looks_at_every_point_of_a_sweep(
 ) -> None:
     sweep = "name: many\nexperiment: base.yaml\naxes:\n  - grid: {trace.cap: [1K, 2K], memory_utilization: [0.9, %s]}\n"
     (folder / "many.yaml").write_text(sweep % "0.8", encoding="utf-8")
-    said = "many: 4 points, the first of 2 systems × 1 seed × 1 case = 2 runs; 8 runs in all"
+    said = "many: 4 points (the first: 2 systems × 1 seed × 1 case = 2 runs); 8 runs in all"
     assert checked(monkeypatch, capsys, "many.yaml") == (0, said)
     (folder / "many.yaml").write_text(sweep % "0.05", encoding="utf-8")
     code, said = checked(monkeypatch, capsys, "many.yaml")
     assert code == 2
     assert "no TP degree is feasible" in said
     assert "memory_utilization=0.05" in said
+
+
+@pytest.mark.usefixtures("no_work")
+def test_messages_name_what_is_to_blame(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command_of in ("check", "run", "sweep"):
+        assert command(monkeypatch, command_of, "base.yaml", "--seeds", "100000000") == 2
+        assert capsys.readouterr().err.startswith("rlsim: error: as overridden: seeds: Input should be less than")
+        assert command(monkeypatch, command_of, "base.yaml", "--set", "cases={b: {cluster: 8xh10}}") == 2
+        told = "rlsim: error: base.yaml: case 'b': unknown cluster '8xh10'; did you mean '8xh100'"
+        assert capsys.readouterr().err.startswith(told)
+    (folder / "one.yaml").write_text("name: one\nexperiment: base.yaml\nset: {systems: [pat]}\naxes: []\n")
+    said = "one: 1 point (the first: 1 system × 1 seed × 1 case = 1 run); 1 run in all"
+    assert checked(monkeypatch, capsys, "one.yaml") == (0, said)
 
 
 def test_check_in_python() -> None:

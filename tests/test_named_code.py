@@ -14,7 +14,7 @@ from pydantic import Field
 from test_errors import Failing, edited, failing, folder  # noqa: F401
 from test_errors import rlsim as command
 
-from rlsim import Composition, RolloutControl, Schema
+from rlsim import Composition, RolloutControl, Schema, usercode
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.systems import parse_systems
 from rlsim.policies.parts import Part, flattened
@@ -225,3 +225,9 @@ class _Stops(RolloutControl):
 def test_a_policy_may_raise_its_own_message() -> None:
     with pytest.raises(ContractError, match="I give up"):
         check_policy(_Stops)
+
+
+def test_rlsim_itself_is_nobodys_code() -> None:
+    with pytest.raises(ConfigError, match="no attribute 'nothing'"):
+        usercode.load_object("rlsim:nothing", "it")
+    assert not usercode._foreign(usercode.__file__)

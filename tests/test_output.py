@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -21,10 +22,11 @@ from rlsim.calibrate.importers import import_calibration
 from rlsim.calibrate.measure.journal import Journal
 from rlsim.charts import save_chart
 from rlsim.cli import main
-from rlsim.errors import CalibrationError, ConfigError
+from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result, read_result
 from rlsim.output import atomic_path, check_file, check_own_file
+from rlsim.report.chosen_run import choose_run
 
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
@@ -130,6 +132,25 @@ def test_files_that_rlsim_did_not_write_stay(copy: Path, new: Result) -> None:
     assert (copy / "notes.txt").read_text() == "mine"
     assert (copy / "plots" / "a.py").read_text() == "mine too"
     assert (copy / "report.html").read_text() == "<html>my own report</html>"
+
+
+def test_a_file_is_rlsims_by_the_mark_of_its_kind_alone(copy: Path, new: Result, tmp_path: Path) -> None:
+    notes = '<p>My notes. # Fitted by hand: see `rlsim calibrate`; "simulator": "rlsim 1"</p>'
+    (copy / "report.html").write_text(notes)
+    (copy / "timeline.json.gz").write_bytes(gzip.compress(b"years of work", mtime=0)[:10] + b"\xff" * 40)
+    new.write(copy)
+    assert (copy / "report.html").read_text() == notes
+    assert (copy / "timeline.json.gz").exists()
+    for name, text in (
+        ("mycal.yaml", "# Fitted by Alice\n"),
+        ("cluster.yaml", "# Ours\n# This machine, as `rlsim calibrate` found it.\n"),
+        ("chart.svg", notes),
+        ("timeline.json", notes.replace('"simulator"', "")),
+        ("timeline.json.gz", "damaged"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match="exists, and rlsim did not write it"):
+            check_own_file(tmp_path / name)
 
 
 def test_what_was_made_of_the_old_results_goes_with_them(copy: Path, new: Result) -> None:
@@ -393,6 +414,84 @@ def test_inputs_and_parts_of_results_are_not_written_over(
         assert (code, shown.count("\n")) == (2, 1), arguments
         assert why in shown
         assert contents(tmp_path) == before
+
+
+def test_what_is_a_part_of_results_is_told_by_content(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rlsim.sweep(EXPERIMENT, out="sw", workers=1)
+    (copy / "advice.json").write_text("{}")
+    before = contents(tmp_path)
+    parts = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".json", ".jsonl")]
+    assert {"part.parquet", "points.parquet", "sweep.json", "log.jsonl", "advice.json"} <= {path.name for path in parts}
+    for part in parts:
+        with pytest.raises(ConfigError, match="is a part of results"):
+            check_file(part)
+    Path("app").mkdir()
+    for _ in range(2):  # the second one replaces the first one's
+        assert call("compare", "out", "--json", "app/manifest.json")[0] == 0
+        check_file(Path("app/mine.parquet"))
+    Path("app/manifest.json").unlink()
+    Path("app").rmdir()
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("read", ["g", "g/q*.parquet"])
+def test_an_import_does_not_replace_a_file_of_the_folder_or_pattern_that_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]], read: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("g").mkdir()
+    pd.DataFrame({"prompt_id": [0], "sample_id": [0], "response_tokens": [5]}).to_parquet("g/q.parquet")
+    before = contents(tmp_path)
+    code, shown = call("trace", "import", read, "g/q.parquet")
+    assert (code, shown) == (2, "rlsim: error: g/q.parquet: is what the command reads; give another name\n")
+    assert contents(tmp_path) == before
+
+
+def test_plan_finds_a_policy_beside_its_file_and_writes_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("far").mkdir()
+    Path("far/beside_plan.py").write_text(
+        "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n    pass\n"
+    )
+    Path("far/tiny.yaml").write_text(json.dumps({**EXPERIMENT, "systems": ["beside_plan:Mine"]}))
+    code, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--json", "x.json", "--out", "./x.json")
+    assert (code, shown) == (2, "rlsim: error: x.json: two options write to this file; give different names\n")
+    code, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--apply", "--quiet")
+    assert code == 0, shown
+
+
+def test_a_seed_that_is_not_there_and_a_file_that_cannot_be_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = rlsim.run({**EXPERIMENT, "seeds": [0, 5]})
+    with pytest.raises(CatalogueError, match=r"no seed 3; there is 0, 5$"):
+        choose_run(result, seed=3)
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("rlsim.experiment.parquet.file_sha256", refuse)
+    with pytest.raises(ConfigError, match=r"steps.parquet: cannot be read: Permission denied"):
+        read_result(copy)
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs /dev/stdout")
+def test_standard_output_may_be_a_pipe(copy: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlsim", "compare", str(copy), "--json", "/dev/stdout"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("{")
+
+
+def test_a_link_to_a_folder_that_is_not_there_names_that(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "gone" / "x.json")
+    with pytest.raises(ConfigError, match=r"link.json: the folder .*gone does not exist"):
+        check_file(tmp_path / "link.json")
 
 
 @pytest.mark.parametrize("command", [["timeline", "--out", "mine.json"], ["report", "--out", "mine.html"]])

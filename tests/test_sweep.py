@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import rlsim
 from rlsim.cli import main
+from rlsim.cli.tables import setting_texts
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.columns import SUMMARY
+from rlsim.experiment.parquet import to_bytes
+from rlsim.records import sealed
 from rlsim.sweeps import local
 from rlsim.sweeps import run as running
 from rlsim.sweeps.axes import settings_of
@@ -748,3 +752,75 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             _call("sweep", str(path), "--out", out, *wrong.split())
         assert left.value.code == 2
         assert message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------- what a sweep cannot be made of
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_parameters_of_systems_are_finite(tmp_path: Path, number: float) -> None:
+    systems = [{"name": "mine", "use": ["verl", {"mine:Mine": {"limits": [1.0, number]}}]}]
+    experiment = {**EXPERIMENT, "systems": systems}
+    (tmp_path / "mine.yaml").write_text(json.dumps(experiment).replace("Infinity", ".inf").replace("NaN", ".nan"))
+    for source in (experiment, tmp_path / "mine.yaml"):
+        for read in (load_sweep, rlsim.run):
+            with pytest.raises(ConfigError, match=rf"systems: 0.use.1.mine:Mine.limits.1 is {number}; param"):
+                read(source)
+
+
+def test_what_is_wrong_is_told_before_the_directory_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for changes, why in (({"tables": ["stepz"]}, "unknown table 'stepz'"), ({"executor": "ray"}, "needs Ray")):
+        with pytest.raises(ConfigError, match=why):
+            rlsim.sweep(a_sweep(), out=tmp_path / "out", **changes)
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_settings_that_look_alike_stand_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rlsim.sweep(a_sweep({"grid": {"memory_utilization": [0.500001, 0.500002]}}), out=tmp_path / "out")
+    monkeypatch.setattr(sys, "argv", ["rlsim", "compare", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        main()
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if "memory_utilization" in line] == [
+        "memory_utilization 0.500001",
+        "memory_utilization 0.500002",
+    ]
+    assert setting_texts([0.5, None, 2.0, "a" * 50], 20) == ["0.5", "–", "2", "a" * 19 + "…"]
+    assert setting_texts(["a" * 50 + "b", "a" * 50 + "c"], 20) == [f'"{"a" * 50}b"', f'"{"a" * 50}c"']
+
+
+@pytest.mark.usefixtures("in_process")
+def test_tables_of_a_sweep_that_say_nonsense(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = rlsim.sweep(a_sweep(), out=out)
+    store, (first, second) = Store(out), found.points["point"]
+    definition = store.definition()
+    assert definition is not None
+
+    def rewritten(table: str, point: str, change: Callable[[pa.Array], pa.Array]) -> dict[str, bytes]:
+        files = {name: store.path(name, point).read_bytes() for name in definition["tables"]}
+        rows = pq.read_table(store.path(table, point), partitioning=None)
+        at = rows.column_names.index("system")
+        changed = rows.set_column(at, "system", change(rows["system"]))
+        return files | {table: to_bytes(changed.replace_schema_metadata(rows.schema.metadata))}
+
+    whole = rewritten("steps", second, lambda names: names)
+    store.put(first, rewritten("steps", first, lambda names: names.cast(pa.large_string())))
+    assert len(rlsim.compare([out]).table) == 2
+    for table in ("steps", "summary"):
+        store.put(second, rewritten(table, second, lambda names: pa.nulls(len(names), pa.string())))
+        with pytest.raises(ConfigError, match="damaged: column system: values are missing"):
+            rlsim.read_sweep(out).table(table)
+        store.put(second, whole)
+    for old, new, why in (
+        ("trace.cap", "system", "'system' is a column"),
+        ("256", "Infinity", "expected float, got inf"),
+    ):
+        text = json.dumps(definition).replace(old, new).replace("int64", "float64").replace(": 512", ": 512.0")
+        (out / "sweep.json").write_bytes(sealed(json.loads(text)))
+        with pytest.raises(ConfigError, match=why):
+            rlsim.read_sweep(out)

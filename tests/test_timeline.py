@@ -277,7 +277,7 @@ def test_command(pat: Path, tmp_path: Path) -> None:
     json.loads(out.read_text(encoding="utf-8"))
     assert run(app, ["timeline", str(pat), "--gzip", "-q"]).stdout.split() == [str(pat / "timeline.json.gz")]
     assert Trace(pat / "timeline.json.gz").about["system"] == "verl-tp2"
-    for steps in ("x", "2-", "3-1", ""):
+    for steps in ("x", "2-", "3-1", "", "²", "0-9999999999", "0-999999999"):
         failed = run(app, ["timeline", str(pat), "--steps", steps, "--out", str(out)])
         assert isinstance(failed.exception, RlsimError)
 
@@ -397,6 +397,8 @@ def test_what_replicas_hold_is_compared() -> None:
     [
         ("steps", lambda rows: pd.concat([rows, rows[:1]]), "a step is there twice"),
         ("steps", lambda rows: rows.assign(system="other"), "damaged: the manifest has no system 'other'"),
+        ("steps", lambda rows: rows.assign(case=None), "damaged: column case: values are missing"),
+        ("steps", lambda rows: rows.assign(seed=rows["seed"] + 9), "the seeds of some system are not those of the man"),
         ("steps", lambda rows: rows[:0], "damaged: no step of system 'pat'"),
         ("stays", lambda rows: rows.assign(left="bored"), "column left: expected one of finished"),
         ("spans", lambda rows: rows.assign(gpu=rows["gpu"] + 1), "expected GPUs 0 to 7, got 1 to 8"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import altair as alt
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
@@ -150,6 +151,38 @@ def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
     done = CliRunner().invoke(app, ["validate", "serving", "--check", str(page)])
     assert done.exit_code == 1
     assert "section serving is stale" in done.output
+
+
+def test_nothing_is_written_where_no_part_could_run(stub: dict[str, Section | Skipped], tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("old")
+    done = CliRunner().invoke(
+        app, ["validate", "kernels", "--json", str(tmp_path / "old.json"), "--page", str(tmp_path / "p.md")]
+    )
+    assert str(done.exception) == "no part of the validation could run here"
+    assert (tmp_path / "old.json").read_text() == "old"
+    assert not (tmp_path / "p.md").exists()
+
+
+def test_pages_are_looked_at_before_the_parts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "run_part", lambda *_: pytest.fail("ran before it was known that the page is of use"))
+    (tmp_path / "latin.md").write_bytes(b"caf\xe9")
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation" / "serving.png").write_text("mine")
+    for option, page, why in (
+        ("--page", "latin.md", "latin.md: cannot be read: byte 3 is no UTF-8 text"),
+        ("--check", "latin.md", "latin.md: cannot be read: byte 3 is no UTF-8 text"),
+        ("--check", "nofile.md", "nofile.md: no such file"),
+        ("--page", "new.md", "serving.png: exists, and .*new.md does not show it"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            CliRunner().invoke(app, ["validate", "serving", option, str(tmp_path / page)], catch_exceptions=False)
+
+
+def test_a_page_replaces_the_charts_that_it_shows(tmp_path: Path) -> None:
+    charted = Section((), (), "Text.\n", alt.Chart(pd.DataFrame({"a": [1]})).mark_point())
+    for _ in range(2):
+        write_page(tmp_path / "page.md", {"serving": charted})
+    assert [path.name for path in (tmp_path / "validation").iterdir()] == ["serving.png"]
 
 
 def test_an_unknown_part_is_named_with_the_nearest() -> None:

@@ -84,8 +84,6 @@ def main() -> None:
         _leave(2, f"error: {error}")
     except BrokenPipeError:  # the reader of our output has gone (`rlsim … | head`)
         _leave(1)
-    except KeyboardInterrupt:
-        _leave(130, "interrupted")
     except OSError as error:
         _leave(2, f"error: {_shown(error)}")
 

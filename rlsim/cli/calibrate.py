@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
+from rlsim.cli.common import echo
 from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def calibrate(
     files = fit_machine(measured, request.base)
     _print_residuals(files.built.calibration)
     for path in (files.calibration, files.cluster_file, files.model_file, files.chart):
-        _say(f"wrote {path}")
+        echo(f"wrote {path}")
 
 
 @app.command("import")
@@ -121,7 +122,7 @@ def import_(
 
     path = import_calibration(format, paths, gpu=gpu, engine=engine, version=version, base=base, name=name, out=out)
     _print_residuals(load_calibration(path))
-    _say(f"wrote {path}")
+    echo(f"wrote {path}")
 
 
 @app.command("from-run")
@@ -181,7 +182,7 @@ def from_run_(
     )
     path = write(result, out)
     _print_steps(result)
-    _say(f"wrote {path}")
+    echo(f"wrote {path}")
 
 
 def _keys(items: list[str]) -> dict[str, dict[str, object]]:
@@ -210,9 +211,9 @@ def _print_steps(result: FromRun) -> None:
         table.add_row(*(_error(str(name), value) for name, value in row.items()))
     Console().print(table)
     for reason, count in result.excluded.items():
-        _say(f"left out: {count} steps: {reason}")
+        echo(f"left out: {count} steps: {reason}")
     for note in result.notes:
-        _say(f"note: {note}")
+        echo(f"note: {note}")
 
 
 def _error(name: str, value: object) -> str:
@@ -221,12 +222,6 @@ def _error(name: str, value: object) -> str:
     if value != value:
         return "–"
     return f"{value:+.1%}" if name == "bias" else f"{value:.1%}"
-
-
-def _say(text: str) -> None:
-    from rlsim.cli.terminal import Console
-
-    Console(highlight=False, soft_wrap=True, markup=False).print(text)
 
 
 def _degrees(text: str) -> tuple[int, ...]:

@@ -35,7 +35,8 @@ def check(
     if is_sweep(file):
         name, points = check_sweep(file, settings or (), seeds)
         runs = sum(point.runs for point in points)
-        echo(f"{name}: {len(points):,} points, the first of {points[0].counted}; {runs:,} runs in all")
+        many = f"{len(points):,} point{'s' * (len(points) > 1)}"
+        echo(f"{name}: {many} (the first: {points[0].counted}); {runs:,} run{'s' * (runs > 1)} in all")
     else:
         points = [check_experiment(file, settings or (), seeds)]
         echo(f"{points[0].name}: {points[0].counted}")

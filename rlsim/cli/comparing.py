@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsim.cli.tables import print_tables, table
+from rlsim.cli.tables import print_tables, setting_texts, table
 from rlsim.formats import number, rate, share, with_interval
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Settings after these are not printed one by one.
 MOST_GROUPS = 24
+#: Characters of a setting's text.
+MOST_TEXT = 40
 PRINTED = Path("-")
 
 
@@ -42,14 +44,9 @@ def compare(
     Example: rlsim compare results/before results/after --baseline verl-best
     """
     from rlsim.comparison.compare import compare as compare_directories
-    from rlsim.errors import ConfigError
-    from rlsim.output import atomic_path, check_file
+    from rlsim.output import atomic_path, check_files
 
-    if json_file is not None and json_file == csv != PRINTED:
-        raise ConfigError(f"{csv}: --json and --csv write to different files")
-    for file in (json_file, csv):
-        if file is not None and file != PRINTED:
-            check_file(file)
+    check_files(*(file for file in (json_file, csv) if file != PRINTED))
     found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)
     texts = []
     if json_file is not None:
@@ -68,14 +65,14 @@ def compare(
 
 def _print(found: Comparison) -> None:
     from rlsim.cli.terminal import Console
-    from rlsim.sweeps.differences import shown
 
     letters = _letters(found)
     plain = Console(soft_wrap=True, highlight=False, markup=False)
     for directory, letter in letters.items():
         plain.print(f"{letter} = {directory}")
     for key, values in found.differences.items():
-        plain.print(f"{key}: " + "; ".join(f"{shown(value)} in {letters[where]}" for where, value in values.items()))
+        texts = setting_texts(list(values.values()), MOST_TEXT)
+        plain.print(f"{key}: " + "; ".join(f"{text} in {letters[w]}" for text, w in zip(texts, values, strict=True)))
     if letters:
         plain.print()
     groups = list(_groups(found))
@@ -106,10 +103,12 @@ def _letters(found: Comparison) -> dict[str, str]:
 
 def _groups(found: Comparison) -> Iterator[tuple[str, pd.DataFrame]]:
     """Runs of the same case and settings, but for those in which whole directories differ."""
+    import numpy as np
+
     own = [key for key in found.settings if key not in found.differences]
     keys = [*own, "case"]
-    texts = found.table[keys].map(_text)
-    for values, rows in found.table.groupby([texts[key] for key in keys], sort=False):
+    texts = [np.array(setting_texts(found.table[key].tolist(), MOST_TEXT)) for key in keys]
+    for values, rows in found.table.groupby(texts, sort=False):
         parts = [f"{key} {value}" for key, value in zip(own, values, strict=False) if value != "–"]
         yield " · ".join([*parts, *([str(values[-1])] if values[-1] else [])]), rows
 
@@ -145,12 +144,3 @@ def _against(row: dict[Any, Any], letters: dict[str, str]) -> str:
         if baseline == directory or baseline.startswith(f"{directory}:"):
             return " ".join([letter, *filter(None, [baseline[len(directory) + 1 :]])])
     return baseline
-
-
-def _text(value: Any) -> str:
-    from rlsim.sweeps.differences import shown
-
-    if value is None or value != value:
-        return "–"
-    broken = isinstance(value, float) and value != int(value)
-    return f"{value:.4g}" if broken else shown(int(value) if isinstance(value, float) else value, 30)

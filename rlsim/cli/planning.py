@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsim.cli.common import Experiment, Settings
+from rlsim.cli.common import Experiment, Settings, add_code_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,11 +47,10 @@ def plan(
     from rlsim.experiment.directory import check_target
     from rlsim.experiment.load import load_experiment
     from rlsim.experiment.plan_report import improvement_chart, search_plan
-    from rlsim.output import atomic_path, check_file, results_folder
+    from rlsim.output import atomic_path, check_files, results_folder
 
-    for file in (json_file, out, chart):
-        if file is not None:
-            check_file(file, inputs=(experiment,))  # before the search, not after it
+    add_code_folders(experiment)
+    check_files(json_file, out, chart, inputs=(experiment,))  # before the search, not after it
     if chart is not None:
         check_chart_path(chart)
     if apply:

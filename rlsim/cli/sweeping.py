@@ -12,7 +12,7 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Settings, Warmup, add_code_folders, echo, warmup_setting
-from rlsim.cli.tables import print_tables, table
+from rlsim.cli.tables import print_tables, setting_texts, table
 from rlsim.formats import number, rate, share, with_interval
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _list(definition: Definition, as_json: bool) -> None:
         typer.echo(json.dumps([dict(zip(["point", *axes], row, strict=True)) for row in rows], indent=2))
         return
     console = Console(soft_wrap=True, markup=False)
-    console.print(table(["point", *axes], [[_text(value) for value in row] for row in rows]))
+    console.print(table(["point", *axes], list(zip(*map(setting_texts, zip(*rows, strict=True)), strict=True))))
     console.print(_counted(definition), highlight=False)
 
 
@@ -204,9 +204,10 @@ def _print(found: SweepResult, definition: Definition) -> None:
     if 0 < len(summary) <= MOST_ROWS:
         axes = [axis.name for axis in found.axes]
         names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
+        texts = zip(*(setting_texts(summary[name].tolist()) for name in names), strict=True)
         shown = [
             [
-                *(_text(row[name]) for name in names),
+                *text,
                 rate(row["responses_per_s"]),
                 with_interval(row, "speedup"),
                 number(row["token_speedup"]),
@@ -215,7 +216,7 @@ def _print(found: SweepResult, definition: Definition) -> None:
                 share(row["bubble_fraction"]),
                 share(row["tail_fraction"]),
             ]
-            for row in summary.to_dict("records")
+            for text, row in zip(texts, summary.to_dict("records"), strict=True)
         ]
         headings = [*names, "responses/s", "speedup", "by tokens", "step s", "gen s", "bubble", "tail"]
         caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
@@ -228,11 +229,3 @@ def _print(found: SweepResult, definition: Definition) -> None:
             "one by tokens: these systems train on other responses than their baseline; rlsim compare says why"
         )
     console.print(f"next: rlsim compare {found.directory}")
-
-
-def _text(value: Any) -> str:
-    if value is None or value != value:  # missing, in a column of numbers NaN
-        return "–"
-    if isinstance(value, float):
-        return str(int(value)) if value.is_integer() else f"{value:.4g}"
-    return str(value)

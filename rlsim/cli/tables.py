@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,6 +28,20 @@ def table(
     for row in rows:
         found.add_row(*row)
     return found
+
+
+def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:
+    """The values of a setting as texts of at most so many characters, – for none.
+
+    Where values that differ would look the same, all of them in full.
+    """
+    from rlsim.sweeps.differences import shown
+
+    known = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
+    known = [None if value != value else value for value in known]  # in a column of numbers, none is NaN
+    full = ["–" if v is None else json.dumps(v, ensure_ascii=False, default=str) for v in known]
+    short = ["–" if v is None else f"{v:.4g}" if isinstance(v, float) else shown(v, width) for v in known]
+    return short if len(set(short)) == len(set(full)) else full
 
 
 def print_tables(tables: Iterable[Table]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,15 +62,19 @@ def timeline(
 def _numbers(text: str | None) -> list[int] | None:
     """Steps as the option gives them."""
     from rlsim.errors import ConfigError
+    from rlsim.experiment.schema import MOST_STEPS
 
     if text is None:
         return None
     steps: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not (first.isdigit() and (last.isdigit() if dash else True)) or (dash and int(last) < int(first)):
+        found = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if last < first:
             raise ConfigError(f"--steps {text}: expected steps such as 3, 0-2 or 0,4")
-        steps += range(int(first), int(last or first) + 1)
+        if last - first >= MOST_STEPS:
+            raise ConfigError(f"--steps {text}: no run has more than {MOST_STEPS:,} steps")
+        steps += range(first, last + 1)
     return steps
 
 

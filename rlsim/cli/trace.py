@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlsim.cli.common import echo
 from rlsim.errors import TraceError
 
 if TYPE_CHECKING:
@@ -41,12 +42,6 @@ def _tokens(option: str, text: str | None) -> int | None:
     if value < 1:
         raise TraceError(f"{option}: expected at least 1 token, got {text!r}")
     return value
-
-
-def _say(text: str) -> None:
-    from rlsim.cli.terminal import Console
-
-    Console(highlight=False, soft_wrap=True, markup=False).print(text)
 
 
 @app.command("import")
@@ -85,10 +80,10 @@ def import_(
     """
     from rlsim.output import check_file
     from rlsim.trace.files import write_trace
-    from rlsim.trace.importers import import_trace
+    from rlsim.trace.importers import files_of, import_trace
 
     mapping = {}
-    check_file(out, TraceError, inputs=(file,))
+    check_file(out, TraceError, inputs=files_of(file))
     for item in column or []:
         ours, equals, theirs = item.partition("=")
         if not (ours.strip() and equals and theirs.strip()):
@@ -105,9 +100,9 @@ def import_(
                              tokenizer=tokenizer)  # fmt: skip
     write_trace(trace, out)
     prompts = trace.frame["prompt_id"].nunique()
-    _say(f"wrote {out}: {len(trace):,} responses of {prompts:,} prompts")
+    echo(f"wrote {out}: {len(trace):,} responses of {prompts:,} prompts")
     for note in trace.meta.notes:
-        _say(f"note: {note}")
+        echo(f"note: {note}")
 
 
 def _derived(
@@ -154,7 +149,7 @@ def describe_(
         return
     print_description(description)
     if chart is not None:
-        _say(f"wrote {chart}")
+        echo(f"wrote {chart}")
 
 
 @app.command("fit")
@@ -179,7 +174,7 @@ def fit_(
         save_fit(fit, out)
     _print_fit(fit)
     if out is not None:
-        _say(f"wrote {out}")
+        echo(f"wrote {out}")
 
 
 def _print_fit(fit: LengthFit) -> None:
@@ -210,11 +205,11 @@ def _print_fit(fit: LengthFit) -> None:
     )
     Console().print(parts)
     if len(fit.model.components) > 1 and good.icc_trace is not None:
-        _say(f"share of the prompt in which component a response falls into: {fit.model.runaway_share:.2f}")
+        echo(f"share of the prompt in which component a response falls into: {fit.model.runaway_share:.2f}")
     Console().print(table)
-    _say(f"KS distance {good.ks:.4f}; of a single lognormal {good.ks_single_lognormal:.4f}")
+    echo(f"KS distance {good.ks:.4f}; of a single lognormal {good.ks_single_lognormal:.4f}")
     for note in fit.notes:
-        _say(f"note: {note}")
+        echo(f"note: {note}")
 
 
 @app.command("generate")
@@ -244,7 +239,7 @@ def generate_(
     if check_only:
         return
     write_trace(trace, target)
-    _say(f"wrote {target}: {len(trace):,} responses of {loaded.prompts:,} prompts")
+    echo(f"wrote {target}: {len(trace):,} responses of {loaded.prompts:,} prompts")
 
 
 def _print_checks(checks: list[FactCheck]) -> None:
@@ -253,7 +248,7 @@ def _print_checks(checks: list[FactCheck]) -> None:
     from rlsim.cli.terminal import Console
 
     if not checks:
-        _say("the recipe states no facts to check")
+        echo("the recipe states no facts to check")
         return
     table = Table("fact", "wanted", "got", "tolerance", "", title="Facts", title_justify="left")
     for c in checks:

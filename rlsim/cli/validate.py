@@ -13,9 +13,10 @@ from rlsim.cli import complete
 if TYPE_CHECKING:
     from rlsim.validate.parts import Section
 
-#: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
+#: Parts with more comparisons than these show their summaries.
 _ROWS_SHOWN = 80
 _WIDTH = 120  # where there is no terminal
+#: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = ("kernels", "serving", "published", "sensitivity")
 
 
@@ -48,14 +49,17 @@ def validate(
     from rlsim.cli.terminal import Console
     from rlsim.errors import ConfigError
     from rlsim.output import atomic_path, check_file
-    from rlsim.validate.page import stale, write_page
+    from rlsim.validate.page import check_page, read_page, stale, write_page
     from rlsim.validate.parts import PARTS, Options, Skipped, data_folder, run_part
 
     console, log = Console(), Console(stderr=True)
     wanted = parts or list(PARTS)
-    for target in (json_file, page):
-        if target is not None:
-            check_file(target)
+    if json_file is not None:
+        check_file(json_file)
+    if page is not None:
+        check_page(page, wanted)
+    if check is not None:
+        read_page(check)
     options = Options(data_folder(data), quick, device, lambda text: log.print(text, style="dim", highlight=False))
     found: dict[str, Section] = {}
     fine = True
@@ -66,6 +70,8 @@ def validate(
             continue
         found[name] = result
         fine &= _print(name, result)
+    if not found:
+        raise ConfigError("no part of the validation could run here")
     if json_file is not None:
         records = [row.record() for section in found.values() for row in section.rows]
         lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
@@ -77,8 +83,6 @@ def validate(
         for name in stale(check, found, [part for part in REPEATABLE if part in found]):
             fine = False
             typer.echo(f"{check}: section {name} is stale; run: rlsim validate {name} --page {check}", err=True)
-    if not found:
-        raise ConfigError("no part of the validation could run here")
     if not fine:
         raise typer.Exit(1)
 

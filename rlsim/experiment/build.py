@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from rlsim import catalogue
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.machine import Machine
-from rlsim.errors import ConfigError, unknown_name
+from rlsim.errors import CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.scorers import scorer_of, streamed_calls
@@ -35,6 +36,15 @@ from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
+
+
+@contextmanager
+def placing(shown: str, case: str) -> Iterator[None]:
+    """Names that nothing has, in the block, are told with the experiment and the case that has them."""
+    try:
+        yield
+    except CatalogueError as error:
+        raise CatalogueError(f"{shown}: {f'case {case!r}: ' if case else ''}{error}") from None
 
 
 @dataclass(frozen=True)

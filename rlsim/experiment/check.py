@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsim.experiment.load import load_experiment, with_settings
+from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import checked_cases
 from rlsim.experiment.schema import Experiment
 
@@ -39,9 +39,7 @@ def check_experiment(
     seeds: int | None = None,
 ) -> Checked:
     """Check an experiment with its settings; the arguments and errors are those of `run`."""
-    experiment, shown, folder = load_experiment(source, overrides)
-    if seeds is not None:
-        experiment = with_settings(experiment, {"seeds": seeds}, shown)
+    experiment, shown, folder = load_experiment(source, overrides, seeds)
     return check_loaded(experiment, folder, shown)
 
 

@@ -30,5 +30,5 @@ def check_steps(frames: Frames, shown: str) -> None:
             if wrong.any():
                 raise ConfigError(
                     f"{shown}: the column {name} of {table} comes out as {values[wrong][0]:g} s: some figure of the "
-                    "cluster, the calibration or a policy cannot be meant"
+                    "cluster, the calibration or a policy is too large or negative"
                 )

@@ -19,16 +19,19 @@ OVERRIDDEN = "as overridden"
 
 
 def load_experiment(
-    source: str | Path | Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any] = ()
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    seeds: int | None = None,
 ) -> tuple[Experiment, str, Path]:
     """The experiment, a name for it in messages, and the folder that its relative paths refer to.
 
     `source` is a YAML file, the name of an experiment that ships with rlsim, or a mapping. `overrides` are
-    `key.path=value` texts, or a mapping of key paths to values. Raises `ConfigError` with file and line for anything
-    that does not fit.
+    `key.path=value` texts, or a mapping of key paths to values; `seeds` sets their number. Raises `ConfigError`
+    with file and line for anything that does not fit.
     """
     data, shown, folder = read_experiment(source)
     pairs = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    pairs = {**pairs, **({} if seeds is None else {"seeds": seeds})}
     for key, value in pairs.items():
         set_path(data, key, value, "--set ")
     return validate(data, Experiment, shown, elsewhere=dict.fromkeys(pairs, OVERRIDDEN)), shown, folder

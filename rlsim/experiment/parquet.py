@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import Column
+from rlsim.output import reason
 from rlsim.records import file_sha256
 
 TYPES = {"int64": pa.int64(), "float64": pa.float64(), "string": pa.string(), "bool": pa.bool_()}
@@ -52,9 +53,10 @@ def to_bytes(rows: pa.Table) -> bytes:
 def opened(
     path: Path, columns: Sequence[Column], sha256: str | None = None, **options: Any
 ) -> Iterator[pq.ParquetFile]:
-    """A Parquet file once its SHA-256, if that is known, and its columns are found right; pages are, as they are read.
+    """A Parquet file, open to be read, after its SHA-256 (where that is known) and its columns have been checked.
 
-    Raises `ConfigError`, naming the file, for one that is missing, damaged, or has not such columns.
+    The checksums of its pages are checked as they are read. Raises `ConfigError`, naming the file, for one that is
+    missing, cannot be read, is damaged, or lacks such columns.
     """
     try:
         if sha256 is not None and file_sha256(path) != sha256:
@@ -65,6 +67,8 @@ def opened(
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing: the results are damaged, or of a version of rlsim without it") from None
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        if getattr(error, "errno", None) is not None:  # of the system; what is wrong within a file has none
+            raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
         raise ConfigError(f"{path}: damaged: {(str(error).splitlines() or [''])[0].rstrip('.')}") from None
 
 
@@ -76,11 +80,15 @@ def read_parquet(path: Path, columns: Sequence[Column], sha256: str | None = Non
 
 
 def complete(path: Path, rows: pa.Table, columns: Sequence[Column]) -> pa.Table:
-    """The rows of a file, without what else its schema says; raises `ConfigError` if whole numbers or flags miss."""
+    """The rows of a file in the types of these columns, without what else its schema says.
+
+    Raises `ConfigError` if whole numbers, flags or names of runs are missing.
+    """
     for column in columns:
-        if column.dtype in ("int64", "bool") and rows[column.name].null_count:
+        if (column.dtype in ("int64", "bool") or column.name in _NAMES) and rows[column.name].null_count:
             raise ConfigError(f"{path}: damaged: column {column.name}: values are missing")
-    return rows.replace_schema_metadata()
+    types = {column.name: TYPES[column.dtype] for column in columns}
+    return rows.cast(pa.schema([(name, types.get(name, rows[name].type)) for name in rows.column_names]))
 
 
 def _check_columns(path: Path, schema: pa.Schema, columns: Sequence[Column]) -> None:
@@ -92,4 +100,6 @@ def _check_columns(path: Path, schema: pa.Schema, columns: Sequence[Column]) -> 
             raise ConfigError(f"{path}: damaged: column {column.name}: expected {column.dtype}, got {found}")
 
 
+#: Columns that name the run of a row.
+_NAMES = ("case", "system")
 _TEXTS = (pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()), pa.null())

@@ -95,15 +95,19 @@ def read_result(directory: str | Path) -> Result:
 
 
 def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path) -> None:
-    """Raises `ConfigError` if `steps` has other systems than the manifest, a step twice, or no steady step.
+    """Raises `ConfigError` if `steps` has other systems or seeds than the manifest, or steps that cannot be.
 
-    Every step also takes time and trains on something.
+    Such are a step without a time or one that trains on nothing, a step that is there twice, and a run none of whose
+    steps is steady.
     """
     there = set(zip(steps["case"], steps["system"], strict=True))
     named = {(case, name) for case, names in manifest["systems"].items() for name in names}
     for case, name in sorted(there ^ named):
         what = "no step of" if (case, name) in named else "the manifest has no"
         raise ConfigError(f"{where}: damaged: {what} system {name!r}{f' in case {case!r}' if case else ''}")
+    seeds = set(manifest["seeds"])
+    if any(set(own) != seeds for _, own in steps.groupby(["case", "system"])["seed"]):
+        raise ConfigError(f"{where}: damaged: the seeds of some system are not those of the manifest")
     if not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all():
         raise ConfigError(f"{where}: damaged: a step has no time")
     if not (steps[["trained", "tokens"]] > 0).all(axis=None):

@@ -15,7 +15,7 @@ import pandas as pd
 
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, ConfigError, unknown_name
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import Setup, placing
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.frames import Frames, frames_of, named
@@ -55,11 +55,9 @@ def run(
     costs of shapes outside what its calibration was measured at raises `CalibrationError` and names them; without, the
     manifest counts them. Raises `RlsimError` for whatever does not exist or fit.
     """
-    experiment, shown, folder = load_experiment(source, overrides)
+    experiment, shown, folder = load_experiment(source, overrides, seeds)
     if out is not None:
         check_target(out)  # before the work, not after it
-    if seeds is not None:
-        experiment = with_settings(experiment, {"seeds": seeds}, shown)
     result = run_loaded(experiment, shown, folder, strict=strict, progress=progress)
     if out is not None:
         result.write(out)
@@ -163,7 +161,8 @@ class _Case:
     def __init__(self, name: str, experiment: Experiment, folder: Path, shown: str) -> None:
         self.name = name
         self.experiment = experiment
-        self.setup = replace(Setup.of(experiment, folder, shown), search=False)
+        with placing(shown, name):
+            self.setup = replace(Setup.of(experiment, folder, shown), search=False)
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
         self._specs = parse_systems(experiment.systems, shown)
         self.names = [spec.name for spec in self._specs]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -16,6 +17,8 @@ from rlsim.workflow.graph import CallKind, Grain
 
 #: Responses of one step.
 MOST_RESPONSES = 1_000_000
+#: Steps of one run.
+MOST_STEPS = 100_000
 #: A seed is at most this, and these are the most seeds.
 LARGEST_SEED = 2**32 - 1
 MOST_SEEDS = 10_000
@@ -145,7 +148,7 @@ class WorkflowSpec(Schema):
     )
     prompts: int = Field(ge=1, le=1_000_000, description="prompts per step; with all responses at most 1,000,000")
     responses: int = Field(ge=1, le=10_000, description="responses per prompt")
-    steps: int = Field(ge=1, le=100_000, description="training steps to simulate")
+    steps: int = Field(ge=1, le=MOST_STEPS, description="training steps to simulate")
     warmup: int | None = Field(
         default=None,
         ge=0,
@@ -241,6 +244,15 @@ class TrainingSpec(Schema):
     epochs: int = Field(default=1, ge=1, le=1000, description="passes over a step's batch")
 
 
+def _numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Every number with a fraction at any depth, and its key path."""
+    if isinstance(value, float):
+        yield path, value
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in inner:
+        yield from _numbers_in(item, f"{path}.{key}".lstrip("."))
+
+
 class Experiment(Schema):
     """One experiment file."""
 
@@ -288,6 +300,14 @@ class Experiment(Schema):
     @classmethod
     def _with_places(cls, value: Any) -> Any:
         return placed(value)
+
+    @field_validator("systems")
+    @classmethod
+    def _finite(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        for key, number in _numbers_in(value):
+            if not math.isfinite(number):  # JSON has none: records and sweeps would hold something else
+                raise ValueError(f"{key} is {number}; parameters are finite numbers")
+        return value
 
     @field_validator("cases")
     @classmethod

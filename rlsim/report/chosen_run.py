@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Rows read at a time.
 ROWS = 16_384
+#: More seeds or steps than these are counted in messages, not listed.
+MOST_LISTED = 20
 #: Columns that name a run and its step.
 _RUN = ("case", "system", "seed", "step")
 
@@ -141,8 +143,12 @@ def _unknown(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
         return CatalogueError(f"the results have no {kind}s to choose from")
     if isinstance(wanted, str):
         return unknown_name(kind, wanted, map(str, known))
-    numbers = str(known[0]) if len(known) == 1 else f"{min(known)} to {max(known)}"
-    return CatalogueError(f"the results have no {kind} {wanted}; there is {numbers}")
+    numbers = sorted(known)
+    together = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
+    more = "" if len(numbers) <= MOST_LISTED else f" and {len(numbers) - MOST_LISTED} more"
+    listed = ", ".join(map(str, numbers[:MOST_LISTED])) + more
+    listed = f"{numbers[0]} to {numbers[-1]}" if together else listed
+    return CatalogueError(f"the results have no {kind} {wanted}; there is {listed}")
 
 
 def _batches(source: Results | Mapping[str, pd.DataFrame], table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -153,7 +159,7 @@ def _batches(source: Results | Mapping[str, pd.DataFrame], table: str, columns: 
             yield pa.Table.from_pandas(frame.iloc[first : first + ROWS], columns=list(columns), preserve_index=False)
         return
     wanted = [column for column in TABLES[table] if column.name in columns]
-    # Page by page: a data set would hold a whole group of rows. Texts as numbers are fast to compare.
-    with opened(source.path(table), wanted, source.sha256(table), read_dictionary=list(_RUN[:2])) as file:
+    # Page by page: a data set would hold a whole group of rows.
+    with opened(source.path(table), wanted, source.sha256(table)) as file:
         for batch in file.iter_batches(batch_size=ROWS, columns=list(columns), use_threads=False):
             yield complete(source.path(table), pa.Table.from_batches([batch]), wanted)

@@ -21,7 +21,8 @@ _UNITS: dict[Callable[..., Any], str] = {
     units.flop_rate: "FLOP/s",
     units.token_count: "tokens",
 }
-_TAKEN = {"point", *(column.name for columns in COLUMNS.values() for column in columns)}
+#: Names of the columns of a sweep's tables.
+TAKEN = {"point", "status", "error", *(column.name for columns in COLUMNS.values() for column in columns)}
 
 
 def columns_of(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> tuple[AxisColumn, ...]:
@@ -31,7 +32,7 @@ def columns_of(keys: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> tup
     """
     columns = []
     for key in keys:
-        name = f"experiment.{key}" if key in _TAKEN else key
+        name = f"experiment.{key}" if key in TAKEN else key
         unit, meaning = _described(key)
         columns.append(AxisColumn(name, key, _dtype(value_at(config, key) for config in configs), unit, meaning))
     return tuple(columns)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.cost.calibration import load_calibration
-from rlsim.experiment.build import find_model, find_trace
+from rlsim.experiment.build import find_model, find_trace, placing
 from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
@@ -52,15 +52,16 @@ def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str,
             known[what] = hash_of(*arguments)
         found[what] = known[what]
 
-    for _, case in cases_of(experiment, shown):
+    for case_name, case in cases_of(experiment, shown):
         reward = case.workflow.reward
-        for name in traces_of(case):
-            add(f"trace {name}", _trace_hash, name, folder)
-        for name in [case.model, *case.models.values(), *([reward.judge.model] if reward.judge else [])]:
-            add(f"model {name}", _model_hash, name, folder)
-        add(f"calibration {case.calibration}", _calibration_hash, case.calibration)
-        cluster = case.cluster if isinstance(case.cluster, str) else json.dumps(case.cluster, sort_keys=True)
-        add(f"cluster {cluster}", _cluster_hash, case.cluster, f"{shown}: cluster")
+        with placing(shown, case_name):
+            for name in traces_of(case):
+                add(f"trace {name}", _trace_hash, name, folder)
+            for name in [case.model, *case.models.values(), *([reward.judge.model] if reward.judge else [])]:
+                add(f"model {name}", _model_hash, name, folder)
+            add(f"calibration {case.calibration}", _calibration_hash, case.calibration)
+            cluster = case.cluster if isinstance(case.cluster, str) else json.dumps(case.cluster, sort_keys=True)
+            add(f"cluster {cluster}", _cluster_hash, case.cluster, f"{shown}: cluster")
         for module, file in modules_of(case, shown):
             add(f"module {module}", _file_hash, file)
     return dict(sorted(found.items()))

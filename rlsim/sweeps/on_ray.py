@@ -30,7 +30,7 @@ def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) 
 
     `address` is the cluster's (default: `RAY_ADDRESS`, else a Ray is started here and stopped at the end). A task
     whose worker or node dies is run again, and after `MOST_ATTEMPTS` the answer is that it failed. Raises `RlsimError`
-    if Ray is missing or cannot be reached, or if this process is connected already.
+    if Ray cannot be reached; see also `check_ray`.
     """
     if not tasks:
         return
@@ -87,6 +87,13 @@ def _result(ray: Any, reference: Any) -> Done | Failed | _Death:
         return Failed(f"cannot run on a Ray worker: {str(error).strip().splitlines()[-1]}")
 
 
+def check_ray(address: str | None) -> None:
+    """Raises `RlsimError` if Ray is missing, in use by this process, or nothing listens at its address."""
+    if _ray().is_initialized():
+        raise ConfigError("this process is connected to a Ray cluster already; call ray.shutdown() first")
+    _check_reachable(address or os.environ.get("RAY_ADDRESS"))
+
+
 def _ray() -> Any:
     try:
         import ray
@@ -106,9 +113,6 @@ def _connected(ray: Any, address: str | None, staging: Path, tasks: Sequence[Tas
                 shutil.copyfile(path, target)
     # The search path of this process, for nodes where the same rlsim lies at the same place.
     environment = {"working_dir": str(staging), "env_vars": {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}}
-    if ray.is_initialized():
-        raise ConfigError("this process is connected to a Ray cluster already; call ray.shutdown() first")
-    _check_reachable(address or os.environ.get("RAY_ADDRESS"))
     try:
         ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:

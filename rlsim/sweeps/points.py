@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from rlsim.sweeps.tables import Axis
 
 #: More mistakes than these are counted, not listed.
 MOST_MISTAKES = 20
-#: Called with (points checked, points in all).
-Checked = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ def load_sweep(
     overrides: Iterable[str] | Mapping[str, Any] = (),
     seeds: int | None = None,
     axes: Mapping[str, Sequence[Any]] | None = None,
-    progress: Checked | None = None,
 ) -> Definition:
     """A sweep from a file, the name of one that ships with rlsim, or a mapping; or an experiment, with `axes`.
 
@@ -78,7 +75,7 @@ def load_sweep(
     base = _experiment_of(data, fixed, inner)
     for name, case in base.cases.items():
         check_free({str(key): f"{inner}: case {name!r}" for key in case}, every)
-    found = _valid(data, fixed, every, inner, folder, shown, progress)
+    found = _valid(data, fixed, every, inner, folder, shown)
     return Definition(spec.name, _points(found, every), len(every), config_of(base), inner, folder)
 
 
@@ -142,15 +139,12 @@ def _valid(
     inner: str,
     folder: Path,
     shown: str,
-    progress: Checked | None,
 ) -> list[tuple[Experiment, dict[str, str]]]:
     """The experiment of every point and what it reads."""
     found: list[tuple[Experiment, dict[str, str]]] = []
     mistakes: dict[str, list[Settings]] = {}
     known: dict[str, str] = {}
-    for i, settings in enumerate(every):
-        if progress:
-            progress(i, len(every))
+    for settings in every:
         try:
             experiment = _experiment_of(data, {**fixed, **settings}, inner)
             found.append((experiment, inputs_of(experiment, inner, folder, known)))

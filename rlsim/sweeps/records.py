@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rlsim.experiment.manifest import Manifest
 from rlsim.records import Record
+from rlsim.sweeps.columns import TAKEN
 from rlsim.sweeps.tables import COLUMNS
 
 PointName = Annotated[str, Field(pattern=r"^p[0-9a-f]{16}$")]
@@ -56,6 +58,8 @@ class SweepRecord(Record):
         kinds = {axis.name: _KINDS[axis.dtype] for axis in self.axes}
         if len(kinds) < len(self.axes):
             raise ValueError("axes: a name appears twice")
+        for name in TAKEN & set(kinds):
+            raise ValueError(f"axes: {name!r} is a column of tables")
         if len({point.point for point in self.points}) < len(self.points):
             raise ValueError("points: a name appears twice")
         for i, point in enumerate(self.points):
@@ -63,6 +67,7 @@ class SweepRecord(Record):
                 raise ValueError(f"points.{i}.axes: expected a value for each of: {', '.join(kinds) or '(none)'}")
             for name, value in point.axes.items():
                 fits = type(value) is kinds[name] and (type(value) is not int or -(2**63) <= value < 2**63)
+                fits = fits and (type(value) is not float or math.isfinite(value))
                 if value is not None and not fits:
                     raise ValueError(f"points.{i}.axes.{name}: expected {kinds[name].__name__}, got {value!r}")
         return self

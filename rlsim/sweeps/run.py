@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +48,7 @@ def sweep(
     return run_definition(
         load_sweep(source, overrides=overrides, seeds=seeds, axes=axes),
         Path(out),
-        tables=tables,
+        tables=None if tables is None else tuple(tables),
         workers=workers,
         executor=executor,
         address=address,
@@ -61,7 +61,7 @@ def run_definition(
     definition: Definition,
     out: Path,
     *,
-    tables: Iterable[str] | None = None,
+    tables: Collection[str] | None = None,
     workers: int | None = None,
     executor: Executor = "local",
     address: str | None = None,
@@ -73,6 +73,12 @@ def run_definition(
         raise ConfigError(f"unknown executor {executor!r}; expected local or ray")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers: expected 1 or more, got {workers}")
+    for name in {*(tables or ())} - set(COLUMNS):
+        raise ConfigError(f"unknown table {name!r}; expected one of: {', '.join(COLUMNS)}")
+    if executor == "ray":
+        from rlsim.sweeps.on_ray import check_ray
+
+        check_ray(address)
     store = Store(out)
     with store.locked():
         kept = _kept_tables(tables, store)
@@ -127,8 +133,6 @@ def _kept_tables(wanted: Iterable[str] | None, store: Store) -> tuple[str, ...]:
     """The tables to keep: those asked for and those that the directory has, the summary last."""
     earlier = store.earlier_definition()
     names = set(DEFAULT_TABLES if wanted is None and earlier is None else wanted or ())
-    for name in names - set(COLUMNS):
-        raise ConfigError(f"unknown table {name!r}; expected one of: {', '.join(COLUMNS)}")
     names |= {*(earlier["tables"] if earlier else ()), "steps", "summary"}
     return tuple(name for name in COLUMNS if name in names)
 
@@ -139,7 +143,8 @@ def _make_room(definition: Definition, store: Store, prune: bool) -> None:
     foreign = store.done() - own
     if foreign and not prune:
         raise ConfigError(
-            f"{store.directory} holds {len(foreign)} points that this sweep does not have{_why(definition, store)}; "
+            f"{store.directory} holds {len(foreign)} point{'s' * (len(foreign) > 1)} that this sweep does not have"
+            f"{_why(definition, store)}; "
             "choose another directory, or --prune to remove them"
         )
     for point in foreign | (store.unfinished() - own):

@@ -152,8 +152,8 @@ class Store:
             ) from None
 
     def put(self, point: str, files: Mapping[str, bytes]) -> None:
-        """Write tables of a point, and last what they hash to; without a summary, beside those that are there."""
-        hashes = {} if "summary" in files else dict(self._hashes(point))
+        """Write the tables of a point, and last what they hash to."""
+        hashes = {}
         for table, data in files.items():
             self._write(self.path(table, point), data)
             hashes[table] = hashlib.sha256(data).hexdigest()

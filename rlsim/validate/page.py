@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path
+from rlsim.output import atomic_path, check_file
+from rlsim.reading import read_text
 from rlsim.validate.bounds import checked
 from rlsim.validate.parts import PARTS, Section
 from rlsim.validate.rows import markdown
@@ -28,11 +29,16 @@ print; a fifth says what those figures depend on. Errors are relative, rlsim / m
 """
 
 
+def _chart(name: str) -> str:
+    """The chart of a part, from the page's folder."""
+    return f"validation/{name}.png"
+
+
 def section_text(name: str, section: Section) -> str:
     """A part as it stands on the page: its text, its chart, and its bounds."""
     parts = [f"## {TITLES[name]}\n", section.text.strip() + "\n"]
     if section.chart is not None:
-        parts.append(f"![{TITLES[name]}](validation/{name}.png)\n")
+        parts.append(f"![{TITLES[name]}]({_chart(name)})\n")
     bounds = [
         (
             s.group,
@@ -51,10 +57,13 @@ def section_text(name: str, section: Section) -> str:
 
 
 def read_sections(page: Path) -> dict[str, str]:
-    """The sections of a page by part. Raises `ConfigError` if it cannot be read."""
-    if not page.is_file():
-        return {}
-    text = page.read_text(encoding="utf-8")
+    """The sections of a page by part, none if there is no such file. Raises `ConfigError` if it cannot be read."""
+    return read_page(page) if page.exists() else {}
+
+
+def read_page(page: Path) -> dict[str, str]:
+    """The sections of a page that is there. Raises `ConfigError` if it cannot be read."""
+    text = read_text(page)
     found = re.findall(r"^<!-- part: (\w+) -->\n(.*?)^<!-- end -->$", text, re.MULTILINE | re.DOTALL)
     if not found and text:
         raise ConfigError(f"{page}: not a validation page (no `<!-- part: ... -->` in it)")
@@ -67,14 +76,24 @@ def page_text(sections: Mapping[str, str]) -> str:
     return "\n".join([INTRODUCTION, *marked])
 
 
+def check_page(page: Path, parts: Iterable[str]) -> None:
+    """Raises `ConfigError` if the page, or the chart of one of these parts, cannot be written, or is something else."""
+    check_file(page)
+    sections = read_sections(page)
+    for chart in (page.parent / _chart(name) for name in parts if _chart(name) not in sections.get(name, "")):
+        if chart.exists():
+            raise ConfigError(f"{chart}: exists, and {page} does not show it; move it away or give another page")
+
+
 def write_page(page: Path, sections: Mapping[str, Section]) -> None:
     """Put these parts on the page and keep the others that stand there; charts go to `validation/` beside it."""
+    check_page(page, sections)
     texts = read_sections(page) | {name: section_text(name, section) for name, section in sections.items()}
     for name, section in sections.items():
         if section.chart is not None:
-            folder = page.parent / "validation"
-            folder.mkdir(parents=True, exist_ok=True)
-            section.chart.save(folder / f"{name}.png", format="png", scale_factor=1.5)
+            (page.parent / _chart(name)).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(page.parent / _chart(name)) as path:
+                section.chart.save(path, format="png", scale_factor=1.5)
     with atomic_path(page) as path:
         path.write_text(page_text(texts), encoding="utf-8")
 

@@ -99,6 +99,12 @@ def import_trace(
     return make_trace(frame, meta.model_copy(update={"notes": tuple(notes)}), where=str(path), row_name=row_name)
 
 
+def files_of(path: Path) -> list[Path]:
+    """The files that an import of a file, folder or glob pattern reads. Raises `TraceError` if there are none."""
+    files, sessions = (servegen.datasets(path), []) if servegen.datasets(path) else find_files(path, [])
+    return [*files, *sessions]
+
+
 def _name(path: Path) -> str:
     name = path.name
     for suffix in sorted(FILES, key=len, reverse=True):
