@@ -35,7 +35,7 @@ ONE_MOMENT = 1e-9
 
 def one_moment(a: float, b: float) -> bool:
     """Moments closer than 1e-9 of their value are one."""
-    return abs(a - b) <= ONE_MOMENT * max(abs(a), abs(b))
+    return math.isclose(a, b, rel_tol=ONE_MOMENT)
 
 
 # ------------------------------------------------------------------------------------------ what goes in and out

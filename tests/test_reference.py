@@ -9,12 +9,13 @@ and half of that on two GPUs. All numbers are exact in binary, so the tests comp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from reference import RefEngine, RefRequest, RefResult, simulate
+from reference import RefEngine, RefRequest, RefResult, one_moment, simulate
 from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, tied_workloads, workloads
 
 from rlsim.sim.control import (
@@ -472,3 +473,8 @@ def test_conservation_whatever_the_control(work: Workload) -> None:
 @given(tied_workloads())
 def test_conservation_with_ties(work: Workload) -> None:
     check(work)
+
+
+def test_what_never_ends_is_no_moment() -> None:
+    assert one_moment(1.0, 1.0 + 1e-10)
+    assert not one_moment(1.0, math.inf)
