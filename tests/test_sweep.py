@@ -578,7 +578,7 @@ def test_a_definition_with_a_bad_key_is_told_with_it(
 
 # ------------------------------------------------------------------------------------------------- points that fail
 
-FAILING = {"grid": {"model": ["llama-3.1-8b", "llama-3-70b"], "trace.cap": [128, 256]}}  # 70B: not on one GPU
+FAILING = {"grid": {"model": ["llama-3.1-8b", "llama-3-70b"], "workflow.steps": [1, 2]}}  # 70B: not on one GPU
 
 
 @pytest.mark.usefixtures("in_process")
@@ -599,7 +599,7 @@ def test_a_failing_point_is_recorded_and_the_rest_goes_on(tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         _call("sweep", str(path), "--out", str(out), "-q")
     assert len(ran(out)) == 6  # the failed ones again
-    smaller = {"grid": {"model": ["llama-3.1-8b"], "trace.cap": [128, 256]}}
+    smaller = {"grid": {"model": ["llama-3.1-8b"], "workflow.steps": [1, 2]}}
     rlsim.sweep(a_sweep(smaller, systems=[{"verl": {"tp": 1}}]), out=out)  # failures are in nobody's way
     assert not list((out / "failed").iterdir())
 
