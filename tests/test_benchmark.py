@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -37,6 +39,7 @@ def test_a_run_as_a_timeline() -> None:
     assert all(value > 0 for value in result.values())
 
 
+@pytest.mark.slow
 def test_attacked_sweeps_lose_nothing() -> None:
     result = results("sweep.py", "--attacks", "--kills", "2", "--full-disks", "1", "--damages", "2")
     assert result["kills"] == 2
