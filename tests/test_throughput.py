@@ -207,6 +207,13 @@ def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path
     assert not any("is the fastest" in sentence for sentence in found)
     (note,) = [note for note in rlsim.compare([tmp_path / "run"]).notes if "last counted step" in note]
     assert "tail: 16 more prompts wait" in note
+    config = {**SMALL, "systems": [*SMALL["systems"], tail], "model": "qwen2.5-7b"}
+    config |= {"trace": {"path": "rollpacker-math", "cap": "8K"}, "workflow": {**SMALL["workflow"], "prompts": 16}}
+    (tmp_path / "x.json").write_text(json.dumps(config))
+    for command in (["run", "--out"], ["sweep", "--grid", "trace.cap=[8K]", "--workers", "1", "--out"]):
+        shown = output(command[0], tmp_path / "x.json", *command[1:], tmp_path / command[0])
+        assert re.search(r"tail .*\] †", shown), shown
+        assert shown.count("†") == 2, "the mark and what it means; verl has none"
 
 
 def test_tail_batching_over_short_rounds_alone_says_what_it_put_off() -> None:

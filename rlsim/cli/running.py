@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli.common import Experiment, Settings, Warmup, add_code_folders, progress_bar, warmup_setting
-from rlsim.cli.tables import print_tables, table
-from rlsim.formats import is_missing, number, rate, share, with_interval
+from rlsim.cli.tables import late_legend, print_tables, speedup_text, table
+from rlsim.formats import is_missing, number, rate, share
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,9 +82,7 @@ def _tables(result: Result) -> Iterator[Table]:
         texts = []
         for row in rows.to_dict("records"):
             name = str(row["system"])
-            ratios = (
-                ["baseline", ""] if name == baseline else [with_interval(row, "speedup"), number(row["token_speedup"])]
-            )
+            ratios = [speedup_text(row, baseline), "" if name == baseline else number(row["token_speedup"])]
             shares = [share(row["bubble_fraction"], 1), share(row["tail_fraction"])]
             shown = f"{name} ({tuned[name]})" if name in tuned else name
             texts.append([shown, rate(row["responses_per_s"]), *ratios, number(row["step_time_s"], 1), *shares])
@@ -94,7 +92,7 @@ def _tables(result: Result) -> Iterator[Table]:
             title=" · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part),
             caption=f"{f'means of {seeds} seeds with 95% intervals' if seeds > 1 else 'one seed'}; responses/s: trained"
             f" on, per second\nspeedup: responses/s over those of {baseline}; by tokens: the same of trained tokens\n"
-            "tail: busy GPU time that decodes at under half of the full batch's throughput",
+            f"tail: busy GPU time that decodes at under half of the full batch's throughput{late_legend(rows)}",
         )
         yield _parts(rows)
 

@@ -12,8 +12,8 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Settings, Warmup, add_code_folders, echo, warmup_setting
-from rlsim.cli.tables import print_tables, setting_texts, table
-from rlsim.formats import number, rate, share, with_interval
+from rlsim.cli.tables import late_legend, print_tables, setting_texts, speedup_text, table
+from rlsim.formats import number, rate, share
 
 if TYPE_CHECKING:
     from rlsim.sweeps.points import Definition
@@ -209,7 +209,7 @@ def _print(found: SweepResult, definition: Definition) -> None:
             [
                 *text,
                 rate(row["responses_per_s"]),
-                with_interval(row, "speedup"),
+                speedup_text(row),
                 number(row["token_speedup"]),
                 number(row["step_time_s"], 1),
                 number(row["gen_time_s"], 1),
@@ -220,6 +220,7 @@ def _print(found: SweepResult, definition: Definition) -> None:
         ]
         headings = [*names, "responses/s", "speedup", "by tokens", "step s", "gen s", "bubble", "tail"]
         caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
+        caption += late_legend(summary)
         print_tables([table(headings, shown, words=len(names), caption=caption)])
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")

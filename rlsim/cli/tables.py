@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlsim.experiment.backlog import MOST_HELD_BACK
+from rlsim.formats import with_interval
+
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.table import Table
 
 #: Characters of a line where there is no terminal to say how many fit.
@@ -28,6 +32,19 @@ def table(
     for row in rows:
         found.add_row(*row)
     return found
+
+
+def speedup_text(row: Mapping[Any, Any], baseline: str = "") -> str:
+    """A summary row's speedup with its interval, `baseline` for that, and a mark if it is not comparable yet."""
+    text = "baseline" if row["system"] == baseline else with_interval(row, "speedup")
+    return text + (" †" if abs(row["held_back"]) > MOST_HELD_BACK else "")
+
+
+def late_legend(summary: pd.DataFrame) -> str:
+    """What the mark of `speedup_text` means, if any row has it."""
+    late = (summary["held_back"].abs() > MOST_HELD_BACK).any()
+    text = f"\n†: not comparable yet; the prompts put off change by over {MOST_HELD_BACK:.0%} of those trained on"
+    return text if late else ""
 
 
 def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import pandas as pd
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Where the backlog changes by a larger share of the prompts trained on, a throughput says little: what is put off is
 #: the longest responses.

@@ -58,11 +58,11 @@ class RunningBatch:
         self._residues = [0] * page_tokens  # how many requests have offset % page_tokens == i
 
     def requests(self) -> list[Request]:
-        """In admission order."""
+        """The requests in admission order."""
         return sorted(self, key=attrgetter("order"))
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order."""
+        """The requests, in no particular order."""
         return (request for _, order, request in self._finishing if request.order == order)
 
     def join(self, requests: Sequence[Request]) -> None:

@@ -185,11 +185,11 @@ class Replica:
 
     def requests(self) -> list[Request]:
         """Running and prefilling requests in admission order, then those waiting."""
-        admitted = sorted([*self._batch.requests(), *self._prefilling], key=attrgetter("order"))
+        admitted = sorted(chain(self._batch, self._prefilling), key=attrgetter("order"))
         return [*admitted, *self._waiting, *self._arrivals]
 
     def held(self) -> Iterator[Request]:
-        """The same in no order."""
+        """All requests here, in no particular order."""
         return chain(self._batch, self._prefilling, self._waiting, self._arrivals)
 
     def progress(self) -> int:
