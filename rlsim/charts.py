@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +92,23 @@ def _chart_page(figure: Any) -> str:
 
 @cache
 def vega_script() -> str:
-    """Vega, Vega-Lite and Vega-Embed as one script, once for all charts; it cannot end its own element."""
+    """Vega, Vega-Lite and Vega-Embed as one script, once for all charts; it cannot end its own element.
+
+    Bundling takes two seconds, so the script is kept in the user's cache folder where that can be written.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    kept = folder / "rlsim" / f"vega-{version('vl-convert-python')}.js"
+    with suppress(OSError, UnicodeDecodeError):
+        return kept.read_text(encoding="utf-8")
     import vl_convert
 
-    return (
+    script = (
         str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
         .replace("</script", "<\\/script")
         .replace("<!--", "<\\!--")
     )
+    with suppress(OSError, ConfigError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(kept) as temporary:
+            temporary.write_text(script, encoding="utf-8")
+    return script

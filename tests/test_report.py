@@ -15,6 +15,7 @@ from browser import open_page
 from typer.testing import CliRunner
 
 import rlsim
+from rlsim.charts import vega_script
 from rlsim.cli import app
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
@@ -399,3 +400,19 @@ def test_a_sweep_is_reported_with_its_failures(tmp_path: Path) -> None:
     assert {"sweep-speedup", "sweep-throughput"} <= set(opened.charts())
     with pytest.raises(ConfigError, match="is a sweep"):
         rlsim.write_report(tmp_path / "sweep", seed=0)
+
+
+def test_the_bundled_script_is_kept_and_a_folder_that_cannot_be_written_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = vega_script()
+    kept = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: script)
+    assert vega_script.__wrapped__() == script
+    (file,) = kept.rglob("*.js")
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: pytest.fail("bundled again"))
+    assert vega_script.__wrapped__() == script == file.read_text(encoding="utf-8")
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: script)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # a file stands where the folder would be
+    assert vega_script.__wrapped__() == script

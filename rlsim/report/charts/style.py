@@ -24,30 +24,25 @@ def data(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def finished(chart: Any, *, description: str, fit: bool = True) -> Any:
-    """The chart with the report's look; `fit` makes labels and plot together WIDTH wide (not for rows of charts)."""
+    """The chart, given the report's look in place (Altair's own methods copy all of it each time).
+
+    `fit` makes labels and plot together WIDTH wide (not for rows of charts).
+    """
     import altair as alt
 
     if fit:
-        chart = chart.properties(width=WIDTH, autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
-    return (
-        chart.properties(
-            description=description, background="#FFFFFF", padding={"left": 4, "right": 14, "top": 4, "bottom": 4}
-        )
-        .configure_view(stroke=None)
-        .configure_axis(
-            gridColor=GRID,
-            labelColor=INK,
-            titleColor=INK,
-            labelFontSize=12,
-            titleFontSize=12,
-            titleFontWeight="normal",
-            domainColor="#8A8A8A",
-            tickColor="#8A8A8A",
-            labelLimit=LABEL_LIMIT,
-        )
-        .configure_legend(labelColor=INK, titleColor=INK, labelFontSize=12, titleFontSize=12, symbolLimit=0)
-        .configure_title(color=INK, fontSize=13, fontWeight="bold", anchor="start")
+        chart.width, chart.autosize = WIDTH, alt.AutoSizeParams(type="fit-x", contains="padding")
+    chart.description, chart.background = description, "#FFFFFF"
+    chart.padding = {"left": 4, "right": 14, "top": 4, "bottom": 4}
+    text: dict[str, Any] = {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12}
+    lines: dict[str, Any] = {"gridColor": GRID, "domainColor": "#8A8A8A", "tickColor": "#8A8A8A"}
+    chart.config = alt.Config(
+        view=alt.ViewConfig(stroke=None),
+        axis=alt.AxisConfig(titleFontWeight="normal", labelLimit=LABEL_LIMIT, **text, **lines),
+        legend=alt.LegendConfig(symbolLimit=0, **text),
+        title=alt.TitleConfig(color=INK, fontSize=13, fontWeight="bold", anchor="start"),
     )
+    return chart
 
 
 def legend(names: list[str], **settings: Any) -> Any:
