@@ -23,7 +23,7 @@ from rlsim.validate.rollpacker import CUMULATIVE
 from rlsim.validate.rows import Row, summarise
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLISHED = read_sections(ROOT / "docs" / "validation.md")["published"]
+PAGE = read_sections(ROOT / "docs" / "validation.md")
 
 
 def rows(*errors: float, case: str = "vllm/qwen") -> tuple[Row, ...]:
@@ -36,11 +36,11 @@ def section(*errors: float) -> Section:
 
 
 def test_an_error_is_simulated_over_reference_less_one() -> None:
-    row = Row("published", "pat/x", "speedup", "output", 1.25, 1.0)
+    row = Row("pat", "x", "speedup", "output", 1.25, 1.0)
     assert row.error == pytest.approx(-0.2)
     assert row.record() == {
-        "part": "published",
-        "case": "pat/x",
+        "part": "pat",
+        "case": "x",
         "quantity": "speedup",
         "kind": "output",
         "reference": 1.25,
@@ -82,10 +82,11 @@ def test_a_page_keeps_the_sections_that_are_not_written(tmp_path: Path) -> None:
     assert list(read_sections(page)) == ["kernels", "serving"]
     assert page.read_text() == page_text(read_sections(page))
     assert "## Whole engines" in page.read_text()
-    assert stale(page, {"serving": section(0.1)}, ["serving"]) == ["rollout", "published", "sensitivity"]
+    missing = [part for part in PARTS if part not in ("kernels", "serving")]
+    assert stale(page, {"serving": section(0.1)}, ["serving"]) == missing
     changed = Section((), (), "Other text.\n")
-    assert stale(page, {"serving": changed}, ["serving"]) == ["serving", "rollout", "published", "sensitivity"]
-    assert stale(page, {"serving": changed}, []) == ["rollout", "published", "sensitivity"]
+    assert stale(page, {"serving": changed}, ["serving"]) == ["serving", *missing]
+    assert stale(page, {"serving": changed}, []) == missing
 
 
 def test_what_is_no_validation_page_is_not_overwritten(tmp_path: Path) -> None:
@@ -205,22 +206,22 @@ def test_pats_figures_are_of_steps_that_reach_the_cap_and_count_generated_tokens
         rows.append({**step, "system": system, "longest_tokens": 20000, "gen_time_s": 1.0, "step_time_s": 1.0})
     found = {(row.case, row.quantity): row for row in pat._h100(result_of(rows), "")}
     assert all(abs(row.error) < 0.01 for row in found.values())
-    assert found["pat/h100-24k", "generated_tokens_per_s"].simulated == pytest.approx(443_428 / 125.6)
+    assert found["h100-24k", "generated_tokens_per_s"].simulated == pytest.approx(443_428 / 125.6)
 
 
 def test_pats_experiments_run_under_its_engine_and_under_verls_default() -> None:
     for name in ("pat_vs_static", "pat_a40"):
         assert load_experiment(name)[0].calibration.endswith("-sglang")  # SGLang 0.4.8
-    shown = [row.split(" | ")[0] for row in PUBLISHED.splitlines() if row.startswith("| pat/")]
+    shown = [row.split(" | ")[0] for row in PAGE["pat"].splitlines() if row.startswith("| ")]
     for case in ("h100-24k-verl", "h100-24k", "a40-6k", "a40-16k"):
         engines = {case, case.replace("-verl", "") + "-vllm" + "-verl" * case.endswith("-verl")}
-        assert {f"| pat/{one}" for one in engines} <= set(shown)
+        assert {f"| {one}" for one in engines} <= set(shown)
 
 
 def test_what_an_input_was_fitted_to_never_stands_alone() -> None:
     """Beside every RollPacker speedup with the fitted efficiency: that it is, and the speedup without."""
-    rows = [row.strip("| ").split(" | ") for row in PUBLISHED.splitlines() if row.startswith("| rollpacker/")]
-    speedups = {row[0].removeprefix("rollpacker/"): row for row in rows if row[1] == "speedup" and row[2] == "output"}
+    rows = [row.strip("| ").split(" | ") for row in PAGE["rollpacker"].splitlines() if row.startswith("| ")]
+    speedups = {row[0]: row for row in rows if row[1] == "speedup" and row[2] == "output"}
     for experiment, systems in CUMULATIVE.items():
         for part in systems:
             case = f"{experiment.partition('_')[2]}-{part.strip('+ ').replace(' ', '-')}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
+from rlsim.validate.parts import PARTS, REPEATABLE
 
 if TYPE_CHECKING:
     from rlsim.validate.parts import Section
@@ -16,17 +17,15 @@ if TYPE_CHECKING:
 #: Parts with more comparisons than these show their summaries.
 _ROWS_SHOWN = 80
 _WIDTH = 120  # where there is no terminal
-#: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
-REPEATABLE = ("kernels", "serving", "published", "sensitivity")
 
 
 def validate(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="kernels, serving, rollout, published, sensitivity (default: all).",
+            help=f"{', '.join(PARTS)} (default: all).",
             show_default=False,
-            autocompletion=complete.one_of("kernels", "serving", "rollout", "published", "sensitivity"),
+            autocompletion=complete.one_of(*PARTS),
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
@@ -44,13 +43,13 @@ def validate(
 
     Exit code 1 if an error is beyond its bound or the checked page is stale.
 
-    Example: rlsim validate published --json published.json
+    Example: rlsim validate pat --json pat.json
     """
     from rlsim.cli.terminal import Console
     from rlsim.errors import ConfigError
     from rlsim.output import atomic_path, check_file
     from rlsim.validate.page import check_page, read_page, stale, write_page
-    from rlsim.validate.parts import PARTS, Options, Skipped, data_folder, run_part
+    from rlsim.validate.parts import Options, Skipped, data_folder, run_part
 
     console, log = Console(), Console(stderr=True)
     wanted = parts or list(PARTS)

@@ -38,7 +38,7 @@ bandwidth however large the cache, so they cannot have read what they state.
 """
 
 
-def run(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section | Skipped:
     """Fit every calibration that has tables of its own anew (a minute) and look up what was left out."""
     if options.data is None:
         return Skipped(

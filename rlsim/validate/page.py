@@ -17,15 +17,19 @@ TITLES = {
     "kernels": "Kernels at shapes that no fit has seen",
     "serving": "Whole engines: closed-loop serving",
     "rollout": "Real rollouts",
-    "published": "Published figures",
+    "pat": "Published figures: PAT",
+    "rollpacker": "Published figures: RollPacker and RLHFuse",
+    "oppo": "Published figures: OPPO",
+    "real": "Published figures: REAL",
     "sensitivity": "What the published figures depend on",
 }
 INTRODUCTION = """\
 # How far rlsim is from what was measured
 
-Written by `rlsim validate --page docs/validation.md`; CI fails if a section is stale or an error is beyond its bound.
-Four parts that build on each other: kernels, whole engines, real rollouts run for the purpose, and figures that papers
-print; a fifth says what those figures depend on. Errors are relative, rlsim / measured − 1.
+Written by `rlsim validate --page docs/validation.md`, which fails if an error is beyond its bound. Parts that build on
+each other: kernels, whole engines, real rollouts run for the purpose, and the figures that papers print of each system;
+the last part says what those figures depend on. Errors are relative, rlsim / measured − 1. *Inputs* may be used to
+calibrate (the remark says which were), *outputs* are predicted and never fitted.
 """
 
 

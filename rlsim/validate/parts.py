@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.validate.rows import Row, Summary
 
-#: In the order in which they build on each other: kernels make steps, steps make engines, engines make rollouts.
-#: The last measures nothing.
-PARTS = ("kernels", "serving", "rollout", "published", "sensitivity")
+if TYPE_CHECKING:
+    from rlsim.validate.rows import Row, Summary
+
+#: In the order in which they build on each other: kernels make steps, steps make engines, engines make rollouts, and
+#: rollouts make the systems whose figures papers print. The last measures nothing.
+PARTS = ("kernels", "serving", "rollout", "pat", "rollpacker", "oppo", "real", "sensitivity")
+#: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
+REPEATABLE = tuple(name for name in PARTS if name != "rollout")
 _SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one
 
 
@@ -49,7 +53,7 @@ def run_part(name: str, options: Options) -> Section | Skipped:
     """Run one part. Raises `CatalogueError` for a name that is none, `RlsimError` for what goes wrong in it."""
     if name not in PARTS:
         raise unknown_name("part of the validation", name, PARTS)
-    found: Section | Skipped = import_module(f"rlsim.validate.{name}").run(options)
+    found: Section | Skipped = import_module(f"rlsim.validate.{name}").section(options)
     return found
 
 

@@ -1,9 +1,10 @@
-"""PAT's published figures (SYSTEMS: PAT and veRL) beside rlsim's."""
+"""Part `pat`: PAT's published figures (SYSTEMS: PAT and veRL) beside rlsim's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +22,65 @@ from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.policies.pat import BATCHES, CONTEXTS
 from rlsim.trace import read_trace
-from rlsim.validate.rows import Kind, Row
+from rlsim.validate.charts import errors_chart
+from rlsim.validate.parts import Options, Section
+from rlsim.validate.rows import Row, markdown, summarise, table
 
 SWITCH_CONTEXTS = [12 * 1024] * 9  # "12K context, 9 sequences"
 A40_ENGINE = "a40-sglang"
 STATIC = ("verl-tp1", "verl-tp2", "verl-tp4", "verl-tp8")
 
 
-def row(case: str, quantity: str, kind: Kind, reference: float, simulated: float, note: str = "") -> Row:
-    """A row of this part."""
-    return Row("published", f"pat/{case}", quantity, kind, reference, simulated, note)
+row = partial(Row, "pat")
+
+_INTRODUCTION = """\
+LLaMA-3.1-8B, GRPO, 128 responses a step.
+
+"""
+_READING = """\
+
+How to read it:
+
+- **The baseline.** PAT's authors compare with a tuned static TP without naming it. On eight H100s the static TP whose
+  generation time is near the published 134.3 s is TP2. Measured kernels say that static TP4 and TP8 are much faster
+  there, so against the *tuned* best little or nothing of the gain remains (next table). On A40s the published latencies
+  themselves favour larger TP in the tail.
+- **The engine** is SGLang 0.4.8 (with veRL 0.4.1), so the shipped experiments run under SGLang's calibration, fitted
+  to later releases; rows with `-vllm` are the same experiments under vLLM's, veRL's default. What is between the two on
+  H100 is host time per sequence (15 µs against 47 µs), and attention. On A40 only prompt attention and host time
+  differ: PAT's own latencies leave no host time for SGLang there, and vLLM's is that of H100.
+- **Which steps.** PAT's figures are means of five steps in which at least one response reaches the cap. So are rlsim's
+  in this table; the other tables are over all steps.
+- **Throughput** counts the tokens that a step generates, without prompts.
+- **Time outside generation.** The published step leaves 38 s for log-probs, training and weight sync. Its training
+  setup (packing, offload, micro-batches, mini-batches) is not described; rlsim's, packed sequences under FSDP with
+  Ulysses where veRL needs it to start, at the efficiency of measured veRL steps, is faster, and that efficiency rests
+  on few rows ([calibration.md](calibration.md#training-efficiency)). It moves step times, tokens/s, shares and step
+  speedups; generation times are not touched by it.
+- **Generated tokens** of a step are not fitted either: they check the shape of the trace, of which two exceedances are
+  published.
+- **Back to the first layout.** Every step starts in PAT's first layout again. That is charged as part of the weight
+  sync; whether the decode graphs of that layout survive the switch is not published. If they do not, each step begins
+  with another pause ("recaptures" under [what decides](#what-decides-between-pat-and-the-tuned-static-tp)), which takes
+  most of the gain over the tuned best away.
+- **PAT's comparison.** The published rule predicts the remaining time "under the current layout". rlsim compares
+  layouts with the sequences spread evenly over their replicas, the present one too. Taking the replicas as they happen
+  to be (`spread: actual`) makes an imbalance of the moment look like a reason to switch: many more switches, and a loss
+  (there too, "as they are"). This reading is rlsim's, not the paper's.
+- **A40 links.** The all-reduce of 2 and 4 GPUs is Vidur's, from another machine; that of 8 GPUs is solved from PAT's
+  own latencies. The order of TP4 and TP8 there, and with it PAT's preference for TP4, is no better than that.
+- **Layer-wise switch memory**: which buffers count was decided with the published figures in view, so this row is no
+  blind prediction.
+- **Predictor**: rlsim's PAT interpolates a profile of rlsim's own step times, so its error has no measurement noise.
+"""
+_STATIC = """\
+
+### PAT beside every static TP
+
+Seconds a step; speedup > 1 means that PAT is faster. `bubble` is the share of GPU time in which a GPU does nothing:
+at TP8 there is one replica, so no GPU is idle while the tail runs, however badly it is used.
+
+"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +89,14 @@ class Runs:
 
     h100: Result
     a40: Result
+
+
+def section(_: Options) -> Section:
+    """Every figure (about a minute)."""
+    runs = run_experiments()
+    found = tuple(rows(runs))
+    text = "".join((_INTRODUCTION, table(found), _READING, _STATIC, _static(runs.values())))
+    return Section(found, tuple(summarise(found, depth=1)), text, chart=errors_chart(found))
 
 
 def rows(runs: Mapping[str, Runs]) -> Iterator[Row]:
@@ -168,3 +226,30 @@ def _predictor() -> Iterator[Row]:
         yield row(
             f"a40-predictor-tp{tp}", "mean error", "output", published, float(np.mean(errors)), "interpolation only"
         )
+
+
+def _static(runs: Iterable[Runs]) -> str:
+    rows = []
+    for result in (result for both in runs for result in (both.h100, both.a40)):
+        engine = {"sglang": "SGLang", "vllm": "vLLM"}[
+            str(result.manifest["experiment"]["calibration"]).rpartition("-")[2]
+        ]
+        cluster = f"{result.manifest['cluster']['name']}, {engine}"
+        mean = means(result)
+        for (case, system), own in mean.items():
+            best = mean[case, "pat"]
+            rows.append(
+                (
+                    f"{cluster}, cap {case or result.manifest['experiment']['trace']['cap'] // 1024}"
+                    + ("" if case else "K"),
+                    system,
+                    f"{own['gen_time_s']:.1f}",
+                    f"{own['step_time_s']:.1f}",
+                    f"{own['gen_time_s'] / best['gen_time_s']:.2f}",
+                    f"{own['step_time_s'] / best['step_time_s']:.2f}",
+                    f"{own['bubble_fraction']:.0%}",
+                    f"{own['switches']:.1f}",
+                )
+            )
+    headings = ("setting", "system", "gen s", "step s", "PAT's gen speedup", "PAT's step speedup", "bubble", "switches")
+    return markdown(headings, rows)

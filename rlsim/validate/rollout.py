@@ -54,7 +54,7 @@ cores; some minutes).
 """
 
 
-def run(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section | Skipped:
     """Calibrate, generate for real, simulate and compare."""
     if find_spec("torch") is None:
         return Skipped("a real rollout needs PyTorch: pip install 'rlsim[gpu]'")

@@ -1,9 +1,10 @@
-"""RollPacker's and RLHFuse's published figures (SYSTEMS: RollPacker, RLHFuse) beside rlsim's."""
+"""Part `rollpacker`: RollPacker's and RLHFuse's published figures (SYSTEMS: RollPacker, RLHFuse) beside rlsim's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import run
 from rlsim.trace import read_trace
-from rlsim.validate.rows import Kind, Row
+from rlsim.validate.charts import errors_chart
+from rlsim.validate.parts import Options, Section
+from rlsim.validate.rows import Row, summarise, table
 
 TASKS = ("math", "code", "judge")
 #: Rollout, reward and training in a veRL step (14B, cap 16K, 32 GPUs), by task.
@@ -30,9 +33,49 @@ CUMULATIVE = {
 UNFITTED = {"training.efficiency": None}
 
 
-def row(case: str, quantity: str, kind: Kind, reference: float, simulated: float, note: str = "") -> Row:
-    """A row of this part."""
-    return Row("published", f"rollpacker/{case}", quantity, kind, reference, simulated, note)
+row = partial(Row, "rollpacker")
+
+_INTRODUCTION = """\
+Qwen2.5 on H800s, GRPO, 128 × 8 responses a step. Shipped experiments, two seeds each. *Inputs* that are used: the
+length curves make the traces; the stage shares of the 14B baseline set what rewards take (by hand, to the nearest round
+value) and one number of the training stack, the efficiency at which training is 22% of a step
+(`scripts/fit_stage_shares.py`: 0.172 of peak, where the calibration says 0.371). What was fitted is an input, but the
+errors without it had been seen, so rows with that efficiency are no blind predictions: beside each stands the same with
+the calibration's ("-unfitted"). As a whole RollPacker is {small} times as fast as veRL at 7B without that fit and
+{small_fitted} with it (published: 2.03), at 32B {large} and {large_fitted} (published: 2.56). While log-probs ran
+beside rewards, which veRL does not do, a judge's GPUs did not train, and the planner went by preemptions alone, the fit
+gave 0.141, and the cumulative speedups with it were 1.38, 1.74, 1.74, 2.03 and 2.45, 2.79, 2.79, 3.09.
+
+"""
+_READING = """\
+
+How to read it:
+
+- **Cumulative speedups.** The order is right. Beyond 20% is 32B from the planner on. It gains 15% there, in the paper
+  2%: to its profile TP 4 and 8 are faster than the published TP 2 for rounds of all kinds, most of all for long ones,
+  and so they are in the engine: static veRL at TP 4 would take 0.7 of its time at TP 2. The paper's own profiles seem
+  to have said otherwise, or its veRL was not tuned. The stream trainer gains 16% at either size, in the paper 2 and 1%.
+  In rlsim half of the GPUs train at no cost but their absence from rollout and the recomputation of the KV that moves;
+  what else it costs on a real machine is not published. With the stream trainer in long rounds only, the reading that
+  its published long-round gains suggest, the 7B figure changes as [shown below](#what-rollpackers-figures-depend-on).
+- **32B tails.** The published length curves end at 16K tokens. Up to 32K the fitted mixture goes on, and veRL waits
+  for its longest response in every step: "no response beyond 16K" there shows how much hangs on that.
+- **Longest responses.** "Up to 8.9 times shorter" does not name its setting; the ratio is bounded by cap over median.
+- **Responses only.** With speculation on responses alone every prompt must get 8 of its 10 responses; how often it does
+  not depends on how alike a prompt's responses are, which no paper says (0.7 to 0.75 assumed).
+- **Preemptions.** Qwen3-8B's lengths are not published; long reasoning is assumed. rlsim finds the published ratio of
+  short to long rounds, but TP2 does not make short rounds faster: vLLM's host time per sequence is paid by half as many
+  replicas. The planner's profile says so too: it keeps TP1 in short rounds but for those after a rise of preemptions,
+  takes TP2 in most long ones, and is as fast as static TP1.
+- **Adaptive timeouts** help where some response to the prompt was right before a program hangs. How correctness spreads
+  over prompts is not published.
+- **A colocated judge.** Under MPS both sides are taken to slow down by 30% while both work (assumed), in time slices by
+  a factor of two. How many layers stay in host memory follows from how long one prefill hides their copying.
+- **RLHFuse strengthened.** Whether it kept GPUs for a judge is not published: with a colocated one RollPacker's speedup
+  over it falls (last table there).
+- **Where tail batching does not pay.** Nearly half of the long-reasoning lengths reach the 8K cap. Then the tail is
+  half of the batch, what is launched in vain is as long as the rest, and nothing is gained.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,6 +161,13 @@ def speedups(result: Result) -> dict[str, float]:
     """Speedup of each system over the baseline."""
     summary = result.summary()
     return {str(name): float(value) for name, value in zip(summary["system"], summary["speedup"], strict=True)}
+
+
+def section(_: Options) -> Section:
+    """Every figure (about five minutes)."""
+    found = tuple(rows(run_experiments()))
+    text = "".join((_introduction(found), table(found), _READING))
+    return Section(found, tuple(summarise(found, depth=1)), text, chart=errors_chart(found))
 
 
 def rows(runs: Runs) -> Iterator[Row]:
@@ -241,3 +291,10 @@ def _judge() -> Iterator[Row]:
     found = run("rollpacker_7b", overrides=settings)
     mean = scored_s(found)
     yield row("judge", "time slices / MPS", "output", 1.25, mean["time_slicing"] / mean["mps"], "up to 1.25")
+
+
+def _introduction(rows: Iterable[Row]) -> str:
+    whole = {row.case: row.simulated for row in rows if row.quantity == "speedup"}
+    named = {"small": "7b-rollpacker-unfitted", "small_fitted": "7b-rollpacker"}
+    named |= {"large": "32b-rollpacker-unfitted", "large_fitted": "32b-rollpacker"}
+    return _INTRODUCTION.format(**{key: f"{whole[case]:.2f}" for key, case in named.items()})

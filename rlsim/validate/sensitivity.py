@@ -10,7 +10,7 @@ from rlsim.validate.pat_settings import Outcome, outcomes
 from rlsim.validate.rows import markdown
 
 _INTRODUCTION = """\
-The experiments of the section before with one input changed at a time. CI does not repeat these tables: they take as
+The experiments of the sections before with one input changed at a time. CI does not repeat these tables: they take as
 long as all else together, and nothing is measured in them. `rlsim validate sensitivity --page docs/validation.md`
 writes them.
 
@@ -60,7 +60,7 @@ _OPPO = """
 """
 
 
-def run(options: Options) -> Section:
+def section(options: Options) -> Section:
     """Every setting of every system (about five minutes)."""
     options.progress("sensitivity: PAT")
     found = tuple(outcomes())

@@ -255,7 +255,7 @@ What limits them:
 """
 
 
-def run(options: Options) -> Section | Skipped:
+def section(options: Options) -> Section | Skipped:
     """Every measured run on rlsim's engine, and once for each other assumption about the runs (half a minute)."""
     if options.data is None or not (options.data / TABLE).is_file():
         return Skipped("the measured serving runs are not here (they are no part of rlsim); --data FOLDER says where")
