@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 
 from rlsim import catalogue
 from rlsim.errors import ConfigError, unknown_name
-from rlsim.reading import is_folder, read_json, read_yaml
-from rlsim.schema import Name, Schema, validate
+from rlsim.reading import is_folder, read_json
+from rlsim.schema import Name, Schema, load, validate
 
 #: Supported `model_type`s: llama-like blocks (RMS norms, rotary embedding, gated MLP, grouped-query attention).
 #: qwen2 has biases on q, k and v; qwen3 has norms on each query and key head; qwen3_moe replaces the MLP by experts.
@@ -240,7 +240,7 @@ def load_model(name_or_path: str | Path) -> Model:
     else:
         raise unknown_name("model", text, known)
     if path.suffix != ".json":
-        return validate(read_yaml(path), Model, source=str(path))
+        return load(path, Model)
     return validate(_from_config_json(path), Model, source=str(path))
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -41,7 +42,19 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def load(path: Path, model: type[S]) -> S:
-    """`path` read as YAML and validated as `model`; raises `ConfigError` with every mistake in it."""
+    """`path` read as YAML and validated as `model`, a frozen record; raises `ConfigError` with every mistake in it.
+
+    A file that has not changed since it was last loaded is not read again.
+    """
+    try:
+        file = path.stat()
+    except (OSError, ValueError):
+        return validate(read_yaml(path), model, source=str(path))  # which says why it cannot be read
+    return cast(S, _loaded(path, model, file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size))
+
+
+@lru_cache(maxsize=256)
+def _loaded(path: Path, model: type[BaseModel], *_: int) -> BaseModel:
     return validate(read_yaml(path), model, source=str(path))
 
 

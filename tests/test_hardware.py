@@ -1,3 +1,7 @@
+import json
+import os
+from pathlib import Path
+
 import pytest
 
 from rlsim import catalogue
@@ -70,3 +74,17 @@ def test_mistakes_in_a_mapping() -> None:
         load_cluster({**INLINE, "nods": 2})
     with pytest.raises(ConfigError, match=r"^intra.bytes_per_s: unknown unit 'GBps'"):
         load_cluster({**INLINE, "intra": {**LINK, "bytes_per_s": "31.5 GBps"}})
+
+
+def test_a_file_is_read_again_once_it_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = json.dumps({**INLINE, "nodes": 1})
+    path.write_text(text, encoding="utf-8")
+    first = load_cluster(str(path))
+    assert load_cluster(str(path)) is first
+    path.write_text(text.replace('"nodes": 1', '"nodes": 0'), encoding="utf-8")
+    os.utime(path, ns=(1, 1))  # whatever the resolution of the clock
+    with pytest.raises(ConfigError, match=r"mine\.yaml:1:.*nodes"):
+        load_cluster(str(path))
+    path.write_text(text, encoding="utf-8")
+    assert load_cluster(str(path)) == first

@@ -133,15 +133,10 @@ def test_looking_at_results_imports_no_policy(folder: Path, monkeypatch: pytest.
     assert command(monkeypatch, "run", "base.yaml", "--out", "a") == 0
     assert command(monkeypatch, *["sweep", "base.yaml", "--grid", "seeds=[1]", "--out", "b", "--workers", "1"]) == 0
     (folder / "mine.py").write_text("open('imported', 'w').close()\n", encoding="utf-8")
-    for arguments in (
-        ("report", "a"),
-        ("report", "b"),
-        ("compare", "a", "b"),
-        ("timeline", "a", "--system", "mine"),
-    ):
-        call = [sys.executable, "-m", "rlsim", *arguments]
-        done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=folder)
-        assert done.returncode == 0, done.stderr
+    looking = [["report", "a"], ["report", "b"], ["compare", "a", "b"], ["timeline", "a", "--system", "mine"]]
+    program = f"from rlsim.cli import app\nfor words in {looking}: app(words, standalone_mode=False)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
     assert not (folder / "imported").exists()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -355,7 +354,6 @@ def _resolve(name: str) -> Path:
     raise unknown_name("calibration", name, known)
 
 
-@lru_cache(maxsize=64)
 def _load(path: Path) -> Calibration:
     try:
         return load(path, Calibration)
