@@ -1,4 +1,3 @@
-# ruff: noqa: D102 - documented on the protocol
 """The live `RolloutView` that the engine hands to a control."""
 
 from __future__ import annotations
