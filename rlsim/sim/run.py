@@ -83,8 +83,8 @@ class _Run:
             if edge.grain == "stage" and step >= edge.lag and (call.kind != "reward" or edge.lag):
                 yield self.done[edge.source, step - edge.lag]
         for edge in self.what.workflow.edges:
-            if edge.exact and edge.source == call.name and (older := self.done.get((edge.target, step + edge.lag - 1))):
-                yield older
+            if edge.exact and edge.source == call.name:  # the last that may not have these weights yet
+                yield self.done[edge.target, min(step + edge.lag - 1, self.what.steps - 1)]
         if call.kind == "reward":
             record = yield from self._reward(call, step, placement)
         elif any(edge.grain == "chunk" for edge in edges):
