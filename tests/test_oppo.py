@@ -478,11 +478,18 @@ def test_a_batching_may_keep_some_and_put_others_back() -> None:
     lengths = {0: [2], 1: [9, 9], 2: [8, 3], 3: [2], 4: [9], 5: [9]}
     played = play(lengths, 2, workflow=graph(), gpus=4, steps=2, batching=batching)
     first, second = played.outcome.responses
-    assert batching.seen[:2] == [Unfinished(Prompt(1), (2,), (False,)), Unfinished(Prompt(2), (2,), (False,))]
+    assert batching.seen[:2] == [Unfinished(Prompt(1), (2,), (False,), (0,)), Unfinished(Prompt(2), (2,), (False,), (0,))]
     assert first.aborted.tolist() == [False, False, True, False]
     assert second.position.tolist() == [2, 4, 5, 1]
     assert second.resumed_tokens.tolist() == [0, 0, 0, 2]
     assert sorted(second.response_tokens[second.trained]) == [3, 9]  # another sample of 2, the same one of 1
+
+
+def test_a_batching_sees_how_stale_the_responses_are() -> None:
+    batching = Partial()
+    train({i: [60, 60] if i == 1 else [2, 2] for i in range(40)}, 2, 1, gpus=4, steps=4, batching=batching)
+    seen = [u.staleness for u in batching.seen if u.prompt.position == 1]
+    assert seen == [(0,), (1,), (0,), (1,)], "kept, then put back, launched anew with newer weights, and kept"
 
 
 def test_what_goes_on_may_wait_for_its_rewards() -> None:

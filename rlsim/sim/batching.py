@@ -37,6 +37,7 @@ class Unfinished(NamedTuple):
     prompt: Prompt
     generated_tokens: tuple[int, ...]  # of each of its responses that was not aborted
     complete: tuple[bool, ...]  # which of these are whole responses
+    staleness: tuple[int, ...]  # weight updates between the oldest token of each and this step's generation
 
 
 class Batching:
@@ -173,8 +174,10 @@ class StepBatch(RolloutControl):
     batch as soon as it is finished. `accept` is told of responses that belong to it.
     """
 
-    def __init__(self, batching: Batching, feed: PromptFeed, accept: Callable[[Sequence[Request]], None]) -> None:
-        self._batching, self._feed, self._accept = batching, feed, accept
+    def __init__(
+        self, batching: Batching, feed: PromptFeed, accept: Callable[[Sequence[Request]], None], version: int = 0
+    ) -> None:
+        self._batching, self._feed, self._accept, self._version = batching, feed, accept, version
         self._groups: dict[int, _Group] = {}
         self._of: dict[int, _Group] = {}  # by request
         self._news: dict[int, _Group] = {}
@@ -235,15 +238,21 @@ class StepBatch(RolloutControl):
         unfinished = {g.prompt.position: g for g in self._groups.values() if not g.settled}
         if self._batching.pauses:
             there = {at: [*g.finished, *g.left.values()] for at, g in unfinished.items()}
-            asked = [
-                Unfinished(g.prompt, tuple(r.generated for r in there[at]), tuple(r.finished for r in there[at]))
-                for at, g in unfinished.items()
-            ]
+            asked = [self._seen(g.prompt, there[at]) for at, g in unfinished.items()]
             self.paused = {prompt.position: there[prompt.position] for prompt in self._batching.keep(asked)}
         back = [group for at, group in unfinished.items() if at not in self.paused]
         self._batching.put_back([g.prompt._replace(first_sample=g.prompt.first_sample + g.samples) for g in back])
         paused = sum(map(len, self.paused.values()))
         return Settled(self.first.label, self.size, self._dropped, len(back), self.resumed, paused)
+
+    def _seen(self, prompt: Prompt, responses: Sequence[Request]) -> Unfinished:
+        """A prompt as the batching may know it."""
+        return Unfinished(
+            prompt,
+            tuple(r.generated for r in responses),
+            tuple(r.finished for r in responses),
+            tuple(self._version - (r.resumed.version if r.resumed else self._version) for r in responses),
+        )
 
     @property
     def accepted(self) -> Set[int] | None:

@@ -60,7 +60,9 @@ class Generation:
         what, flow = self._what, state.flow
         mesh = placement.rollout_mesh(what.cluster)
         state.version = self.version
-        batch = state.batch = StepBatch(what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples))
+        batch = state.batch = StepBatch(
+            what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples), state.version
+        )
         requests = self._launched(state, batch.first)
         resumed = [r for r in requests if r.resumed] if batch.first.resume else []
         generating = [r for r in resumed if not r.finished]
