@@ -511,6 +511,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     assert "workers 2 (now 1)" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_without_measuring_anything_twice(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     journal = tmp_path / "out" / "measurements.jsonl"

@@ -167,6 +167,7 @@ def test_gemm_fit_finds_what_made_its_data() -> None:
 
 
 @tables
+@pytest.mark.slow
 def test_one_calibration_on_request(tmp_path: Path) -> None:
     """`--only` writes the shipped bytes, of a GPU that borrows its host time, and nothing else."""
     script = str(SCRIPTS / "fit_calibrations.py")
