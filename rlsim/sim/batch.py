@@ -7,10 +7,12 @@ and pages are counted from how many requests stand at which place of their last 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 from operator import attrgetter, mul
 
+from rlsim.cost.curve import DecodeCurve
 from rlsim.sim.request import Request
 
 
@@ -120,6 +122,37 @@ class RunningBatch:
         if finished:
             self.leave(finished)
         return finished
+
+    def fits_to_the_end(self) -> bool:
+        """Whether all requests fit until they are complete, wherever in their last pages they stand."""
+        final = sum(request.prompt_tokens + request.response_tokens + self._padding for request in self)
+        return final <= self._capacity_tokens
+
+    def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
+        """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
+        they finish, each with its moment, and the most context tokens.
+
+        The same sums as completion after completion. `decode` gives the curve of a batch size.
+        """
+        left = [entry for entry in sorted(self._finishing) if entry[2].order == entry[1]]
+        furthest = list(accumulate((request.offset for *_, request in reversed(left)), max))  # of the last 1, 2, …
+        step, size, tokens, skew, peak = self.step, self.size, self.tokens, self._skew, 0
+        for finish, _, request in left:
+            if finish > step:
+                padded = tokens + skew * (size * (step + furthest[size - 1]) - tokens) if skew else tokens
+                now += decode(size).steps_s(padded, finish - step)
+                tokens += (finish - step) * size
+                peak, step = max(peak, tokens), finish
+            request.finished_at = now
+            request.generated = request.response_tokens
+            request.order = 0
+            tokens -= request.prompt_tokens + request.response_tokens
+            size -= 1
+        self.step, self.size, self.tokens = step, 0, 0
+        self._ages.clear()
+        self._residues = [0] * self._page_tokens
+        self.clear()
+        return now, [request for *_, request in left], peak
 
     def _steps_to_chunk(self, most: int) -> int:
         """Steps until the next chunk is complete; `most` if none is awaited any more."""

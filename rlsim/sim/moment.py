@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from heapq import heappush
 
 import simpy
-from simpy.events import EventPriority
+from simpy.events import NORMAL, EventPriority
 
 from rlsim.cost.curve import REACHED
 
@@ -23,6 +24,14 @@ def at_end(
     if then is not None:
         event.callbacks.append(then)
     env.schedule(event, priority, max(at - env.now, 0.0))
+    return event
+
+
+def at(env: simpy.Environment, moment: float) -> simpy.Event:
+    """An event at just that moment: a delay added to the present one may miss its last digit."""
+    event = env.event()
+    event._ok, event._value = True, None
+    heappush(env._queue, (moment, NORMAL, next(env._eid), event))
     return event
 
 

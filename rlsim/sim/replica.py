@@ -18,6 +18,7 @@ import simpy
 from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.sim.batch import RunningBatch
+from rlsim.sim.moment import at
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request
 from rlsim.sim.stays import Left
@@ -35,7 +36,8 @@ class Replica:
     """`tp` GPUs of one node that decode together. Starts with nothing to do; `receive` gives it requests.
 
     `chunks` is told each time a response reaches a multiple of its chunk length; each such chunk, and the last one of
-    a response, makes the replica's next iteration begin later by the time of a hand-over.
+    a response, makes the replica's next iteration begin later by the time of a hand-over. To a `quiet` replica no order
+    ever comes, and it tells of the last responses, once nothing waits any more, all at once and at the end.
     """
 
     __slots__ = (
@@ -55,6 +57,7 @@ class Replica:
         "_prefill_pages",
         "_prefilling",
         "_process",
+        "_quiet",
         "_recorder",
         "_span_end",
         "_span_kind",
@@ -89,6 +92,7 @@ class Replica:
         on_finish: Callable[[Replica, list[Request]], None],
         numbers: Iterator[int],
         chunks: ChunkListener | None = None,
+        quiet: bool = False,
     ) -> None:
         self.env = env
         self.index = index
@@ -115,6 +119,7 @@ class Replica:
         self._prefill_pages = 0
         self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
         self._chunks = chunks
+        self._quiet = quiet
         self._owed_s = 0.0  # for chunks that were handed over at the boundary before
         self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunks.tokens if chunks else 0)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
@@ -240,6 +245,14 @@ class Replica:
             chunks = self._admit() if self._waiting or self._prefilling else None
             if chunks:
                 yield from self._prefill(chunks)
+            elif self._quiet and batch.size and not self._waiting and batch.fits_to_the_end():
+                start = env.now
+                end, finished, peak = batch.drain(start, self.cost.decode)
+                yield at(env, end)
+                self._extend_span("decode", start)
+                self.peak_tokens = max(self.peak_tokens, peak)
+                self._stays.finished(finished)
+                self._on_finish(self, finished)
             elif batch.size:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
                 tokens, steps = batch.padded_tokens(), batch.steps_ahead()
@@ -397,20 +410,15 @@ class Replica:
 
     def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
         """End iterations of one kind that began at `start`: let go of every request whose response is complete."""
-        now = self.env.now
-        if kind != self._span_kind or start != self._span_end:
-            self.close()
-            self._span_kind = kind
-            self._span_start = start
-        self._span_end = now
-        batch = self._batch
+        now, batch = self.env.now, self._batch
+        self._extend_span(kind, start)
         if batch.tokens > self.peak_tokens:
             self.peak_tokens = batch.tokens
         finished = batch.complete()
         if finished:
             for request in finished:
                 request.finished_at = now
-            self._stays.add(finished, now)
+            self._stays.finished(finished)
         if self._chunks:
             self._hand_over(self._chunks, len(finished), prefilled)
         if finished:
@@ -428,6 +436,14 @@ class Replica:
         return -(-context // self._page_tokens)
 
     # ---- spans ------------------------------------------------------------------------------------------------------
+
+    def _extend_span(self, kind: str, start: float) -> None:
+        """Work of this kind went on from `start` until now: the span that is open grows, or a new one begins."""
+        if kind != self._span_kind or start != self._span_end:
+            self.close()
+            self._span_kind = kind
+            self._span_start = start
+        self._span_end = self.env.now
 
     def close(self) -> None:
         """Record the span that is still open."""

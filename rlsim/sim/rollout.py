@@ -112,6 +112,8 @@ class Rollout:
         self._left = len(self.requests)
         self._left_on = dict.fromkeys(range(len(mesh)), 0)
         self._asks = decides(control)
+        #: Nobody decides anything or is told of anything before the end.
+        self._quiet = not (self._asks or open or on_finish or chunks or crowded)
         self._bound_for = dict.fromkeys(range(len(mesh)), 0)  # requests migrating to the node
         self._asking = self._stopping = False
         self._just_finished: set[int] = set()
@@ -147,6 +149,7 @@ class Rollout:
                 self._finished,
                 self._numbers,
                 self._chunks,
+                self._quiet,
             )
             self.replicas.append(replica)
             started.append(replica)

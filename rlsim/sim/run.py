@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import simpy
@@ -62,6 +63,7 @@ class _Run:
             self.outcome.step_ends.append(self.env.now)
             self.outcome.responses.append(state.responses())
             state.requests, state.rollout = [], None
+        self.outcome.spans.sort(key=attrgetter("start_at", "gpus"))
         return self.outcome
 
     def _run_until(self, calls: Sequence[simpy.Process], step: int) -> None:

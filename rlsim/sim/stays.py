@@ -48,16 +48,23 @@ class Stays:
         self.gpus = gpus
         self._packed = bytearray()
 
-    def add(self, requests: Iterable[Request], left_at: float, left: Left = "finished") -> None:
+    def finished(self, requests: Iterable[Request]) -> None:
+        """These are complete, each at its moment."""
+        self._pack((r, r.finished_at) for r in requests)
+
+    def add(self, requests: Iterable[Request], left_at: float, left: Left) -> None:
         """The replica has let go of these; their tokens are up to date."""
-        packed, code = self._packed, _CODES[left]
+        self._pack(((r, left_at) for r in requests), _CODES[left])
         for r in requests:
+            r.admitted_at = r.decoding_at = NAN
+
+    def _pack(self, ends: Iterable[tuple[Request, float]], code: int = 0) -> None:
+        packed = self._packed
+        for r, left_at in ends:
             tokens = r.prompt_tokens + r.generated
             packed += _pack(
                 r.id, r.arrived_at, r.admitted_at, r.decoding_at, left_at, r.start_tokens, tokens, r.offset, code
             )
-            if code:
-                r.admitted_at = r.decoding_at = NAN
 
     def __len__(self) -> int:
         return len(self._packed) // _FIELDS.itemsize
