@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 import simpy
@@ -105,7 +107,10 @@ class Rollout:
         self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
-        self._ids = frozenset(r.id for r in self.requests)
+        self._requests = {r.id: r for r in self.requests}
+        self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
+        self._longest = [(-r.prompt_tokens - r.response_tokens, r.id) for r in self.requests]  # a heap
+        heapify(self._longest)
         self.finished_lengths: list[int] = []  # of the responses so far, where a control is asked
         self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
         self.finished = 0  # responses finished so far
@@ -171,6 +176,7 @@ class Rollout:
     def _give(self, replica: Replica, requests: Sequence[Request]) -> None:
         self._left_on[replica.node] += len(requests)
         if requests:
+            self._at.update((r.id, replica) for r in requests)
             replica.receive(requests)
 
     def _take(
@@ -179,14 +185,18 @@ class Rollout:
         """Take requests (all, unless named) out of a replica at its boundary: the running ones, and the others."""
         running, others = replica.drain(left) if ids is None else replica.remove(ids, left)
         self._left_on[replica.node] -= len(running) + len(others)
+        for request in (*running, *others):
+            del self._at[request.id]
         return running, others
 
     def _deal_out(self, requests: Iterable[Request], load: dict[int, int]) -> dict[int, list[Request]]:
         """Longest context first, each to the replica (by index) with the least context so far."""
         shares: dict[int, list[Request]] = {index: [] for index in load}
+        least = [(context, index) for index, context in load.items()]
+        heapify(least)
         for request in sorted(requests, key=lambda r: (-r.context, r.id)):
-            index = min(load, key=lambda i: (load[i], i))
-            load[index] += request.context
+            context, index = least[0]
+            heapreplace(least, (context + request.context, index))
             shares[index].append(request)
         return shares
 
@@ -198,7 +208,7 @@ class Rollout:
         if not active:
             self._homeless.extend(requests)
             return
-        load = {r.index: sum(context for _, context, _ in r.contexts()) for r in active}
+        load = {r.index: r.context_tokens() for r in active}
         for index, share in self._deal_out(requests, load).items():
             self._give(self.replicas[index], share)
 
@@ -275,7 +285,7 @@ class Rollout:
                     self.env.process(self._reconfigure(node, old, [replica.stop() for replica in old], tp, kv))
             case Migrate(requests, to, kv):
                 self._check(0 <= to < len(self.replicas), action, f"there is no replica {to}")
-                self._check(self._ids.issuperset(requests), action, "there is no such request")
+                self._check(self._requests.keys() >= set(requests), action, "there is no such request")
                 if self.replicas[to].stopped is None:
                     self._migrate(requests, self.replicas[to], kv)
             case Release(replicas):
@@ -285,7 +295,7 @@ class Rollout:
                     for replica in leaving:
                         self.env.process(self._release(replica, replica.stop()))
             case Abort(requests):
-                self._check(self._ids.issuperset(requests), action, "there is no such request")
+                self._check(self._requests.keys() >= set(requests), action, "there is no such request")
                 for replica, ids in self._where(requests):
                     replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i), urgent=True)  # type: ignore[misc]
             case Launch():
@@ -302,8 +312,10 @@ class Rollout:
             room = self._costs.capacity_pages(tp) * self._config.page_tokens
         except RlsimError as error:
             self._check(False, action, str(error))
-        left = [r.prompt_tokens + r.response_tokens for r in self.requests if not (r.finished or r.aborted)]
-        longest = max(left, default=0)
+        heap = self._longest
+        while heap and ((r := self._requests[heap[0][1]]).finished or r.aborted):
+            heappop(heap)
+        longest = -heap[0][0] if heap else 0
         self._check(longest <= room, action, f"a replica holds {room} tokens of KV, too few for a whole response")
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
@@ -401,7 +413,9 @@ class Rollout:
         self._check(self._launcher is not None, launch, "nothing can be launched here")
         requests = list(self._launcher(launch)) if self._launcher else []
         self.requests += requests
-        self._ids |= {r.id for r in requests}
+        for request in requests:
+            self._requests[request.id] = request
+            heappush(self._longest, (-request.prompt_tokens - request.response_tokens, request.id))
         self._left += len(requests)
         self._deal_to_active(requests)
 
@@ -433,9 +447,12 @@ class Rollout:
 
     def _where(self, ids: Sequence[int]) -> list[tuple[Replica, frozenset[int]]]:
         """The active replicas that hold some of these requests, and which."""
-        wanted = frozenset(ids)
-        found = [(r, frozenset(q.id for q in r.held() if q.id in wanted)) for r in self.active()]
-        return [(r, i) for r, i in found if i]
+        found: dict[Replica, set[int]] = {}
+        for id_ in ids:
+            replica = self._at.get(id_)
+            if replica and replica.stopped is None and not self._requests[id_].finished:
+                found.setdefault(replica, set()).add(id_)
+        return [(r, frozenset(found[r])) for r in sorted(found, key=attrgetter("node", "index"))]
 
 
 def dealt(requests: Sequence[_T], replicas: int, routing: Routing) -> list[Sequence[_T]]:
