@@ -48,7 +48,9 @@ class ElasticCall:
         self.on_done: Callable[[Sequence[Request]], None] | None = None
         self._replicas = len(replicas)
         self._queue: deque[Request] = deque()
-        self._news = env.event()
+        self._tokens = 0  # of all that is in the queue
+        self._idle: deque[simpy.Event] = deque()  # replicas that have nothing to do, in the order in which they had
+        self._coming = 0  # replicas whose GPUs are theirs, and that are about to take a part
         self.started_at = float("nan")
         self.parts_s: dict[str, float] = {}  # what the work went to, mean over replicas
         self.samples = [0] * len(replicas)  # that each replica worked on: its weight in the mean of the gradients
@@ -63,23 +65,34 @@ class ElasticCall:
 
     def _arrived(self, samples: Sequence[Request]) -> None:
         self._queue.extend(samples)
-        self._wake()
+        self._tokens += sum(sample.context for sample in samples)
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Wake the next idle replica if not all of the queue will be taken at this moment anyway; it wakes another."""
+        if self._idle and self._coming < len(self._queue):
+            self._idle.popleft().succeed()
 
     def _end(self) -> Generator[simpy.Event, Any, None]:
         yield self._inbox.closed
-        self._wake()
-
-    def _wake(self) -> None:
-        news, self._news = self._news, self._env.event()
-        news.succeed()
+        while self._idle:
+            self._idle.popleft().succeed()
 
     def _work(self, index: int, gpus: tuple[int, ...]) -> Generator[simpy.Event, Any, None]:
         env, loaded = self._env, False
         while self._queue or not self._inbox.closed.triggered:
-            if not self._queue:
-                yield self._news
+            if self._coming >= len(self._queue):
+                if self._inbox.closed.triggered:
+                    return  # others take what is left
+                self._idle.append(env.event())
+                yield self._idle[-1]
                 continue
-            yield self._pool.acquire(gpus, self._call.kind)
+            granted = self._pool.acquire(gpus, self._call.kind)
+            at_once = granted.triggered
+            self._coming += at_once
+            self._rouse()
+            yield granted
+            self._coming -= at_once
             part = self._take()
             if part:
                 start = env.now
@@ -103,10 +116,11 @@ class ElasticCall:
         """The next part: in order of arrival, no more than an even share of what is left when no more can come."""
         queue, most = self._queue, self._pieces.tokens
         if self._inbox.closed.triggered:
-            most = min(most, max(sum(r.context for r in queue) // self._replicas, 1))
+            most = min(most, max(self._tokens // self._replicas, 1))
         part: list[Request] = []
         tokens = 0
         while queue and (not part or tokens + queue[0].context <= most):
             tokens += queue[0].context
             part.append(queue.popleft())
+        self._tokens -= tokens
         return part

@@ -7,18 +7,23 @@ long as it takes. (Without overlap no generation can wait while weights are stil
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 import simpy
 
 from rlsim.workflow.graph import CallKind
 
+_rank = attrgetter("rank")
+
 
 class _Waiting(NamedTuple):
+    rank: tuple[int, int, int]  # its place in the order of all that wait
     gpus: frozenset[int]
     granted: simpy.Event
-    kind: CallKind
 
 
 class GpuPool:
@@ -27,31 +32,39 @@ class GpuPool:
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._busy: set[int] = set()
-        self._waiting: list[_Waiting] = []
+        self._calls = 0
+        self._queues: defaultdict[int, list[_Waiting]] = defaultdict(list)  # by GPU, in the order of ranks
+        self._generations: dict[simpy.Event, _Waiting] = {}  # those that wait
 
     def acquire(self, gpus: Iterable[int], kind: CallKind) -> simpy.Event:
-        """An event that fires when all of `gpus` are the caller's, a call of that kind."""
-        place = len(self._waiting)
-        if kind == "sync":
-            place = next((i for i, other in enumerate(self._waiting) if other.kind == "generate"), place)
-        self._waiting.insert(place, _Waiting(frozenset(gpus), self._env.event(), kind))
-        granted = self._waiting[place].granted
-        self._grant()
-        return granted
+        """An event that fires when all of `gpus` are the caller's, a call of that kind; at once if they are free."""
+        self._calls += 1
+        rank = (self._calls, 1, 0)
+        if kind == "sync" and self._generations:
+            rank = (min(map(_rank, self._generations.values()))[0], 0, self._calls)
+        call = _Waiting(rank, frozenset(gpus), self._env.event())
+        for gpu in call.gpus:
+            insort(self._queues[gpu], call, key=_rank)
+        if kind == "generate":
+            self._generations[call.granted] = call
+        self._grant(call)
+        return call.granted
 
     def release(self, gpus: Iterable[int]) -> None:
         """Give GPUs back."""
-        self._busy.difference_update(gpus)
-        self._grant()
+        freed = set(gpus)
+        self._busy -= freed
+        # Only a call that is the first to want each of its GPUs can have them.
+        firsts = {queue[0].rank: queue[0] for gpu in freed if (queue := self._queues[gpu])}
+        for rank in sorted(firsts):
+            self._grant(firsts[rank])
 
-    def _grant(self) -> None:
-        claimed: set[int] = set()
-        still: list[_Waiting] = []
-        for call in self._waiting:
-            if self._busy.isdisjoint(call.gpus) and claimed.isdisjoint(call.gpus):
-                self._busy |= call.gpus
-                call.granted.succeed()
-            else:
-                claimed |= call.gpus
-                still.append(call)
-        self._waiting = still
+    def _grant(self, call: _Waiting) -> None:
+        """Give the call its GPUs if they are free and nobody else waits for one of them before it."""
+        queues = [self._queues[gpu] for gpu in call.gpus]
+        if self._busy.isdisjoint(call.gpus) and all(queue[0] is call for queue in queues):
+            for queue in queues:
+                del queue[0]
+            self._busy |= call.gpus
+            self._generations.pop(call.granted, None)
+            call.granted.succeed()
