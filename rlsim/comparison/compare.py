@@ -16,8 +16,8 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import backlog, backlog_note
 from rlsim.experiment.rate_notes import EXPLAINED, ratio_note
 from rlsim.experiment.summary import RATIOS, means
-from rlsim.sweeps.columns import value_at
 from rlsim.sweeps.differences import differences
+from rlsim.sweeps.tables import value_at
 
 #: Columns of the table beside those of settings; a setting of the same name is called `experiment.…`.
 OWN_COLUMNS = ("directory", "point", "case", "system", "tuned", "seeds", "baseline", "is_baseline", "paired")

@@ -37,7 +37,7 @@ class SweepResult:
     @property
     def axes(self) -> tuple[AxisColumn, ...]:
         """The columns of its axes."""
-        return tuple(AxisColumn(*(axis[key] for key in AxisColumn._fields)) for axis in self.definition["axes"])
+        return tuple(AxisColumn(**axis) for axis in self.definition["axes"])
 
     @property
     def points(self) -> pd.DataFrame:

@@ -182,7 +182,7 @@ def _described(definition: Definition, tables: Sequence[str]) -> dict[str, Any]:
         "tables": list(tables),
         "base": definition.base,
         "inputs": dict(sorted(_inputs(definition).items())),
-        "axes": [axis.column._asdict() for axis in axes],
+        "axes": [axis.column.model_dump() for axis in axes],
         "points": [
             {"point": point.name, "axes": {axis.column.name: axis.value for axis in point.axes}}
             for point in definition.points

@@ -13,6 +13,8 @@ from rlsim.reading import plain
 
 #: A point whose worker dies is given up after so many.
 MOST_ATTEMPTS = 3
+#: A worker process is replaced after so many points, so that memory it does not give back stays bounded.
+POINTS_OF_A_WORKER = 100
 
 
 @dataclass(frozen=True)

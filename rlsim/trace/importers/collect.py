@@ -63,7 +63,6 @@ class Collector:
         *,
         repeats: bool = False,
     ) -> None:
-        """See the class."""
         self.tally: Counter[str] = Counter()
         self._repeats = repeats
         self._texts_of_step: list[list[str]] = [[], []]  # digests of the step before and of this one
@@ -80,7 +79,6 @@ class Collector:
         self._characters = 0
 
     def add(self, response: Response, row: Row) -> None:
-        """One response, read from `row`."""
         if self._repeats and self._repeated(response):
             self.tally["{n} responses are left out that were logged again with a later step"] += 1
             return
@@ -137,10 +135,9 @@ class Collector:
     def _tokenize(self) -> None:
         if self._tokenizer is None or not self._texts:
             return
-        for (response, index, _), count in zip(
-            self._texts, self._tokenizer.count([text for *_, text in self._texts]), strict=True
-        ):
-            if not response:
+        counts = self._tokenizer.count([text for *_, text in self._texts])
+        for (of_response, index, _), count in zip(self._texts, counts, strict=True):
+            if not of_response:
                 self._prompt_lengths[index] = count
                 continue
             if self._cap is not None and count > self._cap:

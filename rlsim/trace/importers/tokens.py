@@ -16,7 +16,6 @@ class TokenCounter:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """See the class."""
         path = Path(path)
         self._tokenizer: Any = _load(_tokenizer_file(path))
         self._tokenizer.no_padding()
