@@ -45,7 +45,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         settings = ", ".join(f"{key}={value}" for key, value in self.axes.items())
         return " ".join(part for part in (self.directory, settings, self.case, self.system) if part)
 

@@ -79,7 +79,6 @@ class _Worker:
 
     @property
     def elapsed_s(self) -> float:
-        """Time since it was sent its task."""
         return time.monotonic() - self._sent_at
 
     def send(self, task: Task) -> None:

@@ -95,12 +95,10 @@ class Store:
             return None
 
     def write_definition(self, definition: Mapping[str, Any]) -> None:
-        """Write what the sweep is."""
         self._write(self.directory / DEFINITION, sealed(definition))
         (self.directory / "done").mkdir(exist_ok=True)
 
     def path(self, table: str, point: str) -> Path:
-        """The file of one table of one point."""
         return self.directory / table / f"point={point}" / PART
 
     def done(self) -> set[str]:
@@ -173,7 +171,6 @@ class Store:
         return True
 
     def fail(self, point: str, answer: Failed) -> None:
-        """Record why a point has no results."""
         self._write(self._failed_file(point), sealed({"error": answer.error, "details": answer.details}))
 
     def failure(self, point: str) -> Failed | None:
@@ -194,11 +191,9 @@ class Store:
                 folder.rmdir()
 
     def write_points(self, rows: pa.Table) -> None:
-        """Write the table of points."""
         self._write(self.directory / POINTS, to_bytes(rows))
 
     def log(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the log."""
         try:
             with (self.directory / LOG).open("ab+") as file:
                 file.seek(max(file.tell() - 1, 0))

@@ -42,7 +42,6 @@ class RunTimes(Schema):
         return self
 
     def sigma(self) -> float:
-        """Standard deviation of the log."""
         return math.log(self.p95 / self.median) / 1.6448536269514722
 
 

@@ -40,7 +40,6 @@ class Row:
         raise self.fail(f"no {key!r}, which every row of {self.project or 'this layout'} has{hint}")
 
     def whole(self, key: str, least: int = 0) -> int:
-        """A whole number of at least `least`."""
         value = self.get(key)
         if not is_number(value) or value != math.floor(value) or not least <= value <= MAX_WHOLE:
             raise self.fail(f"{key} should be a whole number, {least} or more (got {shown(value)})")
