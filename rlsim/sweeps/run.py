@@ -63,7 +63,7 @@ def run_definition(
     *,
     tables: Collection[str] | None = None,
     workers: int | None = None,
-    executor: Executor = "local",
+    executor: str = "local",
     address: str | None = None,
     prune: bool = False,
     progress: Progress | None = None,
@@ -104,7 +104,7 @@ def run_definition(
 
 
 def _answers(
-    tasks: Sequence[Task], executor: Executor, workers: int | None, address: str | None
+    tasks: Sequence[Task], executor: str, workers: int | None, address: str | None
 ) -> Generator[Answer, None, None]:
     if executor == "ray":
         from rlsim.sweeps.on_ray import run_on_ray

@@ -36,8 +36,8 @@ def _no_more(_row: Row, _tally: Tally) -> Mapping[str, Any]:
 class Dump:
     """A project's dump: its format's name, the keys every row has, how rows are read, and what is always to be said.
 
-    `columns` maps fields of `Response` to the keys that hold them, and `more` gives the others. `rows` reads a file as
-    rows of one response each. `texts`: it holds texts and no lengths, so that a tokenizer is needed. `repeats`: a
+    `columns` maps fields of `Response` to the keys that hold them (one with a `response_text` holds no lengths, so that
+    a tokenizer is needed), and `more` gives the others. `rows` reads a file as rows of one response each. `repeats`: a
     step's rows may be written again with the next. `refused` says why there is no trace in it.
     """
 
@@ -48,7 +48,6 @@ class Dump:
     more: More = _no_more
     notes: tuple[str, ...] = ()
     rows: Callable[[Path, str], Iterator[Row]] = file_rows
-    texts: bool = False
     repeats: bool = False
     refused: str = ""
 
@@ -75,7 +74,7 @@ def read_dump(
     """
     if dump.refused:
         raise TraceError(f"{where}: {dump.refused}")
-    counted = dump.texts and "response_tokens" not in columns
+    counted = "response_text" in dump.columns and "response_tokens" not in columns
     notes, counter = [dump.project, *dump.notes], None
     if counted and tokenizer is None:
         raise TraceError(

@@ -254,7 +254,7 @@ DUMPS = (
     Dump(
         "verl", "veRL's dump of generations", ("input", "output", "score", "step"),
         {"prompt": "input", "step": "step", "prompt_text": "input", "response_text": "output", "reward": "score"},
-        _verl, (NOT_TOLD, "of several turns the text of tools stands between, and counts"), texts=True,
+        _verl, (NOT_TOLD, "of several turns the text of tools stands between, and counts"),
     ),
     *(
         Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", tells_response, "idx"),
@@ -271,13 +271,13 @@ DUMPS = (
         "trl", "TRL's table of completions", ("step", "prompt", "completion"),
         {"prompt": "prompt", "step": "step", "prompt_text": "prompt", "response_text": "completion"},
         _trl, (NOT_TOLD, "TRL writes the last batch before each logging: with logging_steps above 1 steps are missing"),
-        _trl_rows, texts=True, repeats=True,
+        _trl_rows, repeats=True,
     ),
     Dump(
         "roll", "ROLL's rollout dump", ("global_step", "responses", "scores", "sampling_params"),
         {"step": "global_step", "response_text": "responses", "reward": "scores"},
         _roll, ("prompt lengths are those of the data set's prompt, without what a chat template adds", NOT_TOLD),
-        _roll_rows, texts=True,
+        _roll_rows,
     ),
     Dump(
         "roll", "ROLL's logging board", ("new_response_mask", "response_tokens", "logprobs", "reward", "step"),
