@@ -27,7 +27,7 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, 
     is closed, the processes are ended. Raises `RlsimError` if processes cannot be started.
     """
     context = multiprocessing.get_context("spawn")
-    waiting, deaths, stillborn = deque(tasks), Counter[str](), 0
+    waiting, deaths, never_started = deque(tasks), Counter[str](), 0
     pool = [_Worker(context) for _ in range(min(workers, len(tasks)))]
     try:
         while pool:
@@ -35,15 +35,15 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, 
                 worker = next(one for one in pool if one.connection is connection)
                 task = worker.task
                 answer = worker.receive()
-                stillborn = stillborn + 1 if worker.dead and not worker.ready else 0
-                if stillborn > MOST_ATTEMPTS * workers:
-                    raise RlsimError(f"a worker process cannot start: {worker.obituary(stillborn).error}")
+                never_started = never_started + 1 if worker.dead and not worker.ready else 0
+                if never_started > MOST_ATTEMPTS * workers:
+                    raise RlsimError(f"a worker process cannot start: {worker.failure(never_started).error}")
                 if worker.dead and task is not None:
                     deaths[task.point] += 1
                     if deaths[task.point] < MOST_ATTEMPTS:
                         waiting.append(task)
                     else:
-                        answer = Answer(task, worker.obituary(deaths[task.point]), worker.elapsed_s)
+                        answer = Answer(task, worker.failure(deaths[task.point]), worker.elapsed_s)
                 if waiting and not worker.spent:
                     worker.send(waiting.popleft())  # before the answer is stored: it does not wait for the disk
                 else:
@@ -106,7 +106,7 @@ class _Worker:
         self._answered += 1
         return Answer(task, result, self.elapsed_s)
 
-    def obituary(self, deaths: int) -> Failed:
+    def failure(self, deaths: int) -> Failed:
         code = self._process.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         hint = " (out of memory?)" if code == -9 else ""

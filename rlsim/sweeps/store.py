@@ -88,7 +88,7 @@ class Store:
             return None
 
     def earlier_definition(self) -> dict[str, Any] | None:
-        """The same, for one who is to write it anew: None also if it is damaged."""
+        """What `definition` returns, but None also if it is damaged: for callers that write it anew."""
         try:
             return self.definition()
         except ConfigError:
@@ -110,13 +110,13 @@ class Store:
         return set(filter(_NAME.fullmatch, found))
 
     def unfinished(self) -> set[str]:
-        """Every point that has left something here, but no results: it failed, or was interrupted."""
+        """Every point that has files here but is not done: it failed, or was interrupted."""
         parts = {path.name.removeprefix("point=") for path in self.directory.glob("*/point=*")}
         found = parts | {path.stem for path in self.directory.glob("failed/p*.json")}
         return set(filter(_NAME.fullmatch, found)) - self.done()
 
     def state(self, point: Point, tables: Sequence[str]) -> State:
-        """What there is of a point; one of whose files any is damaged, or another point's, counts as missing."""
+        """What there is of a point: missing if any of its files is damaged, or is another point's."""
         try:
             hashes = self._hashes(point.name)
             schemas = {table: self.schema(table, point.name, hashes[table]) for table in tables}

@@ -53,7 +53,6 @@ COLUMNS: tuple[Column, ...] = (
     Column("arrival_s", "number", "s", False, "when the request arrived, from the start of the recording"),
 )
 BY_NAME = {column.name: column for column in COLUMNS}
-_MAY_BE_NEGATIVE = {"reward"}
 
 
 class TraceMeta(Schema):
@@ -228,16 +227,15 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
     values = floats(series)
     refuse(np.isnan(values) & ~null, "is not a number")
     refuse(np.isinf(values), "is infinite")
+    if column.name != "reward":
+        refuse(values < 0, "is negative")
     if column.kind == "number":
-        if column.name not in _MAY_BE_NEGATIVE:
-            refuse(values < 0, "is negative")
         return values
-    refuse(values < 0, "is negative")
     if column.kind == "tokens":
         refuse(values == 0, "is zero; a length is at least 1 token")
     refuse(~null & (values != np.floor(values)), "is not a whole number")
     refuse(values > MAX_TOKENS, f"is above {MAX_TOKENS}")
-    if column.kind == "index" and null.any():
+    if column.kind == "index":
         refuse(null, "is missing or NaN")
     if not null.any():
         return values.astype(np.int64)
@@ -298,8 +296,7 @@ def _check_duplicates(frame: pd.DataFrame, where: str, row_name: Callable[[int],
     if not again.any():
         return
     second = int(np.argmax(again))
-    same = (frame[keys] == frame.loc[second, keys]).all(axis=1).to_numpy(np.bool_)
-    first = int(np.argmax(same))
+    first = int(np.argmax((frame[keys] == frame.loc[second, keys]).all(axis=1)))
     prompt, sample, epoch = (frame[k].iloc[second] for k in keys)
     raise TraceError(
         f"{where}: {row_name(second)}: prompt_id {prompt}, sample_id {sample}, epoch {epoch} stands already in "
