@@ -69,7 +69,7 @@ def sweep(
     """
     from rlsim.output import results_folder
     from rlsim.sweeps.points import load_sweep
-    from rlsim.sweeps.run import run_definition
+    from rlsim.sweeps.run import sweep as run_sweep
     from rlsim.sweeps.tables import COLUMNS
 
     add_code_folders(file)
@@ -82,9 +82,9 @@ def sweep(
     names = list(COLUMNS) if tables == "all" else tables.replace(" ", "").split(",") if tables else None
     try:
         with _progress(hidden=quiet or as_json) as progress:
-            found = run_definition(
-                definition, target, tables=names, workers=workers, executor=executor, address=address, prune=prune,
-                progress=progress,
+            found = run_sweep(
+                definition, out=target, tables=names, workers=workers, address=address, prune=prune, progress=progress,
+                executor=executor,  # type: ignore[arg-type]  # checked there
             )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo(f"rlsim: interrupted; what is done is in {target}, and the same command goes on", err=True)

@@ -47,7 +47,7 @@ class Definition:
 
 
 def load_sweep(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | Definition,
     *,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     seeds: int | None = None,
@@ -55,9 +55,12 @@ def load_sweep(
 ) -> Definition:
     """A sweep from a file, the name of one that ships with rlsim, or a mapping; or an experiment, with `axes`.
 
+    A definition that is loaded already is returned as it is.
     `overrides` sets keys of the experiment for every point, `seeds` its number of seeds, and `axes` adds a grid.
     Raises `ConfigError` that names all mistakes of all points, with the line where their values are given.
     """
+    if isinstance(source, Definition):
+        return source
     spec, shown, folder = _read(source)
     if axes:
         validate({"grid": dict(axes)}, Block, "axes")
@@ -105,9 +108,8 @@ def check_sweep(
 def is_sweep(source: str | Path) -> bool:
     """Whether a file, or a name of one that ships with rlsim, is a sweep; an experiment, or what is neither, is not."""
     path = Path(source)
-    if not is_file(path) and path.stem in catalogue.names("experiments"):
-        return False
-    if not is_file(path) and path.stem not in catalogue.names("sweeps"):
+    named = path.stem in catalogue.names("sweeps") and path.stem not in catalogue.names("experiments")
+    if not is_file(path) and not named:
         return False
     data = read_yaml(_find(path))
     return isinstance(data, Mapping) and ("experiment" in data or "axes" in data)
