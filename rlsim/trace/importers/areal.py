@@ -36,7 +36,7 @@ DUMPS = (
         "areal", "AReaL's trajectory dump",
         ("task_id", "sample_idx", "seqlen", "prompt_len", "head_version", "tail_version", "reward", "prompt"),
         {"prompt": "prompt", "group": "task_id", "reward": "reward"}, _trajectory,
-        ("steps are the newest version of the weights a task was generated with (tail_version)", NOT_TOLD),
+        notes=("steps are the newest version of the weights a task was generated with (tail_version)", NOT_TOLD),
     ),
     Dump(
         "areal", "AReaL's session trace", ("task_id", "session_id", "rank", "submit_ts", "status"),

@@ -254,11 +254,11 @@ DUMPS = (
     Dump(
         "verl", "veRL's dump of generations", ("input", "output", "score", "step"),
         {"prompt": "input", "step": "step", "prompt_text": "input", "response_text": "output", "reward": "score"},
-        _verl, (NOT_TOLD, "of several turns the text of tools stands between, and counts"),
+        _verl, notes=(NOT_TOLD, "of several turns the text of tools stands between, and counts"),
     ),
     *(
         Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", tells_response, "idx"),
-             {"reward": "rewards"}, _nemo, (NOT_TOLD,), _nemo_rows)
+             {"reward": "rewards"}, _nemo, notes=(NOT_TOLD,), rows=_nemo_rows)
         for tells_response in ("token_loss_mask", "generation_logprobs")
     ),
     Dump(
@@ -270,19 +270,19 @@ DUMPS = (
     Dump(
         "trl", "TRL's table of completions", ("step", "prompt", "completion"),
         {"prompt": "prompt", "step": "step", "prompt_text": "prompt", "response_text": "completion"},
-        _trl, (NOT_TOLD, "TRL writes the last batch before each logging: with logging_steps above 1 steps are missing"),
-        _trl_rows, repeats=True,
+        _trl, rows=_trl_rows, repeats=True,
+        notes=(NOT_TOLD, "TRL writes the last batch before each logging: with logging_steps above 1 steps are missing"),
     ),
     Dump(
         "roll", "ROLL's rollout dump", ("global_step", "responses", "scores", "sampling_params"),
         {"step": "global_step", "response_text": "responses", "reward": "scores"},
-        _roll, ("prompt lengths are those of the data set's prompt, without what a chat template adds", NOT_TOLD),
-        _roll_rows,
+        _roll, rows=_roll_rows,
+        notes=("prompt lengths are those of the data set's prompt, without what a chat template adds", NOT_TOLD),
     ),
     Dump(
         "roll", "ROLL's logging board", ("new_response_mask", "response_tokens", "logprobs", "reward", "step"),
         {"step": "step", "prompt": "prompt", "reward": "reward"},
-        _roll_board, ("prompts are dumped with their padding: their lengths are left out",),
+        _roll_board, notes=("prompts are dumped with their padding: their lengths are left out",),
     ),
     Dump(
         "roll", "ROLL's dump of agentic trajectories", ("trajectory_data", "messages", "tools", "exp_name"),
