@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.errors import ConfigError, RlsimError
-from rlsim.experiment.schema import Experiment
-from rlsim.schema import validate
 from rlsim.sweeps.identity import files_of
 from rlsim.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Done, Failed, Task
 
@@ -100,8 +98,7 @@ def _ray() -> Any:
 def _connected(ray: Any, address: str | None, staging: Path, tasks: Sequence[Task]) -> Iterator[None]:
     """A connection to the cluster, whose workers start in a copy of the files that the tasks read."""
     for task in tasks:
-        experiment = validate(task.plain_config(), Experiment, task.shown)
-        for name, path in files_of(experiment, task.shown, task.folder).items():
+        for name, path in files_of(task.experiment(), task.shown, task.folder).items():
             target = staging / name
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -28,10 +28,6 @@ _READ: dict[str, Callable[[Row, str], Any]] = {
 }  # fmt: skip
 
 
-def _no_more(_row: Row, _tally: Tally) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Dump:
     """A project's dump: its format's name, the keys every row has, how rows are read, and what is always to be said.
@@ -45,7 +41,7 @@ class Dump:
     project: str
     needs: tuple[str, ...]
     columns: Mapping[str, str] = field(default_factory=dict)
-    more: More = _no_more
+    more: More | None = None
     notes: tuple[str, ...] = ()
     rows: Callable[[Path, str], Iterator[Row]] = file_rows
     repeats: bool = False
@@ -53,7 +49,7 @@ class Dump:
 
     def response(self, row: Row, tally: Tally) -> Response | None:
         """The response of a row; None if it is left out."""
-        more = self.more(row, tally)
+        more = self.more(row, tally) if self.more else {}
         if more is None:
             return None
         return Response(**{name: _READ[name](row, key) for name, key in self.columns.items()}, **more)

@@ -129,10 +129,6 @@ def _csv_rows(path: Path, project: str) -> Iterator[Row]:
         chunks = pd.read_csv(file, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""])
         rows = (chunk.astype(object).where(chunk.notna(), None).to_dict("records") for chunk in chunks)
         for number, values in enumerate(chain.from_iterable(rows), 1):
-            yield Row(path, f"row {number}", {str(k): _plain(v) for k, v in values.items()}, project)
+            yield Row(path, f"row {number}", {str(key): value for key, value in values.items()}, project)
     if number == 0:
         raise TraceError(f"{path}: the table has a header and no rows")
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
