@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from rlsim.errors import TraceError
@@ -151,11 +152,15 @@ def from_histogram(frame: pd.DataFrame, path: Path, rows: int, row_name: RowName
     length = plain_numbers(frame, "response_tokens", path, row_name)
     if len(frame) == 0 or weight.sum() <= 0:
         raise TraceError(f"{path}: the histogram holds no responses")
-    order = np.argsort(length, kind="stable")
+    notes.append(f"a histogram of {weight.sum():.0f} responses, taken at {rows} equally likely points")
+    return pd.DataFrame({"response_tokens": length[equally_likely(weight, np.argsort(length, kind="stable"), rows)]})
+
+
+def equally_likely(weight: npt.NDArray[np.float64], order: npt.NDArray[np.intp], rows: int) -> npt.NDArray[np.intp]:
+    """Indices of `rows` equally likely points of a distribution with these weights, whose values have this order."""
     cumulative = np.cumsum(weight[order]) / weight.sum()
     places = np.searchsorted(cumulative, (np.arange(rows) + 0.5) / rows)
-    notes.append(f"a histogram of {weight.sum():.0f} responses, taken at {rows} equally likely points")
-    return pd.DataFrame({"response_tokens": length[order][np.minimum(places, len(order) - 1)]})
+    return np.asarray(order[np.minimum(places, len(order) - 1)])
 
 
 def from_cdf(frame: pd.DataFrame, path: Path, rows: int, row_name: RowName, notes: list[str]) -> pd.DataFrame:
