@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 
 def is_missing(value: Any) -> bool:
     """Whether there is no such figure: None, or NaN in a column of numbers."""
-    return value is None or value != value
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def number(value: float | None, digits: int = 2) -> str:
     """A number with so many decimals and commas between thousands."""
-    return "–" if value is None or is_missing(value) else f"{value:,.{digits}f}"
+    return "–" if is_missing(value) else f"{value:,.{digits}f}"
 
 
 def rate(value: float | None) -> str:
@@ -25,7 +26,7 @@ def rate(value: float | None) -> str:
 
 def share(value: float | None, digits: int = 0) -> str:
     """A share in percent."""
-    return "–" if value is None or is_missing(value) else f"{value:.{digits}%}"
+    return "–" if is_missing(value) else f"{value:.{digits}%}"
 
 
 def with_interval(row: Mapping[Any, Any], name: str, digits: int = 2) -> str:

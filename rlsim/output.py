@@ -115,7 +115,7 @@ def check_files(*paths: Path | None, inputs: Iterable[str | Path] = ()) -> None:
 
 
 def check_own_file(path: Path, error: type[RlsimError] = ConfigError) -> Path:
-    """The same for a file that can tell who wrote it: raises `error` also if one is there that rlsim did not write."""
+    """`check_file` for a file that can tell who wrote it: raises `error` also if rlsim did not write the one there."""
     target = check_file(path, error)
     if target.is_file() and not written_by_rlsim(target):
         raise error(f"{path}: exists, and rlsim did not write it; move it away or give another name")

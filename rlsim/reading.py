@@ -32,8 +32,6 @@ LARGEST_INT = 2**63 - 1
 _TAG = "tag:yaml.org,2002:"
 _TEXTS = {_TAG + kind for kind in ("str", "timestamp", "value", "merge")}  # a date is text, as in JSON
 _TAGS = {*_TEXTS, *(_TAG + kind for kind in ("int", "float", "bool", "null", "seq", "map"))}
-
-
 _SAID = {"int": "whole number", "float": "number", "bool": "true or false", "null": "null", "str": "text"}
 
 
@@ -50,7 +48,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """The same of a folder."""
+    """Whether there is such a folder; there is none by a name that no folder can have."""
     try:
         return path.is_dir()
     except (OSError, ValueError):

@@ -118,11 +118,9 @@ class _Inflated(gzip.GzipFile):
         self._most_bytes = max(MOST_GROWN_BYTES, MOST_GROWTH * path.stat().st_size)
 
     def read(self, size: int | None = -1) -> bytes:
-        """Up to `size` bytes."""
         return self._counted(super().read(self._most_bytes + 1 if size is None or size < 0 else size))
 
     def read1(self, size: int = -1) -> bytes:
-        """Up to `size` bytes, as many as are there."""
         return self._counted(super().read1(size))
 
     def _counted(self, data: bytes) -> bytes:

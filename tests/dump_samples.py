@@ -1,6 +1,6 @@
 """Rollout dumps as the projects write them: the same keys in the same order, by the same calls where they are plain.
 
-Sources and versions stand in the importers' docstrings (`rlsim/trace/importers`).
+Sources and versions stand beside the importers (`rlsim/trace/importers`).
 """
 
 from __future__ import annotations

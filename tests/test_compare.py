@@ -18,7 +18,7 @@ from scipy import stats
 import rlsim
 from rlsim.cli import main
 from rlsim.comparison.baseline import Baseline
-from rlsim.comparison.intervals import paired, unpaired, why_unpaired
+from rlsim.comparison.compare import paired, unpaired, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.sweeps import run as running

@@ -28,7 +28,7 @@ from rlsim.hardware import load_gpu
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
 from rlsim.trace.importers import import_trace
-from rlsim.trace.importers.shapes import from_cdf
+from rlsim.trace.importers.tables import from_cdf
 
 HUGE = 10**400  # a whole number that no float holds
 

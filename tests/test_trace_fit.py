@@ -13,7 +13,7 @@ from rlsim.errors import ConfigError, TraceError
 from rlsim.trace import Trace, TraceMeta, make_trace, read_trace
 from rlsim.trace.fit import fit_lengths, fit_trace, ks_distance, load_fit, save_fit
 from rlsim.trace.importers import import_trace
-from rlsim.trace.mixture import Component, LengthModel, both_below, single
+from rlsim.trace.mixture import Component, LengthModel, both_below, mixture
 from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
@@ -82,7 +82,7 @@ def test_both_below_against_scipy() -> None:
 def test_quantile_inverts_the_distribution_and_the_mean_is_right() -> None:
     p = np.array([0.001, 0.05, 0.5, 0.9, 0.9999])
     assert np.allclose(TWO.cdf(TWO.quantile(p)), p, atol=1e-9)
-    assert single(100, 0.5).mean() == pytest.approx(100 * np.exp(0.125))
+    assert mixture([1.0], [np.log(100)], [0.5]).mean() == pytest.approx(100 * np.exp(0.125))
     x = TWO.quantile((np.arange(200_000) + 0.5) / 200_000)
     assert TWO.mean(8192) == pytest.approx(np.minimum(x, 8192).mean(), rel=1e-4)
 

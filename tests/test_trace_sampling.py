@@ -34,8 +34,8 @@ def test_every_prompt_once_an_epoch(
         return
     sampler = StepSampler(trace, take, wanted, seed=seed)
     again = StepSampler(trace, take, wanted, seed=seed)
-    batches = list(sampler.steps(steps))
-    for one, two in zip(batches, again.steps(steps), strict=True):
+    batches = [sampler.step(k) for k in range(steps)]
+    for one, two in zip(batches, map(again.step, range(steps)), strict=True):
         assert len(one) == take * wanted
         assert all(np.array_equal(getattr(one, f), getattr(two, f)) for f in one.__dataclass_fields__)
     size = sampler.epoch_size(0)
@@ -55,7 +55,7 @@ def test_every_prompt_once_an_epoch(
 def test_samples_do_not_depend_on_how_many_are_taken() -> None:
     trace = grid(40, 10)
     few, many = StepSampler(trace, 8, 10, seed=3), StepSampler(trace, 16, 10, seed=3)
-    a, b = few.batch(0, 16, responses=4), many.step(0)
+    a, b = few.draw(np.arange(16), np.zeros(16), 4), many.step(0)
     assert np.array_equal(a.row.reshape(16, 4), b.row.reshape(16, 10)[:, :4])
     assert not np.array_equal(StepSampler(trace, 8, 10, seed=4).step(0).row, few.step(0).row)
 
@@ -84,10 +84,10 @@ def test_unknown_prompt_lengths_are_filled_and_noted() -> None:
 
 
 def test_single_samples_are_grouped_with_a_note() -> None:
-    sampler = StepSampler(grid(100, 1), 5, 8)
+    sampler = StepSampler(grid(100, 1), 12, 8)
     assert sampler.epoch_size(0) == 12
     assert any("at random" in n for n in sampler.notes)
-    batch = sampler.batch(0, 12)
+    batch = sampler.step(0)
     assert len(set(batch.row)) == 96
     with pytest.raises(TraceError, match="cannot form one group of 8"):
         StepSampler(grid(7, 1), 5, 8)
@@ -107,7 +107,7 @@ def test_too_few_samples_are_used_again_or_left_out_with_a_note() -> None:
 def test_beyond_the_last_epoch_and_more_prompts_than_there_are() -> None:
     sampler = StepSampler(grid(4, 2, epochs=2), 6, 2)
     assert any("more than once in a step" in n for n in sampler.notes)
-    batch = sampler.batch(0, 16)
+    batch = sampler.draw(np.arange(16), np.zeros(16), 2)
     assert any("the last is repeated" in n for n in sampler.notes)
     assert set(batch.epoch) == {0, 1, 2, 3}
 
@@ -116,5 +116,3 @@ def test_beyond_the_last_epoch_and_more_prompts_than_there_are() -> None:
 def test_parameters_below_one(bad: dict[str, int]) -> None:
     with pytest.raises(TraceError, match="must be at least 1"):
         StepSampler(grid(4, 2), **({"prompts": 1, "responses": 1} | bad))
-    with pytest.raises(TraceError, match="5 responses asked of groups of 2"):
-        StepSampler(grid(4, 2), 1, 2).batch(0, 1, responses=5)

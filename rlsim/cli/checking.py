@@ -28,8 +28,7 @@ def check(
     Example: rlsim check experiments/pat_vs_static.yaml --set trace.cap=8K
     """
     from rlsim.experiment.check import check_experiment
-    from rlsim.sweeps.check import check_sweep
-    from rlsim.sweeps.points import is_sweep
+    from rlsim.sweeps.points import check_sweep, is_sweep
 
     add_code_folders(file)
     if is_sweep(file):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Settings, Warmup, add_code_folders, echo, warmup_setting
+from rlsim.cli.common import Settings, Warmup, add_code_folders, echo, progress_bar, warmup_setting
 from rlsim.cli.tables import late_legend, print_tables, setting_texts, speedup_text, table
 from rlsim.formats import number, rate, share
 
@@ -24,43 +24,39 @@ if TYPE_CHECKING:
 MOST_ROWS = 40
 
 
+File = Annotated[
+    str,
+    typer.Argument(
+        help="Sweep file, or an experiment; or the name of one that ships with rlsim.", autocompletion=complete.sweeps
+    ),
+]
+Grid = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--grid",
+        metavar="KEY.PATH=[A, B]",
+        help="Add an axis: every value with all others; repeatable.",
+        autocompletion=complete.settings,
+    ),
+]
+WORKERS = "Processes (default: one a core); with ray: points at work at a time."
+ADDRESS = "Ray cluster (default: $RAY_ADDRESS, else one is started here)."
+TABLES = "Tables to keep beside steps and summary: calls (default), responses, stays, switches, spans; or all."
+PRUNE = "Remove results of points that the sweep does not have any more."
+
+
 def sweep(
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="Sweep file, or an experiment; or the name of one that ships with rlsim.",
-            autocompletion=complete.sweeps,
-        ),
-    ],
+    file: File,
     out: Annotated[Path | None, typer.Option(help="Results directory (default: results/NAME).")] = None,
-    grid: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--grid",
-            metavar="KEY.PATH=[A, B]",
-            help="Add an axis: every value with all others; repeatable.",
-            autocompletion=complete.settings,
-        ),
-    ] = None,
+    grid: Grid = None,
     settings: Settings = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     warmup: Warmup = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes (default: one a core); with ray: points at work at a time.")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help=WORKERS)] = None,
     executor: Annotated[str, typer.Option(help="local, or ray (needs the extra `ray`).")] = "local",
-    address: Annotated[
-        str | None, typer.Option(help="Ray cluster (default: $RAY_ADDRESS, else one is started here).")
-    ] = None,
-    tables: Annotated[
-        str | None,
-        typer.Option(
-            help="Tables to keep beside steps and summary: calls (default), responses, stays, switches, spans; or all."
-        ),
-    ] = None,
-    prune: Annotated[
-        bool, typer.Option("--prune", help="Remove results of points that the sweep does not have any more.")
-    ] = False,
+    address: Annotated[str | None, typer.Option(help=ADDRESS)] = None,
+    tables: Annotated[str | None, typer.Option(help=TABLES)] = None,
+    prune: Annotated[bool, typer.Option("--prune", help=PRUNE)] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points; run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what became of every point as JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the results only.")] = False,
@@ -71,19 +67,14 @@ def sweep(
 
     Example: rlsim sweep pat_vs_static --grid "trace.cap=[4K, 8K]" --seeds 3 --out results/caps
     """
-    from rlsim.errors import ConfigError
-    from rlsim.experiment.load import parse_overrides
     from rlsim.output import results_folder
     from rlsim.sweeps.points import load_sweep
-    from rlsim.sweeps.run import run_definition
+    from rlsim.sweeps.run import sweep as run_sweep
     from rlsim.sweeps.tables import COLUMNS
 
     add_code_folders(file)
-    axes = parse_overrides(grid or (), "--grid")
-    for key in axes:
-        if sum(text.partition("=")[0] == key for text in grid or ()) > 1:
-            raise ConfigError(f"--grid {key} is given twice; give all its values at once")
-    definition = load_sweep(file, overrides=[*(settings or ()), *warmup_setting(warmup)], seeds=seeds, axes=axes)
+    overrides = [*(settings or ()), *warmup_setting(warmup)]
+    definition = load_sweep(file, overrides=overrides, seeds=seeds, axes=_axes(grid or ()))
     if dry_run:
         _list(definition, as_json)
         return
@@ -91,29 +82,45 @@ def sweep(
     names = list(COLUMNS) if tables == "all" else tables.replace(" ", "").split(",") if tables else None
     try:
         with _progress(hidden=quiet or as_json) as progress:
-            found = run_definition(
-                definition,
-                target,
-                tables=names,
-                workers=workers,
+            found = run_sweep(
+                definition, out=target, tables=names, workers=workers, address=address, prune=prune, progress=progress,
                 executor=executor,  # type: ignore[arg-type]  # checked there
-                address=address,
-                prune=prune,
-                progress=progress,
-            )
+            )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo(f"rlsim: interrupted; what is done is in {target}, and the same command goes on", err=True)
         raise typer.Exit(130) from None
-    if as_json:
-        typer.echo(json.dumps({"directory": str(target), "points": _plain(found)}, indent=2))
-    elif quiet:
-        typer.echo(str(target))
-    else:
-        _print(found, definition)
-    for line in _failures(found):
-        echo(f"rlsim: {line}", err=True)
+    _tell(found, definition, as_json, quiet)
     if found.failed:
         raise typer.Exit(1)
+
+
+def _axes(grid: Sequence[str]) -> dict[str, Any]:
+    """The axes of `--grid`."""
+    from rlsim.errors import ConfigError
+    from rlsim.experiment.load import parse_overrides
+
+    axes = parse_overrides(grid, "--grid")
+    for key in axes:
+        if sum(text.partition("=")[0] == key for text in grid) > 1:
+            raise ConfigError(f"--grid {key} is given twice; give all its values at once")
+    return axes
+
+
+def _tell(found: SweepResult, definition: Definition, as_json: bool, quiet: bool) -> None:
+    """What became of the points, and on standard error a line for every distinct failure."""
+    if as_json:
+        points = found.points_table().to_pylist()
+        typer.echo(json.dumps({"directory": str(found.directory), "points": points}, indent=2))
+    elif quiet:
+        typer.echo(str(found.directory))
+    else:
+        _print(found, definition)
+    points_of: dict[str, list[str]] = {}
+    for point, error in found.failed.items():
+        points_of.setdefault(error, []).append(point)
+    for error, names in points_of.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        echo(f"rlsim: failed: {names[0]}{more}: {error}", err=True)
 
 
 @contextmanager
@@ -122,24 +129,14 @@ def _progress(hidden: bool) -> Iterator[Progress | None]:
     if hidden:
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from rlsim.cli.terminal import Console
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not Console(stderr=True).is_terminal:
         yield _lines()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("points", total=None)
-
-        def update(done: int, total: int, failed: int) -> None:
-            bar.update(
-                task, completed=done, total=total, description=f"points, {failed} failed" if failed else "points"
-            )
-
-        yield update
+    with progress_bar(hidden=False) as bar:
+        assert bar is not None
+        yield lambda done, total, failed: bar(done, total, f"points, {failed} failed" if failed else "points")
 
 
 def _lines() -> Callable[[int, int, int], None]:
@@ -160,20 +157,6 @@ def _lines() -> Callable[[int, int, int], None]:
     return update
 
 
-def _plain(found: SweepResult) -> list[dict[str, Any]]:
-    return found.points_table().to_pylist()  # type: ignore[no-any-return]
-
-
-def _failures(found: SweepResult) -> Iterator[str]:
-    """One line for every distinct error."""
-    points: dict[str, list[str]] = {}
-    for point, error in found.failed.items():
-        points.setdefault(error, []).append(point)
-    for error, names in points.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"failed: {names[0]}{more}: {error}"
-
-
 def _list(definition: Definition, as_json: bool) -> None:
     from rlsim.cli.terminal import Console
 
@@ -189,9 +172,8 @@ def _list(definition: Definition, as_json: bool) -> None:
 
 def _counted(definition: Definition) -> str:
     points, again = len(definition.points), definition.asked - len(definition.points)
-    return f"{points} point{'s' if points > 1 else ''}" + (
-        f" ({again} more come out the same as others)" if again else ""
-    )
+    same = f" ({again} more come out the same as others)" if again else ""
+    return f"{points} point{'s' if points > 1 else ''}{same}"
 
 
 def _print(found: SweepResult, definition: Definition) -> None:
@@ -205,19 +187,12 @@ def _print(found: SweepResult, definition: Definition) -> None:
         axes = [axis.name for axis in found.axes]
         names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
         texts = zip(*(setting_texts(summary[name].tolist()) for name in names), strict=True)
-        shown = [
-            [
-                *text,
-                rate(row["responses_per_s"]),
-                speedup_text(row),
-                number(row["token_speedup"]),
-                number(row["step_time_s"], 1),
-                number(row["gen_time_s"], 1),
-                share(row["bubble_fraction"]),
-                share(row["tail_fraction"]),
-            ]
-            for text, row in zip(texts, summary.to_dict("records"), strict=True)
-        ]
+        shown = []
+        for text, row in zip(texts, summary.to_dict("records"), strict=True):
+            speedups = speedup_text(row), number(row["token_speedup"])
+            times = number(row["step_time_s"], 1), number(row["gen_time_s"], 1)
+            shares = share(row["bubble_fraction"]), share(row["tail_fraction"])
+            shown.append([*text, rate(row["responses_per_s"]), *speedups, *times, *shares])
         headings = [*names, "responses/s", "speedup", "by tokens", "step s", "gen s", "bubble", "tail"]
         caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
         caption += late_legend(summary)

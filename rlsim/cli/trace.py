@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from rlsim.cli.common import echo
 from rlsim.errors import TraceError
+from rlsim.formats import number
 
 if TYPE_CHECKING:
     from rlsim.trace.facts import FactCheck
@@ -27,6 +29,12 @@ FORMAT_NAMES = (
     "parquet, csv, jsonl, areal, verl, verl-metrics, nemo-rl, slime, trl, roll, servegen, mooncake, vidur, azure, "
     "burstgpt, histogram, cdf"
 )
+IN_HELP = "Parquet, CSV, JSON Lines (also .gz) or .pt file, folder, or quoted glob."
+FORMAT_HELP = f"One of {FORMAT_NAMES}; by default recognised."
+COLUMN_HELP = "OURS=THEIRS, such as response_tokens=output_len; may be repeated."
+TOKENIZER_HELP = "The model's tokenizer.json or local folder, for dumps of texts (veRL, TRL, ROLL)."
+DERIVE_HELP = "Make up lengths that meet the means of veRL's metric log."
+BATCH_HELP = "With --derive: PROMPTSxRESPONSES of a step, if the log does not tell."
 CAP_HELP = "Response cap, such as 16K."
 
 
@@ -46,30 +54,16 @@ def _tokens(option: str, text: str | None) -> int | None:
 
 @app.command("import")
 def import_(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="IN", help="Parquet, CSV, JSON Lines (also .gz) or .pt file, folder, or quoted glob."),
-    ],
+    file: Annotated[Path, typer.Argument(metavar="IN", help=IN_HELP)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The .parquet file to write.")],
-    format: Annotated[  # noqa: A002 - the option's name
-        str | None, typer.Option(help=f"One of {FORMAT_NAMES}; by default recognised.")
-    ] = None,
-    column: Annotated[
-        list[str] | None, typer.Option(help="OURS=THEIRS, such as response_tokens=output_len; may be repeated.")
-    ] = None,
+    format: Annotated[str | None, typer.Option(help=FORMAT_HELP)] = None,  # noqa: A002 - the option's name
+    column: Annotated[list[str] | None, typer.Option(help=COLUMN_HELP)] = None,
     cap: Annotated[str | None, typer.Option(help="Cap the responses were sampled under, such as 16K.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the trace (default: the file's).")] = None,
     source: Annotated[str, typer.Option(help="Where the lengths come from.")] = "",
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="The model's tokenizer.json or local folder, for dumps of texts (veRL, TRL, ROLL)."),
-    ] = None,
-    derive: Annotated[
-        bool, typer.Option("--derive", help="Make up lengths that meet the means of veRL's metric log.")
-    ] = False,
-    batch: Annotated[
-        str | None, typer.Option(help="With --derive: PROMPTSxRESPONSES of a step, if the log does not tell.")
-    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help=TOKENIZER_HELP)] = None,
+    derive: Annotated[bool, typer.Option("--derive", help=DERIVE_HELP)] = False,
+    batch: Annotated[str | None, typer.Option(help=BATCH_HELP)] = None,
 ) -> None:
     """Read another program's rollouts or trace and write them in rlsim's schema.
 
@@ -82,27 +76,32 @@ def import_(
     from rlsim.trace.files import write_trace
     from rlsim.trace.importers import files_of, import_trace
 
-    mapping = {}
     check_file(out, TraceError, inputs=files_of(file))
-    for item in column or []:
-        ours, equals, theirs = item.partition("=")
-        if not (ours.strip() and equals and theirs.strip()):
-            raise TraceError(f"--column {item}: expected OURS=THEIRS, such as response_tokens=output_len")
-        mapping[ours.strip()] = theirs.strip()
-    cap_tokens = _tokens("--cap", cap)
+    columns, cap_tokens = _columns(column or ()), _tokens("--cap", cap)
     if derive:
         trace = _derived(file, batch, cap_tokens, name, source, {"--format": format, "--tokenizer": tokenizer,
                                                                 "--column": column})  # fmt: skip
     elif batch is not None:
         raise TraceError("--batch goes with --derive, which reads veRL's metric log")
     else:
-        trace = import_trace(file, format=format, columns=mapping, cap_tokens=cap_tokens, name=name, source=source,
+        trace = import_trace(file, format=format, columns=columns, cap_tokens=cap_tokens, name=name, source=source,
                              tokenizer=tokenizer)  # fmt: skip
     write_trace(trace, out)
     prompts = trace.frame["prompt_id"].nunique()
     echo(f"wrote {out}: {len(trace):,} responses of {prompts:,} prompts")
     for note in trace.meta.notes:
         echo(f"note: {note}")
+
+
+def _columns(pairs: Iterable[str]) -> dict[str, str]:
+    """Column of the schema -> the file's, as `--column` names them."""
+    columns = {}
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not (ours.strip() and equals and theirs.strip()):
+            raise TraceError(f"--column {pair}: expected OURS=THEIRS, such as response_tokens=output_len")
+        columns[ours.strip()] = theirs.strip()
+    return columns
 
 
 def _derived(
@@ -186,23 +185,17 @@ def _print_fit(fit: LengthFit) -> None:
     for heading in ("component", "weight", "median (tokens)", "sd of log length", "share due to the prompt"):
         parts.add_column(heading, justify="right")
     for index, c in enumerate(fit.model.components, 1):
-        parts.add_row(
-            str(index), f"{c.weight:.3f}", f"{c.median_tokens:,.0f}", f"{c.sigma:.3f}", f"{c.prompt_share:.2f}"
-        )
+        numbers = f"{c.weight:.3f}", f"{c.median_tokens:,.0f}", f"{c.sigma:.3f}", f"{c.prompt_share:.2f}"
+        parts.add_row(str(index), *numbers)
     table = Table("", "trace", "fit", title="How well it fits", title_justify="left")
     good = fit.goodness
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4f}"
-
-    table.add_row("share at the cap", number(good.share_at_cap_trace), number(good.share_at_cap_fit))
-    table.add_row("correlation within a prompt (log)", number(good.icc_trace), number(good.icc_fit))
-    table.add_row("sd of log length within a prompt", number(good.within_sd_trace), number(good.within_sd_fit))
-    table.add_row(
-        "prompts with a response in the longest 1%",
-        number(good.straggling_prompts_trace),
-        number(good.straggling_prompts_fit),
-    )
+    for name, of_trace, of_fit in (
+        ("share at the cap", good.share_at_cap_trace, good.share_at_cap_fit),
+        ("correlation within a prompt (log)", good.icc_trace, good.icc_fit),
+        ("sd of log length within a prompt", good.within_sd_trace, good.within_sd_fit),
+        ("prompts with a response in the longest 1%", good.straggling_prompts_trace, good.straggling_prompts_fit),
+    ):
+        table.add_row(name, *(number(value, 4) for value in (of_trace, of_fit)))
     Console().print(parts)
     if len(fit.model.components) > 1 and good.icc_trace is not None:
         echo(f"share of the prompt in which component a response falls into: {fit.model.runaway_share:.2f}")

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from rlsim.comparison.baseline import Baseline
-from rlsim.comparison.intervals import NONE, paired, unpaired, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import backlog, backlog_note
 from rlsim.experiment.rate_notes import EXPLAINED, ratio_note
-from rlsim.experiment.summary import RATIOS, means
-from rlsim.sweeps.columns import value_at
+from rlsim.experiment.summary import CONFIDENCE, RATIOS, means, paired_ratio
 from rlsim.sweeps.differences import differences
+from rlsim.sweeps.tables import value_at
 
 #: Columns of the table beside those of settings; a setting of the same name is called `experiment.…`.
 OWN_COLUMNS = ("directory", "point", "case", "system", "tuned", "seeds", "baseline", "is_baseline", "paired")
@@ -31,6 +31,20 @@ SHOWN = (
 )  # fmt: skip
 #: Times of which the table has the difference for equal work.
 DIFFERENCES = {"step": "step_time_s", "gen": "gen_time_s", "gen_p90": "gen_p90_time_s"}
+
+
+class Speedup(NamedTuple):
+    """Own rate / the baseline's, geometric mean over seeds, with its interval (missing with one seed).
+
+    There is none of generation where a workflow generates nothing.
+    """
+
+    ratio: float
+    low: float
+    high: float
+
+
+NONE = Speedup(float("nan"), float("nan"), float("nan"))
 
 
 @dataclass(frozen=True)
@@ -170,3 +184,51 @@ def _notes(reasons: Mapping[str, Sequence[str]], missing: Sequence[str]) -> list
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         notes.append(f"no baseline with the same settings: {missing[0]}{more}")
     return notes
+
+
+def why_unpaired(run: Run, baseline: Run) -> str:
+    """Why two runs cannot be paired seed by seed; empty if they can: they saw the same responses."""
+    own, theirs = run.workload, baseline.workload
+    for key, value in own.items():
+        if value != theirs.get(key):
+            if key == "trace":
+                return "the traces differ"
+            return f"{key} is {value} against {theirs.get(key)}"
+    if not set(run.by_seed.index) & set(baseline.by_seed.index):
+        return "they have no seed in common"
+    both = pd.concat([run.plain_tokens, baseline.plain_tokens], axis=1, join="inner", keys=["own", "theirs"]).dropna()
+    unlike = both[both["own"] != both["theirs"]]
+    if len(unlike):
+        seed, step = unlike.index[0]
+        own_tokens, their_tokens = (f"{int(value):,}" for value in unlike.iloc[0])
+        return f"the responses differ (seed {seed}, step {step}: {own_tokens} tokens against {their_tokens})"
+    return ""
+
+
+def paired(run: Run, baseline: Run, rate: str) -> Speedup:
+    """Over the seeds that both have: Student's t on the logarithms of the ratios, as `Result.summary` does."""
+    return Speedup(*paired_ratio(run.by_seed[rate], baseline.by_seed[rate]))
+
+
+def unpaired(run: Run, baseline: Run, rate: str) -> Speedup:
+    """Of two independent samples: Welch's t on the logarithms of the seeds' means.
+
+    Welch, Biometrika 34 (1947) 28, with the degrees of freedom that he and Satterthwaite (Biometrics 2 (1946) 110)
+    give.
+    """
+    rates = [one.by_seed[rate].to_numpy() for one in (run, baseline)]
+    if not all((values > 0).all() for values in rates):
+        return NONE
+    own, theirs = map(np.log, rates)
+    centre = float(own.mean() - theirs.mean())
+    if min(len(own), len(theirs)) < 2:
+        return Speedup(float(np.exp(centre)), float("nan"), float("nan"))
+    shares = [float(np.var(logs, ddof=1) / len(logs)) for logs in (own, theirs)]
+    spread = sum(shares)
+    if not spread:
+        return Speedup(*(float(np.exp(centre)),) * 3)
+    from scipy.special import stdtrit
+
+    freedom = spread**2 / sum(share**2 / (len(logs) - 1) for share, logs in zip(shares, (own, theirs), strict=True))
+    half = float(stdtrit(freedom, 0.5 + CONFIDENCE / 2)) * spread**0.5
+    return Speedup(*(float(np.exp(centre + side)) for side in (0, -half, half)))

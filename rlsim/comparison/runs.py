@@ -45,7 +45,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         settings = ", ".join(f"{key}={value}" for key, value in self.axes.items())
         return " ".join(part for part in (self.directory, settings, self.case, self.system) if part)
 
@@ -104,7 +103,7 @@ def _of_sweep(folder: Path) -> Iterator[Run]:
     steps = dict(tuple(sweep.table("steps", ["point", *_COLUMNS]).groupby("point", sort=False)))
     for row in sweep.points.to_dict("records"):
         if row["status"] == "done":
-            axes = {axis.key: _plain(row[axis.name]) for axis in sweep.axes}
+            axes = {axis.key: None if pd.isna(row[axis.name]) else row[axis.name] for axis in sweep.axes}
             record, own = sweep.record(row["point"]), steps.get(row["point"], pd.DataFrame(columns=_COLUMNS))
             check_systems(record, own, folder / "steps" / f"point={row['point']}")
             yield from _runs(str(folder), row["point"], axes, record, own)
@@ -161,8 +160,3 @@ def _by_case(experiment: Mapping[str, Any], directory: str) -> dict[str, Mapping
         return {name: {**case.model_dump(mode="json"), "cases": experiment["cases"]} for name, case in cases}
     except ConfigError as error:
         raise ConfigError(f"{error}\nits cases are not those of this version of rlsim: run it again") from None
-
-
-def _plain(value: Any) -> Any:
-    """Missing as None."""
-    return None if pd.isna(value) else value

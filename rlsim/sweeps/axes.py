@@ -35,8 +35,9 @@ def settings_of(blocks: Sequence[Block], source: str) -> list[Settings]:
     for one, other in itertools.combinations(range(len(each)), 2):
         for key, again in itertools.product(keys[one], keys[other]):
             if _overlap(key, again):
-                raise ConfigError(f"{source}: axes: two blocks set {_longer(key, again)}")
-    return [_joined(combination) for combination in itertools.product(*each)]
+                raise ConfigError(f"{source}: axes: two blocks set {max(key, again, key=len)}")
+    combinations = itertools.product(*each)
+    return [{key: value for part in parts for key, value in part.items()} for parts in combinations]
 
 
 def check_free(keys: Mapping[str, str], blocks: Sequence[Settings]) -> None:
@@ -47,16 +48,8 @@ def check_free(keys: Mapping[str, str], blocks: Sequence[Settings]) -> None:
                 raise ConfigError(f"{what} sets {key}, which is an axis of the sweep ({axis})")
 
 
-def _joined(parts: Sequence[Settings]) -> Settings:
-    return {key: value for part in parts for key, value in part.items()}
-
-
 def _overlap(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
-def _longer(key: str, other: str) -> str:
-    return max(key, other, key=len)
 
 
 def _settings(block: Block, source: str) -> Iterator[Settings]:

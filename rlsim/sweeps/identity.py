@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rlsim import catalogue
 from rlsim.cost.calibration import load_calibration
 from rlsim.experiment.build import find_model, find_trace, placing
 from rlsim.experiment.run import cases_of
@@ -17,6 +18,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
 from rlsim.policies.registry import home_of
+from rlsim.records import file_sha256
 from rlsim.usercode import load_module
 from rlsim.version import __version__
 
@@ -29,7 +31,7 @@ def point_name(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
     `config` is the resolved experiment and `inputs` the hashes of what it reads (`inputs_of`).
     """
-    return "p" + _sha256(json.dumps([dict(config), dict(inputs)], sort_keys=True).encode())[:16]
+    return "p" + _record_hash([dict(config), dict(inputs)])[:16]
 
 
 def config_of(experiment: Experiment) -> dict[str, Any]:
@@ -53,17 +55,16 @@ def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str,
         found[what] = known[what]
 
     for case_name, case in cases_of(experiment, shown):
-        reward = case.workflow.reward
         with placing(shown, case_name):
             for name in traces_of(case):
                 add(f"trace {name}", _trace_hash, name, folder)
-            for name in [case.model, *case.models.values(), *([reward.judge.model] if reward.judge else [])]:
+            for name in _models_of(case):
                 add(f"model {name}", _model_hash, name, folder)
             add(f"calibration {case.calibration}", _calibration_hash, case.calibration)
             cluster = case.cluster if isinstance(case.cluster, str) else json.dumps(case.cluster, sort_keys=True)
             add(f"cluster {cluster}", _cluster_hash, case.cluster, f"{shown}: cluster")
         for module, file in modules_of(case, shown):
-            add(f"module {module}", _file_hash, file)
+            add(f"module {module}", file_sha256, file)
     return dict(sorted(found.items()))
 
 
@@ -71,6 +72,35 @@ def traces_of(case: Experiment) -> tuple[str, ...]:
     """The traces that one case names, as it writes them."""
     named = case.trace.path or ()
     return (named,) if isinstance(named, str) else named
+
+
+def files_of(experiment: Experiment, shown: str, folder: Path) -> dict[str, Path]:
+    """The files that an experiment names by a relative path: to be sent to machines that do not have them.
+
+    Relative path as the experiment writes it -> the file here: traces, model configs, calibrations, clusters, code.
+    What is named by an absolute path, or one that leaves the folder, is expected to be on every machine.
+    """
+    found: dict[str, Path] = {}
+    for _, case in cases_of(experiment, shown):
+        found |= {name: find_trace(name, folder) for name in traces_of(case)}
+        for name in [*_models_of(case), case.calibration, *([case.cluster] if isinstance(case.cluster, str) else [])]:
+            for path in (Path(name), folder / name, Path(name) / "config.json"):
+                if path.is_file():
+                    found.setdefault(str(Path(name) / path.name) if path.parent == Path(name) else name, path)
+        for module, file in modules_of(case, shown):
+            found[module.replace(".", "/") + ".py"] = file
+    return {name: path for name, path in found.items() if _to_send(name, path)}
+
+
+def _to_send(name: str, path: Path) -> bool:
+    asked = PurePosixPath(name)
+    shipped = path.resolve().is_relative_to(catalogue.data_dir("traces").resolve())  # part of rlsim: there already
+    return not (shipped or asked.is_absolute() or ".." in asked.parts)
+
+
+def _models_of(case: Experiment) -> list[str]:
+    judge = case.workflow.reward.judge
+    return [case.model, *case.models.values(), *([judge.model] if judge else [])]
 
 
 def modules_of(case: Experiment, shown: str) -> Iterator[tuple[str, Path]]:
@@ -96,7 +126,7 @@ def code_hash() -> str:
 
 
 def _trace_hash(name: str, folder: Path) -> str:
-    return _file_hash(find_trace(name, folder))
+    return file_sha256(find_trace(name, folder))
 
 
 def _model_hash(name: str, folder: Path) -> str:
@@ -111,13 +141,5 @@ def _cluster_hash(cluster: str | Mapping[str, Any], source: str) -> str:
     return _record_hash(load_cluster(cluster, source).model_dump(mode="json"))
 
 
-def _file_hash(path: Path) -> str:
-    return _sha256(path.read_bytes())
-
-
 def _record_hash(record: Any) -> str:
-    return _sha256(json.dumps(record, sort_keys=True).encode())
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

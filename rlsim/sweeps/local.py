@@ -10,17 +10,14 @@ import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 
 from rlsim.errors import RlsimError
-from rlsim.sweeps.task import MOST_ATTEMPTS, Answer, Failed, Task
-
-#: A worker is replaced after so many points, so that memory it does not give back stays bounded.
-POINTS_OF_A_WORKER = 100
+from rlsim.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Failed, Task
 
 
 def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, None]:
@@ -30,7 +27,7 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, 
     is closed, the processes are ended. Raises `RlsimError` if processes cannot be started.
     """
     context = multiprocessing.get_context("spawn")
-    waiting, deaths, stillborn = deque(tasks), dict[str, int](), 0
+    waiting, deaths, never_started = deque(tasks), Counter[str](), 0
     pool = [_Worker(context) for _ in range(min(workers, len(tasks)))]
     try:
         while pool:
@@ -38,25 +35,22 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, 
                 worker = next(one for one in pool if one.connection is connection)
                 task = worker.task
                 answer = worker.receive()
-                stillborn = stillborn + 1 if worker.dead and not worker.ready else 0
-                if stillborn > MOST_ATTEMPTS * workers:
-                    raise RlsimError(f"a worker process cannot start: {worker.obituary(stillborn).error}")
+                never_started = never_started + 1 if worker.dead and not worker.ready else 0
+                if never_started > MOST_ATTEMPTS * workers:
+                    raise RlsimError(f"a worker process cannot start: {worker.failure(never_started).error}")
                 if worker.dead and task is not None:
-                    deaths[task.point] = deaths.get(task.point, 0) + 1
+                    deaths[task.point] += 1
                     if deaths[task.point] < MOST_ATTEMPTS:
                         waiting.append(task)
                     else:
-                        answer = Answer(task, worker.obituary(deaths[task.point]), worker.elapsed_s)
-                if worker.spent:
-                    pool.remove(worker)
-                    worker.end()
-                    if waiting:
-                        pool.append(_Worker(context))
-                elif waiting:
+                        answer = Answer(task, worker.failure(deaths[task.point]), worker.elapsed_s)
+                if waiting and not worker.spent:
                     worker.send(waiting.popleft())  # before the answer is stored: it does not wait for the disk
                 else:
                     pool.remove(worker)
                     worker.end()
+                    if waiting:
+                        pool.append(_Worker(context))
                 if answer is not None:
                     yield answer
     finally:
@@ -81,16 +75,13 @@ class _Worker:
 
     @property
     def spent(self) -> bool:
-        """Whether it takes no more tasks."""
         return self.dead or self._answered >= POINTS_OF_A_WORKER
 
     @property
     def elapsed_s(self) -> float:
-        """Time since it was sent its task."""
         return time.monotonic() - self._sent_at
 
     def send(self, task: Task) -> None:
-        """Give it a task."""
         self.task, self._sent_at = task, time.monotonic()
         with suppress(OSError):  # it has died meanwhile: `receive` will find that out
             self.connection.send(task)
@@ -115,8 +106,7 @@ class _Worker:
         self._answered += 1
         return Answer(task, result, self.elapsed_s)
 
-    def obituary(self, deaths: int) -> Failed:
-        """That it died, and how."""
+    def failure(self, deaths: int) -> Failed:
         code = self._process.exitcode or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         hint = " (out of memory?)" if code == -9 else ""

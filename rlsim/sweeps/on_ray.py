@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.errors import ConfigError, RlsimError
-from rlsim.sweeps.files import files_of
-from rlsim.sweeps.task import MOST_ATTEMPTS, Answer, Done, Failed, Task
+from rlsim.sweeps.identity import files_of
+from rlsim.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Done, Failed, Task
 
-#: A worker process is replaced after so many points, so that memory it does not give back stays bounded.
-POINTS_OF_A_WORKER = 100
 #: How long a cluster's address may take to answer (s).
 CONNECT_S = 10.0
 
@@ -38,7 +36,7 @@ def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) 
     with tempfile.TemporaryDirectory(prefix="rlsim-sweep-") as staging, _connected(ray, address, Path(staging), tasks):
         run_task = ray.remote(max_retries=0, max_calls=POINTS_OF_A_WORKER)(_run_there)
         most = workers or max(int(ray.cluster_resources().get("CPU", 1)), 1)
-        waiting, deaths = deque(tasks), dict[str, int]()
+        waiting, deaths = deque(tasks), Counter[str]()
         running: dict[Any, tuple[Task, float]] = {}
         try:
             while waiting or running:
@@ -49,23 +47,16 @@ def run_on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) 
                 for reference in ready:
                     task, sent_at = running.pop(reference)
                     result = _result(ray, reference)
-                    if isinstance(result, _Death):
-                        deaths[task.point] = deaths.get(task.point, 0) + 1
+                    if isinstance(result, str):
+                        deaths[task.point] += 1
                         if deaths[task.point] < MOST_ATTEMPTS:
                             waiting.append(task)
                             continue
-                        result = Failed(f"{result.how}, {deaths[task.point]} times")
+                        result = Failed(f"{result}, {deaths[task.point]} times")
                     yield Answer(task, result, time.monotonic() - sent_at)
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
-
-
-class _Death:
-    """A worker or node that was lost with its task."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
 
 
 def _run_there(task: Task) -> Done | Failed:
@@ -73,14 +64,15 @@ def _run_there(task: Task) -> Done | Failed:
     return replace(task, folder=Path.cwd()).run()
 
 
-def _result(ray: Any, reference: Any) -> Done | Failed | _Death:
+def _result(ray: Any, reference: Any) -> Done | Failed | str:
+    """What a task came to; text says how its worker or node died."""
     errors = ray.exceptions
     try:
         return ray.get(reference)  # type: ignore[no-any-return]
     except errors.OutOfMemoryError:
-        return _Death("Ray ended its worker for want of memory")
+        return "Ray ended its worker for want of memory"
     except (errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError):
-        return _Death("its Ray worker died")
+        return "its Ray worker died"
     except errors.RuntimeEnvSetupError as error:
         raise RlsimError(f"Ray cannot prepare its workers: {error}") from None
     except errors.RayTaskError as error:  # rlsim is missing there, or another one
@@ -106,7 +98,7 @@ def _ray() -> Any:
 def _connected(ray: Any, address: str | None, staging: Path, tasks: Sequence[Task]) -> Iterator[None]:
     """A connection to the cluster, whose workers start in a copy of the files that the tasks read."""
     for task in tasks:
-        for name, path in files_of(task).items():
+        for name, path in files_of(task.experiment(), task.shown, task.folder).items():
             target = staging / name
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)

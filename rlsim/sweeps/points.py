@@ -10,15 +10,15 @@ from typing import Any
 
 from rlsim import catalogue
 from rlsim.errors import ConfigError, RlsimError, unknown_name
+from rlsim.experiment.check import Checked, check_loaded
 from rlsim.experiment.load import OVERRIDDEN, parse_overrides, read_experiment, set_path
 from rlsim.experiment.schema import Experiment
-from rlsim.reading import is_file, read_yaml
+from rlsim.reading import is_file, plain, read_yaml
 from rlsim.schema import validate
 from rlsim.sweeps.axes import Settings, Value, check_free, settings_of
-from rlsim.sweeps.columns import columns_of, resolved
 from rlsim.sweeps.identity import config_of, inputs_of, point_name
 from rlsim.sweeps.schema import Block, SweepSpec
-from rlsim.sweeps.tables import Axis
+from rlsim.sweeps.tables import Axis, columns_of, resolved
 
 #: More mistakes than these are counted, not listed.
 MOST_MISTAKES = 20
@@ -47,7 +47,7 @@ class Definition:
 
 
 def load_sweep(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | Definition,
     *,
     overrides: Iterable[str] | Mapping[str, Any] = (),
     seeds: int | None = None,
@@ -55,9 +55,12 @@ def load_sweep(
 ) -> Definition:
     """A sweep from a file, the name of one that ships with rlsim, or a mapping; or an experiment, with `axes`.
 
+    A definition that is loaded already is returned as it is.
     `overrides` sets keys of the experiment for every point, `seeds` its number of seeds, and `axes` adds a grid.
     Raises `ConfigError` that names all mistakes of all points, with the line where their values are given.
     """
+    if isinstance(source, Definition):
+        return source
     spec, shown, folder = _read(source)
     if axes:
         validate({"grid": dict(axes)}, Block, "axes")
@@ -79,12 +82,34 @@ def load_sweep(
     return Definition(spec.name, _points(found, every), len(every), config_of(base), inner, folder)
 
 
+def check_sweep(
+    source: str | Path, overrides: Iterable[str] = (), seeds: int | None = None
+) -> tuple[str, list[Checked]]:
+    """The name of a sweep and all its points, checked as their runs would check them; nothing is simulated.
+
+    The arguments are those of `load_sweep`. Raises `RlsimError` with all mistakes of all points, and the settings of
+    the first point that has each.
+    """
+    definition = load_sweep(source, overrides=overrides, seeds=seeds)
+    found: list[Checked] = []
+    mistakes: dict[str, str] = {}
+    for point in definition.points:
+        try:
+            experiment = validate(plain(point.config), Experiment, definition.shown)
+            found.append(check_loaded(experiment, definition.folder, definition.shown))
+        except RlsimError as error:
+            settings = ", ".join(f"{axis.column.name}={axis.value}" for axis in point.axes)
+            mistakes.setdefault(str(error), f"{error} (point {settings})" if settings else str(error))
+    if mistakes:
+        raise ConfigError("\n".join(_few([*mistakes.values()], f" of {definition.name}")))
+    return definition.name, found
+
+
 def is_sweep(source: str | Path) -> bool:
     """Whether a file, or a name of one that ships with rlsim, is a sweep; an experiment, or what is neither, is not."""
     path = Path(source)
-    if not is_file(path) and path.stem in catalogue.names("experiments"):
-        return False
-    if not is_file(path) and path.stem not in catalogue.names("sweeps"):
+    named = path.stem in catalogue.names("sweeps") and path.stem not in catalogue.names("experiments")
+    if not is_file(path) and not named:
         return False
     data = read_yaml(_find(path))
     return isinstance(data, Mapping) and ("experiment" in data or "axes" in data)
@@ -100,12 +125,9 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[SweepSpec, str, Path]
     if not isinstance(data, dict):
         raise ConfigError(f"{shown}: expected a mapping of keys to values")
     if "experiment" not in data and "axes" not in data:
-        return SweepSpec(name=str(data.get("name") or "sweep"), experiment=_as_given(source)), shown, folder
+        given = dict(source) if isinstance(source, Mapping) else str(source)
+        return SweepSpec(name=str(data.get("name") or "sweep"), experiment=given), shown, folder
     return validate(data, SweepSpec, shown), shown, folder
-
-
-def _as_given(source: str | Path | Mapping[str, Any]) -> str | dict[str, Any]:
-    return dict(source) if isinstance(source, Mapping) else str(source)
 
 
 def _find(path: Path) -> Path:
@@ -118,9 +140,8 @@ def _find(path: Path) -> Path:
             return shipped[path.stem]
     if path.suffix or len(path.parts) > 1:
         return path  # reading it says what is wrong
-    raise unknown_name(
-        "sweep or experiment", str(path), {**catalogue.names("sweeps"), **catalogue.names("experiments")}
-    )
+    names = {**catalogue.names("sweeps"), **catalogue.names("experiments")}
+    raise unknown_name("sweep or experiment", str(path), names)
 
 
 def _experiment(spec: SweepSpec, shown: str, folder: Path) -> tuple[dict[str, Any], str, Path]:
@@ -152,20 +173,23 @@ def _valid(
             for line in str(error).splitlines():
                 mistakes.setdefault(line, []).append(settings)
     if mistakes:
-        raise ConfigError("\n".join(_told(mistakes, len(every), shown)))
+        told = [_placed(line, where, len(every), shown) for line, where in mistakes.items()]
+        raise ConfigError("\n".join(_few(told)))
     return found
 
 
-def _told(mistakes: Mapping[str, Sequence[Settings]], points: int, shown: str) -> Iterable[str]:
-    for line, where in list(mistakes.items())[:MOST_MISTAKES]:
-        if len(where) == points:
-            yield line
-            continue
-        first = ", ".join(f"{key}={value.value}" for key, value in where[0].items())
-        places = "" if any(line.startswith(v.place) for v in where[0].values()) else f"{shown}: "
-        yield f"{places}{line} ({len(where)} of {points} points, such as {first})"
-    if len(mistakes) > MOST_MISTAKES:
-        yield f"and {len(mistakes) - MOST_MISTAKES} more mistakes"
+def _placed(mistake: str, where: Sequence[Settings], points: int, shown: str) -> str:
+    """A mistake with the points that have it, unless all do."""
+    if len(where) == points:
+        return mistake
+    first = ", ".join(f"{key}={value.value}" for key, value in where[0].items())
+    place = "" if any(mistake.startswith(v.place) for v in where[0].values()) else f"{shown}: "
+    return f"{place}{mistake} ({len(where)} of {points} points, such as {first})"
+
+
+def _few(mistakes: Sequence[str], of: str = "") -> list[str]:
+    more = [f"and {len(mistakes) - MOST_MISTAKES} more mistakes{of}"] if len(mistakes) > MOST_MISTAKES else []
+    return [*mistakes[:MOST_MISTAKES], *more]
 
 
 def _experiment_of(data: Mapping[str, Any], settings: Settings, inner: str) -> Experiment:

@@ -37,7 +37,7 @@ class SweepResult:
     @property
     def axes(self) -> tuple[AxisColumn, ...]:
         """The columns of its axes."""
-        return tuple(AxisColumn(*(axis[key] for key in AxisColumn._fields)) for axis in self.definition["axes"])
+        return tuple(AxisColumn(**axis) for axis in self.definition["axes"])
 
     @property
     def points(self) -> pd.DataFrame:
@@ -64,15 +64,14 @@ class SweepResult:
             raise ConfigError(f"{self.directory} has no table {name!r}; it kept: {', '.join(kept)}")
         own = [column for column in COLUMNS[name] if columns is None or column.name in columns]
         axes = [axis for axis in self.axes if columns is None or axis.name in columns]
+        # The axes are the definition's: files may still have those of an earlier one, if that was interrupted.
+        settings = {"point": pa.string()} | {axis.name: TYPES[axis.dtype] for axis in axes}
         parts = []
         for row in self._rows:
             if row["status"] == "done":
-                rows = Store(self.directory).rows(name, row["point"], own)
-                # The axes are the definition's: files may still have those of an earlier one, if that was interrupted.
-                settings = [("point", pa.string(), row["point"])]
-                settings += [(axis.name, TYPES[axis.dtype], row[axis.name]) for axis in axes]
-                for i, (column, dtype, value) in enumerate(settings):
-                    rows = rows.add_column(i, column, pa.array([value] * len(rows), dtype))
+                rows = self._store.rows(name, row["point"], own)
+                for i, (column, dtype) in enumerate(settings.items()):
+                    rows = rows.add_column(i, column, pa.array([row[column]] * len(rows), dtype))
                 parts.append(rows)
         if not parts:
             return pd.DataFrame(columns=["point", *(axis.name for axis in self.axes), *(c.name for c in COLUMNS[name])])
@@ -81,9 +80,8 @@ class SweepResult:
 
     def record(self, point: str) -> dict[str, Any]:
         """The manifest of a point that is done: its whole configuration, versions, notes (see docs/results.md)."""
-        store = Store(self.directory)
-        schema = store.schema("summary", point, store.sha256(point).get("summary"))
-        return check_record(record_of(schema), PointManifest, str(store.path("summary", point)))
+        schema = self._store.schema("summary", point, self._store.sha256(point).get("summary"))
+        return check_record(record_of(schema), PointManifest, str(self._store.path("summary", point)))
 
     def points_table(self) -> pa.Table:
         """`points` in Arrow."""
@@ -91,13 +89,16 @@ class SweepResult:
         types |= {"status": pa.string(), "error": pa.string()}
         return pa.Table.from_pylist(self._rows, schema=pa.schema(types.items()))
 
+    @property
+    def _store(self) -> Store:
+        return Store(self.directory)
+
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
-        store = Store(self.directory)
-        done, rows = store.done(), []
+        done, rows = self._store.done(), []
         for point in self.definition["points"]:
             name = point["point"]
-            failure = store.failure(name)
+            failure = self._store.failure(name)
             status = "done" if name in done else "failed" if failure else "missing"
             error = failure.error if failure and status == "failed" else ""
             rows.append({"point": name, **point["axes"], "status": status, "error": error})

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from rlsim.experiment.manifest import Manifest
 from rlsim.records import Record
-from rlsim.sweeps.columns import TAKEN
-from rlsim.sweeps.tables import COLUMNS
+from rlsim.sweeps.tables import COLUMNS, TAKEN, AxisColumn
 
 PointName = Annotated[str, Field(pattern=r"^p[0-9a-f]{16}$")]
 _KINDS = {"int64": int, "float64": float, "string": str, "bool": bool}
-
-
-class AxisRecord(Record):
-    """The column of an axis."""
-
-    name: str
-    key: str
-    dtype: Literal["int64", "float64", "string", "bool"]
-    unit: str
-    meaning: str
 
 
 class PointRecord(Record):
@@ -41,7 +30,7 @@ class SweepRecord(Record):
     tables: list[str]
     base: dict[str, Any]
     inputs: dict[str, str] = Field(default={})
-    axes: list[AxisRecord]
+    axes: list[AxisColumn]
     points: list[PointRecord] = Field(min_length=1)
 
     @field_validator("tables")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ Executor = Literal["local", "ray"]
 
 
 def sweep(
-    source: str | Path | Mapping[str, Any],
+    source: str | Path | Mapping[str, Any] | Definition,
     *,
     out: str | Path,
     overrides: Iterable[str] | Mapping[str, Any] = (),
@@ -45,30 +45,25 @@ def sweep(
     grown runs only what is new; `prune` removes points that it does not have any more. Raises `ConfigError` for a
     mistake in the definition or a directory that holds other points, before anything runs.
     """
-    return run_definition(
-        load_sweep(source, overrides=overrides, seeds=seeds, axes=axes),
-        Path(out),
-        tables=None if tables is None else tuple(tables),
-        workers=workers,
-        executor=executor,
-        address=address,
-        prune=prune,
-        progress=progress,
-    )
+    definition = load_sweep(source, overrides=overrides, seeds=seeds, axes=axes)
+    wanted = None if tables is None else tuple(tables)
+    _check(wanted, workers, executor, address)
+    store = Store(Path(out))
+    with store.locked():
+        kept = _kept_tables(wanted, store)
+        _make_room(definition, store, prune)
+        store.write_definition(_described(definition, kept))
+        tasks = [_task(point, definition, kept) for point in _waiting(definition.points, store, kept)]
+        try:
+            with closing(_answers(tasks, executor, workers, address)) as answers:
+                _keep(answers, store, len(definition.points) - len(tasks), len(definition.points), progress)
+        finally:
+            found = read_sweep(out)
+            store.write_points(found.points_table())
+    return found
 
 
-def run_definition(
-    definition: Definition,
-    out: Path,
-    *,
-    tables: Collection[str] | None = None,
-    workers: int | None = None,
-    executor: Executor = "local",
-    address: str | None = None,
-    prune: bool = False,
-    progress: Progress | None = None,
-) -> SweepResult:
-    """Run a sweep that is loaded; the rest as in `sweep`."""
+def _check(tables: Sequence[str] | None, workers: int | None, executor: str, address: str | None) -> None:
     if executor not in ("local", "ray"):
         raise ConfigError(f"unknown executor {executor!r}; expected local or ray")
     if workers is not None and workers < 1:
@@ -79,32 +74,10 @@ def run_definition(
         from rlsim.sweeps.on_ray import check_ray
 
         check_ray(address)
-    store = Store(out)
-    with store.locked():
-        kept = _kept_tables(tables, store)
-        _make_room(definition, store, prune)
-        store.write_definition(_described(definition, kept))
-        waiting = _waiting(definition.points, store, kept)
-        tasks = [_task(point, definition, kept) for point in waiting]
-        done, failed, total = len(definition.points) - len(tasks), 0, len(definition.points)
-        try:
-            if progress:
-                progress(done, total, failed)
-            with closing(_answers(tasks, executor, workers, address)) as answers:
-                for answer in answers:
-                    _keep(answer, store)
-                    done += 1
-                    failed += not isinstance(answer.result, Done)
-                    if progress:
-                        progress(done, total, failed)
-        finally:
-            found = read_sweep(out)
-            store.write_points(found.points_table())
-    return found
 
 
 def _answers(
-    tasks: Sequence[Task], executor: Executor, workers: int | None, address: str | None
+    tasks: Sequence[Task], executor: str, workers: int | None, address: str | None
 ) -> Generator[Answer, None, None]:
     if executor == "ray":
         from rlsim.sweeps.on_ray import run_on_ray
@@ -120,13 +93,22 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _keep(answer: Answer, store: Store) -> None:
-    point = answer.task.point
-    if isinstance(answer.result, Done):
-        store.put(point, answer.result.files)
-    else:
-        store.fail(point, answer.result)
-    store.log({"point": point, "done": isinstance(answer.result, Done), "elapsed_s": round(answer.elapsed_s, 3)})
+def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progress: Progress | None) -> None:
+    """Store answers as they come; `done` points of all were done before."""
+    failed = 0
+    if progress:
+        progress(done, total, failed)
+    for answer in answers:
+        point, result = answer.task.point, answer.result
+        if isinstance(result, Done):
+            store.put(point, result.files)
+        else:
+            store.fail(point, result)
+            failed += 1
+        store.log({"point": point, "done": isinstance(result, Done), "elapsed_s": round(answer.elapsed_s, 3)})
+        done += 1
+        if progress:
+            progress(done, total, failed)
 
 
 def _kept_tables(wanted: Iterable[str] | None, store: Store) -> tuple[str, ...]:
@@ -182,7 +164,7 @@ def _described(definition: Definition, tables: Sequence[str]) -> dict[str, Any]:
         "tables": list(tables),
         "base": definition.base,
         "inputs": dict(sorted(_inputs(definition).items())),
-        "axes": [axis.column._asdict() for axis in axes],
+        "axes": [axis.column.model_dump() for axis in axes],
         "points": [
             {"point": point.name, "axes": {axis.column.name: axis.value for axis in point.axes}}
             for point in definition.points

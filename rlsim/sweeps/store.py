@@ -88,19 +88,17 @@ class Store:
             return None
 
     def earlier_definition(self) -> dict[str, Any] | None:
-        """The same, for one who is to write it anew: None also if it is damaged."""
+        """What `definition` returns, but None also if it is damaged: for callers that write it anew."""
         try:
             return self.definition()
         except ConfigError:
             return None
 
     def write_definition(self, definition: Mapping[str, Any]) -> None:
-        """Write what the sweep is."""
         self._write(self.directory / DEFINITION, sealed(definition))
         (self.directory / "done").mkdir(exist_ok=True)
 
     def path(self, table: str, point: str) -> Path:
-        """The file of one table of one point."""
         return self.directory / table / f"point={point}" / PART
 
     def done(self) -> set[str]:
@@ -112,13 +110,13 @@ class Store:
         return set(filter(_NAME.fullmatch, found))
 
     def unfinished(self) -> set[str]:
-        """Every point that has left something here, but no results: it failed, or was interrupted."""
+        """Every point that has files here but is not done: it failed, or was interrupted."""
         parts = {path.name.removeprefix("point=") for path in self.directory.glob("*/point=*")}
         found = parts | {path.stem for path in self.directory.glob("failed/p*.json")}
         return set(filter(_NAME.fullmatch, found)) - self.done()
 
     def state(self, point: Point, tables: Sequence[str]) -> State:
-        """What there is of a point; one of whose files any is damaged, or another point's, counts as missing."""
+        """What there is of a point: missing if any of its files is damaged, or is another point's."""
         try:
             hashes = self._hashes(point.name)
             schemas = {table: self.schema(table, point.name, hashes[table]) for table in tables}
@@ -173,7 +171,6 @@ class Store:
         return True
 
     def fail(self, point: str, answer: Failed) -> None:
-        """Record why a point has no results."""
         self._write(self._failed_file(point), sealed({"error": answer.error, "details": answer.details}))
 
     def failure(self, point: str) -> Failed | None:
@@ -194,11 +191,9 @@ class Store:
                 folder.rmdir()
 
     def write_points(self, rows: pa.Table) -> None:
-        """Write the table of points."""
         self._write(self.directory / POINTS, to_bytes(rows))
 
     def log(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the log."""
         try:
             with (self.directory / LOG).open("ab+") as file:
                 file.seek(max(file.tell() - 1, 0))

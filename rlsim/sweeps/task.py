@@ -6,13 +6,18 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlsim.errors import ConfigError, PolicyError, RlsimError
 from rlsim.reading import plain
 
+if TYPE_CHECKING:
+    from rlsim.experiment.schema import Experiment
+
 #: A point whose worker dies is given up after so many.
 MOST_ATTEMPTS = 3
+#: A worker process is replaced after so many points, so that memory it does not give back stays bounded.
+POINTS_OF_A_WORKER = 100
 
 
 @dataclass(frozen=True)
@@ -53,19 +58,19 @@ class Task:
         except Exception as error:  # a mistake of rlsim's own ends one point
             return Failed(f"{type(error).__name__}: {error}", _own_traceback(error))
 
-    def plain_config(self) -> dict[str, Any]:
-        """A copy of the resolved experiment, to be validated."""
-        return cast("dict[str, Any]", plain(self.config))
+    def experiment(self) -> Experiment:
+        from rlsim.experiment.schema import Experiment
+        from rlsim.schema import validate
+
+        return validate(plain(self.config), Experiment, self.shown)
 
     def _files(self) -> dict[str, bytes]:
         from rlsim.experiment.parquet import to_arrow, to_bytes
         from rlsim.experiment.run import run_loaded
-        from rlsim.experiment.schema import Experiment
-        from rlsim.schema import validate
         from rlsim.sweeps.identity import inputs_of
         from rlsim.sweeps.tables import COLUMNS, with_axes, with_record
 
-        experiment = validate(self.plain_config(), Experiment, self.shown)
+        experiment = self.experiment()
         _check_same(self.inputs, inputs_of(experiment, self.shown, self.folder))
         result = run_loaded(experiment, self.shown, self.folder)
         record = self._record(result.manifest)

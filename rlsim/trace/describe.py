@@ -108,12 +108,9 @@ def _summary(part: str, frame: pd.DataFrame, cap: int | None, own: int | None, a
 def _rewards(frame: pd.DataFrame) -> dict[str, float | None]:
     """What the reward columns say, as fields of `Summary`; of those the trace does not have nothing."""
 
-    def known(column: str) -> Any:
-        return frame[column].dropna() if column in frame else []
-
     found: dict[str, float | None] = {}
-    correct, reward, seconds = known("correct"), known("reward"), known("reward_time_s")
-    runs, judged = known("test_run_s"), known("judge_tokens")
+    columns = ("correct", "reward", "reward_time_s", "test_run_s", "judge_tokens")
+    correct, reward, seconds, runs, judged = (frame[c].dropna() if c in frame else pd.Series() for c in columns)
     if len(correct):
         right = correct.astype(float)
         share = right.groupby(frame.loc[right.index, "code"]).mean()

@@ -87,7 +87,6 @@ class FactCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the trace meets the fact."""
         return abs(self.got - self.wanted) <= self.tolerance
 
 

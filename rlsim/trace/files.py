@@ -15,11 +15,25 @@ from rlsim.output import atomic_path
 from rlsim.tables import csv_errors, json_lines, open_data, read_parquet
 from rlsim.trace.schema import BY_NAME, COLUMNS, Trace, TraceMeta, make_trace
 
-_SUFFIXES = {
-    ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".csv.gz": "csv",
-    ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".ndjson.gz": "jsonl",
-}  # fmt: skip
+#: What the names of files of each kind end in.
+PARQUET = (".parquet", ".pq")
+CSV = (".csv", ".csv.gz")
+JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_SUFFIXES = (*PARQUET, *CSV, *JSONL)
 _META_KEY = b"rlsim.trace"
+
+
+def ends(path: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether the name of `path` ends in one of `suffixes`, in any case."""
+    return path.name.lower().endswith(suffixes)
+
+
+def stem(path: Path, suffixes: tuple[str, ...]) -> str:
+    """The name of `path` without the endings in `suffixes`, the longest first."""
+    name = path.name
+    for suffix in sorted(suffixes, key=len, reverse=True):
+        name = name.removesuffix(suffix)
+    return name
 
 
 def read_trace(path: str | Path, *, cap_tokens: int | None = None) -> Trace:
@@ -77,21 +91,15 @@ def read_table(path: Path, kind: str | None = None) -> tuple[pd.DataFrame, Trace
         raise TraceError(f"{path}: is a folder, not a trace file")
     if not path.exists():
         raise TraceError(f"{path}: no such file")
-    if kind is None:
-        matches = [k for suffix, k in _SUFFIXES.items() if path.name.lower().endswith(suffix)]
-        if not matches:
-            raise TraceError(f"{path}: cannot tell the format from the name; expected one of: {', '.join(_SUFFIXES)}")
-        kind = matches[0]
+    if kind is None and not ends(path, _SUFFIXES):
+        raise TraceError(f"{path}: cannot tell the format from the name; expected one of: {', '.join(_SUFFIXES)}")
     if path.stat().st_size == 0:
         raise TraceError(f"{path}: the file is empty")
-    name = path.name
-    for suffix in sorted(_SUFFIXES, key=len, reverse=True):
-        name = name.removesuffix(suffix)
-    meta = TraceMeta(name=name or "trace")
-    if kind == "parquet":
+    meta = TraceMeta(name=stem(path, _SUFFIXES) or "trace")
+    if kind == "parquet" or (kind is None and ends(path, PARQUET)):
         frame, meta = _read_parquet(path, meta)
         return frame, meta, lambda i: f"row {i + 1}"
-    if kind == "csv":
+    if kind == "csv" or (kind is None and ends(path, CSV)):
         frame = _read_csv(path)
         lines = [i + 2 for i in frame.index]
         return frame.reset_index(drop=True), meta, lambda i: f"line {lines[i]}"

@@ -19,7 +19,7 @@ from pydantic import Field
 from rlsim.errors import TraceError
 from rlsim.output import atomic_path
 from rlsim.schema import Schema, load
-from rlsim.trace.mixture import Floats, LengthModel, joint_weights, mixture
+from rlsim.trace.mixture import Floats, LengthModel, both_below, joint_weights, mixture
 from rlsim.trace.schema import Trace
 from rlsim.trace.stats import icc_log, straggling_groups, within_sd_log
 
@@ -271,8 +271,6 @@ def _pair_likelihood(
 
 
 def _both_above(tokens: float, model: LengthModel, k: int, m: int, share: float) -> float:
-    from rlsim.trace.mixture import both_below
-
     log = math.log(tokens)
     return both_below((model.mu[k] - log) / model.sigma[k], (model.mu[m] - log) / model.sigma[m], share)
 
@@ -294,6 +292,3 @@ def _drawn(model: LengthModel, codes: Ints, cap: int | None) -> tuple[Ints, Ints
 
 def _digits(value: float | None) -> float | None:
     return None if value is None else round(value, 5)
-
-
-__all__ = ["Goodness", "LengthFit", "Provenance", "fit_lengths", "fit_trace", "ks_distance", "load_fit", "save_fit"]

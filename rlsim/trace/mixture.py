@@ -47,22 +47,18 @@ class LengthModel(Schema):
 
     @property
     def weight(self) -> Floats:
-        """Weight of each component."""
         return np.array([c.weight for c in self.components])
 
     @property
     def mu(self) -> Floats:
-        """Log of the median length of each component."""
         return np.log([c.median_tokens for c in self.components])
 
     @property
     def sigma(self) -> Floats:
-        """Standard deviation of log length of each component."""
         return np.array([c.sigma for c in self.components])
 
     @property
     def share(self) -> Floats:
-        """Share of the prompt in the variance of each component."""
         return np.array([c.prompt_share for c in self.components])
 
     def with_shares(self, share: Sequence[float], runaway_share: float) -> LengthModel:
@@ -151,11 +147,6 @@ def mixture_mean(weight: Floats, mu: Floats, sigma: Floats, cap_tokens: float = 
         return float(weight @ whole)
     z = (math.log(cap_tokens) - mu) / sigma
     return float(weight @ (whole * ndtr(z - sigma) + cap_tokens * ndtr(-z)))
-
-
-def single(median_tokens: float, sigma: float) -> LengthModel:
-    """A single lognormal."""
-    return LengthModel(components=(Component(weight=1.0, median_tokens=median_tokens, sigma=sigma),))
 
 
 def mixture(weight: Sequence[float], mu: Sequence[float], sigma: Sequence[float]) -> LengthModel:

@@ -20,6 +20,11 @@ from rlsim.units import Seconds, Tokens
 NEVER_S = 3600.0
 
 
+def _sigma(median: float, p95: float) -> float:
+    """Standard deviation of the log of a lognormal with this median and 95th percentile."""
+    return math.log(p95 / median) / 1.6448536269514722
+
+
 class Correct(Schema):
     """How many responses are right."""
 
@@ -42,8 +47,7 @@ class RunTimes(Schema):
         return self
 
     def sigma(self) -> float:
-        """Standard deviation of the log."""
-        return math.log(self.p95 / self.median) / 1.6448536269514722
+        return _sigma(self.median, self.p95)
 
 
 class Sandbox(Schema):
@@ -96,7 +100,7 @@ def reward_columns(
     if spec.sandbox is not None:
         columns["test_run_s"] = list(_test_runs(spec.sandbox, prompt, correct, prompts, rng))
     if spec.judge_median is not None and spec.judge_p95 is not None:
-        sigma = math.log(spec.judge_p95 / spec.judge_median) / 1.6448536269514722
+        sigma = _sigma(spec.judge_median, spec.judge_p95)
         drawn = spec.judge_median * np.exp(sigma * rng.standard_normal(n))
         columns["judge_tokens"] = np.maximum(np.rint(drawn), 1).astype(np.int64)
     return columns

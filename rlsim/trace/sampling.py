@@ -6,7 +6,6 @@ which launch more of them (tail batching, overcommitment) are compared on common
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from rlsim.errors import TraceError
 from rlsim.trace.schema import Trace
 
 Ints = npt.NDArray[np.int64]
-DEFAULT_PROMPT_TOKENS = 256
 AGAIN = "a system generates more responses to a prompt than the trace has: their lengths are used again"
 
 
@@ -40,7 +38,6 @@ class StepBatch:
     capped: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
-        """Number of responses."""
         return len(self.row)
 
 
@@ -75,9 +72,8 @@ class StepSampler:
         cap_tokens: int | None = None,
         seed: int = 0,
         *,
-        default_prompt_tokens: int = DEFAULT_PROMPT_TOKENS,
+        default_prompt_tokens: int = 256,
     ) -> None:
-        """See the class."""
         for name, value in (("prompts", prompts), ("responses", responses), ("cap_tokens", cap_tokens),
                             ("default_prompt_tokens", default_prompt_tokens)):  # fmt: skip
             if value is not None and value < 1:
@@ -97,23 +93,12 @@ class StepSampler:
             )
 
     def epoch_size(self, epoch: int) -> int:
-        """Number of prompts in a training epoch."""
         return len(self._rows_of(epoch).prompts)
 
     def step(self, step: int) -> StepBatch:
         """The responses of one training step (from 0): `prompts` × `responses` of them."""
-        return self.batch(step * self.prompts, self.prompts)
-
-    def steps(self, count: int) -> Iterator[StepBatch]:
-        """The first `count` steps."""
-        return (self.step(k) for k in range(count))
-
-    def batch(self, start: int, prompts: int, responses: int | None = None) -> StepBatch:
-        """`prompts` prompts from position `start` on, with the first `responses` samples of each (default: all)."""
-        take = self.responses if responses is None else responses
-        if not 1 <= take <= self.responses:
-            raise TraceError(f"{self.trace.meta.name}: {take} responses asked of groups of {self.responses}")
-        return self.draw(np.arange(start, start + prompts), np.zeros(prompts, np.int64), take)
+        positions = np.arange(self.prompts) + step * self.prompts
+        return self.draw(positions, np.zeros_like(positions), self.responses)
 
     def draw(self, positions: npt.ArrayLike, first_samples: npt.ArrayLike, samples: int) -> StepBatch:
         """`samples` samples of the prompt at each position, from its `first_samples` on.

@@ -53,7 +53,6 @@ COLUMNS: tuple[Column, ...] = (
     Column("arrival_s", "number", "s", False, "when the request arrived, from the start of the recording"),
 )
 BY_NAME = {column.name: column for column in COLUMNS}
-_MAY_BE_NEGATIVE = {"reward"}
 
 
 class TraceMeta(Schema):
@@ -77,7 +76,6 @@ class Trace:
     meta: TraceMeta
 
     def __len__(self) -> int:
-        """Number of responses."""
         return len(self.frame)
 
     @property
@@ -87,7 +85,6 @@ class Trace:
 
     @property
     def capped(self) -> npt.NDArray[np.bool_]:
-        """Which responses were cut at the cap."""
         return self.frame["capped"].to_numpy(np.bool_)
 
     def prompt_codes(self) -> tuple[npt.NDArray[np.int64], list[Any]]:
@@ -136,6 +133,34 @@ def make_trace(
     ordered = [c.name for c in COLUMNS if c.name in checked]
     said = {"notes": tuple(map(_writable, notes)), "name": _writable(meta.name), "source": _writable(meta.source)}
     return Trace(checked[ordered], meta.model_copy(update=said))
+
+
+def mix(traces: Sequence[Trace]) -> Trace:
+    """The prompts of all traces together, each under its trace's name; an epoch passes over them in random order.
+
+    Raises `TraceError` if two traces have the same name, or their numbers of epochs differ.
+    """
+    if len(traces) == 1:
+        return traces[0]
+    names = [trace.meta.name for trace in traces]
+    if len(set(names)) < len(names):
+        raise TraceError(f"the traces {', '.join(names)} cannot be mixed: two have the same name")
+    epochs = {int(trace.frame["epoch"].max()) + 1 for trace in traces}
+    if len(epochs) > 1:
+        raise TraceError(f"the traces {', '.join(names)} cannot be mixed: they have different numbers of epochs")
+    frames = [
+        trace.frame.assign(prompt_id=[f"{trace.meta.name}/{prompt}" for prompt in trace.frame["prompt_id"]])
+        for trace in traces
+    ]
+    caps = {trace.meta.cap_tokens for trace in traces}
+    notes = list(dict.fromkeys(note for trace in traces for note in trace.meta.notes))
+    meta = TraceMeta(
+        name=" + ".join(names),
+        source="; ".join(dict.fromkeys(trace.meta.source for trace in traces)),
+        cap_tokens=caps.pop() if len(caps) == 1 else None,
+        notes=tuple(notes),
+    )
+    return make_trace(pd.concat(frames, ignore_index=True), meta, where=meta.name)
 
 
 def _writable(text: str) -> str:
@@ -202,16 +227,15 @@ def _checked(series: pd.Series[Any], column: Column, where: str, row_name: Calla
     values = floats(series)
     refuse(np.isnan(values) & ~null, "is not a number")
     refuse(np.isinf(values), "is infinite")
+    if column.name != "reward":
+        refuse(values < 0, "is negative")
     if column.kind == "number":
-        if column.name not in _MAY_BE_NEGATIVE:
-            refuse(values < 0, "is negative")
         return values
-    refuse(values < 0, "is negative")
     if column.kind == "tokens":
         refuse(values == 0, "is zero; a length is at least 1 token")
     refuse(~null & (values != np.floor(values)), "is not a whole number")
     refuse(values > MAX_TOKENS, f"is above {MAX_TOKENS}")
-    if column.kind == "index" and null.any():
+    if column.kind == "index":
         refuse(null, "is missing or NaN")
     if not null.any():
         return values.astype(np.int64)
@@ -272,8 +296,7 @@ def _check_duplicates(frame: pd.DataFrame, where: str, row_name: Callable[[int],
     if not again.any():
         return
     second = int(np.argmax(again))
-    same = (frame[keys] == frame.loc[second, keys]).all(axis=1).to_numpy(np.bool_)
-    first = int(np.argmax(same))
+    first = int(np.argmax((frame[keys] == frame.loc[second, keys]).all(axis=1)))
     prompt, sample, epoch = (frame[k].iloc[second] for k in keys)
     raise TraceError(
         f"{where}: {row_name(second)}: prompt_id {prompt}, sample_id {sample}, epoch {epoch} stands already in "

@@ -440,10 +440,10 @@ def results(folder: Path) -> Iterable[Seed]:
 def swept(folder: Path) -> Iterable[Seed]:
     """Directories that `rlsim sweep` wrote."""
     from rlsim.sweeps.points import load_sweep
-    from rlsim.sweeps.run import run_definition
+    from rlsim.sweeps.run import sweep
 
     small = {**_small(), "seeds": 1}
     small["workflow"] = {"prompts": 2, "responses": 2, "steps": 1}
     definition = load_sweep(small, axes={"trace.cap": [200, 300]})
-    run_definition(definition, folder / "sweep", workers=1)
+    sweep(definition, out=folder / "sweep", workers=1)
     yield Seed("sweep", {f"results/{path}": data for path, data in files_in(folder / "sweep").items()}, "results")

@@ -10,49 +10,36 @@ submit_ts, total_s, generate_s, reward_s and phases. Sessions hold times and no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from rlsim.trace.importers.collect import Response
-from rlsim.trace.importers.dumps import NOT_TOLD, Dump
+from rlsim.trace.importers.dumps import NOT_TOLD, Dump, Tally
 from rlsim.trace.importers.rows import Row, file_rows
 
 
-def _read(row: Row, tally: Counter[str]) -> Iterator[tuple[Response, Row]]:
+def _trajectory(row: Row, tally: Tally) -> Mapping[str, Any]:
     total, prompt = row.whole("seqlen", 1), row.whole("prompt_len")
     if prompt >= total:
         raise row.fail(f"prompt_len {prompt} leaves nothing of seqlen {total} for the response")
     head, tail = row.whole("head_version", -1), row.whole("tail_version", -1)
     if tail > head:
         tally["{n} responses are of tasks that more than one version of the weights generated"] += 1
-    yield (
-        Response(
-            step=tail,
-            prompt=row.text("prompt"),
-            group=row.whole("task_id"),
-            prompt_tokens=prompt or None,
-            response_tokens=total - prompt,
-            reward=row.number("reward"),
-        ),
-        row,
-    )
+    return {"step": tail, "prompt_tokens": prompt or None, "response_tokens": total - prompt}
 
 
 DUMPS = (
     Dump(
-        "areal",
-        "AReaL's trajectory dump",
+        "areal", "AReaL's trajectory dump",
         ("task_id", "sample_idx", "seqlen", "prompt_len", "head_version", "tail_version", "reward", "prompt"),
-        _read,
-        ("steps are the newest version of the weights a task was generated with (tail_version)", NOT_TOLD),
+        {"prompt": "prompt", "group": "task_id", "reward": "reward"}, _trajectory,
+        notes=("steps are the newest version of the weights a task was generated with (tail_version)", NOT_TOLD),
     ),
     Dump(
-        "areal",
-        "AReaL's session trace",
-        ("task_id", "session_id", "rank", "submit_ts", "status"),
+        "areal", "AReaL's session trace", ("task_id", "session_id", "rank", "submit_ts", "status"),
         refused="AReaL's session trace holds times and no lengths. Import the trial's folder, in which its dump of "
         "trajectories (rollout.dump_to_file) lies under rollout/: the sessions' times are joined to it",
     ),
@@ -74,10 +61,10 @@ def with_sessions(dump: Dump, files: Sequence[Path]) -> tuple[Dump, Callable[[pd
     """
     keys: list[tuple[int, int]] = []
 
-    def read(row: Row, tally: Counter[str]) -> Iterator[tuple[Response, Row]]:
-        for response, part in _read(row, tally):
-            keys.append((row.whole("task_id"), row.whole("sample_idx")))
-            yield response, part
+    def more(row: Row, tally: Tally) -> Mapping[str, Any]:
+        fields = _trajectory(row, tally)
+        keys.append((row.whole("task_id"), row.whole("sample_idx")))
+        return fields
 
     def join(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
         sessions, ranks = _sessions(files)
@@ -99,11 +86,10 @@ def with_sessions(dump: Dump, files: Sequence[Path]) -> tuple[Dump, Callable[[pd
         columns = {"arrival_s": arrival, "reward_time_s": reward}
         return frame.assign(**{name: pd.Series(v, dtype=object) for name, v in columns.items() if name not in frame})
 
-    return replace(dump, read=read), join
+    return replace(dump, more=more), join
 
 
-@dataclass(frozen=True)
-class _Session:
+class _Session(NamedTuple):
     session: int
     submit_at: float
     reward_s: float | None

@@ -63,7 +63,6 @@ class Collector:
         *,
         repeats: bool = False,
     ) -> None:
-        """See the class."""
         self.tally: Counter[str] = Counter()
         self._repeats = repeats
         self._texts_of_step: list[list[str]] = [[], []]  # digests of the step before and of this one
@@ -80,7 +79,6 @@ class Collector:
         self._characters = 0
 
     def add(self, response: Response, row: Row) -> None:
-        """One response, read from `row`."""
         if self._repeats and self._repeated(response):
             self.tally["{n} responses are left out that were logged again with a later step"] += 1
             return
@@ -137,10 +135,9 @@ class Collector:
     def _tokenize(self) -> None:
         if self._tokenizer is None or not self._texts:
             return
-        for (response, index, _), count in zip(
-            self._texts, self._tokenizer.count([text for *_, text in self._texts]), strict=True
-        ):
-            if not response:
+        counts = self._tokenizer.count([text for *_, text in self._texts])
+        for (of_response, index, _), count in zip(self._texts, counts, strict=True):
+            if not of_response:
                 self._prompt_lengths[index] = count
                 continue
             if self._cap is not None and count > self._cap:
@@ -163,7 +160,8 @@ class Collector:
             if any(value is not None for value in values)
         }
         notes = [text.format(n=f"{count:,}") for text, count in self.tally.items()]
-        if "correct" in columns and "correct" not in self._asked and not _all_flags(columns["correct"]):
+        judged = columns.get("correct", ()) if "correct" not in self._asked else ()
+        if any(v is not None and not (isinstance(v, bool | int | float) and v in (0, 1)) for v in judged):
             notes.append("the dump's correctness is not 0 or 1 in every row: left out")
             del columns["correct"]
         names = [name if turn == 0 else f"{name}-{turn}" for name, turn in self._codes]
@@ -173,17 +171,14 @@ class Collector:
         frame = pd.DataFrame(columns)
         if "sample_id" not in frame:
             frame["sample_id"] = pd.DataFrame({"p": prompt, "e": epoch}).groupby(["p", "e"]).cumcount()
-        return frame, self._places, notes + self._said(epoch)
-
-    def _said(self, epoch: npt.NDArray[np.int64]) -> list[str]:
-        notes, steps, passes = [], len(set(self._step)), int(epoch.max(initial=0)) + 1
+        steps, passes = len(set(self._step)), int(epoch.max(initial=0)) + 1
         if passes > 1:
             notes.append(f"{steps:,} steps in {passes} epochs: one begins where most prompts of a step come again")
         elif steps > 1:
             notes.append(f"{steps:,} steps, one epoch: in no step do most prompts come again")
         if 1 < len(self._step) == len(self._codes):
             notes.append("no two responses share a prompt: how alike those of one prompt are is not known")
-        return notes
+        return frame, self._places, notes
 
 
 def epochs(step: Sequence[int], prompt: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -208,7 +203,3 @@ def epochs(step: Sequence[int], prompt: npt.NDArray[np.int64]) -> npt.NDArray[np
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _all_flags(values: Any) -> bool:
-    return all(v is None or (isinstance(v, bool | int | float) and v in (0, 1)) for v in values)

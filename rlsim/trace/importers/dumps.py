@@ -1,11 +1,12 @@
-"""What a rollout dump's importer is: the keys it is recognised by, and how a row becomes responses."""
+"""What a rollout dump's importer is: the keys that tell it, which keys hold what, and how its files are read."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -16,28 +17,42 @@ from rlsim.trace.importers.tokens import TokenCounter
 
 #: What is said of dumps that do not tell which responses were cut.
 NOT_TOLD = "which responses were cut is not in the dump: with a cap, those that reach it count as cut"
-#: A row of a dump as the responses it holds, each with the row (or part of a row) that it was read from. The counter
-#: takes sentences with `{n}` for how often something was met that has to be said.
-Reader = Callable[[Row, "Counter[str]"], Iterator[tuple[Response, Row]]]
+#: Counts what has to be said: sentences with `{n}` for the count.
+Tally = Counter[str]
+#: Fields of a `Response` that take more than one key of the row; None leaves the response out.
+More = Callable[[Row, Tally], Mapping[str, Any] | None]
+
+_READ: dict[str, Callable[[Row, str], Any]] = {
+    "step": Row.whole, "group": Row.whole, "prompt": Row.text, "prompt_text": Row.text, "response_text": Row.text,
+    "reward": Row.number,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Dump:
     """A project's dump: its format's name, the keys every row has, how rows are read, and what is always to be said.
 
-    `texts`: it holds texts and no lengths, so that a tokenizer is needed. `repeats`: a step's rows may be written again
-    with the next. `refused` says why there is no trace in it.
+    `columns` maps fields of `Response` to the keys that hold them (one with a `response_text` holds no lengths, so that
+    a tokenizer is needed), and `more` gives the others. `rows` reads a file as rows of one response each. `repeats`: a
+    step's rows may be written again with the next. `refused` says why there is no trace in it.
     """
 
     name: str
     project: str
     needs: tuple[str, ...]
-    read: Reader | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    more: More | None = None
     notes: tuple[str, ...] = ()
-    texts: bool = False
+    rows: Callable[[Path, str], Iterator[Row]] = file_rows
     repeats: bool = False
     refused: str = ""
-    rows: Callable[[Path, str], Iterator[Row]] = file_rows
+
+    def response(self, row: Row, tally: Tally) -> Response | None:
+        """The response of a row; None if it is left out."""
+        more = self.more(row, tally) if self.more else {}
+        if more is None:
+            return None
+        return Response(**{name: _READ[name](row, key) for name, key in self.columns.items()}, **more)
 
 
 def read_dump(
@@ -53,14 +68,19 @@ def read_dump(
     `columns` maps columns of the schema to keys of the rows and comes before what the layout says. Raises `TraceError`
     with file and row, and where the dump holds no lengths and no tokenizer is given.
     """
-    if dump.refused or dump.read is None:
+    if dump.refused:
         raise TraceError(f"{where}: {dump.refused}")
-    counted = dump.texts and "response_tokens" not in columns
+    counted = "response_text" in dump.columns and "response_tokens" not in columns
+    notes, counter = [dump.project, *dump.notes], None
     if counted and tokenizer is None:
-        raise TraceError(_no_lengths(dump, where))
-    notes = [f"{dump.project}", *dump.notes]
-    counter = TokenCounter(tokenizer) if counted and tokenizer is not None else None
-    if counter is not None:
+        raise TraceError(
+            f"{where}: {dump.project} holds texts and no token counts, and rlsim guesses no lengths. Give the model's "
+            "tokenizer (--tokenizer PATH, its tokenizer.json or local folder; nothing is downloaded), or a key that "
+            "holds lengths if yours has one (--column response_tokens=KEY). Without either, the run's metric log still "
+            "gives lengths that are derived from its means (docs/traces.md)"
+        )
+    if counted and tokenizer is not None:
+        counter = TokenCounter(tokenizer)
         notes.append(
             f"lengths counted by the tokenizer {counter.name} in decoded text without its special tokens: a response "
             "that ended by itself is one token (its end) shorter than generated, and one cut within a word may differ"
@@ -70,16 +90,8 @@ def read_dump(
     collector = Collector(columns, counter, cap_tokens, repeats=dump.repeats)
     for file in files:
         for row in dump.rows(file, dump.project):
-            for response, part in dump.read(row, collector.tally):
-                collector.add(response, part)
+            response = dump.response(row, collector.tally)
+            if response is not None:
+                collector.add(response, row)
     frame, places, said = collector.frame()
     return frame, places, [*notes, *said]
-
-
-def _no_lengths(dump: Dump, where: Path) -> str:
-    return (
-        f"{where}: {dump.project} holds texts and no token counts, and rlsim guesses no lengths. Give the model's "
-        "tokenizer (--tokenizer PATH, its tokenizer.json or local folder; nothing is downloaded), or a key that holds "
-        "lengths if yours has one (--column response_tokens=KEY). Without either, the run's metric log still gives "
-        "lengths that are derived from its means (docs/traces.md)"
-    )

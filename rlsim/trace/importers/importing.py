@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from rlsim.errors import TraceError
-from rlsim.trace.files import absorb_source, read_table
-from rlsim.trace.importers import areal, metrics, servegen
-from rlsim.trace.importers.dumps import read_dump
-from rlsim.trace.importers.layouts import (
-    DUMPS,
-    FILES,
-    FORMATS,
-    KINDS,
-    SHAPES,
-    dump_of,
-    find_files,
-    nearest,
-    refuse_near,
-)
-from rlsim.trace.importers.rows import PARQUET, ends
-from rlsim.trace.importers.shapes import COUNTS, from_cdf, from_histogram, made_row
-from rlsim.trace.importers.tables import TABLES, RowName, read_known
+from rlsim.trace.files import CSV, PARQUET, absorb_source, ends, read_table, stem
+from rlsim.trace.importers import areal, layouts, servegen
+from rlsim.trace.importers.dumps import Dump, read_dump
+from rlsim.trace.importers.layouts import DUMPS, FILES, FORMATS, KINDS
+from rlsim.trace.importers.tables import COUNTS, TABLES, RowName, from_cdf, from_histogram, made_row, read_known
 from rlsim.trace.schema import BY_NAME, Trace, TraceMeta, check_names, make_trace
 
 
@@ -51,48 +39,27 @@ def import_trace(
     sampled under. What was assumed stands in the trace's notes. Raises `TraceError` with file and row.
     """
     path, columns = Path(path), dict(columns or {})
-    if format is not None and format not in FORMATS:
-        near = difflib.get_close_matches(format, FORMATS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of: {', '.join(FORMATS)}"
-        raise TraceError(f"{path}: unknown format {format!r}; {hint}")
-    _check_ours(columns)
+    _check_names(path, format, columns)
     notes: list[str] = []
-    meta = TraceMeta(name=_name(path))
-    row_name: RowName
+    meta = TraceMeta(name=stem(path, FILES).replace("*", "").strip("-_.") or "trace")
     clients = servegen.datasets(path) if format in (None, "servegen") else []
-    if clients or format == "servegen":
-        if not clients:
-            raise TraceError(f"{path}: no chunk-<i>-dataset.json, which ServeGen's layout needs")
-        frame, row_name = servegen.read_servegen(clients, path, rows, notes), made_row
+    row_name: RowName = made_row
+    if clients:
+        frame = servegen.read_servegen(clients, path, rows, notes)
+    elif format == "servegen":
+        raise TraceError(f"{path}: no chunk-<i>-dataset.json, which ServeGen's layout needs")
     else:
-        files, sessions = find_files(path, notes)
-        if format == metrics.NAME or (format is None and "response_tokens" not in columns
-                                      and metrics.is_metric_log(files[0])):  # fmt: skip
-            raise TraceError(f"{path}: {metrics.ADVICE}")
-        dump = dump_of(files[0], format, columns)
+        files, sessions = layouts.find_files(path, notes)
+        unasked = format is None and "response_tokens" not in columns
+        if format == layouts.METRICS or (unasked and layouts.is_metric_log(files[0])):
+            raise TraceError(f"{path}: {layouts.METRICS_ADVICE}")
+        dump = layouts.dump_of(files[0], format, columns)
         if dump is not None:
-            join = None
-            if sessions:
-                dump, join = areal.with_sessions(dump, sessions)
-            frame, places, said = read_dump(dump, files, path, columns, tokenizer, cap_tokens)
-            notes += said
-            if join is not None:
-                frame = join(frame, notes)
-            row_name = _placed(places, path)
-        elif len(files) > 1:
-            known = ", ".join(sorted({dump.name for dump in DUMPS}))
-            raise TraceError(
-                f"{path}: {len(files)} files, such as {files[0].name}, of no layout that a folder may hold ({known}, "
-                "servegen); import one file"
-            )
+            frame, row_name = _dumped(dump, files, sessions, path, columns, tokenizer, cap_tokens, notes)
         else:
-            frame, meta, row_name = read_table(files[0], format if format in KINDS else _kind_for(files[0], format))
-            notes = [*meta.notes, *notes]
-            frame, row_name = _table(frame, files[0], format, columns, row_name, notes, rows)
-            frame = _renamed(frame, columns, files[0])
-    if cap_tokens is not None or name or source:
-        meta = meta.model_copy(update={"cap_tokens": cap_tokens or meta.cap_tokens, "name": name or meta.name,
-                                       "source": source or meta.source})  # fmt: skip
+            frame, meta, row_name = _table(files, path, format, columns, notes, rows)
+    given = {"cap_tokens": cap_tokens, "name": name, "source": source}
+    meta = meta.model_copy(update={key: value for key, value in given.items() if value})
     frame, meta = absorb_source(frame, meta)
     check_names(list(frame.columns), str(path), optional=("prompt_id", "sample_id"))
     frame = _numbered(frame, notes)
@@ -101,56 +68,69 @@ def import_trace(
 
 def files_of(path: Path) -> list[Path]:
     """The files that an import of a file, folder or glob pattern reads. Raises `TraceError` if there are none."""
-    files, sessions = (servegen.datasets(path), []) if servegen.datasets(path) else find_files(path, [])
+    files, sessions = (servegen.datasets(path), []) if servegen.datasets(path) else layouts.find_files(path, [])
     return [*files, *sessions]
 
 
-def _name(path: Path) -> str:
-    name = path.name
-    for suffix in sorted(FILES, key=len, reverse=True):
-        name = name.removesuffix(suffix)
-    return name.replace("*", "").strip("-_.") or "trace"
+def _check_names(path: Path, layout: str | None, columns: Mapping[str, str]) -> None:
+    """Raises `TraceError` for a format that there is not, and for columns that rlsim's schema does not have."""
+    if layout is not None and layout not in FORMATS:
+        raise TraceError(f"{path}: unknown format {layout!r}; {_hint(layout, FORMATS, 'expected one of')}")
+    for ours, theirs in columns.items():
+        if ours not in BY_NAME:
+            hint = _hint(ours, BY_NAME, "expected one of")
+            raise TraceError(f"--column {ours}={theirs}: rlsim's schema has no column {ours!r}; {hint}")
 
 
-def _placed(places: Sequence[tuple[Path, str]], path: Path) -> RowName:
-    def name(index: int) -> str:
+def _hint(name: str, known: Collection[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}?" if near else f"{otherwise}: {', '.join(known)}"
+
+
+def _dumped(
+    dump: Dump, files: Sequence[Path], sessions: Sequence[Path], path: Path, columns: Mapping[str, str],
+    tokenizer: str | Path | None, cap_tokens: int | None, notes: list[str],
+) -> tuple[pd.DataFrame, RowName]:  # fmt: skip
+    """The responses of a rollout dump, and what names a row: file and place."""
+    join = None
+    if sessions:
+        dump, join = areal.with_sessions(dump, sessions)
+    frame, places, said = read_dump(dump, files, path, columns, tokenizer, cap_tokens)
+    notes += said
+
+    def row_name(index: int) -> str:
         file, place = places[index]
         if file == path:
             return place
         return f"{file.relative_to(path) if file.is_relative_to(path) else file.name}: {place}"
 
-    return name
-
-
-def _kind_for(path: Path, layout: str | None) -> str | None:
-    """The kind of file that a layout is usual in, where the name does not tell."""
-    if layout is None or ends(path, (*PARQUET, ".csv", ".gz", ".jsonl", ".ndjson")):
-        return None
-    return "jsonl" if layout == "mooncake" else "csv"
-
-
-def _check_ours(columns: Mapping[str, str]) -> None:
-    for ours, theirs in columns.items():
-        if ours not in BY_NAME:
-            near = difflib.get_close_matches(ours, list(BY_NAME), n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"expected one of: {', '.join(BY_NAME)}"
-            raise TraceError(f"--column {ours}={theirs}: rlsim's schema has no column {ours!r}; {hint}")
-
-
-def _renamed(frame: pd.DataFrame, columns: Mapping[str, str], path: Path) -> pd.DataFrame:
-    for ours, theirs in columns.items():
-        if theirs not in frame.columns:
-            known = [str(c) for c in frame.columns]
-            near = difflib.get_close_matches(theirs, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known)}"
-            raise TraceError(f"{path}: no column {theirs!r} (asked for as {ours}); {hint}")
-        if ours != theirs and ours in frame.columns:
-            frame = frame.drop(columns=ours)
-        frame = frame.rename(columns={theirs: ours})
-    return frame
+    return join(frame, notes) if join else frame, row_name
 
 
 def _table(
+    files: Sequence[Path], path: Path, wanted: str | None, columns: dict[str, str], notes: list[str], rows: int
+) -> tuple[pd.DataFrame, TraceMeta, RowName]:
+    """The rows of a table under the names of rlsim's schema, as `columns` or the layout it is recognised by map them.
+
+    What reading it has noted comes before `notes`.
+    """
+    first = files[0]
+    if len(files) > 1:
+        known = ", ".join(sorted({dump.name for dump in DUMPS}))
+        raise TraceError(
+            f"{path}: {len(files)} files, such as {first.name}, of no layout that a folder may hold ({known}, "
+            "servegen); import one file"
+        )
+    kind = wanted if wanted in KINDS else None
+    if kind is None and wanted is not None and not ends(first, (*PARQUET, *CSV, ".gz", ".jsonl", ".ndjson")):
+        kind = "jsonl" if wanted == "mooncake" else "csv"  # usual in that layout, where the name does not tell
+    frame, meta, row_name = read_table(first, kind)
+    notes[:0] = meta.notes
+    frame, row_name = _recognised(frame, first, wanted, columns, row_name, notes, rows)
+    return _renamed(frame, columns, first), meta, row_name
+
+
+def _recognised(
     frame: pd.DataFrame, path: Path, wanted: str | None, columns: dict[str, str], row_name: RowName,
     notes: list[str], rows: int,
 ) -> tuple[pd.DataFrame, RowName]:  # fmt: skip
@@ -166,10 +146,21 @@ def _table(
     if found:
         return read_known(found[0], frame, path, row_name, columns, notes)
     if wanted is None or wanted in KINDS:
-        refuse_near(names, path, [(table.name, table.needs) for table in TABLES])
+        layouts.refuse_near(names, path, [(table.name, table.needs) for table in TABLES])
         return frame, row_name
-    needs = ({table.name: table.needs for table in reversed(TABLES)} | SHAPES)[wanted]
-    raise TraceError(f"{path}: not in the {wanted} layout, which needs {', '.join(needs)}{nearest(needs, names)}")
+    needs = {table.name: table.needs for table in reversed(TABLES)} | layouts.SHAPES
+    raise layouts.not_in(path, wanted, needs[wanted], names)
+
+
+def _renamed(frame: pd.DataFrame, columns: Mapping[str, str], path: Path) -> pd.DataFrame:
+    for ours, theirs in columns.items():
+        if theirs not in frame.columns:
+            hint = _hint(theirs, [str(c) for c in frame.columns], "it has")
+            raise TraceError(f"{path}: no column {theirs!r} (asked for as {ours}); {hint}")
+        if ours != theirs and ours in frame.columns:
+            frame = frame.drop(columns=ours)
+        frame = frame.rename(columns={theirs: ours})
+    return frame
 
 
 def _numbered(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:

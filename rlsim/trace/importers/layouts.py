@@ -1,35 +1,41 @@
-"""Every layout there is, and how a file's is found: by the keys of its first row."""
+"""Every layout there is, and how a file's is found: by its name, the keys of its first row, or its columns."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rlsim.errors import TraceError
-from rlsim.trace.importers import areal, metrics, nemo_rl, roll, slime, trl, verl
+from rlsim.tables import parse_json
+from rlsim.trace.files import CSV, JSONL, PARQUET, ends
+from rlsim.trace.importers import areal, frameworks
 from rlsim.trace.importers.dumps import Dump
-from rlsim.trace.importers.rows import CSV, JSONL, PARQUET, ends, first_keys
+from rlsim.trace.importers.rows import first_keys
 from rlsim.trace.importers.tables import TABLES
 
 KINDS = ("parquet", "csv", "jsonl")
+#: Files of `torch.save`.
+TORCH = (".pt", ".pth")
+FILES = (*JSONL, *CSV, *PARQUET, *TORCH)
 #: Rollout dumps in the order in which they are tried: those with more keys first.
-DUMPS: tuple[Dump, ...] = tuple(
-    sorted(
-        (*areal.DUMPS, *verl.DUMPS, *nemo_rl.DUMPS, *slime.DUMPS, *trl.DUMPS, *roll.DUMPS),
-        key=lambda dump: -len(dump.needs),
-    )
-)
+DUMPS: tuple[Dump, ...] = tuple(sorted((*areal.DUMPS, *frameworks.DUMPS), key=lambda dump: -len(dump.needs)))
 SHAPES = {"histogram": ("response_tokens", "count"), "cdf": ("length", "cdf")}
-FORMATS = tuple(
-    dict.fromkeys(
-        (*KINDS, "areal", "verl", metrics.NAME, "nemo-rl", "slime", "trl", "roll", "servegen",
-         *(table.name for table in TABLES), *SHAPES)
-    )
+METRICS = "verl-metrics"
+FORMATS = (
+    *KINDS, "areal", "verl", METRICS, "nemo-rl", "slime", "trl", "roll", "servegen",
+    *dict.fromkeys(table.name for table in TABLES), *SHAPES,
 )  # fmt: skip
-FILES = (*JSONL, *CSV, *PARQUET, *slime.SUFFIXES)
 _VALIDATION = re.compile(r"(^|[_.-])(eval|val_data)[_.-]")
+#: Of veRL's metric logs, as `rlsim.calibrate.verl_log` reads them: a line of the console, and a metric's name.
+_CONSOLE = re.compile(r"(?:^|[\s)\]])step:\d+ - [^\n]*\w+/\w+:")
+_METRIC = "response_length/"
+METRICS_ADVICE = (
+    "veRL's metric log holds each step's mean, longest and share cut at the cap (response_length/mean, max, "
+    "clip_ratio), and no lengths: there is no trace in it. Import the dump of generations (trainer.rollout_data_dir) "
+    "instead, or say --derive to make lengths up that meet those means, which the trace then says of itself"
+)
 
 
 def find_files(path: Path, notes: list[str]) -> tuple[list[Path], list[Path]]:
@@ -59,39 +65,61 @@ def _in_order(files: Sequence[Path]) -> list[Path]:
     return sorted(files, key=lambda file: [int(p) if i % 2 else p for i, p in enumerate(re.split(r"(\d+)", str(file)))])
 
 
+def is_metric_log(path: Path) -> bool:
+    """Whether `path` looks like a metric log of veRL: console lines, the file logger's JSON Lines, or an export."""
+    if not path.is_file() or ends(path, (*PARQUET, ".gz", *TORCH)):
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        if ends(path, CSV):
+            first, second = file.readline(), file.readline()
+            return _METRIC in first or ("tag" in first and _METRIC in second)
+        if ends(path, JSONL):
+            return _is_metrics_row(file.readline())
+        return any(_CONSOLE.search(line) or f'"{_METRIC}' in line for line in file)
+
+
+def _is_metrics_row(line: str) -> bool:
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return False
+    if not isinstance(row, dict):
+        return False
+    data = row.get("data")
+    logged = isinstance(data, dict) and "step" in row and any("/" in key for key in data)
+    return logged or any(key.startswith(_METRIC) for key in row)
+
+
 def dump_of(first: Path, wanted: str | None, columns: Mapping[str, str]) -> Dump | None:
     """The project whose dump this is, by the keys of the first row; None if it is none."""
-    if wanted not in (None, *KINDS, *(dump.name for dump in DUMPS)):
+    any_layout = wanted is None or wanted in KINDS
+    asked = [dump for dump in DUMPS if any_layout or dump.name == wanted]
+    if not asked:
         return None
-    if ends(first, slime.SUFFIXES):
+    if ends(first, TORCH):
         if wanted not in (None, "slime"):
             raise TraceError(f"{first}: not in the {wanted} layout; a .pt file is read as slime's")
-        return slime.DUMPS[0]
+        return frameworks.SLIME
     if not first.is_file() or first.stat().st_size == 0:
-        if wanted in KINDS or wanted is None:
+        if any_layout:
             return None
         raise TraceError(f"{first}: {'the file is empty' if first.exists() else 'no such file'}")
     keys = first_keys(first)
-    asked = [dump for dump in DUMPS if wanted in (None, *KINDS, dump.name)]
     found = next((dump for dump in asked if set(dump.needs) <= keys), None)
-    if found is not None and not found.refused:
-        return found
-    if wanted is not None and wanted not in KINDS and found is None:
-        needs = max((dump.needs for dump in asked), key=lambda needs: len(keys & set(needs)))
-        raise TraceError(f"{first}: not in the {wanted} layout, which needs {', '.join(needs)}{nearest(needs, keys)}")
-    if "response_tokens" not in columns and "response_tokens" not in keys:
+    if found is None and not any_layout:
+        raise not_in(first, str(wanted), max((dump.needs for dump in asked), key=lambda n: len(keys & set(n))), keys)
+    if (found is None or found.refused) and "response_tokens" not in (*columns, *keys):
         refuse_near(keys, first, [(dump.name, dump.needs) for dump in asked if not dump.refused])
     return found
 
 
-def nearest(needs: Sequence[str], names: set[str]) -> str:
-    """What a message says of the names that are nearly those needed, or of all there are."""
-    hints = []
-    for need in needs:
-        near = difflib.get_close_matches(need, sorted(names - set(needs)), n=1, cutoff=0.7)
-        if need not in names and near:
-            hints.append(f"{near[0]!r} should be {need!r}")
-    return f"; {' and '.join(hints)}" if hints else f", and the file has {', '.join(sorted(names))}"
+def not_in(path: Path, layout: str, needs: Sequence[str], names: Collection[str]) -> TraceError:
+    """The error for a file that lacks columns of a layout, with the names that are nearly those needed, or all."""
+    spare = sorted(set(names) - set(needs))
+    near = {need: difflib.get_close_matches(need, spare, n=1, cutoff=0.7) for need in needs if need not in names}
+    hints = [f"{found[0]!r} should be {need!r}" for need, found in near.items() if found]
+    hint = f"; {' and '.join(hints)}" if hints else f", and the file has {', '.join(sorted(names))}"
+    return TraceError(f"{path}: not in the {layout} layout, which needs {', '.join(needs)}{hint}")
 
 
 def refuse_near(names: set[str], path: Path, layouts: Sequence[tuple[str, Sequence[str]]]) -> None:

@@ -6,15 +6,14 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rlsim.errors import TraceError
+from rlsim.errors import TraceError, shown
 from rlsim.tables import csv_errors, json_lines, number_of, open_data, parquet_errors
+from rlsim.trace.files import CSV, JSONL, PARQUET, ends
 
-JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-CSV = (".csv", ".csv.gz")
-PARQUET = (".parquet", ".pq")
 MAX_WHOLE = 2**53  # beyond it numbers are not whole any more in all programs
 _BATCH = 256  # rows of a table that are held at a time: those of a rollout dump carry texts
 
@@ -41,7 +40,6 @@ class Row:
         raise self.fail(f"no {key!r}, which every row of {self.project or 'this layout'} has{hint}")
 
     def whole(self, key: str, least: int = 0) -> int:
-        """A whole number of at least `least`."""
         value = self.get(key)
         if not is_number(value) or value != math.floor(value) or not least <= value <= MAX_WHOLE:
             raise self.fail(f"{key} should be a whole number, {least} or more (got {shown(value)})")
@@ -57,14 +55,12 @@ class Row:
         return float(value)
 
     def text(self, key: str) -> str:
-        """A text."""
         value = self.get(key)
         if not isinstance(value, str):
             raise self.fail(f"{key} should be text (got {shown(value)})")
         return value
 
     def items(self, key: str) -> list[Any]:
-        """A list."""
         value = self.get(key)
         if not isinstance(value, list):
             raise self.fail(f"{key} should be a list (got {shown(value)})")
@@ -78,17 +74,6 @@ class Row:
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number; flags and texts are none."""
     return not isinstance(value, str) and math.isfinite(number_of(value))
-
-
-def shown(value: Any) -> str:
-    """`value` as a message shows it, shortened."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def ends(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Whether the name of `path` ends in one of `suffixes`, in any case."""
-    return path.name.lower().endswith(suffixes)
 
 
 def first_keys(path: Path) -> set[str]:
@@ -130,14 +115,7 @@ def _parquet_rows(path: Path, project: str) -> Iterator[Row]:
     number = 0
     with parquet_errors(path, TraceError):
         batches = _parquet(path).iter_batches(batch_size=_BATCH)
-    while True:
-        with parquet_errors(path, TraceError):
-            batch = next(batches, None)
-            rows = [] if batch is None else batch.to_pylist()
-        if batch is None:
-            break
-        for values in rows:
-            number += 1
+        for number, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
             yield Row(path, f"row {number}", values, project)
     if number == 0:
         raise TraceError(f"{path}: the table holds no rows")
@@ -147,20 +125,10 @@ def _csv_rows(path: Path, project: str) -> Iterator[Row]:
     import pandas as pd
 
     number = 0
-    with open_data(path) as file:
-        with csv_errors(path, TraceError):
-            chunks = pd.read_csv(file, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""])
-        while True:
-            with csv_errors(path, TraceError):
-                chunk = next(chunks, None)
-            if chunk is None:
-                break
-            for values in chunk.astype(object).where(chunk.notna(), None).to_dict("records"):
-                number += 1
-                yield Row(path, f"row {number}", {str(k): _plain(v) for k, v in values.items()}, project)
+    with csv_errors(path, TraceError), open_data(path) as file:
+        chunks = pd.read_csv(file, chunksize=_BATCH, index_col=False, keep_default_na=False, na_values=[""])
+        rows = (chunk.astype(object).where(chunk.notna(), None).to_dict("records") for chunk in chunks)
+        for number, values in enumerate(chain.from_iterable(rows), 1):
+            yield Row(path, f"row {number}", {str(key): value for key, value in values.items()}, project)
     if number == 0:
         raise TraceError(f"{path}: the table has a header and no rows")
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value

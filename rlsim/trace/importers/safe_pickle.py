@@ -24,11 +24,9 @@ class Sized:
     """Stands for a tensor or an array: its length is that of the first dimension (1 of a scalar)."""
 
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
-        """See the class."""
         self.shape = shape
 
     def __len__(self) -> int:
-        """Size of the first dimension."""
         return int(self.shape[0]) if self.shape else 1
 
     def __setstate__(self, state: Any) -> None:
@@ -68,17 +66,12 @@ def _latin1(text: str, *_: Any) -> bytes:
     return text.encode("latin1")
 
 
-_StandIns = dict[tuple[str, str], Callable[..., Any]]
-_TORCH: _StandIns = {("torch._utils", f"_rebuild_tensor_{version}"): _tensor for version in ("v2", "v3")}
-_NUMPY: _StandIns = {
-    (f"numpy.{core}.multiarray", name): stand_in
-    for core in ("core", "_core")
-    for name, stand_in in (("_reconstruct", _array), ("scalar", _scalar))
-} | {("numpy", "ndarray"): Sized, ("numpy", "dtype"): _Dtype}
-_KNOWN: _StandIns = {
-    **_TORCH,
-    **_NUMPY,
-    ("torch", "Size"): tuple,
+#: Module and name -> what is called for it.
+_KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor, ("torch._utils", "_rebuild_tensor_v3"): _tensor,
+    ("torch", "Size"): tuple, ("numpy", "ndarray"): Sized, ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _array, ("numpy._core.multiarray", "_reconstruct"): _array,
+    ("numpy.core.multiarray", "scalar"): _scalar, ("numpy._core.multiarray", "scalar"): _scalar,
     ("collections", "OrderedDict"): collections.OrderedDict, ("_codecs", "encode"): _latin1,
     ("builtins", "set"): set, ("__builtin__", "set"): set,
 }  # fmt: skip
@@ -92,7 +85,6 @@ class _Plain(pickle.Unpickler):
     """Loads plain values; a name outside `_KNOWN` is refused before anything of it is imported."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name."""
         found = _KNOWN.get((module, name))
         if found is not None:
             return found

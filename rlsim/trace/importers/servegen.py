@@ -12,9 +12,8 @@ import csv
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ import pandas as pd
 
 from rlsim.errors import TraceError
 from rlsim.tables import number_of, parse_json
+from rlsim.trace.importers.tables import equally_likely
 from rlsim.trace.schema import MAX_TOKENS
 
 Floats = npt.NDArray[np.float64]
@@ -29,8 +29,7 @@ DATASET = re.compile(r"chunk-(\d+)-dataset\.json")
 _INPUTS = ("input_tokens", "text_tokens")
 
 
-@dataclass(frozen=True)
-class _Window:
+class _Window(NamedTuple):
     """One client's window: lengths with the share of its requests up to each, and how many requests it has."""
 
     requests: float
@@ -62,9 +61,7 @@ def read_servegen(files: Sequence[Path], where: Path, rows: int, notes: list[str
         raise TraceError(f"{where}: no window of a ServeGen client has any requests")
     weights, outputs, inputs = zip(*(_atoms(window) for window in windows), strict=True)
     weight, output, prompt = (np.concatenate(parts) for parts in (weights, outputs, inputs))
-    order = np.lexsort((prompt, output))
-    cumulative = np.cumsum(weight[order]) / weight.sum()
-    at = order[np.minimum(np.searchsorted(cumulative, (np.arange(rows) + 0.5) / rows), len(order) - 1)]
+    at = equally_likely(weight, np.lexsort((prompt, output)), rows)
     notes.append(
         f"ServeGen layout: distributions of {len(files):,} clients in {len(windows):,} windows"
         + (f", {total:,.0f} requests" if not unrated else "")
@@ -109,20 +106,17 @@ def _windows(file: Path, rates: dict[int, float] | None) -> list[_Window]:
     if odd is not None:
         raise TraceError(f"{file}: window {odd!r} should be the second it begins")
     windows = sorted(((int(start), fields) for start, fields in data.items()), key=lambda window: window[0])
-    starts = [start for start, _ in windows]
+    ends = [*(start for start, _ in windows[1:]), math.inf]
     found = []
-    for place, (start, fields) in enumerate(windows):
+    for (start, fields), end in zip(windows, ends, strict=False):
         if "output_tokens" not in fields:
             raise TraceError(f"{file}: window {start}: no 'output_tokens'; it has {', '.join(fields) or 'nothing'}")
         output = _pdf(fields["output_tokens"], f"{file}: window {start}: output_tokens")
         named = next((name for name in _INPUTS if name in fields), None)
         prompt = _pdf(fields[named], f"{file}: window {start}: {named}") if named else None
-        end = starts[place + 1] if place + 1 < len(starts) else None
         if output is None or (named and prompt is None):
             continue
-        within = 1.0 if rates is None else sum(
-            requests for at, requests in rates.items() if start <= at and (end is None or at < end)
-        )  # fmt: skip
+        within = 1.0 if rates is None else sum(requests for at, requests in rates.items() if start <= at < end)
         found.append(_Window(within, output, prompt, named == "text_tokens"))
     return found
 

@@ -1,8 +1,9 @@
-"""Tables of requests with one column per length: Mooncake, Vidur, Azure and BurstGPT.
+"""Tables of another program: requests with one column per length (Mooncake, Vidur, Azure, BurstGPT), and distributions.
 
 Columns were read from Azure/AzurePublicDataset at b469a11 (`AzureLLMInferenceDataset2023.md`, `…2024.md`,
 `AzureLMMInferenceDataset2025.md` and their notebooks), HPMLL/BurstGPT at e92f533 (`README.md`; `BurstGPT_1.csv` has no
-Session ID and no Elapsed time, releases since 1.2 have), kvcache-ai/Mooncake and microsoft/vidur.
+Session ID and no Elapsed time, releases since 1.2 have), kvcache-ai/Mooncake and microsoft/vidur. Histograms and
+digitised CDFs are taken at equally likely points.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from rlsim.errors import TraceError
 from rlsim.tables import floats
 
 RowName = Callable[[int], str]
+#: Columns that may hold the number of responses of a histogram's bin.
+COUNTS = ("expected_requests", "count", "counts", "requests", "frequency")
 
 
 @dataclass(frozen=True)
 class Table:
     """Another program's columns: those that must be there, how they map, and what has to be said about it.
 
-    `arrival` says how its time of arrival is written; `task` are columns that become the task; `drop` are left out
+    `arrival` says how its time of arrival is written; `task` are two columns that become the task; `drop` are left out
     without a further note; `empty_note` tells of rows of no response, which are left out.
     """
 
@@ -34,7 +38,7 @@ class Table:
     columns: Mapping[str, str]
     note: str
     arrival: str = "s"
-    task: tuple[str, ...] = ()
+    task: tuple[str, str] | None = None
     drop: tuple[str, ...] = ()
     empty_note: str = ""
 
@@ -81,13 +85,9 @@ def read_known(
         if name in names:
             columns.setdefault(ours, name)
     if table.task and "task" not in columns:
-        missing = [name for name in table.task if name not in names]
-        if not missing:
-            task: Any = frame[table.task[0]].map(str)
-            for name in table.task[1:]:
-                task = task + " " + frame[name].map(str)
-            frame = frame.assign(task=task)
-            frame = frame.drop(columns=[c for c in table.task if c not in columns.values()])
+        first, second = (frame[name].map(str) for name in table.task)
+        frame = frame.assign(task=first + " " + second)
+        frame = frame.drop(columns=[c for c in table.task if c not in columns.values()])
     if table.empty_note and columns.get("response_tokens") in names:
         empty = floats(frame[columns["response_tokens"]]) == 0
         if empty.any():
@@ -138,3 +138,53 @@ def plain_numbers(frame: pd.DataFrame, column: str, path: Path, row_name: RowNam
         got = frame[column].iloc[row]
         raise TraceError(f"{path}: {row_name(row)}: {column} is not a finite number, 0 or more (got {got})")
     return values
+
+
+def made_row(index: int) -> str:
+    """How a row that no file holds is called."""
+    return f"made-up row {index + 1}"
+
+
+def from_histogram(frame: pd.DataFrame, path: Path, rows: int, row_name: RowName, notes: list[str]) -> pd.DataFrame:
+    """`rows` equally likely lengths of a histogram with columns response_tokens and one of `COUNTS`."""
+    counts = next(c for c in COUNTS if c in frame.columns)
+    weight = plain_numbers(frame, counts, path, row_name)
+    length = plain_numbers(frame, "response_tokens", path, row_name)
+    if len(frame) == 0 or weight.sum() <= 0:
+        raise TraceError(f"{path}: the histogram holds no responses")
+    notes.append(f"a histogram of {weight.sum():.0f} responses, taken at {rows} equally likely points")
+    return pd.DataFrame({"response_tokens": length[equally_likely(weight, np.argsort(length, kind="stable"), rows)]})
+
+
+def equally_likely(weight: npt.NDArray[np.float64], order: npt.NDArray[np.intp], rows: int) -> npt.NDArray[np.intp]:
+    """Indices of `rows` equally likely points of a distribution with these weights, whose values have this order."""
+    cumulative = np.cumsum(weight[order]) / weight.sum()
+    places = np.searchsorted(cumulative, (np.arange(rows) + 0.5) / rows)
+    return np.asarray(order[np.minimum(places, len(order) - 1)])
+
+
+def from_cdf(frame: pd.DataFrame, path: Path, rows: int, row_name: RowName, notes: list[str]) -> pd.DataFrame:
+    """`rows` equally likely lengths of each task's CDF, with columns length, cdf and task if there are several."""
+    length, share = (plain_numbers(frame, c, path, row_name) for c in ("length", "cdf"))
+    if len(frame) == 0:
+        raise TraceError(f"{path}: the CDF holds no points")
+    if (share > 1).any():
+        row = int(np.argmax(share > 1))
+        raise TraceError(f"{path}: {row_name(row)}: cdf is above 1 (got {share[row]:g}); give shares, not percent")
+    named = frame["task"] if "task" in frame else [""] * len(frame)
+    tasks = np.array(["" if pd.isna(task) else str(task) for task in named], dtype=object)
+    parts = []
+    for task in dict.fromkeys(tasks):
+        order = np.flatnonzero(tasks == task)
+        order = order[np.lexsort((share[order], length[order]))]
+        x, y = np.maximum(length[order], 1), np.maximum.accumulate(share[order])
+        at = (np.arange(rows) + 0.5) / rows
+        beyond = at > y[-1]
+        lengths = np.where(beyond, x[-1], np.rint(np.interp(at, y, x)))
+        part = pd.DataFrame({"response_tokens": lengths, "capped": beyond})
+        parts.append(part.assign(task=task) if "task" in frame else part)
+        notes.append(
+            f"a CDF{f' of {task}' if task else ''}, taken at {rows} equally likely points; the {beyond.mean():.2%} "
+            f"beyond its last point are marked as cut at {x[-1]:.0f} tokens"
+        )
+    return pd.concat(parts, ignore_index=True)

@@ -16,9 +16,8 @@ class TokenCounter:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """See the class."""
         path = Path(path)
-        self._tokenizer: Any = _load(_tokenizer_file(path))
+        self._tokenizer: Any = _load(path)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.name = path.name if path.is_dir() else f"{path.resolve().parent.name}/{path.name}"
@@ -34,23 +33,18 @@ class TokenCounter:
         return [len(one) for one in encoded]
 
 
-def _tokenizer_file(path: Path) -> Path:
-    if path.is_dir():
-        if not (path / "tokenizer.json").is_file():
-            raise TraceError(
-                f"--tokenizer {path}: the folder holds no tokenizer.json; "
-                "AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER) writes one"
-            )
-        return path / "tokenizer.json"
-    if not path.is_file():
+def _load(path: Path) -> Any:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise TraceError(
+            f"--tokenizer {path}: the folder holds no tokenizer.json; "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER) writes one"
+        )
+    if not file.is_file():
         raise TraceError(
             f"--tokenizer {path}: no such file or folder; give the model's tokenizer.json or the local folder it lies "
             "in (rlsim downloads nothing)"
         )
-    return path
-
-
-def _load(file: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:

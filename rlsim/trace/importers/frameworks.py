@@ -1,0 +1,292 @@
+"""Rollout dumps of RL frameworks: what tells each, which of its keys hold what, and what takes more than one key.
+
+Fields were read in the projects' sources, at the commits and versions named below.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlsim.errors import TraceError
+from rlsim.tables import parse_json
+from rlsim.trace.importers.dumps import NOT_TOLD, Dump, Tally
+from rlsim.trace.importers.rows import Row, file_rows, is_number
+from rlsim.trace.importers.safe_pickle import load_torch
+
+Fields = Mapping[str, Any]
+
+# --- veRL: `trainer.rollout_data_dir` (and `validation_data_dir`), a file `<step>.jsonl` each.
+# Read from verl-project/verl, `verl/trainer/ppo/ray_trainer.py` (`_dump_generations`, `_write_generations`) and
+# `verl/trainer/ppo/v1/trainer_base.py` at 1dda039 (0.10.0.dev), and v0.4.0 to v0.7.0, where `gts` came with 0.5. Every
+# row has input, output, score and step; gts, request_id or uid, and whatever the reward function returned (acc of the
+# DAPO and naive reward managers) may stand beside them. Texts are decoded without special tokens.
+
+
+def _verl(row: Row, _: Tally) -> Fields:
+    """The group is the prompt's part of a uid `{sample}_{rollout}_{output}`, as trainer v1 writes it."""
+    uid = row.values.get("uid")
+    parts = uid.rsplit("_", 2) if isinstance(uid, str) else []
+    group = parts[0] if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit() else None
+    return {"group": group, "correct": row.values.get("acc")}
+
+
+# --- TRL: `log_completions=True` of GRPO and RLOO, `completions/completions_<step>.parquet` or the table.
+# Read from huggingface/trl, `trl/trainer/grpo_trainer.py` and `rloo_trainer.py` at f2cd577 (1.10.0.dev0), v1.0.0 and
+# v0.15.0 to v0.26.0: step (text until 0.26), prompt, completion, one column per reward function under its name, columns
+# of `log_extra`, and advantage (since 0.19); 0.15 had reward. Texts are decoded without special tokens. The table is
+# that of the last batch generated, so that a batch which serves several steps is written with each of them.
+
+_TRL_FIXED = ("step", "prompt", "completion", "advantage", "image", "images")
+
+
+def _trl_rows(path: Path, project: str) -> Iterator[Row]:
+    for row in file_rows(path, project):
+        step = row.values.get("step")
+        if isinstance(step, str) and step.isdigit():
+            row = row.having({**row.values, "step": int(step)})
+        yield row
+
+
+def _trl(row: Row, tally: Tally) -> Fields:
+    """The reward, or the value of the only reward function; of several the weights are not known."""
+    if "reward" in row.values:
+        return {"reward": row.number("reward")}
+    others = {key: value for key, value in row.values.items() if key not in _TRL_FIXED}
+    found = [key for key, value in others.items() if is_number(value) or value is None]
+    if len(found) > 1:
+        tally[f"several columns may be rewards, their weights are not logged ({', '.join(found)}): the reward is left "
+              "out; --column reward=NAME takes one"] += 1  # fmt: skip
+    return {"reward": row.number(found[0]) if len(found) == 1 else None}
+
+
+# --- NeMo-RL: `train_data_step<N>.jsonl` in the logger's folder, one line per response.
+# Read from NVIDIA-NeMo/RL at 7ea279a and v0.3.0 to v0.7.0: `nemo_rl/algorithms/grpo.py` and `grpo_sync.py` write
+# content, rewards, input_lengths, generation_logprobs and prev_logprobs, since v0.6.0 also token_ids, token_loss_mask,
+# sample_loss_mask and advantages, through `nemo_rl/utils/logger.py` (`log_batched_dict_as_jsonl`), which makes every
+# value a list of one and adds idx. `val_data_step<N>.jsonl` has content and rewards alone.
+
+
+def _nemo_rows(path: Path, project: str) -> Iterator[Row]:
+    """Rows with the one element of the list that the logger makes of every value but idx."""
+    for row in file_rows(path, project):
+        for key, value in row.values.items():
+            if key != "idx" and isinstance(value, list) and len(value) != 1:
+                raise row.fail(f"{key} should be a list of one element, as NeMo-RL logs it (got {len(value)})")
+        yield row.having({k: v[0] if k != "idx" and isinstance(v, list) else v for k, v in row.values.items()})
+
+
+def _nemo(row: Row, tally: Tally) -> Fields:
+    total = row.whole("input_lengths", 1)
+    if "token_loss_mask" in row.values:
+        mask = _nemo_numbers(row, "token_loss_mask", total)
+        ids = _nemo_numbers(row, "token_ids", total) if "token_ids" in row.values else None
+        first = next((i for i, one in enumerate(mask) if one), total)
+        generated = sum(1 for one in mask if one)
+        if any(mask[first + generated :]):
+            tally["{n} responses have several turns: what was generated in them is added up, tokens of tools are left "
+                  "out"] += 1  # fmt: skip
+    else:
+        logprobs, ids = _nemo_numbers(row, "generation_logprobs", total), None
+        first = next((i for i, one in enumerate(logprobs) if one), total)
+        generated = total - first
+        tally["{n} responses without token_loss_mask (before 0.6): taken to begin at the first generation_logprobs "
+              "that is not 0, and to reach to the end, tools included"] += 1  # fmt: skip
+    step = re.search(r"step_?(\d+)", row.file.name)
+    return {
+        "step": int(step[1]) if step else 0,
+        "prompt": _nemo_prompt(row) if ids is None else " ".join(map(str, ids[:first])),
+        "prompt_tokens": first or None,
+        "response_tokens": generated,
+    }
+
+
+def _nemo_numbers(row: Row, key: str, count: int) -> list[float]:
+    values = row.items(key)
+    if len(values) < count:
+        raise row.fail(f"{key} has {len(values)} elements, fewer than input_lengths {count}")
+    if not all(is_number(one) for one in values[:count]):
+        raise row.fail(f"{key} should be a list of numbers")
+    return values[:count]
+
+
+def _nemo_prompt(row: Row) -> str | None:
+    """The messages before the first answer: of an even number the first (user), of an odd one two (system, user)."""
+    messages = row.values.get("content")
+    if not isinstance(messages, list) or len(messages) < 2:
+        return None
+    return repr(messages[: 1 + len(messages) % 2])
+
+
+# --- ROLL: `rollout_dump_dir` of RLVR pipelines, and `save_logging_board_dir`.
+# Read from alibaba/ROLL at 8eb27cc (0.3.0). `roll/pipeline/rlvr/utils.py` writes `rollout_dump_data.step_<N>.jsonl`,
+# one line per step with a list per column: global_step, responses, scores, sampling_params and what the data set has of
+# id, source, difficulty, prompt, messages, ground_truth, tag, domain; responses are decoded without special tokens.
+# `roll/pipeline/rlvr/rlvr_pipeline.py` writes `data_<time>.jsonl`, one line per response with prompt, response,
+# response_tokens (the tokens as text, padded), new_response_mask, logprobs, reward and step. Agentic pipelines dump
+# trajectory_data, messages, tools and exp_name: of lengths only means over a trajectory's steps.
+
+
+def _roll_rows(path: Path, project: str) -> Iterator[Row]:
+    for row in file_rows(path, project):
+        count = len(row.items("responses"))
+        for key, value in row.values.items():
+            if not isinstance(value, list) or len(value) != count:
+                raise row.fail(f"{key} should be a list of {count} elements, one per response, as ROLL dumps a step")
+        for i in range(count):
+            yield row.having({key: value[i] for key, value in row.values.items()}, f", response {i + 1}")
+
+
+def _roll(row: Row, tally: Tally) -> Fields:
+    try:
+        settings: Any = parse_json(row.text("sampling_params"))
+    except ValueError:
+        settings = None
+    config = settings.get("generation_config") if isinstance(settings, dict) else None
+    cap = config.get("max_new_tokens") if isinstance(config, dict) else None
+    if isinstance(cap, int):
+        tally[f"{{n}} responses were sampled under max_new_tokens {cap}: --cap {cap} marks those that reach it"] += 1
+    texts = {key: _roll_text(row.values.get(key)) for key in ("prompt", "messages", "domain", "tag")}
+    return {
+        "prompt": texts["prompt"] or texts["messages"],
+        "prompt_text": texts["prompt"],
+        "task": texts["domain"] or texts["tag"],
+    }
+
+
+def _roll_text(value: Any) -> str | None:
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return None if value is None else str(value) or None
+
+
+def _roll_board(row: Row, _: Tally) -> Fields:
+    mask = row.items("new_response_mask")
+    if not all(isinstance(one, bool) or is_number(one) for one in mask):
+        raise row.fail("new_response_mask should be a list of 0 and 1")
+    length, padded = sum(1 for one in mask if one), len(row.items("response_tokens"))
+    if length > padded:
+        raise row.fail(f"new_response_mask counts {length} tokens, but response_tokens has {padded}")
+    return {"response_tokens": length}
+
+
+# --- slime: `--save-debug-rollout-data PATH` or `--dump-details`, a file of `torch.save` per rollout.
+# Read from THUDM/slime at 624b824 (0.3.1) and v0.1.0 to v0.3.0: `slime/observability/rollout_data_utils.py` saves
+# {"rollout_id", "samples"}, a sample being `slime/utils/types.py` `Sample.to_dict()` with index, group_index (since
+# 0.2), prompt, tokens, response, response_length, label, reward, loss_mask, status, metadata and more. `tokens` holds
+# prompt and response. Loaded by `safe_pickle`, which runs nothing.
+
+_STATUS = ("pending", "completed", "truncated", "aborted", "failed")
+
+
+def _slime_rows(path: Path, project: str) -> Iterator[Row]:
+    loaded = load_torch(path)
+    if not isinstance(loaded, dict) or not {"rollout_id", "samples"} <= set(loaded):
+        got = f"a {type(loaded).__name__}"
+        got += f" with {', '.join(map(str, loaded))[:200]}" if isinstance(loaded, dict) else ""
+        raise TraceError(f"{path}: not a rollout of slime, a dictionary with rollout_id and samples (got {got})")
+    samples = loaded["samples"]
+    if not isinstance(samples, list) or not samples:
+        raise TraceError(f"{path}: samples should be a list of samples, at least one")
+    for number, sample in enumerate(samples, 1):
+        if not isinstance(sample, dict):
+            raise TraceError(f"{path}: sample {number}: expected a dictionary, as Sample.to_dict() gives")
+        yield Row(path, f"sample {number}", {**sample, "_step": loaded["rollout_id"]}, project)
+
+
+def _slime(row: Row, tally: Tally) -> Fields | None:
+    status = row.text("status")
+    if status not in _STATUS:
+        raise row.fail(f"status should be one of {', '.join(_STATUS)} (got {status!r})")
+    length = row.whole("response_length")
+    if status not in ("completed", "truncated"):
+        tally[f"{{n}} samples that are {status} are left out"] += 1
+        return None
+    tokens, prompt = row.get("tokens"), row.values.get("prompt")
+    total = len(tokens) if hasattr(tokens, "__len__") else 0
+    if total and total < length:
+        raise row.fail(f"response_length {length} is more than the {total} tokens")
+    reward, correct = _slime_reward(row, tally)
+    versions = row.values.get("weight_versions")
+    if isinstance(versions, list) and len(set(map(str, versions))) > 1:
+        tally["{n} responses were generated by more than one version of the weights"] += 1
+    return {
+        "prompt": None if not prompt else prompt if isinstance(prompt, str) else repr(prompt),
+        "group": row.values.get("group_index"),
+        "prompt_tokens": total - length if total > length else None,
+        "response_tokens": _slime_generated(row, length, tally),
+        "reward": reward,
+        "correct": correct,
+        "capped": status == "truncated",
+        "finish_reason": "length" if status == "truncated" else "stop",
+    }
+
+
+def _slime_generated(row: Row, length: int, tally: Tally) -> int:
+    """The response's tokens less those of tools, which the loss mask leaves out between the turns."""
+    mask: Any = row.values.get("loss_mask")
+    if not isinstance(mask, list) or len(mask) != length or not any(mask) or all(mask):
+        return length
+    tally["{n} responses have tokens outside the loss mask (tools between turns): they are not counted"] += 1
+    return sum(1 for one in mask if one)
+
+
+def _slime_reward(row: Row, tally: Tally) -> tuple[float | None, Any]:
+    """The reward, and where it is a dictionary (DAPO's has score and acc) those."""
+    reward = row.get("reward")
+    if not isinstance(reward, dict):
+        return row.number("reward"), None
+    score = reward.get("score")
+    if not is_number(score):
+        tally[f"{{n}} rewards are dictionaries without score ({', '.join(map(str, reward))}): left out"] += 1
+        score = None
+    return score, reward.get("acc")
+
+
+SLIME = Dump(
+    "slime", "slime's rollout", ("index", "prompt", "tokens", "response_length", "status", "reward"),
+    {"step": "_step"}, _slime, rows=_slime_rows,
+)  # fmt: skip
+DUMPS = (
+    Dump(
+        "verl", "veRL's dump of generations", ("input", "output", "score", "step"),
+        {"prompt": "input", "step": "step", "prompt_text": "input", "response_text": "output", "reward": "score"},
+        _verl, notes=(NOT_TOLD, "of several turns the text of tools stands between, and counts"),
+    ),
+    *(
+        Dump("nemo-rl", "NeMo-RL's training data", ("input_lengths", "rewards", tells_response, "idx"),
+             {"reward": "rewards"}, _nemo, notes=(NOT_TOLD,), rows=_nemo_rows)
+        for tells_response in ("token_loss_mask", "generation_logprobs")
+    ),
+    Dump(
+        "nemo-rl", "NeMo-RL's validation data", ("content", "rewards", "idx"),
+        refused="NeMo-RL's validation data (val_data_step<N>.jsonl) holds messages and rewards and no lengths; import "
+        "train_data_step<N>.jsonl",
+    ),
+    SLIME,
+    Dump(
+        "trl", "TRL's table of completions", ("step", "prompt", "completion"),
+        {"prompt": "prompt", "step": "step", "prompt_text": "prompt", "response_text": "completion"},
+        _trl, rows=_trl_rows, repeats=True,
+        notes=(NOT_TOLD, "TRL writes the last batch before each logging: with logging_steps above 1 steps are missing"),
+    ),
+    Dump(
+        "roll", "ROLL's rollout dump", ("global_step", "responses", "scores", "sampling_params"),
+        {"step": "global_step", "response_text": "responses", "reward": "scores"},
+        _roll, rows=_roll_rows,
+        notes=("prompt lengths are those of the data set's prompt, without what a chat template adds", NOT_TOLD),
+    ),
+    Dump(
+        "roll", "ROLL's logging board", ("new_response_mask", "response_tokens", "logprobs", "reward", "step"),
+        {"step": "step", "prompt": "prompt", "reward": "reward"},
+        _roll_board, notes=("prompts are dumped with their padding: their lengths are left out",),
+    ),
+    Dump(
+        "roll", "ROLL's dump of agentic trajectories", ("trajectory_data", "messages", "tools", "exp_name"),
+        refused="ROLL's dump of agentic trajectories keeps no length of a response, only means over the steps of a "
+        "trajectory (length_info); there is no trace in it",
+    ),
+)  # fmt: skip
