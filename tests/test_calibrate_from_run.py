@@ -14,8 +14,6 @@ import pytest
 import simpy
 
 from rlsim.calibrate.from_run import FromRun, from_run, write
-from rlsim.calibrate.verl_lengths import Batch, Logged, reconstruct
-from rlsim.calibrate.verl_log import VerlLog, read_log
 from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.machine import Machine
@@ -28,6 +26,8 @@ from rlsim.sim.control import RolloutControl
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.trace import TraceMeta, make_trace, write_trace
+from rlsim.verl.lengths import Batch, Logged, reconstruct
+from rlsim.verl.log import VerlLog, read_log
 
 MODEL, CLUSTER, BASE = "r1-distill-qwen-1.5b", "8xh100", "h100-vllm"
 PROMPTS, RESPONSES, CAP = 64, 8, 2048

@@ -15,15 +15,15 @@ from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.from_verl import check, from_verl
 from rlsim.init.names import find_cluster, find_model, nearest_trace
-from rlsim.init.shell import read_script
-from rlsim.init.shell_values import Unknown
 from rlsim.init.starter import starter
-from rlsim.init.verl_config import read_config
-from rlsim.init.verl_defaults import VERSIONS, defaults, release
 from rlsim.models import load_model
 from rlsim.reading import read_yaml
+from rlsim.verl.config import read_config
+from rlsim.verl.defaults import VERSIONS, defaults, release
+from rlsim.verl.experiment import check, from_verl
+from rlsim.verl.shell import read_script
+from rlsim.verl.shell_values import Unknown
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash

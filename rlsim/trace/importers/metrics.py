@@ -1,6 +1,6 @@
-"""Recognises veRL's metric logs, which hold means of lengths and no lengths: `rlsim.calibrate.verl_trace` derives some.
+"""Recognises veRL's metric logs, which hold means of lengths and no lengths: `rlsim.verl.trace` derives some.
 
-Metric names are those of `rlsim.calibrate.verl_log`, which reads them.
+Metric names are those of `rlsim.verl.log`, which reads them.
 """
 
 from __future__ import annotations

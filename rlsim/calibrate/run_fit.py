@@ -11,16 +11,16 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import least_squares
 
 from rlsim.calibrate.fit.common import Array, percent
-from rlsim.calibrate.verl_lengths import Batch
-from rlsim.calibrate.verl_log import VerlLog
-from rlsim.calibrate.verl_rollout import RolloutTimes
-from rlsim.calibrate.verl_settings import RunSettings
+from rlsim.calibrate.run_rollout import RolloutTimes
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
+from rlsim.verl.lengths import Batch
+from rlsim.verl.log import VerlLog
+from rlsim.verl.run import RunSettings
 
 #: Model FLOPs of the update over the peak of all GPUs. Outside this the times, the GPUs or the model must be wrong.
 PLAUSIBLE_MFU = (0.01, 1.0)

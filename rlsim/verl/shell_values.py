@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from rlsim.init.shell_words import Part, Word, tokens
+from rlsim.verl.shell_words import Part, Word, tokens
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PARAMETER = re.compile(r"(?P<name>\w+|[@*#?$!])(?:\[(?P<index>[@*]|\d+)\])?(?P<operation>.*)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""Shell text as words and operators. Nothing is run; what a word stands for is found later (`rlsim.init.shell`)."""
+"""Shell text as words and operators. Nothing is run; what a word stands for is found later (`rlsim.verl.shell`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A trace derived from veRL's metric log: lengths that meet each step's mean, longest and share at the cap.
 
-A log keeps no lengths. These are made up (`verl_lengths.reconstruct`), and the trace says so of itself.
+A log keeps no lengths. These are made up (`rlsim.verl.lengths.reconstruct`), and the trace says so of itself.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.verl_lengths import PROMPT_SHARE, SPREAD, Logged, reconstruct
-from rlsim.calibrate.verl_log import read_log
-from rlsim.calibrate.verl_settings import batch_of
 from rlsim.errors import CalibrationError
 from rlsim.trace import Trace, TraceMeta, make_trace
+from rlsim.verl.lengths import PROMPT_SHARE, SPREAD, Logged, reconstruct
+from rlsim.verl.log import read_log
+from rlsim.verl.run import batch_of
 
 _DERIVED = (
     "DERIVED, not measured: the log has means of {steps:,} steps and no lengths. Each step's are those of one "

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsim.calibrate.verl_log import logged_config
 from rlsim.errors import ConfigError
-from rlsim.init.shell import Override, is_override, parse_override, read_script
-from rlsim.init.shell_values import Unknown
-from rlsim.init.verl_defaults import VERSIONS, defaults
 from rlsim.reading import SyntaxConfigError, parse_yaml, read_yaml
+from rlsim.verl.defaults import VERSIONS, defaults
+from rlsim.verl.log import logged_config
+from rlsim.verl.shell import Override, is_override, parse_override, read_script
+from rlsim.verl.shell_values import Unknown
 
 _INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>oc\.\w+):)?(?P<body>[^${}]*)\}")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)

@@ -10,13 +10,13 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from rlsim.calibrate.verl_log import VerlLog
 from rlsim.cost.strategy import Recompute, TrainStrategy, logits_of
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 from rlsim.schema import Schema, validate
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Tokens
+from rlsim.verl.log import VerlLog
 
 T = TypeVar("T")
 #: Settings that are whole numbers from 1, and the largest that can be meant.

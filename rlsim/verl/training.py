@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlsim.calibrate.verl_settings import RunSettings
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.schema import Experiment, TrainingSpec
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.verl_config import VerlConfig
 from rlsim.schema import validate
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace
+from rlsim.verl.config import VerlConfig
+from rlsim.verl.run import RunSettings
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 

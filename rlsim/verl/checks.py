@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlsim.init.verl_config import VerlConfig
+    from rlsim.verl.config import VerlConfig
 
 #: Whole numbers of at least 1 without a default.
 _COUNTS = (

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from rlsim.errors import ConfigError
-from rlsim.init.shell_values import Doubt, Element, Unknown, UnresolvedError, Variables, assignment, shown
-from rlsim.init.shell_words import Operator, Token, Word, tokens
+from rlsim.verl.shell_values import Doubt, Element, Unknown, UnresolvedError, Variables, assignment, shown
+from rlsim.verl.shell_words import Operator, Token, Word, tokens
 
 _OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)
 #: The first parts of keys of veRL's configuration.

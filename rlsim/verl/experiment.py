@@ -9,8 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from rlsim.calibrate.verl_log import METRICS, VerlLog
-from rlsim.calibrate.verl_settings import RunSettings, settings_of
 from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.schema import Experiment
@@ -18,13 +16,15 @@ from rlsim.hardware import Cluster, load_cluster
 from rlsim.init import verl_notes
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import check_calibration, find_calibration, find_cluster, find_model, load_from, nearest_trace
-from rlsim.init.verl_checks import check_values
-from rlsim.init.verl_config import VerlConfig, misspelt, read_config
-from rlsim.init.verl_defaults import VERSIONS
-from rlsim.init.verl_training import add_engine, add_memory, add_training
 from rlsim.models import Model
 from rlsim.schema import validate
 from rlsim.trace import Trace, read_trace
+from rlsim.verl.checks import check_values
+from rlsim.verl.config import VerlConfig, misspelt, read_config
+from rlsim.verl.defaults import VERSIONS
+from rlsim.verl.log import METRICS, VerlLog
+from rlsim.verl.run import RunSettings, settings_of
+from rlsim.verl.training import add_engine, add_memory, add_training
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm"}

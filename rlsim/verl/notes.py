@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlsim.errors import ConfigError
-from rlsim.init.verl_config import VerlConfig
+from rlsim.verl.config import VerlConfig
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _REF = "actor_rollout_ref.ref."
