@@ -23,7 +23,7 @@ from rlsim.verl.config import read_config
 from rlsim.verl.defaults import VERSIONS, defaults, release
 from rlsim.verl.experiment import check, from_verl
 from rlsim.verl.shell import read_script
-from rlsim.verl.shell_values import Unknown
+from rlsim.verl.variables import Unknown
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash

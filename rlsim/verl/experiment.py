@@ -13,20 +13,19 @@ from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.schema import Experiment
 from rlsim.hardware import Cluster, load_cluster
-from rlsim.init import verl_notes
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import check_calibration, find_calibration, find_cluster, find_model, load_from, nearest_trace
 from rlsim.models import Model
 from rlsim.schema import validate
 from rlsim.trace import Trace, read_trace
-from rlsim.verl.checks import check_values
-from rlsim.verl.config import VerlConfig, misspelt, read_config
-from rlsim.verl.defaults import VERSIONS
+from rlsim.verl import notes as verl_notes
+from rlsim.verl.config import read_config
+from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS
 from rlsim.verl.log import METRICS, VerlLog
 from rlsim.verl.run import RunSettings, settings_of
+from rlsim.verl.settings import STRATEGY, Settings
 from rlsim.verl.training import add_engine, add_memory, add_training
 
-_A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm"}
 #: Advantage estimators: rlsim's algorithm of the same calls.
 _ALGORITHMS = {
@@ -43,11 +42,11 @@ STEPS, SEEDS = 5, 5
 _REWARD_ASYNC = "reward_model.launch_reward_fn_async"
 #: Further keys that a misspelt one may have meant.
 _MORE_KEYS = (
-    _M + "path", _A + "megatron.override_transformer_config.recompute_granularity", _A + "ppo_micro_batch_size",
-    _A + "fsdp_config.ulysses_sequence_parallel_size", _R + "log_prob_micro_batch_size_per_gpu",
-    _R + "log_prob_micro_batch_size", "critic.ppo_micro_batch_size", _M + "enable_activation_offloading",
-    _M + "use_fused_kernels",
-    _R + "log_prob_use_dynamic_bsz", _R + "log_prob_max_token_len_per_gpu", "critic.model.path", "critic.enable",
+    MODEL + "path", ACTOR + "megatron.override_transformer_config.recompute_granularity", ACTOR + "ppo_micro_batch_size",
+    ACTOR + "fsdp_config.ulysses_sequence_parallel_size", ROLLOUT + "log_prob_micro_batch_size_per_gpu",
+    ROLLOUT + "log_prob_micro_batch_size", "critic.ppo_micro_batch_size", MODEL + "enable_activation_offloading",
+    MODEL + "use_fused_kernels",
+    ROLLOUT + "log_prob_use_dynamic_bsz", ROLLOUT + "log_prob_max_token_len_per_gpu", "critic.model.path", "critic.enable",
     _REWARD_ASYNC,
     "reward_model.enable", "reward_model.model.path", "reward.reward_model.enable", "reward.reward_model.model_path",
 )  # fmt: skip
@@ -76,9 +75,9 @@ def from_verl(
     or unsupported.
     """
     config = read_config(sources, version)
-    misspelt(config, (*config.default, *_MORE_KEYS, *verl_notes.KEYS))
+    config.check_keys((*config.default, *_MORE_KEYS, *verl_notes.KEYS))
     verl_notes.refuse_asynchronous(config)
-    check_values(config)
+    config.check_values()
     draft = Draft({}, missing=verl_notes.missing(config), notes=list(config.notes))
     machines = _cluster(config, draft, gpu, cluster)
     settings = _settings(config, machines)
@@ -112,13 +111,13 @@ def check(draft: Draft, folder: Path) -> str:
     return ""
 
 
-def _name(config: VerlConfig) -> str:
+def _name(config: Settings) -> str:
     given = config.given.get("trainer.experiment_name")
     text = given if isinstance(given, str) and "$" not in given else config.name or "from-verl"
     return re.sub(r"[^\w.+-]+", "-", text).strip("-") or "from-verl"
 
 
-def _cluster(config: VerlConfig, draft: Draft, gpu: str | None, named: str | None) -> Cluster:
+def _cluster(config: Settings, draft: Draft, gpu: str | None, named: str | None) -> Cluster:
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
     if named is not None:
         found = load_cluster(named)
@@ -139,27 +138,28 @@ def _cluster(config: VerlConfig, draft: Draft, gpu: str | None, named: str | Non
     return found
 
 
-def _settings(config: VerlConfig, machines: Cluster) -> RunSettings:
+def _settings(config: Settings, machines: Cluster) -> RunSettings:
     """The configuration as `rlsim calibrate from-run` reads it."""
-    strategy = config.get(_A + "strategy")
+    strategy = config.get(STRATEGY)
     if strategy not in ("fsdp", "fsdp2", "megatron"):
-        raise ConfigError(f"{config.where(_A + 'strategy')}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
-    key = _R + "tensor_model_parallel_size"
+        raise ConfigError(
+            f"{config.where(ACTOR + 'strategy')}: {strategy} is not simulated; fsdp, fsdp2 or megatron are"
+        )
+    key = ROLLOUT + "tensor_model_parallel_size"
     if machines.gpus_per_node % config.get(key):
         raise ConfigError(
             f"{config.where(key)} = {config.get(key)}: it does not divide the {machines.gpus_per_node} GPUs of a node; "
             "replicas over several nodes are not simulated"
         )
     empty = pd.DataFrame(columns=["line", *METRICS], dtype=float)
-    log = VerlLog(Path(config.name or "the configuration"), empty, (), config.merged())
-    return settings_of(
-        log, machines, rollout_tp=None, prompts=None, responses=None, cap=None, backend=None, train={}, engine={},
-        memory_utilization=None,
-    )  # fmt: skip
+    for key in config.doubts:
+        if key in config.default:
+            config.get(key)
+    return settings_of(VerlLog(Path(config.name or "the configuration"), empty, (), config), machines)
 
 
-def _model(config: VerlConfig, draft: Draft, folder: Path, given: str | None) -> Model:
-    key = _M + "path"
+def _model(config: Settings, draft: Draft, folder: Path, given: str | None) -> Model:
+    key = MODEL + "path"
     path = given or config.get(key)
     if path is None:
         raise ConfigError(f"the configuration names no model ({key}): give --model")
@@ -169,12 +169,12 @@ def _model(config: VerlConfig, draft: Draft, folder: Path, given: str | None) ->
     return load_from(chosen, folder)
 
 
-def _calibration(config: VerlConfig, draft: Draft, machines: Cluster, given: str | None, folder: Path) -> None:
+def _calibration(config: Settings, draft: Draft, machines: Cluster, given: str | None, folder: Path) -> None:
     if given is not None:
         check_calibration(given, machines, folder)
         draft.entries["calibration"] = Entry(given, "as given")
         return
-    key = _R + "name"
+    key = ROLLOUT + "name"
     engine = config.get(key)
     if engine is None:
         draft.notes.append(f"{key} is not given, though veRL {config.version} requires it: vllm is taken")
@@ -186,7 +186,7 @@ def _calibration(config: VerlConfig, draft: Draft, machines: Cluster, given: str
 
 
 def _trace(
-    config: VerlConfig, draft: Draft, actor: Model, settings: RunSettings, given: str | None, folder: Path
+    config: Settings, draft: Draft, actor: Model, settings: RunSettings, given: str | None, folder: Path
 ) -> Trace:
     filters = bool(config.get("algorithm.filter_groups.enable"))
     if given is None:
@@ -212,7 +212,7 @@ def _trace(
             f"{config.where('data.max_prompt_length')} = {limit:,}; the trace's longest prompt has {int(longest):,} "
             "and is not cut"
         )
-    keys = ("data.max_response_length", _R + "response_length")
+    keys = ("data.max_response_length", ROLLOUT + "response_length")
     entries = {"path": Entry(path, comment), "cap": Entry(settings.cap, config.where(*keys))}
     if longest is None:
         entries["default_prompt_tokens"] = Entry(limit, "the trace has no prompt lengths: data.max_prompt_length")
@@ -220,7 +220,7 @@ def _trace(
     return trace
 
 
-def _workflow(config: VerlConfig, draft: Draft, settings: RunSettings, folder: Path, reward_model: str | None) -> None:
+def _workflow(config: Settings, draft: Draft, settings: RunSettings, folder: Path, reward_model: str | None) -> None:
     key = "algorithm.adv_estimator"
     estimator = str(config.get(key))
     if estimator not in _ALGORITHMS:
@@ -229,7 +229,7 @@ def _workflow(config: VerlConfig, draft: Draft, settings: RunSettings, folder: P
     if critic is not None and critic != (algorithm == "ppo"):
         raise ConfigError(f"{config.origin['critic.enable']}: critic.enable = {critic} with {key}={estimator}: no "
                           "algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
-    kl_keys = (_A + "use_kl_loss", "algorithm.use_kl_in_reward")
+    kl_keys = (ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward")
     on = [key for key in kl_keys if config.get(key)]
     bypass_key = "algorithm.rollout_correction.bypass_mode"
     bypass = bool(config.get(bypass_key))
@@ -240,7 +240,7 @@ def _workflow(config: VerlConfig, draft: Draft, settings: RunSettings, folder: P
     draft.entries["workflow"] = {
         "algorithm": Entry(algorithm, config.where(key) + same_calls),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
-        "responses": Entry(settings.responses, config.where(_R + "n")),
+        "responses": Entry(settings.responses, config.where(ROLLOUT + "n")),
         "steps": Entry(STEPS, "to simulate; each draws its prompts from the trace"),
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else anew),
@@ -262,7 +262,7 @@ def _workflow(config: VerlConfig, draft: Draft, settings: RunSettings, folder: P
         draft.entries["models"] = models
 
 
-def _critic(config: VerlConfig, draft: Draft, folder: Path) -> dict[str, Entry]:
+def _critic(config: Settings, draft: Draft, folder: Path) -> dict[str, Entry]:
     """The critic's shape, unless it is the actor's."""
     path = str(config.get("critic.model.path"))
     actor = draft.entries["model"]
@@ -270,7 +270,7 @@ def _critic(config: VerlConfig, draft: Draft, folder: Path) -> dict[str, Entry]:
     try:
         chosen, said = find_model(path, folder)
     except RlsimError:
-        if path != config.given.get(_M + "path"):
+        if path != config.given.get(MODEL + "path"):
             draft.notes.append(f"{config.where('critic.model.path')}: the shape of {path} is not known; the critic is "
                                "taken to be like the actor")  # fmt: skip
         return {}
@@ -280,7 +280,7 @@ def _critic(config: VerlConfig, draft: Draft, folder: Path) -> dict[str, Entry]:
     return {"critic": Entry(chosen, f"{where}; {said}" if said else where)}
 
 
-def _systems(config: VerlConfig, draft: Draft, settings: RunSettings) -> None:
+def _systems(config: Settings, draft: Draft, settings: RunSettings) -> None:
     filters = bool(config.get("algorithm.filter_groups.enable"))
     more = ["dynamic_sampling"] if filters else []
     if filters:
@@ -290,8 +290,8 @@ def _systems(config: VerlConfig, draft: Draft, settings: RunSettings) -> None:
         return {"name": name, "use": [*parts, *more]}
 
     layout = {"verl": {"tp": settings.rollout_tp}}
-    where = config.where(_R + "tensor_model_parallel_size")
-    mode = _R + "mode"
+    where = config.where(ROLLOUT + "tensor_model_parallel_size")
+    mode = ROLLOUT + "mode"
     if config.get(mode) == "async":
         draft.entries["routing"] = Entry(
             "round_robin", f"{config.where(mode)}: each request goes to the server with fewest"

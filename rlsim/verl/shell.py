@@ -7,13 +7,13 @@ would have to be run (`$(…)`), or comes from outside, is unknown. An unknown v
 from __future__ import annotations
 
 import re
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from rlsim.errors import ConfigError
-from rlsim.verl.shell_values import Doubt, Element, Unknown, UnresolvedError, Variables, assignment, shown
-from rlsim.verl.shell_words import Operator, Token, Word, tokens
+from rlsim.verl.variables import Argument, Unknown, UnresolvedError, Variables, assigned
+from rlsim.verl.words import INSTEAD, Operator, Word, tokens, unquoted
 
 _OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)
 #: The first parts of keys of veRL's configuration.
@@ -24,7 +24,7 @@ ROOTS = frozenset(
 #: Choices of Hydra without a dot.
 GROUPS = frozenset({"model_engine"})
 _DECLARING = ("export", "local", "readonly", "declare", "typeset")
-_OPENING = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "select": "done"}
+_STRAY = ("}", "then", "do", "done", "fi", "esac", "else", "elif")
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,17 @@ class Script:
 def is_override(text: str) -> bool:
     """Whether a word sets a key of veRL's configuration."""
     found = _OVERRIDE.fullmatch(text)
-    return found is not None and ("." in found["key"] or found["key"] in GROUPS) and _root(found["key"])
+    if found is None:
+        return False
+    key = found["key"]
+    return key in GROUPS or ("." in key and re.split(r"[.@/]", key)[0] in ROOTS)
 
 
-def parse_override(text: str, line: int = 0) -> Override:
+def parse_override(text: str, line: int = 0, unknown: Unknown | None = None) -> Override:
     """A word of the form `key=value`; see `is_override`."""
     found = _OVERRIDE.fullmatch(text)
     assert found is not None
-    return Override(found["key"], found["value"], line, found["mode"] == "~")
+    return Override(found["key"], unknown or found["value"], line, found["mode"] == "~")
 
 
 def read_script(text: str, source: str, given: dict[str, str]) -> Script:
@@ -64,9 +67,13 @@ def read_script(text: str, source: str, given: dict[str, str]) -> Script:
 
     Raises `ConfigError` with file and line for text that no shell reads.
     """
-    run = _Run(tokens(text, source), source, Variables(given))
-    run.block(0, len(run.tokens))
-    commands = [c for c in run.commands if c]
+    try:
+        run = _Run(tokens(text, source), source, Variables(given))
+        while run.at < len(run.tokens):
+            run.block(mode=True)
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply to be read; simplify it, {INSTEAD}") from None
+    commands = [command for command in run.commands if command]
     notes = list(dict.fromkeys(run.notes))
     if len(commands) > 1:
         lines = ", ".join(str(command[0].line) for command in commands)
@@ -74,162 +81,146 @@ def read_script(text: str, source: str, given: dict[str, str]) -> Script:
     return Script(tuple(commands[-1]) if commands else (), run.config_name, tuple(notes))
 
 
-def _root(key: str) -> bool:
-    return re.split(r"[.@/]", key)[0] in ROOTS or key in GROUPS
+class _Doubt(NamedTuple):
+    """A branch that may or may not be taken, and the variable on which that depends, if it is one."""
+
+    line: int
+    deciding: str
+
+    @property
+    def condition(self) -> str:
+        return f"under a condition{f' on {self.deciding}' if self.deciding else ''}"
+
+
+#: Whether commands are carried out, passed over, or only cast doubt on what they set.
+_Mode = bool | _Doubt
 
 
 class _Run:
     """Goes through the tokens once, as the shell would."""
 
-    def __init__(self, found: list[Token], source: str, variables: Variables) -> None:
+    def __init__(self, found: list[Word | Operator], source: str, variables: Variables) -> None:
         self.tokens = found
         self.source = source
         self.variables = variables
+        self.at = 0
         self.commands: list[list[Override]] = []
         self.config_name = ""
         self.notes: list[str] = []
 
-    def block(self, at: int, end: int) -> None:
-        """Carry out the tokens from `at` to `end`."""
+    def block(self, *closing: str, mode: _Mode, asked: bool = False) -> bool | None:
+        """Commands up to a closing word, which is left: whether the last succeeds, None if that cannot be told.
+
+        Where the status is `asked` for, it is told of tests only; other commands count as successful elsewhere.
+        """
         status: bool | None = True
         joint = ""
-        while at < end:
-            token = self.tokens[at]
+        while self.at < len(self.tokens) and self._here() not in closing:
+            token = self.tokens[self.at]
             if isinstance(token, Operator):
-                joint = token.text if token.text in ("&&", "||") else joint if token.text == "\n" and joint else ""
-                at += 1
+                self.at += 1
+                if token.text != "\n":
+                    joint = token.text if token.text in ("&&", "||") else ""
                 continue
-            stop = self._command_end(at, end)
-            wanted = {"&&": status is True, "||": status is False}.get(joint, True)
-            if not wanted and status is None:
-                self._unknown(at, stop, "")
-            elif wanted:
-                status = self._carry_out(at, stop)
-            at, joint = stop, ""
+            wanted: _Mode = mode
+            if joint and mode is True:
+                wanted = _Doubt(token.line, "") if status is None else status is (joint == "&&")
+            says = self._command(wanted, asked)
+            status, joint = says if wanted is True else status, ""
+        return status
 
-    def _command_end(self, at: int, end: int) -> int:
-        """The end of the command that begins at `at`: of a compound one its closing word."""
-        token = self.tokens[at]
-        assert isinstance(token, Word)
-        if token.bare in _OPENING:
-            return self._matching(at, end) + 1
-        while at < end and isinstance(self.tokens[at], Word):
-            at += 1
-        return at
+    def _here(self) -> str:
+        """The token at hand; empty behind the last."""
+        return self.tokens[self.at].text if self.at < len(self.tokens) else ""
 
-    def _matching(self, at: int, end: int) -> int:
-        """Where the closing word of the compound command at `at` stands."""
-        depth = 0
-        for i in range(at, end):
-            word = self._bare(i)
-            if self._starts_command(i):
-                depth += (word in _OPENING) - (word in _OPENING.values())
-                if not depth:
-                    return i
-        return end - 1
+    def _words(self) -> list[Word]:
+        """Words up to the next operator, which are passed."""
+        found = []
+        while self.at < len(self.tokens) and isinstance(word := self.tokens[self.at], Word):
+            found.append(word)
+            self.at += 1
+        return found
 
-    def _bare(self, i: int) -> str:
-        token = self.tokens[i]
-        return token.bare if isinstance(token, Word) else ""
-
-    def _starts_command(self, i: int) -> bool:
-        """Whether a keyword may stand here: at the start of a command."""
-        before = self.tokens[i - 1] if i else Operator("\n", 0)
-        return isinstance(before, Operator) or before.bare in ("then", "else", "do", "elif", "if", "{", "!")
-
-    def _carry_out(self, at: int, end: int) -> bool | None:
-        """Carry out one command: whether it succeeds, None if that cannot be told."""
-        match self._bare(at):
+    def _command(self, mode: _Mode, asked: bool) -> bool | None:
+        """One command, which is passed: whether it succeeds."""
+        match self._here():
             case "if":
-                self._if(at, end)
+                self._if(mode)
             case "case":
-                self._case(at, end)
-            case "for" | "while" | "until" | "select" as kind:
-                self._loop(at, end, kind)
-            case "{" | "}" | "then" | "do" | "done" | "fi" | "esac" | "else":
-                return self._carry_out(at + 1, end) if at + 1 < end else True
+                self._case(mode)
+            case "for" | "select" | "while" | "until":
+                self._loop(mode)
+            case "{":
+                self.at += 1
+                status = self.block("}", mode=mode, asked=asked)
+                self.at += 1
+                return status
+            case word if word in _STRAY:
+                self.at += 1
             case _:
-                return self._simple([t for t in self.tokens[at:end] if isinstance(t, Word)])
+                words = self._words()
+                if mode is True:
+                    return self._simple(words, asked)
+                if mode:
+                    self._doubt(words, mode)
         return True
 
-    def _word_after(self, at: int) -> Word:
-        """What a `case` or a `for` is about."""
-        token = self.tokens[at + 1] if at + 1 < len(self.tokens) else None
+    def _subject(self, keyword: Word | Operator) -> Word:
+        """What a `case` or a `for` is about, which is passed."""
+        token = self.tokens[self.at] if self.at < len(self.tokens) else None
         if not isinstance(token, Word):
-            raise ConfigError(f"{self.source}:{self.tokens[at].line}: expected a word behind `{self._bare(at)}`")
+            raise ConfigError(
+                f"{self.source}:{keyword.line}: expected a word behind `{keyword.text}`; mend it, {INSTEAD}"
+            )
+        self.at += 1
         return token
 
     # ---- compound commands ------------------------------------------------------------------------------------------
 
-    def _parts(self, at: int, end: int, words: tuple[str, ...]) -> list[int]:
-        """Where these keywords stand at the level of the compound command from `at` to `end`."""
-        found, i = list[int](), at
-        while i < end:
-            word = self._bare(i)
-            if i > at and word in _OPENING and self._starts_command(i):
-                i = self._matching(i, end)
-            elif word in words and (i == at or self._starts_command(i)):
-                found.append(i)
-            i += 1
-        return found
+    def _if(self, mode: _Mode) -> None:
+        while self._here() in ("if", "elif"):
+            self.at += 1
+            began = self.at
+            says = self.block("then", mode=mode, asked=True)
+            line = self.tokens[min(self.at, len(self.tokens) - 1)].line
+            branch = mode
+            if mode is True and says is None:
+                words = [token for token in self.tokens[began : self.at] if isinstance(token, Word)]
+                mode = branch = _Doubt(line, self.variables.deciding(words))
+            elif mode is True:
+                mode, branch = not says, bool(says)
+            self.at += 1
+            self.block("elif", "else", "fi", mode=branch)
+        if self._here() == "else":
+            self.at += 1
+            self.block("fi", mode=mode)
+        self.at += 1
 
-    def _if(self, at: int, end: int) -> None:
-        marks = [*self._parts(at, end, ("if", "then", "elif", "else", "fi"))]
-        i = 0
-        while i < len(marks) - 1:
-            word, start, stop = self._bare(marks[i]), marks[i] + 1, marks[i + 1]
-            if word == "else":
-                self.block(start, stop)
-                return
-            if word in ("if", "elif"):
-                says = self._condition(start, stop)
-                body = (marks[i + 1] + 1, marks[i + 2]) if i + 2 < len(marks) else (stop, stop)
-                if says is None:
-                    words = [t for t in self.tokens[start:stop] if isinstance(t, Word)]
-                    self._unknown(body[0], end - 1, self.variables.deciding(words))
-                    return
-                if says:
-                    self.block(*body)
-                    return
-                i += 1
-            i += 1
-
-    def _condition(self, at: int, end: int) -> bool | None:
-        """Commands joined by `&&` and `||` behind an `if`."""
-        status: bool | None = True
-        joint, i = "", at
-        while i < end:
-            token = self.tokens[i]
-            if isinstance(token, Operator):
-                joint = token.text if token.text in ("&&", "||") else joint
-                i += 1
-                continue
-            stop = i
-            while stop < end and isinstance(self.tokens[stop], Word):
-                stop += 1
-            words = [t for t in self.tokens[i:stop] if isinstance(t, Word) and t.bare not in ("{", "}")]
-            if words and (joint != "||" or status is not True) and (joint != "&&" or status is not False):
-                status = _joined(status, joint, self.variables.condition(words))
-            i, joint = stop, ""
-        return status
-
-    def _case(self, at: int, end: int) -> None:
+    def _case(self, mode: _Mode) -> None:
         """`case WORD in PATTERN) … ;; esac`: the branch that matches."""
-        word = self._word_after(at)
-        try:
-            value = self.variables.text(word)
-        except UnresolvedError:
-            self._unknown(at + 2, end - 1, self.variables.deciding([word]))
-            return
-        i = next((k for k in range(at + 2, end) if self._bare(k) == "in"), end) + 1
-        while i < end - 1:
-            close = next((k for k in range(i, end) if self.tokens[k] == Operator(")", self.tokens[k].line)), end)
-            patterns = [t for t in self.tokens[i:close] if isinstance(t, Word)]
-            stop = self._branch_end(close + 1, end - 1)
-            if any(fnmatchcase(value, self._pattern(pattern)) for pattern in patterns):
-                self.block(close + 1, stop)
-                return
-            i = stop + 1
+        keyword = self.tokens[self.at]
+        self.at += 1
+        word, value = self._subject(keyword), ""
+        if mode is True:
+            try:
+                value = self.variables.text(word)
+            except UnresolvedError:
+                mode = _Doubt(word.line, self.variables.deciding([word]))
+        self.at += 1  # in
+        while self.at < len(self.tokens) and self._here() != "esac":
+            if isinstance(self.tokens[self.at], Operator):
+                self.at += 1
+                continue
+            patterns = self._words()
+            while self._here() == "|":
+                self.at += 1
+                patterns += self._words()
+            matches = mode is True and any(fnmatchcase(value, self._pattern(pattern)) for pattern in patterns)
+            branch = matches if mode is True else mode
+            self.at += 1
+            self.block(";;", "esac", mode=branch)
+            mode = False if matches else mode
+        self.at += 1
 
     def _pattern(self, word: Word) -> str:
         try:
@@ -237,86 +228,58 @@ class _Run:
         except UnresolvedError:
             return "\0"
 
-    def _branch_end(self, at: int, end: int) -> int:
-        while at < end:
-            token = self.tokens[at]
-            if isinstance(token, Operator) and token.text == ";;":
-                return at
-            if isinstance(token, Word) and token.bare in _OPENING and self._starts_command(at):
-                at = self._matching(at, end)
-            at += 1
-        return end
+    def _loop(self, mode: _Mode) -> None:
+        """A loop's body once; what it goes over is unknown."""
+        keyword = self.tokens[self.at]
+        self.at += 1
+        if keyword.text in ("for", "select") and self._here() != "(":  # for ((i = 0; …)) names no variable
+            name = self._subject(keyword).text
+            if mode is True:
+                self.variables.set(name, Unknown(f"the loop of line {keyword.line} goes over it", name))
+        while self._here() not in ("do", ""):
+            self.at += 1
+        self.at += 1
+        self.block("done", mode=mode)
+        self.at += 1
 
-    def _loop(self, at: int, end: int, kind: str) -> None:
-        """A loop's body once; what it goes over is unknown unless that is a single word."""
-        marks = self._parts(at, end, (kind, "do", "done"))
-        if len(marks) < 3:
-            return
-        if kind == "for":
-            listed = [t for t in self.tokens[marks[0] + 1 : marks[1]] if isinstance(t, Word)]
-            name, values = self._word_after(at).bare, list[str]()
-            with suppress(UnresolvedError):
-                values = [field for word in listed[2:] for field in self.variables.fields(word, split=True)]
-            line = self.tokens[at].line
-            known = values[0] if len(values) == 1 else Unknown(f"the loop of line {line} goes over it", name)
-            self.variables.set(name, known)
-        self.block(marks[1] + 1, marks[2])
-
-    def _unknown(self, at: int, end: int, deciding: str) -> None:
-        """A branch that may or may not be taken: what it assigns is not known any more."""
-        line = self.tokens[at].line
-        on = f" on {deciding}" if deciding else ""
-        why = f"it is set under a condition{on} (line {line}) that the text does not tell"
-        for token in self.tokens[at:end]:
-            assigned = assignment(token) if isinstance(token, Word) else None
-            words = [word for part in assigned[2] for word in part.words] if assigned else []
-            settings = any(is_override(shown(word)) for word in words)
-            if assigned and not assigned[1] and (settings or not words):
-                self.variables.set(assigned[0], Unknown(why, deciding or assigned[0]))
+    def _doubt(self, words: list[Word], doubt: _Doubt) -> None:
+        """What a command that may or may not be carried out assigns is not known any more."""
+        why = f"it is set {doubt.condition} (line {doubt.line}) that the text does not tell"
+        for word in words:
+            found = assigned(word)
+            settings = any(is_override(unquoted(item)) for item in word.items or ())
+            if found and not found[1] and (settings or not word.items):
+                self.variables.set(found[0], Unknown(why, doubt.deciding or found[0]))
             elif settings:
-                hint = f": give {deciding}=… to have them" if deciding else ""
-                self.notes.append(f"line {line}: settings added under a condition{on} are left out{hint}")
+                hint = f": give {doubt.deciding}=… to have them" if doubt.deciding else ""
+                self.notes.append(f"line {doubt.line}: settings added {doubt.condition} are left out{hint}")
 
     # ---- simple commands --------------------------------------------------------------------------------------------
 
-    def _simple(self, words: list[Word]) -> bool | None:
-        if words[0].bare in ("[", "[[", "test", "!"):
+    def _simple(self, words: list[Word], asked: bool) -> bool | None:
+        if asked or words[0].text in ("[", "[[", "test", "!"):
             return self.variables.condition(words)
-        while words and (words[0].bare in _DECLARING or assignment(words[0])):
-            if assigned := assignment(words[0]):
-                name, appends, parts = assigned
-                value = self.variables.value(words[0], parts)
-                (self.variables.append if appends else self.variables.set)(name, value)
+        while words and (words[0].text in _DECLARING or self.variables.assign(words[0])):
             words = words[1:]
         found: list[Override] = []
         for i, word in enumerate(words):
-            found += self._overrides(word, words[i + 1 : i + 2], among_settings=bool(found))
+            for argument in self.variables.arguments(word):
+                if argument.text.startswith("--config-name"):
+                    following = unquoted(words[i + 1]) if i + 1 < len(words) else ""
+                    self.config_name = argument.text.partition("=")[2] or following
+                if is_override(argument.text):
+                    found.append(parse_override(argument.text, argument.line, argument.unknown))
+                elif argument.unknown and "=" not in argument.text:
+                    self._note_unknown(word, argument, argument.unknown, among_settings=bool(found))
         if found:
             # A list of settings needs no command; and a comment between the lines of one cuts it in two.
-            if not self.commands or not is_override(shown(words[0])):
+            if not self.commands or not is_override(unquoted(words[0])):
                 self.commands.append([])
             self.commands[-1] += found
         return True
 
-    def _overrides(self, word: Word, following: list[Word], *, among_settings: bool) -> list[Override]:
-        found = []
-        several = among_settings and len(word.parts) == 1 and word.parts[0].kind == "variable"
-        for field in self.variables.element(word):
-            text = field.shown if isinstance(field, Doubt) else field
-            line = field.line if isinstance(field, Doubt | Element) else word.line
-            if text.startswith("--config-name"):
-                self.config_name = text.partition("=")[2] or (shown(following[0]) if following else "")
-            if is_override(text):
-                override = parse_override(text, line)
-                found.append(replace(override, value=field.unknown) if isinstance(field, Doubt) else override)
-            elif isinstance(field, Doubt) and (several or "[@]" in text) and "=" not in text:
-                self.notes.append(f"line {word.line}: the settings in {text} are not known: {field.unknown.why}")
-        return found
-
-
-def _joined(status: bool | None, joint: str, says: bool | None) -> bool | None:
-    """What two conditions say together: `a && b`, `a || b`, or the last one alone."""
-    if not joint:
-        return says
-    deciding = joint == "||"
-    return deciding if deciding in (status, says) else None if None in (status, says) else not deciding
+    def _note_unknown(self, word: Word, argument: Argument, unknown: Unknown, *, among_settings: bool) -> None:
+        """Settings may be in an array, or in a variable that stands among other settings, whose value is not known."""
+        alone = '"' not in word.text and re.fullmatch(r"\$\w+|\$\{\w[^}]*\}", argument.text)
+        if "[@]" in argument.text or (among_settings and alone):
+            self.notes.append(f"line {word.line}: the settings in {argument.text} are not known: {unknown.why}")

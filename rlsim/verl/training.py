@@ -11,13 +11,12 @@ from rlsim.init.draft import Draft, Entry
 from rlsim.schema import validate
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace
-from rlsim.verl.config import VerlConfig
+from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.run import RunSettings
+from rlsim.verl.settings import Settings
 
-_A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 
-
-def add_engine(config: VerlConfig, draft: Draft, settings: RunSettings) -> None:
+def add_engine(config: Settings, draft: Draft, settings: RunSettings) -> None:
     """Limits of the engine that are not rlsim's own defaults."""
     keys = {
         "max_num_seqs": "max_num_seqs",
@@ -26,51 +25,53 @@ def add_engine(config: VerlConfig, draft: Draft, settings: RunSettings) -> None:
     }
     default = EngineConfig()
     draft.entries["engine"] = {
-        ours: Entry(getattr(settings.engine, ours), config.where(_R + theirs))
+        ours: Entry(getattr(settings.engine, ours), config.where(ROLLOUT + theirs))
         for ours, theirs in keys.items()
-        if config.is_given(_R + theirs) or getattr(settings.engine, ours) != getattr(default, ours)
+        if config.is_given(ROLLOUT + theirs) or getattr(settings.engine, ours) != getattr(default, ours)
     }
 
 
-def add_training(config: VerlConfig, draft: Draft, settings: RunSettings, trace: Trace) -> None:
+def add_training(config: Settings, draft: Draft, settings: RunSettings, trace: Trace) -> None:
     """Degrees, micro-batches and switches of training."""
     strategy, megatron = settings.train, settings.backend == "megatron"
     default = TrainingSpec()
     offload = tuple(
-        f"{_A}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in ("param", "optimizer")
+        f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in ("param", "optimizer")
     )
-    entries = {"backend": Entry(settings.backend, config.where(_A + "strategy"))}
+    entries = {"backend": Entry(settings.backend, config.where(ACTOR + "strategy"))}
     if megatron:
         for ours, theirs in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
-            key = f"{_A}megatron.{theirs}_{'' if ours == 'cp' else 'model_'}parallel_size"
+            key = f"{ACTOR}megatron.{theirs}_{'' if ours == 'cp' else 'model_'}parallel_size"
             entries[ours] = Entry(getattr(strategy, ours), config.where(key))
-        key = _A + "megatron.use_distributed_optimizer"
+        key = ACTOR + "megatron.use_distributed_optimizer"
         if config.get(key) is False:
             entries["zero_stage"] = Entry(0, config.where(key))
     elif strategy.cp > 1:
         entries["cp"] = Entry(
             strategy.cp,
-            config.where(_A + "fsdp_config.ulysses_sequence_parallel_size", _A + "ulysses_sequence_parallel_size"),
+            config.where(
+                ACTOR + "fsdp_config.ulysses_sequence_parallel_size", ACTOR + "ulysses_sequence_parallel_size"
+            ),
         )
     entries["micro_batch_tokens"] = _micro_batch(config, draft, settings, trace)
-    key = _M + "enable_gradient_checkpointing"
-    granularity = _A + "megatron.override_transformer_config.recompute_granularity"
+    key = MODEL + "enable_gradient_checkpointing"
+    granularity = ACTOR + "megatron.override_transformer_config.recompute_granularity"
     entries["recompute"] = Entry(strategy.recompute, config.where(*((granularity, key) if megatron else (key,))))
     if strategy.logits == "fused":
-        entries["fused_kernels"] = Entry(True, config.where(_M + "use_fused_kernels"))
+        entries["fused_kernels"] = Entry(True, config.where(MODEL + "use_fused_kernels"))
     if strategy.offload != default.offload:
         entries["offload"] = Entry(strategy.offload, config.where(*(key for key in offload if config.given.get(key))))
-    mini = config.where(_A + "ppo_mini_batch_size")
+    mini = config.where(ACTOR + "ppo_mini_batch_size")
     entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {mini}")
-    if config.get(_A + "ppo_mini_batch_size") > settings.prompts:
-        draft.notes.append(f"{mini} = {config.get(_A + 'ppo_mini_batch_size'):,} is more than the "
+    if config.get(ACTOR + "ppo_mini_batch_size") > settings.prompts:
+        draft.notes.append(f"{mini} = {config.get(ACTOR + 'ppo_mini_batch_size'):,} is more than the "
                            f"{settings.prompts:,} prompts of a step, with which veRL does not start")  # fmt: skip
     if settings.epochs != default.epochs:
-        entries["epochs"] = Entry(settings.epochs, config.where(_A + "ppo_epochs"))
+        entries["epochs"] = Entry(settings.epochs, config.where(ACTOR + "ppo_epochs"))
     draft.entries["training"] = entries
     if settings.inference != settings.train:
         draft.missing.append(
-            f"{config.where(_R + 'log_prob_max_token_len_per_gpu', _R + 'log_prob_micro_batch_size_per_gpu')}: other "
+            f"{config.where(ROLLOUT + 'log_prob_max_token_len_per_gpu', ROLLOUT + 'log_prob_micro_batch_size_per_gpu')}: other "
             "micro-batches for log-probs than for training"
         )
     if not megatron and config.given.get("actor_rollout_ref.ref.fsdp_config.param_offload") and not strategy.offload:
@@ -80,27 +81,31 @@ def add_training(config: VerlConfig, draft: Draft, settings: RunSettings, trace:
         )
 
 
-def _micro_batch(config: VerlConfig, draft: Draft, settings: RunSettings, trace: Trace) -> Entry:
+def _micro_batch(config: Settings, draft: Draft, settings: RunSettings, trace: Trace) -> Entry:
     """The token budget of a micro-batch; a number of sequences is taken as that many of mean length."""
     strategy = settings.train
-    sequences, key = strategy.micro_batch_sequences, _A + "ppo_micro_batch_size_per_gpu"
-    if sequences is None and config.given.get(_A + "ppo_micro_batch_size") and not config.get(_A + "use_dynamic_bsz"):
-        key = _A + "ppo_micro_batch_size"  # before 0.3: of all GPUs together
+    sequences, key = strategy.micro_batch_sequences, ACTOR + "ppo_micro_batch_size_per_gpu"
+    if (
+        sequences is None
+        and config.given.get(ACTOR + "ppo_micro_batch_size")
+        and not config.get(ACTOR + "use_dynamic_bsz")
+    ):
+        key = ACTOR + "ppo_micro_batch_size"  # before 0.3: of all GPUs together
         sequences = max(config.given[key] // strategy.dp, 1)
     if sequences is None:
         per = f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""
-        if not config.get(_A + "use_dynamic_bsz"):
+        if not config.get(ACTOR + "use_dynamic_bsz"):
             draft.notes.append("no micro-batch size is given, without which veRL does not start: its token budget is "
                                "taken")  # fmt: skip
-        return Entry(strategy.micro_batch_tokens, config.where(_A + "ppo_max_token_len_per_gpu") + per)
+        return Entry(strategy.micro_batch_tokens, config.where(ACTOR + "ppo_max_token_len_per_gpu") + per)
     prompts = trace.frame["prompt_tokens"].mean() if "prompt_tokens" in trace.frame else 0.0
     mean = round(float(prompts) + float(trace.response_tokens.clip(max=settings.cap).mean()))
     return Entry(sequences * mean, f"{config.where(key)} = {sequences} sequences of the trace's mean {mean:,} tokens")
 
 
-def add_memory(config: VerlConfig, draft: Draft, settings: RunSettings, folder: Path) -> None:
+def add_memory(config: Settings, draft: Draft, settings: RunSettings, folder: Path) -> None:
     """veRL's share is the engine's own; rlsim's also holds what stays of training beside it."""
-    key, share = _R + "gpu_memory_utilization", settings.memory_utilization
+    key, share = ROLLOUT + "gpu_memory_utilization", settings.memory_utilization
     setup = Setup.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
     where = config.where(key)
     try:
