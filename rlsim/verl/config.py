@@ -12,7 +12,7 @@ from rlsim.reading import SyntaxConfigError, parse_yaml, read_yaml
 from rlsim.verl.defaults import VERSIONS, defaults
 from rlsim.verl.log import logged_config
 from rlsim.verl.settings import STRATEGY, Settings
-from rlsim.verl.shell import Override, is_override, parse_override, read_script
+from rlsim.verl.shell import Override, parse_override, read_script
 from rlsim.verl.variables import Unknown
 
 _INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>oc\.\w+):)?(?P<body>[^${}]*)\}")
@@ -38,8 +38,8 @@ def read_config(sources: Sequence[str], version: str) -> Settings:
             _read_yaml(config, path)
         else:
             _read_text(config, path, variables)
-    for text in overrides:
-        _override(config, parse_override(text), "as given")
+    for override in overrides:
+        _override(config, override, "as given")
     config.default = defaults(version, config.megatron)
     if not config.given and not config.doubts:
         raise ConfigError(
@@ -50,14 +50,14 @@ def read_config(sources: Sequence[str], version: str) -> Settings:
     return config
 
 
-def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[str], dict[str, str]]:
+def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[Override], dict[str, str]]:
     """Files, overrides, and variables of scripts."""
-    files, overrides, variables = list[Path](), list[str](), {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
+    files, overrides, variables = list[Path](), list[Override](), {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
     for text in sources:
         if Path(text).exists():
             files.append(_file(Path(text)))
-        elif is_override(text):
-            overrides.append(text)
+        elif override := parse_override(text):
+            overrides.append(override)
         elif found := _VARIABLE.fullmatch(text):
             variables[found["name"]] = found["value"]
         elif "=" in text:
@@ -84,10 +84,11 @@ def _read_yaml(config: Settings, path: Path) -> None:
     data = read_yaml(path)
     if isinstance(data, list):  # .hydra/overrides.yaml
         for i, item in enumerate(data):
-            if not is_override(str(item)):
-                raise ConfigError(f"{path}: expected key=value of veRL, got {item!r}")
             line = data.lc.item(i)[0] + 1  # type: ignore[attr-defined]  # ruamel.yaml keeps them
-            _override(config, parse_override(str(item), line), path.name)
+            override = parse_override(str(item), line)
+            if override is None:
+                raise ConfigError(f"{path}: expected key=value of veRL, got {item!r}")
+            _override(config, override, path.name)
         return
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path}: expected a mapping of keys to values")

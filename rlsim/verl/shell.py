@@ -7,12 +7,13 @@ would have to be run (`$(…)`), or comes from outside, is unknown. An unknown v
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from rlsim.errors import ConfigError
-from rlsim.verl.variables import Argument, Unknown, UnresolvedError, Variables, assigned
+from rlsim.verl.variables import Argument, Unknown, Variables, assigned
 from rlsim.verl.words import INSTEAD, Operator, Word, tokens, unquoted
 
 _OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)
@@ -46,20 +47,15 @@ class Script:
     notes: tuple[str, ...]
 
 
-def is_override(text: str) -> bool:
-    """Whether a word sets a key of veRL's configuration."""
+def parse_override(text: str, line: int = 0, unknown: Unknown | None = None) -> Override | None:
+    """A word that sets a key of veRL's configuration; None for any other."""
     found = _OVERRIDE.fullmatch(text)
     if found is None:
-        return False
+        return None
     key = found["key"]
-    return key in GROUPS or ("." in key and re.split(r"[.@/]", key)[0] in ROOTS)
-
-
-def parse_override(text: str, line: int = 0, unknown: Unknown | None = None) -> Override:
-    """A word of the form `key=value`; see `is_override`."""
-    found = _OVERRIDE.fullmatch(text)
-    assert found is not None
-    return Override(found["key"], unknown or found["value"], line, found["mode"] == "~")
+    if key in GROUPS or ("." in key and re.split(r"[.@/]", key)[0] in ROOTS):
+        return Override(key, unknown or found["value"], line, found["mode"] == "~")
+    return None
 
 
 def read_script(text: str, source: str, given: dict[str, str]) -> Script:
@@ -82,14 +78,10 @@ def read_script(text: str, source: str, given: dict[str, str]) -> Script:
 
 
 class _Doubt(NamedTuple):
-    """A branch that may or may not be taken, and the variable on which that depends, if it is one."""
+    """Commands that may or may not be carried out, and the variable on which that depends, if it is one."""
 
     line: int
     deciding: str
-
-    @property
-    def condition(self) -> str:
-        return f"under a condition{f' on {self.deciding}' if self.deciding else ''}"
 
 
 #: Whether commands are carried out, passed over, or only cast doubt on what they set.
@@ -185,8 +177,7 @@ class _Run:
             line = self.tokens[min(self.at, len(self.tokens) - 1)].line
             branch = mode
             if mode is True and says is None:
-                words = [token for token in self.tokens[began : self.at] if isinstance(token, Word)]
-                mode = branch = _Doubt(line, self.variables.deciding(words))
+                mode = branch = _Doubt(line, self._deciding(self.tokens[began : self.at]))
             elif mode is True:
                 mode, branch = not says, bool(says)
             self.at += 1
@@ -200,12 +191,11 @@ class _Run:
         """`case WORD in PATTERN) … ;; esac`: the branch that matches."""
         keyword = self.tokens[self.at]
         self.at += 1
-        word, value = self._subject(keyword), ""
-        if mode is True:
-            try:
-                value = self.variables.text(word)
-            except UnresolvedError:
-                mode = _Doubt(word.line, self.variables.deciding([word]))
+        word = self._subject(keyword)
+        subject = self.variables.arguments(word)
+        if mode is True and any(argument.unknown for argument in subject):
+            mode = _Doubt(word.line, self._deciding([word]))
+        value = " ".join(argument.text for argument in subject)
         self.at += 1  # in
         while self.at < len(self.tokens) and self._here() != "esac":
             if isinstance(self.tokens[self.at], Operator):
@@ -215,18 +205,13 @@ class _Run:
             while self._here() == "|":
                 self.at += 1
                 patterns += self._words()
-            matches = mode is True and any(fnmatchcase(value, self._pattern(pattern)) for pattern in patterns)
+            known = [a.text for pattern in patterns for a in self.variables.arguments(pattern) if not a.unknown]
+            matches = mode is True and any(fnmatchcase(value, pattern) for pattern in known)
             branch = matches if mode is True else mode
             self.at += 1
             self.block(";;", "esac", mode=branch)
             mode = False if matches else mode
         self.at += 1
-
-    def _pattern(self, word: Word) -> str:
-        try:
-            return self.variables.text(word)
-        except UnresolvedError:
-            return "\0"
 
     def _loop(self, mode: _Mode) -> None:
         """A loop's body once; what it goes over is unknown."""
@@ -242,17 +227,24 @@ class _Run:
         self.block("done", mode=mode)
         self.at += 1
 
+    def _deciding(self, found: Sequence[Word | Operator]) -> str:
+        """The variable that keeps the first unknown of these words from being told; empty if none does."""
+        words = (word for word in found if isinstance(word, Word))
+        unknown = (argument.unknown for word in words for argument in self.variables.arguments(word))
+        return next((one.variable for one in unknown if one), "")
+
     def _doubt(self, words: list[Word], doubt: _Doubt) -> None:
         """What a command that may or may not be carried out assigns is not known any more."""
-        why = f"it is set {doubt.condition} (line {doubt.line}) that the text does not tell"
+        condition = f"under a condition{f' on {doubt.deciding}' if doubt.deciding else ''}"
+        why = f"it is set {condition} (line {doubt.line}) that the text does not tell"
         for word in words:
-            found = assigned(word)
-            settings = any(is_override(unquoted(item)) for item in word.items or ())
-            if found and not found[1] and (settings or not word.items):
-                self.variables.set(found[0], Unknown(why, doubt.deciding or found[0]))
+            name, appends = assigned(word)
+            settings = any(parse_override(unquoted(item)) for item in word.items or ())
+            if name and not appends and (settings or not word.items):
+                self.variables.set(name, Unknown(why, doubt.deciding or name))
             elif settings:
                 hint = f": give {doubt.deciding}=… to have them" if doubt.deciding else ""
-                self.notes.append(f"line {doubt.line}: settings added {doubt.condition} are left out{hint}")
+                self.notes.append(f"line {doubt.line}: settings added {condition} are left out{hint}")
 
     # ---- simple commands --------------------------------------------------------------------------------------------
 
@@ -267,13 +259,13 @@ class _Run:
                 if argument.text.startswith("--config-name"):
                     following = unquoted(words[i + 1]) if i + 1 < len(words) else ""
                     self.config_name = argument.text.partition("=")[2] or following
-                if is_override(argument.text):
-                    found.append(parse_override(argument.text, argument.line, argument.unknown))
+                if override := parse_override(argument.text, argument.line, argument.unknown):
+                    found.append(override)
                 elif argument.unknown and "=" not in argument.text:
                     self._note_unknown(word, argument, argument.unknown, among_settings=bool(found))
         if found:
             # A list of settings needs no command; and a comment between the lines of one cuts it in two.
-            if not self.commands or not is_override(unquoted(words[0])):
+            if not self.commands or not parse_override(unquoted(words[0])):
                 self.commands.append([])
             self.commands[-1] += found
         return True

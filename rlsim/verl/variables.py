@@ -5,18 +5,14 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from rlsim.verl.words import Piece, Word, pieces, unquoted
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_PARAMETER = re.compile(
-    r"(?P<name>\w+|[@*#?$!])(?:\[(?P<index>[@*]|\d+)\])?"
-    r"(?:(?P<rule>:?[-=+?])(?P<default>.*))?",
-    re.DOTALL,
-)
+_PARAMETER = re.compile(r"(?P<name>\w+|[@*#?$!])(?:(?P<rule>:?[-=+?])(?P<default>.*))?", re.DOTALL)
 _INTERPOLATION = re.compile(r"[\w.]+(:.*)?", re.DOTALL)  # of OmegaConf, not of the shell
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -51,9 +47,9 @@ Value = str | tuple[Argument, ...] | Unknown
 class UnresolvedError(Exception):
     """A word needs a value that the text does not tell."""
 
-    def __init__(self, why: str, variable: str = "") -> None:
-        super().__init__(why)
-        self.unknown = Unknown(why, variable)
+    def __init__(self, unknown: Unknown) -> None:
+        super().__init__(unknown.why)
+        self.unknown = unknown
 
 
 class Variables:
@@ -101,32 +97,19 @@ class Variables:
         except UnresolvedError as error:
             return [Argument(unquoted(word), word.line, error.unknown)]
 
-    def texts(self, word: Word, *, split: bool = False) -> list[str]:
-        """The same, of which everything must be known. Raises `UnresolvedError`."""
-        found = self._arguments(word, split)
+    def text(self, word: Word) -> str:
+        """A word as one text, of which everything must be known. Raises `UnresolvedError`."""
+        found = self._arguments(word, split=False)
         for argument in found:
             if argument.unknown:
-                raise UnresolvedError(argument.unknown.why, argument.unknown.variable)
-        return [argument.text for argument in found]
-
-    def text(self, word: Word) -> str:
-        """A word as one text. Raises `UnresolvedError`."""
-        return " ".join(self.texts(word))
-
-    def deciding(self, words: Iterable[Word]) -> str:
-        """The variable that keeps the first unresolved of these words from being told; empty if none does."""
-        for word in words:
-            try:
-                self.texts(word)
-            except UnresolvedError as error:
-                return error.unknown.variable
-        return ""
+                raise UnresolvedError(argument.unknown)
+        return " ".join(argument.text for argument in found)
 
     def _arguments(self, word: Word, split: bool) -> list[Argument]:
         """With `split`, a variable without quotes becomes several arguments where its value has white space."""
         found, text, there = list[Argument](), "", False
         for piece in pieces(word.text):
-            several = self._array(piece)
+            several = self._array(piece, word.line)
             if several is not None:
                 found += [Argument(text, word.line)] if text else []
                 found += several
@@ -141,16 +124,16 @@ class Variables:
                 text, there = part, bool(part)
         return [*found, Argument(text, word.line)] if there and (text or not found) else found
 
-    def _array(self, piece: Piece) -> tuple[Argument, ...] | None:
+    def _array(self, piece: Piece, line: int) -> tuple[Argument, ...] | None:
         """The elements of `${array[@]}` or `$@`; None for anything that is one text."""
         if piece.text in ("$@", "$*", "${@}", "${*}") and piece.expands:
             return ()
         found = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", piece.text) if piece.expands else None
         value = self._values.get(found[1]) if found else None
         if isinstance(value, Unknown):
-            raise UnresolvedError(value.why, value.variable)
+            raise UnresolvedError(value)
         if isinstance(value, str):
-            return None
+            return (Argument(value, line),)
         return value or () if found else None
 
     def _expanded(self, text: str) -> str:
@@ -159,39 +142,34 @@ class Variables:
             return str(self._arithmetic(text[3:-2]))
         if text.startswith(("$(", "`")):
             command = text.strip("`") if text.startswith("`") else text[2:-1]
-            raise UnresolvedError(f"$({command.strip()}) would have to be run")
+            raise UnresolvedError(Unknown(f"$({command.strip()}) would have to be run"))
         return self._parameter(text[2:-1] if text.startswith("${") else text[1:])
 
     def _parameter(self, text: str) -> str:
+        """The value of a variable, or what stands behind its `:-`, which may hold expansions itself."""
         found = _PARAMETER.fullmatch(text)
+        value = self._values.get(found["name"]) if found else None
+        if isinstance(value, tuple):
+            value = (value[0].unknown or value[0].text) if value else None
         if found is None:
             if _INTERPOLATION.fullmatch(text):
                 return "${" + text + "}"
-            raise UnresolvedError(f"${{{text}}} is not understood")
-        name, rule = found["name"], found["rule"] or ""
-        value = None if name.isdigit() else self._values.get(name)
-        if isinstance(value, tuple):
-            index = int(found["index"] or 0) if (found["index"] or "0").isdigit() else 0
-            element = value[index] if index < len(value) else None
-            value = (element.unknown or element.text) if element else None
+            raise UnresolvedError(Unknown(f"${{{text}}} is not understood"))
+        name, rule, default = found["name"], found["rule"] or "", Word(found["default"] or "", 0)
         if isinstance(value, Unknown):
-            raise UnresolvedError(value.why, value.variable or name)
+            raise UnresolvedError(Unknown(value.why, value.variable or name))
         there = value is not None and (value != "" or not rule.startswith(":"))
         if rule.endswith("+"):
-            return self._default(found) if there else ""
+            return self.text(default) if there else ""
         if value is not None and there:
             return value
         if not rule or rule.endswith("?"):
-            what = f"argument ${name} of the script" if name.isdigit() else f"variable {name}"
-            raise UnresolvedError(f"{what} is not set", "" if name.isdigit() else name)
-        chosen = self._default(found)
+            argument = name.isdigit()
+            what = f"argument ${name} of the script" if argument else f"variable {name}"
+            raise UnresolvedError(Unknown(f"{what} is not set", "" if argument else name))
         if rule.endswith("="):
-            self.set(name, chosen)
-        return chosen
-
-    def _default(self, found: re.Match[str]) -> str:
-        """The text behind `:-`, which may hold expansions itself."""
-        return self.text(Word(found["default"], 0))
+            self.set(name, self.text(default))
+        return self.text(default)
 
     def _arithmetic(self, text: str) -> int:
         """The whole number that `$((text))` is."""
@@ -199,7 +177,7 @@ class Variables:
         try:
             return self._number(ast.parse(written.strip().replace("/", "//"), mode="eval").body)
         except (SyntaxError, ArithmeticError, ValueError):
-            raise UnresolvedError(f"$(({text})) is not understood") from None
+            raise UnresolvedError(Unknown(f"$(({text})) is not understood")) from None
 
     def _number(self, node: ast.expr) -> int:
         match node:
@@ -237,7 +215,7 @@ class Variables:
             inner = self._says(words[1:])
             return None if inner is None else not inner
         try:
-            return self._test(["".join(self.texts(word)) for word in words])
+            return self._test([self.text(word) for word in words])
         except UnresolvedError:
             return None
 
@@ -259,7 +237,7 @@ class Variables:
         return None
 
 
-def assigned(word: Word) -> tuple[str, bool] | None:
-    """The name that a word assigns and whether it appends; None if it assigns nothing."""
+def assigned(word: Word) -> tuple[str, bool]:
+    """The name that a word assigns ("" if none) and whether it appends."""
     found = _ASSIGNMENT.fullmatch(word.text)
-    return (found[1], bool(found[2])) if found else None
+    return (found[1], bool(found[2])) if found else ("", False)
