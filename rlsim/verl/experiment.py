@@ -18,9 +18,9 @@ from rlsim.init.names import check_calibration, find_calibration, find_cluster, 
 from rlsim.models import Model
 from rlsim.schema import validate
 from rlsim.trace import Trace, read_trace
-from rlsim.verl import notes as verl_notes
+from rlsim.verl import notes
 from rlsim.verl.config import read_config
-from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS
+from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS, WITHOUT_DEFAULT
 from rlsim.verl.log import METRICS, VerlLog
 from rlsim.verl.run import RunSettings, settings_of
 from rlsim.verl.settings import STRATEGY, Settings
@@ -39,19 +39,21 @@ _ALGORITHMS = {
     "remax": "remax",
 }  # fmt: skip
 STEPS, SEEDS = 5, 5
-_REWARD_ASYNC = "reward_model.launch_reward_fn_async"
+_ESTIMATOR, _REWARD_ASYNC = "algorithm.adv_estimator", "reward_model.launch_reward_fn_async"
+_MODEL, _CRITIC, _FILTER = MODEL + "path", "critic.model.path", "algorithm.filter_groups.enable"
+#: What switches a reward model on, and the key that names it.
+_REWARD_MODEL = {
+    "reward_model.enable": "reward_model.model.path",
+    "reward.reward_model.enable": "reward.reward_model.model_path",
+}
 #: Further keys that a misspelt one may have meant.
 _MORE_KEYS = (
-    MODEL + "path", ACTOR + "megatron.override_transformer_config.recompute_granularity", ACTOR + "ppo_micro_batch_size",
-    ACTOR + "fsdp_config.ulysses_sequence_parallel_size", ROLLOUT + "log_prob_micro_batch_size_per_gpu",
-    ROLLOUT + "log_prob_micro_batch_size", "critic.ppo_micro_batch_size", MODEL + "enable_activation_offloading",
-    MODEL + "use_fused_kernels",
-    ROLLOUT + "log_prob_use_dynamic_bsz", ROLLOUT + "log_prob_max_token_len_per_gpu", "critic.model.path", "critic.enable",
-    _REWARD_ASYNC,
-    "reward_model.enable", "reward_model.model.path", "reward.reward_model.enable", "reward.reward_model.model_path",
+    _MODEL, _CRITIC, _REWARD_ASYNC, *_REWARD_MODEL, *_REWARD_MODEL.values(), *WITHOUT_DEFAULT,
+    ACTOR + "megatron.override_transformer_config.recompute_granularity",
+    ROLLOUT + "log_prob_micro_batch_size", ROLLOUT + "log_prob_use_dynamic_bsz",
+    MODEL + "enable_activation_offloading", MODEL + "use_fused_kernels",
+    "critic.ppo_micro_batch_size", "critic.enable",
 )  # fmt: skip
-_REWARD_MODEL = {"reward_model.enable": "reward_model.model.path",
-                 "reward.reward_model.enable": "reward.reward_model.model_path"}  # fmt: skip
 
 
 def from_verl(
@@ -75,16 +77,17 @@ def from_verl(
     or unsupported.
     """
     config = read_config(sources, version)
-    config.check_keys((*config.default, *_MORE_KEYS, *verl_notes.KEYS))
-    verl_notes.refuse_asynchronous(config)
+    config.check_keys((*config.default, *_MORE_KEYS, *notes.KEYS))
+    notes.refuse_asynchronous(config)
     config.check_values()
-    draft = Draft({}, missing=verl_notes.missing(config), notes=list(config.notes))
+    draft = Draft({}, missing=notes.missing(config), notes=list(config.notes))
     machines = _cluster(config, draft, gpu, cluster)
     settings = _settings(config, machines)
     actor = _model(config, draft, folder, model)
     _calibration(config, draft, machines, calibration, folder)
     lengths = _trace(config, draft, actor, settings, trace, folder)
-    _workflow(config, draft, settings, folder, reward_model)
+    _workflow(config, draft, settings)
+    _models(config, draft, folder, reward_model)
     add_engine(config, draft, settings)
     add_training(config, draft, settings, lengths)
     _systems(config, draft, settings)
@@ -117,55 +120,52 @@ def _name(config: Settings) -> str:
     return re.sub(r"[^\w.+-]+", "-", text).strip("-") or "from-verl"
 
 
+def _joined(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
 def _cluster(config: Settings, draft: Draft, gpu: str | None, named: str | None) -> Cluster:
     keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
-    if named is not None:
-        found = load_cluster(named)
-        told = [config.given.get(key) for key in keys]
-        for key, said, has in zip(keys, told, (found.nodes, found.gpus_per_node), strict=True):
-            if said is not None and said != has:
-                raise ConfigError(f"{config.origin[key]}: {key} is {said}, cluster {found.name} has {has}")
-            config.doubts.pop(key, None)
-            config.given.setdefault(key, has)
-            config.origin.setdefault(key, f"--cluster {named}")
-        draft.entries["cluster"] = Entry(named, "as given; veRL's configuration names no GPU")
+    if named is None:
+        written, found, assumed = find_cluster(gpu, *(config.get(key) for key in keys))
+        where = (config.where(key) for key in keys)
+        draft.entries["cluster"] = Entry(written, _joined(f"--gpu {gpu}", *where, assumed))
         return found
-    nodes, per_node = (config.get(key) for key in keys)
-    written, found, assumed = find_cluster(gpu, nodes, per_node)
-    draft.entries["cluster"] = Entry(
-        written, "; ".join(part for part in (f"--gpu {gpu}", *(config.where(key) for key in keys), assumed) if part)
-    )
+    found = load_cluster(named)
+    told = [config.given.get(key) for key in keys]
+    for key, said, has in zip(keys, told, (found.nodes, found.gpus_per_node), strict=True):
+        if said is not None and said != has:
+            raise ConfigError(f"{config.origin[key]}: {key} is {said}, cluster {found.name} has {has}")
+        config.doubts.pop(key, None)
+        if said is None:
+            config.put({key: has}, f"--cluster {named}")
+    draft.entries["cluster"] = Entry(named, "as given; veRL's configuration names no GPU")
     return found
 
 
 def _settings(config: Settings, machines: Cluster) -> RunSettings:
     """The configuration as `rlsim calibrate from-run` reads it."""
-    strategy = config.get(STRATEGY)
+    strategy, key = config.get(STRATEGY), ROLLOUT + "tensor_model_parallel_size"
     if strategy not in ("fsdp", "fsdp2", "megatron"):
-        raise ConfigError(
-            f"{config.where(ACTOR + 'strategy')}: {strategy} is not simulated; fsdp, fsdp2 or megatron are"
-        )
-    key = ROLLOUT + "tensor_model_parallel_size"
+        raise ConfigError(f"{config.where(STRATEGY)}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
     if machines.gpus_per_node % config.get(key):
         raise ConfigError(
             f"{config.where(key)} = {config.get(key)}: it does not divide the {machines.gpus_per_node} GPUs of a node; "
             "replicas over several nodes are not simulated"
         )
-    empty = pd.DataFrame(columns=["line", *METRICS], dtype=float)
-    for key in config.doubts:
-        if key in config.default:
-            config.get(key)
-    return settings_of(VerlLog(Path(config.name or "the configuration"), empty, (), config), machines)
+    for doubtful in config.doubts:
+        if doubtful in config.default:
+            config.get(doubtful)  # which says what is missing
+    no_steps = pd.DataFrame(columns=["line", *METRICS], dtype=float)
+    return settings_of(VerlLog(Path(config.name or "the configuration"), no_steps, (), config), machines)
 
 
 def _model(config: Settings, draft: Draft, folder: Path, given: str | None) -> Model:
-    key = MODEL + "path"
-    path = given or config.get(key)
+    path = given or config.get(_MODEL)
     if path is None:
-        raise ConfigError(f"the configuration names no model ({key}): give --model")
+        raise ConfigError(f"the configuration names no model ({_MODEL}): give --model")
     chosen, said = find_model(str(path), folder)
-    source = "--model" if given else config.where(key)
-    draft.entries["model"] = Entry(chosen, "; ".join(part for part in (source, said) if part))
+    draft.entries["model"] = Entry(chosen, _joined("--model" if given else config.where(_MODEL), said))
     return load_from(chosen, folder)
 
 
@@ -188,7 +188,7 @@ def _calibration(config: Settings, draft: Draft, machines: Cluster, given: str |
 def _trace(
     config: Settings, draft: Draft, actor: Model, settings: RunSettings, given: str | None, folder: Path
 ) -> Trace:
-    filters = bool(config.get("algorithm.filter_groups.enable"))
+    filters, prompt_key = bool(config.get(_FILTER)), "data.max_prompt_length"
     if given is None:
         path, trace, why = nearest_trace(actor, settings.cap, rewards=filters)
         draft.notes.append(f"response lengths: {path}, {why}")
@@ -197,111 +197,99 @@ def _trace(
         path, comment = given, "as given"
         trace = read_trace(find_trace(given, folder))
         if filters and not {"correct", "reward"} & set(trace.frame.columns):
-            raise ConfigError(
-                f"--trace {given}: algorithm.filter_groups.enable drops prompts by their rewards, but the trace has "
-                "neither the column reward nor correct"
-            )
+            raise ConfigError(f"--trace {given}: {_FILTER} drops prompts by their rewards, but the trace has neither "
+                              "the column reward nor correct")  # fmt: skip
     cut = trace.meta.cap_tokens
     if cut is not None and cut < settings.cap:
         draft.notes.append(f"the trace was sampled under a cap of {cut:,} tokens, below {settings.cap:,}: no response "
                            "gets longer")  # fmt: skip
-    limit = config.get("data.max_prompt_length")
+    where = config.where("data.max_response_length", ROLLOUT + "response_length")
+    entries = {"path": Entry(path, comment), "cap": Entry(settings.cap, where)}
+    limit = config.get(prompt_key)
     longest = trace.frame["prompt_tokens"].max() if "prompt_tokens" in trace.frame else None
-    if longest is not None and longest > limit:
-        draft.notes.append(
-            f"{config.where('data.max_prompt_length')} = {limit:,}; the trace's longest prompt has {int(longest):,} "
-            "and is not cut"
-        )
-    keys = ("data.max_response_length", ROLLOUT + "response_length")
-    entries = {"path": Entry(path, comment), "cap": Entry(settings.cap, config.where(*keys))}
     if longest is None:
-        entries["default_prompt_tokens"] = Entry(limit, "the trace has no prompt lengths: data.max_prompt_length")
+        entries["default_prompt_tokens"] = Entry(limit, f"the trace has no prompt lengths: {prompt_key}")
+    elif longest > limit:
+        draft.notes.append(f"{config.where(prompt_key)} = {limit:,}; the trace's longest prompt has {int(longest):,} "
+                           "and is not cut")  # fmt: skip
     draft.entries["trace"] = entries
     return trace
 
 
-def _workflow(config: Settings, draft: Draft, settings: RunSettings, folder: Path, reward_model: str | None) -> None:
-    key = "algorithm.adv_estimator"
-    estimator = str(config.get(key))
+def _workflow(config: Settings, draft: Draft, settings: RunSettings) -> None:
+    estimator, critic = str(config.get(_ESTIMATOR)), config.given.get("critic.enable")
     if estimator not in _ALGORITHMS:
-        raise ConfigError(f"{config.where(key)}: {unknown_name('advantage estimator', estimator, _ALGORITHMS)}")
-    algorithm, critic = _ALGORITHMS[estimator], config.given.get("critic.enable")
+        raise ConfigError(f"{config.where(_ESTIMATOR)}: {unknown_name('advantage estimator', estimator, _ALGORITHMS)}")
+    algorithm = _ALGORITHMS[estimator]
     if critic is not None and critic != (algorithm == "ppo"):
-        raise ConfigError(f"{config.origin['critic.enable']}: critic.enable = {critic} with {key}={estimator}: no "
-                          "algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
+        raise ConfigError(f"{config.origin['critic.enable']}: critic.enable = {critic} with {_ESTIMATOR}={estimator}: "
+                          "no algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
+    same_calls = "" if estimator in (algorithm, "gae") else f"{estimator} has the calls of {algorithm}"
     kl_keys = (ACTOR + "use_kl_loss", "algorithm.use_kl_in_reward")
     on = [key for key in kl_keys if config.get(key)]
+    with_reference = " and ".join(map(config.where, on)) or "no KL term: " + " and ".join(map(config.where, kl_keys))
     bypass_key = "algorithm.rollout_correction.bypass_mode"
     bypass = bool(config.get(bypass_key))
-    same_calls = "" if estimator in (algorithm, "gae") else f"; {estimator} has the calls of {algorithm}"
-    with_reference = " and ".join(map(config.where, on)) or "no KL term: " + " and ".join(map(config.where, kl_keys))
-    anew = "veRL computes them anew"
-    beside = Entry({"order": "beside_log_probs"}, config.where(_REWARD_ASYNC))
-    draft.entries["workflow"] = {
-        "algorithm": Entry(algorithm, config.where(key) + same_calls),
+    workflow = {
+        "algorithm": Entry(algorithm, _joined(config.where(_ESTIMATOR), same_calls)),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
         "responses": Entry(settings.responses, config.where(ROLLOUT + "n")),
         "steps": Entry(STEPS, "to simulate; each draws its prompts from the trace"),
         "reference": Entry(bool(on), with_reference),
-        "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else anew),
-        **({"reward": beside} if config.given.get(_REWARD_ASYNC) else {}),
+        "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
+    if config.given.get(_REWARD_ASYNC):
+        workflow["reward"] = Entry({"order": "beside_log_probs"}, config.where(_REWARD_ASYNC))
+    draft.entries["workflow"] = workflow
+
+
+def _models(config: Settings, draft: Draft, folder: Path, reward_model: str | None) -> None:
+    """The shapes of the critic, unless it is the actor's, and of a reward model."""
     models: dict[str, Entry] = {}
-    if algorithm == "ppo" and config.is_given("critic.model.path"):
-        models |= _critic(config, draft, folder)
+    if _ALGORITHMS[str(config.get(_ESTIMATOR))] == "ppo" and config.is_given(_CRITIC):
+        path, actor = str(config.get(_CRITIC)), draft.data()["model"]
+        try:
+            chosen, said = find_model(path, folder)
+        except RlsimError:
+            chosen, said = actor, ""
+            if path != config.given.get(_MODEL):
+                draft.notes.append(f"{config.where(_CRITIC)}: the shape of {path} is not known; the critic is taken to "
+                                   "be like the actor")  # fmt: skip
+        if chosen != actor:
+            models["critic"] = Entry(chosen, _joined(config.where(_CRITIC), said))
     for switch, path_key in _REWARD_MODEL.items():
         if config.given.get(switch):
             path = reward_model or config.get(path_key)
             if path is None:
                 raise ConfigError(f"{config.where(switch)}: but {path_key} names no model: give --reward-model")
             chosen, said = find_model(str(path), folder, option="--reward-model")
-            source = "--reward-model" if reward_model else config.where(path_key)
-            models["reward"] = Entry(chosen, "; ".join(part for part in (source, said) if part))
+            models["reward"] = Entry(
+                chosen, _joined("--reward-model" if reward_model else config.where(path_key), said)
+            )
             draft.notes.append("the reward model reads each response once, on the GPUs of the other calls")
     if models:
         draft.entries["models"] = models
 
 
-def _critic(config: Settings, draft: Draft, folder: Path) -> dict[str, Entry]:
-    """The critic's shape, unless it is the actor's."""
-    path = str(config.get("critic.model.path"))
-    actor = draft.entries["model"]
-    assert isinstance(actor, Entry)
-    try:
-        chosen, said = find_model(path, folder)
-    except RlsimError:
-        if path != config.given.get(MODEL + "path"):
-            draft.notes.append(f"{config.where('critic.model.path')}: the shape of {path} is not known; the critic is "
-                               "taken to be like the actor")  # fmt: skip
-        return {}
-    if chosen == actor.value:
-        return {}
-    where = config.where("critic.model.path")
-    return {"critic": Entry(chosen, f"{where}; {said}" if said else where)}
-
-
 def _systems(config: Settings, draft: Draft, settings: RunSettings) -> None:
-    filters = bool(config.get("algorithm.filter_groups.enable"))
-    more = ["dynamic_sampling"] if filters else []
-    if filters:
-        draft.notes.append(f"{config.where('algorithm.filter_groups.enable')}: dynamic_sampling in every system")
+    more, mode = [], ROLLOUT + "mode"
+    if config.get(_FILTER):
+        more = ["dynamic_sampling"]
+        draft.notes.append(f"{config.where(_FILTER)}: dynamic_sampling in every system")
 
-    def system(name: str, *parts: Any) -> Any:
-        return {"name": name, "use": [*parts, *more]}
+    def system(name: str, part: Any, comment: str) -> Entry:
+        return Entry({"name": name, "use": [part, *more]}, comment)
 
-    layout = {"verl": {"tp": settings.rollout_tp}}
-    where = config.where(ROLLOUT + "tensor_model_parallel_size")
-    mode = ROLLOUT + "mode"
     if config.get(mode) == "async":
-        draft.entries["routing"] = Entry(
-            "round_robin", f"{config.where(mode)}: each request goes to the server with fewest"
-        )
+        where = f"{config.where(mode)}: each request goes to the server with fewest"
+        draft.entries["routing"] = Entry("round_robin", where)
     draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
     draft.entries["baseline"] = Entry("as-configured")
+    where = config.where(ROLLOUT + "tensor_model_parallel_size")
     draft.entries["systems"] = Entry(
         (
-            Entry(system("as-configured", layout), where),
-            Entry(system("verl-best", {"verl": {"tp": "best"}}), "the fastest static TP"),
-            Entry(system("pat", "pat"), "TP switched while responses are generated"),
+            system("as-configured", {"verl": {"tp": settings.rollout_tp}}, where),
+            system("verl-best", {"verl": {"tp": "best"}}, "the fastest static TP"),
+            system("pat", "pat", "TP switched while responses are generated"),
         )
     )

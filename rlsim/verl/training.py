@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import Setup
@@ -12,8 +13,11 @@ from rlsim.schema import validate
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
+from rlsim.verl.notes import REFERENCE_OFFLOAD
 from rlsim.verl.run import RunSettings
-from rlsim.verl.settings import Settings
+from rlsim.verl.settings import STRATEGY, Settings
+
+_OFFLOADED = ("param", "optimizer")
 
 
 def add_engine(config: Settings, draft: Draft, settings: RunSettings) -> None:
@@ -35,66 +39,54 @@ def add_training(config: Settings, draft: Draft, settings: RunSettings, trace: T
     """Degrees, micro-batches and switches of training."""
     strategy, megatron = settings.train, settings.backend == "megatron"
     default = TrainingSpec()
-    offload = tuple(
-        f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in ("param", "optimizer")
-    )
-    entries = {"backend": Entry(settings.backend, config.where(ACTOR + "strategy"))}
+    entries = {"backend": Entry(settings.backend, config.where(STRATEGY))}
+
+    def add(name: str, value: Any, *keys: str) -> None:
+        entries[name] = Entry(value, config.where(*keys))
+
+    sharded = ACTOR + "megatron.use_distributed_optimizer"
     if megatron:
-        for ours, theirs in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
-            key = f"{ACTOR}megatron.{theirs}_{'' if ours == 'cp' else 'model_'}parallel_size"
-            entries[ours] = Entry(getattr(strategy, ours), config.where(key))
-        key = ACTOR + "megatron.use_distributed_optimizer"
-        if config.get(key) is False:
-            entries["zero_stage"] = Entry(0, config.where(key))
+        add("tp", strategy.tp, ACTOR + "megatron.tensor_model_parallel_size")
+        add("pp", strategy.pp, ACTOR + "megatron.pipeline_model_parallel_size")
+        add("cp", strategy.cp, ACTOR + "megatron.context_parallel_size")
+        if config.get(sharded) is False:
+            add("zero_stage", 0, sharded)
     elif strategy.cp > 1:
-        entries["cp"] = Entry(
-            strategy.cp,
-            config.where(
-                ACTOR + "fsdp_config.ulysses_sequence_parallel_size", ACTOR + "ulysses_sequence_parallel_size"
-            ),
-        )
+        add("cp", strategy.cp, *(f"{ACTOR}{part}ulysses_sequence_parallel_size" for part in ("fsdp_config.", "")))
     entries["micro_batch_tokens"] = _micro_batch(config, draft, settings, trace)
-    key = MODEL + "enable_gradient_checkpointing"
-    granularity = ACTOR + "megatron.override_transformer_config.recompute_granularity"
-    entries["recompute"] = Entry(strategy.recompute, config.where(*((granularity, key) if megatron else (key,))))
+    granularity = [ACTOR + "megatron.override_transformer_config.recompute_granularity"] if megatron else []
+    add("recompute", strategy.recompute, *granularity, MODEL + "enable_gradient_checkpointing")
     if strategy.logits == "fused":
-        entries["fused_kernels"] = Entry(True, config.where(MODEL + "use_fused_kernels"))
+        add("fused_kernels", True, MODEL + "use_fused_kernels")
     if strategy.offload != default.offload:
-        entries["offload"] = Entry(strategy.offload, config.where(*(key for key in offload if config.given.get(key))))
-    mini = config.where(ACTOR + "ppo_mini_batch_size")
-    entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {mini}")
-    if config.get(ACTOR + "ppo_mini_batch_size") > settings.prompts:
-        draft.notes.append(f"{mini} = {config.get(ACTOR + 'ppo_mini_batch_size'):,} is more than the "
-                           f"{settings.prompts:,} prompts of a step, with which veRL does not start")  # fmt: skip
+        keys = (f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in _OFFLOADED)
+        add("offload", strategy.offload, *(key for key in keys if config.given.get(key)))
+    mini_key = ACTOR + "ppo_mini_batch_size"
+    mini, where = config.get(mini_key), config.where(mini_key)
+    entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {where}")
+    if mini > settings.prompts:
+        draft.notes.append(f"{where} = {mini:,} is more than the {settings.prompts:,} prompts of a step, with which "
+                           "veRL does not start")  # fmt: skip
     if settings.epochs != default.epochs:
-        entries["epochs"] = Entry(settings.epochs, config.where(ACTOR + "ppo_epochs"))
+        add("epochs", settings.epochs, ACTOR + "ppo_epochs")
     draft.entries["training"] = entries
     if settings.inference != settings.train:
-        draft.missing.append(
-            f"{config.where(ROLLOUT + 'log_prob_max_token_len_per_gpu', ROLLOUT + 'log_prob_micro_batch_size_per_gpu')}: other "
-            "micro-batches for log-probs than for training"
-        )
-    if not megatron and config.given.get("actor_rollout_ref.ref.fsdp_config.param_offload") and not strategy.offload:
-        draft.missing.append(
-            f"{config.where('actor_rollout_ref.ref.fsdp_config.param_offload')}: the reference's weights stay on the "
-            "GPUs here"
-        )
+        where = config.where(ROLLOUT + "log_prob_max_token_len_per_gpu", ROLLOUT + "log_prob_micro_batch_size_per_gpu")
+        draft.missing.append(f"{where}: other micro-batches for log-probs than for training")
+    if not megatron and config.given.get(REFERENCE_OFFLOAD) and not strategy.offload:
+        draft.missing.append(f"{config.where(REFERENCE_OFFLOAD)}: the reference's weights stay on the GPUs here")
 
 
 def _micro_batch(config: Settings, draft: Draft, settings: RunSettings, trace: Trace) -> Entry:
     """The token budget of a micro-batch; a number of sequences is taken as that many of mean length."""
     strategy = settings.train
     sequences, key = strategy.micro_batch_sequences, ACTOR + "ppo_micro_batch_size_per_gpu"
-    if (
-        sequences is None
-        and config.given.get(ACTOR + "ppo_micro_batch_size")
-        and not config.get(ACTOR + "use_dynamic_bsz")
-    ):
-        key = ACTOR + "ppo_micro_batch_size"  # before 0.3: of all GPUs together
-        sequences = max(config.given[key] // strategy.dp, 1)
+    dynamic, of_all_gpus = config.get(ACTOR + "use_dynamic_bsz"), ACTOR + "ppo_micro_batch_size"  # before 0.3
+    if sequences is None and config.given.get(of_all_gpus) and not dynamic:
+        sequences, key = max(config.given[of_all_gpus] // strategy.dp, 1), of_all_gpus
     if sequences is None:
         per = f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""
-        if not config.get(ACTOR + "use_dynamic_bsz"):
+        if not dynamic:
             draft.notes.append("no micro-batch size is given, without which veRL does not start: its token budget is "
                                "taken")  # fmt: skip
         return Entry(strategy.micro_batch_tokens, config.where(ACTOR + "ppo_max_token_len_per_gpu") + per)
@@ -116,10 +108,8 @@ def add_memory(config: Settings, draft: Draft, settings: RunSettings, folder: Pa
         return
     total = share + beside / setup.cluster.gpu.memory_bytes
     if total > 1.0:
-        draft.notes.append(
-            f"{where} = {share:g} and {beside / 1e9:.1f} GB of training states are more than a GPU has: all of it is "
-            "taken"
-        )
+        draft.notes.append(f"{where} = {share:g} and {beside / 1e9:.1f} GB of training states are more than a GPU "
+                           "has: all of it is taken")  # fmt: skip
     text = f"{where} = {share:g}, which is the engine's own"
     if beside:
         text += f", and {beside / 1e9:.1f} GB of weights and optimizer states beside it"
