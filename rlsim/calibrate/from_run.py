@@ -28,7 +28,7 @@ from rlsim.models import load_model
 from rlsim.output import check_own_file
 from rlsim.reading import read_yaml
 from rlsim.trace import read_trace
-from rlsim.verl.lengths import Logged, deals, from_trace, reconstruct
+from rlsim.verl.lengths import deals, from_trace, logged_lengths, reconstruct
 from rlsim.verl.log import METRICS, VerlLog, read_log
 from rlsim.verl.run import settings_of
 
@@ -113,13 +113,7 @@ def from_run(
         memory_utilization=memory_utilization,
     )
     steps, excluded = _usable(read, warmup)
-    logged = [
-        Logged(
-            int(step), read.where(int(step)), row["response_mean"], row["response_max"], row["clip_ratio"],
-            row["prompt_mean"],
-        )
-        for step, row in zip(steps.index, steps.to_dict("records"), strict=True)
-    ]  # fmt: skip
+    logged = logged_lengths(read, steps)
     size = settings.prompts, settings.responses, settings.cap
     if trace is None:
         numbers = range(deals(settings.prompts * settings.responses))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rlsim.errors import ConfigError
 from rlsim.verl.variables import Argument, Unknown, Variables, assigned
-from rlsim.verl.words import INSTEAD, Operator, Word, tokens, unquoted
+from rlsim.verl.words import INSTEAD, Token, tokens, unquoted
 
 _OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)
 #: The first parts of keys of veRL's configuration.
@@ -91,7 +91,7 @@ _Mode = bool | _Doubt
 class _Run:
     """Goes through the tokens once, as the shell would."""
 
-    def __init__(self, found: list[Word | Operator], source: str, variables: Variables) -> None:
+    def __init__(self, found: list[Token], source: str, variables: Variables) -> None:
         self.tokens = found
         self.source = source
         self.variables = variables
@@ -109,7 +109,7 @@ class _Run:
         joint = ""
         while self.at < len(self.tokens) and self._here() not in closing:
             token = self.tokens[self.at]
-            if isinstance(token, Operator):
+            if token.operator:
                 self.at += 1
                 if token.text != "\n":
                     joint = token.text if token.text in ("&&", "||") else ""
@@ -125,11 +125,11 @@ class _Run:
         """The token at hand; empty behind the last."""
         return self.tokens[self.at].text if self.at < len(self.tokens) else ""
 
-    def _words(self) -> list[Word]:
-        """Words up to the next operator, which are passed."""
+    def _words(self) -> list[Token]:
+        """Tokens up to the next operator, which are passed."""
         found = []
-        while self.at < len(self.tokens) and isinstance(word := self.tokens[self.at], Word):
-            found.append(word)
+        while self.at < len(self.tokens) and not self.tokens[self.at].operator:
+            found.append(self.tokens[self.at])
             self.at += 1
         return found
 
@@ -157,10 +157,10 @@ class _Run:
                     self._doubt(words, mode)
         return True
 
-    def _subject(self, keyword: Word | Operator) -> Word:
+    def _subject(self, keyword: Token) -> Token:
         """What a `case` or a `for` is about, which is passed."""
         token = self.tokens[self.at] if self.at < len(self.tokens) else None
-        if not isinstance(token, Word):
+        if token is None or token.operator:
             raise ConfigError(
                 f"{self.source}:{keyword.line}: expected a word behind `{keyword.text}`; mend it, {INSTEAD}"
             )
@@ -198,7 +198,7 @@ class _Run:
         value = " ".join(argument.text for argument in subject)
         self.at += 1  # in
         while self.at < len(self.tokens) and self._here() != "esac":
-            if isinstance(self.tokens[self.at], Operator):
+            if self.tokens[self.at].operator:
                 self.at += 1
                 continue
             patterns = self._words()
@@ -227,13 +227,13 @@ class _Run:
         self.block("done", mode=mode)
         self.at += 1
 
-    def _deciding(self, found: Sequence[Word | Operator]) -> str:
+    def _deciding(self, found: Sequence[Token]) -> str:
         """The variable that keeps the first unknown of these words from being told; empty if none does."""
-        words = (word for word in found if isinstance(word, Word))
+        words = (word for word in found if not word.operator)
         unknown = (argument.unknown for word in words for argument in self.variables.arguments(word))
         return next((one.variable for one in unknown if one), "")
 
-    def _doubt(self, words: list[Word], doubt: _Doubt) -> None:
+    def _doubt(self, words: list[Token], doubt: _Doubt) -> None:
         """What a command that may or may not be carried out assigns is not known any more."""
         condition = f"under a condition{f' on {doubt.deciding}' if doubt.deciding else ''}"
         why = f"it is set {condition} (line {doubt.line}) that the text does not tell"
@@ -248,7 +248,7 @@ class _Run:
 
     # ---- simple commands --------------------------------------------------------------------------------------------
 
-    def _simple(self, words: list[Word], asked: bool) -> bool | None:
+    def _simple(self, words: list[Token], asked: bool) -> bool | None:
         if asked or words[0].text in ("[", "[[", "test", "!"):
             return self.variables.condition(words)
         while words and (words[0].text in _DECLARING or self.variables.assign(words[0])):
@@ -270,7 +270,7 @@ class _Run:
             self.commands[-1] += found
         return True
 
-    def _note_unknown(self, word: Word, argument: Argument, unknown: Unknown, *, among_settings: bool) -> None:
+    def _note_unknown(self, word: Token, argument: Argument, unknown: Unknown, *, among_settings: bool) -> None:
         """Settings may be in an array, or in a variable that stands among other settings, whose value is not known."""
         alone = '"' not in word.text and re.fullmatch(r"\$\w+|\$\{\w[^}]*\}", argument.text)
         if "[@]" in argument.text or (among_settings and alone):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from rlsim.verl.words import Piece, Word, pieces, unquoted
+from rlsim.verl.words import Piece, Token, pieces, unquoted
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(?P<name>\w+|[@*#?$!])(?:(?P<rule>:?[-=+?])(?P<default>.*))?", re.DOTALL)
@@ -64,7 +64,7 @@ class Variables:
         if name not in self._given:
             self._values[name] = value
 
-    def assign(self, word: Word) -> bool:
+    def assign(self, word: Token) -> bool:
         """Carry out `NAME=value`, `NAME+=value` or `NAME=(…)`; False if the word is none of these."""
         found = _ASSIGNMENT.fullmatch(word.text)
         if found is None:
@@ -75,7 +75,7 @@ class Variables:
             value = tuple(argument for item in word.items for argument in self.arguments(item))
         else:
             try:
-                value = self.text(Word(rest, word.line))
+                value = self.text(Token(rest, word.line))
             except UnresolvedError as error:
                 value = error.unknown
         match self._values.get(name) if appends else None, value:
@@ -90,14 +90,14 @@ class Variables:
 
     # ---- words ------------------------------------------------------------------------------------------------------
 
-    def arguments(self, word: Word) -> list[Argument]:
+    def arguments(self, word: Token) -> list[Argument]:
         """The arguments that a word becomes: one, or those of an array, or none."""
         try:
             return self._arguments(word, split=True)
         except UnresolvedError as error:
             return [Argument(unquoted(word), word.line, error.unknown)]
 
-    def text(self, word: Word) -> str:
+    def text(self, word: Token) -> str:
         """A word as one text, of which everything must be known. Raises `UnresolvedError`."""
         found = self._arguments(word, split=False)
         for argument in found:
@@ -105,7 +105,7 @@ class Variables:
                 raise UnresolvedError(argument.unknown)
         return " ".join(argument.text for argument in found)
 
-    def _arguments(self, word: Word, split: bool) -> list[Argument]:
+    def _arguments(self, word: Token, split: bool) -> list[Argument]:
         """With `split`, a variable without quotes becomes several arguments where its value has white space."""
         found, text, there = list[Argument](), "", False
         for piece in pieces(word.text):
@@ -155,7 +155,7 @@ class Variables:
             if _INTERPOLATION.fullmatch(text):
                 return "${" + text + "}"
             raise UnresolvedError(Unknown(f"${{{text}}} is not understood"))
-        name, rule, default = found["name"], found["rule"] or "", Word(found["default"] or "", 0)
+        name, rule, default = found["name"], found["rule"] or "", Token(found["default"] or "", 0)
         if isinstance(value, Unknown):
             raise UnresolvedError(Unknown(value.why, value.variable or name))
         there = value is not None and (value != "" or not rule.startswith(":"))
@@ -193,7 +193,7 @@ class Variables:
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 
-    def condition(self, words: list[Word]) -> bool | None:
+    def condition(self, words: list[Token]) -> bool | None:
         """What `[ … ]`, `[[ … ]]` or `test …` says; None if that cannot be told or it is another command."""
         first = words[0].text if words else ""
         if first == "!":
@@ -203,7 +203,7 @@ class Variables:
             return True if first in ("", "true", ":") else None
         return self._says(words[1:-1] if _TESTS[first] else words[1:])
 
-    def _says(self, words: list[Word]) -> bool | None:
+    def _says(self, words: list[Token]) -> bool | None:
         """What stands inside the brackets of a test."""
         bare = [word.text for word in words]
         for joint, joined in (("||", any), ("&&", all), ("-o", any), ("-a", all)):
@@ -237,7 +237,7 @@ class Variables:
         return None
 
 
-def assigned(word: Word) -> tuple[str, bool]:
+def assigned(word: Token) -> tuple[str, bool]:
     """The name that a word assigns ("" if none) and whether it appends."""
     found = _ASSIGNMENT.fullmatch(word.text)
     return (found[1], bool(found[2])) if found else ("", False)

@@ -22,19 +22,16 @@ _WORD_ENDS = frozenset(" \t\n;&|()<>")
 _BRACKETS = (("'", "'"), ('"', '"'), ("`", "`"), ("$((", "))"), ("$(", ")"), ("${", "}"))
 
 
-class Word(NamedTuple):
-    """One word of a command as it stands, quotes and all, and its line; of `NAME=(…)` also the words inside."""
+class Token(NamedTuple):
+    """A word of a command as it stands, quotes and all, or an `operator` between commands, such as the end of a line.
+
+    Of the word `NAME=(…)` the text is `NAME=`, and `items` are the words inside.
+    """
 
     text: str
     line: int
-    items: tuple[Word, ...] | None = None
-
-
-class Operator(NamedTuple):
-    """What stands between commands, such as `;` or the end of a line."""
-
-    text: str
-    line: int
+    operator: bool = False
+    items: tuple[Token, ...] | None = None
 
 
 class Piece(NamedTuple):
@@ -46,14 +43,10 @@ class Piece(NamedTuple):
 
 
 class _UnclosedError(Exception):
-    """A quote or bracket without its other half."""
-
-    def __init__(self, opening: str, at: int) -> None:
-        super().__init__()
-        self.opening, self.at = opening, at
+    """A quote or bracket (`args[0]`) without its other half, and where it stands (`args[1]`)."""
 
 
-def tokens(text: str, source: str) -> list[Word | Operator]:
+def tokens(text: str, source: str) -> list[Token]:
     """The words and operators of a shell script; comments, redirections and here-documents are left out.
 
     Raises `ConfigError` with file and line for a quote or bracket that is not closed.
@@ -63,8 +56,9 @@ def tokens(text: str, source: str) -> list[Word | Operator]:
     try:
         return _Reader(text).tokens()
     except _UnclosedError as error:
-        line = text.count("\n", 0, error.at) + 1
-        what = f"a quote ({error.opening})" if error.opening in "'\"" else f"a bracket ({error.opening})"
+        opening, at = error.args
+        line = text.count("\n", 0, at) + 1
+        what = f"a quote ({opening})" if opening in "'\"" else f"a bracket ({opening})"
         raise ConfigError(f"{source}:{line}: {what} that is opened here is not closed; mend it, {INSTEAD}") from None
 
 
@@ -88,7 +82,7 @@ def pieces(text: str, quoted: bool = False) -> Iterator[Piece]:
             yield Piece(unit, False, quoted)
 
 
-def unquoted(word: Word) -> str:
+def unquoted(word: Token) -> str:
     """A word as it stands, without its quotes."""
     return "".join(piece.text for piece in pieces(word.text))
 
@@ -99,9 +93,9 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.at, self.line = text, 0, 1
 
-    def tokens(self, closing: str = "") -> list[Word | Operator]:
+    def tokens(self, closing: str = "") -> list[Token]:
         """What follows, to the end or to a closing bracket, which is read too."""
-        found: list[Word | Operator] = []
+        found: list[Token] = []
         began, in_test = self.at, False  # in [[ … ]], && and || belong to the test
         while self.at < len(self.text):
             line = self.line
@@ -116,7 +110,7 @@ class _Reader:
             elif operator := _OPERATOR.match(self.text, self.at):
                 self._take(operator.end())
                 in_test = in_test and operator[0] in ("&&", "||")
-                found.append(Word(operator[0], line) if in_test else Operator(operator[0], line))
+                found.append(Token(operator[0], line, operator=not in_test))
             else:
                 found.append(self._word())
                 in_test = (in_test or found[-1].text == "[[") and found[-1].text != "]]"
@@ -124,13 +118,13 @@ class _Reader:
             raise _UnclosedError("(", began - 1)
         return found
 
-    def _word(self) -> Word:
+    def _word(self) -> Token:
         line = self.line
         if array := _ARRAY.match(self.text, self.at):
             self._take(array.end())
-            items = tuple(token for token in self.tokens(")") if isinstance(token, Word))
-            return Word(array[0][:-1], line, items)
-        return Word(self._take(self._word_end()), line)
+            items = tuple(token for token in self.tokens(")") if not token.operator)
+            return Token(array[0][:-1], line, items=items)
+        return Token(self._take(self._word_end()), line)
 
     def _take(self, end: int) -> str:
         taken = self.text[self.at : end]
