@@ -68,7 +68,7 @@ def read_script(text: str, source: str, given: dict[str, str]) -> Script:
         while run.at < len(run.tokens):
             run.block(mode=True)
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deeply to be read; simplify it, {INSTEAD}") from None
+        raise ConfigError(f"{source}: nested too deeply to be read; {INSTEAD}") from None
     commands = [command for command in run.commands if command]
     notes = list(dict.fromkeys(run.notes))
     if len(commands) > 1:
@@ -161,9 +161,7 @@ class _Run:
         """What a `case` or a `for` is about, which is passed."""
         token = self.tokens[self.at] if self.at < len(self.tokens) else None
         if token is None or token.operator:
-            raise ConfigError(
-                f"{self.source}:{keyword.line}: expected a word behind `{keyword.text}`; mend it, {INSTEAD}"
-            )
+            raise ConfigError(f"{self.source}:{keyword.line}: expected a word behind `{keyword.text}`; {INSTEAD}")
         self.at += 1
         return token
 
