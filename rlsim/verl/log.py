@@ -76,10 +76,8 @@ class VerlLog:
             return
         wanted = METRICS[metric][0]
         near = difflib.get_close_matches(wanted, self.names, n=3, cutoff=0.6)
-        family = wanted.split("/")[0]
-        kin = [name for name in self.names if name.split("/")[0] == family][:8]
-        found = near or kin or list(self.names[:8])
-        nearest = ", ".join(map(str, found)) or "nothing"
+        kin = [name for name in self.names if name.split("/")[0] == wanted.split("/")[0]][:8]
+        nearest = ", ".join(map(str, near or kin or self.names[:8])) or "nothing"
         raise CalibrationError(f"{self.path}: no step logs {wanted}; the nearest found: {nearest}")
 
     def where(self, step: int) -> str:
@@ -146,20 +144,12 @@ def logged_config(path: str | Path) -> dict[str, Any]:
 
 
 def _table(path: Path, records: Sequence[_Record], notes: list[str]) -> pd.DataFrame:
-    rows: dict[int, dict[str, float]] = {}
-    repeated = 0
-    for record in records:
-        row = _row(path, record)
-        if record.step in rows:
-            repeated += 1
-            # Validation and metrics of one step may be logged apart.
-            row = {**rows[record.step], **{key: value for key, value in row.items() if not math.isnan(value)}}
-        rows[record.step] = row
-    if repeated:
+    rows, numbers = [_row(path, record) for record in records], [record.step for record in records]
+    frame = pd.DataFrame(rows, index=pd.Index(numbers, name="step"), columns=["line", *METRICS])
+    if repeated := int(frame.index.duplicated().sum()):
         notes.append(f"{repeated} steps were logged more than once: the last counts")
-    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["line", *METRICS]).sort_index()
-    frame["line"] = frame["line"].astype(int)
-    return frame.rename_axis("step")
+    # Validation and metrics of one step may be logged apart: the last value of each metric, sorted by step.
+    return frame.groupby(level="step").last().astype({"line": int})
 
 
 def _row(path: Path, record: _Record) -> dict[str, float]:
@@ -185,7 +175,7 @@ def _row(path: Path, record: _Record) -> dict[str, float]:
 
 
 def _from_console(path: Path, notes: list[str], config: Settings) -> list[_Record]:
-    """Every `step:12 - name:value - …` line, whatever stands before it; `config` takes what veRL prints of its own."""
+    """Every `step:12 - name:value - …` line, whatever stands before it; `config` takes veRL's configuration."""
     records: list[_Record] = []
     dump = _ConfigDump()
     ended = True
