@@ -87,6 +87,10 @@ def test_continuations_quotes_variables_and_arithmetic() -> None:
     assert found["trainer.experiment_name"] == "qwen2.5 7b"
     assert found["trainer.nnodes"] == "1"
     assert script_of(SCRIPT, NNODES="4", HOME="/")["trainer.nnodes"] == "4"
+    cuts = "M=Qwen/Qwen2.5-7B.old\npython x data.a=${M##*/} data.b=${M%.*} data.c=${M#*.} data.d=${M%%.*} data.e=${M#x}"
+    assert list(script_of(cuts).values()) == [
+        "Qwen2.5-7B.old", "Qwen/Qwen2.5-7B", "5-7B.old", "Qwen/Qwen2", "Qwen/Qwen2.5-7B.old",
+    ]  # fmt: skip
 
 
 def test_arrays_conditions_and_cases() -> None:
@@ -135,6 +139,16 @@ def test_nothing_is_run_and_what_would_have_to_be_is_unknown(tmp_path: Path) -> 
     assert script_of(text, DEVICE="gpu")["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "2"
 
 
+def test_a_setting_stands_where_its_array_has_it_and_loops_are_read_once() -> None:
+    text = 'A=(\n  trainer.nnodes=2\n)\nfor ((i = 0; i < 3; i++)); do\n  sleep 1\ndone\npython x data.n=${i:-1} "${A[@]}"\n'
+    found = read_script(text, "run.sh", {}).overrides
+    assert [(override.key, override.value, override.line) for override in found] == [
+        ("data.n", "1", 7),
+        ("trainer.nnodes", "2", 2),
+    ]
+    assert isinstance(script_of("for n in 1 2; do python x data.n=$n; done")["data.n"], Unknown)
+
+
 def test_plain_lists_and_several_commands() -> None:
     assert script_of("data.train_batch_size=8\n# no\ndata.max_response_length=16 \\\n  trainer.nnodes=2\n") == {
         "data.train_batch_size": "8",
@@ -151,6 +165,8 @@ def test_plain_lists_and_several_commands() -> None:
     [
         ("x 'data.y=1", "quote"), ('a\nx "y', "run.sh:2"), ("A=(x", "bracket"), ("case", "a word behind `case`"),
         ("a\ncase ($M; esac", "run.sh:2: expected a word behind `case`"), ("for ; do x; done", "a word behind `for`"),
+        ("x=$((" + "(" * 9 + "1" + ")" * 9 + "))", "run.sh:1: a bracket .* run the script with `--cfg job --resolve`"),
+        ("if " * 2000, "nested too deeply"),
     ],
 )  # fmt: skip
 def test_what_no_shell_reads_is_an_error_with_its_line(text: str, message: str) -> None:

@@ -12,7 +12,9 @@ from fnmatch import fnmatchcase
 from rlsim.verl.words import Piece, Token, pieces, unquoted
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_PARAMETER = re.compile(r"(?P<name>\w+|[@*#?$!])(?:(?P<rule>:?[-=+?])(?P<default>.*))?", re.DOTALL)
+_PARAMETER = re.compile(
+    r"(?P<name>\w+|[@*#?$!])(?:(?P<rule>:?[-=+?])(?P<default>.*)|(?P<cut>##?|%%?)(?P<pattern>[^$]*))?", re.DOTALL
+)
 _INTERPOLATION = re.compile(r"[\w.]+(:.*)?", re.DOTALL)  # of OmegaConf, not of the shell
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -162,7 +164,7 @@ class Variables:
         if rule.endswith("+"):
             return self.text(default) if there else ""
         if value is not None and there:
-            return value
+            return _cut(value, found["cut"], found["pattern"]) if found["cut"] else value
         if not rule or rule.endswith("?"):
             argument = name.isdigit()
             what = f"argument ${name} of the script" if argument else f"variable {name}"
@@ -241,3 +243,10 @@ def assigned(word: Token) -> tuple[str, bool]:
     """The name that a word assigns ("" if none) and whether it appends."""
     found = _ASSIGNMENT.fullmatch(word.text)
     return (found[1], bool(found[2])) if found else ("", False)
+
+
+def _cut(value: str, sign: str, pattern: str) -> str:
+    """`${NAME##*/}` or `${NAME%.yaml}`: without the start or end that matches, the longest if the sign is doubled."""
+    ways = ((value[:i], value[i:]) if sign[0] == "#" else (value[i:], value[:i]) for i in range(len(value) + 1))
+    kept = [rest for cut, rest in ways if fnmatchcase(cut, pattern)]
+    return (min if len(sign) == 2 else max)(kept, key=len, default=value)
