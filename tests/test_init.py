@@ -140,7 +140,8 @@ def test_nothing_is_run_and_what_would_have_to_be_is_unknown(tmp_path: Path) -> 
 
 
 def test_a_setting_stands_where_its_array_has_it_and_loops_are_read_once() -> None:
-    text = 'A=(\n  trainer.nnodes=2\n)\nfor ((i = 0; i < 3; i++)); do\n  sleep 1\ndone\npython x data.n=${i:-1} "${A[@]}"\n'
+    loop = "for ((i = 0; i < 3; i++)); do\n  sleep 1\ndone\n"
+    text = "A=(\n  trainer.nnodes=2\n)\n" + loop + 'python x data.n=${i:-1} "${A[@]}"\n'
     found = read_script(text, "run.sh", {}).overrides
     assert [(override.key, override.value, override.line) for override in found] == [
         ("data.n", "1", 7),
