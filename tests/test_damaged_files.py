@@ -21,14 +21,14 @@ from test_calibrate_import import collective_rows, nccl_json, network_rows
 from rlsim import tables
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests, vidur
 from rlsim.calibrate.importers.reading import read_table
-from rlsim.calibrate.verl_log import read_log
-from rlsim.calibrate.verl_settings import batch_of
 from rlsim.errors import CalibrationError, TraceError
 from rlsim.hardware import load_gpu
 from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
 from rlsim.trace.importers import import_trace
 from rlsim.trace.importers.tables import from_cdf
+from rlsim.verl.log import read_log
+from rlsim.verl.run import batch_of
 
 HUGE = 10**400  # a whole number that no float holds
 

@@ -10,11 +10,11 @@ import pytest
 from dump_samples import jsonl, verl_row
 from typer.testing import CliRunner
 
-from rlsim.calibrate.verl_trace import batch_size, derive_trace
 from rlsim.cli.trace import app
 from rlsim.errors import CalibrationError, RlsimError, TraceError
 from rlsim.trace import read_trace
 from rlsim.trace.importers import import_trace
+from rlsim.verl.trace import batch_size, derive_trace
 
 STEPS = {1: (300.0, 1024.0, 0.02, 100.0), 2: (400.0, 1024.0, 0.05, 110.0), 3: (250.0, 900.0, 0.0, 90.0)}
 

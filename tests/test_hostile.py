@@ -20,13 +20,13 @@ from rlsim.experiment.frames import Frames
 from rlsim.experiment.guard import check_steps
 from rlsim.experiment.load import load_experiment
 from rlsim.hardware import load_cluster
-from rlsim.init.verl_config import read_config
 from rlsim.models import load_model
 from rlsim.reading import MOST_BYTES, parse_yaml, read_yaml
 from rlsim.sweeps.points import load_sweep
 from rlsim.trace import TraceMeta, make_trace, write_trace
 from rlsim.trace.chart import write_chart
 from rlsim.trace.generate import load_recipe
+from rlsim.verl.config import read_config
 
 BOMB = "models:\n  l0: &l0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"  l{i}: &l{i} [{','.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 9)

@@ -15,15 +15,15 @@ from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.from_verl import check, from_verl
 from rlsim.init.names import find_cluster, find_model, nearest_trace
-from rlsim.init.shell import read_script
-from rlsim.init.shell_values import Unknown
 from rlsim.init.starter import starter
-from rlsim.init.verl_config import read_config
-from rlsim.init.verl_defaults import VERSIONS, defaults, release
 from rlsim.models import load_model
 from rlsim.reading import read_yaml
+from rlsim.verl.config import read_config
+from rlsim.verl.defaults import VERSIONS, defaults, release
+from rlsim.verl.experiment import check, from_verl
+from rlsim.verl.shell import read_script
+from rlsim.verl.variables import Unknown
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash
@@ -87,6 +87,10 @@ def test_continuations_quotes_variables_and_arithmetic() -> None:
     assert found["trainer.experiment_name"] == "qwen2.5 7b"
     assert found["trainer.nnodes"] == "1"
     assert script_of(SCRIPT, NNODES="4", HOME="/")["trainer.nnodes"] == "4"
+    cuts = "M=Qwen/Qwen2.5-7B.old\npython x data.a=${M##*/} data.b=${M%.*} data.c=${M#*.} data.d=${M%%.*} data.e=${M#x}"
+    assert list(script_of(cuts).values()) == [
+        "Qwen2.5-7B.old", "Qwen/Qwen2.5-7B", "5-7B.old", "Qwen/Qwen2", "Qwen/Qwen2.5-7B.old",
+    ]  # fmt: skip
 
 
 def test_arrays_conditions_and_cases() -> None:
@@ -135,6 +139,17 @@ def test_nothing_is_run_and_what_would_have_to_be_is_unknown(tmp_path: Path) -> 
     assert script_of(text, DEVICE="gpu")["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "2"
 
 
+def test_a_setting_stands_where_its_array_has_it_and_loops_are_read_once() -> None:
+    loop = "for ((i = 0; i < 3; i++)); do\n  sleep 1\ndone\n"
+    text = "A=(\n  trainer.nnodes=2\n)\n" + loop + 'python x data.n=${i:-1} "${A[@]}"\n'
+    found = read_script(text, "run.sh", {}).overrides
+    assert [(override.key, override.value, override.line) for override in found] == [
+        ("data.n", "1", 7),
+        ("trainer.nnodes", "2", 2),
+    ]
+    assert isinstance(script_of("for n in 1 2; do python x data.n=$n; done")["data.n"], Unknown)
+
+
 def test_plain_lists_and_several_commands() -> None:
     assert script_of("data.train_batch_size=8\n# no\ndata.max_response_length=16 \\\n  trainer.nnodes=2\n") == {
         "data.train_batch_size": "8",
@@ -151,6 +166,8 @@ def test_plain_lists_and_several_commands() -> None:
     [
         ("x 'data.y=1", "quote"), ('a\nx "y', "run.sh:2"), ("A=(x", "bracket"), ("case", "a word behind `case`"),
         ("a\ncase ($M; esac", "run.sh:2: expected a word behind `case`"), ("for ; do x; done", "a word behind `for`"),
+        ("x=$((" + "(" * 9 + "1" + ")" * 9 + "))", "run.sh:1: a bracket .* run the script with `--cfg job --resolve`"),
+        ("if " * 2000, "nested too deeply"),
     ],
 )  # fmt: skip
 def test_what_no_shell_reads_is_an_error_with_its_line(text: str, message: str) -> None:

@@ -18,11 +18,8 @@ import pandas as pd
 
 from rlsim.calibrate.fit.common import Array, percent, rounded
 from rlsim.calibrate.points import join, point_rows, residual_of
-from rlsim.calibrate.verl_fit import HostTimes, Run, check_mfu, fit_host, fit_training
-from rlsim.calibrate.verl_lengths import Logged, deals, from_trace, reconstruct
-from rlsim.calibrate.verl_log import METRICS, VerlLog, read_log
-from rlsim.calibrate.verl_rollout import Progress, RolloutTimes, host_fit, rollout_times
-from rlsim.calibrate.verl_settings import settings_of
+from rlsim.calibrate.run_fit import HostTimes, Run, check_mfu, fit_host, fit_training
+from rlsim.calibrate.run_rollout import Progress, RolloutTimes, host_fit, rollout_times
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Residual, Source, load_calibration
 from rlsim.errors import CalibrationError
@@ -31,6 +28,9 @@ from rlsim.models import load_model
 from rlsim.output import check_own_file
 from rlsim.reading import read_yaml
 from rlsim.trace import read_trace
+from rlsim.verl.lengths import deals, from_trace, logged_lengths, reconstruct
+from rlsim.verl.log import METRICS, VerlLog, read_log
+from rlsim.verl.run import settings_of
 
 SCRIPT = "rlsim calibrate from-run"
 FEWEST_STEPS = 6  # usable ones: half of them are fitted
@@ -86,8 +86,8 @@ def from_run(
     everything else comes from. `prompts` × `responses` sequences a step of up to `cap` response
     tokens; `train` are fields of `TrainingArguments`, `engine` of `EngineConfig`. What is None is taken from the
     configuration that veRL prints at the start of its console log, if it is there. `trace` gives the shape of the
-    lengths, else they are reconstructed (see `verl_lengths`). The first `warmup` steps are left out. `progress` is told
-    (steps done, steps in all) of the rollout simulations.
+    lengths, else they are reconstructed (see `rlsim.verl.lengths`). The first `warmup` steps are left out. `progress`
+    is told (steps done, steps in all) of the rollout simulations.
 
     Raises `CalibrationError` if the log lacks something, contradicts the arguments or itself, has fewer than 6 usable
     steps, or implies an efficiency that no GPU has; other `RlsimError`s for names that do not exist.
@@ -113,13 +113,7 @@ def from_run(
         memory_utilization=memory_utilization,
     )
     steps, excluded = _usable(read, warmup)
-    logged = [
-        Logged(
-            int(step), read.where(int(step)), row["response_mean"], row["response_max"], row["clip_ratio"],
-            row["prompt_mean"],
-        )
-        for step, row in zip(steps.index, steps.to_dict("records"), strict=True)
-    ]  # fmt: skip
+    logged = logged_lengths(read, steps)
     size = settings.prompts, settings.responses, settings.cap
     if trace is None:
         numbers = range(deals(settings.prompts * settings.responses))

@@ -38,7 +38,7 @@ traces = _of_catalogue("traces", ".parquet")
 
 def verl_versions(incomplete: str) -> list[str]:
     """Releases of veRL whose defaults are known."""
-    from rlsim.init.verl_defaults import VERSIONS
+    from rlsim.verl.defaults import VERSIONS
 
     return _fitting(VERSIONS, incomplete)
 

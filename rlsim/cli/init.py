@@ -68,10 +68,10 @@ def init(
     from rlsim.errors import ConfigError
     from rlsim.hardware import load_cluster
     from rlsim.init.draft import Entry, check_free
-    from rlsim.init.from_verl import check
-    from rlsim.init.from_verl import from_verl as draft_from_verl
     from rlsim.init.starter import CLUSTER, calibration_from_nccl, starter
-    from rlsim.init.verl_defaults import release
+    from rlsim.verl.defaults import release
+    from rlsim.verl.experiment import check
+    from rlsim.verl.experiment import from_verl as draft_from_verl
 
     folder = out.parent if out is not None else Path()
     if from_verl:

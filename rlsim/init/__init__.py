@@ -1,1 +1,1 @@
-"""First experiments: a commented starter, or one made from a veRL configuration."""
+"""First experiments: a draft with a comment on every line, and the names of things in the catalogue."""

@@ -16,6 +16,7 @@ from rlsim.errors import CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.build import beside
 from rlsim.hardware import Cluster, load_cluster, load_gpu
 from rlsim.models import Model, load_model
+from rlsim.reading import is_file
 from rlsim.trace import Trace, read_trace
 
 #: Published models that have exactly the shape of one in the catalogue, by their config.json.
@@ -48,14 +49,6 @@ _SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|sft|rl|dpo|rm|preview|thinkin
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)
 
 
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; there is none by a name that no file can have."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str, str]:
     """A model as an experiment in `folder` names it, and what to say about the choice ("" if nothing).
 
@@ -80,12 +73,9 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
             f"model {name!r}: its shape is not known; {nearest}give {option} a name of `rlsim list models`, or the "
             "path of its config.json"
         )
-    best = max(fitting, key=len)
-    chosen = named[best]
-    return chosen, "" if chosen in (
-        last,
-        name.lower(),
-    ) else f"{name.rstrip('/').rpartition('/')[2]} has the shape of {chosen}"
+    chosen = named[max(fitting, key=len)]
+    same = chosen in (last, name.lower())
+    return chosen, "" if same else f"{name.rstrip('/').rpartition('/')[2]} has the shape of {chosen}"
 
 
 def _from_folder(path: Path, folder: Path) -> str:

@@ -14,6 +14,28 @@ from rlsim.init.names import check_calibration, find_calibration, find_model, lo
 ENGINE = "vllm"
 CLUSTER, MODEL, CAP = "8xh100", "qwen2.5-7b", 8192
 
+#: What every starter has, whatever it is about.
+_USUAL: dict[str, Entry | dict[str, Entry]] = {
+    "workflow": {
+        "algorithm": Entry("grpo", "or ppo, remax, dpo, custom"),
+        "prompts": Entry(32, "a step"),
+        "responses": Entry(8, "to each prompt"),
+        "steps": Entry(5, "to simulate"),
+    },
+    "training": {
+        "backend": Entry("fsdp", "or megatron"),
+        "offload": Entry(True, "weights and optimizer states in host memory between calls"),
+    },
+    "seeds": Entry(5, "runs of each system, each on other draws; intervals are over seeds"),
+    "baseline": Entry("verl-best", "what speedups refer to"),
+    "systems": Entry(
+        (
+            Entry({"verl": {"tp": [1, 2, 4, "best"]}}, "static TP; best is the fastest of all that fit"),
+            Entry("pat", "TP switched while responses are generated; more: rlsim list policies"),
+        )
+    ),
+}
+
 
 def starter(
     name: str,
@@ -48,24 +70,7 @@ def starter(
             "path": Entry(lengths, "your own: rlsim trace import" if not trace else why),
             "cap": Entry("8K", "longest response, tokens (K = 1,024)"),
         },
-        "workflow": {
-            "algorithm": Entry("grpo", "or ppo, remax, dpo, custom"),
-            "prompts": Entry(32, "a step"),
-            "responses": Entry(8, "to each prompt"),
-            "steps": Entry(5, "to simulate"),
-        },
-        "training": {
-            "backend": Entry("fsdp", "or megatron"),
-            "offload": Entry(True, "weights and optimizer states in host memory between calls"),
-        },
-        "seeds": Entry(5, "runs of each system, each on other draws; intervals are over seeds"),
-        "baseline": Entry("verl-best", "what speedups refer to"),
-        "systems": Entry(
-            (
-                Entry({"verl": {"tp": [1, 2, 4, "best"]}}, "static TP; best is the fastest of all that fit"),
-                Entry("pat", "TP switched while responses are generated; more: rlsim list policies"),
-            )
-        ),
+        **_USUAL,
     }
     question = f"{name}: how much does switching TP gain? Change anything; every key is in docs/experiments.md."
     heading = [question, "Run it: rlsim run FILE"]

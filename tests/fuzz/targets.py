@@ -190,7 +190,7 @@ def derive(main: Path, _: Seed, rng: random.Random) -> None:
 
 
 def from_run(main: Path, _: Seed, rng: random.Random) -> None:
-    from rlsim.calibrate.verl_log import read_log
+    from rlsim.verl.log import read_log
 
     read_log(main)
     if rng.random() < 0.01:

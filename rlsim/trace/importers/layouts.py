@@ -28,7 +28,7 @@ FORMATS = (
     *dict.fromkeys(table.name for table in TABLES), *SHAPES,
 )  # fmt: skip
 _VALIDATION = re.compile(r"(^|[_.-])(eval|val_data)[_.-]")
-#: Of veRL's metric logs, as `rlsim.calibrate.verl_log` reads them: a line of the console, and a metric's name.
+#: Of veRL's metric logs, as `rlsim.verl.log` reads them: a line of the console, and a metric's name.
 _CONSOLE = re.compile(r"(?:^|[\s)\]])step:\d+ - [^\n]*\w+/\w+:")
 _METRIC = "response_length/"
 METRICS_ADVICE = (

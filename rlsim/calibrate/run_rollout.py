@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlsim.calibrate.fit.common import Array
-from rlsim.calibrate.verl_lengths import Batch
-from rlsim.calibrate.verl_settings import RunSettings
 from rlsim.cost.calibration import Calibration, HostFit
 from rlsim.cost.machine import Machine
 from rlsim.cost.memory import check_training, resident_bytes
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.sim.alone import run_rollout
+from rlsim.verl.lengths import Batch
+from rlsim.verl.run import RunSettings
 
 Progress = Callable[[int, int], None]
 

@@ -1,28 +1,34 @@
-"""What a run was launched with: from the caller's arguments, else from the configuration that veRL prints."""
+"""What a run was launched with: from the caller's arguments, else from veRL's own settings."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from rlsim.calibrate.verl_log import VerlLog
 from rlsim.cost.strategy import Recompute, TrainStrategy, logits_of
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 from rlsim.schema import Schema, validate
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Tokens
+from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
+from rlsim.verl.log import VerlLog
+from rlsim.verl.settings import STRATEGY
 
 T = TypeVar("T")
-#: Settings that are whole numbers from 1, and the largest that can be meant.
-_COUNTS = re.compile(r".*(_size|_size_per_gpu|_len_per_gpu|_length|_seqs|_tokens|_epochs|\.n|\.nnodes|n_gpus_per_node)")
-MOST = 10**12
-_ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))
+#: Of training and of log-prob passes: whether micro-batches have a token budget, that budget, or their sequences.
+_MICRO_BATCHES = {
+    "ppo": (ACTOR + "use_dynamic_bsz", ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "ppo_micro_batch_size_per_gpu"),
+    "log_prob": (
+        ROLLOUT + "log_prob_use_dynamic_bsz",
+        ROLLOUT + "log_prob_max_token_len_per_gpu",
+        ROLLOUT + "log_prob_micro_batch_size_per_gpu",
+    ),
+}
 
 
 class TrainingArguments(Schema):
@@ -64,25 +70,22 @@ class _Finder:
     """Takes each setting from the caller, else from the log, else the default; remembers where they disagree."""
 
     def __init__(self, log: VerlLog) -> None:
-        self._config, self._path = log.config, log.path
+        self.config, self._path = log.config, log.path
         self.notes: list[str] = []
 
     def logged(self, *keys: str) -> Any:
-        key = next((key for key in keys if self._config.get(key) is not None), None)
-        if key is None:
-            return None
-        value = self._config[key]
-        if _COUNTS.fullmatch(key) and not (type(value) is int and 1 <= value <= MOST):
-            raise CalibrationError(
-                f"{self._path}: the configuration's {key} is {value!r:.60}, not a whole number from 1"
-            )
-        if key.endswith("utilization") and not (isinstance(value, float | int) and 0.0 < value <= 1.0):
-            raise CalibrationError(f"{self._path}: the configuration's {key} is {value!r:.60}, not above 0 and up to 1")
-        return value
+        """The value of the first of these keys that has one. Raises `CalibrationError` for one of another kind."""
+        for key in keys:
+            value = self.config.told(key)
+            if value is None:
+                continue
+            if problem := self.config.problem(key):
+                raise CalibrationError(f"{self._path}: the configuration's {problem}")
+            return value
+        return None
 
     def pick(self, what: str, given: T | None, *keys: str) -> T | None:
-        logged = self.logged(*keys)
-        return self.prefer(what, given, logged)
+        return self.prefer(what, given, self.logged(*keys))
 
     def prefer(self, what: str, given: T | None, logged: T | None) -> T | None:
         if given is None:
@@ -96,14 +99,14 @@ def settings_of(
     log: VerlLog,
     cluster: Cluster,
     *,
-    rollout_tp: int | None,
-    prompts: int | None,
-    responses: int | None,
-    cap: int | None,
-    backend: str | None,
-    train: Mapping[str, Any],
-    engine: Mapping[str, Any],
-    memory_utilization: float | None,
+    rollout_tp: int | None = None,
+    prompts: int | None = None,
+    responses: int | None = None,
+    cap: int | None = None,
+    backend: str | None = None,
+    train: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    memory_utilization: float | None = None,
 ) -> RunSettings:
     """Arguments joined with the log's configuration and checked against its metrics.
 
@@ -111,38 +114,31 @@ def settings_of(
     of `train` and `engine`.
     """
     find = _Finder(log)
-    given = validate(dict(train), TrainingArguments, "train")
+    given = validate(dict(train or {}), TrainingArguments, "train")
     _check_gpus(log, cluster, find)
     prompts, responses = _batch(log, prompts, responses, find)
     cap = _cap(log, cap, find)
-    rollout_tp = find.pick("rollout_tp", rollout_tp, _ROLLOUT + "tensor_model_parallel_size")
+    rollout_tp = find.pick("rollout_tp", rollout_tp, ROLLOUT + "tensor_model_parallel_size")
     if rollout_tp is None:
         raise CalibrationError(f"{log.path}: the rollout's TP is not known: give rollout_tp")
     if cluster.gpus_per_node % rollout_tp:
         raise CalibrationError(f"rollout_tp {rollout_tp} does not divide the {cluster.gpus_per_node} GPUs of a node")
-    logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(_ACTOR + "strategy")))
+    logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(STRATEGY)))
     backend = find.prefer("backend", backend, logged) or "fsdp"
     strategies = _strategies(given, backend, cluster, find)
-    mini = find.logged(_ACTOR + "ppo_mini_batch_size")
-    if find.logged(_ROLLOUT + "enforce_eager"):
+    mini = find.logged(ACTOR + "ppo_mini_batch_size")
+    if find.logged(ROLLOUT + "enforce_eager"):
         find.notes.append(
             "the engine ran without CUDA graphs (enforce_eager): the host time holds the launching of every kernel"
         )
+    share = find.pick("memory_utilization", memory_utilization, ROLLOUT + "gpu_memory_utilization")
     return RunSettings(
-        prompts=prompts,
-        responses=responses,
-        cap=cap,
-        rollout_tp=rollout_tp,
-        backend=backend,
-        train=strategies[0],
-        inference=strategies[1],
+        prompts=prompts, responses=responses, cap=cap, rollout_tp=rollout_tp, backend=backend,
+        train=strategies[0], inference=strategies[1],
         mini_batches=find.prefer("mini_batches", given.mini_batches, math.ceil(prompts / mini) if mini else None) or 1,
-        epochs=find.pick("epochs", given.epochs, _ACTOR + "ppo_epochs") or 1,
-        engine=_engine(engine, find),
-        memory_utilization=find.pick("memory_utilization", memory_utilization, _ROLLOUT + "gpu_memory_utilization")
-        or 0.9,
-        notes=tuple(find.notes),
-    )
+        epochs=find.pick("epochs", given.epochs, ACTOR + "ppo_epochs") or 1,
+        engine=_engine(engine or {}, find), memory_utilization=share or 0.9, notes=tuple(find.notes),
+    )  # fmt: skip
 
 
 def batch_of(
@@ -159,7 +155,7 @@ def batch_of(
 
 
 def _cap(log: VerlLog, cap: int | None, find: _Finder) -> int:
-    cap = find.pick("cap", cap, "data.max_response_length", _ROLLOUT + "response_length")
+    cap = find.pick("cap", cap, "data.max_response_length", ROLLOUT + "response_length")
     if cap is None:
         raise CalibrationError(f"{log.path}: the response cap is not known: give cap (veRL's data.max_response_length)")
     return cap
@@ -174,7 +170,7 @@ def _check_gpus(log: VerlLog, cluster: Cluster, find: _Finder) -> None:
     if told is not None and told != cluster.gpus:
         raise CalibrationError(f"{log.path}: the run had {told} GPUs (trainer.nnodes × n_gpus_per_node), cluster "
                                f"{cluster.name} has {cluster.gpus}")  # fmt: skip
-    if told is None and gpus == gpus and abs(gpus / cluster.gpus - 1.0) > 0.02:
+    if told is None and not math.isnan(gpus) and abs(gpus / cluster.gpus - 1.0) > 0.02:
         raise CalibrationError(
             f"{log.path}: perf/throughput (tokens per second and GPU) says the run had {gpus:.3g} GPUs, cluster "
             f"{cluster.name} has {cluster.gpus}"
@@ -186,8 +182,8 @@ def _batch(log: VerlLog, prompts: int | None, responses: int | None, find: _Find
     steps = log.steps
     counted = (steps.total_tokens / (steps.prompt_mean + steps.response_mean)).median()
     prompts = find.pick("prompts", prompts, "data.train_batch_size")
-    responses = find.pick("responses", responses, _ROLLOUT + "n")
-    known = counted == counted
+    responses = find.pick("responses", responses, ROLLOUT + "n")
+    known = not math.isnan(counted)
     if prompts is None and responses is None and known:
         find.notes.append(
             f"{round(counted):,} sequences a step, from perf/total_num_tokens; each is taken as a prompt of its own"
@@ -214,12 +210,12 @@ def _strategies(
     given: TrainingArguments, backend: str, cluster: Cluster, find: _Finder
 ) -> tuple[TrainStrategy, TrainStrategy]:
     """The strategy of training and that of log-prob passes, which may have other micro-batches."""
-    tp = find.pick("train.tp", given.tp, _ACTOR + "megatron.tensor_model_parallel_size") or 1
-    pp = find.pick("train.pp", given.pp, _ACTOR + "megatron.pipeline_model_parallel_size") or 1
+    tp = find.pick("train.tp", given.tp, ACTOR + "megatron.tensor_model_parallel_size") or 1
+    pp = find.pick("train.pp", given.pp, ACTOR + "megatron.pipeline_model_parallel_size") or 1
     ulysses = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     cp_keys = ulysses if backend == "fsdp" else ("megatron.context_parallel_size",)
     # veRL takes either of its two keys for Ulysses: the one that is not left at 1.
-    logged_cp = max((degree for key in cp_keys if (degree := find.logged(_ACTOR + key))), default=None)
+    logged_cp = max((degree for key in cp_keys if (degree := find.logged(ACTOR + key))), default=None)
     cp = find.prefer("train.cp", given.cp, logged_cp) or 1
     share = tp * pp * cp
     if cluster.gpus % share:
@@ -234,17 +230,17 @@ def _strategies(
         "recompute": find.prefer("train.recompute", given.recompute, _recompute(backend, find)) or "full",
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
-        "logits": logits_of(backend, bool(find.logged(_MODEL + "use_fused_kernels"))),
+        "logits": logits_of(backend, bool(find.logged(MODEL + "use_fused_kernels"))),
     }
-    train = _micro_batches(given.micro_batch_tokens, given.micro_batch_sequences, _logged_micro(find, cp, "ppo"))
+    train = _micro_batches(find, "ppo", cp, given.micro_batch_tokens, given.micro_batch_sequences)
     inference = _micro_batches(
-        given.log_prob_micro_batch_tokens, given.log_prob_micro_batch_sequences, _logged_micro(find, cp, "log_prob")
+        find, "log_prob", cp, given.log_prob_micro_batch_tokens, given.log_prob_micro_batch_sequences
     )
     return TrainStrategy(**common, **train), TrainStrategy(**common, **(inference or train))
 
 
 def _recompute(backend: str, find: _Finder) -> Recompute | None:
-    enabled = find.logged(_MODEL + "enable_gradient_checkpointing")
+    enabled = find.logged(MODEL + "enable_gradient_checkpointing")
     if enabled is None:
         return None
     if not enabled:
@@ -253,49 +249,41 @@ def _recompute(backend: str, find: _Finder) -> Recompute | None:
         return "full"
     # Megatron recomputes only at a granularity; veRL passes these keys on, and nothing if they are empty.
     level = find.logged(
-        _MODEL + "gradient_checkpointing_kwargs.activations_checkpoint_granularity",
-        _ACTOR + "megatron.override_transformer_config.recompute_granularity",
+        MODEL + "gradient_checkpointing_kwargs.activations_checkpoint_granularity",
+        ACTOR + "megatron.override_transformer_config.recompute_granularity",
     )
     return level if level in ("full", "selective") else "none"
 
 
 def _offload(given: TrainingArguments, find: _Finder) -> bool:
     kinds = {
-        kind: bool(find.logged(*(f"{_ACTOR}{part}.{kind}" for part in ("fsdp_config", "megatron"))))
+        kind: bool(find.logged(*(f"{ACTOR}{part}.{kind}" for part in ("fsdp_config", "megatron"))))
         for kind in ("param_offload", "optimizer_offload")
     }
-    known = any(key.endswith("_offload") and key.startswith(_ACTOR) for key in find._config)
+    keys = (*find.config.given, *find.config.default)
+    known = any(key.endswith("_offload") and key.startswith(ACTOR) for key in keys)
     if given.offload is None and len(set(kinds.values())) == 2:
         only = next(kind for kind, on in kinds.items() if on)
         find.notes.append(f"the run had {only} only; taken as weights and optimizer states both offloaded")
     return bool(find.prefer("train.offload", given.offload, any(kinds.values()) if known else None))
 
 
-def _logged_micro(find: _Finder, cp: int, kind: str) -> dict[str, Any]:
-    """Micro-batches of training (`ppo`) or log-prob passes as configured: a token budget per GPU, or a count."""
-    if kind == "ppo":
-        dynamic = find.logged(_ACTOR + "use_dynamic_bsz")
-        tokens = find.logged(_ACTOR + "ppo_max_token_len_per_gpu")
-        count = find.logged(_ACTOR + "ppo_micro_batch_size_per_gpu")
-    else:
-        dynamic = find.logged(_ROLLOUT + "log_prob_use_dynamic_bsz")
-        tokens = find.logged(_ROLLOUT + "log_prob_max_token_len_per_gpu")
-        count = find.logged(_ROLLOUT + "log_prob_micro_batch_size_per_gpu")
-    if dynamic and tokens:
-        return {"micro_batch_tokens": int(tokens) * cp}
-    return {"micro_batch_sequences": int(count)} if count else {}
-
-
-def _micro_batches(tokens: int | None, sequences: int | None, logged: dict[str, Any]) -> dict[str, Any]:
+def _micro_batches(find: _Finder, kind: str, cp: int, tokens: int | None, sequences: int | None) -> dict[str, Any]:
+    """Micro-batches of one kind of call: as given, else as configured: a token budget per GPU, or a count."""
+    dynamic, budget, count = (find.logged(key) for key in _MICRO_BATCHES[kind])
     if sequences is not None:
         return {"micro_batch_sequences": sequences}
-    return {"micro_batch_tokens": tokens} if tokens is not None else logged
+    if tokens is not None:
+        return {"micro_batch_tokens": tokens}
+    if dynamic and budget:
+        return {"micro_batch_tokens": int(budget) * cp}
+    return {"micro_batch_sequences": int(count)} if count else {}
 
 
 def _engine(given: Mapping[str, Any], find: _Finder) -> EngineConfig:
     logged = {
-        "max_num_seqs": find.logged(_ROLLOUT + "max_num_seqs"),
-        "max_num_batched_tokens": find.logged(_ROLLOUT + "max_num_batched_tokens"),
-        "chunked_prefill": find.logged(_ROLLOUT + "enable_chunked_prefill"),
+        "max_num_seqs": find.logged(ROLLOUT + "max_num_seqs"),
+        "max_num_batched_tokens": find.logged(ROLLOUT + "max_num_batched_tokens"),
+        "chunked_prefill": find.logged(ROLLOUT + "enable_chunked_prefill"),
     }
     return validate({**{k: v for k, v in logged.items() if v is not None}, **given}, EngineConfig, "engine")

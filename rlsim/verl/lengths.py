@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
@@ -14,6 +15,7 @@ from rlsim.errors import CalibrationError
 from rlsim.sim.request import Request
 from rlsim.trace import StepSampler, Trace
 from rlsim.trace.mixture import Component, Floats, LengthModel
+from rlsim.verl.log import VerlLog
 
 PROMPT_SHARE = 0.7  # of the variance of log length; assumed, groups with known prompts show 0.63 to 0.79
 SPREAD = 0.7  # standard deviation of log length where neither the longest nor the share at the cap is logged; assumed
@@ -30,6 +32,13 @@ class Logged:
     response_max: float
     clip_ratio: float
     prompt_mean: float
+
+
+def logged_lengths(log: VerlLog, steps: pd.DataFrame) -> list[Logged]:
+    """What `steps` of a log say about their lengths."""
+    columns = ["response_mean", "response_max", "clip_ratio", "prompt_mean"]
+    rows = zip(steps.index.tolist(), steps[columns].to_numpy(float).tolist(), strict=True)
+    return [Logged(int(step), log.where(int(step)), *row) for step, row in rows]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
 """A trace derived from veRL's metric log: lengths that meet each step's mean, longest and share at the cap.
 
-A log keeps no lengths. These are made up (`verl_lengths.reconstruct`), and the trace says so of itself.
+A log keeps no lengths. These are made up (`rlsim.verl.lengths.reconstruct`), and the trace says so of itself.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.verl_lengths import PROMPT_SHARE, SPREAD, Logged, reconstruct
-from rlsim.calibrate.verl_log import read_log
-from rlsim.calibrate.verl_settings import batch_of
 from rlsim.errors import CalibrationError
 from rlsim.trace import Trace, TraceMeta, make_trace
+from rlsim.verl.lengths import PROMPT_SHARE, SPREAD, logged_lengths, reconstruct
+from rlsim.verl.log import read_log
+from rlsim.verl.run import batch_of
 
 _DERIVED = (
     "DERIVED, not measured: the log has means of {steps:,} steps and no lengths. Each step's are those of one "
@@ -44,21 +45,16 @@ def derive_trace(
     prompts, responses, cap, said = batch_of(log, prompts, responses, cap_tokens)
     steps = log.steps[log.steps["response_mean"].notna()]
     frames = []
-    for epoch, (step, row) in enumerate(steps.iterrows()):
-        where = log.where(int(str(step)))
-        logged = Logged(
-            int(str(step)), where, row["response_mean"], row["response_max"], row["clip_ratio"], row["prompt_mean"]
-        )
-        if np.isnan(logged.prompt_mean):
-            logged = Logged(logged.step, where, logged.response_mean, logged.response_max, logged.clip_ratio, 1.0)
-        batch = reconstruct(logged, prompts, responses, cap)
+    for epoch, logged in enumerate(logged_lengths(log, steps)):
+        known = not np.isnan(logged.prompt_mean)
+        batch = reconstruct(logged if known else replace(logged, prompt_mean=1.0), prompts, responses, cap)
         columns = {
             "prompt_id": epoch * prompts + batch.position,
             "sample_id": np.tile(np.arange(responses), prompts),
             "response_tokens": batch.response_tokens,
             "epoch": epoch,
         }
-        if not np.isnan(row["prompt_mean"]):
+        if known:
             columns["prompt_tokens"] = batch.prompt_tokens
         frames.append(pd.DataFrame(columns))
     notes = [

@@ -11,16 +11,16 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import least_squares
 
 from rlsim.calibrate.fit.common import Array, percent
-from rlsim.calibrate.verl_lengths import Batch
-from rlsim.calibrate.verl_log import VerlLog
-from rlsim.calibrate.verl_rollout import RolloutTimes
-from rlsim.calibrate.verl_settings import RunSettings
+from rlsim.calibrate.run_rollout import RolloutTimes
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
+from rlsim.verl.lengths import Batch
+from rlsim.verl.log import VerlLog
+from rlsim.verl.run import RunSettings
 
 #: Model FLOPs of the update over the peak of all GPUs. Outside this the times, the GPUs or the model must be wrong.
 PLAUSIBLE_MFU = (0.01, 1.0)
@@ -56,15 +56,12 @@ class Run:
     def log_prob_s(self, efficiency: float, batches: Sequence[Batch] | None = None) -> Array:
         """Predicted seconds of a log-prob pass over each batch (default: all)."""
         cost = self._train_cost(efficiency, inference=True)
-        return np.array([cost.forward_s(b.total_tokens).total_s for b in self._chosen(batches)])
+        return np.array([cost.forward_s(batch.total_tokens).total_s for batch in batches or self.batches])
 
     def update_s(self, efficiency: float, batches: Sequence[Batch] | None = None) -> Array:
         """Predicted seconds of an update over each batch (default: all)."""
         cost, mini, epochs = self._train_cost(efficiency, False), self.settings.mini_batches, self.settings.epochs
-        return np.array([cost.train_s(b.total_tokens, mini, epochs).total_s for b in self._chosen(batches)])
-
-    def _chosen(self, batches: Sequence[Batch] | None) -> Sequence[Batch]:
-        return self.batches if batches is None else batches
+        return np.array([cost.train_s(batch.total_tokens, mini, epochs).total_s for batch in batches or self.batches])
 
     def _train_cost(self, efficiency: float, inference: bool) -> TrainCost:
         collectives = Collectives(self.base.collectives, self.base.reference, self.cluster)
@@ -144,59 +141,51 @@ def fit_host(run: Run, times: RolloutTimes) -> HostTimes:
     """Host times at which the rollouts of the used steps come out best (log errors, robust, none below zero).
 
     If the steps are too alike to tell the two apart, the one that explains them better is fitted and the other stays
-    the base calibration's. Raises `CalibrationError` if the
-    kernels alone are out of all proportion to the logged times.
+    the base calibration's. Raises `CalibrationError` if the kernels alone are out of proportion to the logged times.
     """
-    base = run.base.host
-    measured = run.measured_s("gen_s")
+    base, measured, used = run.base.host, run.measured_s("gen_s"), np.asarray(run.used)
     assert measured is not None
-    used = np.asarray(run.used)
-    shares = times.total_s(0.0, 0.0) / measured
-    share, (low, high) = float(np.median(shares)), PLAUSIBLE_KERNELS
-    if not low <= share <= high:
-        hint = "are the times in ms?" if share < low else "check the model, rollout_tp, the batch and the cap"
-        raise CalibrationError(
-            f"{run.log.where(int(run.steps.index[0]))}: rollouts of {float(np.median(measured)):g} s, of which kernels "
-            f"take {share:.2g} times as much; plausible is {low:g} to {high:g}; {hint}"
-        )
+    _check_kernels(run, times.total_s(0.0, 0.0), measured)
     if times.fixed:
-        return HostTimes(
-            base.step_s,
-            base.sequence_s,
-            f"not fitted: {run.base.name} has whole decode steps of {run.model.name} at TP{run.settings.rollout_tp}, "
-            "host time included",
-        )
+        whole = f"{run.base.name} has whole decode steps of {run.model.name} at TP{run.settings.rollout_tp}"
+        return HostTimes(base.step_s, base.sequence_s, f"not fitted: {whole}, host time included")
     # What a unit of each parameter adds is about the whole of gen.
     units = np.array(
         [np.median(measured / part.max(axis=2).mean(axis=1)) for part in (times.iterations, times.sequences)]
     )
     y = np.log(measured[used])
 
-    def error(step: float, sequence: float) -> Array:
-        return np.asarray(np.log(times.total_s(step * units[0], sequence * units[1])[used]) - y)
-
     def both(x: Array) -> Array:
-        return error(x[0], x[1])
+        return np.asarray(np.log(times.total_s(x[0] * units[0], x[1] * units[1])[used]) - y)
 
     two = _robust_fit(both, [[0.3, 0.3], [0.7, 0.05], [0.05, 0.7]], [0.0, 0.0], [np.inf, np.inf])
     told = max(_standard_errors(both, two)) <= TOLD_APART
-    known = (0.0, 0.0) if base.overlapped else (base.step_s / units[0], base.sequence_s / units[1])
-    ones = []
-    for kept, value in (("sequence_s", known[1]), ("step_s", known[0])):
+    known = np.zeros(2) if base.overlapped else np.array([base.step_s, base.sequence_s]) / units
+    names, ones = ("step_s", "sequence_s"), []
+    for fitted in (1, 0):
 
-        def one(x: Array, kept: str = kept, value: float = value) -> Array:
-            return error(x[0], value) if kept == "sequence_s" else error(value, x[0])
+        def one(x: Array, fitted: int = fitted) -> Array:
+            return both(np.where(np.arange(2) == fitted, x[0], known))
 
         found = _robust_fit(one, [[0.1], [0.6]], [0.0], [np.inf])
-        ones.append((_spread(one(found), 1), kept, float(found[0])))
-    spread, kept, at = min(ones)
+        ones.append((_spread(one(found), 1), names[1 - fitted], fitted, float(found[0])))
+    spread, kept, fitted, at = min(ones)
     if told or _spread(both(two), 2) < CLEARLY_BETTER * spread:
         return HostTimes(float(two[0] * units[0]), float(two[1] * units[1]), "both numbers fitted")
     whose = "zero" if base.overlapped else f"that of {run.base.name}"
+    step_s, sequence_s = np.where(np.arange(2) == fitted, at, known) * units
     alike = "the steps are too alike, or too noisy, to tell both apart"
-    if kept == "sequence_s":
-        return HostTimes(at * float(units[0]), float(known[1] * units[1]), f"step_s fitted, {kept} {whose}: {alike}")
-    return HostTimes(float(known[0] * units[0]), at * float(units[1]), f"sequence_s fitted, {kept} {whose}: {alike}")
+    return HostTimes(float(step_s), float(sequence_s), f"{names[fitted]} fitted, {kept} {whose}: {alike}")
+
+
+def _check_kernels(run: Run, kernels_s: Array, measured: Array) -> None:
+    share, (low, high) = float(np.median(kernels_s / measured)), PLAUSIBLE_KERNELS
+    if not low <= share <= high:
+        hint = "are the times in ms?" if share < low else "check the model, rollout_tp, the batch and the cap"
+        raise CalibrationError(
+            f"{run.log.where(int(run.steps.index[0]))}: rollouts of {float(np.median(measured)):g} s, of which kernels "
+            f"take {share:.2g} times as much; plausible is {low:g} to {high:g}; {hint}"
+        )
 
 
 def _standard_errors(error: Callable[[Array], Array], at: Array) -> Array:

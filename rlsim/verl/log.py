@@ -13,7 +13,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pandas as pd
 
 from rlsim.errors import CalibrationError
 from rlsim.tables import csv_errors, number_of, parse_json
+from rlsim.verl.settings import Settings
 
 #: What is read: our name, and the names that veRL's versions give it, newest first.
 METRICS: Mapping[str, tuple[str, ...]] = {
@@ -60,13 +61,13 @@ class VerlLog:
     """A run's metrics: `steps` has one row per step (index: its number) and the columns of `METRICS`, NaN where a
     metric was not logged, and `line`.
 
-    `names` are all metric names found, `config` the run's settings by dotted path if the log carries veRL's dump.
+    `names` are all metric names found, `config` the run's settings if the log carries veRL's dump.
     """
 
     path: Path
     steps: pd.DataFrame
     names: tuple[str, ...]
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Settings = field(default_factory=Settings)
     notes: tuple[str, ...] = ()
 
     def need(self, metric: str) -> None:
@@ -75,10 +76,8 @@ class VerlLog:
             return
         wanted = METRICS[metric][0]
         near = difflib.get_close_matches(wanted, self.names, n=3, cutoff=0.6)
-        family = wanted.split("/")[0]
-        kin = [name for name in self.names if name.split("/")[0] == family][:8]
-        found = near or kin or list(self.names[:8])
-        nearest = ", ".join(map(str, found)) or "nothing"
+        kin = [name for name in self.names if name.split("/")[0] == wanted.split("/")[0]][:8]
+        nearest = ", ".join(map(str, near or kin or self.names[:8])) or "nothing"
         raise CalibrationError(f"{self.path}: no step logs {wanted}; the nearest found: {nearest}")
 
     def where(self, step: int) -> str:
@@ -92,8 +91,16 @@ class _Record:
 
     step: int
     line: int
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)  # values that are not plain numbers
+
+    def take(self, name: str, value: Any) -> None:
+        """A metric: a number, or text that should spell one."""
+        found = _NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found or isinstance(value, int | float):
+            self.metrics[name] = float(found[1] if found else value)
+        else:
+            self.unread[name] = str(value).strip()[:40]
 
 
 def read_log(path: str | Path) -> VerlLog:
@@ -115,18 +122,19 @@ def read_log(path: str | Path) -> VerlLog:
     if not head.strip():
         raise CalibrationError(f"{path}: the file is empty")
     notes: list[str] = []
-    config: dict[str, Any] = {}
+    config = Settings(name=path.stem)
     if _JSON.match(head):
         records = _from_json(path, notes)
     elif _is_csv(head):
         records = _from_csv(path)
     else:
-        records, config = _from_console(path, notes)
-    return VerlLog(path, _table(path, records, notes), _names(records), config, tuple(notes))
+        records = _from_console(path, notes, config)
+    names = dict.fromkeys(name for record in records for name in (*record.metrics, *record.unread))
+    return VerlLog(path, _table(path, records, notes), tuple(names), config, tuple(notes))
 
 
 def logged_config(path: str | Path) -> dict[str, Any]:
-    """The configuration that veRL prints at the start of a console log, by dotted keys; empty if there is none."""
+    """The configuration that veRL prints at the start of a console log, nested; empty if there is none."""
     dump = _ConfigDump()
     for _, line in _lines(Path(path)):
         dump.take(line)
@@ -135,25 +143,13 @@ def logged_config(path: str | Path) -> dict[str, Any]:
     return dump.config
 
 
-def _names(records: Iterable[_Record]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for record in records for name in (*record.metrics, *record.unread)))
-
-
 def _table(path: Path, records: Sequence[_Record], notes: list[str]) -> pd.DataFrame:
-    rows: dict[int, dict[str, float]] = {}
-    repeated = 0
-    for record in records:
-        row = _row(path, record)
-        if record.step in rows:
-            repeated += 1
-            # Validation and metrics of one step may be logged apart.
-            row = {**rows[record.step], **{key: value for key, value in row.items() if not math.isnan(value)}}
-        rows[record.step] = row
-    if repeated:
+    rows, numbers = [_row(path, record) for record in records], [record.step for record in records]
+    frame = pd.DataFrame(rows, index=pd.Index(numbers, name="step"), columns=["line", *METRICS])
+    if repeated := int(frame.index.duplicated().sum()):
         notes.append(f"{repeated} steps were logged more than once: the last counts")
-    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["line", *METRICS]).sort_index()
-    frame["line"] = frame["line"].astype(int)
-    return frame.rename_axis("step")
+    # Validation and metrics of one step may be logged apart: the last value of each metric, sorted by step.
+    return frame.groupby(level="step").last().astype({"line": int})
 
 
 def _row(path: Path, record: _Record) -> dict[str, float]:
@@ -178,8 +174,8 @@ def _row(path: Path, record: _Record) -> dict[str, float]:
 # Console -------------------------------------------------------------------------------------------------------------
 
 
-def _from_console(path: Path, notes: list[str]) -> tuple[list[_Record], dict[str, Any]]:
-    """Every `step:12 - name:value - …` line, whatever stands before it, and the configuration that veRL prints."""
+def _from_console(path: Path, notes: list[str], config: Settings) -> list[_Record]:
+    """Every `step:12 - name:value - …` line, whatever stands before it; `config` takes veRL's configuration."""
     records: list[_Record] = []
     dump = _ConfigDump()
     ended = True
@@ -188,7 +184,13 @@ def _from_console(path: Path, notes: list[str]) -> tuple[list[_Record], dict[str
         dump.take(line)
         found = _STEP.search(line)
         if found:
-            records.append(_console_record(_whole(path, number, found[1]), number, line[found.end() :]))
+            record = _Record(_whole(path, number, found[1]), number)
+            for pair in line[found.end() :].split(" - "):
+                name, colon, value = pair.strip().rpartition(":")
+                if colon:
+                    plain = _NUMBER.match(value)  # Ray may say behind the last that a line is repeated
+                    record.take(name, plain[0] if plain else value)
+            records.append(record)
     if not records:
         raise CalibrationError(
             f"{path}: no metrics of veRL found; expected console lines such as 'step:12 - timing_s/gen:61.3 - …', the "
@@ -197,10 +199,10 @@ def _from_console(path: Path, notes: list[str]) -> tuple[list[_Record], dict[str
     if not ended and _cut(records) and _STEP.search(line):
         last = records.pop()
         notes.append(f"step {last.step} (line {last.line}) was cut while being written: left out")
-    config = dump.config
+    config.put(dump.config, path.name)
     if dump.failed:
         notes.append("the configuration in the log could not be read: give the settings as arguments")
-    return records, config
+    return records
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -209,18 +211,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(file, 1):
             for part in _ANSI.sub("", line).replace("\r\n", "\n").split("\r"):
                 yield number, part
-
-
-def _console_record(step: int, line: int, text: str) -> _Record:
-    record = _Record(step, line, {})
-    for pair in text.split(" - "):
-        name, colon, value = pair.strip().rpartition(":")
-        found = _NUMBER.match(value)
-        if colon and found:
-            record.metrics[name] = float(found[1])
-        elif colon:
-            record.unread[name] = value
-    return record
 
 
 def _cut(records: Sequence[_Record]) -> bool:
@@ -254,22 +244,14 @@ class _ConfigDump:
         if whole and whole.count("{") == whole.count("}"):
             self._parts = []
             try:
-                found_config = dict(_flat(ast.literal_eval(whole.strip())))
+                found_config = ast.literal_eval(whole.strip())
             except (ValueError, SyntaxError):
                 self.failed = "actor_rollout_ref" in whole
                 return
-            if any(key.startswith("actor_rollout_ref.") for key in found_config):
+            if isinstance(found_config, dict) and isinstance(found_config.get("actor_rollout_ref"), dict):
                 self.config, self.failed = found_config, False
         elif len(self._parts) > _MOST_CONFIG_LINES:
             self._parts, self.failed = [], True
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
 
 
 # JSON ----------------------------------------------------------------------------------------------------------------
@@ -309,22 +291,15 @@ def _json_record(path: Path, number: int, item: Any) -> _Record:
     data = item.get("data", item)
     if not isinstance(data, dict):
         raise CalibrationError(f"{path}:{number}: data is not a record of metrics")
-    step = item.get("step", _step_of(data))
+    logged = next((data[name] for name in _STEP_NAMES if data.get(name) is not None), None)
+    step = item.get("step", logged)
     if isinstance(step, str) or not number_of(step).is_integer():
         raise CalibrationError(f"{path}:{number}: no step number; expected one of: {', '.join(_STEP_NAMES)}")
-    record = _Record(_whole(path, number, step), number, {})
+    record = _Record(_whole(path, number, step), number)
     for name, value in data.items():
-        if isinstance(value, bool) or value is None:
-            continue
-        if isinstance(value, int | float):
-            record.metrics[name] = float(value)
-        else:
-            record.unread[name] = str(value)[:40]
+        if not isinstance(value, bool) and value is not None:
+            record.take(name, value)
     return record
-
-
-def _step_of(data: Mapping[str, Any]) -> Any:
-    return next((data[name] for name in _STEP_NAMES if data.get(name) is not None), None)
 
 
 # CSV -----------------------------------------------------------------------------------------------------------------
@@ -366,9 +341,10 @@ def _from_csv(path: Path) -> list[_Record]:
         cells = [row[column] for column in steps if isinstance(row[column], str)]
         if not cells:
             raise CalibrationError(f"{path}:{line}: the row has no step number")
-        record = _Record(_whole(path, line, cells[0]), line, {})
+        record = _Record(_whole(path, line, cells[0]), line)
         for column, name in zip(columns, names, strict=True):
-            _cell(record, name, row[column])
+            if isinstance(row[column], str) and row[column].strip():
+                record.take(name, row[column])
         records.append(record)
     if not records:
         raise CalibrationError(f"{path}: the table has a header and no rows")
@@ -380,7 +356,9 @@ def _from_long(path: Path, table: pd.DataFrame) -> list[_Record]:
     for row in table.to_dict("records"):
         line = int(row["line"])
         step = _whole(path, line, str(row["step"]))
-        _cell(records.setdefault(step, _Record(step, line, {})), _bare(str(row["tag"])), row["value"])
+        record = records.setdefault(step, _Record(step, line))
+        if isinstance(row["value"], str) and row["value"].strip():
+            record.take(_bare(str(row["tag"])), row["value"])
     return list(records.values())
 
 
@@ -389,13 +367,3 @@ def _whole(path: Path, line: int, text: Any) -> int:
     if not (value.is_integer() and abs(value) <= LARGEST):
         raise CalibrationError(f"{path}:{line}: the step number is {str(text)[:40]!r}, not a whole number")
     return int(value)
-
-
-def _cell(record: _Record, name: str, cell: Any) -> None:
-    if not isinstance(cell, str) or not cell.strip():
-        return
-    found = _NUMBER.fullmatch(cell.strip())
-    if found:
-        record.metrics[name] = float(found[1])
-    else:
-        record.unread[name] = cell.strip()[:40]

@@ -1,0 +1,1 @@
+"""All that reads veRL: its configurations, run scripts and logs."""

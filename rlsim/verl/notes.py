@@ -1,0 +1,104 @@
+"""What a veRL configuration says that bears on time and that an experiment does not represent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlsim.errors import ConfigError
+from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
+from rlsim.verl.settings import Settings
+
+#: When a setting matters.
+_MATTERS: dict[str, Callable[[Any], bool]] = {
+    "on": lambda value: value is True,
+    "off": lambda value: value is False,
+    "set": bool,
+    "above 1": lambda value: isinstance(value, int) and value > 1,
+}
+#: Key, when it matters, and what it does that the experiment has not.
+_UNLIKE: tuple[tuple[str, str, str], ...] = (
+    (ROLLOUT + "multi_turn.enable", "on", "turns with tools between them: not all of a response's tokens are decoded"),
+    (ROLLOUT + "enforce_eager", "on", "no CUDA graphs: decode steps take longer (rlsim calibrate from-run has that)"),
+    (ROLLOUT + "pipeline_model_parallel_size", "above 1", "generation in pipeline stages: here without"),
+    (ROLLOUT + "expert_parallel_size", "above 1", "generation with experts apart: here they are cut by TP"),
+    (ROLLOUT + "data_parallel_size", "above 1", "data parallelism inside an engine: here replicas are apart"),
+    (ROLLOUT + "free_cache_engine", "off", "the KV cache stays while training runs: here it is freed"),
+    (ROLLOUT + "over_sample_rate", "set", "the last requests of a batch are cut off early"),
+    (ROLLOUT + "skip_rollout", "on", "generation is skipped"),
+    (ROLLOUT + "quantization", "set", "a quantised rollout: here in bf16"),
+    (MODEL + "use_remove_padding", "off", "training on padded sequences: here on packed ones, which is much faster"),
+    (ACTOR + "megatron.use_remove_padding", "off", "training on padded sequences: here on packed ones"),
+    (MODEL + "lora_rank", "set", "LoRA: here all weights are trained"),
+    (MODEL + "enable_activation_offload", "on", "activations in host memory"),
+    (ACTOR + "entropy_coeff", "set", "training computes the entropy of every token"),
+    (ACTOR + "fsdp_config.fsdp_size", "above 1", "weights sharded over some of the GPUs: here over all"),
+    (ACTOR + "fsdp_config.reshard_after_forward", "off", "weights stay gathered between forward and backward"),
+    (ACTOR + "fsdp_config.offload_policy", "on", "weights come from host memory while training runs"),
+    (ACTOR + "megatron.virtual_pipeline_model_parallel_size", "above 1", "interleaved pipeline stages"),
+    (ACTOR + "megatron.expert_model_parallel_size", "above 1", "experts on GPUs of their own in training"),
+    (ACTOR + "freeze_vision_tower", "on", "a vision model"),
+    ("algorithm.filter_groups.max_num_gen_batches", "above 1", "a limit on the batches generated in a step"),
+    ("trainer.balance_batch", "off", "sequences dealt to GPUs as they come: here they are balanced"),
+    ("distillation.enabled", "on", "a teacher's log-probs"),
+    ("reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
+    ("reward.reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
+)  # fmt: skip
+
+#: Settings of another kind, which need words of their own.
+_SCORING = ("custom_reward_function.path", "reward.custom_reward_function.path")
+_SANDBOX = ("reward_model.sandbox_fusion.url", "reward.sandbox_fusion.url")
+_BETWEEN_STEPS = ("trainer.test_freq", "trainer.save_freq")
+_GENERATED, _CRITIC = "data.gen_batch_size", "critic.ppo_mini_batch_size"
+REFERENCE_OFFLOAD = "actor_rollout_ref.ref.fsdp_config.param_offload"
+KEYS = (*(key for key, _, _ in _UNLIKE), REFERENCE_OFFLOAD, *_SCORING, *_SANDBOX, *_BETWEEN_STEPS, _GENERATED, _CRITIC)
+
+
+def missing(config: Settings) -> list[str]:
+    """What bears on time and is not in the experiment, each with where it is said."""
+    found, given = list[str](), config.given.get
+    for key, when, what in _UNLIKE:
+        elsewhere = key.startswith(ACTOR + "megatron.") and not config.megatron
+        if elsewhere or (key == MODEL + "use_remove_padding" and config.megatron):  # Megatron has a key of its own
+            continue
+        value = given(key, config.default.get(key))
+        if value is not None and _MATTERS[when](value):
+            found.append(f"{config.where(key)} = {value}: {what}")
+    for keys, what in ((_SANDBOX, "a sandbox"), (_SCORING, "a function of yours")):
+        key = next((key for key in keys if given(key)), "")
+        if key:
+            found.append(f"{config.where(key)}: scores come from {what}; here from a check of 10 ms, or as long as the "
+                         "trace says (workflow.reward)")  # fmt: skip
+            break
+    generated, trained = given(_GENERATED), config.get("data.train_batch_size")
+    if generated and generated != trained:
+        found.append(
+            f"{config.where(_GENERATED)} = {generated}: prompts are generated {generated} at a time; here a step "
+            f"begins with {trained} and launches what is lacking"
+        )
+    often = [key for key in _BETWEEN_STEPS if (given(key) or -1) > 0]
+    if often:
+        found.append(f"{' and '.join(config.where(key) for key in often)}: validation and checkpoints between steps")
+    mini = given(_CRITIC)
+    if mini and config.get("algorithm.adv_estimator") == "gae" and mini != config.get(ACTOR + "ppo_mini_batch_size"):
+        found.append(f"{config.where(_CRITIC)} = {mini}: the critic is trained as the actor is")
+    return found
+
+
+def refuse_asynchronous(config: Settings) -> None:
+    """Raises `ConfigError` for a run that trains while it generates, on GPUs apart: no step of it is simulated so."""
+    given = config.given.get
+    signs = {
+        "actor_rollout_ref.hybrid_engine": given("actor_rollout_ref.hybrid_engine") is False,
+        "trainer.v1.trainer_mode": given("trainer.v1.trainer_mode") in ("colocate_async", "separate_async"),
+        "rollout.nnodes": (given("rollout.nnodes") or 0) > 0,
+        ROLLOUT + "nnodes": (given(ROLLOUT + "nnodes") or 0) > 0,
+        "async_training": any(key.startswith("async_training.") for key in config.given),
+    }
+    key = next((key for key, there in signs.items() if there), None)
+    if key is not None:
+        raise ConfigError(
+            f"{config.origin.get(key, 'the configuration')}: {key}: training and generation at the same time, on GPUs "
+            "of their own: init makes experiments of synchronous training only; give the GPUs of each call with a "
+            "plan (rlsim plan)"
+        )

@@ -1,0 +1,116 @@
+"""How the engine and training of a veRL configuration run on their GPUs, in an experiment's words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlsim.errors import RlsimError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.schema import Experiment, TrainingSpec
+from rlsim.init.draft import Draft, Entry
+from rlsim.schema import validate
+from rlsim.sim.request import EngineConfig
+from rlsim.trace import Trace
+from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
+from rlsim.verl.notes import REFERENCE_OFFLOAD
+from rlsim.verl.run import RunSettings
+from rlsim.verl.settings import STRATEGY, Settings
+
+_OFFLOADED = ("param", "optimizer")
+
+
+def add_engine(config: Settings, draft: Draft, settings: RunSettings) -> None:
+    """Limits of the engine that are not rlsim's own defaults."""
+    keys = {
+        "max_num_seqs": "max_num_seqs",
+        "max_num_batched_tokens": "max_num_batched_tokens",
+        "chunked_prefill": "enable_chunked_prefill",
+    }
+    default = EngineConfig()
+    draft.entries["engine"] = {
+        ours: Entry(getattr(settings.engine, ours), config.where(ROLLOUT + theirs))
+        for ours, theirs in keys.items()
+        if config.is_given(ROLLOUT + theirs) or getattr(settings.engine, ours) != getattr(default, ours)
+    }
+
+
+def add_training(config: Settings, draft: Draft, settings: RunSettings, trace: Trace) -> None:
+    """Degrees, micro-batches and switches of training."""
+    strategy, megatron = settings.train, settings.backend == "megatron"
+    default = TrainingSpec()
+    entries = {"backend": Entry(settings.backend, config.where(STRATEGY))}
+
+    def add(name: str, value: Any, *keys: str) -> None:
+        entries[name] = Entry(value, config.where(*keys))
+
+    sharded = ACTOR + "megatron.use_distributed_optimizer"
+    if megatron:
+        add("tp", strategy.tp, ACTOR + "megatron.tensor_model_parallel_size")
+        add("pp", strategy.pp, ACTOR + "megatron.pipeline_model_parallel_size")
+        add("cp", strategy.cp, ACTOR + "megatron.context_parallel_size")
+        if config.get(sharded) is False:
+            add("zero_stage", 0, sharded)
+    elif strategy.cp > 1:
+        add("cp", strategy.cp, *(f"{ACTOR}{part}ulysses_sequence_parallel_size" for part in ("fsdp_config.", "")))
+    entries["micro_batch_tokens"] = _micro_batch(config, draft, settings, trace)
+    granularity = [ACTOR + "megatron.override_transformer_config.recompute_granularity"] if megatron else []
+    add("recompute", strategy.recompute, *granularity, MODEL + "enable_gradient_checkpointing")
+    if strategy.logits == "fused":
+        add("fused_kernels", True, MODEL + "use_fused_kernels")
+    if strategy.offload != default.offload:
+        keys = (f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in _OFFLOADED)
+        add("offload", strategy.offload, *(key for key in keys if config.given.get(key)))
+    mini_key = ACTOR + "ppo_mini_batch_size"
+    mini, where = config.get(mini_key), config.where(mini_key)
+    entries["mini_batches"] = Entry(settings.mini_batches, f"data.train_batch_size / {where}")
+    if mini > settings.prompts:
+        draft.notes.append(f"{where} = {mini:,} is more than the {settings.prompts:,} prompts of a step, with which "
+                           "veRL does not start")  # fmt: skip
+    if settings.epochs != default.epochs:
+        add("epochs", settings.epochs, ACTOR + "ppo_epochs")
+    draft.entries["training"] = entries
+    if settings.inference != settings.train:
+        where = config.where(ROLLOUT + "log_prob_max_token_len_per_gpu", ROLLOUT + "log_prob_micro_batch_size_per_gpu")
+        draft.missing.append(f"{where}: other micro-batches for log-probs than for training")
+    if not megatron and config.given.get(REFERENCE_OFFLOAD) and not strategy.offload:
+        draft.missing.append(f"{config.where(REFERENCE_OFFLOAD)}: the reference's weights stay on the GPUs here")
+
+
+def _micro_batch(config: Settings, draft: Draft, settings: RunSettings, trace: Trace) -> Entry:
+    """The token budget of a micro-batch; a number of sequences is taken as that many of mean length."""
+    strategy = settings.train
+    sequences, key = strategy.micro_batch_sequences, ACTOR + "ppo_micro_batch_size_per_gpu"
+    dynamic, of_all_gpus = config.get(ACTOR + "use_dynamic_bsz"), ACTOR + "ppo_micro_batch_size"  # before 0.3
+    if sequences is None and config.given.get(of_all_gpus) and not dynamic:
+        sequences, key = max(config.given[of_all_gpus] // strategy.dp, 1), of_all_gpus
+    if sequences is None:
+        per = f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""
+        if not dynamic:
+            draft.notes.append("no micro-batch size is given, without which veRL does not start: its token budget is "
+                               "taken")  # fmt: skip
+        return Entry(strategy.micro_batch_tokens, config.where(ACTOR + "ppo_max_token_len_per_gpu") + per)
+    prompts = trace.frame["prompt_tokens"].mean() if "prompt_tokens" in trace.frame else 0.0
+    mean = round(float(prompts) + float(trace.response_tokens.clip(max=settings.cap).mean()))
+    return Entry(sequences * mean, f"{config.where(key)} = {sequences} sequences of the trace's mean {mean:,} tokens")
+
+
+def add_memory(config: Settings, draft: Draft, settings: RunSettings, folder: Path) -> None:
+    """veRL's share is the engine's own; rlsim's also holds what stays of training beside it."""
+    key, share = ROLLOUT + "gpu_memory_utilization", settings.memory_utilization
+    setup = Setup.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
+    where = config.where(key)
+    try:
+        site = setup.site()
+        beside = site.memory.resident_bytes(site.plan, site.gpus)
+    except RlsimError:  # what it is, `check` tells
+        draft.entries["memory_utilization"] = Entry(share, where)
+        return
+    total = share + beside / setup.cluster.gpu.memory_bytes
+    if total > 1.0:
+        draft.notes.append(f"{where} = {share:g} and {beside / 1e9:.1f} GB of training states are more than a GPU "
+                           "has: all of it is taken")  # fmt: skip
+    text = f"{where} = {share:g}, which is the engine's own"
+    if beside:
+        text += f", and {beside / 1e9:.1f} GB of weights and optimizer states beside it"
+    draft.entries["memory_utilization"] = Entry(float(f"{min(total, 1.0):.4g}"), text)
