@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -12,8 +11,8 @@ from scipy.optimize import least_squares, nnls
 from rlsim.calibrate.fit.common import Array, rounded
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import join, point_rows, residual_of
-from rlsim.cost.calibration import Calibration, DecodeProfile, HostFit, Residual
+from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
+from rlsim.cost.calibration import Calibration, DecodeProfile, HostFit
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
@@ -24,18 +23,7 @@ FEWEST_STEPS = 4  # rows of whole steps from which host time is fitted
 Shape = Callable[[str], Model | None]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What whole steps give: profiles and host time (if any), with points, residuals and notes."""
-
-    profiles: tuple[DecodeProfile, ...] = ()
-    host: HostFit | None = None
-    points: pd.DataFrame = field(default_factory=lambda: join([]))
-    residuals: Mapping[str, Residual] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> Steps:
+def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> Fitted[HostFit | None]:
     """Host time per step and per sequence: decode steps less the kernels of `calibration`, none below zero.
 
     Least squares of relative errors with a soft-L1 loss; every third batch size of a model and TP is held out. Without
@@ -45,7 +33,7 @@ def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> 
     rows = _decode_rows(measured.table("decode_step"))
     rows = rows[[kernels.knows(str(model)) for model in rows.model]] if len(rows) else rows
     if len(rows) < FEWEST_STEPS:
-        return Steps()
+        return Fitted(None)
     batch, y = rows.batch.to_numpy(float), rows.seconds.to_numpy(float)
     shown = np.array(
         [
@@ -75,9 +63,9 @@ def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> 
         prefill_s=rounded(prefill_s),
         source=f"what {len(rows)} measured decode steps leave over the operators' sum: {models}",
     )
-    ranges = {"batch": batch, "context_tokens": rows.context_tokens.to_numpy(float)}
-    residuals = {"step_from_operators": residual_of(points, ranges, "operators and host time, batch sizes not fitted")}
-    return Steps(host=host, points=points, residuals=residuals)
+    note = "operators and host time, batch sizes not fitted"
+    residual = residual_of(points, rows[["batch", "context_tokens"]], note)
+    return Fitted(host, {"step_from_operators": residual}, points)
 
 
 def _prefill_host(table: pd.DataFrame, kernels: _Kernels, step_s: float, sequence_s: float) -> float:
@@ -91,7 +79,7 @@ def _prefill_host(table: pd.DataFrame, kernels: _Kernels, step_s: float, sequenc
     return max(0.0, float(np.median(left))) if left else 0.0
 
 
-def fit_profiles(measured: Measurements, calibration: Calibration, shape: Shape) -> Steps:
+def fit_profiles(measured: Measurements, calibration: Calibration, shape: Shape) -> Fitted[tuple[DecodeProfile, ...]]:
     """One profile for every model and TP with decode steps: as measured, nothing fitted.
 
     Steps from CUDA graphs are taken where there are any. A batch size needs two contexts. Cells of the prefill grid
@@ -126,9 +114,9 @@ def fit_profiles(measured: Measurements, calibration: Calibration, shape: Shape)
     points = join(parts)
     residuals = {}
     if len(points):
-        ranges = {"batch": table.batch.to_numpy(float), "context_tokens": table.context_tokens.to_numpy(float)}
-        residuals["decode_step"] = residual_of(points, ranges, "interpolated from the other batch sizes")
-    return Steps(tuple(profiles), points=points, residuals=residuals, notes=tuple(notes))
+        note = "interpolated from the other batch sizes"
+        residuals["decode_step"] = residual_of(points, table[["batch", "context_tokens"]], note)
+    return Fitted(tuple(profiles), residuals, points, tuple(notes))
 
 
 class _Kernels:
