@@ -12,11 +12,9 @@ from pathlib import Path
 
 from calibration.gpus import GPUS
 from calibration.real import check_real
-from calibration.tables import DATA, aiconfigurator, all_gemms, training_runs
-from calibration.training import large_gemm_share
+from calibration.tables import DATA, training_runs
+from calibration.training_report import own_gemm_share
 from calibration.verl import Timing, fit_training
-
-from rlsim.hardware import load_gpu
 
 
 def _text(timing: Timing) -> str:
@@ -35,12 +33,7 @@ def main() -> None:
         for row in case.predictions:
             times = f"old_log_prob {_text(row.old_log_prob)}   update_actor {_text(row.update_actor)}"
             print(f"  {row.label:28s} {times}   {row.role}")
-    own = {
-        gpu.name: large_gemm_share(
-            all_gemms(aiconfigurator(data, gpu.gemm("sglang"))), load_gpu(gpu.name).bf16_flop_per_s
-        )
-        for gpu in GPUS
-    }
+    own = {gpu: own_gemm_share(data, gpu) for gpu in GPUS}
     fsdp, megatron = (share / own["a100-sxm-80gb"] for share in (found.fsdp, found.megatron))
     print(f"share of the GPU's own large-GEMM rate: fsdp {fsdp:.2f}, megatron {megatron:.2f}")
     for name, share in own.items():

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from calibration.derived import is_derived
 from calibration.gpus import A40_VIDUR, GPUS
-from calibration.markdown import row, table
+from calibration.markdown import table
 from calibration.real import CALLS, check_real
-from calibration.tables import aiconfigurator, all_gemms, training_runs, vidur_gemm_table, vidur_layers
+from calibration.tables import all_gemms, training_runs, vidur_layers
 from calibration.training import LARGE_GEMMS, SHARES, large_gemm_share
 from calibration.verl import Timing, TrainingEfficiencies, fit_training
+from rlsim.calibrate.importers import vidur
 from rlsim.cost.calibration import Calibration
 from rlsim.hardware import load_gpu
 
@@ -20,7 +21,7 @@ def training_section(data: Path, made: dict[str, Calibration]) -> str:
     found = fit_training(training_runs(data))
     real = made["h100-sxm-sglang"].training.flop_efficiency["megatron"]
     h20 = made["h20-sglang"].training.flop_efficiency["fsdp"]
-    nvlink = _share(data, found.cases[0].efficiency)
+    nvlink = found.cases[0].efficiency / own_gemm_share(data, "a100-sxm-80gb")
     return f"""## Training efficiency
 
 No backward pass, optimizer or whole training step is in the operator tables. The one free number of the training
@@ -72,32 +73,24 @@ without a measurement of your own.
 
 def _gpus(data: Path, made: dict[str, Calibration]) -> str:
     rows = []
-    for gpu in GPUS:
-        shares = [
-            f"{large_gemm_share(all_gemms(aiconfigurator(data, gpu.gemm(engine))), _peak(gpu.name)):.2f}"
-            for engine in gpu.versions
-        ]
-        rows.append(row(gpu.name, *shares, *_efficiencies(made[f"{gpu.name}-sglang"])))
-    a40 = large_gemm_share(vidur_gemm_table(vidur_layers(data, A40_VIDUR)), _peak("a40"))
-    rows.append(row("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-sglang"])))
+    for gpu in GPUS.values():
+        shares = [f"{own_gemm_share(data, gpu.name, engine):.2f}" for engine in gpu.versions]
+        rows.append((gpu.name, *shares, *_efficiencies(made[f"{gpu.name}-sglang"])))
+    a40 = large_gemm_share(vidur.gemm_table(vidur_layers(data, A40_VIDUR)), load_gpu("a40").bf16_flop_per_s)
+    rows.append(("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-sglang"])))
     derived = [item for item in made.values() if is_derived(item) and item.engine == "sglang"]
-    rows += [row(item.gpu, "carried over", "", "", *_efficiencies(item)) for item in derived]
-    engines = [f"GEMM, {engine}" for engine in GPUS[0].versions]
+    rows += [(item.gpu, "carried over", "", "", *_efficiencies(item)) for item in derived]
+    engines = [f"GEMM, {engine}" for engine in next(iter(GPUS.values())).versions]
     return table(["GPU", *engines, *SHARES], rows)
 
 
-def _peak(gpu: str) -> float:
-    return load_gpu(gpu).bf16_flop_per_s
+def own_gemm_share(data: Path, gpu: str, engine: str = "sglang") -> float:
+    """What share of its peak a GPU's large GEMMs reach in an engine's table."""
+    return large_gemm_share(all_gemms(data, GPUS[gpu], engine), load_gpu(gpu).bf16_flop_per_s)
 
 
 def _efficiencies(calibration: Calibration) -> list[str]:
     return [f"{calibration.training.flop_efficiency[name]:.3f}" for name in SHARES]
-
-
-def _share(data: Path, efficiency: float) -> float:
-    """A share of A100's peak as a share of its large-GEMM rate."""
-    gpu = next(gpu for gpu in GPUS if gpu.name == "a100-sxm-80gb")
-    return efficiency / large_gemm_share(all_gemms(aiconfigurator(data, gpu.gemm("sglang"))), _peak(gpu.name))
 
 
 def _spread(found: TrainingEfficiencies) -> str:
@@ -113,7 +106,7 @@ def _timing(timing: Timing) -> str:
 
 def _verl(found: TrainingEfficiencies) -> str:
     rows = [
-        row(
+        (
             case.title,
             f"{case.efficiency:.3f}",
             item.label,
@@ -129,7 +122,7 @@ def _verl(found: TrainingEfficiencies) -> str:
 
 def _real(efficiency: float) -> str:
     rows = [
-        row(call.name, "TP{} PP{} DP{}".format(*call.layout), *(_timing(timing) for timing in timings), *[""] * missing)
+        (call.name, "TP{} PP{} DP{}".format(*call.layout), *(_timing(timing) for timing in timings), *[""] * missing)
         for call, timings in check_real(efficiency)
         for missing in (2 - len(timings),)
     ]
