@@ -68,11 +68,15 @@ class _Parts:
     engine: Engine
     reference: Reference
     base: Calibration | None
+    notes: list[str]
     residuals: dict[str, Residual] = field(default_factory=dict)
     points: list[pd.DataFrame] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     borrowed: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not any(operator in self.measured for operator in self.measured.tables):
+            raise CalibrationError(f"{self.name}: nothing was measured, every table is empty")
 
     def add(self, part: Fitted[T]) -> T:
         self.residuals.update(part.residuals)
@@ -142,14 +146,11 @@ def build_calibration(
     L2. `models` are shapes of models that the catalogue does not know, by the name in the tables; without a shape a
     whole step cannot be compared with its operators.
 
-    Raises `CalibrationError` if a table has too few rows, if nothing is in it, or if something is neither measured nor
-    in `base`; the message lists all that is missing.
+    Raises `CalibrationError` if tables have too few rows or none, or listing all that neither they nor `base` give.
     """
-    if not any(operator in measured for operator in measured.tables):
-        raise CalibrationError(f"{name}: nothing was measured, every table is empty")
     shape = _shapes(models or {})
-    parts = _Parts(measured, name, gpu, engine, reference, base)
-    parts.notes += [*measured.notes, MIXTURE, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
+    notes = [*measured.notes, MIXTURE, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
+    parts = _Parts(measured, name, gpu, engine, reference, base, notes)
     operators = _operators(parts, cold)
     collectives = _collectives(parts)
     runtime = fit_runtime(measured, base, parts.missing)
@@ -158,24 +159,25 @@ def build_calibration(
     if "decode_step" not in measured and base is None:
         parts.missing.append("decode_step (host time)")
     parts.check()
-    assert operators is not None
-    assert collectives is not None
-    assert runtime.fit is not None
-    assert training_fit is not None
     draft = Calibration(
         name=name,
         gpu=gpu,
         engine=engine,
         provenance=Provenance(date=date, script=script, sources=parts.sources(bool(runtime.notes))),
         reference=reference,
-        operators=operators,
-        collectives=collectives,
+        operators=_given(operators),
+        collectives=_given(collectives),
         host=NO_HOST,
-        runtime=runtime.fit,
-        training=training_fit,
+        runtime=_given(runtime.fit),
+        training=_given(training_fit),
         residuals=parts.residuals,
     )
     return _with_steps(parts, draft, shape, (runtime, training))
+
+
+def _given(part: T | None) -> T:
+    assert part is not None  # `_Parts.check` has found nothing missing
+    return part
 
 
 def _with_steps(

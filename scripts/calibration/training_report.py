@@ -19,7 +19,6 @@ from rlsim.hardware import load_gpu
 def training_section(data: Path, made: dict[str, Calibration]) -> str:
     """Shares, what they are fitted to, and how they do on rows they have not seen."""
     found = fit_training(training_runs(data))
-    real = made["h100-sxm-sglang"].training.flop_efficiency["megatron"]
     h20 = made["h20-sglang"].training.flop_efficiency["fsdp"]
     nvlink = found.cases[0].efficiency / own_gemm_share(data, "a100-sxm-80gb")
     return f"""## Training efficiency
@@ -45,7 +44,7 @@ Response lengths are drawn from a lognormal with the row's mean, its cap and an 
 interconnect. At NVLink's bus rate one efficiency cannot give both FSDP rows, so the bus rate is fitted beside it: two
 numbers from four timings of one model on one machine. Seconds are predicted / measured.
 
-{_verl(found)}
+{verl_table(found)}
 
 - **The fsdp share rests on the fitted bus rate** of {found.bus_bytes_per_s / 1e9:.0f} GB/s, a guess about that machine.
   Were it NVLink after all, the share would be {nvlink:.2f} and the rows {_spread(found)} off.
@@ -60,15 +59,19 @@ numbers from four timings of one model on one machine. Seconds are predicted / m
 - Rows 22, 28 and 29 state neither lengths nor a layout and are not used. Nothing here is checked on L40S, H200, A40,
   GH200 or H800.
 
-### REAL's calls
+{_real_section(made["h100-sxm-sglang"].training.flop_efficiency["megatron"])}
+"""
+
+
+def _real_section(real: float) -> str:
+    return f"""### REAL's calls
 
 The same Megatron share on H100 (efficiency {real:.2f}) against the {len(CALLS)} times per call that REAL publishes for
 7B actors and critics, nothing fitted. The model spreads layouts further apart than the measurements do: tensor
 parallelism over 8 comes out too fast, a pipeline of 4 stages too slow. Do not compare training layouts with this model
 without a measurement of your own.
 
-{_real(real)}
-"""
+{real_table(real)}"""
 
 
 def _gpus(data: Path, made: dict[str, Calibration]) -> str:
@@ -104,7 +107,8 @@ def _timing(timing: Timing) -> str:
     return f"{timing.predicted_s:.1f} / {timing.measured_s:.1f} ({timing.error:+.0%})"
 
 
-def _verl(found: TrainingEfficiencies) -> str:
+def verl_table(found: TrainingEfficiencies) -> str:
+    """Predicted and measured seconds of the veRL rows, by case."""
     rows = [
         (
             case.title,
@@ -120,7 +124,8 @@ def _verl(found: TrainingEfficiencies) -> str:
     return table(["case", "share of peak", "row", "old_log_prob, s", "update_actor, s", "role"], rows)
 
 
-def _real(efficiency: float) -> str:
+def real_table(efficiency: float) -> str:
+    """Predicted and measured seconds of the calls that REAL publishes."""
     rows = [
         (call.name, "TP{} PP{} DP{}".format(*call.layout), *(_timing(timing) for timing in timings), *[""] * missing)
         for call, timings in check_real(efficiency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from rlsim.calibrate.points import point_rows
 from rlsim.cost.calibration import OperatorFits, Reference
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError
-from rlsim.schema import Schema, validate
+from rlsim.schema import Schema
 
 F = TypeVar("F", bound=Schema)
 
@@ -23,40 +24,8 @@ FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_boun
 FULL = 60  # rows to fit from which the full fits, with their dozen constants, are used
 SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 
-_NEUTRAL = {
-    "gemm": {
-        "launch_s": 0.0,
-        "memory_efficiency": 1.0,
-        "k_overhead": 0.0,
-        "split_s": 0.0,
-        "blend": 2.0,
-        "wave_rounding": 1.0,
-        "tiles": [{"m": 128, "n": 128, "efficiency": 1.0}],
-        "splits": [1],
-    },
-    "decode_attention": {
-        "floor_s": 0.0,
-        "floor_tile_s": 0.0,
-        "floor_sequence_s": 0.0,
-        "stream_s": 0.0,
-        "stream_tile_s": 0.0,
-        "stream_sequence_s": 0.0,
-        "parallelism": [0.0],
-        "efficiency": [1.0],
-        "skew": 0.0,
-    },
-    "prefill_attention": {
-        "launch_s": 0.0,
-        "block_tokens": 128,
-        "overhead_tokens": 0.0,
-        "blend": 2.0,
-        "keys": [1.0],
-        "efficiency": [1.0],
-        "single_efficiency": 1.0,
-        "memory_efficiency": 1.0,
-    },
-    "memory_bound": {"launch_s": 0.0, "efficiency": 1.0},
-}
+#: Stands for an operator that is not asked for: the look-ups prepare products and corrections for all of them.
+_ABSENT = SimpleNamespace(tiles=(), correction=None)
 
 
 class Kernel(NamedTuple):
@@ -68,8 +37,9 @@ class Kernel(NamedTuple):
 
 
 def operators_with(ref: Reference, **fits: Schema) -> Operators:
-    """Operators in which only the given fits (by operator) matter."""
-    return Operators(validate(_NEUTRAL, OperatorFits).model_copy(update=fits), ref)
+    """The look-ups of the given fits (by operator); the others cannot be asked for."""
+    everything: dict[str, Any] = {**dict.fromkeys(OperatorFits.model_fields, _ABSENT), **fits}
+    return Operators(OperatorFits.model_construct(**everything), ref)
 
 
 def predict(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsim.calibrate.build import Built, build_calibration
+from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.measure.attention import decode_kernel
 from rlsim.calibrate.measure.bench import Bench, Effort
@@ -27,7 +27,6 @@ from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Reference
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster
 from rlsim.models import Model, load_model
 from rlsim.output import check_own_file
 
@@ -75,18 +74,6 @@ class Measured:
     counts: dict[str, Count]
 
 
-@dataclass(frozen=True)
-class Files:
-    """What a calibration run wrote, and the fit itself."""
-
-    built: Built
-    cluster: Cluster
-    calibration: Path
-    cluster_file: Path
-    model_file: Path
-    chart: Path
-
-
 def measure_machine(request: Request, report: Callable[[Progress], None]) -> Measured:
     """Measures until the budget is spent or nothing is left, going on where an earlier run stopped.
 
@@ -131,7 +118,7 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
     return Measured(folder, journal, model, counts(phases, journal))
 
 
-def fit_machine(measured: Measured, base: Calibration | None) -> Files:
+def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibration, tuple[Path, ...]]:
     """Fits what was measured and writes `NAME.yaml`, `cluster.yaml`, `model.yaml` and a chart beside the journal.
 
     Raises `CalibrationError` if too little was measured and `base` does not give the rest.
@@ -155,7 +142,7 @@ def fit_machine(measured: Measured, base: Calibration | None) -> Files:
     write_model(measured.model, model_file)
     chart = measured.folder / "fit.html"
     write_chart(built.points, chart)
-    return Files(built, cluster, write_yaml(built.calibration, measured.folder), cluster_file, model_file, chart)
+    return built.calibration, (write_yaml(built.calibration, measured.folder), cluster_file, model_file, chart)
 
 
 def _degrees(request: Request, found: int) -> tuple[int, ...]:
