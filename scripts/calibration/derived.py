@@ -31,8 +31,3 @@ def derive(source: Calibration, gpu: str) -> Calibration:
         "training": carried_over(source.training, source.gpu, gpu),
     }
     return source.model_copy(update=update)
-
-
-def is_derived(calibration: Calibration) -> bool:
-    """Whether its GPU has no tables of its own."""
-    return calibration.gpu in DERIVED

@@ -9,7 +9,7 @@ import pandas as pd
 
 from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
 from calibration.catalogue import Catalogue
-from calibration.derived import is_derived
+from calibration.gpus import DERIVED
 from calibration.host import Serving
 from calibration.markdown import table
 from calibration.provenance import SCRIPT
@@ -179,7 +179,7 @@ generation settings ask for top-k and top-p sampling, for which this vLLM sorts 
 
 
 def _derived(made: dict[str, Calibration]) -> str:
-    derived = [name for name in sorted(made) if is_derived(made[name])]
+    derived = [name for name in sorted(made) if made[name].gpu in DERIVED]
     skews = {name: made[name].operators.decode_attention.skew for name in sorted(made) if name not in derived}
     skew = table(["calibration", "skew"], [(name, f"{value:.2f}") for name, value in skews.items()])
     return f"""## Derived, not measured
@@ -204,7 +204,7 @@ blocks over
 def report(catalogue: Catalogue) -> str:
     """The whole page."""
     made = catalogue.all()
-    measured = {name: made[name].residuals for name in sorted(made) if not is_derived(made[name])}
+    measured = {name: made[name].residuals for name in sorted(made) if made[name].gpu not in DERIVED}
     parts = [
         INTRO,
         "## Operators on held-out shapes\n\n" + _residuals(measured),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibration.derived import is_derived
-from calibration.gpus import A40_VIDUR, GPUS
+from calibration.gpus import A40_VIDUR, DERIVED, GPUS
 from calibration.markdown import table
 from calibration.real import CALLS, check_real
 from calibration.tables import all_gemms, training_runs, vidur_layers
@@ -81,7 +80,7 @@ def _gpus(data: Path, made: dict[str, Calibration]) -> str:
         rows.append((gpu.name, *shares, *_efficiencies(made[f"{gpu.name}-sglang"])))
     a40 = large_gemm_share(vidur.gemm_table(vidur_layers(data, A40_VIDUR)), load_gpu("a40").bf16_flop_per_s)
     rows.append(("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-sglang"])))
-    derived = [item for item in made.values() if is_derived(item) and item.engine == "sglang"]
+    derived = [item for item in made.values() if item.gpu in DERIVED and item.engine == "sglang"]
     rows += [(item.gpu, "carried over", "", "", *_efficiencies(item)) for item in derived]
     engines = [f"GEMM, {engine}" for engine in next(iter(GPUS.values())).versions]
     return table(["GPU", *engines, *SHARES], rows)

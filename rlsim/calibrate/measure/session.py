@@ -20,7 +20,7 @@ from rlsim.calibrate.measure.describe import (
 from rlsim.calibrate.measure.host import devices, machine_facts
 from rlsim.calibrate.measure.journal import Journal
 from rlsim.calibrate.measure.plan import Task, plan, setup_for
-from rlsim.calibrate.measure.suite import Count, Progress, counts, run_suite
+from rlsim.calibrate.measure.suite import Count, Progress, run_suite
 from rlsim.calibrate.measure.tasks import joined, run_task, warm_up
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
@@ -110,12 +110,12 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
         def measure_task(task: Task) -> Timing | str:
             return joined(team.call(run_task, bench, task.point.operator, task.arguments))
 
-        run_suite(phases, journal, measure_task, budget_s=request.budget_s, report=report)
+        counts = run_suite(phases, journal, measure_task, budget_s=request.budget_s, report=report)
     if not journal.measured():
         reasons = {result.refused for result in journal.refused()}
         why = "; ".join(sorted(reasons)[:3]) or f"the budget of {request.budget_s:g} s was over before the first point"
         raise CalibrationError(f"nothing could be measured: {why}")
-    return Measured(folder, journal, model, counts(phases, journal))
+    return Measured(folder, journal, model, counts)
 
 
 def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibration, tuple[Path, ...]]:
