@@ -2,7 +2,8 @@
 
     python scripts/fit_training.py [--data DIR]
 
-The outcome is written down in `scripts/calibration/training.py`, from where `fit_calibrations.py` takes it.
+The outcome is written down in `scripts/calibration/training.py`, from where `fit_calibrations.py` takes it; the tables
+are those of docs/calibration.md.
 """
 
 from __future__ import annotations
@@ -10,17 +11,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from calibration.gpus import GPUS
-from calibration.real import check_real
-from calibration.tables import DATA, aiconfigurator, all_gemms, training_runs
-from calibration.training import large_gemm_share
-from calibration.verl import Timing, fit_training
-
-from rlsim.hardware import load_gpu
-
-
-def _text(timing: Timing) -> str:
-    return f"{timing.predicted_s:6.1f} / {timing.measured_s:6.1f} s ({timing.error:+4.0%})"
+from calibration.tables import DATA, training_runs
+from calibration.training_report import own_gemm_share, real_table, verl_table
+from calibration.verl import fit_training
 
 
 def main() -> None:
@@ -29,27 +22,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
     data = parser.parse_args().data
     found = fit_training(training_runs(data))
-    print("veRL rows, predicted / measured")
-    for case in found.cases:
-        print(f" {case.title}: efficiency {case.efficiency:.3f}")
-        for row in case.predictions:
-            times = f"old_log_prob {_text(row.old_log_prob)}   update_actor {_text(row.update_actor)}"
-            print(f"  {row.label:28s} {times}   {row.role}")
-    own = {
-        gpu.name: large_gemm_share(
-            all_gemms(aiconfigurator(data, gpu.gemm("sglang"))), load_gpu(gpu.name).bf16_flop_per_s
-        )
-        for gpu in GPUS
-    }
-    fsdp, megatron = (share / own["a100-sxm-80gb"] for share in (found.fsdp, found.megatron))
+    fsdp, megatron = (share / own_gemm_share(data, "a100-sxm-80gb") for share in (found.fsdp, found.megatron))
     print(f"share of the GPU's own large-GEMM rate: fsdp {fsdp:.2f}, megatron {megatron:.2f}")
-    for name, share in own.items():
-        print(f"  {name:14s} GEMM {share:.2f}  fsdp {share * fsdp:.2f}  megatron {share * megatron:.2f}")
-    efficiency = round(megatron, 2) * own["h100-sxm"]
-    print(f"REAL, H100, Megatron-like calls, efficiency {efficiency:.2f}: the share of row 4 carried over")
-    for call, timings in check_real(efficiency):
-        ways = "   without / with recompute" * call.train
-        print(f"  {call.name:32s} {'   '.join(_text(timing) for timing in timings)}{ways}")
+    print(f"veRL rows, predicted / measured\n\n{verl_table(found)}\n")
+    efficiency = round(megatron, 2) * own_gemm_share(data, "h100-sxm")
+    print(f"REAL, H100, Megatron-like calls, efficiency {efficiency:.2f}: the share of row 4 carried over\n")
+    print(real_table(efficiency))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from rlsim.calibrate.build import Built, build_calibration
 from rlsim.calibrate.chart import MOST, calibration_chart, write_chart
-from rlsim.calibrate.fit.common import operators_with
+from rlsim.calibrate.fit.kernels import operators_with
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.points import COLUMNS
 from rlsim.calibrate.steps import fit_profiles
@@ -161,7 +161,7 @@ def test_unequal_contexts_give_the_skew(built: Built) -> None:
 def test_heads_of_another_size_keep_their_bytes(built: Built) -> None:
     """The law moves 256 bytes a token at 5 GB/s, whatever head size the fit's formula was written for."""
     fit = built.calibration.operators.decode_attention
-    slow, fast = (operators_with(CPU, decode=fit).decode_attention_s(4, 4.0 * c, 4, 2, 32) for c in (480, 96))
+    slow, fast = (operators_with(CPU, decode_attention=fit).decode_attention_s(4, 4.0 * c, 4, 2, 32) for c in (480, 96))
     assert slow - fast == pytest.approx(4 * 384 * 256 / 5e9, rel=0.1)
 
 
@@ -210,7 +210,7 @@ def test_host_time_is_what_steps_leave_over_the_operators() -> None:
     bare = bare.model_copy(update={"host": host, "decode_profile": ()})
     batches = (1, 2, 4, 8, 16, 32)
     empty = Measurements({"decode_step": frame("model tp mode batch context_tokens seconds", [])}, (OWN,))
-    assert fit_profiles(empty, bare, lambda _: TINY).profiles == ()
+    assert fit_profiles(empty, bare, lambda _: TINY).fit == ()
     from rlsim.calibrate.node import measured_node
     from rlsim.cost.roofline import step_cost
 
@@ -315,10 +315,8 @@ def test_nothing_measured() -> None:
 
 def test_large_tables_get_the_full_fits_and_their_held_out_rows() -> None:
     """Times from the formulas of the H100: the points' held-out rows are those that the fits' residuals count."""
-    formulas = {"gemm": "gemm", "decode": "decode_attention", "prefill": "prefill_attention"}
-    plain = {
-        key: getattr(H100.operators, name).model_copy(update={"correction": None}) for key, name in formulas.items()
-    }
+    formulas = ("gemm", "decode_attention", "prefill_attention")
+    plain = {name: getattr(H100.operators, name).model_copy(update={"correction": None}) for name in formulas}
     operators = operators_with(H100.reference, **plain)
     widths, tokens = (1024, 4096, 6144, 8192, 16384, 28672), (1, 4, 16, 64, 256, 1024, 4096)
     gemm = [(m, n, k, operators.gemm_s(m, n, k)) for n in widths for k in widths for m in tokens]
@@ -351,13 +349,7 @@ def test_large_tables_get_the_full_fits_and_their_held_out_rows() -> None:
             assert residual.median < 0.06
 
 
-# The report and the chart ---------------------------------------------------------------------------------------------
-
-
-def test_report_rows(built: Built) -> None:
-    rows = {row[0]: row for row in built.report_rows()}
-    assert rows["gemm"][1] == built.calibration.residuals["gemm"].count
-    assert rows["gemm"][2].endswith("%")
+# The chart ------------------------------------------------------------------------------------------------------------
 
 
 def test_chart_has_a_panel_for_every_operator(built: Built) -> None:

@@ -128,12 +128,14 @@ def test_damaged_files_name_line_and_key(tmp_path: Path) -> None:
 @pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
 def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from calibration.tables import gemm_table
+    from calibration.gpus import GPUS
+    from calibration.tables import operator_tables
 
-    from rlsim.calibrate.fit.common import held_out, residual
+    from rlsim.calibrate.fit.common import held_out
+    from rlsim.calibrate.points import residual
 
     calibration = load_calibration("h100-sglang")
-    table = gemm_table(DATA / "kernels/aiconfigurator/h100_sxm/gemm/sglang/0.5.10/gemm_perf.parquet")
+    table = operator_tables(DATA, GPUS["h100-sxm"], "sglang").table("gemm")
     foot = 2.0 * table.n * table.k
     cold = (foot > 1.5 * calibration.reference.l2_bytes) | (table.m > 64)
     table = table[held_out(table.n.astype(str) + "x" + table.k.astype(str)) & cold]

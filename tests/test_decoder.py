@@ -14,7 +14,8 @@ from rlsim.calibrate.measure.batch import Batch  # noqa: E402
 from rlsim.calibrate.measure.bench import Bench, Effort  # noqa: E402
 from rlsim.calibrate.measure.clock import Timing  # noqa: E402
 from rlsim.calibrate.measure.decoder import KvCache, build_decoder, weight_splits  # noqa: E402
-from rlsim.calibrate.measure.layout import migrate, reshard, reshard_bytes  # noqa: E402
+from rlsim.calibrate.measure.layout import migrate, reshard  # noqa: E402
+from rlsim.calibrate.measure.plan import reshard_bytes  # noqa: E402
 from rlsim.calibrate.measure.steps import spread_moves  # noqa: E402
 from rlsim.calibrate.measure.workers import Workers  # noqa: E402
 from rlsim.errors import CalibrationError  # noqa: E402

@@ -478,7 +478,10 @@ def test_a_batching_may_keep_some_and_put_others_back() -> None:
     lengths = {0: [2], 1: [9, 9], 2: [8, 3], 3: [2], 4: [9], 5: [9]}
     played = play(lengths, 2, workflow=graph(), gpus=4, steps=2, batching=batching)
     first, second = played.outcome.responses
-    assert batching.seen[:2] == [Unfinished(Prompt(1), (2,), (False,), (0,)), Unfinished(Prompt(2), (2,), (False,), (0,))]
+    assert batching.seen[:2] == [
+        Unfinished(Prompt(1), (2,), (False,), (0,)),
+        Unfinished(Prompt(2), (2,), (False,), (0,)),
+    ]
     assert first.aborted.tolist() == [False, False, True, False]
     assert second.position.tolist() == [2, 4, 5, 1]
     assert second.resumed_tokens.tolist() == [0, 0, 0, 2]

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import pandas as pd
 
-from rlsim.calibrate.fit.common import percent, rounded
-from rlsim.calibrate.kernels import (
-    KernelFit,
-    kernel_collectives,
-    kernel_decode_attention,
-    kernel_gemm,
-    kernel_memory_bound,
-    kernel_prefill_attention,
-)
+from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, kernel_collectives
+from rlsim.calibrate.fit.common import as_written
+from rlsim.calibrate.fit.decode import kernel_decode_attention
+from rlsim.calibrate.fit.elementwise import kernel_memory_bound
+from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import join
+from rlsim.calibrate.points import Fitted, join
 from rlsim.calibrate.runtime import copy_notes, fit_runtime, fit_training
 from rlsim.calibrate.steps import NO_HOST, fit_host, fit_profiles
 from rlsim.cost.calibration import (
     Calibration,
+    CollectiveFit,
     CollectiveFits,
     Engine,
+    HostFit,
+    MemoryOpFit,
     OperatorFits,
     Provenance,
     Reference,
@@ -37,29 +39,91 @@ from rlsim.errors import CalibrationError, RlsimError
 from rlsim.models import Model, load_model
 from rlsim.schema import Schema
 
-KERNELS = ("gemm", "decode_attention", "prefill_attention", "memory_bound")
-CORRECTED = ("gemm", "decode_attention", "prefill_attention")
-ASSUMED = (
-    "a mixture's grouped GEMM is approximated from plain GEMMs, not measured",
-    "collectives across nodes follow a hierarchical ring at an assumed 80% of the link; nothing inter-node is measured",
-    "broadcast and send/receive are derived from all-gather",
-)
+T = TypeVar("T")
+S = TypeVar("S", bound=Schema)
+
 COLD = "weights and KV are taken as cold: bandwidths are fitted on footprints beyond L2 and used for every size"
+MIXTURE = "a mixture's grouped GEMM is approximated from plain GEMMs, not measured"
+INTER = (
+    "collectives across nodes follow a hierarchical ring at an assumed 80% of the link; nothing inter-node is measured"
+)
+PAIR = "broadcast and send/receive are derived from all-gather"
 
 
 @dataclass(frozen=True)
 class Built:
-    """A calibration and its points: operator, label, measured_s, fitted_s, error (fitted / measured - 1), held_out."""
+    """A calibration and its points (see `points.COLUMNS`)."""
 
     calibration: Calibration
     points: pd.DataFrame
 
-    def report_rows(self) -> list[tuple[str, int, str, str, str, str]]:
-        """One row of a table for every residual: operator, rows, median, 90th percentile, bias, note."""
-        return [
-            (name, item.count, percent(item.median), percent(item.p90), percent(item.bias), item.note)
-            for name, item in self.calibration.residuals.items()
-        ]
+
+@dataclass
+class _Parts:
+    """What has been fitted so far, what is the base's, and what nothing gives."""
+
+    measured: Measurements
+    name: str
+    gpu: str
+    engine: Engine
+    reference: Reference
+    base: Calibration | None
+    notes: list[str]
+    residuals: dict[str, Residual] = field(default_factory=dict)
+    points: list[pd.DataFrame] = field(default_factory=list)
+    borrowed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not any(operator in self.measured for operator in self.measured.tables):
+            raise CalibrationError(f"{self.name}: nothing was measured, every table is empty")
+
+    def add(self, part: Fitted[T]) -> T:
+        self.residuals.update(part.residuals)
+        self.points.append(part.points)
+        self.notes.extend(part.notes)
+        return part.fit
+
+    def borrow(self, what: str, otherwise: str, taken: Callable[[Calibration, str], T]) -> T | None:
+        """What is `taken` from the base for this GPU; without one, `otherwise` is missing."""
+        if self.base is None:
+            self.missing.append(otherwise)
+            return None
+        self.borrowed.append(what)
+        return taken(self.base, self.gpu)
+
+    def borrow_residuals(self, *operators: str) -> None:
+        """The base's residuals of these operators, marked as not this calibration's own."""
+        if self.base is not None:
+            self.residuals |= {
+                key: item.model_copy(update={"note": f"of {self.base.name}, not measured here. {item.note}".strip()})
+                for operator in operators
+                for key, item in self.base.residuals.items()
+                if key == operator or key.startswith(f"{operator}_")
+            }
+
+    def check(self) -> None:
+        """Raises `CalibrationError` if anything is missing, with the nearest calibration that could give it."""
+        if not self.missing:
+            return
+        known = calibration_names()
+        same = [one for one in known if one.startswith(f"{self.gpu}-")]
+        same = same or [one for one in known if one.endswith(f"-{self.engine}")]
+        own = f"{self.gpu}-{self.engine}"
+        near = own if own in known else next(iter(same), next(iter(known), "NAME"))
+        raise CalibrationError(
+            f"{self.name}: not measured: {', '.join(self.missing)}; measure it, or take it from another calibration: "
+            f"--base {near}"
+        )
+
+    def sources(self, more_borrowed: bool) -> tuple[Source, ...]:
+        """Where the numbers are from: the measurements, and the base's sources if anything is taken from it."""
+        sources = self.measured.sources or (
+            Source(project="own measurements", commit="as measured", licence="own", files=()),
+        )
+        if self.base is not None and (self.borrowed or more_borrowed):
+            sources += self.base.provenance.sources
+        return tuple(source for i, source in enumerate(sources) if source not in sources[:i])
 
 
 def build_calibration(
@@ -82,110 +146,61 @@ def build_calibration(
     L2. `models` are shapes of models that the catalogue does not know, by the name in the tables; without a shape a
     whole step cannot be compared with its operators.
 
-    Raises `CalibrationError` if a table has too few rows, if nothing is in it, or if something is neither measured nor
-    in `base`; the message lists all that is missing.
+    Raises `CalibrationError` if tables have too few rows or none, or listing all that neither they nor `base` give.
     """
-    if not any(operator in measured for operator in measured.tables):
-        raise CalibrationError(f"{name}: nothing was measured, every table is empty")
     shape = _shapes(models or {})
-    notes: list[str] = [*measured.notes, *ASSUMED, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
-    residuals: dict[str, Residual] = {}
-    points: list[pd.DataFrame] = []
-    missing: list[str] = []
-    borrowed: list[str] = []
-    operators: dict[str, object] = {}
-
-    fitters: dict[str, Callable[[pd.DataFrame], KernelFit[Schema]]] = {
-        "gemm": lambda table: kernel_gemm(table, reference, cold),
-        "decode_attention": lambda table: kernel_decode_attention(table, reference, engine, cold),
-        "prefill_attention": lambda table: kernel_prefill_attention(table, reference),
-        "memory_bound": lambda table: kernel_memory_bound(table, reference),
-    }
-    for operator in KERNELS:
-        if operator in measured:
-            fitted = fitters[operator](measured.table(operator))
-            operators[operator] = fitted.fit
-            residuals.update(fitted.residuals)
-            points.append(fitted.points)
-            notes.extend(fitted.notes)
-        elif base is not None:
-            operators[operator] = _from_base(base, operator, gpu)
-            residuals.update(_base_residuals(base, operator))
-            borrowed.append(operator)
-        else:
-            missing.append(operator)
-
-    collectives, found, whence = _collectives(measured, reference, gpu, base)
-    if collectives is None:
-        missing.append("collective")
-    else:
-        borrowed.extend(whence)
-        if found is not None:
-            residuals.update(found.residuals)
-            points.append(found.points)
-            notes.extend(found.notes)
-        elif base is not None:
-            for key in ("nccl", "custom_all_reduce"):
-                residuals.update(_base_residuals(base, key))
-        else:
-            notes.append("one device was measured: no collectives, so no TP beyond 1")
-
-    runtime = fit_runtime(measured, base.runtime if base else None, base.name if base else "")
+    notes = [*measured.notes, MIXTURE, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
+    parts = _Parts(measured, name, gpu, engine, reference, base, notes)
+    operators = _operators(parts, cold)
+    collectives = _collectives(parts)
+    runtime = fit_runtime(measured, base, parts.missing)
     training = fit_training(measured, reference, gpu, shape, base.training if base else None)
-    missing.extend(runtime.missing)
-    training_fit = training.training
-    if training_fit is None and base is not None:
-        training_fit = _training_from(base, gpu)
-        borrowed.append("training efficiency")
-    elif training_fit is None:
-        missing.extend(training.missing)
-    has_steps = "decode_step" in measured
-    if not has_steps and base is None:
-        missing.append("decode_step (host time)")
-    if missing:
-        raise CalibrationError(_missing(name, gpu, engine, missing))
-    assert collectives is not None
-    assert runtime.runtime is not None
-    assert training_fit is not None
-
+    training_fit = training.fit or parts.borrow("training efficiency", "train_block", _training_from)
+    if "decode_step" not in measured and base is None:
+        parts.missing.append("decode_step (host time)")
+    parts.check()
     draft = Calibration(
         name=name,
         gpu=gpu,
         engine=engine,
-        provenance=Provenance(date=date, script=script, sources=_sources(measured, base, [*borrowed, *runtime.notes])),
+        provenance=Provenance(date=date, script=script, sources=parts.sources(bool(runtime.notes))),
         reference=reference,
-        operators=OperatorFits.model_validate(operators),
-        collectives=collectives,
+        operators=_given(operators),
+        collectives=_given(collectives),
         host=NO_HOST,
-        runtime=runtime.runtime,
-        training=training_fit,
-        residuals=residuals,
+        runtime=_given(runtime.fit),
+        training=_given(training_fit),
+        residuals=parts.residuals,
     )
-    steps = fit_host(measured, draft, shape)
-    host = steps.host
-    if host is None and base is not None:
-        host = base.host.model_copy(update={"source": f"not measured, from {base.name}: {base.host.source}"})
-        borrowed.append("host time")
-    if host is None:
-        raise CalibrationError(_missing(name, gpu, engine, [_why_no_host(measured, shape)]))
+    return _with_steps(parts, draft, shape, (runtime, training))
+
+
+def _given(part: T | None) -> T:
+    assert part is not None  # `_Parts.check` has found nothing missing
+    return part
+
+
+def _with_steps(
+    parts: _Parts, draft: Calibration, shape: Callable[[str], Model | None], others: Sequence[Fitted[object]]
+) -> Built:
+    """`draft` with its host time, its profiles, and all residuals and notes, those of `others` among them."""
+    steps = fit_host(parts.measured, draft, shape)
+    host = steps.fit or parts.borrow("host time", _why_no_host(parts.measured, shape), _host_from)
+    parts.check()
     draft = draft.model_copy(update={"host": host})
-    profiles = fit_profiles(measured, draft, shape)
-    for part in (steps, profiles, runtime, training):
-        residuals.update(part.residuals)
-        points.append(part.points)
-        notes.extend(part.notes)
-    if borrowed and base is not None:
-        notes.append(f"not measured, from {base.name}: {', '.join(borrowed)}")
-    provenance = Provenance(
-        date=date,
-        script=script,
-        sources=_sources(measured, base, [*borrowed, *runtime.notes]),
-        notes=tuple(dict.fromkeys(notes)),
-    )
-    calibration = draft.model_copy(
-        update={"provenance": provenance, "residuals": residuals, "decode_profile": profiles.profiles}
-    )
-    return Built(Calibration.model_validate(rounded(calibration.model_dump())), join(points))
+    profiles = fit_profiles(parts.measured, draft, shape)
+    for part in (steps, profiles, *others):
+        parts.add(part)
+    if parts.borrowed and parts.base is not None:
+        parts.notes.append(f"not measured, from {parts.base.name}: {', '.join(parts.borrowed)}")
+    notes = tuple(dict.fromkeys(parts.notes))
+    sources = parts.sources(bool(others[0].notes))
+    update = {
+        "provenance": draft.provenance.model_copy(update={"sources": sources, "notes": notes}),
+        "residuals": parts.residuals,
+        "decode_profile": profiles.fit,
+    }
+    return Built(as_written(draft.model_copy(update=update)), join(parts.points))
 
 
 def _shapes(models: Mapping[str, Model]) -> Callable[[str], Model | None]:
@@ -203,58 +218,72 @@ def _shapes(models: Mapping[str, Model]) -> Callable[[str], Model | None]:
     return shape
 
 
-def _from_base(base: Calibration, operator: str, gpu: str) -> object:
-    """`base`'s fit; without its correction on another GPU, which has other SMs."""
-    fit = getattr(base.operators, operator)
-    if base.gpu != gpu and operator in CORRECTED:
-        fit = fit.model_copy(update={"correction": None})
-    return fit.model_dump()
-
-
-def _base_residuals(base: Calibration, operator: str) -> dict[str, Residual]:
-    """`base`'s residuals of an operator, marked as not this calibration's own."""
-    return {
-        key: item.model_copy(update={"note": f"of {base.name}, not measured here. {item.note}".strip()})
-        for key, item in base.residuals.items()
-        if key == operator or key.startswith(f"{operator}_")
+def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
+    """The kernels' fits, None if any is missing."""
+    reference, engine = parts.reference, parts.engine
+    fitters: dict[str, Callable[[pd.DataFrame], Fitted[Schema]]] = {
+        "gemm": lambda table: kernel_gemm(table, reference, cold),
+        "decode_attention": lambda table: kernel_decode_attention(table, reference, engine, cold),
+        "prefill_attention": lambda table: kernel_prefill_attention(table, reference),
+        "memory_bound": lambda table: kernel_memory_bound(table, reference),
     }
+    found: dict[str, Schema | None] = {}
+    for operator, fitter in fitters.items():
+        if operator in parts.measured:
+            found[operator] = parts.add(fitter(parts.measured.table(operator)))
+        else:
+            found[operator] = parts.borrow(operator, operator, partial(_kernel_from, operator))
+            parts.borrow_residuals(operator)
+    return None if parts.missing else OperatorFits.model_validate(found)
 
 
-def _collectives(
-    measured: Measurements, ref: Reference, gpu: str, base: Calibration | None
-) -> tuple[CollectiveFits | None, KernelFit[CollectiveFits] | None, list[str]]:
-    """All collectives, those fitted here, and what is `base`'s: whatever operation and number of GPUs was not measured.
+def _kernel_from(operator: str, base: Calibration, gpu: str) -> Schema:
+    fit: Schema = getattr(base.operators, operator)
+    return fit if base.gpu == gpu else without_correction(fit)
 
-    Whole steps on single devices only need none; without them and without `base` there are no collectives at all.
+
+def without_correction(fit: S) -> S:
+    """The formula alone: what it leaves over on one GPU says little about another with other SMs. An elementwise kernel
+    keeps its correction, which is about bytes."""
+    return fit if isinstance(fit, MemoryOpFit) else fit.model_copy(update={"correction": None})
+
+
+def _collectives(parts: _Parts) -> CollectiveFits | None:
+    """All collectives; whatever operation and number of GPUs was not measured is the base's.
+
+    Whole steps on single devices only need none; without them and without a base there are no collectives at all.
     """
+    measured, base = parts.measured, parts.base
     if "collective" not in measured:
-        if base is not None:
-            return base.collectives, None, ["collectives"]
-        steps = measured.table("decode_step")
-        alone = len(steps) > 0 and bool((steps.tp == 1).all())
-        return (CollectiveFits(nccl={}, inter_efficiency=0.8) if alone else None), None, []
-    found = kernel_collectives(measured.table("collective"), ref, measured_node(gpu, ref))
-    fits = found.fit
+        if base is None and measured.one_device:
+            parts.notes.append("one device was measured: no collectives, so no TP beyond 1")
+            return CollectiveFits(nccl={}, inter_efficiency=INTER_EFFICIENCY)
+        parts.borrow_residuals("nccl", "custom_all_reduce")
+        return parts.borrow("collectives", "collective", lambda base, _: base.collectives)
+    node = measured_node(parts.gpu, parts.reference)
+    fits = parts.add(kernel_collectives(measured.table("collective"), parts.reference, node))
     if base is None:
-        if "all_reduce" in fits.nccl:
-            fits = _with_ring(fits)
-        return fits, found, []
-    borrowed = []
-    nccl = {op: dict(curves) for op, curves in fits.nccl.items()}
+        return with_ring(fits) if "all_reduce" in fits.nccl else fits
+    nccl = dict(fits.nccl)
     for op, curves in base.collectives.nccl.items():
-        added = {gpus: curve for gpus, curve in curves.items() if gpus not in nccl.get(op, {})}
-        if added:
-            nccl[op] = dict(sorted({**nccl.get(op, {}), **added}.items()))
-            borrowed.append(f"{op} on {', '.join(map(str, added))} GPUs")
-    custom = dict(fits.custom_all_reduce)
-    added = {gpus: curve for gpus, curve in base.collectives.custom_all_reduce.items() if gpus not in custom}
-    if added:
-        custom = dict(sorted({**custom, **added}.items()))
-        borrowed.append(f"custom all-reduce on {', '.join(map(str, added))} GPUs")
-    return fits.model_copy(update={"nccl": nccl, "custom_all_reduce": custom}), found, borrowed
+        if curves:
+            nccl[op] = _with_others(parts, op, nccl.get(op, {}), curves)
+    custom = _with_others(parts, "custom all-reduce", fits.custom_all_reduce, base.collectives.custom_all_reduce)
+    return fits.model_copy(update={"nccl": nccl, "custom_all_reduce": custom})
 
 
-def _with_ring(fits: CollectiveFits) -> CollectiveFits:
+def _with_others(
+    parts: _Parts, what: str, own: dict[int, CollectiveFit], others: dict[int, CollectiveFit]
+) -> dict[int, CollectiveFit]:
+    """`own` curves by number of GPUs, and those of `others` for numbers that were not measured."""
+    added = {gpus: curve for gpus, curve in others.items() if gpus not in own}
+    if not added:
+        return own
+    parts.borrowed.append(f"{what} on {', '.join(map(str, added))} GPUs")
+    return dict(sorted({**own, **added}.items()))
+
+
+def with_ring(fits: CollectiveFits) -> CollectiveFits:
     """A ring all-reduce is a reduce-scatter and an all-gather of the same bytes: where only it was measured, those
     and an all-to-all take half of it."""
     halves = {
@@ -270,18 +299,8 @@ def _training_from(base: Calibration, gpu: str) -> TrainingFit:
     return base.training.model_copy(update={"source": f"{about}: {base.training.source}"})
 
 
-def _sources(measured: Measurements, base: Calibration | None, borrowed: list[str]) -> tuple[Source, ...]:
-    """Where the numbers are from: the measurements, and `base`'s sources if anything is taken from it."""
-    sources = list(measured.sources) or [
-        Source(project="own measurements", commit="as measured", licence="own", files=())
-    ]
-    if base is not None and borrowed:
-        sources.extend(base.provenance.sources)
-    distinct = []
-    for source in sources:
-        if source not in distinct:
-            distinct.append(source)
-    return tuple(distinct)
+def _host_from(base: Calibration, _gpu: str) -> HostFit:
+    return base.host.model_copy(update={"source": f"not measured, from {base.name}: {base.host.source}"})
 
 
 def _why_no_host(measured: Measurements, shape: Callable[[str], Model | None]) -> str:
@@ -289,11 +308,3 @@ def _why_no_host(measured: Measurements, shape: Callable[[str], Model | None]) -
     if unknown:
         return f"host time (the shape of {', '.join(unknown)} is not known, so its steps have no operators' sum)"
     return f"host time (fewer than 4 decode steps: {len(measured.table('decode_step'))})"
-
-
-def _missing(name: str, gpu: str, engine: str, missing: list[str]) -> str:
-    """What nothing gives, and the nearest calibration that could."""
-    known = calibration_names()
-    same = [one for one in known if one.startswith(f"{gpu}-")] or [one for one in known if one.endswith(f"-{engine}")]
-    near = f"{gpu}-{engine}" if f"{gpu}-{engine}" in known else next(iter(same), next(iter(known), "NAME"))
-    return f"{name}: not measured: {', '.join(missing)}; measure it, or take it from another calibration: --base {near}"

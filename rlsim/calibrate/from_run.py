@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Array, percent, rounded
+from rlsim.calibrate.fit.common import Array, as_written, percent
 from rlsim.calibrate.points import join, point_rows, residual_of
 from rlsim.calibrate.run_fit import HostTimes, Run, check_mfu, fit_host, fit_training
 from rlsim.calibrate.run_rollout import Progress, RolloutTimes, host_fit, rollout_times
@@ -28,9 +28,9 @@ from rlsim.models import load_model
 from rlsim.output import check_own_file
 from rlsim.reading import read_yaml
 from rlsim.trace import read_trace
-from rlsim.verl.lengths import deals, from_trace, logged_lengths, reconstruct
+from rlsim.verl.lengths import Batch, deals, from_trace, logged_lengths, reconstruct
 from rlsim.verl.log import METRICS, VerlLog, read_log
-from rlsim.verl.run import settings_of
+from rlsim.verl.run import RunSettings, settings_of
 
 SCRIPT = "rlsim calibrate from-run"
 FEWEST_STEPS = 6  # usable ones: half of them are fitted
@@ -92,14 +92,8 @@ def from_run(
     Raises `CalibrationError` if the log lacks something, contradicts the arguments or itself, has fewer than 6 usable
     steps, or implies an efficiency that no GPU has; other `RlsimError`s for names that do not exist.
     """
-    read = read_log(log)
-    for metric in _NEEDED:
-        read.need(metric)
-    base, machines = load_calibration(calibration), _cluster(cluster)
-    if base.gpu != machines.gpu.name:
-        raise CalibrationError(
-            f"calibration {base.name!r} is for GPU {base.gpu!r}, cluster {machines.name!r} has {machines.gpu.name!r}"
-        )
+    read, base = _needed(read_log(log)), load_calibration(calibration)
+    machines = _cluster(cluster, base)
     settings = settings_of(
         read,
         machines,
@@ -113,32 +107,41 @@ def from_run(
         memory_utilization=memory_utilization,
     )
     steps, excluded = _usable(read, warmup)
-    logged = logged_lengths(read, steps)
+    dealt = _dealt(read, steps, settings, trace)
+    batches, used = [ways[0] for ways in dealt], [place % 2 == 0 for place in range(len(steps))]
+    run = Run(read, steps, batches, used, settings, load_model(model), machines, base)
+    return _fitted(run, dealt, excluded, _lengths_note(trace), name, progress)
+
+
+def _dealt(log: VerlLog, steps: pd.DataFrame, settings: RunSettings, trace: str | Path | None) -> list[list[Batch]]:
+    """The sequences of every step, in each of the ways that they may lie on the replicas."""
+    logged = logged_lengths(log, steps)
     size = settings.prompts, settings.responses, settings.cap
-    if trace is None:
-        numbers = range(deals(settings.prompts * settings.responses))
-        dealt = [[reconstruct(one, *size, deal) for deal in numbers] for one in logged]
-    else:
-        dealt = [[batch] for batch in from_trace(read_trace(trace), logged, *size)]
-    used = [place % 2 == 0 for place in range(len(steps))]
-    run = Run(read, steps, [ways[0] for ways in dealt], used, settings, load_model(model), machines, base)
-    notes = [*read.notes, *settings.notes, _lengths_note(trace), *_odd(run)]
+    if trace is not None:
+        return [[batch] for batch in from_trace(read_trace(trace), logged, *size)]
+    numbers = range(deals(settings.prompts * settings.responses))
+    return [[reconstruct(one, *size, deal) for deal in numbers] for one in logged]
+
+
+def _fitted(
+    run: Run,
+    dealt: list[list[Batch]],
+    excluded: Mapping[str, int],
+    lengths_note: str,
+    name: str | None,
+    progress: Progress | None,
+) -> FromRun:
+    notes = [*run.log.notes, *run.settings.notes, lengths_note, *_odd(run)]
     mfu, about_mfu = check_mfu(run)
     efficiency = fit_training(run)
-    times = rollout_times(run.model, machines, base, settings, dealt, progress)
+    times = rollout_times(run.model, run.cluster, run.base, run.settings, dealt, progress)
     host = fit_host(run, times)
     points, errors, more = _report(run, efficiency, times, host)
     notes += [*about_mfu, f"host time: {host.how}", *times.notes, *more]
-    result = FromRun(
-        base,
-        errors,
-        tuple(int(step) for step, use in zip(steps.index, used, strict=True) if use),
-        tuple(int(step) for step, use in zip(steps.index, used, strict=True) if not use),
-        excluded,
-        points,
-        tuple(dict.fromkeys(notes)),
-    )
-    return _with_calibration(result, run, efficiency, host, mfu, name)
+    used = np.asarray(run.used)
+    fitted, held_out = (tuple(int(step) for step in run.steps.index[rows]) for rows in (used, ~used))
+    result = FromRun(run.base, errors, fitted, held_out, excluded, points, tuple(dict.fromkeys(notes)))
+    return replace(result, calibration=_calibration(result, run, efficiency, host, mfu, name))
 
 
 def write(result: FromRun, out: str | Path) -> Path:
@@ -156,10 +159,24 @@ def write(result: FromRun, out: str | Path) -> Path:
         raise CalibrationError(f"{out}: cannot be written: {error.strerror}") from None
 
 
-def _cluster(cluster: str | Mapping[str, Any]) -> Cluster:
+def _needed(log: VerlLog) -> VerlLog:
+    """The log; raises `CalibrationError` if it lacks a metric without which nothing can be fitted."""
+    for metric in _NEEDED:
+        log.need(metric)
+    return log
+
+
+def _cluster(cluster: str | Mapping[str, Any], base: Calibration) -> Cluster:
+    """The cluster; raises `CalibrationError` if the base is for another GPU."""
     if isinstance(cluster, str) and cluster.endswith((".yaml", ".yml")):
-        return load_cluster(read_yaml(Path(cluster)), cluster)
-    return load_cluster(cluster)
+        machines = load_cluster(read_yaml(Path(cluster)), cluster)
+    else:
+        machines = load_cluster(cluster)
+    if base.gpu != machines.gpu.name:
+        raise CalibrationError(
+            f"calibration {base.name!r} is for GPU {base.gpu!r}, cluster {machines.name!r} has {machines.gpu.name!r}"
+        )
+    return machines
 
 
 # Which steps ---------------------------------------------------------------------------------------------------------
@@ -251,11 +268,7 @@ def _report(
     """Points and errors of every logged quantity, and what has to be said about them."""
     base = run.base
     fitted = _predicted(run, efficiency, times.total_s(host.step_s, host.sequence_s))
-    before = _predicted(
-        run,
-        base.training.flop_efficiency.get(run.settings.backend),
-        times.before_s,
-    )
+    before = _predicted(run, base.training.flop_efficiency.get(run.settings.backend), times.before_s)
     used, notes = np.asarray(run.used), []
     step = run.measured_s("step_s")
     if step is not None:
@@ -303,9 +316,9 @@ def _logged(run: Run, name: str) -> Array:
     return values
 
 
-def _with_calibration(
+def _calibration(
     result: FromRun, run: Run, efficiency: float, host: HostTimes, mfu: float, name: str | None
-) -> FromRun:
+) -> Calibration:
     """The base with the fitted numbers, and where they are from."""
     base, settings, log = run.base, run.settings, run.log.path.name
     tested = "; ".join(
@@ -314,7 +327,7 @@ def _with_calibration(
     )
     whence = (
         f"{len(result.used)} steps of {log} ({run.model.name} on {run.cluster.name}, "
-        f"{settings.prompts} × {settings.responses} sequences, steps {_range(result.used)})"
+        f"{settings.prompts} × {settings.responses} sequences, steps {result.used[0]} to {result.used[-1]})"
     )
     training = base.training.model_copy(
         update={
@@ -349,8 +362,7 @@ def _with_calibration(
             "residuals": residuals,
         }
     )
-    checked = Calibration.model_validate(rounded(calibration.model_dump()))
-    return FromRun(**{**vars(result), "calibration": checked})
+    return as_written(calibration)
 
 
 def _residuals(points: pd.DataFrame, run: Run) -> dict[str, Residual]:
@@ -361,11 +373,6 @@ def _residuals(points: pd.DataFrame, run: Run) -> dict[str, Residual]:
         f"run_{str(quantity).removesuffix('_s')}": residual_of(part, ranges, note)
         for quantity, part in points.groupby("operator", sort=False)
     }
-
-
-def _range(steps: Iterable[int]) -> str:
-    numbers = list(steps)
-    return f"{numbers[0]} to {numbers[-1]}"
 
 
 def _plain(text: str) -> str:

@@ -55,6 +55,12 @@ class Measurements:
     def __contains__(self, operator: str) -> bool:
         return len(self.table(operator)) > 0
 
+    @property
+    def one_device(self) -> bool:
+        """Whether whole steps were measured, on single devices only."""
+        steps = self.table("decode_step")
+        return len(steps) > 0 and bool((steps.tp == 1).all())
+
     @staticmethod
     def merge(parts: Iterable[Measurements]) -> Measurements:
         """All rows of all parts; points measured more than once have the median of their times."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from rlsim.calibrate.fit.common import residual
 from rlsim.cost.calibration import Residual
 
 #: `error` = fitted / measured - 1; `held_out`: the fit has not seen the point.
 COLUMNS = ("operator", "label", "measured_s", "fitted_s", "error", "held_out")
+#: Values by variable, a table's columns among them: what was measured over which range.
+Ranges = pd.DataFrame | Mapping[str, ArrayLike]
+T_co = TypeVar("T_co", covariant=True)
 
 
 def point_rows(
@@ -21,7 +24,7 @@ def point_rows(
     labels: Sequence[str],
     measured_s: Iterable[float],
     fitted_s: Iterable[float],
-    held_out: NDArray[Any] | Sequence[bool],
+    held_out: NDArray[Any] | Sequence[bool] | bool,
 ) -> pd.DataFrame:
     """The points of one operator as a table with `COLUMNS`, one row for each label."""
     frame = pd.DataFrame(
@@ -30,7 +33,7 @@ def point_rows(
             "label": list(labels),
             "measured_s": np.fromiter(measured_s, float, len(labels)),
             "fitted_s": np.fromiter(fitted_s, float, len(labels)),
-            "held_out": np.asarray(held_out, dtype=bool),
+            "held_out": np.broadcast_to(np.asarray(held_out, dtype=bool), len(labels)),
         }
     )
     frame["error"] = frame.fitted_s / frame.measured_s - 1.0
@@ -43,9 +46,32 @@ def join(parts: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(filled, ignore_index=True) if filled else point_rows("", [], [], [], [])
 
 
-def residual_of(points: pd.DataFrame, ranges: dict[str, NDArray[np.float64]], note: str) -> Residual:
+def residual(predicted: Iterable[float], measured: Iterable[float], ranges: Ranges, note: str = "") -> Residual:
+    """Error statistics of a prediction and the ranges it was measured over."""
+    ratio = np.fromiter(predicted, float) / np.fromiter(measured, float) - 1.0
+    return Residual(
+        count=len(ratio),
+        median=float(np.median(np.abs(ratio))),
+        p90=float(np.quantile(np.abs(ratio), 0.9)),
+        bias=float(np.median(ratio)),
+        ranges={str(name): (float(np.min(values)), float(np.max(values))) for name, values in ranges.items()},
+        note=note,
+    )
+
+
+def residual_of(points: pd.DataFrame, ranges: Ranges, note: str) -> Residual:
     """The residual of the held-out points; of all of them, and the note says so, if none is held out."""
     unseen = points[points.held_out]
     if unseen.empty:
         unseen, note = points, f"in sample: {note}"
     return residual(unseen.fitted_s, unseen.measured_s, ranges, note)
+
+
+@dataclass(frozen=True)
+class Fitted(Generic[T_co]):
+    """What is fitted to some tables, its residuals by name, its points, and notes on what was not measured."""
+
+    fit: T_co
+    residuals: Mapping[str, Residual] = field(default_factory=dict)
+    points: pd.DataFrame = field(default_factory=lambda: join([]))
+    notes: tuple[str, ...] = ()

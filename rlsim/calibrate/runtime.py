@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import minimize_scalar
 
-from rlsim.calibrate.fit.common import percent, rounded
+from rlsim.calibrate.fit.common import percent, rounded, soft_l1
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import join, point_rows, residual_of
-from rlsim.cost.calibration import CollectiveFits, Reference, Residual, RuntimeFit, TrainingFit
+from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
+from rlsim.cost.calibration import Calibration, CollectiveFits, Reference, Residual, RuntimeFit, TrainingFit
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
@@ -23,45 +22,74 @@ from rlsim.models import Model
 FRAMEWORKS = ("fsdp", "megatron")  # what experiments train with
 FRAMEWORK = "torch"  # name of the training efficiency that is measured here
 
-
-@dataclass(frozen=True)
-class Rates:
-    """A fit besides kernels and steps, with its points, residuals and notes."""
-
-    runtime: RuntimeFit | None = None
-    training: TrainingFit | None = None
-    missing: tuple[str, ...] = ()
-    points: pd.DataFrame = field(default_factory=lambda: join([]))
-    residuals: Mapping[str, Residual] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+# Layout changes -------------------------------------------------------------------------------------------------------
 
 
-def fit_runtime(measured: Measurements, base: RuntimeFit | None, base_name: str) -> Rates:
+class _Costs:
+    """Fields of a `RuntimeFit`, and for each what was measured, what is the base's, and what nothing gives."""
+
+    def __init__(self, base: Calibration | None) -> None:
+        self.base = base
+        self.values: dict[str, object] = {}
+        self.said: list[str] = []
+        self.kept: list[str] = []
+        self.missing: list[str] = []
+
+    def found(self, said: str, **values: object) -> None:
+        self.said.append(said)
+        self.values |= values
+
+    def borrow(self, what: str, otherwise: str, *fields: str) -> None:
+        """Takes fields from the base; without one, `otherwise` is missing."""
+        if self.base is None:
+            self.missing.append(otherwise)
+            return
+        self.kept.append(what)
+        self.values |= {name: getattr(self.base.runtime, name) for name in fields}
+
+
+def fit_runtime(measured: Measurements, base: Calibration | None, missing: list[str]) -> Fitted[RuntimeFit | None]:
     """Costs of a layout change: medians of graph captures and of control steps, rates of the moves.
 
-    Rows of `control` whose name has `group` in it are the creation of a communication group; all others are parts of
-    one switch and add up. What was not measured is `base`'s, if there is one; `missing` names what nothing gives.
-    Steps that ran eagerly only have no graphs to capture, and a lone device has no layout to change.
+    What was not measured is `base`'s, if there is one; what nothing gives is added to `missing`. Steps that ran eagerly
+    only have no graphs to capture, and a lone device has no layout to change.
     """
-    capture, control = measured.table("graph_capture"), measured.table("control")
-    steps = measured.table("decode_step")
-    modes = set(steps["mode"]) if len(steps) else set()
-    alone = len(steps) > 0 and bool((steps.tp == 1).all()) and "collective" not in measured
-    values: dict[str, object] = {}
-    said, kept, missing = [], [], []
+    costs = _Costs(base)
+    _graphs(costs, measured)
+    _control(costs, measured)
+    points, residuals = _moves(costs, measured)
+    missing.extend(costs.missing)
+    if costs.missing:
+        return Fitted(None)
+    notes: tuple[str, ...] = ()
+    if costs.kept and base:
+        note = f"not measured, from {base.name}"
+        notes = (f"{note}: {', '.join(costs.kept)}",)
+        costs.said.append(f"{', '.join(costs.kept)}: {note} ({base.runtime.source})")
+    runtime = RuntimeFit.model_validate({**costs.values, "source": "; ".join(costs.said)})
+    return Fitted(runtime, residuals, join(points), notes)
+
+
+def _graphs(costs: _Costs, measured: Measurements) -> None:
+    capture, steps = measured.table("graph_capture"), measured.table("decode_step")
     if len(capture):
-        values["graph_capture_s"] = rounded(float(capture.seconds.median()))
-        captured = tuple(sorted({int(batch) for batch in capture.batch}))
-        values["graph_batch_sizes"] = base.graph_batch_sizes if base else captured
-        said.append(f"graph capture: median of {len(capture)} measured")
-    elif modes == {"eager"}:
-        values["graph_capture_s"], values["graph_batch_sizes"] = 0.0, ()
-        said.append("graph capture: none, steps ran eagerly")
-    elif base:
-        values["graph_capture_s"], values["graph_batch_sizes"] = base.graph_capture_s, base.graph_batch_sizes
-        kept.append("graph capture")
+        sizes = tuple(sorted({int(batch) for batch in capture.batch}))
+        costs.found(
+            f"graph capture: median of {len(capture)} measured",
+            graph_capture_s=rounded(float(capture.seconds.median())),
+            graph_batch_sizes=costs.base.runtime.graph_batch_sizes if costs.base else sizes,
+        )
+    elif len(steps) and set(steps["mode"]) == {"eager"}:
+        costs.found("graph capture: none, steps ran eagerly", graph_capture_s=0.0, graph_batch_sizes=())
     else:
-        missing.append("graph_capture")
+        costs.borrow("graph capture", "graph_capture", "graph_capture_s", "graph_batch_sizes")
+
+
+def _control(costs: _Costs, measured: Measurements) -> None:
+    """Rows whose name has `group` in it are the creation of a communication group; all others are parts of one switch
+    and add up."""
+    control = measured.table("control")
+    alone = measured.one_device and "collective" not in measured
     group = control.what.astype(str).str.contains("group") if len(control) else pd.Series(dtype=bool)
     for key, rows, what in (
         ("switch_control_s", control[~group] if len(control) else control, "control of a switch"),
@@ -69,45 +97,38 @@ def fit_runtime(measured: Measurements, base: RuntimeFit | None, base_name: str)
     ):
         if len(rows):
             parts = rows.groupby("what").seconds.median()
-            values[key] = rounded(float(parts.sum()))
-            said.append(f"{what}: measured ({', '.join(map(str, parts.index))})")
-        elif base:
-            values[key] = getattr(base, key)
-            kept.append(what)
-        elif alone:
-            values[key] = 0.0
-            said.append(f"{what}: none, one device was measured")
+            said = f"{what}: measured ({', '.join(map(str, parts.index))})"
+            costs.found(said, **{key: rounded(float(parts.sum()))})
+        elif alone and costs.base is None:
+            costs.found(f"{what}: none, one device was measured", **{key: 0.0})
         else:
-            missing.append(f"control ({what})")
+            costs.borrow(what, f"control ({what})", key)
+
+
+def _moves(costs: _Costs, measured: Measurements) -> tuple[list[pd.DataFrame], dict[str, Residual]]:
     points, residuals = [], {}
     for key, operator in (("reshard_bytes_per_s", "reshard"), ("migrate_bytes_per_s", "migrate")):
         rows = measured.table(operator)
         if len(rows):
             large = rows[rows.bytes >= rows.bytes.median()]  # what a switch moves; small moves are latency
             rate = float(np.median(large.bytes / large.seconds))
-            values[key] = rounded(rate)
             labels = [f"{r.model} TP{r.from_tp} to TP{r.to_tp}, {r.bytes:.0f} bytes" for r in rows.itertuples()]
-            part = point_rows(operator, labels, rows.seconds, rows.bytes / rate, np.zeros(len(rows), dtype=bool))
+            part = point_rows(operator, labels, rows.seconds, rows.bytes / rate, False)
             points.append(part)
-            residuals[operator] = residual_of(
-                part, {"bytes": rows.bytes.to_numpy(float)}, "bytes / rate of the larger moves"
-            )
-            said.append(f"{operator}: median rate of the larger half of {len(rows)} moves")
-        elif base and getattr(base, key) is not None:
-            values[key] = getattr(base, key)
-            kept.append(f"{operator} rate")
-    if missing:
-        return Rates(missing=tuple(missing))
-    if kept and base:
-        said.append(f"{', '.join(kept)}: not measured, from {base_name} ({base.source})")
-    runtime = RuntimeFit.model_validate({**values, "source": "; ".join(said)})
-    notes = (f"not measured, from {base_name}: {', '.join(kept)}",) if kept else ()
-    return Rates(runtime=runtime, points=join(points), residuals=residuals, notes=notes)
+            residuals[operator] = residual_of(part, rows[["bytes"]], "bytes / rate of the larger moves")
+            said = f"{operator}: median rate of the larger half of {len(rows)} moves"
+            costs.found(said, **{key: rounded(rate)})
+        elif costs.base and getattr(costs.base.runtime, key) is not None:
+            costs.borrow(f"{operator} rate", operator, key)
+    return points, residuals
+
+
+# Training -------------------------------------------------------------------------------------------------------------
 
 
 def fit_training(
     measured: Measurements, ref: Reference, gpu: str, shape: Callable[[str], Model | None], base: TrainingFit | None
-) -> Rates:
+) -> Fitted[TrainingFit | None]:
     """The share of peak at which `TrainCost`'s layer takes as long as the measured ones; every third size held out.
 
     It joins `base`'s frameworks as `torch`: a lone layer has no gaps, gathers or data loading, so it is a bound for
@@ -116,54 +137,59 @@ def fit_training(
     table = measured.table("train_block")
     known = table[[shape(str(model)) is not None for model in table.model]] if len(table) else table
     if known.empty:
-        return Rates(missing=("train_block",))
+        return Fitted(None)
     test = np.arange(len(known)) % 3 == 2 if len(known) >= 6 else np.zeros(len(known), dtype=bool)
-    node = measured_node(gpu, ref)
-    none = Collectives(CollectiveFits(nccl={}, inter_efficiency=1.0), ref, node)
     rows = known.to_dict("records")
-    y = known.seconds.to_numpy(float)
+    measured_s = known.seconds.to_numpy(float)
 
-    def layer_s(row: Mapping[Hashable, Any], efficiency: float) -> float:
-        """Two layers less one: embedding and head drop out."""
+    def seconds(row: Mapping[Hashable, Any], efficiency: float) -> float:
         model = shape(str(row["model"]))
         assert model is not None
-        tokens, length = int(row["tokens"]), int(row["length"])
-        lengths = [length] * max(1, tokens // length)
-        strategy = TrainStrategy(recompute="none", micro_batch_tokens=max(tokens, length))
-        times = []
-        for layers in (1, 2):
-            deep = model.model_copy(update={"num_hidden_layers": layers})
-            cost = TrainCost(deep, node, none, strategy, TrainEfficiency(flop=efficiency))
-            both = row["direction"] == "forward_backward"
-            times.append((cost.train_s(lengths) if both else cost.forward_s(lengths)).compute_s)
-        return times[1] - times[0]
+        return _layer_s(model, row, ref, gpu, efficiency)
 
-    def loss(efficiency: float) -> float:
-        error = [
-            np.log(layer_s(row, efficiency) / s) for row, s, unseen in zip(rows, y, test, strict=True) if not unseen
-        ]
-        return float(np.sum(np.sqrt(1.0 + (np.array(error) / 0.1) ** 2) - 1.0))
+    def loss(logarithm: float) -> float:
+        efficiency = float(np.exp(logarithm))
+        fitted = zip(rows, measured_s, test, strict=True)
+        return float(
+            np.sum(soft_l1(np.array([np.log(seconds(r, efficiency) / s) for r, s, unseen in fitted if not unseen])))
+        )
 
-    best = float(minimize_scalar(lambda x: loss(float(np.exp(x))), bounds=(np.log(1e-4), 0.0), method="bounded").x)
+    best = float(minimize_scalar(loss, bounds=(np.log(1e-4), 0.0), method="bounded").x)
     efficiency = rounded(float(np.exp(best)))
-    labels = [
-        f"{row['model']} {row['direction']}, {row['tokens']} tokens in sequences of {row['length']}" for row in rows
-    ]
-    points = point_rows("train_block", labels, y, [layer_s(row, efficiency) for row in rows], test)
-    residual = residual_of(points, {"tokens": known.tokens.to_numpy(float)}, "layer blocks, one efficiency for all")
-    source = f"{FRAMEWORK}: {len(rows)} measured passes of single layers"
+    labels = [f"{r['model']} {r['direction']}, {r['tokens']} tokens in sequences of {r['length']}" for r in rows]
+    points = point_rows("train_block", labels, measured_s, [seconds(row, efficiency) for row in rows], test)
+    residual = residual_of(points, known[["tokens"]], "layer blocks, one efficiency for all")
+    training = _training_with(base, efficiency, f"{FRAMEWORK}: {len(rows)} measured passes of single layers")
+    return Fitted(training, {"train_block": residual}, points, _optimizer_note(measured.table("optimizer"), ref))
+
+
+def _layer_s(model: Model, row: Mapping[Hashable, Any], ref: Reference, gpu: str, efficiency: float) -> float:
+    """Two layers less one: embedding and head drop out."""
+    node = measured_node(gpu, ref)
+    none = Collectives(CollectiveFits(nccl={}, inter_efficiency=1.0), ref, node)
+    tokens, length = int(row["tokens"]), int(row["length"])
+    lengths = [length] * max(1, tokens // length)
+    strategy = TrainStrategy(recompute="none", micro_batch_tokens=max(tokens, length))
+    times = []
+    for layers in (1, 2):
+        deep = model.model_copy(update={"num_hidden_layers": layers})
+        cost = TrainCost(deep, node, none, strategy, TrainEfficiency(flop=efficiency))
+        both = row["direction"] == "forward_backward"
+        times.append((cost.train_s(lengths) if both else cost.forward_s(lengths)).compute_s)
+    return times[1] - times[0]
+
+
+def _training_with(base: TrainingFit | None, efficiency: float, source: str) -> TrainingFit:
     if base is None:
         frameworks = dict.fromkeys((FRAMEWORK, *FRAMEWORKS), efficiency)
         source += f"; {' and '.join(FRAMEWORKS)}: not measured, taken to reach what plain layers do"
     else:
         frameworks = {**base.flop_efficiency, FRAMEWORK: efficiency}
         source += f"; the others: not measured, {base.source}"
-    return Rates(
-        training=TrainingFit(flop_efficiency=frameworks, source=source),
-        points=points,
-        residuals={"train_block": residual},
-        notes=_optimizer_note(measured.table("optimizer"), ref),
-    )
+    return TrainingFit(flop_efficiency=frameworks, source=source)
+
+
+# Notes ----------------------------------------------------------------------------------------------------------------
 
 
 def _optimizer_note(table: pd.DataFrame, ref: Reference) -> tuple[str, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -12,8 +11,8 @@ from scipy.optimize import least_squares, nnls
 from rlsim.calibrate.fit.common import Array, rounded
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import join, point_rows, residual_of
-from rlsim.cost.calibration import Calibration, DecodeProfile, HostFit, Residual
+from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
+from rlsim.cost.calibration import Calibration, DecodeProfile, HostFit
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
@@ -24,18 +23,7 @@ FEWEST_STEPS = 4  # rows of whole steps from which host time is fitted
 Shape = Callable[[str], Model | None]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What whole steps give: profiles and host time (if any), with points, residuals and notes."""
-
-    profiles: tuple[DecodeProfile, ...] = ()
-    host: HostFit | None = None
-    points: pd.DataFrame = field(default_factory=lambda: join([]))
-    residuals: Mapping[str, Residual] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> Steps:
+def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> Fitted[HostFit | None]:
     """Host time per step and per sequence: decode steps less the kernels of `calibration`, none below zero.
 
     Least squares of relative errors with a soft-L1 loss; every third batch size of a model and TP is held out. Without
@@ -45,7 +33,7 @@ def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> 
     rows = _decode_rows(measured.table("decode_step"))
     rows = rows[[kernels.knows(str(model)) for model in rows.model]] if len(rows) else rows
     if len(rows) < FEWEST_STEPS:
-        return Steps()
+        return Fitted(None)
     batch, y = rows.batch.to_numpy(float), rows.seconds.to_numpy(float)
     shown = np.array(
         [
@@ -75,9 +63,9 @@ def fit_host(measured: Measurements, calibration: Calibration, shape: Shape) -> 
         prefill_s=rounded(prefill_s),
         source=f"what {len(rows)} measured decode steps leave over the operators' sum: {models}",
     )
-    ranges = {"batch": batch, "context_tokens": rows.context_tokens.to_numpy(float)}
-    residuals = {"step_from_operators": residual_of(points, ranges, "operators and host time, batch sizes not fitted")}
-    return Steps(host=host, points=points, residuals=residuals)
+    note = "operators and host time, batch sizes not fitted"
+    residual = residual_of(points, rows[["batch", "context_tokens"]], note)
+    return Fitted(host, {"step_from_operators": residual}, points)
 
 
 def _prefill_host(table: pd.DataFrame, kernels: _Kernels, step_s: float, sequence_s: float) -> float:
@@ -91,7 +79,7 @@ def _prefill_host(table: pd.DataFrame, kernels: _Kernels, step_s: float, sequenc
     return max(0.0, float(np.median(left))) if left else 0.0
 
 
-def fit_profiles(measured: Measurements, calibration: Calibration, shape: Shape) -> Steps:
+def fit_profiles(measured: Measurements, calibration: Calibration, shape: Shape) -> Fitted[tuple[DecodeProfile, ...]]:
     """One profile for every model and TP with decode steps: as measured, nothing fitted.
 
     Steps from CUDA graphs are taken where there are any. A batch size needs two contexts. Cells of the prefill grid
@@ -117,18 +105,18 @@ def fit_profiles(measured: Measurements, calibration: Calibration, shape: Shape)
         if grid is None:
             notes.append(f"no decode profile of {model} at TP{tp}: no prefill measured and its shape is not known")
             continue
-        tokens, lengths, seconds, filled = grid
+        prefill, filled = grid
         if filled:
             notes.append(f"prefill profile of {model} at TP{tp}: {filled}")
-        record = _record(model, tp, rows, tokens, lengths, seconds)
+        record = DecodeProfile.model_validate({"model": model, "tp": tp, **_grid(rows), **prefill})
         profiles.append(record)
         parts.append(_left_out(record, rows, calibration.operators.decode_attention.skew))
     points = join(parts)
     residuals = {}
     if len(points):
-        ranges = {"batch": table.batch.to_numpy(float), "context_tokens": table.context_tokens.to_numpy(float)}
-        residuals["decode_step"] = residual_of(points, ranges, "interpolated from the other batch sizes")
-    return Steps(tuple(profiles), points=points, residuals=residuals, notes=tuple(notes))
+        note = "interpolated from the other batch sizes"
+        residuals["decode_step"] = residual_of(points, table[["batch", "context_tokens"]], note)
+    return Fitted(tuple(profiles), residuals, points, tuple(notes))
 
 
 class _Kernels:
@@ -160,20 +148,14 @@ def _decode_rows(table: pd.DataFrame) -> pd.DataFrame:
     return table[~graphs | (table["mode"] == "graph")].reset_index(drop=True)
 
 
-def _record(
-    model: str, tp: int, rows: pd.DataFrame, tokens: list[float], lengths: list[float], seconds: list[list[float]]
-) -> DecodeProfile:
+def _grid(rows: pd.DataFrame) -> dict[str, tuple[object, ...]]:
+    """The fields of a profile that decode steps give."""
     by_batch = [(int(str(batch)), part.sort_values("context_tokens")) for batch, part in rows.groupby("batch")]
-    return DecodeProfile(
-        model=model,
-        tp=tp,
-        batches=tuple(batch for batch, _ in by_batch),
-        context_tokens=tuple(tuple(float(x) for x in part.context_tokens) for _, part in by_batch),
-        step_s=tuple(tuple(float(y) for y in part.seconds) for _, part in by_batch),
-        prefill_tokens=tuple(tokens),
-        prefill_lengths=tuple(lengths),
-        prefill_s=tuple(tuple(row) for row in seconds),
-    )
+    return {
+        "batches": tuple(batch for batch, _ in by_batch),
+        "context_tokens": tuple(tuple(part.context_tokens.astype(float)) for _, part in by_batch),
+        "step_s": tuple(tuple(part.seconds.astype(float)) for _, part in by_batch),
+    }
 
 
 def _left_out(record: DecodeProfile, rows: pd.DataFrame, skew: float) -> pd.DataFrame:
@@ -191,8 +173,7 @@ def _left_out(record: DecodeProfile, rows: pd.DataFrame, skew: float) -> pd.Data
             if tokens in (own.min(), own.max()):
                 continue
             rest = rows[rows.index != i]
-        prefill = list(record.prefill_tokens), list(record.prefill_lengths), [list(s) for s in record.prefill_s]
-        profile = ProfileStep.from_record(_record(record.model, record.tp, rest, *prefill), skew=skew)
+        profile = ProfileStep.from_record(record.model_copy(update=_grid(rest)), skew=skew)
         values[i], test[i] = profile.decode(batch).step_s(tokens), True
     return point_rows("decode_step", _step_labels(rows), rows.seconds, values, test)
 
@@ -204,10 +185,9 @@ def _step_labels(rows: pd.DataFrame) -> list[str]:
     ]
 
 
-def _prefill_grid(
-    table: pd.DataFrame, kernels: _Kernels, model: str, tp: int
-) -> tuple[list[float], list[float], list[list[float]], str] | None:
-    """Token counts, lengths and seconds of every pair, and what was done about pairs that were not measured.
+def _prefill_grid(table: pd.DataFrame, kernels: _Kernels, model: str, tp: int) -> tuple[dict[str, object], str] | None:
+    """The fields of a profile with token counts, lengths and the seconds of every pair, and what was done about pairs
+    that were not measured.
 
     A missing pair takes seconds = a + b · tokens + c · tokens · length, fitted to the measured ones (the last term is
     attention), times what the nearest measured pair of the same token count is off by. With nothing measured it is
@@ -219,8 +199,8 @@ def _prefill_grid(
         sizes = [128, 512, 2048, 8192]
         step = kernels.step(model, tp)
         seconds = [[step.prefill_s(_prompts(tokens, length)) for length in sizes] for tokens in sizes]
-        whole = [float(size) for size in sizes]
-        return whole, whole, seconds, "not measured; the operators' sum and host time"
+        grid = {"prefill_tokens": sizes, "prefill_lengths": sizes, "prefill_s": seconds}
+        return grid, "not measured; the operators' sum and host time"
     measured = table.groupby(["tokens", "length"]).seconds.median()
     tokens = sorted({float(t) for t, _ in measured.index})
     lengths = sorted({float(length) for _, length in measured.index})
@@ -241,7 +221,8 @@ def _prefill_grid(
 
     missing = len(tokens) * len(lengths) - len(y)
     note = f"{missing} of {len(tokens) * len(lengths)} cells not measured, filled by a plane through the others"
-    return tokens, lengths, [[at(a, b) for b in lengths] for a in tokens], note if missing else ""
+    seconds = [[at(a, b) for b in lengths] for a in tokens]
+    return {"prefill_tokens": tokens, "prefill_lengths": lengths, "prefill_s": seconds}, note if missing else ""
 
 
 def _prompts(tokens: int, length: int) -> list[Chunk]:

@@ -1,4 +1,4 @@
-"""A calibration as a YAML file."""
+"""A calibration, and what else is measured or fitted, as a YAML file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from rlsim.output import atomic_path
 
 
 def write_yaml(calibration: Calibration, folder: Path) -> Path:
-    """One calibration as `folder/NAME.yaml`: four significant digits, keys in schema order, lists of numbers on one
-    line. The file appears whole or not at all."""
+    """One calibration as `folder/NAME.yaml`, keys in schema order."""
+    path = folder / f"{calibration.name}.yaml"
+    comment = f"Fitted by {calibration.provenance.script}; change that, not this. Units: seconds, bytes, FLOP/s."
+    write_record(calibration.model_dump(exclude_defaults=True), path, comment)
+    return path
+
+
+def write_record(data: dict[str, Any], path: Path, comment: str) -> None:
+    """Nested values with a comment above: four significant digits, lists of numbers on one line. The file appears whole
+    or not at all."""
     yaml = YAML()
     yaml.width = 120
     yaml.indent(mapping=2, sequence=4, offset=2)
     text = io.StringIO()
-    text.write(f"# Fitted by {calibration.provenance.script}; change that, not this. Units: seconds, bytes, FLOP/s.\n")
-    yaml.dump(_plain(rounded(calibration.model_dump(exclude_defaults=True))), text)
-    path = folder / f"{calibration.name}.yaml"
+    text.write(f"# {comment}\n")
+    yaml.dump(_plain(rounded(data)), text)
     with atomic_path(path, CalibrationError) as partial:
         partial.write_text(text.getvalue(), encoding="utf-8")
-    return path
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,10 @@ from rlsim.cli.common import echo
 from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rlsim.calibrate.from_run import FromRun
-    from rlsim.calibrate.measure.session import Measured
+    from rlsim.calibrate.measure.session import Measured, Request
     from rlsim.calibrate.measure.suite import Progress as State
     from rlsim.cost.calibration import Calibration
 
@@ -23,6 +26,12 @@ app = typer.Typer(
     help="Measure this machine and fit the measurements, or import those of others.",
     epilog="Example: rlsim calibrate --device cpu --budget 2m",
 )
+
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="A key of `train` or `engine`; repeatable."),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -58,18 +67,16 @@ def calibrate(
     """
     if context.invoked_subcommand is not None:
         return
-    from rlsim.calibrate.measure.session import Request, fit_machine, measure_machine
+    from rlsim.calibrate.measure.session import Request
     from rlsim.cost.calibration import load_calibration
 
-    request = Request(
-        device=device,
-        model=model,
-        tps=_degrees(tp),
-        budget_s=_budget(budget),
-        out=out,
-        base=None if base is None else load_calibration(base),
-        fresh=fresh,
-    )
+    donor = None if base is None else load_calibration(base)
+    _measure_and_fit(Request(device, model, _degrees(tp), _budget(budget), out, donor, fresh))
+
+
+def _measure_and_fit(request: Request) -> None:
+    from rlsim.calibrate.measure.session import fit_machine, measure_machine
+
     try:
         with _bar() as report:
             measured = measure_machine(request, report)
@@ -77,9 +84,9 @@ def calibrate(
         typer.echo("rlsim: what was measured so far is kept; the same command goes on from there", err=True)
         raise
     _print_counts(measured)
-    files = fit_machine(measured, request.base)
-    _print_residuals(files.built.calibration)
-    for path in (files.calibration, files.cluster_file, files.model_file, files.chart):
+    calibration, files = fit_machine(measured, request.base)
+    _print_residuals(calibration)
+    for path in files:
         echo(f"wrote {path}")
 
 
@@ -143,10 +150,7 @@ def from_run_(
     responses: Annotated[int | None, typer.Option(help="Responses a prompt (default: as logged).")] = None,
     cap: Annotated[str | None, typer.Option(help="Cap of a response, such as 16K (default: as logged).")] = None,
     backend: Annotated[str | None, typer.Option(help="fsdp or megatron (default: as logged).")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="A key of `train` or `engine`; repeatable."),
-    ] = None,
+    settings: Settings = None,
     trace: Annotated[Path | None, typer.Option(help="Trace that gives the shape of the lengths.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="First steps to leave out.")] = 2,
     name: Annotated[str | None, typer.Option(help="Name of the calibration.")] = None,
@@ -157,13 +161,8 @@ def from_run_(
     Example: rlsim calibrate from-run verl.log --model qwen2.5-7b --cluster 8xh100 --calibration h100-vllm
     """
     from rlsim.calibrate.from_run import from_run, write
-    from rlsim.units import token_count
 
     given = _keys(settings or [])
-    try:
-        cap_tokens = None if cap is None else token_count(cap)
-    except ValueError as error:
-        raise CalibrationError(f"--cap: {error}") from None
     result = from_run(
         log,
         model=model,
@@ -172,7 +171,7 @@ def from_run_(
         rollout_tp=tp,
         prompts=prompts,
         responses=responses,
-        cap=cap_tokens,
+        cap=None if cap is None else _cap(cap),
         backend=backend,
         train=given["train"],
         engine=given["engine"],
@@ -181,8 +180,16 @@ def from_run_(
         warmup=warmup,
     )
     path = write(result, out)
-    _print_steps(result)
-    echo(f"wrote {path}")
+    _print_steps(result, path)
+
+
+def _cap(text: str) -> int:
+    from rlsim.units import token_count
+
+    try:
+        return token_count(text)
+    except ValueError as error:
+        raise CalibrationError(f"--cap: {error}") from None
 
 
 def _keys(items: list[str]) -> dict[str, dict[str, object]]:
@@ -199,27 +206,40 @@ def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     return data
 
 
-def _print_steps(result: FromRun) -> None:
+def _table(title: str, names: str, *figures: str) -> Table:
+    """A table with a column of names and columns of figures."""
     from rich.table import Table
 
+    table = Table(title=title, title_justify="left")
+    table.add_column(names)
+    for heading in figures:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _print(table: Table) -> None:
     from rlsim.cli.terminal import Console
 
-    table = Table(title=f"Errors on {len(result.held_out)} steps not fitted", title_justify="left")
-    for name in result.errors.columns:
-        table.add_column(name.replace("_", " "), justify="left" if name == "quantity" else "right")
+    Console().print(table)
+
+
+def _print_steps(result: FromRun, path: Path) -> None:
+    headings = (name.replace("_", " ") for name in result.errors.columns)
+    table = _table(f"Errors on {len(result.held_out)} steps not fitted", *headings)
     for row in result.errors.to_dict("records"):
         table.add_row(*(_error(str(name), value) for name, value in row.items()))
-    Console().print(table)
+    _print(table)
     for reason, count in result.excluded.items():
         echo(f"left out: {count} steps: {reason}")
     for note in result.notes:
         echo(f"note: {note}")
+    echo(f"wrote {path}")
 
 
 def _error(name: str, value: object) -> str:
     if not isinstance(value, float):
         return str(value)
-    if value != value:
+    if math.isnan(value):
         return "–"
     return f"{value:+.1%}" if name == "bias" else f"{value:.1%}"
 
@@ -271,30 +291,18 @@ def _bar() -> Iterator[Callable[[State], None]]:
 
 
 def _print_counts(measured: Measured) -> None:
-    from rich.table import Table
-
-    from rlsim.cli.terminal import Console
-
-    table = Table(title=f"Points measured on {measured.journal.machine.name}", title_justify="left")
-    table.add_column("operator")
-    for heading in ("measured", "too noisy", "not possible", "left (budget)"):
-        table.add_column(heading, justify="right")
+    title = f"Points measured on {measured.journal.machine.name}"
+    table = _table(title, "operator", "measured", "too noisy", "not possible", "left (budget)")
     for operator, count in measured.counts.items():
         table.add_row(operator, *(f"{n:,}" for n in (count.measured, count.noisy, count.impossible, count.left)))
-    Console().print(table)
+    _print(table)
 
 
 def _print_residuals(calibration: Calibration) -> None:
-    from rich.table import Table
-
-    from rlsim.cli.terminal import Console
-
-    table = Table(title=f"Errors of {calibration.name} on points that its fits have not seen", title_justify="left")
-    table.add_column("operator")
-    for heading in ("points", "median", "90th percentile", "bias"):
-        table.add_column(heading, justify="right")
+    title = f"Errors of {calibration.name} on points that its fits have not seen"
+    table = _table(title, "operator", "points", "median", "90th percentile", "bias")
     table.add_column("", overflow="fold")
     for name, found in calibration.residuals.items():
         errors = (f"{found.median:.1%}", f"{found.p90:.1%}", f"{found.bias:+.1%}")
         table.add_row(name, f"{found.count:,}", *errors, found.note)
-    Console().print(table)
+    _print(table)

@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from rlsim.calibrate.fit.collectives import kernel_collectives
+from rlsim.calibrate.fit.decode import kernel_decode_attention
+from rlsim.calibrate.fit.elementwise import kernel_memory_bound
+from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.importers import aiconfigurator, vidur
-from rlsim.calibrate.kernels import (
-    kernel_collectives,
-    kernel_decode_attention,
-    kernel_gemm,
-    kernel_memory_bound,
-    kernel_prefill_attention,
-)
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import join
 from rlsim.cost.calibration import Calibration, calibration_names, load_calibration

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibration.derived import without_corrections
 from calibration.gpus import A40_VIDUR
-from calibration.host import NO_HOST
+from calibration.measured import ELEMENTWISE_NOTE
 from calibration.provenance import COMMON, pat_source, provenance, vidur_source
 from calibration.runtime import runtime_of
-from calibration.tables import a40_all_reduce_tables, elementwise_table, vidur_gemm_table, vidur_layers
+from calibration.tables import a40_all_reduce, vidur_layers
 from calibration.training import large_gemm_share, training_fit
+from rlsim.calibrate.build import with_ring, without_correction
 from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, fit_collective
-from rlsim.calibrate.fit.common import rounded
+from rlsim.calibrate.fit.common import as_written, rounded
 from rlsim.calibrate.fit.elementwise import fit_elementwise
-from rlsim.calibrate.fit.gemm import fit_gemm
+from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.skew import derived_skew
+from rlsim.calibrate.importers import vidur
+from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import (
     Calibration,
     CollectiveFit,
@@ -28,7 +30,6 @@ from rlsim.cost.calibration import (
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.schema import validate
 
 #: PAT, LLaMA-3.1-8B near 1K tokens of context on 8xA40: (TP, sequences per replica) -> seconds per token.
 PAT_LATENCIES = {(2, 1): 15.37e-3, (8, 1): 9.64e-3, (2, 32): 24.41e-3, (8, 128): 30.87e-3}
@@ -47,9 +48,10 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
     """
     ref = Reference.of(load_cluster("8xa40"))
     layers = vidur_layers(data, A40_VIDUR)
-    gemms = vidur_gemm_table(layers)
-    gemm, memory = fit_gemm(gemms, ref), fit_elementwise(elementwise_table(layers), ref)
-    small = {item.gpus: fit_collective(item.table) for item in a40_all_reduce_tables(data)}
+    gemms = vidur.gemm_table(layers)
+    gemm = kernel_gemm(gemms, ref, cold=False)
+    memory = fit_elementwise(vidur.elementwise_table(layers), ref, ELEMENTWISE_NOTE)
+    small = {gpus: fit_collective(table) for gpus, table in a40_all_reduce(data).items()}
     version = "vLLM-era kernels of 2024"
     all_reduce = "A40 all_reduce.csv of commit 6d98aa8 (2 and 4 GPUs)"
     notes = (
@@ -68,7 +70,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
         operators=OperatorFits(
             gemm=gemm.fit,
             decode_attention=_decode_attention(ref),
-            prefill_attention=without_corrections(donor.operators).prefill_attention,
+            prefill_attention=without_correction(donor.operators.prefill_attention),
             memory_bound=memory.fit,
         ),
         collectives=_collectives(small, 60e-6, 4e9),
@@ -77,14 +79,14 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
         training=training_fit(
             large_gemm_share(gemms, ref.bf16_flop_per_s), "Vidur's a40 mlp.csv, 4,096 tokens, other software"
         ),
-        residuals={"gemm": gemm.residual, "memory_bound": memory.residual},
+        residuals={**gemm.residuals, **memory.residuals},
     )
     return _with_eight_gpus(_with_host(calibration), small, 60e-6, 4e9)
 
 
 def under_engine(a40: Calibration, donor: Calibration) -> Calibration:
     """`a40`'s GPU and links under `donor`'s engine: its host time, prompt attention and graph batch sizes."""
-    prompt = without_corrections(donor.operators).prefill_attention
+    prompt = without_correction(donor.operators.prefill_attention)
     shared = tuple(note for note in a40.provenance.notes if not note.startswith("prefill attention"))
     notes = (f"derived: {a40.name} under another engine", _prefill_note(donor), *shared)
     update = {
@@ -115,23 +117,16 @@ def _decode_attention(ref: Reference) -> DecodeAttentionFit:
         efficiency=(582e9 / ref.memory_bytes_per_s,),
         skew=derived_skew(ref, uniform=False),
     )
-    return validate(rounded(fit.model_dump()), DecodeAttentionFit)
+    return as_written(fit)
 
 
 def _collectives(small: dict[int, CollectiveFit], latency_s: float, bytes_per_s: float) -> CollectiveFits:
-    """All-reduces on 2 and 4 GPUs as measured, on 8 `latency + bytes / rate`.
-
-    A ring all-reduce is a reduce-scatter and an all-gather of the same bytes, so each of those takes half of it.
-    """
-    sizes = [2.0**e for e in range(9, 31)]
-    times = tuple(latency_s + size / bytes_per_s for size in sizes)
-    curves = {**small, 8: CollectiveFit(message_bytes=tuple(sizes), time_s=times)}
-    halves = {
-        gpus: CollectiveFit(message_bytes=fit.message_bytes, time_s=tuple(rounded([t / 2 for t in fit.time_s])))
-        for gpus, fit in curves.items()
-    }
-    nccl = {"all_reduce": curves, "all_gather": halves, "reduce_scatter": halves, "all_to_all": halves}
-    return CollectiveFits(nccl=nccl, inter_efficiency=INTER_EFFICIENCY)
+    """All-reduces on 2 and 4 GPUs as measured, on 8 `latency + bytes / rate`; the rest as parts of a ring."""
+    sizes = tuple(2.0**e for e in range(9, 31))
+    eight = CollectiveFit(message_bytes=sizes, time_s=tuple(latency_s + size / bytes_per_s for size in sizes))
+    curves = {**small, 8: eight}
+    ring = as_written(with_ring(CollectiveFits(nccl={"all_reduce": curves}, inter_efficiency=INTER_EFFICIENCY)))
+    return ring.model_copy(update={"nccl": {**ring.nccl, "all_reduce": curves}})
 
 
 def _missing_s(calibration: Calibration, tp: int, batch: int) -> float:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from calibration.a40 import fit_a40, under_engine
 from calibration.derived import derive
-from calibration.gpus import DERIVED, GPUS, Gpu
-from calibration.host import SERVED, Serving, fit_serving
-from calibration.measured import fit_measured, with_hot_rows
+from calibration.gpus import DERIVED, GPUS
+from calibration.host import Serving, fit_serving
+from calibration.measured import against_hot_rows, fit_measured, with_hot_rows
 from rlsim.cost.calibration import Calibration, Engine, Residual
+from rlsim.validate.serving import SERVED
 
 ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
 SERVED_ON = "h100-sxm"  # the GPU of the serving runs
@@ -28,7 +29,7 @@ class Catalogue:
     @staticmethod
     def names() -> list[str]:
         """Every calibration."""
-        gpus = (*(gpu.name for gpu in GPUS), *DERIVED)
+        gpus = (*GPUS, *DERIVED)
         return sorted(["a40-sglang", "a40-vllm", *(f"{gpu}-{engine}" for gpu in gpus for engine in ENGINES)])
 
     def all(self) -> dict[str, Calibration]:
@@ -37,8 +38,11 @@ class Catalogue:
 
     def hot(self) -> dict[str, dict[str, Residual]]:
         """How the kernels of the measured GPUs compare with L2-hot rows, by calibration and operator."""
-        names = sorted((gpu.name, engine) for gpu in GPUS for engine in ENGINES)
-        return {f"{gpu}-{engine}": self._kernels(gpu, engine)[1] for gpu, engine in names}
+        return {
+            f"{name}-{engine}": against_hot_rows(self.data, gpu, self._kernels(name, engine))
+            for name, gpu in sorted(GPUS.items())
+            for engine in sorted(ENGINES)
+        }
 
     def servings(self) -> dict[Engine, Serving]:
         """The serving runs by engine."""
@@ -46,18 +50,17 @@ class Catalogue:
 
     def servings_hot(self) -> dict[Engine, Serving]:
         """The serving runs predicted with kernels that are fitted to L2-hot rows too."""
+        cold = {engine: self._kernels(SERVED_ON, engine) for engine in SERVED}
         return {
-            engine: fit_serving(
-                self.data, with_hot_rows(self.data, _gpu(SERVED_ON), self._kernels(SERVED_ON, engine)[0])
-            )
-            for engine in SERVED
+            engine: fit_serving(self.data, with_hot_rows(self.data, GPUS[SERVED_ON], kernels))
+            for engine, kernels in cold.items()
         }
 
-    def _fit_kernels(self, gpu: str, engine: Engine) -> tuple[Calibration, dict[str, Residual]]:
-        return fit_measured(self.data, _gpu(gpu), engine)
+    def _fit_kernels(self, gpu: str, engine: Engine) -> Calibration:
+        return fit_measured(self.data, GPUS[gpu], engine)
 
     def _serving(self, engine: Engine) -> Serving:
-        return fit_serving(self.data, self._kernels(SERVED_ON, engine)[0])
+        return fit_serving(self.data, self._kernels(SERVED_ON, engine))
 
     def _calibration(self, name: str) -> Calibration:
         gpu, _, suffix = name.rpartition("-")
@@ -72,8 +75,4 @@ class Catalogue:
         host = self.serving(engine).host
         reused = "" if gpu == SERVED_ON else "; reused from H100, host CPUs may differ"
         host = host.model_copy(update={"source": host.source + reused})
-        return self._kernels(gpu, engine)[0].model_copy(update={"host": host})
-
-
-def _gpu(name: str) -> Gpu:
-    return next(gpu for gpu in GPUS if gpu.name == name)
+        return self._kernels(gpu, engine).model_copy(update={"host": host})

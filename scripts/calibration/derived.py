@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from calibration.gpus import DERIVED
 from calibration.training import carried_over
-from rlsim.cost.calibration import Calibration, OperatorFits, Reference
+from rlsim.calibrate.build import without_correction
+from rlsim.cost.calibration import Calibration, Reference
 from rlsim.hardware import load_cluster
 
 
@@ -19,7 +20,7 @@ def derive(source: Calibration, gpu: str) -> Calibration:
     }
     operators = source.operators
     if reference.sm_count != source.reference.sm_count:
-        operators = without_corrections(operators)
+        operators = operators.model_copy(update={name: without_correction(fit) for name, fit in operators})
     update = {
         "operators": operators,
         "name": f"{gpu}-{source.engine}",
@@ -30,17 +31,3 @@ def derive(source: Calibration, gpu: str) -> Calibration:
         "training": carried_over(source.training, source.gpu, gpu),
     }
     return source.model_copy(update=update)
-
-
-def without_corrections(operators: OperatorFits) -> OperatorFits:
-    """The formulas alone: what they leave over on one GPU says little about another with other SMs."""
-    bare = {
-        name: getattr(operators, name).model_copy(update={"correction": None})
-        for name in ("gemm", "decode_attention", "prefill_attention")
-    }
-    return operators.model_copy(update=bare)
-
-
-def is_derived(calibration: Calibration) -> bool:
-    """Whether its GPU has no tables of its own."""
-    return calibration.gpu in DERIVED

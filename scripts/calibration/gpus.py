@@ -5,40 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """One measured GPU."""
 
     name: str
     folder: str  # in the operator tables
     cluster: str  # of the catalogue: a node as measured
-    versions: dict[str, str]  # engine -> release fitted
-    nccl: str
+    trtllm: str  # release of TensorRT-LLM
     vidur: tuple[str, ...]  # layer tables for the elementwise kernels, of this GPU or the nearest one
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The release fitted, by engine."""
+        return {"sglang": "0.5.10", "vllm": "0.14.0", "trtllm": self.trtllm}
+
+    @property
+    def elementwise_donor(self) -> str:
+        """Vidur's name of the GPU that the elementwise kernels were measured on."""
+        return self.vidur[0].split("/")[0]
 
     def gemm(self, engine: str) -> str:
         """Path of the GEMM table."""
         return f"{self.folder}/gemm/{engine}/{self.versions[engine]}/gemm_perf.parquet"
-
-    def decode_attention(self, engine: str) -> str:
-        """Path of the decode-attention table."""
-        return f"{self.folder}/attention/{engine}/{self.versions[engine]}/generation_attention_perf.parquet"
-
-    def prefill_attention(self, engine: str) -> str:
-        """Path of the prompt-attention table."""
-        return f"{self.folder}/attention/{engine}/{self.versions[engine]}/context_attention_perf.parquet"
-
-    def all_reduce(self, engine: str) -> str:
-        """Path of the table of the engine's own all-reduce."""
-        return f"{self.folder}/comm/{engine}/{self.versions[engine]}/custom_allreduce_perf.parquet"
-
-    def collectives(self) -> str:
-        """Path of NCCL's table."""
-        return f"{self.folder}/comm/nccl/{self.nccl}/nccl_perf.parquet"
-
-    def elementwise_donor(self) -> str:
-        """Vidur's name of the GPU that the elementwise kernels were measured on."""
-        return self.vidur[0].split("/")[0]
 
 
 @dataclass(frozen=True)
@@ -55,42 +44,15 @@ H100_VIDUR = ("h100/meta-llama/Llama-2-7b-hf", "h100/meta-llama/Llama-2-70b-hf")
 A100_VIDUR = ("a100/meta-llama/Meta-Llama-3-8B", "a100/meta-llama/Meta-Llama-3-70B")
 A40_VIDUR = ("a40/meta-llama/Llama-2-7b-hf", "a40/meta-llama/Llama-2-70b-hf")
 
-_RELEASES = {"sglang": "0.5.10", "vllm": "0.14.0"}
-
-GPUS = (
-    Gpu(
-        name="h100-sxm",
-        folder="h100_sxm",
-        cluster="8xh100",
-        versions={**_RELEASES, "trtllm": "1.2.0rc5"},
-        nccl="2.29.2",
-        vidur=H100_VIDUR,
-    ),
-    Gpu(
-        name="h200-sxm",
-        folder="h200_sxm",
-        cluster="8xh200",
-        versions={**_RELEASES, "trtllm": "1.2.0rc5"},
-        nccl="2.29.2",
-        vidur=H100_VIDUR,
-    ),
-    Gpu(
-        name="a100-sxm-80gb",
-        folder="a100_sxm",
-        cluster="8xa100",
-        versions={**_RELEASES, "trtllm": "1.0.0"},
-        nccl="2.27.3",
-        vidur=A100_VIDUR,
-    ),
-    Gpu(
-        name="l40s",
-        folder="l40s",
-        cluster="8xl40s",
-        versions={**_RELEASES, "trtllm": "1.0.0"},
-        nccl="2.27.3",
-        vidur=A40_VIDUR,
-    ),
-)
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h100-sxm", "h100_sxm", "8xh100", "1.2.0rc5", H100_VIDUR),
+        Gpu("h200-sxm", "h200_sxm", "8xh200", "1.2.0rc5", H100_VIDUR),
+        Gpu("a100-sxm-80gb", "a100_sxm", "8xa100", "1.0.0", A100_VIDUR),
+        Gpu("l40s", "l40s", "8xl40s", "1.0.0", A40_VIDUR),
+    )
+}
 
 DERIVED = {
     "h800-sxm": Derived(

@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from rlsim.calibrate.fit.common import rounded
+from rlsim.calibrate.fit.common import Array, rounded
+from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, HostFit
 from rlsim.cost.host import HostedStep
 from rlsim.cost.roofline import step_cost
@@ -19,10 +19,6 @@ from rlsim.cost.step import StepCost
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.validate.serving import CLUSTER, QUANTITIES, SERVED, TARGET, Protocol, ServingRun, read_runs, simulate
-
-__all__ = ["NO_HOST", "SERVED", "Serving", "fit_serving"]
-
-NO_HOST = HostFit(step_s=0.0, sequence_s=0.0, source="none")
 
 #: TensorRT-LLM prepares a step while the one before it runs (`disable_overlap_scheduler` is false in the generator's
 #: rule for these runs). vLLM 0.12 does not by default. SGLang does too, but its runs leave time that grows with the
@@ -65,11 +61,11 @@ class Serving:
         scale = np.tile([TARGET[name] for name in QUANTITIES], len(runs))
         parallel = OVERLAPPED[self.engine] if overlapped is None else overlapped
 
-        def host_of(x: npt.NDArray[np.float64]) -> HostFit:
+        def host_of(x: Array) -> HostFit:
             step, sequence, prefill = (rounded(float(value)) if value > _NOTHING_S else 0.0 for value in x * _UNIT_S)
             return HostFit(step_s=step, sequence_s=sequence, prefill_s=prefill, overlapped=parallel, source=source)
 
-        def residuals(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        def residuals(x: Array) -> Array:
             ratios = [ratio for run in runs for ratio in self.ratios(run, host_of(x))]
             return np.asarray(np.log(ratios) / scale, dtype=np.float64)
 
@@ -79,7 +75,7 @@ class Serving:
         )
         return host_of(found.x)
 
-    def errors(self, host: HostFit, *, fitted: bool) -> npt.NDArray[np.float64]:
+    def errors(self, host: HostFit, *, fitted: bool) -> Array:
         """Relative errors of TPOT and TTFT (two columns) of the runs of one half."""
         return np.array([self.ratios(run, host) for run in self.runs if run.fitted == fitted]) - 1.0
 

@@ -1,13 +1,12 @@
-"""Markdown tables."""
+"""Markdown tables of the page."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 
-def row(*cells: object) -> str:
-    """One line of a table."""
-    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+from rlsim.validate.rows import markdown
 
 
-def table(head: list[str], rows: list[str]) -> str:
+def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A whole table."""
-    return "\n".join([row(*head), row(*["---"] * len(head)), *rows])
+    return markdown(head, [[str(cell) for cell in row] for row in rows]).strip()

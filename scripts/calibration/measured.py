@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import pandas as pd
+
 from calibration.gpus import Gpu
-from calibration.host import NO_HOST
-from calibration.provenance import COMMON, GROUPED, aiconfigurator_source, provenance, vidur_source
+from calibration.provenance import COMMON, GROUPED, provenance, vidur_source
 from calibration.runtime import runtime_of
-from calibration.tables import (
-    aiconfigurator,
-    all_gemms,
-    custom_all_reduce_tables,
-    decode_attention_table,
-    elementwise_table,
-    gemm_table,
-    nccl_tables,
-    prefill_attention_table,
-    vidur_layers,
-)
+from calibration.tables import all_gemms, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
-from rlsim.calibrate.fit.attention import fit_decode_attention, fit_prefill_attention
-from rlsim.calibrate.fit.collectives import fit_collectives
-from rlsim.calibrate.fit.common import Fitted
+from rlsim.calibrate.fit import decode, gemm
+from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
+from rlsim.calibrate.fit.decode import decode_rows, fit_decode_attention, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
-from rlsim.calibrate.fit.gemm import fit_gemm
-from rlsim.calibrate.fit.skew import derived_skew
+from rlsim.calibrate.fit.gemm import fit_gemm, gemm_rows, kernel_gemm
+from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
+from rlsim.calibrate.fit.kernels import predict
+from rlsim.calibrate.fit.prefill import kernel_prefill_attention
+from rlsim.calibrate.importers import vidur
+from rlsim.calibrate.node import measured_node
+from rlsim.calibrate.points import Fitted, residual
+from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import (
     Calibration,
-    DecodeAttentionFit,
+    CollectiveFits,
     Engine,
-    GemmFit,
     MemoryOpFit,
     OperatorFits,
     Reference,
@@ -39,87 +36,90 @@ from rlsim.cost.calibration import (
 )
 from rlsim.hardware import load_cluster
 
+ELEMENTWISE_NOTE = "sum over a layer's kernels, token counts not fitted; kernels timed to 1 us"
 
-def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> tuple[Calibration, dict[str, Residual]]:
-    """The calibration of one GPU and engine, host time still zero, and its comparisons with L2-hot rows."""
+
+def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
+    """The calibration of one GPU and engine, host time still zero."""
     ref = Reference.of(load_cluster(gpu.cluster))
-    gemm = _gemm(data, gpu, engine, ref)
-    decode = _decode(data, gpu, engine, ref, skew=derived_skew(ref, uniform=engine == "trtllm"))
-    prefill = fit_prefill_attention(prefill_attention_table(aiconfigurator(data, gpu.prefill_attention(engine))), ref)
-    memory = _elementwise(data, gpu)
-    collectives, collective_residuals = fit_collectives(
-        nccl_tables(aiconfigurator(data, gpu.collectives())),
-        custom_all_reduce_tables(aiconfigurator(data, gpu.all_reduce(engine))),
-    )
+    measured = operator_tables(data, gpu, engine)
+    kernels = {
+        "gemm": kernel_gemm(measured.table("gemm"), ref, cold=False),
+        "decode_attention": kernel_decode_attention(measured.table("decode_attention"), ref, engine, cold=False),
+        "prefill_attention": kernel_prefill_attention(measured.table("prefill_attention"), ref),
+        "memory_bound": _elementwise(data, gpu),
+    }
+    node = measured_node(gpu.name, ref)
+    collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
     notes = list(COMMON)
     if engine == "trtllm":
         notes.append(GROUPED)
-    donor = gpu.elementwise_donor()
-    if not gpu.name.startswith(donor):
+    if not gpu.name.startswith(gpu.elementwise_donor):
+        donor = gpu.elementwise_donor
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
-    files = (
-        gpu.gemm(engine),
-        gpu.decode_attention(engine),
-        gpu.prefill_attention(engine),
-        gpu.all_reduce(engine),
-        gpu.collectives(),
-    )
-    release = f"{engine} {gpu.versions[engine]}, NCCL {gpu.nccl}"
-    calibration = Calibration(
+    residuals = {name: item for part in kernels.values() for name, item in part.residuals.items()}
+    return Calibration(
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
-        provenance=provenance((aiconfigurator_source(files, release), vidur_source(gpu.vidur)), notes),
+        provenance=provenance((*measured.sources, vidur_source(gpu.vidur)), notes),
         reference=ref,
-        operators=OperatorFits(
-            gemm=gemm.fit, decode_attention=decode.fit, prefill_attention=prefill.fit, memory_bound=memory.fit
-        ),
-        collectives=collectives,
+        operators=OperatorFits.model_validate({name: part.fit for name, part in kernels.items()}),
+        collectives=_in_order(collectives.fit),
         host=NO_HOST,
         runtime=runtime_of(engine),
         training=_training(data, gpu, ref),
-        residuals={
-            "gemm": gemm.residual,
-            "decode_attention": decode.residual,
-            "prefill_attention": prefill.residual,
-            **({"prefill_attention_long": prefill.long} if prefill.long else {}),
-            "memory_bound": memory.residual,
-            **collective_residuals,
-        },
+        residuals={**residuals, **_described(collectives.residuals)},
     )
-    hot = {"gemm": gemm.hot, "decode_attention": decode.hot}
-    return calibration, {name: item for name, item in hot.items() if item is not None}
+
+
+def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, Residual]:
+    """How its kernels compare with held-out rows whose operands were in L2, by operator."""
+    measured, ref = operator_tables(data, gpu, calibration.engine), calibration.reference
+    gemms, attention = measured.table("gemm"), _usual_heads(measured.table("decode_attention"))
+    products, steps = gemm_rows(gemms, ref), decode_rows(attention, ref)
+    in_l2 = ~steps.beyond & (attention.context >= 128) & steps.test & (attention.batch <= 512)
+    hot = {gemm.KERNEL: gemms[products.hot & products.test], decode.KERNEL: attention[in_l2]}
+    return {
+        kernel.operator: residual(
+            predict(kernel, getattr(calibration.operators, kernel.operator), ref, rows), rows.seconds, {}
+        )
+        for kernel, rows in hot.items()
+        if len(rows)
+    }
 
 
 def with_hot_rows(data: Path, gpu: Gpu, cold: Calibration) -> Calibration:
     """`cold` with kernels fitted to all rows, L2-hot ones included: the treatment that rlsim does not use."""
+    measured, ref = operator_tables(data, gpu, cold.engine), cold.reference
+    attention = _usual_heads(measured.table("decode_attention"))
     update = {
-        "gemm": _gemm(data, gpu, cold.engine, cold.reference, include_hot=True).fit,
-        "decode_attention": _decode(data, gpu, cold.engine, cold.reference, skew=0.0, include_hot=True).fit,
+        "gemm": fit_gemm(measured.table("gemm"), ref, include_hot=True),
+        "decode_attention": fit_decode_attention(attention, ref, skew=0.0, include_hot=True),
     }
     return cold.model_copy(update={"operators": cold.operators.model_copy(update=update)})
 
 
-def _gemm(data: Path, gpu: Gpu, engine: str, ref: Reference, include_hot: bool = False) -> Fitted[GemmFit]:
-    return fit_gemm(gemm_table(aiconfigurator(data, gpu.gemm(engine))), ref, include_hot)
-
-
-def _decode(
-    data: Path, gpu: Gpu, engine: str, ref: Reference, skew: float, include_hot: bool = False
-) -> Fitted[DecodeAttentionFit]:
-    table = decode_attention_table(aiconfigurator(data, gpu.decode_attention(engine)))
-    if engine == "trtllm":
-        table = table[table.q_heads == table.kv_heads]  # its grouped-query rows outrun the memory (GROUPED)
-    return fit_decode_attention(table, ref, skew, include_hot)
+def _usual_heads(table: pd.DataFrame) -> pd.DataFrame:
+    return usual_groups(table[table.head_dim == HEAD_DIM], "decode_attention")
 
 
 def _elementwise(data: Path, gpu: Gpu) -> Fitted[MemoryOpFit]:
     """Fitted on the data-sheet figures of the GPU that was measured."""
-    cluster = load_cluster({"h100": "8xh100", "a100": "8xa100", "a40": "8xa40"}[gpu.elementwise_donor()])
-    return fit_elementwise(elementwise_table(vidur_layers(data, gpu.vidur)), Reference.of(cluster))
+    table = vidur.elementwise_table(vidur_layers(data, gpu.vidur))
+    return fit_elementwise(table, Reference.of(load_cluster(f"8x{gpu.elementwise_donor}")), ELEMENTWISE_NOTE)
+
+
+def _in_order(fits: CollectiveFits) -> CollectiveFits:
+    return fits.model_copy(update={"nccl": {op: fits.nccl[op] for op in FITTED}})
+
+
+def _described(residuals: Mapping[str, Residual]) -> dict[str, Residual]:
+    note = "each message size by a fit through the others"
+    notes = {"nccl": f"{note}; all operations", "custom_all_reduce": note}
+    return {name: item.model_copy(update={"note": notes[name]}) for name, item in residuals.items()}
 
 
 def _training(data: Path, gpu: Gpu, ref: Reference) -> TrainingFit:
     """The same for every engine: the large GEMMs come from SGLang's tables."""
-    table = gpu.gemm("sglang")
-    return training_fit(large_gemm_share(all_gemms(aiconfigurator(data, table)), ref.bf16_flop_per_s), table)
+    return training_fit(large_gemm_share(all_gemms(data, gpu, "sglang"), ref.bf16_flop_per_s), gpu.gemm("sglang"))

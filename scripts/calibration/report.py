@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
-import numpy.typing as npt
+import pandas as pd
 
 from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
 from calibration.catalogue import Catalogue
-from calibration.derived import is_derived
-from calibration.host import NO_HOST, Serving
-from calibration.markdown import row, table
+from calibration.gpus import DERIVED
+from calibration.host import Serving
+from calibration.markdown import table
 from calibration.provenance import SCRIPT
-from calibration.tables import DecodePoint, cpu_overheads, decode_sums
+from calibration.tables import cpu_overheads, decode_sums
 from calibration.training_report import training_section
-from rlsim.calibrate.fit.common import percent
+from rlsim.calibrate.fit.common import Array, percent
+from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, HostFit, Residual
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster
@@ -54,23 +57,9 @@ def _errors(item: Residual) -> tuple[str, str, str, int]:
     return percent(item.median), percent(item.p90), percent(item.bias), item.count
 
 
-def _operators(made: dict[str, Calibration]) -> str:
-    rows = []
-    for name in sorted(made):
-        if is_derived(made[name]):
-            continue
-        for key, item in made[name].residuals.items():
-            rows.append(row(name, NAMES[key], *_errors(item)))
-    return "## Operators on held-out shapes\n\n" + table(
-        ["calibration", "operator", "median", "p90", "bias", "rows"], rows
-    )
-
-
-def _hot(hot: dict[str, dict[str, Residual]]) -> str:
-    rows = [row(name, NAMES[key], *_errors(item)) for name in sorted(hot) for key, item in hot[name].items()]
-    return "## Against L2-hot rows (not fitted)\n\n" + table(
-        ["calibration", "operator", "median", "p90", "bias", "rows"], rows
-    )
+def _residuals(found: dict[str, Mapping[str, Residual]]) -> str:
+    rows = [(name, NAMES[key], *_errors(item)) for name, items in found.items() for key, item in items.items()]
+    return table(["calibration", "operator", "median", "p90", "bias", "rows"], rows)
 
 
 def _a40(calibration: Calibration) -> str:
@@ -79,9 +68,8 @@ def _a40(calibration: Calibration) -> str:
     for (tp, batch), measured in PAT_LATENCIES.items():
         shown = RooflineStep(model, tp, cluster, calibration).decode(batch).step_s(batch * PAT_CONTEXT)
         origin = "predicted" if tp == 2 else "used for the 8-GPU all-reduce"
-        rows.append(
-            row(f"TP{tp}", batch, f"{measured * 1e3:.2f}", f"{shown * 1e3:.2f}", percent(shown / measured - 1), origin)
-        )
+        error = percent(shown / measured - 1)
+        rows.append((f"TP{tp}", batch, f"{measured * 1e3:.2f}", f"{shown * 1e3:.2f}", error, origin))
     eight = calibration.collectives.nccl["all_reduce"][8]
     latency = eight.time_s[0]
     rate = (eight.message_bytes[-1] - eight.message_bytes[0]) / (eight.time_s[-1] - eight.time_s[0])
@@ -96,7 +84,7 @@ whatever else TP8 adds on that machine. Prefill attention has no A40 table: its 
 """
 
 
-def _sums(made: dict[str, Calibration], sums: list[DecodePoint]) -> str:
+def _sums(made: dict[str, Calibration], sums: pd.DataFrame) -> str:
     model = load_model("llama-3.1-8b")
     rows = []
     for name, cluster_name, gpu in (
@@ -106,16 +94,14 @@ def _sums(made: dict[str, Calibration], sums: list[DecodePoint]) -> str:
     ):
         cluster = load_cluster(cluster_name)
         bare = made[name].model_copy(update={"host": NO_HOST})
-        by_tp: dict[int, list[float]] = {}
-        for point in sums:
-            if point.gpu == gpu:
-                curve = RooflineStep(model, point.tp, cluster, bare).decode(point.batch)
-                shown = curve.step_s(point.batch * point.context)
-                by_tp.setdefault(point.tp, []).append(shown / point.seconds - 1)
-        for tp, errors in sorted(by_tp.items()):
-            ordered = sorted(errors)
-            mean = sum(abs(e) for e in errors) / len(errors)
-            rows.append(row(gpu, f"TP{tp}", len(errors), percent(mean), percent(ordered[len(ordered) // 2])))
+        for tp, points in sums[sums.gpu == gpu].groupby("tp"):
+            step = RooflineStep(model, int(str(tp)), cluster, bare)
+            errors = [
+                step.decode(point.batch).step_s(point.batch * point.ctx) / point.seconds - 1
+                for point in points.itertuples()
+            ]
+            mean, middle = sum(abs(e) for e in errors) / len(errors), sorted(errors)[len(errors) // 2]
+            rows.append((gpu, f"TP{tp}", len(errors), percent(mean), percent(middle)))
     return f"""## Against sums over Vidur's layers (LLaMA-3-8B decode with LM head, no host time)
 
 Differences, not errors: the sums take A40's linear layers from a third party and, for A40 at TP8, an all-reduce
@@ -132,7 +118,7 @@ def _serving(serving: dict[Engine, Serving], variants: dict[Engine, Serving]) ->
         other_way = item.fit([run for run in item.runs if run.fitted], "", overlapped=not item.host.overlapped)
         for name, host in (("", item.host), (", halves swapped", item.swapped), (", the other way", other_way)):
             hosts.append(
-                row(
+                (
                     f"{engine} {item.version}{name}",
                     "beside the GPU" if host.overlapped else "after the GPU",
                     f"{host.step_s * 1e3:.2f}",
@@ -147,9 +133,9 @@ def _serving(serving: dict[Engine, Serving], variants: dict[Engine, Serving]) ->
             ("halves swapped", item.swapped, True),
             ("the other way", other_way, False),
         ):
-            errors.append(row(engine, name, *_two(item.errors(host, fitted=fitted))))
+            errors.append((engine, name, *_two(item.errors(host, fitted=fitted))))
         for label, one in (("cold", item), ("hot rows included", variants[engine])):
-            compare.append(row(engine, label, *_two(one.errors(one.host, fitted=False))))
+            compare.append((engine, label, *_two(one.errors(one.host, fitted=False))))
     quantities = ["TPOT error", "bias", "TTFT error", "bias"]
     return f"""## Whole engines: host time, fitted through the closed loop
 
@@ -169,7 +155,7 @@ With each treatment of L2:
 """
 
 
-def _two(errors: npt.NDArray[np.float64]) -> list[str]:
+def _two(errors: Array) -> list[str]:
     """Mean absolute and mean signed error of each column."""
     pairs = ((percent(float(np.abs(column).mean())), percent(float(column.mean()))) for column in errors.T)
     return [cell for pair in pairs for cell in pair]
@@ -177,7 +163,7 @@ def _two(errors: npt.NDArray[np.float64]) -> list[str]:
 
 def _host_check(measured: list[tuple[str, str, int, float, float]], vllm: HostFit) -> str:
     head = ["GPU's machine", "model", "TP", "per step, ms", "per sequence, ms"]
-    rows = [row(gpu, model, tp, f"{step * 1e3:.2f}", f"{seq * 1e3:.3f}") for gpu, model, tp, step, seq in measured]
+    rows = [(gpu, model, tp, f"{step * 1e3:.2f}", f"{seq * 1e3:.3f}") for gpu, model, tp, step, seq in measured]
     return f"""## Is it host time? An independent look
 
 The vLLM rows above are all Qwen3-32B at TP2, the SGLang rows Qwen3-32B at TP4, the TensorRT-LLM rows LLaMA-3.1-8B at
@@ -193,9 +179,9 @@ generation settings ask for top-k and top-p sampling, for which this vLLM sorts 
 
 
 def _derived(made: dict[str, Calibration]) -> str:
-    derived = [name for name in sorted(made) if is_derived(made[name])]
+    derived = [name for name in sorted(made) if made[name].gpu in DERIVED]
     skews = {name: made[name].operators.decode_attention.skew for name in sorted(made) if name not in derived}
-    skew = table(["calibration", "skew"], [row(name, f"{value:.2f}") for name, value in skews.items()])
+    skew = table(["calibration", "skew"], [(name, f"{value:.2f}") for name, value in skews.items()])
     return f"""## Derived, not measured
 
 - {", ".join(derived)}: kernels of the H100 at their own data-sheet figures; H800's collectives are H100's with the
@@ -218,10 +204,11 @@ blocks over
 def report(catalogue: Catalogue) -> str:
     """The whole page."""
     made = catalogue.all()
+    measured = {name: made[name].residuals for name in sorted(made) if made[name].gpu not in DERIVED}
     parts = [
         INTRO,
-        _operators(made),
-        _hot(catalogue.hot()),
+        "## Operators on held-out shapes\n\n" + _residuals(measured),
+        "## Against L2-hot rows (not fitted)\n\n" + _residuals(catalogue.hot()),
         _a40(made["a40-sglang"]),
         _sums(made, decode_sums(catalogue.data)),
         _serving(catalogue.servings(), catalogue.servings_hot()),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibration.derived import is_derived
-from calibration.gpus import A40_VIDUR, GPUS
-from calibration.markdown import row, table
+from calibration.gpus import A40_VIDUR, DERIVED, GPUS
+from calibration.markdown import table
 from calibration.real import CALLS, check_real
-from calibration.tables import aiconfigurator, all_gemms, training_runs, vidur_gemm_table, vidur_layers
+from calibration.tables import all_gemms, training_runs, vidur_layers
 from calibration.training import LARGE_GEMMS, SHARES, large_gemm_share
 from calibration.verl import Timing, TrainingEfficiencies, fit_training
+from rlsim.calibrate.importers import vidur
 from rlsim.cost.calibration import Calibration
 from rlsim.hardware import load_gpu
 
@@ -18,9 +18,8 @@ from rlsim.hardware import load_gpu
 def training_section(data: Path, made: dict[str, Calibration]) -> str:
     """Shares, what they are fitted to, and how they do on rows they have not seen."""
     found = fit_training(training_runs(data))
-    real = made["h100-sxm-sglang"].training.flop_efficiency["megatron"]
     h20 = made["h20-sglang"].training.flop_efficiency["fsdp"]
-    nvlink = _share(data, found.cases[0].efficiency)
+    nvlink = found.cases[0].efficiency / own_gemm_share(data, "a100-sxm-80gb")
     return f"""## Training efficiency
 
 No backward pass, optimizer or whole training step is in the operator tables. The one free number of the training
@@ -44,7 +43,7 @@ Response lengths are drawn from a lognormal with the row's mean, its cap and an 
 interconnect. At NVLink's bus rate one efficiency cannot give both FSDP rows, so the bus rate is fitted beside it: two
 numbers from four timings of one model on one machine. Seconds are predicted / measured.
 
-{_verl(found)}
+{verl_table(found)}
 
 - **The fsdp share rests on the fitted bus rate** of {found.bus_bytes_per_s / 1e9:.0f} GB/s, a guess about that machine.
   Were it NVLink after all, the share would be {nvlink:.2f} and the rows {_spread(found)} off.
@@ -59,45 +58,41 @@ numbers from four timings of one model on one machine. Seconds are predicted / m
 - Rows 22, 28 and 29 state neither lengths nor a layout and are not used. Nothing here is checked on L40S, H200, A40,
   GH200 or H800.
 
-### REAL's calls
+{_real_section(made["h100-sxm-sglang"].training.flop_efficiency["megatron"])}
+"""
+
+
+def _real_section(real: float) -> str:
+    return f"""### REAL's calls
 
 The same Megatron share on H100 (efficiency {real:.2f}) against the {len(CALLS)} times per call that REAL publishes for
 7B actors and critics, nothing fitted. The model spreads layouts further apart than the measurements do: tensor
 parallelism over 8 comes out too fast, a pipeline of 4 stages too slow. Do not compare training layouts with this model
 without a measurement of your own.
 
-{_real(real)}
-"""
+{real_table(real)}"""
 
 
 def _gpus(data: Path, made: dict[str, Calibration]) -> str:
     rows = []
-    for gpu in GPUS:
-        shares = [
-            f"{large_gemm_share(all_gemms(aiconfigurator(data, gpu.gemm(engine))), _peak(gpu.name)):.2f}"
-            for engine in gpu.versions
-        ]
-        rows.append(row(gpu.name, *shares, *_efficiencies(made[f"{gpu.name}-sglang"])))
-    a40 = large_gemm_share(vidur_gemm_table(vidur_layers(data, A40_VIDUR)), _peak("a40"))
-    rows.append(row("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-sglang"])))
-    derived = [item for item in made.values() if is_derived(item) and item.engine == "sglang"]
-    rows += [row(item.gpu, "carried over", "", "", *_efficiencies(item)) for item in derived]
-    engines = [f"GEMM, {engine}" for engine in GPUS[0].versions]
+    for gpu in GPUS.values():
+        shares = [f"{own_gemm_share(data, gpu.name, engine):.2f}" for engine in gpu.versions]
+        rows.append((gpu.name, *shares, *_efficiencies(made[f"{gpu.name}-sglang"])))
+    a40 = large_gemm_share(vidur.gemm_table(vidur_layers(data, A40_VIDUR)), load_gpu("a40").bf16_flop_per_s)
+    rows.append(("a40", f"{a40:.2f} (Vidur)", "", "", *_efficiencies(made["a40-sglang"])))
+    derived = [item for item in made.values() if item.gpu in DERIVED and item.engine == "sglang"]
+    rows += [(item.gpu, "carried over", "", "", *_efficiencies(item)) for item in derived]
+    engines = [f"GEMM, {engine}" for engine in next(iter(GPUS.values())).versions]
     return table(["GPU", *engines, *SHARES], rows)
 
 
-def _peak(gpu: str) -> float:
-    return load_gpu(gpu).bf16_flop_per_s
+def own_gemm_share(data: Path, gpu: str, engine: str = "sglang") -> float:
+    """What share of its peak a GPU's large GEMMs reach in an engine's table."""
+    return large_gemm_share(all_gemms(data, GPUS[gpu], engine), load_gpu(gpu).bf16_flop_per_s)
 
 
 def _efficiencies(calibration: Calibration) -> list[str]:
     return [f"{calibration.training.flop_efficiency[name]:.3f}" for name in SHARES]
-
-
-def _share(data: Path, efficiency: float) -> float:
-    """A share of A100's peak as a share of its large-GEMM rate."""
-    gpu = next(gpu for gpu in GPUS if gpu.name == "a100-sxm-80gb")
-    return efficiency / large_gemm_share(all_gemms(aiconfigurator(data, gpu.gemm("sglang"))), _peak(gpu.name))
 
 
 def _spread(found: TrainingEfficiencies) -> str:
@@ -111,9 +106,10 @@ def _timing(timing: Timing) -> str:
     return f"{timing.predicted_s:.1f} / {timing.measured_s:.1f} ({timing.error:+.0%})"
 
 
-def _verl(found: TrainingEfficiencies) -> str:
+def verl_table(found: TrainingEfficiencies) -> str:
+    """Predicted and measured seconds of the veRL rows, by case."""
     rows = [
-        row(
+        (
             case.title,
             f"{case.efficiency:.3f}",
             item.label,
@@ -127,9 +123,10 @@ def _verl(found: TrainingEfficiencies) -> str:
     return table(["case", "share of peak", "row", "old_log_prob, s", "update_actor, s", "role"], rows)
 
 
-def _real(efficiency: float) -> str:
+def real_table(efficiency: float) -> str:
+    """Predicted and measured seconds of the calls that REAL publishes."""
     rows = [
-        row(call.name, "TP{} PP{} DP{}".format(*call.layout), *(_timing(timing) for timing in timings), *[""] * missing)
+        (call.name, "TP{} PP{} DP{}".format(*call.layout), *(_timing(timing) for timing in timings), *[""] * missing)
         for call, timings in check_real(efficiency)
         for missing in (2 - len(timings),)
     ]

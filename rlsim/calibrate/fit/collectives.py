@@ -6,27 +6,83 @@ import math
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import least_squares
+from scipy.optimize import isotonic_regression, least_squares
 
-from rlsim.calibrate.fit.common import Array, CollectiveTable, residual, rounded
-from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Residual
+from rlsim.calibrate.fit.common import Array, Mask, columns_of, rounded
+from rlsim.calibrate.fit.kernels import FEWEST
+from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
+from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Reference
+from rlsim.cost.collectives import Collectives
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster
 
-Residuals = dict[str, Residual]
-
-#: Names in NCCL's tables and in rlsim.
-OPERATIONS = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-}
 INTER_EFFICIENCY = 0.8  # share of the inter-node link; assumed
 COLLECTIVE_KNOTS = tuple(2.0**e for e in (9, 12, 14, 16, 17, 18, 19, 20, 22, 23, 24, 26))
+MANY_SIZES = 16  # of one collective, from which knots are fewer than sizes
+FITTED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+DERIVED = ("broadcast", "send_recv")  # the simulator derives these from all-gather
+CUSTOM = "custom_all_reduce"  # the engine's own
+
+
+def kernel_collectives(
+    table: pd.DataFrame, ref: Reference, node: Cluster, *, one_by_one: bool = False
+) -> Fitted[CollectiveFits]:
+    """Collectives of `table` (op, gpus, bytes, seconds) inside one node.
+
+    Knots go through all sizes; how far they are off between those is seen by leaving sizes out: many sizes by thirds,
+    few (all of them if `one_by_one`) each on its own. Broadcast and send/receive are compared with what the simulator
+    derives for them.
+    """
+    known = (*FITTED, *DERIVED, CUSTOM)
+    unknown = sorted(set(table.op) - set(known))
+    if unknown:
+        raise CalibrationError(f"the collective table has unknown operations: {', '.join(unknown)}; known: {known}")
+    curves: dict[str, dict[int, CollectiveFit]] = {CUSTOM: {}}
+    parts, few = [], []
+    for (op, gpus), rows in table[~table.op.isin(DERIVED)].groupby(["op", "gpus"]):
+        rows = rows.groupby("bytes", as_index=False)[["seconds"]].median()
+        op, gpus = str(op), int(str(gpus))
+        if len(rows) < FEWEST["collective"]:
+            few.append(f"{op} on {gpus} GPUs: {len(rows)} message sizes")
+            continue
+        curves.setdefault(op, {})[gpus] = curve(rows)
+        values, test = _left_out(rows, len(rows) if one_by_one or len(rows) < MANY_SIZES else 3)
+        labels = _labels(rows.assign(op=op, gpus=gpus))
+        parts.append(point_rows(CUSTOM if op == CUSTOM else "nccl", labels, rows.seconds, values, test))
+    if not parts:
+        found = ", ".join(few) or f"only {', '.join(sorted(set(table.op)))}"
+        raise CalibrationError(
+            f"collective: {found}; at least {FEWEST['collective']} are needed of one of {', '.join(FITTED)}"
+        )
+    custom = curves.pop(CUSTOM)
+    fits = CollectiveFits(nccl=curves, custom_all_reduce=custom, inter_efficiency=INTER_EFFICIENCY)
+    points = join(parts)
+    own = table.op == CUSTOM
+    residuals = {
+        name: residual_of(points[points.operator == name], table[rows][["bytes"]], "sizes left out in turn")
+        for name, rows in (("nccl", ~own), (CUSTOM, own))
+        if (points.operator == name).any()
+    }
+    derived = table[table.op.isin(DERIVED)]
+    if len(derived) and fits.nccl.get("all_gather"):
+        extra = _derived_points(derived, Collectives(fits, ref, node))
+        note = "broadcast and send/receive as derived from all-gather, none fitted"
+        residuals["collective_derived"] = residual_of(extra, derived[["bytes"]], note)
+        points = join([points, extra])
+    return Fitted(fits, residuals, points, tuple(f"{what}, too few to fit, left out" for what in few))
+
+
+def curve(rows: pd.DataFrame) -> CollectiveFit:
+    """The usual knots through many sizes; few sizes are knots themselves, their times made to rise."""
+    if len(rows) >= MANY_SIZES:
+        return fit_collective(rows)
+    times = np.exp(isotonic_regression(np.log(rows.seconds.to_numpy(float))).x)
+    return CollectiveFit(message_bytes=tuple(rows.bytes.astype(float)), time_s=tuple(rounded(times.tolist())))
 
 
 def fit_collective(table: pd.DataFrame) -> CollectiveFit:
     """Log-log knots through one collective's bytes and seconds."""
-    sizes, seconds = table.bytes.to_numpy(float), table.seconds.to_numpy(float)
+    sizes, seconds = columns_of(table, ("bytes", "seconds"))
     x, y = np.log(sizes), np.log(seconds)
     inner = [k for k in COLLECTIVE_KNOTS if k < sizes.max() / 1.01 and np.abs(np.log2(sizes / k)).min() < 0.5]
     knots = np.log([*inner, sizes.max()])
@@ -47,32 +103,31 @@ def fit_collective(table: pd.DataFrame) -> CollectiveFit:
     )
 
 
-def _left_out(table: pd.DataFrame) -> Array:
-    """Log errors at every size but the smallest and largest, each by a fit through all the others."""
-    ordered = table.sort_values("bytes").reset_index(drop=True)
-    errors = []
-    for i in range(1, len(ordered) - 1):
-        fit = fit_collective(ordered.drop(index=i))
-        shown = np.interp(np.log(ordered.bytes[i]), np.log(fit.message_bytes), np.log(fit.time_s))
-        errors.append(float(shown - np.log(ordered.seconds[i])))
-    return np.asarray(errors)
+def _left_out(rows: pd.DataFrame, turns: int) -> tuple[Array, Mask]:
+    """Every row's time from knots through the other rows, every `turns`-th left out at once, and which rows these are:
+    the outermost sizes are in sample."""
+    size = rows.bytes.to_numpy(float)
+    place = np.arange(len(rows))
+    inner = (place > 0) & (place < len(rows) - 1)
+    values = _times(curve(rows), size)
+    for turn in range(turns):
+        chosen = inner & (place % turns == turn)
+        if chosen.any():
+            values[chosen] = _times(curve(rows[~chosen]), size[chosen])
+    return values, inner
 
 
-def fit_collectives(nccl: list[CollectiveTable], custom: list[CollectiveTable]) -> tuple[CollectiveFits, Residuals]:
-    """NCCL by operation and GPUs, the engine's own all-reduce by GPUs, and how closely the knots follow both."""
-    fits: dict[str, dict[int, CollectiveFit]] = {name: {} for name in OPERATIONS.values()}
-    for item in nccl:
-        fits[OPERATIONS[item.op]][item.gpus] = fit_collective(item.table)
-    own = {item.gpus: fit_collective(item.table) for item in custom}
+def _times(fit: CollectiveFit, size: Array) -> Array:
+    return np.asarray(np.exp(np.interp(np.log(size), np.log(fit.message_bytes), np.log(fit.time_s))))
 
-    def score(items: list[CollectiveTable], note: str) -> Residual:
-        errors = [_left_out(item.table) for item in items]
-        ratio = np.exp(np.concatenate(errors))
-        sizes = np.concatenate([item.table.bytes.to_numpy(float) for item in items])
-        return residual(ratio, np.ones(len(ratio)), {"bytes": sizes}, note)
 
-    note = "each message size by a fit through the others"
-    residuals = {"nccl": score(nccl, f"{note}; all operations")}
-    if custom:
-        residuals["custom_all_reduce"] = score(custom, note)
-    return CollectiveFits(nccl=fits, custom_all_reduce=own, inter_efficiency=INTER_EFFICIENCY), residuals
+def _derived_points(table: pd.DataFrame, collectives: Collectives) -> pd.DataFrame:
+    values = [
+        collectives.time_s(str(op), float(size), int(gpus))
+        for op, size, gpus in zip(table.op, table.bytes, table.gpus, strict=True)
+    ]
+    return point_rows("collective_derived", _labels(table), table.seconds, values, True)
+
+
+def _labels(table: pd.DataFrame) -> list[str]:
+    return [f"{op}, {n} GPUs, {x:.0f} bytes" for op, n, x in zip(table.op, table.gpus, table.bytes, strict=True)]

@@ -1,56 +1,27 @@
-"""What every fit shares: held-out rows, robust losses, residuals, and rounding to what the data tell."""
+"""What every fit shares: held-out rows, robust losses, and rounding to what the data tell."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.optimize import OptimizeResult, least_squares
 
-from rlsim.cost.calibration import (
-    DecodeAttentionFit,
-    GemmFit,
-    MemoryOpFit,
-    OperatorFits,
-    PrefillAttentionFit,
-    Reference,
-    Residual,
-)
-from rlsim.cost.operators import Operators
-from rlsim.schema import validate
+from rlsim.schema import Schema, validate
 
 Array = NDArray[np.float64]
-Fit = TypeVar("Fit", GemmFit, DecodeAttentionFit, PrefillAttentionFit, MemoryOpFit)
-
+Mask = NDArray[np.bool_]
+S = TypeVar("S", bound=Schema)
 
 HELD_OUT = 0.25  # share of the distinct shapes that no fit sees
+SCALE = 0.1  # log errors beyond this count less and less (soft L1)
 
 
-@dataclass
-class Fitted(Generic[Fit]):
-    """A fit, its residual on held-out rows, and how it compares with rows measured with operands in L2 and with long
-    prompts."""
-
-    fit: Fit
-    residual: Residual
-    hot: Residual | None = None
-    long: Residual | None = None
-
-
-@dataclass(frozen=True)
-class CollectiveTable:
-    """One collective on some GPUs: message bytes and seconds."""
-
-    op: str
-    gpus: int
-    table: pd.DataFrame
-
-
-def held_out(keys: pd.Series) -> NDArray[np.bool_]:
+def held_out(keys: pd.Series) -> Mask:
     """True for the rows of a fixed random quarter of the distinct keys."""
     distinct = np.unique(keys.to_numpy())
     rng = np.random.default_rng(20)
@@ -58,9 +29,37 @@ def held_out(keys: pd.Series) -> NDArray[np.bool_]:
     return np.asarray(keys.isin(chosen).to_numpy(), dtype=bool)
 
 
-def robust(error: Array) -> float:
-    """Mean soft-L1 loss of log errors, scale 0.1."""
-    return float(np.mean(2.0 * (np.sqrt(1.0 + (error / 0.1) ** 2) - 1.0)))
+def held_out_rows(keys: pd.Series) -> Mask:
+    """A quarter of the shapes, or of the rows where there are fewer than four shapes."""
+    if keys.nunique() >= 4:
+        return held_out(keys)
+    return held_out(pd.Series([f"row {i}" for i in range(len(keys))]))
+
+
+def columns_of(table: pd.DataFrame, names: Sequence[str]) -> list[Array]:
+    """These columns as floats."""
+    return [table[name].to_numpy(float) for name in names]
+
+
+def soft_l1(error: Array) -> Array:
+    """Half the soft-L1 loss of each log error."""
+    return np.asarray(np.sqrt(1.0 + (error / SCALE) ** 2) - 1.0)
+
+
+def fit_logs(
+    shown: Callable[[Array], Array], measured: Array, start: Array, *, pull: float = 0.0, within: float = math.inf
+) -> OptimizeResult:
+    """Least squares of log(shown(parameters) / measured) with a soft-L1 loss.
+
+    `pull` is the weight of a parameter's distance from its start: it holds what the rows do not tell. No parameter
+    goes further from it than `within`.
+    """
+
+    def error(p: Array) -> Array:
+        logs = np.log(shown(p) / measured)
+        return np.concatenate([logs, pull * (p - start)]) if pull else logs
+
+    return least_squares(error, start, loss="soft_l1", f_scale=SCALE, bounds=(start - within, start + within))
 
 
 def descend(loss: Callable[[Array], float], start: Array, rounds: int = 40) -> tuple[Array, float]:
@@ -94,21 +93,6 @@ def unsquash(y: float) -> float:
     return math.log(y / (1.0 - y))
 
 
-def residual(
-    predicted: Iterable[float], measured: Iterable[float], ranges: dict[str, Array], note: str = ""
-) -> Residual:
-    """Error statistics of a prediction and the ranges it was measured over."""
-    ratio = np.fromiter(predicted, float) / np.fromiter(measured, float) - 1.0
-    return Residual(
-        count=len(ratio),
-        median=float(np.median(np.abs(ratio))),
-        p90=float(np.quantile(np.abs(ratio), 0.9)),
-        bias=float(np.median(ratio)),
-        ranges={name: (float(np.min(values)), float(np.max(values))) for name, values in ranges.items()},
-        note=note,
-    )
-
-
 def rounded(value: Any) -> Any:
     """Floats to four significant digits, everywhere in a nested record."""
     if isinstance(value, float):
@@ -122,55 +106,11 @@ def rounded(value: Any) -> Any:
     return value
 
 
+def as_written(record: S) -> S:
+    """The record with the digits that its file will hold."""
+    return validate(rounded(record.model_dump()), type(record))
+
+
 def percent(value: float) -> str:
     """A share as text."""
     return f"{100 * value:.1f}%"
-
-
-_NEUTRAL = {
-    "gemm": {
-        "launch_s": 0.0,
-        "memory_efficiency": 1.0,
-        "k_overhead": 0.0,
-        "split_s": 0.0,
-        "blend": 2.0,
-        "wave_rounding": 1.0,
-        "tiles": [{"m": 128, "n": 128, "efficiency": 1.0}],
-        "splits": [1],
-    },
-    "decode_attention": {
-        "floor_s": 0.0,
-        "floor_tile_s": 0.0,
-        "floor_sequence_s": 0.0,
-        "stream_s": 0.0,
-        "stream_tile_s": 0.0,
-        "stream_sequence_s": 0.0,
-        "parallelism": [0.0],
-        "efficiency": [1.0],
-        "skew": 0.0,
-    },
-    "prefill_attention": {
-        "launch_s": 0.0,
-        "block_tokens": 128,
-        "overhead_tokens": 0.0,
-        "blend": 2.0,
-        "keys": [1.0],
-        "efficiency": [1.0],
-        "single_efficiency": 1.0,
-        "memory_efficiency": 1.0,
-    },
-    "memory_bound": {"launch_s": 0.0, "efficiency": 1.0},
-}
-
-
-def operators_with(
-    ref: Reference,
-    gemm: GemmFit | None = None,
-    decode: DecodeAttentionFit | None = None,
-    prefill: PrefillAttentionFit | None = None,
-    memory: MemoryOpFit | None = None,
-) -> Operators:
-    """Operators in which only the given fit matters: residuals are computed by the code that the simulator runs."""
-    fits = validate(_NEUTRAL, OperatorFits)
-    parts = {"gemm": gemm, "decode_attention": decode, "prefill_attention": prefill, "memory_bound": memory}
-    return Operators(fits.model_copy(update={name: part for name, part in parts.items() if part is not None}), ref)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 from scipy import sparse
 from scipy.sparse.linalg import spsolve
 
@@ -19,16 +20,15 @@ ROWS_PER_KNOT = 1.0  # fewer, and there is no correction
 ROUNDS = 6  # of reweighting
 
 
-def fit_correction(
-    columns: Mapping[str, Array], knots: Mapping[str, Sequence[float]], log_error: Array
-) -> Correction | None:
-    """The factor exp(g) with g multilinear in the logs of `columns` through `log_error` = log(measured / formula).
+def fit_correction(rows: pd.DataFrame, knots: Mapping[str, Sequence[float]], log_error: Array) -> Correction | None:
+    """The factor exp(g) with g multilinear in the logs of columns through `log_error` = log(measured / formula).
 
     Least squares with a soft-L1 loss (iteratively reweighted), a penalty on the differences of neighbouring knots, and
-    a pull to 1 where there are no rows. `columns` are the rows' coordinates by axis, all of one length; `knots` each
-    axis' knots. Knots beyond the rows on both sides are left out, so that the factor is constant outside. None if there
-    are too few rows to tell so many knots apart: the formula then stands alone.
+    a pull to 1 where there are no rows. `knots` are each axis' knots, `rows` have a column for each axis. Knots beyond
+    the rows on both sides are left out, so that the factor is constant outside. None if there are too few rows to tell
+    so many knots apart: the formula then stands alone.
     """
+    columns = {name: rows[name].to_numpy(float) for name in knots}
     axes = {name: _within(knots[name], columns[name]) for name in knots}
     logs = [np.log(values) for values in axes.values()]
     design = _hats([np.log(columns[name]) for name in axes], logs)

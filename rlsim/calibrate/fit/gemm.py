@@ -7,36 +7,146 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
-from scipy.optimize import nnls
+from scipy.optimize import OptimizeResult, nnls
 
 from rlsim.calibrate.fit.common import (
     Array,
-    Fitted,
+    Mask,
+    as_written,
+    columns_of,
     descend,
+    fit_logs,
     held_out,
-    operators_with,
-    residual,
-    robust,
-    rounded,
+    held_out_rows,
+    soft_l1,
     squash,
+    unsquash,
 )
-from rlsim.calibrate.fit.correction import fit_correction
+from rlsim.calibrate.fit.kernels import (
+    Kernel,
+    compared,
+    corrected,
+    distinct,
+    enough_for_all_constants,
+    few_constants,
+)
+from rlsim.calibrate.points import Fitted, residual_of
 from rlsim.cost.calibration import GemmFit, Reference, Tile
-from rlsim.cost.operators import GEMM_AXES
-from rlsim.schema import validate
 
 TILES = ((64, 64), (64, 128), (128, 64), (64, 256), (128, 128), (128, 256), (256, 128))
-
 SPLITS = (1, 2, 4, 8)
-
 CORRECTED_SHAPES = 100  # distinct weights (n, k): with fewer, a correction says more about them than about others
-
+MOST_ROWS = 5000  # of the search for the constants
+SMALL_TILES = ((1, 16), (1, 64), (16, 64), (64, 64), (128, 128))  # the one that suits the rows best is kept
+SMALL_BLEND = 4.0
 KNOTS = {
     "m": [4.0**e for e in range(8)],
     "n": [4.0**e for e in range(4, 9)],
     "k": [4.0**e for e in range(4, 8)],
 }
+KERNEL = Kernel(
+    "gemm",
+    lambda operators, row: operators.gemm_s(row.m, int(row.n), int(row.k)),
+    lambda row: f"{row.m:.0f} x {row.n:.0f} x {row.k:.0f}",
+)
+
+
+def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool) -> Fitted[GemmFit]:
+    """Products of `table` (m, n, k, seconds).
+
+    `cold`: their weights were brought from memory, so every row counts; otherwise rows whose weights the L2 may have
+    held are left out, as `fit_gemm` says.
+    """
+    table = distinct(table, "gemm", ["m", "n", "k"])
+    seen = ref.model_copy(update={"l2_bytes": 1.0}) if cold else ref
+    test, hot, streamed = gemm_rows(table, seen)
+    full = enough_for_all_constants(ref, ~test & ~hot) and streamed.sum() >= 4 and (test & ~hot).any()
+    if full:
+        with np.errstate(divide="ignore"):  # no slope at all: the fit takes its upper bound
+            fit = fit_gemm(table, seen)
+    else:
+        test, hot = held_out_rows(_weights_of(table)), np.zeros(len(table), dtype=bool)
+        fit = small_gemm(table[~test], ref)
+    points = compared(KERNEL, fit, ref, table[~hot], test[~hot])
+    note = f"shapes (n, k) not fitted; {'weights beyond L2 or compute-bound' if full else few_constants(points)}"
+    return Fitted(fit, {"gemm": residual_of(points, table[["m", "n", "k"]], note)}, points)
+
+
+class GemmRows(NamedTuple):
+    """Which rows of a table count for what, as masks."""
+
+    test: Mask  # held out: every row of some weights (n, k)
+    hot: Mask  # bound by memory and under 1.5 L2: neither fitted nor judged
+    streamed: Mask  # of those to fit, products of few rows with weights beyond four times L2
+
+
+def gemm_rows(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> GemmRows:
+    """The rows of `table` (m, n, k); with `include_hot` none is hot."""
+    m, n, k = columns_of(table, ("m", "n", "k"))
+    foot = 2.0 * n * k
+    test = held_out(_weights_of(table))
+    ridge = min(ref.bf16_flop_per_s / ref.memory_bytes_per_s, 64.0 if ref.l2_bytes < 60e6 else 1e9)
+    hot = (foot < 1.5 * ref.l2_bytes) & (m <= ridge) & (not include_hot)
+    return GemmRows(test, hot, (m <= 16) & (foot > 4.0 * ref.l2_bytes) & ~test)
+
+
+def _weights_of(table: pd.DataFrame) -> pd.Series:
+    return table.n.astype(str) + "x" + table.k.astype(str)
+
+
+# All constants --------------------------------------------------------------------------------------------------------
+
+
+def fit_gemm(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> GemmFit:
+    """Fit the GEMM of one GPU. `table`: m, n, k, seconds.
+
+    Rows that are memory-bound and whose weights are under 1.5 L2 are left out and only compared. The memory
+    efficiency comes first, from products of few rows with weights beyond four times L2; the rest follows with it fixed.
+    """
+    test, hot, streamed = gemm_rows(table, ref, include_hot)
+    efficiency = _memory_efficiency(table[streamed], ref)
+    best = _search(table[~test & ~hot], efficiency, ref)
+    fit = GemmFit(
+        launch_s=float(np.exp(best[0]) * 1e-6),
+        memory_efficiency=float(efficiency),
+        k_overhead=float(np.exp(best[1])),
+        split_s=float(np.exp(best[2]) * 1e-6),
+        blend=float(1.0 + np.exp(best[3])),
+        wave_rounding=float(squash(best[4])),
+        tiles=tuple(Tile(m=a, n=b, efficiency=float(e)) for (a, b), e in zip(TILES, squash(best[5:]), strict=True)),
+        splits=SPLITS,
+    )
+    fit = as_written(fit)
+    if len(table[["n", "k"]].drop_duplicates()) < CORRECTED_SHAPES:
+        return fit
+    return corrected(KERNEL, fit, ref, table[~test & ~hot], KNOTS)
+
+
+def _memory_efficiency(rows: pd.DataFrame, ref: Reference) -> float:
+    """From seconds = launch + size / rate, in relative errors."""
+    m, n, k, y = columns_of(rows, ("m", "n", "k", "seconds"))
+    design = np.stack([1.0 / y, 2.0 * (n * k + m * k + m * n) / y], axis=1)
+    (_, slope), _ = nnls(design, np.ones(len(y)))
+    return float(min(1.0 / (slope * ref.memory_bytes_per_s), 0.95))
+
+
+def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference) -> Array:
+    """The other constants, as `gemm_time` takes them: the best of three descents."""
+    chosen = np.random.default_rng(0).choice(np.arange(len(rows)), min(MOST_ROWS, len(rows)), replace=False)
+    m, n, k, y = columns_of(rows.iloc[np.sort(chosen)], ("m", "n", "k", "seconds"))
+    target = np.log(y)
+
+    def loss(p: Array) -> float:
+        # a launch under 0.5 us or a blend above 20 is not told apart by the data
+        guard = max(0.0, -p[0] - 0.7) + max(0.0, p[3] - 3.0)
+        error = np.log(gemm_time(p, memory_efficiency, m, n, k, ref)) - target
+        return float(np.mean(2.0 * soft_l1(error)) + 0.1 * guard)
+
+    found = []
+    for seed in range(3):
+        tiles = np.random.default_rng(seed).normal(0.7, 0.3 * (seed > 0), len(TILES))
+        found.append(descend(loss, np.concatenate([np.log([2.5, 100.0, 3.0, 2.0]), [0.0], tiles])))
+    return min(found, key=lambda pair: pair[1])[0]
 
 
 def gemm_time(p: Array, memory_efficiency: float, m: Array, n: Array, k: Array, ref: Reference) -> Array:
@@ -60,83 +170,36 @@ def gemm_time(p: Array, memory_efficiency: float, m: Array, n: Array, k: Array, 
     return np.asarray(launch + high * (1.0 + (low / high) ** blend) ** (1.0 / blend))
 
 
-class GemmRows(NamedTuple):
-    """Which rows of a table count for what, as masks."""
-
-    test: NDArray[np.bool_]  # held out: every row of some weights (n, k)
-    hot: NDArray[np.bool_]  # bound by memory and under 1.5 L2: neither fitted nor judged
-    streamed: NDArray[np.bool_]  # of those to fit, products of few rows with weights beyond four times L2
+# Few constants --------------------------------------------------------------------------------------------------------
 
 
-def gemm_rows(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> GemmRows:
-    """The rows of `table` (m, n, k); with `include_hot` none is hot."""
-    m, n, k = (table[c].to_numpy(float) for c in ("m", "n", "k"))
-    foot = 2.0 * n * k
-    test = held_out(table.n.astype(str) + "x" + table.k.astype(str))
-    ridge = min(ref.bf16_flop_per_s / ref.memory_bytes_per_s, 64.0 if ref.l2_bytes < 60e6 else 1e9)
-    hot = (foot < 1.5 * ref.l2_bytes) & (m <= ridge) & (not include_hot)
-    return GemmRows(test, hot, (m <= 16) & (foot > 4.0 * ref.l2_bytes) & ~test)
-
-
-def fit_gemm(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> Fitted[GemmFit]:
-    """Fit the GEMM of one GPU. `table`: m, n, k, seconds.
-
-    Rows that are memory-bound and whose weights are under 1.5 L2 are left out and only compared. The memory
-    efficiency comes first, from products of few rows with weights beyond four times L2; the rest follows with it fixed.
-    """
-    m, n, k, y = (table[c].to_numpy(float) for c in ("m", "n", "k", "seconds"))
-    test, hot, large = gemm_rows(table, ref, include_hot)
+def small_gemm(rows: pd.DataFrame, ref: Reference) -> GemmFit:
+    """Launch time, share of the bandwidth and share of the peak, one tile: for tables that cannot tell more."""
+    m, n, k, y = columns_of(rows, ("m", "n", "k", "seconds"))
     size = 2.0 * (n * k + m * k + m * n)
-    # seconds = launch + size / rate, in relative errors
-    design = np.stack([1.0 / y[large], size[large] / y[large]], axis=1)
-    (_, slope), _ = nnls(design, np.ones(large.sum()))
-    efficiency = min(1.0 / (slope * ref.memory_bytes_per_s), 0.95)
-    rng = np.random.default_rng(0)
-    train = np.flatnonzero(~test & ~hot)
-    train = np.sort(rng.choice(train, min(5000, len(train)), replace=False))
-    args = (m[train], n[train], k[train], ref)
-    target = np.log(y[train])
 
-    def loss(p: Array) -> float:
-        # a launch under 0.5 us or a blend above 20 is not told apart by the data
-        guard = max(0.0, -p[0] - 0.7) + max(0.0, p[3] - 3.0)
-        return float(robust(np.log(gemm_time(p, efficiency, *args)) - target) + 0.1 * guard)
+    def fitted(tile: tuple[int, int]) -> OptimizeResult:
+        waves = np.maximum(1.0, np.ceil(m / tile[0]) * np.ceil(n / tile[1]) / ref.sm_count)
+        work = waves * 2.0 * tile[0] * tile[1] * k * ref.sm_count / ref.bf16_flop_per_s
 
-    best, best_loss = None, math.inf
-    for seed in range(3):
-        tiles = np.random.default_rng(seed).normal(0.7, 0.3 * (seed > 0), len(TILES))
-        point, value = descend(loss, np.concatenate([np.log([2.5, 100.0, 3.0, 2.0]), [0.0], tiles]))
-        if value < best_loss:
-            best, best_loss = point, value
-    assert best is not None
+        def shown(p: Array) -> Array:
+            compute, memory = work / squash(p[1]), size / (ref.memory_bytes_per_s * squash(p[2]))
+            return np.asarray(np.exp(p[0]) + (compute**SMALL_BLEND + memory**SMALL_BLEND) ** (1.0 / SMALL_BLEND))
+
+        start = np.array([math.log(0.5 * y.min()), unsquash(0.5), unsquash(0.5)])
+        return fit_logs(shown, y, start, pull=0.02, within=12.0)
+
+    found = {tile: fitted(tile) for tile in SMALL_TILES}
+    tile = min(found, key=lambda one: float(found[one].cost))
+    p = found[tile].x
     fit = GemmFit(
-        launch_s=float(np.exp(best[0]) * 1e-6),
-        memory_efficiency=float(efficiency),
-        k_overhead=float(np.exp(best[1])),
-        split_s=float(np.exp(best[2]) * 1e-6),
-        blend=float(1.0 + np.exp(best[3])),
-        wave_rounding=float(squash(best[4])),
-        tiles=tuple(Tile(m=a, n=b, efficiency=float(e)) for (a, b), e in zip(TILES, squash(best[5:]), strict=True)),
-        splits=SPLITS,
+        launch_s=math.exp(p[0]),
+        memory_efficiency=float(squash(p[2])),
+        k_overhead=0.0,
+        split_s=0.0,
+        blend=SMALL_BLEND,
+        wave_rounding=0.0,
+        tiles=(Tile(m=tile[0], n=tile[1], efficiency=float(squash(p[1]))),),
+        splits=(1,),
     )
-    fit = validate(rounded(fit.model_dump()), GemmFit)
-    rows = np.flatnonzero(~test & ~hot)
-    if len(table[["n", "k"]].drop_duplicates()) >= CORRECTED_SHAPES:
-        formula = operators_with(ref, gemm=fit)
-        shown = np.array([formula.gemm_s(m[i], int(n[i]), int(k[i])) for i in rows])
-        columns = dict(zip(GEMM_AXES, (m[rows], n[rows], k[rows]), strict=True))
-        fit = fit.model_copy(update={"correction": fit_correction(columns, KNOTS, np.log(y[rows] / shown))})
-    check = operators_with(ref, gemm=fit)
-    score = np.flatnonzero(test & ~hot)
-    values = [check.gemm_s(m[i], int(n[i]), int(k[i])) for i in score]
-    ranges = {"m": m, "n": n, "k": k}
-    hot_rows = np.flatnonzero(hot & test)
-    hot_score = None
-    if len(hot_rows):
-        hot_values = [check.gemm_s(m[i], int(n[i]), int(k[i])) for i in hot_rows]
-        hot_score = residual(hot_values, y[hot_rows], {"m": m[hot_rows], "megabytes": 2e-6 * n[hot_rows] * k[hot_rows]})
-    return Fitted(
-        fit,
-        residual(values, y[score], ranges, "shapes (n, k) not fitted; weights beyond L2 or compute-bound"),
-        hot_score,
-    )
+    return corrected(KERNEL, as_written(fit), ref, rows, KNOTS)

@@ -10,7 +10,7 @@ from rlsim import catalogue
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests, vidur
-from rlsim.calibrate.importers.reading import nearest
+from rlsim.calibrate.importers.reading import nearest, reference_of
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, load_calibration
@@ -67,8 +67,7 @@ def import_calibration(
         script=SCRIPT,
         cold=False,
     )
-    path = out / f"{built.calibration.name}.yaml"
-    write_chart(built.points, path.with_suffix(".html"))
+    write_chart(built.points, out / f"{stem}.html")
     return write_yaml(built.calibration, out)
 
 
@@ -96,13 +95,7 @@ def read_format(
         raise CalibrationError(f"{format} tables have no engine versions; leave --version out")
     if link is None:
         raise CalibrationError(f"no cluster of {gpu.name} in the catalogue, so its link is not known")
-    reference = Reference(
-        bf16_flop_per_s=gpu.bf16_flop_per_s,
-        memory_bytes_per_s=gpu.memory_bytes_per_s,
-        sm_count=gpu.sm_count,
-        l2_bytes=gpu.l2_bytes,
-        link_bytes_per_s=link,
-    )
+    reference = reference_of(gpu, link)
     if format == "vidur":
         return Measurements.merge(vidur.read(path, gpu.name, reference=reference) for path in paths), reference
     return nccl_tests.read(paths, gpu=gpu.name, reference=reference), reference

@@ -20,14 +20,17 @@ from rlsim.calibrate.importers.reading import (
     check_kernels,
     check_messages,
     choose,
+    imported,
+    medians,
     nearest,
     numbers,
     read_table,
+    reference_of,
     subfolders,
     version_key,
 )
-from rlsim.calibrate.measurements import KEYS, Measurements
-from rlsim.cost.calibration import Reference, Source
+from rlsim.calibrate.measurements import Measurements
+from rlsim.cost.calibration import Reference
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.hardware import Gpu
 from rlsim.reading import read_yaml
@@ -63,18 +66,17 @@ def read(
         "prefill_attention": prefill_attention(paths["context_attention_perf"], reference, notes),
     }
     collectives = []
-    nccl_root = _existing(folder / "comm" / "nccl", folder / "nccl")
-    nccl_version = _newest(nccl_root, "nccl_perf")
-    if nccl_root is not None and nccl_version is not None:
-        paths["nccl_perf"] = _found(nccl_root, nccl_version, "nccl_perf")
-        collectives.append(nccl(paths["nccl_perf"], reference))
-    own_root = _existing(folder / "comm" / backend, folder / backend)
-    own_version = (
-        version if _table(own_root, version, "custom_allreduce_perf") else _newest(own_root, "custom_allreduce_perf")
-    )
-    if own_root is not None and own_version is not None:
-        paths["custom_allreduce_perf"] = _found(own_root, own_version, "custom_allreduce_perf")
-        collectives.append(custom_all_reduce(paths["custom_allreduce_perf"], reference))
+    nccl_version, found = _newest(_existing(folder / "comm" / "nccl", folder / "nccl"), "nccl_perf")
+    if found is not None:
+        paths["nccl_perf"] = found
+        collectives.append(nccl(found, reference))
+    own_root, own_version = _existing(folder / "comm" / backend, folder / backend), version
+    found = _table(own_root, version, "custom_allreduce_perf")
+    if found is None:
+        own_version, found = _newest(own_root, "custom_allreduce_perf")
+    if found is not None:
+        paths["custom_allreduce_perf"] = found
+        collectives.append(custom_all_reduce(found, reference))
         if own_version != version:
             notes.append(f"the engine's all-reduce is {backend} {own_version}'s; {version} has no table of it")
     else:
@@ -84,13 +86,9 @@ def read(
     for path in paths.values():
         for device in read_table(path, ["device"]).device.unique():
             check_device(path, str(device), gpu)
-    source = Source(
-        project="NVIDIA aiconfigurator",
-        commit="as imported",
-        licence="Apache-2.0",
-        files=tuple(str(path.relative_to(folder.parent)) for path in paths.values()),
-        engine_version=f"{backend} {version}" + (f", NCCL {nccl_version}" if nccl_version else ""),
-    )
+    files = (str(path.relative_to(folder.parent)) for path in paths.values())
+    release = f"{backend} {version}" + (f", NCCL {nccl_version}" if nccl_version else "")
+    source = imported("NVIDIA aiconfigurator", "Apache-2.0", files, release)
     return Measurements(tables, (source,), tuple(notes))
 
 
@@ -125,25 +123,13 @@ def reference(folder: Path, gpu: Gpu, link_bytes_per_s: float | None) -> Referen
                         raise CalibrationError(
                             f"{path}: {key} {published[key]:.4g}, but {gpu.name} has {value:.4g}: another GPU's tables?"
                         )
-                link = published["link_bytes_per_s"] if link_bytes_per_s is None else link_bytes_per_s
-                return Reference(
-                    bf16_flop_per_s=published["bf16_flop_per_s"],
-                    memory_bytes_per_s=published["memory_bytes_per_s"],
-                    sm_count=gpu.sm_count,
-                    l2_bytes=gpu.l2_bytes,
-                    link_bytes_per_s=link,
-                )
+                link = published.pop("link_bytes_per_s")
+                return reference_of(gpu, link if link_bytes_per_s is None else link_bytes_per_s, **published)
     if link_bytes_per_s is None:
         raise CalibrationError(
             f"{folder}: no systems/{folder.name}.yaml that tells the link, and no cluster of {gpu.name}"
         )
-    return Reference(
-        bf16_flop_per_s=gpu.bf16_flop_per_s,
-        memory_bytes_per_s=gpu.memory_bytes_per_s,
-        sm_count=gpu.sm_count,
-        l2_bytes=gpu.l2_bytes,
-        link_bytes_per_s=link_bytes_per_s,
-    )
+    return reference_of(gpu, link_bytes_per_s)
 
 
 def _published(path: Path) -> dict[str, float]:
@@ -175,7 +161,7 @@ def gemms(path: Path, ref: Reference | None = None, notes: list[str] | None = No
     table = _timed(path, choose(path, table, "gemm_dtype", BF16), ["m", "n", "k"])
     m, n, k = (table[name].to_numpy(float) for name in ("m", "n", "k"))
     table = check_kernels(path, table, 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), ref, notes)
-    return _medians(table, KEYS["gemm"])
+    return medians(table, "gemm")
 
 
 def used_sizes(table: pd.DataFrame) -> pd.DataFrame:
@@ -191,7 +177,7 @@ def decode_attention(path: Path, ref: Reference | None = None, notes: list[str] 
     size = 4.0 * table.batch * table.context * table.kv_heads * table.head_dim
     flops = 4.0 * table.batch * table.context * table.q_heads * table.head_dim
     table = check_kernels(path, table, flops, size, ref, notes)
-    return _medians(table, KEYS["decode_attention"])
+    return medians(table, "decode_attention")
 
 
 def prefill_attention(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
@@ -202,7 +188,7 @@ def prefill_attention(path: Path, ref: Reference | None = None, notes: list[str]
     size = 4.0 * table.batch * table.head_dim * (table.new * table.q_heads + (table.new + table.prior) * table.kv_heads)
     flops = 4.0 * table.batch * pairs * table.q_heads * table.head_dim
     table = check_kernels(path, table, flops, size, ref, notes)
-    return _medians(table, KEYS["prefill_attention"])
+    return medians(table, "prefill_attention")
 
 
 def nccl(path: Path, ref: Reference | None = None) -> pd.DataFrame:
@@ -250,7 +236,7 @@ def _collectives(path: Path, table: pd.DataFrame, ref: Reference | None) -> pd.D
     table = _timed(path, table, ["num_gpus", "message_size"])
     table = table.assign(gpus=table.num_gpus.astype(int), bytes=table.message_size * ELEMENT_BYTES)
     check_messages(path, table, ref, "elements", "milliseconds")
-    return _medians(table, KEYS["collective"])
+    return medians(table, "collective")
 
 
 def _timed(path: Path, table: pd.DataFrame, whole: Sequence[str]) -> pd.DataFrame:
@@ -258,10 +244,6 @@ def _timed(path: Path, table: pd.DataFrame, whole: Sequence[str]) -> pd.DataFram
     table = numbers(path, table, whole)
     table = numbers(path, table, ["latency"], positive=True)
     return table.astype(dict.fromkeys(whole, int)).assign(seconds=table.latency * MS)
-
-
-def _medians(table: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    return table.groupby(list(keys), as_index=False)[["seconds"]].median()
 
 
 # Layout ---------------------------------------------------------------------------------------------------------------
@@ -301,17 +283,11 @@ def _version(folder: Path, backend: str, version: str | None) -> str:
     )
 
 
-def _newest(root: Path | None, table: str) -> str | None:
-    if root is None:
-        return None
-    with_table = [name for name in subfolders(root) if _table(root, name, table) is not None]
-    return max(with_table, key=version_key, default=None)
-
-
-def _found(root: Path, version: str, table: str) -> Path:
-    path = _table(root, version, table)
-    assert path is not None
-    return path
+def _newest(root: Path | None, table: str) -> tuple[str, Path | None]:
+    """The newest version that has a table, and the table's file."""
+    versions = sorted(subfolders(root), key=version_key, reverse=True) if root is not None else []
+    files = ((version, _table(root, version, table)) for version in versions)
+    return next(((version, path) for version, path in files if path is not None), ("", None))
 
 
 def _table(root: Path | None, version: str, table: str) -> Path | None:

@@ -20,11 +20,13 @@ from rlsim.calibrate.importers.reading import (
     OTHER_LINK,
     check_device,
     check_messages,
+    imported,
+    medians,
     read_json,
     read_text,
 )
-from rlsim.calibrate.measurements import KEYS, Measurements
-from rlsim.cost.calibration import Reference, Source
+from rlsim.calibrate.measurements import Measurements
+from rlsim.cost.calibration import Reference
 from rlsim.errors import CalibrationError
 from rlsim.tables import number_of
 
@@ -101,15 +103,9 @@ def read(paths: Iterable[Path], *, gpu: str = "", reference: Reference | None = 
         raise CalibrationError(
             f"{', '.join(map(str, files))}: no test of {', '.join(PROGRAMS)}{f' ({notes[0]})' if notes else ''}"
         )
-    table = pd.concat(parts).groupby(list(KEYS["collective"]), as_index=False)[["seconds"]].median()
+    table = medians(pd.concat(parts), "collective")
     about = f"NCCL {', '.join(sorted(versions))}" if versions else ""
-    source = Source(
-        project="nccl-tests",
-        commit="as imported",
-        licence="own measurements",
-        files=tuple(path.name for path in files),
-        engine_version=about,
-    )
+    source = imported("nccl-tests", "own measurements", (path.name for path in files), about)
     return Measurements({"collective": table}, (source,), tuple(dict.fromkeys(notes)))
 
 
@@ -143,17 +139,7 @@ def _read_text(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list
             raise _cut(path, last)
         if starts:
             test = _Test(program=test.program, local=int(starts[1]) * int(starts[2]), nccl=test.nccl)
-        rank = _RANK.search(line)
-        if rank:
-            test.ranks.add(int(rank[1]))
-            test.hosts.add(rank[2])
-            test.devices.add(rank[3].strip())
-        program = _PROGRAM.search(line)
-        if program and (program[1] in PROGRAMS or program[1] in UNUSED) and columns is None:
-            test.program = program[1]
-        version = _VERSION.search(line)
-        if version:
-            test.nccl = version[1] or _version(int(version[2]))
+        _describe(test, line, before_table=columns is None)
         words = line.lstrip("# \t").split()
         if words[:2] == ["size", "count"]:
             columns = words
@@ -165,16 +151,16 @@ def _read_text(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list
             rows.append(_row(path, where, line, columns))
             last = number
         elif columns and "Avg bus bandwidth" in line:
+            if not test.program:
+                raise CalibrationError(
+                    f"{path}: {where}: which collective is this? Expected a line such as "
+                    f"'# Collective test starting: all_reduce_perf', or a file name with one of {', '.join(PROGRAMS)}"
+                )
             if test.program in PROGRAMS:
                 found.append(_table(path, test, rows, gpu))
                 versions.update({test.nccl} - {""})
-            elif test.program:
-                notes.append(f"{path.name}: {test.program} is of no use to the simulator and left out")
             else:
-                raise CalibrationError(
-                    f"{path}: line {number}: which collective is this? Expected a line such as "
-                    f"'# Collective test starting: all_reduce_perf', or a file name with one of {', '.join(PROGRAMS)}"
-                )
+                notes.append(_left_out(path, test.program))
             columns, rows = None, []
             test = _Test(nccl=test.nccl)
     if columns is not None:
@@ -182,6 +168,23 @@ def _read_text(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list
     if not found and not notes:
         raise CalibrationError(f"{path}: no table of nccl-tests (a header with size, count, time, algbw, busbw)")
     return found, versions, notes
+
+
+def _describe(test: _Test, line: str, before_table: bool) -> None:
+    """Takes from a line what it says about the test."""
+    rank, program, version = _RANK.search(line), _PROGRAM.search(line), _VERSION.search(line)
+    if rank:
+        test.ranks.add(int(rank[1]))
+        test.hosts.add(rank[2])
+        test.devices.add(rank[3].strip())
+    if program and (program[1] in PROGRAMS or program[1] in UNUSED) and before_table:
+        test.program = program[1]
+    if version:
+        test.nccl = version[1] or _version(int(version[2]))
+
+
+def _left_out(path: Path, program: str) -> str:
+    return f"{path.name}: {program} is of no use to the simulator and left out"
 
 
 def _cut(path: Path, line: int) -> CalibrationError:
@@ -253,7 +256,7 @@ def _read_json(path: Path, gpu: str) -> tuple[list[pd.DataFrame], set[str], list
     if not test.program:
         raise CalibrationError(f"{path}: which collective is this? Neither args, experiment_name nor the file name say")
     if test.program in UNUSED:
-        return [], set(), [f"{path.name}: {test.program} is of no use to the simulator and left out"]
+        return [], set(), [_left_out(path, test.program)]
     rows = [_json_row(path, i, item) for i, item in enumerate(data["results"])]
     return [_table(path, test, rows, gpu)], {test.nccl} - {""}, []
 

@@ -15,8 +15,10 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from rlsim import catalogue
-from rlsim.cost.calibration import Reference
+from rlsim.calibrate.measurements import KEYS
+from rlsim.cost.calibration import Reference, Source
 from rlsim.errors import CalibrationError
+from rlsim.hardware import Gpu
 from rlsim.tables import csv_errors, floats, parse_json, read_parquet
 
 MS = 1e-3
@@ -30,6 +32,23 @@ TOO_FAST_LINK = 1.15  # times the link
 OTHER_LINK = 10.0  # times the link, where the sizes' unit is certain but the node may have faster pairs
 TOO_SLOW_LINK = 0.003
 LARGE_MESSAGE_S = 100e-6
+
+
+def reference_of(gpu: Gpu, link_bytes_per_s: float, **rates: float) -> Reference:
+    """The data-sheet figures of a GPU behind such a link; `rates` replace those of the catalogue."""
+    sheet = {"bf16_flop_per_s": gpu.bf16_flop_per_s, "memory_bytes_per_s": gpu.memory_bytes_per_s}
+    sizes = {"sm_count": gpu.sm_count, "l2_bytes": gpu.l2_bytes}
+    return Reference.model_validate({**sheet, **sizes, "link_bytes_per_s": link_bytes_per_s, **rates})
+
+
+def imported(project: str, licence: str, files: Iterable[str], version: str = "") -> Source:
+    """Where imported tables are from."""
+    return Source(project=project, commit="as imported", licence=licence, files=tuple(files), engine_version=version)
+
+
+def medians(table: pd.DataFrame, operator: str) -> pd.DataFrame:
+    """One row for each point of an operator, with the median of its seconds."""
+    return table.groupby(list(KEYS[operator]), as_index=False)[["seconds"]].median()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -19,13 +19,15 @@ from rlsim.calibrate.importers.reading import (
     OTHER_LINK,
     check_kernels,
     check_messages,
+    imported,
+    medians,
     nearest,
     numbers,
     read_table,
     subfolders,
 )
 from rlsim.calibrate.measurements import KEYS, Measurements
-from rlsim.cost.calibration import Reference, Source
+from rlsim.cost.calibration import Reference
 from rlsim.errors import CalibrationError
 
 LAYER = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
@@ -50,16 +52,9 @@ def read(folder: Path, gpu: str, *, reference: Reference | None = None) -> Measu
     for path in files:
         for operator, rows in _read_file(path, reference, notes).items():
             tables.setdefault(operator, []).append(rows)
-    source = Source(
-        project="Microsoft Vidur",
-        commit="as imported",
-        licence="MIT",
-        files=tuple(path.name if folder.is_file() else str(path.relative_to(folder)) for path in files),
-    )
-    joined = {
-        operator: pd.concat(parts).groupby(list(KEYS[operator]), as_index=False)[["seconds"]].median()
-        for operator, parts in tables.items()
-    }
+    names = (path.name if folder.is_file() else str(path.relative_to(folder)) for path in files)
+    source = imported("Microsoft Vidur", "MIT", names)
+    joined = {operator: medians(pd.concat(parts), operator) for operator, parts in tables.items()}
     return Measurements(joined, (source,), tuple(dict.fromkeys(notes)))
 
 
@@ -132,8 +127,7 @@ def layer_medians(path: Path) -> pd.DataFrame:
 def gemm_table(paths: Iterable[Path]) -> pd.DataFrame:
     """The four products of a layer: m, n, k, seconds."""
     joined = pd.concat([_products(layer_medians(path)) for path in paths], ignore_index=True).astype(float)
-    joined = joined[(joined.m >= 1) & (joined.k >= 256)]
-    return joined.groupby(["m", "n", "k"], as_index=False)[["seconds"]].median().astype({"n": int, "k": int})
+    return medians(joined[(joined.m >= 1) & (joined.k >= 256)], "gemm").astype({"n": int, "k": int})
 
 
 def _products(table: pd.DataFrame) -> pd.DataFrame:
@@ -242,7 +236,7 @@ def collectives(path: Path, op: str, ref: Reference | None = None, notes: list[s
     if table.empty:
         raise CalibrationError(f"{path}: no {op} inside a node that took any time")
     check_messages(path, table, ref, "bytes", "milliseconds", OTHER_LINK)
-    return table.groupby(list(KEYS["collective"]), as_index=False)[["seconds"]].median()
+    return medians(table, "collective")
 
 
 def _timed(table: pd.DataFrame, path: Path, notes: list[str]) -> pd.DataFrame:

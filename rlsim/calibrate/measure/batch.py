@@ -32,17 +32,14 @@ class Batch:
 
     @property
     def contexts(self) -> list[int]:
-        """Tokens of every sequence."""
         return [start + self._steps for start in self._starts]
 
     @property
     def longest(self) -> int:
-        """The longest context."""
         return self._longest + self._steps
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of all sequences together."""
         return self._sum + len(self.ids) * self._steps
 
     def prefill(self, ids: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:

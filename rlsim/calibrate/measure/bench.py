@@ -43,7 +43,6 @@ class Bench:
 
     @property
     def torch_dtype(self) -> Any:
-        """The torch dtype."""
         import torch
 
         return getattr(torch, self.dtype)

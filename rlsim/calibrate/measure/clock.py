@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -99,7 +100,8 @@ def launcher(functions: Sequence[Callable[[], object]], device: str) -> tuple[Ca
     time does not count.
     """
     if not device.startswith("cuda"):
-        return _Cycle(functions), 1
+        turns = itertools.cycle(functions)
+        return lambda: next(turns)(), 1
     import torch
 
     cuda: Any = torch.cuda
@@ -116,18 +118,6 @@ def launcher(functions: Sequence[Callable[[], object]], device: str) -> tuple[Ca
             for function in functions:
                 function()
     return graph.replay, rounds * len(functions)
-
-
-class _Cycle:
-    """Calls the next of its functions every time it is called."""
-
-    def __init__(self, functions: Sequence[Callable[[], object]]) -> None:
-        self.functions = functions
-        self.next = 0
-
-    def __call__(self) -> None:
-        self.functions[self.next]()
-        self.next = (self.next + 1) % len(self.functions)
 
 
 def _on_cpu(now: Callable[[], float]) -> Callable[[Callable[[], object], int], float]:

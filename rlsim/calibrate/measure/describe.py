@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
-from typing import Any
-
-from ruamel.yaml import YAML
 
 from rlsim import catalogue
-from rlsim.calibrate.fit.common import rounded
+from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.measure.host import MachineFacts
 from rlsim.calibrate.measurements import Measurements
+from rlsim.calibrate.write import write_record
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Gpu, Link, load_gpu
 from rlsim.models import Model
-from rlsim.output import atomic_path
-from rlsim.schema import validate
 
 #: Share of the machine's memory that the workers of a CPU run divide among them, as if each were a GPU's own.
 RAM_SHARE = 0.5
@@ -46,7 +41,7 @@ def describe_cluster(measured: Measurements, facts: MachineFacts) -> Cluster:
         intra=_link(measured, facts, gpu.memory_bytes_per_s / 2.0),
         host=Link(name="pcie" if facts.device == "cuda" else "memory", bytes_per_s=host_rate, latency_s=1e-6),
     )
-    return validate(rounded(cluster.model_dump()), Cluster)  # four digits, here as in the file
+    return as_written(cluster)
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
@@ -54,24 +49,13 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     data = cluster.model_dump(mode="json", exclude_none=True)
     if cluster.gpu.name in catalogue.names("gpus"):
         data["gpu"] = cluster.gpu.name
-    _write(data, path, "This machine, as `rlsim calibrate` found it. Units: bytes, bytes/s, FLOP/s, seconds.")
+    write_record(data, path, "This machine, as `rlsim calibrate` found it. Units: bytes, bytes/s, FLOP/s, seconds.")
 
 
 def write_model(model: Model, path: Path) -> None:
     """The model's shape as YAML, with the bytes of the numbers that it was measured in."""
     data = model.model_dump(mode="json", exclude_defaults=True)
-    _write({**data, "dtype_bytes": model.dtype_bytes}, path, "The model as `rlsim calibrate` measured it.")
-
-
-def _write(data: dict[str, Any], path: Path, comment: str) -> None:
-    """A YAML file that appears whole or not at all."""
-    yaml = YAML()
-    yaml.width = 120
-    text = io.StringIO()
-    text.write(f"# {comment}\n")
-    yaml.dump(rounded(data), text)
-    with atomic_path(path, CalibrationError) as partial:
-        partial.write_text(text.getvalue(), encoding="utf-8")
+    write_record({**data, "dtype_bytes": model.dtype_bytes}, path, "The model as `rlsim calibrate` measured it.")
 
 
 def _measured_gpu(measured: Measurements, facts: MachineFacts) -> Gpu:

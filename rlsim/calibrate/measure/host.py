@@ -110,7 +110,8 @@ def machine_facts(
             continue
     if device == "cpu":
         facts |= {"name": cpu_name(), "memory_bytes": ram_bytes(), "cache_bytes": cpu_cache_bytes(), "sm_count": 1}
-        return MachineFacts(versions=versions, clocks=_cpu_clock(), **facts)
+        megahertz = _cpu_info("cpu MHz")
+        return MachineFacts(versions=versions, clocks={"cpu_mhz": megahertz} if megahertz else {}, **facts)
     properties: Any = torch.cuda.get_device_properties(0)
     facts |= {
         "name": properties.name,
@@ -148,13 +149,18 @@ def shape_hash(model: Model) -> str:
     return hashlib.sha256(model.model_dump_json(exclude={"name", "title", "source"}).encode()).hexdigest()[:12]
 
 
+def _cpu_info(what: str) -> str:
+    """What Linux says of the first core; nothing where it does not."""
+    try:
+        found = re.search(rf"^{what}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1].strip() if found else ""
+
+
 def cpu_name() -> str:
     """The processor's name."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+    return _cpu_info("model name") or platform.processor() or platform.machine() or "CPU"
 
 
 def ram_bytes() -> float:
@@ -170,14 +176,6 @@ def cpu_cache_bytes() -> float:
         if match:
             sizes.append(int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]])
     return float(max(sizes, default=_CACHE_BYTES))
-
-
-def _cpu_clock() -> dict[str, str]:
-    try:
-        found = re.search(r"^cpu MHz\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return {}
-    return {"cpu_mhz": found[1].strip()} if found else {}
 
 
 def _nvidia_smi() -> dict[str, str]:

@@ -29,7 +29,6 @@ class Point:
     values: tuple[str | float, ...]
 
     def row(self) -> dict[str, Any]:
-        """The values by column."""
         return dict(zip(KEYS[self.operator], self.values, strict=True))
 
     @staticmethod

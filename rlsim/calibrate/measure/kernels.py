@@ -1,11 +1,15 @@
-"""Copies, matrix products and elementwise kernels of one device."""
+"""Copies, matrix products, elementwise kernels and training of one device."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+from rlsim.calibrate.measure.attention import causal_attention
 from rlsim.calibrate.measure.bench import Bench, Call
+from rlsim.models import Model
+
+DIRECTIONS = ("forward", "forward_backward")
 
 
 def copy(bench: Bench, kind: str, size: int) -> list[Call]:
@@ -57,3 +61,73 @@ def layer_elementwise(
         _ = x + residual
 
     return [layer]
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def train_block(bench: Bench, model: Model, direction: str, tokens: int, length: int) -> list[Call]:
+    """One decoder layer over `tokens` tokens in sequences of `length`: forward without gradients (as a log-prob pass
+    runs it), or forward and backward to weights and input, nothing recomputed."""
+    import torch
+
+    backward = direction == "forward_backward"
+    sequences = tokens // length
+    weights = {
+        name: bench.tensor(*shape).requires_grad_(backward)
+        for name, shape in {
+            "qkv": (model.q_dim + 2 * model.kv_dim, model.hidden_size),
+            "o": (model.hidden_size, model.q_dim),
+            "gate_up": (2 * model.intermediate_size, model.hidden_size),
+            "down": (model.hidden_size, model.intermediate_size),
+            "norm1": (model.hidden_size,),
+            "norm2": (model.hidden_size,),
+        }.items()
+    }
+    x = bench.tensor(sequences, length, model.hidden_size).requires_grad_(backward)
+    angles = bench.tensor(length, model.head_dim // 2)
+    rotation = (angles.cos(), angles.sin())
+    gradient = bench.tensor(sequences, length, model.hidden_size)
+
+    def forward() -> None:
+        with torch.no_grad():
+            block(x, weights, rotation, model)
+
+    def forward_backward() -> None:
+        block(x, weights, rotation, model).backward(gradient)
+        for tensor in (x, *weights.values()):
+            tensor.grad = None
+
+    return [forward_backward if backward else forward]
+
+
+def block(x: Any, weights: dict[str, Any], rotation: tuple[Any, Any], model: Model) -> Any:
+    """One llama-like layer over (sequences, length, hidden) activations, causal attention within each sequence."""
+    import torch
+    from torch.nn import functional
+
+    sequences, length, hidden = x.shape
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    normed = functional.rms_norm(x, (hidden,), weights["norm1"], 1e-6)
+    qkv = functional.linear(normed, weights["qkv"]).view(sequences, length, heads + 2 * kv_heads, model.head_dim)
+    qkv = qkv.transpose(1, 2)
+    turned, values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+    cosine, sine = rotation
+    first, second = turned.chunk(2, dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    query, keys = turned[:, :heads], turned[:, heads:]
+    seen = causal_attention(query, keys, values).transpose(1, 2).reshape(sequences, length, model.q_dim)
+    x = x + functional.linear(seen, weights["o"])
+    normed = functional.rms_norm(x, (hidden,), weights["norm2"], 1e-6)
+    gate, up = functional.linear(normed, weights["gate_up"]).chunk(2, dim=-1)
+    return x + functional.linear(functional.silu(gate) * up, weights["down"])
+
+
+def optimizer(bench: Bench, parameters: int) -> list[Call]:
+    """One AdamW step over `parameters` fp32 parameters with fp32 moments, as mixed-precision training keeps them."""
+    import torch
+
+    weight = torch.full((parameters,), 0.01, device=bench.device, requires_grad=True)
+    weight.grad = torch.full_like(weight, 0.001)
+    adam: Any = torch.optim.AdamW([weight], lr=1e-6, fused=True, capturable=bench.device != "cpu")
+    return [adam.step]

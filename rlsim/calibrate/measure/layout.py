@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from rlsim.calibrate.measure.decoder import Decoder, KvCache, check_degree, weight_splits
-from rlsim.models import Model
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ def reshard(worker: Any, decoder: Decoder, tp: int, into: Decoder | None = None)
     if into is not None:
         return into
     return Decoder(model, tp, index, worker.ranks(tp), worker.device, weights, decoder.cache)
-
-
-def reshard_bytes(model: Model, from_tp: int) -> float:
-    """Bytes that one rank receives when weights are gathered from TP `from_tp` (`rlsim.cost.transfer.reshard_s`)."""
-    return model.weight_bytes * (1.0 - 1.0 / from_tp)
 
 
 def migrate(worker: Any, cache: KvCache, from_tp: int, to_tp: int, moves: Sequence[Move]) -> None:

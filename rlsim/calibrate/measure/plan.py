@@ -9,48 +9,32 @@ from typing import Any
 
 from rlsim.calibrate.measure.attention import contexts
 from rlsim.calibrate.measure.journal import Point
-from rlsim.calibrate.measure.train import DIRECTIONS
+from rlsim.calibrate.measure.kernels import DIRECTIONS
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.transfer import kv_rank_bytes
 from rlsim.models import Linear, Model
 
-#: Share of the budget that each operator gets; what one does not use goes to the others.
-SHARES = {
-    "decode_step": 0.26,
-    "prefill_step": 0.10,
-    "gemm": 0.18,
-    "decode_attention": 0.12,
-    "prefill_attention": 0.06,
-    "memory_bound": 0.04,
-    "copy": 0.03,
-    "collective": 0.08,
-    "train_block": 0.05,
-    "optimizer": 0.02,
-    "graph_capture": 0.02,
-    "reshard": 0.02,
-    "migrate": 0.02,
-    "control": 0.01,
+#: Share of the budget that each operator gets (what one does not use goes to the others), and the points that it gets
+#: before the shares count, so that a small budget still gives something of everything.
+BUDGET = {
+    "decode_step": (0.26, 8),
+    "prefill_step": (0.10, 4),
+    "gemm": (0.18, 24),
+    "decode_attention": (0.12, 12),
+    "prefill_attention": (0.06, 12),
+    "memory_bound": (0.04, 6),
+    "copy": (0.03, 3),
+    "collective": (0.08, 18),
+    "train_block": (0.05, 4),
+    "optimizer": (0.02, 1),
+    "graph_capture": (0.02, 1),
+    "reshard": (0.02, 1),
+    "migrate": (0.02, 1),
+    "control": (0.01, 4),
 }
-
-
-#: Points that every operator gets before the shares count, so that a small budget still gives something of everything.
-FIRST = {
-    "decode_step": 8,
-    "prefill_step": 4,
-    "gemm": 24,
-    "decode_attention": 12,
-    "prefill_attention": 12,
-    "memory_bound": 6,
-    "copy": 3,
-    "collective": 18,
-    "train_block": 4,
-    "optimizer": 1,
-    "graph_capture": 1,
-    "reshard": 1,
-    "migrate": 1,
-    "control": 4,
-}
+SHARES = {operator: share for operator, (share, _) in BUDGET.items()}
+FIRST = {operator: points for operator, (_, points) in BUDGET.items()}
 
 
 @dataclass(frozen=True)
@@ -101,17 +85,8 @@ Phase = dict[str, list[Task]]
 def plan(setup: Setup) -> list[Phase]:
     """Phases to go through one after another: kernels and collectives, whole steps of one TP after the other (the
     decoder fills the memory and takes its time to build), and changes of the layout."""
-    phases = [_kernels(setup), *(_steps(setup, tp) for tp in setup.tps), _changes(setup)]
-    return [phase for phase in map(_distinct, phases) if phase]
-
-
-def _distinct(phase: Mapping[str, Iterable[Task]]) -> Phase:
-    tasks = {operator: list({task.point: task for task in found}.values()) for operator, found in phase.items()}
-    return {operator: found for operator, found in tasks.items() if found}
-
-
-def _kernels(setup: Setup) -> Mapping[str, Iterable[Task]]:
-    return {
+    cuda = setup.device == "cuda"
+    kernels = {
         "copy": _copies(setup),
         "gemm": _gemms(setup),
         "decode_attention": _decode_attention(setup),
@@ -121,20 +96,22 @@ def _kernels(setup: Setup) -> Mapping[str, Iterable[Task]]:
         "optimizer": _optimizer(setup),
         "collective": _collectives(setup),
     }
-
-
-def _steps(setup: Setup, tp: int) -> Mapping[str, Iterable[Task]]:
-    cuda = setup.device == "cuda"
-    return {
-        "decode_step": _decode_steps(setup, tp),
-        "prefill_step": _prefill_steps(setup, tp),
-        "graph_capture": _captures(setup, tp) if cuda else (),
-    }
-
-
-def _changes(setup: Setup) -> Mapping[str, Iterable[Task]]:
+    steps: list[Mapping[str, Iterable[Task]]] = [
+        {
+            "decode_step": _decode_steps(setup, tp),
+            "prefill_step": _prefill_steps(setup, tp),
+            "graph_capture": _captures(setup, tp) if cuda else (),
+        }
+        for tp in setup.tps
+    ]
     controls = [Task.of("control", what) for what in ("pause", "group_create")] if setup.workers > 1 else []
-    return {"reshard": _reshards(setup), "migrate": _migrations(setup), "control": controls}
+    changes = {"reshard": _reshards(setup), "migrate": _migrations(setup), "control": controls}
+    return [phase for phase in map(_distinct, [kernels, *steps, changes]) if phase]
+
+
+def _distinct(phase: Mapping[str, Iterable[Task]]) -> Phase:
+    tasks = {operator: list({task.point: task for task in found}.values()) for operator, found in phase.items()}
+    return {operator: found for operator, found in tasks.items() if found}
 
 
 def levels(count: int) -> list[int]:
@@ -348,12 +325,17 @@ def _layouts(setup: Setup) -> list[tuple[int, int]]:
     return [(a, b) for a, b in itertools.permutations(setup.tps, 2) if setup.workers % max(a, b) == 0]
 
 
+def reshard_bytes(model: Model, from_tp: int) -> float:
+    """Bytes that one rank receives when weights are gathered from TP `from_tp` (`rlsim.cost.transfer.reshard_s`)."""
+    return model.weight_bytes * (1.0 - 1.0 / from_tp)
+
+
 def _reshards(setup: Setup) -> Iterator[Task]:
     """From TP 1 nothing is received, so there is no rate to measure."""
     model = setup.model
     for source, target in _layouts(setup):
         if source > 1:
-            received = round(model.weight_bytes * (1.0 - 1.0 / source))
+            received = round(reshard_bytes(model, source))
             values = (source, target, received)
             yield Task.of("reshard", model.name, *values, arguments=(model, source, target))
 

@@ -26,7 +26,6 @@ class Ranks(ABC):
     """The ranks that share a replica. All of them must make the same calls in the same order."""
 
     size: int
-    kind: str  # how they do it, for people
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -50,13 +49,11 @@ class Alone(Ranks):
     """One rank: nothing to say."""
 
     size = 1
-    kind = "none"
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Leaves `x` as it is."""
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Only `x`."""
         return [x]
 
     def exchange(
@@ -65,7 +62,6 @@ class Alone(Ranks):
         sizes: Mapping[int, int],  # noqa: ARG002
         like: torch.Tensor,  # noqa: ARG002
     ) -> dict[int, torch.Tensor]:
-        """Nothing."""
         return {}
 
 
@@ -74,14 +70,11 @@ class DistributedRanks(Ranks):
 
     def __init__(self, group: Any, size: int) -> None:
         self.size, self._group = size, group
-        self.kind = str(dist.get_backend(group))
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """By the group's backend."""
         dist.all_reduce(x, group=self._group)
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """By the group's backend."""
         found = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(found, x, group=self._group)
         return found
@@ -89,7 +82,6 @@ class DistributedRanks(Ranks):
     def exchange(
         self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
     ) -> dict[int, torch.Tensor]:
-        """By sends and receives side by side."""
         first = dist.get_global_rank(self._group, 0)
         found = {peer: torch.empty(size, device=like.device, dtype=like.dtype) for peer, size in sizes.items()}
         operations = [dist.P2POp(dist.isend, tensor, first + peer) for peer, tensor in sends.items()]
@@ -108,7 +100,6 @@ class SharedMemoryRanks(Ranks):
 
     def __init__(self, path: Path, index: int, size: int) -> None:
         self.size, self._index = size, index
-        self.kind = "shared memory"
         head = size * _LINE
         total = head + 2 * size * CAPACITY_BYTES
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -128,7 +119,6 @@ class SharedMemoryRanks(Ranks):
         self._buffers[:, index] = 0  # no page is missing later
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Adds the buffers of all ranks in the order of the ranks."""
         step = CAPACITY_BYTES // x.element_size()
         for start in range(0, x.numel(), step):
             piece = x.view(-1)[start : start + step]
@@ -138,7 +128,6 @@ class SharedMemoryRanks(Ranks):
                 piece += other
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of the buffers of all ranks."""
         found = [torch.empty_like(x) for _ in range(self.size)]
         step = CAPACITY_BYTES // x.element_size()
         for start in range(0, x.numel(), step):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlsim.calibrate.build import Built, build_calibration
+from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.measure.attention import decode_kernel
 from rlsim.calibrate.measure.bench import Bench, Effort
@@ -20,14 +20,13 @@ from rlsim.calibrate.measure.describe import (
 from rlsim.calibrate.measure.host import devices, machine_facts
 from rlsim.calibrate.measure.journal import Journal
 from rlsim.calibrate.measure.plan import Task, plan, setup_for
-from rlsim.calibrate.measure.suite import Count, Progress, counts, run_suite
+from rlsim.calibrate.measure.suite import Count, Progress, run_suite
 from rlsim.calibrate.measure.tasks import joined, run_task, warm_up
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Reference
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster
 from rlsim.models import Model, load_model
 from rlsim.output import check_own_file
 
@@ -75,18 +74,6 @@ class Measured:
     counts: dict[str, Count]
 
 
-@dataclass(frozen=True)
-class Files:
-    """What a calibration run wrote, and the fit itself."""
-
-    built: Built
-    cluster: Cluster
-    calibration: Path
-    cluster_file: Path
-    model_file: Path
-    chart: Path
-
-
 def measure_machine(request: Request, report: Callable[[Progress], None]) -> Measured:
     """Measures until the budget is spent or nothing is left, going on where an earlier run stopped.
 
@@ -123,15 +110,15 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
         def measure_task(task: Task) -> Timing | str:
             return joined(team.call(run_task, bench, task.point.operator, task.arguments))
 
-        run_suite(phases, journal, measure_task, budget_s=request.budget_s, report=report)
+        counts = run_suite(phases, journal, measure_task, budget_s=request.budget_s, report=report)
     if not journal.measured():
         reasons = {result.refused for result in journal.refused()}
         why = "; ".join(sorted(reasons)[:3]) or f"the budget of {request.budget_s:g} s was over before the first point"
         raise CalibrationError(f"nothing could be measured: {why}")
-    return Measured(folder, journal, model, counts(phases, journal))
+    return Measured(folder, journal, model, counts)
 
 
-def fit_machine(measured: Measured, base: Calibration | None) -> Files:
+def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibration, tuple[Path, ...]]:
     """Fits what was measured and writes `NAME.yaml`, `cluster.yaml`, `model.yaml` and a chart beside the journal.
 
     Raises `CalibrationError` if too little was measured and `base` does not give the rest.
@@ -155,7 +142,7 @@ def fit_machine(measured: Measured, base: Calibration | None) -> Files:
     write_model(measured.model, model_file)
     chart = measured.folder / "fit.html"
     write_chart(built.points, chart)
-    return Files(built, cluster, write_yaml(built.calibration, measured.folder), cluster_file, model_file, chart)
+    return built.calibration, (write_yaml(built.calibration, measured.folder), cluster_file, model_file, chart)
 
 
 def _degrees(request: Request, found: int) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ def graph_capture(worker: Any, bench: Bench, model: Model, tp: int, batch: int) 
 
 
 def reshard_weights(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int) -> Timing:
-    """All weights from one degree to another (see `layout.reshard_bytes` for the bytes that a rank receives)."""
+    """All weights from one degree to another (see `plan.reshard_bytes` for the bytes that a rank receives)."""
     decoder = _decoder(worker, bench, model, from_tp, 1, 64)
     with torch.inference_mode():
         return _timed(worker, bench.effort, lambda: reshard(worker, decoder, to_tp), lambda: None)

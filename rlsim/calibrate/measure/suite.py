@@ -67,7 +67,7 @@ def run_suite(
     after four attempts it is refused, with the smallest spread it had.
     """
     planned = sum(len(found) for phase in phases for found in phase.values())
-    spent_s = sum(result.took_s for result in journal.results.values())
+    spent_s = journal.spent_s
     queues = [_Queues(phase, journal) for phase in phases]
     weights = _weights(phases)
     limits = [budget_s * sum(weights[: i + 1]) / sum(weights) for i in range(len(phases))]

@@ -12,8 +12,7 @@ from rlsim.calibrate.measure.attention import decode_attention, prefill_attentio
 from rlsim.calibrate.measure.bench import Bench, Call
 from rlsim.calibrate.measure.clock import Timing
 from rlsim.calibrate.measure.collectives import collective
-from rlsim.calibrate.measure.kernels import copy, gemm, layer_elementwise
-from rlsim.calibrate.measure.train import optimizer, train_block
+from rlsim.calibrate.measure.kernels import copy, gemm, layer_elementwise, optimizer, train_block
 from rlsim.calibrate.measure.workers import Worker
 from rlsim.errors import RlsimError
 

@@ -66,7 +66,6 @@ class Worker:
         return groups[self.rank // size]
 
     def barrier(self) -> None:
-        """Wait for all workers."""
         import torch.distributed as dist
 
         if self.size > 1:

@@ -1,0 +1,39 @@
+"""Which rows of an attention table are fitted together: one head size, the usual groups of queries."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from rlsim.calibrate.fit.kernels import check_enough
+from rlsim.cost.calibration import Reference
+
+HEAD_DIM = 128  # the head size of the fits' formulas
+GROUP = 8  # query heads per KV head in the models RL runs use
+
+
+def heads_of(table: pd.DataFrame) -> pd.Series:
+    """The key by which attention rows are held out: batch and heads."""
+    return table.batch.astype(str) + "/" + table.q_heads.astype(str) + "/" + table.kv_heads.astype(str)
+
+
+def usual_groups(table: pd.DataFrame, operator: str) -> pd.DataFrame:
+    """The rows with at most 8 query heads for each KV head; raises `CalibrationError` if they are too few."""
+    rows = table[table.q_heads <= GROUP * table.kv_heads].reset_index(drop=True)
+    check_enough(operator, len(rows), f"with at most {GROUP} query heads for each KV head")
+    return rows
+
+
+def with_one_head_dim(table: pd.DataFrame, operator: str) -> tuple[pd.DataFrame, int, tuple[str, ...]]:
+    """The rows of one head size: 128 if measured, else the commonest."""
+    dims = table.head_dim.value_counts()
+    dim = HEAD_DIM if HEAD_DIM in dims.index else int(dims.index[0])
+    others = sorted(int(d) for d in dims.index if int(d) != dim)
+    note = f"{operator}: heads of {dim}; rows with heads of {', '.join(map(str, others))} are left out"
+    return table[table.head_dim == dim], dim, (note,) if others else ()
+
+
+def per_head_of_128(ref: Reference, dim: int) -> Reference:
+    """The fits take heads of 128: heads of `dim` move and multiply `dim` / 128 of that, as if the GPU were faster."""
+    more = HEAD_DIM / dim
+    names = ("memory_bytes_per_s", "bf16_flop_per_s", "l2_bytes") if more != 1.0 else ()
+    return ref.model_copy(update={name: getattr(ref, name) * more for name in names})

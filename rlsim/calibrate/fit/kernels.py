@@ -1,0 +1,87 @@
+"""A fit of one kind of kernel, and its comparison with measured rows by the code that the simulator runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from rlsim.calibrate.fit.common import Array, Mask
+from rlsim.calibrate.fit.correction import fit_correction
+from rlsim.calibrate.points import point_rows
+from rlsim.cost.calibration import OperatorFits, Reference
+from rlsim.cost.operators import Operators
+from rlsim.errors import CalibrationError
+from rlsim.schema import Schema
+
+F = TypeVar("F", bound=Schema)
+
+#: Fewest distinct rows that a fit is made of; below that there is an error, not a guess.
+FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_bound": 4, "collective": 3}
+FULL = 60  # rows to fit from which the full fits, with their dozen constants, are used
+SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
+
+#: Stands for an operator that is not asked for: the look-ups prepare products and corrections for all of them.
+_ABSENT = SimpleNamespace(tiles=(), correction=None)
+
+
+class Kernel(NamedTuple):
+    """One kind of kernel: the operator's name, and the time and the label of a row of its table."""
+
+    operator: str
+    seconds: Callable[[Operators, Any], float]
+    label: Callable[[Any], str]
+
+
+def operators_with(ref: Reference, **fits: Schema) -> Operators:
+    """The look-ups of the given fits (by operator); the others cannot be asked for."""
+    everything: dict[str, Any] = {**dict.fromkeys(OperatorFits.model_fields, _ABSENT), **fits}
+    return Operators(OperatorFits.model_construct(**everything), ref)
+
+
+def predict(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -> Array:
+    """Seconds of each of `rows` with this fit."""
+    operators = operators_with(ref, **{kernel.operator: fit})
+    return np.array([kernel.seconds(operators, row) for row in rows.itertuples(index=False)], float)
+
+
+def compared(
+    kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame, held_out: Mask | bool, name: str = ""
+) -> pd.DataFrame:
+    """The points of `rows`, under the operator's name unless there is another."""
+    labels = [kernel.label(row) for row in rows.itertuples(index=False)]
+    return point_rows(name or kernel.operator, labels, rows.seconds, predict(kernel, fit, ref, rows), held_out)
+
+
+def corrected(kernel: Kernel, fit: F, ref: Reference, rows: pd.DataFrame, knots: Mapping[str, Sequence[float]]) -> F:
+    """`fit` with the factor that it leaves over on `rows`, which have a column for each axis of `knots`."""
+    error = np.log(rows.seconds.to_numpy(float) / predict(kernel, fit, ref, rows))
+    return fit.model_copy(update={"correction": fit_correction(rows, knots, error)})
+
+
+def enough_for_all_constants(ref: Reference, train: Mask) -> bool:
+    """Whether the rows to fit are many, and of a GPU."""
+    return ref.sm_count >= SMS and bool(train.sum() >= FULL)
+
+
+def distinct(table: pd.DataFrame, operator: str, keys: list[str]) -> pd.DataFrame:
+    """Medians over rows of the same shape; raises `CalibrationError` if too few shapes are left."""
+    rows = table.groupby(keys, as_index=False)[["seconds"]].median()
+    check_enough(operator, len(rows))
+    return rows
+
+
+def check_enough(operator: str, count: int, which: str = "") -> None:
+    """Raises `CalibrationError` for fewer distinct rows than a fit needs; `which` says what is special about them."""
+    if count < FEWEST[operator]:
+        raise CalibrationError(
+            f"{operator}: {count} distinct rows{f' {which}' if which else ''}; at least {FEWEST[operator]} are needed"
+        )
+
+
+def few_constants(points: pd.DataFrame) -> str:
+    """What a residual's note says of a fit with few constants."""
+    return f"few-constant fit to {int((~points.held_out).sum())} rows"
