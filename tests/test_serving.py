@@ -20,7 +20,7 @@ from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 from rlsim.validate.parts import Options, Section, Skipped, data_folder
 from rlsim.validate.rows import Row
-from rlsim.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, run, serving_rows
+from rlsim.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, section, serving_rows
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
 HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
@@ -205,8 +205,8 @@ def test_damaged_tables(tmp_path: Path, lines: tuple[str, ...], headings: str, m
 def test_no_table(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="cannot be read as a table of serving runs"):
         read_runs(tmp_path)
-    assert isinstance(run(Options(data=None)), Skipped)
-    assert isinstance(run(Options(data=tmp_path)), Skipped)
+    assert isinstance(section(Options(data=None)), Skipped)
+    assert isinstance(section(Options(data=tmp_path)), Skipped)
 
 
 # ---- the part -------------------------------------------------------------------------------------------------------
@@ -233,20 +233,19 @@ def test_protocol() -> None:
 def test_part_on_a_small_table(tmp_path: Path) -> None:
     """Two runs: rows, kinds and names; more users are slower; host time adds to each token."""
     data = write(tmp_path, *(line("vllm", 2, 64, 8, users) for users in (1, 4)))
-    section = run(Options(data=data, quick=True))
-    assert isinstance(section, Section)
+    found = section(Options(data=data, quick=True))
+    assert isinstance(found, Section)
     case = "vllm/qwen3-32b/tp2/64+8x"
-    found = [(row.part, row.case, row.quantity, row.kind) for row in section.rows]
-    assert found == [
+    assert [(row.part, row.case, row.quantity, row.kind) for row in found.rows] == [
         ("serving", f"{case}{users}", quantity, kind)
         for users, kind in ((1, "input"), (4, "output"))
         for quantity in ("tpot_s", "ttft_s")
     ]
-    assert [(s.group, s.quantity, s.kind, s.count) for s in section.summaries] == [
+    assert [(s.group, s.quantity, s.kind, s.count) for s in found.summaries] == [
         ("vllm/qwen3-32b", quantity, kind, 1) for kind in ("input", "output") for quantity in ("tpot_s", "ttft_s")
     ]
-    assert section.chart is not None
-    assert case in section.text
+    assert found.chart is not None
+    assert case in found.text
     none = HostFit(step_s=0.0, sequence_s=0.0, source="test")
     later = HostFit(step_s=2e-3, sequence_s=0.0, source="test")
     (fast, *_), (slow, *_) = (serving_rows(data, {"vllm": host}) for host in (none, later))

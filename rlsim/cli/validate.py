@@ -79,7 +79,7 @@ def validate(
     if page is not None:
         write_page(page, found)
     if check is not None:
-        for name in stale(check, found, [part for part in REPEATABLE if part in found]):
+        for name in stale(check, found, REPEATABLE):
             fine = False
             typer.echo(f"{check}: section {name} is stale; run: rlsim validate {name} --page {check}", err=True)
     if not fine:
@@ -92,7 +92,6 @@ def _print(name: str, section: Section) -> bool:
 
     from rlsim.cli.terminal import Console
     from rlsim.validate.bounds import checked
-    from rlsim.validate.rows import number
 
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
@@ -103,13 +102,8 @@ def _print(name: str, section: Section) -> bool:
         table.add_column(heading)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    if few:
-        for r in section.rows:
-            table.add_row(r.case, r.quantity, r.kind, number(r.reference), number(r.simulated), f"{r.error:+.1%}")
-    else:
-        for s in section.summaries:
-            errors = [f"{value:.1%}" for value in (s.mean, s.median, s.p90)]
-            table.add_row(s.group, s.quantity, s.kind, f"{s.count:,}", *errors, f"{s.bias:+.1%}")
+    for shown in section.rows if few else section.summaries:
+        table.add_row(*shown.cells)
     console.print(table)
     bounds = list(checked(section.summaries))
     beyond = [

@@ -23,8 +23,8 @@ LINES = 32_768
 MOST_TRACKS = 1 << 20
 
 Numbers: TypeAlias = NDArray[Any]
-#: A piece of every line: the same text in each, or a column of numbers or of JSON texts.
-Piece: TypeAlias = "str | Numbers | pa.Array"
+#: A piece of every line: the same text or number in each, or a column of numbers or of JSON texts.
+Piece: TypeAlias = "str | int | Numbers | pa.Array"
 
 
 def microseconds(seconds: Numbers) -> NDArray[np.int64]:
@@ -72,8 +72,8 @@ class TraceWriter:
         self,
         name: tuple[Piece, ...],
         category: str,
-        pid: Numbers,
-        tid: Numbers,
+        pid: Piece,
+        tid: Piece,
         start: NDArray[np.int64],
         end: NDArray[np.int64],
         args: Mapping[str, Piece],
@@ -127,8 +127,8 @@ class TraceWriter:
 
 
 def _texts(piece: Piece, rows: Numbers | slice) -> Any:
-    if isinstance(piece, str):
-        return pa.scalar(piece)
+    if isinstance(piece, str | int):
+        return pa.scalar(str(piece))
     if isinstance(piece, np.ndarray):
         return pa.array(piece[rows]).cast(pa.string())
     return piece[rows] if isinstance(rows, slice) else piece.take(pa.array(rows))
