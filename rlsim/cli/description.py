@@ -58,10 +58,7 @@ def print_description(description: Description) -> None:
 
 
 def _reward_cells(
-    part: Summary,
-    first: Summary,
-    share: Callable[[float | None], str],
-    number: Callable[[float | None, int], str],
+    part: Summary, first: Summary, share: Callable[[float | None], str], number: Callable[[float | None, int], str]
 ) -> dict[str, str]:
     """Rows on rewards, of what the trace has (its whole, `first`, tells)."""
     cells: dict[str, str] = {}

@@ -12,7 +12,9 @@ from rlsim.cli import complete
 from rlsim.validate.parts import PARTS, REPEATABLE
 
 if TYPE_CHECKING:
-    from rlsim.validate.parts import Section
+    from collections.abc import Iterable
+
+    from rlsim.validate.parts import Options, Section
 
 #: Parts with more comparisons than these show their summaries.
 _ROWS_SHOWN = 80
@@ -23,9 +25,7 @@ def validate(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"{', '.join(PARTS)} (default: all).",
-            show_default=False,
-            autocompletion=complete.one_of(*PARTS),
+            help=f"{', '.join(PARTS)} (default: all).", show_default=False, autocompletion=complete.one_of(*PARTS)
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
@@ -45,13 +45,11 @@ def validate(
 
     Example: rlsim validate pat --json pat.json
     """
-    from rlsim.cli.terminal import Console
     from rlsim.errors import ConfigError
-    from rlsim.output import atomic_path, check_file
+    from rlsim.output import check_file
     from rlsim.validate.page import check_page, read_page, stale, write_page
-    from rlsim.validate.parts import Options, Skipped, data_folder, run_part
+    from rlsim.validate.parts import Options, data_folder
 
-    console, log = Console(), Console(stderr=True)
     wanted = parts or list(PARTS)
     if json_file is not None:
         check_file(json_file)
@@ -59,23 +57,11 @@ def validate(
         check_page(page, wanted)
     if check is not None:
         read_page(check)
-    options = Options(data_folder(data), quick, device, lambda text: log.print(text, style="dim", highlight=False))
-    found: dict[str, Section] = {}
-    fine = True
-    for name in wanted:
-        result = run_part(name, options)
-        if isinstance(result, Skipped):
-            console.print(f"{name}: skipped: {result.reason}", highlight=False, markup=False)
-            continue
-        found[name] = result
-        fine &= _print(name, result)
+    found, fine = _run(wanted, Options(data_folder(data), quick, device, _log))
     if not found:
         raise ConfigError("no part of the validation could run here")
     if json_file is not None:
-        records = [row.record() for section in found.values() for row in section.rows]
-        lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
-        with atomic_path(json_file) as path:
-            path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        _write_json(json_file, found.values())
     if page is not None:
         write_page(page, found)
     if check is not None:
@@ -84,6 +70,38 @@ def validate(
             typer.echo(f"{check}: section {name} is stale; run: rlsim validate {name} --page {check}", err=True)
     if not fine:
         raise typer.Exit(1)
+
+
+def _log(text: str) -> None:
+    from rlsim.cli.terminal import Console
+
+    Console(stderr=True).print(text, style="dim", highlight=False)
+
+
+def _run(wanted: Iterable[str], options: Options) -> tuple[dict[str, Section], bool]:
+    """Run and print the parts; what each found, and whether all errors are within their bounds."""
+    from rlsim.cli.terminal import Console
+    from rlsim.validate.parts import Skipped, run_part
+
+    found: dict[str, Section] = {}
+    fine = True
+    for name in wanted:
+        result = run_part(name, options)
+        if isinstance(result, Skipped):
+            Console().print(f"{name}: skipped: {result.reason}", highlight=False)
+            continue
+        found[name] = result
+        fine &= _print(name, result)
+    return found, fine
+
+
+def _write_json(path: Path, sections: Iterable[Section]) -> None:
+    from rlsim.output import atomic_path
+
+    records = [row.record() for section in sections for row in section.rows]
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    with atomic_path(path) as temporary:
+        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def _print(name: str, section: Section) -> bool:

@@ -94,20 +94,21 @@ def choose_run(
     manifest, source = _opened(results)
     runs = source.table("steps", _STEPS) if not isinstance(source, Mapping) else source["steps"][_STEPS]
     others: dict[str, list[Any]] = {}
-    chosen: list[Any] = []
+    chosen: dict[str, Any] = {}
     for column, wanted in (("case", case), ("system", system), ("seed", seed)):
         others[column] = runs[column].drop_duplicates().tolist()
         if wanted is not None and wanted not in others[column]:
             raise _unknown(column, wanted, others[column])
-        chosen.append(others[column][0] if wanted is None else wanted)
-        runs = runs[runs[column] == chosen[-1]]
+        chosen[column] = others[column][0] if wanted is None else wanted
+        runs = runs[runs[column] == chosen[column]]
     runs = runs.sort_values("step")
     others["step"] = runs["step"].tolist()
     for step in steps or ():
         if step not in others["step"]:
             raise _unknown("step", step, others["step"])
     ends = dict(zip(others["step"], runs["step_time_s"].cumsum().tolist(), strict=True))
-    return ChosenRun(*chosen, tuple(sorted(set(steps or others["step"]))), ends, others, manifest, source)
+    wanted_steps = tuple(sorted(set(steps or others["step"])))
+    return ChosenRun(**chosen, steps=wanted_steps, step_ends=ends, others=others, manifest=manifest, _source=source)
 
 
 def _opened(results: Result | str | Path) -> tuple[Mapping[str, Any], Results | Mapping[str, pd.DataFrame]]:

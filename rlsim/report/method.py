@@ -104,11 +104,7 @@ def _lookups(tables: Lookups) -> Table:
     for operator, row in (item for table in tables.values() for item in table.items()):
         counts.setdefault(operator, Counter()).update(row)
     rows = [
-        [
-            operator,
-            *(f"{count[kind]:,}" for kind in KINDS),
-            f"{count['extrapolated'] / max(count.total(), 1):.1%}",
-        ]
+        [operator, *(f"{count[kind]:,}" for kind in KINDS), f"{count['extrapolated'] / max(count.total(), 1):.1%}"]
         for operator, count in counts.items()
     ]
     caption = (

@@ -13,18 +13,7 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.report.page import Block, Section, Table
 from rlsim.report.setups import CaseSetup
-from rlsim.report.style import (
-    BUBBLE,
-    INK,
-    PARTS,
-    TAIL,
-    WAITING,
-    bar_height,
-    by_name,
-    data,
-    finished,
-    kind_colours,
-)
+from rlsim.report.style import BUBBLE, INK, PARTS, TAIL, WAITING, bar_height, by_name, data, finished, kind_colours
 from rlsim.sim.recorder import Span
 
 RUN = ["case", "system", "seed"]

@@ -14,18 +14,7 @@ from rlsim.experiment.summary import means
 from rlsim.formats import is_missing, number, rate, share, with_interval
 from rlsim.report.page import Block, Figure, Section, Table, Text
 from rlsim.report.setups import CaseSetup
-from rlsim.report.style import (
-    GREY,
-    GRID,
-    INK,
-    WIDTH,
-    bar_height,
-    by_name,
-    data,
-    finished,
-    label_angle,
-    speedup_scale,
-)
+from rlsim.report.style import GREY, GRID, INK, WIDTH, bar_height, by_name, data, finished, label_angle, speedup_scale
 
 #: Colour and shape of each verdict; shape too, for those who print in grey.
 VERDICTS = {
