@@ -64,7 +64,6 @@ def init(
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
     from rlsim.init.draft import check_free
-    from rlsim.init.from_verl import check
     from rlsim.init.from_verl import from_verl as draft_from_verl
     from rlsim.init.starter import starter
     from rlsim.init.verl_defaults import release
@@ -83,11 +82,7 @@ def init(
     check_free(target, force)
     if nccl:
         _calibrate(draft, nccl, data["cluster"] if from_verl else cluster, folder)
-    refused = check(draft, folder)
-    if refused:
-        draft.notes.insert(0, f"DOES NOT RUN AS IT STANDS: {refused}")
-    draft.write(target, force=force)
-    _report(draft, target, refused)
+    _write(draft, target, folder, force)
 
 
 def _check_unused(reward_model: str | None, gpu: str | None) -> None:
@@ -111,9 +106,15 @@ def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path
     draft.entries["calibration"] = Entry(fitted, f"collectives of {', '.join(map(str, nccl))}; the rest of {base}")
 
 
-def _report(draft: Draft, target: Path, refused: str) -> None:
+def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
+    """Write the file and say what is to know about it; exit code 1 if it does not run as it stands."""
     from rlsim.cli.terminal import Console
+    from rlsim.init.from_verl import check
 
+    refused = check(draft, folder)
+    if refused:
+        draft.notes.insert(0, f"DOES NOT RUN AS IT STANDS: {refused}")
+    draft.write(target, force=force)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for note in draft.notes[bool(refused) :]:
         console.print(f"note: {note}", style="dim")

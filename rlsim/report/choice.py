@@ -27,7 +27,6 @@ class Choice:
         return table[(table["case"] == self.case) & (table["system"] == system) & (table["seed"] == self.seed)]
 
     def step_rows(self, table: pd.DataFrame, system: str) -> pd.DataFrame:
-        """Those that belong to the step."""
         rows = self.rows(table, system)
         return rows[rows["step"] == self.step]
 

@@ -26,7 +26,6 @@ class Lengths(NamedTuple):
     tokens: npt.NDArray[np.int64]
 
     def share_at(self, cap_tokens: int) -> float:
-        """Share of the responses that reach the cap."""
         return float((self.tokens >= cap_tokens).mean())
 
 

@@ -31,7 +31,6 @@ class CaseSetup:
         return f"{what}: {self.case}" if self.case else what
 
     def figure(self, name: str, title: str, chart: Any, caption: str) -> Figure:
-        """One of its charts."""
         return Figure(f"{name}-{self.id}" if self.id else name, self.named(title), chart, caption)
 
 

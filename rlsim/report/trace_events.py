@@ -58,7 +58,6 @@ class TraceWriter:
         return self._named("process", name, place, next(self._ids))
 
     def thread(self, pid: int, name: str, place: int) -> int:
-        """A new track of a group."""
         return self._named("thread", name, place, pid, next(self._ids))
 
     def _named(self, kind: str, name: str, place: int, pid: int, tid: int | None = None) -> int:
@@ -109,7 +108,6 @@ class TraceWriter:
         self.arrows += len(name)
 
     def close(self) -> None:
-        """No more events."""
         self._file.write(b"\n]}\n")
 
     def _write(self, pieces: list[Piece], some: Numbers) -> int:

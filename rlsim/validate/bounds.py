@@ -28,7 +28,6 @@ class Bound:
     kind: str = "*"
 
     def holds_for(self, summary: Summary) -> bool:
-        """Whether this bound is about that summary."""
         return (
             summary.part == self.part
             and fnmatch(summary.group, self.group)

@@ -26,7 +26,6 @@ class Row:
 
     @property
     def error(self) -> float:
-        """simulated / reference − 1."""
         return self.simulated / self.reference - 1
 
     @property

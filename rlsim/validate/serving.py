@@ -97,7 +97,6 @@ class Protocol:
     idle_slots: int | None = None  # users that find no place in the engine
 
     def load(self, run: ServingRun) -> Load:
-        """The client's requests."""
         users = run.concurrency
         if self.rounds is not None:
             requests = self.rounds * users
