@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -130,8 +130,8 @@ def check_pictures_folder(folder: Path) -> None:
         raise ConfigError(f"{folder}: is a file; give a folder for the pictures")
 
 
-def check_pictures(page: Page, folder: Path, suffix: str) -> dict[Path, Figure]:
-    """The files that `write_pictures` writes; raises `ConfigError` if one is there that rlsim did not write."""
+def picture_files(page: Page, folder: Path, suffix: str) -> dict[Path, Figure]:
+    """A file for every chart, named after it; raises `ConfigError` if one is there that rlsim did not write."""
     check_pictures_folder(folder)
     files = {folder / f"{figure.id}{suffix}": figure for figure in page.figures}
     for path in files if folder.is_dir() else ():
@@ -139,13 +139,11 @@ def check_pictures(page: Page, folder: Path, suffix: str) -> dict[Path, Figure]:
     return files
 
 
-def write_pictures(page: Page, folder: Path, suffix: str) -> list[Path]:
-    """One file per chart, named after it, `.png` (two pixels a point) or `.svg`; the folder is made if need be."""
-    files = check_pictures(page, folder, suffix)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be made: {error.strerror}") from None
+def write_pictures(files: Mapping[Path, Figure]) -> None:
+    """Charts as `.png` (two pixels a point) or `.svg`; their folders are made if need be."""
     for path, figure in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path.parent}: cannot be made: {error.strerror}") from None
         save_chart(figure.chart, path)
-    return list(files)

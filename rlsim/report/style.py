@@ -113,11 +113,11 @@ def speedup_scale(values: pd.Series[float]) -> tuple[Any, float]:
     return alt.Scale(type="log", domain=[1 / far, 1, far], range=list(DIVERGING), interpolate="rgb"), far
 
 
-def legend(names: list[str], **settings: Any) -> Any:
+def legend(names: list[str]) -> Any:
     """A legend above the chart, in as many columns as there is room for."""
     widest = max((len(name) for name in names), default=1) * 7.5 + 34
     columns = max(min(len(names), int((WIDTH - 60) // widest)), 1)
-    return alt.Legend(**{"orient": "top", "title": None, "columns": columns, "labelLimit": 320, **settings})
+    return alt.Legend(orient="top", title=None, columns=columns, labelLimit=320)
 
 
 def bar_height(rows: int) -> int:

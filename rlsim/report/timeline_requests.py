@@ -35,7 +35,7 @@ class RequestTracks:
         "start_tokens", "end_tokens", "iteration", "left",
     )  # fmt: skip
     RESPONSES = (
-        "response", "position", "response_tokens", "finish_at", "paused", "resumed", "score_start_at", "scored_at",
+        "response", "position", "finish_at", "paused", "resumed", "score_start_at", "scored_at",
         "reward", "timed_out",
     )  # fmt: skip
 

@@ -25,8 +25,8 @@ from rlsim.report.page import (
     Table,
     Text,
     check_page_path,
-    check_pictures,
     check_pictures_folder,
+    picture_files,
     write_pictures,
 )
 from rlsim.report.setups import case_setups
@@ -73,11 +73,9 @@ def write_report(
         raise ConfigError(f"{found.directory} is a sweep: its page has no charts over time to choose a step for")
     else:
         page = sweep_page(found, title=title)
-    for folder, suffix in folders:
-        check_pictures(page, folder, suffix)
+    pictures = {path: chart for where in folders for path, chart in picture_files(page, *where).items()}
     page.write(target)
-    for folder, suffix in folders:
-        write_pictures(page, folder, suffix)
+    write_pictures(pictures)
     return target
 
 
