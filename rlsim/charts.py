@@ -17,28 +17,6 @@ from rlsim.output import GENERATOR, PNG_MARK, SVG_MARK, atomic_path
 
 CHART_SUFFIXES = (".html", ".svg", ".png")
 _PNG_HEAD_BYTES = 33
-#: Names in files are anyone's: what a chart shows stands in a script as JSON without `<`, `>` and `&` (`tojson`), Vega
-#: interprets expressions instead of compiling them (`ast`), and the page may load nothing.
-_CHART_PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-{{ generator|safe }}
-<meta http-equiv="Content-Security-Policy" content="{{ policy|safe }}">
-<title>rlsim chart</title>
-<script>
-{{ vega|safe }}
-</script>
-</head>
-<body>
-<div id="chart"></div>
-<script>
-vegaEmbed("#chart", {{ spec|tojson }}, {ast: true, renderer: "svg"}).catch(console.error);
-</script>
-</body>
-</html>
-"""
 #: A page that holds everything it needs.
 OFFLINE = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
@@ -86,7 +64,9 @@ def _chart_page(figure: Any) -> str:
     """A page with one chart; no text in the chart can end the script that it stands in."""
     from jinja2 import Environment
 
-    template = Environment(autoescape=True).from_string(_CHART_PAGE)
+    template = Environment(autoescape=True).from_string(
+        Path(__file__).with_name("chart.html").read_text(encoding="utf-8")
+    )
     return template.render(spec=chart_spec(figure), vega=vega_script(), policy=OFFLINE, generator=GENERATOR)
 
 

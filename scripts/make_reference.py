@@ -35,7 +35,7 @@ from rlsim.trace.schema import COLUMNS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from reference_code import api, cli  # beside this file, wherever it is run from
+from reference_code import api, call, cli, table  # beside this file, wherever it is run from
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
@@ -85,7 +85,7 @@ def _schema_tables(
             kind = f"{'list of' if marker == '[]' else 'keys'} `{key}{marker}.…`"
         meaning = field.description or (_first_line(inner) if inner is not None else "")
         rows.append((f"`{key}`", kind, unit, _default(field, inner is not None), meaning))
-    yield f"### {title}\n\n{_first_line(model)}\n\n" + _table(("key", "type", "unit", "default", "meaning"), rows)
+    yield f"### {title}\n\n{_first_line(model)}\n\n" + table(("key", "type", "unit", "default", "meaning"), rows)
     for inner, paths in nested.items():  # the same record under several keys gets one table
         heading = ", ".join(f"`{path}`" for path in paths)
         yield from _schema_tables(inner, f"{paths[0]}." if len(paths) == 1 else "*.", heading, leave_out)
@@ -103,23 +103,14 @@ def _nested(annotation: Any) -> tuple[type[BaseModel] | None, str]:
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, str]:
     """How a field's type reads, and its unit."""
-    unit = ""
-    text = ""
     if get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
         metadata = [*more, *metadata]
-    for item in metadata:
-        known = UNITS.get(getattr(item, "func", None))  # type: ignore[arg-type]
-        if known:
-            text, unit = known
-    if not text:
-        text, unit = _plain(annotation)
-    limits = [
-        f"{sign} {getattr(item, bound):g}"
-        for item in metadata
-        for bound, sign in BOUNDS.items()
-        if hasattr(item, bound)
-    ]
+    read_by = [getattr(item, "func", None) for item in metadata]
+    known = [UNITS[function] for function in read_by if function in UNITS]
+    text, unit = known[-1] if known else _plain(annotation)
+    bounds = [(item, bound, sign) for item in metadata for bound, sign in BOUNDS.items()]
+    limits = [f"{sign} {getattr(item, bound):g}" for item, bound, sign in bounds if hasattr(item, bound)]
     return " ".join([text, ", ".join(limits)]).strip(), unit
 
 
@@ -163,7 +154,7 @@ def policies() -> str:
         kind = load_policy(name)
         text = f"### `{name}`\n\n{_first_line(kind)} Class `{BUILTIN[name]}`."
         if issubclass(kind, BaseModel):
-            text += "\n\n" + _table(("parameter", "type", "unit", "default", "meaning"), _parameters(kind))
+            text += "\n\n" + table(("parameter", "type", "unit", "default", "meaning"), _parameters(kind))
         parts.append(text)
     return "\n\n".join(parts)
 
@@ -187,20 +178,20 @@ def result_tables() -> str:
     shared = [c for c in next(iter(TABLES.values())) if all(c in columns for columns in TABLES.values())]
 
     def table_of(columns: Iterable[Column]) -> str:
-        return _table(head, [(f"`{c.name}`", c.dtype, c.unit, c.meaning) for c in columns])
+        return table(head, [(f"`{c.name}`", c.dtype, c.unit, c.meaning) for c in columns])
 
     parts = ["### Every table\n\nAll tables begin with these columns, which name the run.\n\n" + table_of(shared)]
-    for table, columns in TABLES.items():
-        rows = ROWS.get(table)
+    for name, columns in TABLES.items():
+        rows = ROWS.get(name)
         about = f"{rows[0].upper()}{rows[1:]}.\n\n" if rows else ""
-        parts.append(f"### `{table}.parquet`\n\n{about}" + table_of(c for c in columns if c not in shared))
+        parts.append(f"### `{name}.parquet`\n\n{about}" + table_of(c for c in columns if c not in shared))
     return "\n\n".join(parts)
 
 
 def trace_columns() -> str:
     """Every column of a trace."""
     rows = [(f"`{c.name}`", c.kind, c.unit, "yes" if c.required else "", c.meaning) for c in COLUMNS]
-    return _table(("column", "kind", "unit", "required", "meaning"), rows)
+    return table(("column", "kind", "unit", "required", "meaning"), rows)
 
 
 def view() -> str:
@@ -210,9 +201,10 @@ def view() -> str:
         function = member.fget if isinstance(member, property) else member
         if name.startswith("_") or not inspect.isfunction(function):
             continue
-        shown = f"`view.{name}`" if isinstance(member, property) else f"`view.{name}{_arguments(function)}`"
-        rows.append((shown, _returns(function), (inspect.getdoc(function) or "").replace("\n", " ")))
-    parts = [_table(("view", "type", "meaning"), rows)]
+        shown = name if isinstance(member, property) else call(function, name, bound=True)
+        returned = function.__annotations__.get("return", "")
+        rows.append((f"`view.{shown}`", f"`{returned}`", (inspect.getdoc(function) or "").replace("\n", " ")))
+    parts = [table(("view", "type", "meaning"), rows)]
     for record, plain in ((control.ReplicaView, "a replica"), (control.RequestView, "a request")):
         fields = ", ".join(f"`{name}`" for name in _field_names(record))
         parts.append(f"Fields of {plain} (`{record.__name__}`): {fields}.")
@@ -227,7 +219,7 @@ def context() -> str:
         (f"`context.{field.name}`", f"`{field.type}`", comments.get(field.name, COSTS if field.name == "costs" else ""))
         for field in dataclasses.fields(control.ControlContext)
     ]
-    return _table(("context", "type", "meaning"), rows)
+    return table(("context", "type", "meaning"), rows)
 
 
 COSTS = "the machine: `step(tp)`, `capacity_pages(tp)`, `switch(…)` and `transfer_s(…)`, in seconds and pages"
@@ -242,16 +234,7 @@ def actions() -> str:
             for field in dataclasses.fields(action)
         ]
         rows.append((f"`{action.__name__}({', '.join(fields)})`", _first_line(action)))
-    return _table(("action", "meaning"), rows)
-
-
-def _arguments(function: Callable[..., Any]) -> str:
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    return f"({', '.join(p.name if p.default is p.empty else f'{p.name}={p.default!r}' for p in parameters)})"
-
-
-def _returns(function: Callable[..., Any]) -> str:
-    return f"`{function.__annotations__.get('return', '')}`"
+    return table(("action", "meaning"), rows)
 
 
 def _field_names(record: Any) -> list[str]:
@@ -261,15 +244,6 @@ def _field_names(record: Any) -> list[str]:
 
 def _first_line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").partition("\n")[0]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 PARTS: dict[str, Callable[[], str]] = {

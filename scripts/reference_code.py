@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -50,10 +50,7 @@ def _described(thing: Any, name: str) -> str:
         inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if member.startswith("_") or not inspect.isfunction(inner) or not inner.__doc__:
             continue
-        if isinstance(value, property):
-            shown = member
-        else:
-            shown = _call(inner, member, bound=not isinstance(value, staticmethod))
+        shown = member if isinstance(value, property) else call(inner, member, not isinstance(value, staticmethod))
         members.append(f"- `{shown}`: {' '.join((inspect.getdoc(inner) or '').split())}")
     return "\n\n".join(part for part in (*text, "\n".join(members)) if part)
 
@@ -62,21 +59,17 @@ def _signature(thing: Any, name: str) -> str:
     fields = getattr(thing, "model_fields", None)
     if inspect.isclass(thing) and (fields is not None or issubclass(thing, BaseException)):
         return ""
-    shown = _call(thing, name, bound=False)
+    shown = call(thing, name, bound=False)
     return "" if shown == f"{name}()" else f"`{shown}`"
 
 
-def _call(function: Any, name: str, *, bound: bool) -> str:
-    """A call as one writes it: parameters with their defaults, no annotations."""
-    shown = []
-    parameters = list(inspect.signature(function).parameters.values())
-    star = False
-    for parameter in parameters[1:] if bound else parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+def call(function: Any, name: str, bound: bool) -> str:
+    """A call as one writes it: parameters with their defaults, no annotations; `bound`: without `self`."""
+    shown: list[str] = []
+    for parameter in list(inspect.signature(function).parameters.values())[bound:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(text.startswith("*") for text in shown):
             shown.append("*")
-            star = True
         prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        star = star or prefix == "*"
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
         shown.append(f"{prefix}{parameter.name}{default}")
     return f"{name}({', '.join(shown)})"
@@ -102,7 +95,7 @@ def _commands(command: Any, path: str) -> Iterator[str]:
     types = get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
     rows = [_parameter(one, types.get(one.name)) for one in command.params if one.name != "help"]
     if rows:
-        text.append(_table(("name", "value", "meaning"), rows))
+        text.append(table(("name", "value", "meaning"), rows))
     yield "\n\n".join(text)
     for name, inner in getattr(command, "commands", {}).items():
         if not inner.hidden:
@@ -135,6 +128,8 @@ def _kind(annotation: Any) -> str:
     return {int: "whole number", float: "number", Path: "path", str: "text"}.get(annotation, "")
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    cells = ((cell.replace("|", "\\|").replace("<", "&lt;") for cell in line) for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

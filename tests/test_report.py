@@ -21,13 +21,13 @@ from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
 from rlsim.hardware import load_cluster
 from rlsim.report.choice import best_other, choose, fastest
-from rlsim.report.frames.comparison import batch_parts, gpu_shares, speedups
-from rlsim.report.frames.gantt import MOST_MARKS, gantt
+from rlsim.report.gantt import MOST_MARKS, gantt
 from rlsim.report.headline import best_sentence, cases_sentence, findings, late_sentence
 from rlsim.report.page import Figure
-from rlsim.report.palette import BUBBLE, kind_colours
-from rlsim.report.sections.comparison import step_section
 from rlsim.report.setups import case_setups
+from rlsim.report.shares import batch_parts, gpu_shares, step_section
+from rlsim.report.speedups import speedups
+from rlsim.report.style import BUBBLE, kind_colours
 from rlsim.report.write import report_page, write_report
 
 HOSTILE = '<script>alert("x")</script> & "co"'

@@ -13,16 +13,16 @@ from result_tables import RUN, table
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result
-from rlsim.report.charts.style import label_angle
 from rlsim.report.choice import Choice
-from rlsim.report.frames.comparison import gpu_shares, seed_speedups
-from rlsim.report.frames.gantt import by_group, gantt, merged
-from rlsim.report.frames.lengths import survival, trained_lengths
-from rlsim.report.frames.rollout import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
-from rlsim.report.frames.sweep import best_systems, cut, is_grid, is_number, label, levels, varying
+from rlsim.report.gantt import by_group, gantt, merged
+from rlsim.report.generation import active_replicas, active_sequences, generation, gpus_by_tp, switch_labels
+from rlsim.report.lengths import survival, trained_lengths
 from rlsim.report.page import Page, Text
-from rlsim.report.palette import BUBBLE
-from rlsim.report.sections.sweep import sweep_findings, sweep_section, sweep_table
+from rlsim.report.shares import gpu_shares
+from rlsim.report.speedups import seed_speedups
+from rlsim.report.style import BUBBLE, label_angle
+from rlsim.report.sweep_charts import best_systems, cut, is_grid, is_number, label, levels, varying
+from rlsim.report.sweep_page import sweep_findings, sweep_section, sweep_table
 
 
 def span(gpu: int, gpus: int, start: float, end: float, kind: str, **more: Any) -> dict[str, Any]:

@@ -233,20 +233,19 @@ def test_protocol() -> None:
 def test_part_on_a_small_table(tmp_path: Path) -> None:
     """Two runs: rows, kinds and names; more users are slower; host time adds to each token."""
     data = write(tmp_path, *(line("vllm", 2, 64, 8, users) for users in (1, 4)))
-    part = section(Options(data=data, quick=True))
-    assert isinstance(part, Section)
+    found = section(Options(data=data, quick=True))
+    assert isinstance(found, Section)
     case = "vllm/qwen3-32b/tp2/64+8x"
-    found = [(row.part, row.case, row.quantity, row.kind) for row in part.rows]
-    assert found == [
+    assert [(row.part, row.case, row.quantity, row.kind) for row in found.rows] == [
         ("serving", f"{case}{users}", quantity, kind)
         for users, kind in ((1, "input"), (4, "output"))
         for quantity in ("tpot_s", "ttft_s")
     ]
-    assert [(s.group, s.quantity, s.kind, s.count) for s in part.summaries] == [
+    assert [(s.group, s.quantity, s.kind, s.count) for s in found.summaries] == [
         ("vllm/qwen3-32b", quantity, kind, 1) for kind in ("input", "output") for quantity in ("tpot_s", "ttft_s")
     ]
-    assert part.chart is not None
-    assert case in part.text
+    assert found.chart is not None
+    assert case in found.text
     none = HostFit(step_s=0.0, sequence_s=0.0, source="test")
     later = HostFit(step_s=2e-3, sequence_s=0.0, source="test")
     (fast, *_), (slow, *_) = (serving_rows(data, {"vllm": host}) for host in (none, later))

@@ -24,8 +24,8 @@ from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.experiment.tail import tail_stretches
 from rlsim.policies.registry import BUILTIN
-from rlsim.report.frames.comparison import batch_parts, gpu_shares
 from rlsim.report.headline import findings
+from rlsim.report.shares import batch_parts, gpu_shares
 
 SMALL: dict[str, Any] = {
     "name": "small",

@@ -27,7 +27,7 @@ PAGE = read_sections(ROOT / "docs" / "validation.md")
 
 
 def rows(*errors: float, case: str = "vllm/qwen") -> tuple[Row, ...]:
-    return tuple(Row("serving", f"{case}/{i}", "tpot_s", "output", 2.0, 2.0 * (1 + e)) for i, e in enumerate(errors))
+    return tuple(Row("serving", f"{case}/{i}", "tpot_s", 2.0, 2.0 * (1 + e)) for i, e in enumerate(errors))
 
 
 def section(*errors: float) -> Section:
@@ -36,7 +36,7 @@ def section(*errors: float) -> Section:
 
 
 def test_an_error_is_simulated_over_reference_less_one() -> None:
-    row = Row("pat", "x", "speedup", "output", 1.25, 1.0)
+    row = Row("pat", "x", "speedup", 1.25, 1.0)
     assert row.error == pytest.approx(-0.2)
     assert row.record() == {
         "part": "pat",
@@ -99,7 +99,7 @@ def test_what_is_no_validation_page_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_an_exceeded_bound_stands_out_on_the_page() -> None:
     found = rows(0.5)
-    summaries = summarise((Row("kernels", "h100-sxm-vllm/x", "gemm_s", "output", 1.0, 1.5),), depth=1)
+    summaries = summarise((Row("kernels", "h100-sxm-vllm/x", "gemm_s", 1.0, 1.5),), depth=1)
     assert "**exceeded**" in section_text("kernels", Section(found, tuple(summaries), "text"))
 
 
@@ -142,7 +142,7 @@ def test_the_command_writes_json_and_a_page(stub: dict[str, Section | Skipped], 
 def test_the_command_fails_beyond_a_bound_and_on_a_stale_page(
     stub: dict[str, Section | Skipped], tmp_path: Path
 ) -> None:
-    found = (Row("kernels", "h100-sxm-vllm/x", "gemm_s", "output", 1.0, 1.5),)
+    found = (Row("kernels", "h100-sxm-vllm/x", "gemm_s", 1.0, 1.5),)
     stub["kernels"] = Section(found, tuple(summarise(found, depth=1)), "text")
     done = CliRunner().invoke(app, ["validate", "kernels"])
     assert done.exit_code == 1

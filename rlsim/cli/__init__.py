@@ -14,7 +14,6 @@ import typer
 from rlsim.cli import (
     advising,
     calibrate,
-    checking,
     comparing,
     init,
     listing,
@@ -22,7 +21,6 @@ from rlsim.cli import (
     reporting,
     running,
     sweeping,
-    timeline,
     trace,
     validate,
 )
@@ -40,12 +38,12 @@ app = typer.Typer(
     epilog="Example: rlsim run experiments/pat_vs_static.yaml --seeds 3",
 )
 app.command("init")(init.init)
-app.command("check")(checking.check)
+app.command("check")(running.check)
 app.command("run")(running.run)
 app.command("sweep")(sweeping.sweep)
 app.command("compare")(comparing.compare)
 app.command("report")(reporting.report)
-app.command("timeline")(timeline.timeline)
+app.command("timeline")(reporting.timeline)
 app.command("advise")(advising.advise)
 app.command("plan")(planning.plan)
 app.add_typer(listing.app, name="list")

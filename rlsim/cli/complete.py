@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from rlsim import catalogue
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Completer = Callable[[str], list[str]]
+
+
+def _fitting(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def one_of(*names: str) -> Completer:
@@ -19,21 +25,17 @@ def one_of(*names: str) -> Completer:
     return lambda incomplete: _fitting(names, incomplete)
 
 
-def _of_catalogue(kind: str, suffix: str = ".yaml") -> Completer:
-    def complete(incomplete: str) -> list[str]:
-        from rlsim import catalogue
-
-        return _fitting(catalogue.names(kind, suffix), incomplete)
-
-    return complete
+def _of_catalogue(*kinds: str, suffix: str = ".yaml") -> Completer:
+    return lambda incomplete: _fitting(sorted({n for kind in kinds for n in catalogue.names(kind, suffix)}), incomplete)
 
 
 experiments = _of_catalogue("experiments")
+sweeps = _of_catalogue("sweeps", "experiments")  # a sweep is made of either
 clusters = _of_catalogue("clusters")
 models = _of_catalogue("models")
 gpus = _of_catalogue("gpus")
 calibrations = _of_catalogue("calibration")
-traces = _of_catalogue("traces", ".parquet")
+traces = _of_catalogue("traces", suffix=".parquet")
 
 
 def verl_versions(incomplete: str) -> list[str]:
@@ -48,13 +50,6 @@ def policies(incomplete: str) -> list[str]:
     from rlsim.policies.registry import policy_names
 
     return _fitting(sorted(policy_names()), incomplete)
-
-
-def sweeps(incomplete: str) -> list[str]:
-    """What a sweep may be made of: sweeps and experiments that ship with rlsim."""
-    from rlsim import catalogue
-
-    return _fitting(sorted({*catalogue.names("sweeps"), *catalogue.names("experiments")}), incomplete)
 
 
 #: Names that a key of an experiment takes.
@@ -80,7 +75,3 @@ def _keys(schema: type[BaseModel], prefix: str) -> Iterator[str]:
             yield from _keys(inner, f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def _fitting(names: Iterable[str], incomplete: str) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from rlsim.cli.terminal import Console
+from rlsim.formats import number, share
 from rlsim.trace.describe import Description, Summary
 
 MOST_EPOCHS = 4  # that the table has columns for
@@ -14,13 +15,6 @@ MOST_EPOCHS = 4  # that the table has columns for
 
 def print_description(description: Description) -> None:
     """Prints a table with a column for the whole, each task, and each epoch, of many epochs only some."""
-
-    def share(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2%}"
-
-    def number(value: float | None, digits: int = 0) -> str:
-        return "–" if value is None else f"{value:,.{digits}f}"
-
     table = Table(title=f"Response lengths of {description.name} (tokens)", title_justify="left")
     table.add_column("")
     first = description.parts[0]
@@ -29,20 +23,24 @@ def print_description(description: Description) -> None:
     for part in shown:
         table.add_column(part.part, justify="right")
         sizes = ", ".join(f"{count:,} × {size}" for size, count in part.samples_per_prompt.items())
-        cells = {"responses": number(part.responses), "prompts × samples": sizes, "mean": number(part.mean_tokens)}
-        cells |= {name: number(value) for name, value in part.quantiles.items()}
-        cells |= {"longest": number(part.max_tokens), "longest / median": number(part.max_over_median, 1)}
+        cells = {
+            "responses": number(part.responses, 0),
+            "prompts × samples": sizes,
+            "mean": number(part.mean_tokens, 0),
+        }
+        cells |= {name: number(value, 0) for name, value in part.quantiles.items()}
+        cells |= {"longest": number(part.max_tokens, 0), "longest / median": number(part.max_over_median, 1)}
         at_cap = f"share at the cap of {first.cap_tokens:,}" if first.cap_tokens else "share marked as cut"
-        cells |= {at_cap: share(part.share_at_cap)}
-        cells |= {f"share above {limit:,}": share(value) for limit, value in part.share_above.items()}
+        cells |= {at_cap: share(part.share_at_cap, 2)}
+        cells |= {f"share above {limit:,}": share(value, 2) for limit, value in part.share_above.items()}
         cells |= {
             "correlation within a prompt (log)": number(part.icc_log, 3),
             "sd of log length within a prompt": number(part.within_sd_log, 3),
-            "prompts with a response in the longest 1%": share(part.straggling_prompts),
-            "  the same, responses shuffled": share(part.straggling_prompts_shuffled),
-            "median prompt": number(part.prompt_tokens_median),
+            "prompts with a response in the longest 1%": share(part.straggling_prompts, 2),
+            "  the same, responses shuffled": share(part.straggling_prompts_shuffled, 2),
+            "median prompt": number(part.prompt_tokens_median, 0),
         }
-        cells |= _reward_cells(part, first, share, number)
+        cells |= _reward_cells(part, first)
         for name, value in cells.items():
             rows.setdefault(name, []).append(value)
     for name, values in rows.items():
@@ -57,22 +55,17 @@ def print_description(description: Description) -> None:
         say(f"note: {note}")
 
 
-def _reward_cells(
-    part: Summary,
-    first: Summary,
-    share: Callable[[float | None], str],
-    number: Callable[[float | None, int], str],
-) -> dict[str, str]:
+def _reward_cells(part: Summary, first: Summary) -> dict[str, str]:
     """Rows on rewards, of what the trace has (its whole, `first`, tells)."""
     cells: dict[str, str] = {}
     if first.correct_share is not None:
-        cells |= {"right": share(part.correct_share), "prompts with right and wrong": share(part.mixed_prompts)}
+        cells |= {"right": share(part.correct_share, 2), "prompts with right and wrong": share(part.mixed_prompts, 2)}
     if first.reward_mean is not None:
         lowest, highest = number(part.reward_min, 2), number(part.reward_max, 2)
         cells |= {"mean reward": number(part.reward_mean, 3), "lowest to highest": f"{lowest} to {highest}"}
     if first.reward_time_mean_s is not None:
-        cells |= {"mean reward call (s)": number(part.reward_time_mean_s, 2),
-                  "longest reward call (s)": number(part.reward_time_max_s, 2)}  # fmt: skip
+        cells["mean reward call (s)"] = number(part.reward_time_mean_s, 2)
+        cells["longest reward call (s)"] = number(part.reward_time_max_s, 2)
     if first.longest_test_run_mean_s is not None:
         cells["mean of the longest test case (s)"] = number(part.longest_test_run_mean_s, 2)
     if first.judge_tokens_mean is not None:

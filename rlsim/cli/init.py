@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,47 +14,45 @@ if TYPE_CHECKING:
     from rlsim.init.draft import Draft
 
 
+FromVerl = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from-verl",
+        metavar="CONFIG",
+        help="A veRL configuration: YAML, a run's folder, a run_*.sh, a log; or KEY=VALUE, or NAME=VALUE of a "
+        "script's variable. Repeatable, later ones win.",
+    ),
+]
+Nccl = Annotated[
+    list[Path] | None,
+    typer.Option(help="Output of nccl-tests on your machines: fits a calibration beside the experiment."),
+]
+
+
+def _name(text: str, offered: complete.Completer) -> Any:
+    """An option that takes a name of the catalogue."""
+    return typer.Option(help=text, autocompletion=offered)
+
+
 def init(
     name: Annotated[str | None, typer.Argument(help="Name of the experiment (default: experiment, or veRL's).")] = None,
-    from_verl: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--from-verl",
-            metavar="CONFIG",
-            help="A veRL configuration: YAML, a run's folder, a run_*.sh, a log; or KEY=VALUE, or NAME=VALUE of a "
-            "script's variable. Repeatable, later ones win.",
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="GPU of the catalogue, such as h100; veRL names none.", autocompletion=complete.gpus),
-    ] = None,
+    from_verl: FromVerl = None,
+    gpu: Annotated[str | None, _name("GPU of the catalogue, such as h100; veRL names none.", complete.gpus)] = None,
     cluster: Annotated[
-        str | None,
-        typer.Option(help="Cluster of the catalogue or .yaml, instead of --gpu.", autocompletion=complete.clusters),
+        str | None, _name("Cluster of the catalogue or .yaml, instead of --gpu.", complete.clusters)
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="Model of the catalogue, or the path of a config.json.", autocompletion=complete.models),
+        str | None, _name("Model of the catalogue, or the path of a config.json.", complete.models)
     ] = None,
-    reward_model: Annotated[
-        str | None, typer.Option(help="The same of veRL's reward model.", autocompletion=complete.models)
-    ] = None,
+    reward_model: Annotated[str | None, _name("The same of veRL's reward model.", complete.models)] = None,
     trace: Annotated[
-        str | None,
-        typer.Option(help="Trace of response lengths (default: the nearest shipped).", autocompletion=complete.traces),
+        str | None, _name("Trace of response lengths (default: the nearest shipped).", complete.traces)
     ] = None,
     calibration: Annotated[
-        str | None,
-        typer.Option(help="Calibration (default: of the GPU and engine).", autocompletion=complete.calibrations),
+        str | None, _name("Calibration (default: of the GPU and engine).", complete.calibrations)
     ] = None,
-    nccl: Annotated[
-        list[Path] | None,
-        typer.Option(help="Output of nccl-tests on your machines: fits a calibration beside the experiment."),
-    ] = None,
-    verl_version: Annotated[
-        str, typer.Option(help="veRL release whose defaults hold.", autocompletion=complete.verl_versions)
-    ] = "0.9",
+    nccl: Nccl = None,
+    verl_version: Annotated[str, _name("veRL release whose defaults hold.", complete.verl_versions)] = "0.9",
     out: Annotated[Path | None, typer.Option(help="File to write (default: NAME.yaml).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
@@ -65,53 +63,58 @@ def init(
     Example: rlsim init --from-verl run_qwen2.5-7b.sh --gpu h100
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
-    from rlsim.errors import ConfigError
-    from rlsim.hardware import load_cluster
-    from rlsim.init.draft import Entry, check_free
-    from rlsim.init.starter import CLUSTER, calibration_from_nccl, starter
+    from rlsim.init.draft import check_free
+    from rlsim.init.starter import starter
     from rlsim.verl.defaults import release
-    from rlsim.verl.experiment import check
     from rlsim.verl.experiment import from_verl as draft_from_verl
 
     folder = out.parent if out is not None else Path()
+    given: dict[str, Any] = {"folder": folder, "cluster": cluster, "model": model}
+    given |= {"trace": trace, "calibration": calibration}
     if from_verl:
-        draft = draft_from_verl(
-            from_verl,
-            folder=folder,
-            gpu=gpu,
-            cluster=cluster,
-            model=model,
-            reward_model=reward_model,
-            calibration=calibration,
-            trace=trace,
-            name=name,
-            version=release(verl_version),
-        )
+        version = release(verl_version)
+        draft = draft_from_verl(from_verl, name=name, gpu=gpu, reward_model=reward_model, version=version, **given)
     else:
-        for option, value in (("--reward-model", reward_model), ("--gpu", gpu)):
-            if value is not None:
-                raise ConfigError(f"{option} goes with --from-verl" + (": give --cluster" if option == "--gpu" else ""))
-        draft = starter(
-            name or "experiment", folder=folder, cluster=cluster, model=model, trace=trace, calibration=calibration
-        )
+        _check_unused(reward_model, gpu)
+        draft = starter(name or "experiment", **given)
     data = draft.data()
     target = out or Path(f"{data['name']}.yaml")
     check_free(target, force)
     if nccl:
-        machines = load_cluster(data["cluster"] if from_verl else cluster or CLUSTER)
-        base, name_ = str(data["calibration"]), str(data["name"])
-        fitted = calibration_from_nccl(nccl, gpu=machines.gpu.name, base=base, name=name_, folder=folder)
-        draft.entries["calibration"] = Entry(fitted, f"collectives of {', '.join(map(str, nccl))}; the rest of {base}")
+        _calibrate(draft, nccl, data["cluster"] if from_verl else cluster, folder)
+    _write(draft, target, folder, force)
+
+
+def _check_unused(reward_model: str | None, gpu: str | None) -> None:
+    from rlsim.errors import ConfigError
+
+    if reward_model is not None:
+        raise ConfigError("--reward-model goes with --from-verl")
+    if gpu is not None:
+        raise ConfigError("--gpu goes with --from-verl: give --cluster")
+
+
+def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path) -> None:
+    """Give the experiment a calibration of its own, with the collectives of these outputs of nccl-tests."""
+    from rlsim.hardware import load_cluster
+    from rlsim.init.draft import Entry
+    from rlsim.init.starter import CLUSTER, calibration_from_nccl
+
+    data = draft.data()
+    base, gpu = str(data["calibration"]), load_cluster(cluster or CLUSTER).gpu.name
+    fitted = calibration_from_nccl(nccl, gpu=gpu, base=base, name=str(data["name"]), folder=folder)
+    draft.entries["calibration"] = Entry(fitted, f"collectives of {', '.join(map(str, nccl))}; the rest of {base}")
+
+
+def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
+    """Write the file and say what is to know about it; exit code 1 if it does not run as it stands."""
+    from rlsim.cli.terminal import Console
+    from rlsim.init.from_verl import check
+
     refused = check(draft, folder)
     if refused:
         draft.notes.insert(0, f"DOES NOT RUN AS IT STANDS: {refused}")
     draft.write(target, force=force)
-    _report(draft, target, refused)
-
-
-def _report(draft: Draft, target: Path, refused: str) -> None:
-    from rlsim.cli.terminal import Console
-
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for note in draft.notes[bool(refused) :]:
         console.print(f"note: {note}", style="dim")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import typer
+
+T = TypeVar("T")
 
 app = typer.Typer(
     no_args_is_help=True, help="Show what the catalogue holds.", epilog="Example: rlsim list calibrations"
@@ -17,20 +20,12 @@ def gpus() -> None:
 
     Example: rlsim list gpus
     """
-    from rlsim import catalogue
     from rlsim.hardware import load_gpu
 
-    found = [load_gpu(name) for name in catalogue.names("gpus")]
-    rows = [
-        (
-            g.name,
-            f"{g.memory_bytes / 2**30:.1f}",
-            f"{g.memory_bytes_per_s / 1e12:.2f}",
-            f"{g.bf16_flop_per_s / 1e12:.0f}",
-            g.title,
-        )
-        for g in found
-    ]
+    rows = []
+    for gpu in _loaded("gpus", load_gpu):
+        gib, per_s, flop = gpu.memory_bytes / 2**30, gpu.memory_bytes_per_s / 1e12, gpu.bf16_flop_per_s / 1e12
+        rows.append((gpu.name, f"{gib:.1f}", f"{per_s:.2f}", f"{flop:.0f}", gpu.title))
     _print(("name", "GiB", "TB/s", "TFLOP/s", "title"), rows)
 
 
@@ -40,13 +35,11 @@ def clusters() -> None:
 
     Example: rlsim list clusters
     """
-    from rlsim import catalogue
     from rlsim.hardware import load_cluster
 
-    found = [load_cluster(name) for name in catalogue.names("clusters")]
     rows = [
         (c.name, str(c.nodes), f"{c.gpus_per_node} x {c.gpu.name}", c.intra.name, c.inter.name if c.inter else "")
-        for c in found
+        for c in _loaded("clusters", load_cluster)
     ]
     _print(("name", "nodes", "GPUs each", "inside a node", "between nodes"), rows)
 
@@ -57,20 +50,12 @@ def models() -> None:
 
     Example: rlsim list models
     """
-    from rlsim import catalogue
     from rlsim.models import load_model
 
-    found = [load_model(name) for name in catalogue.names("models")]
-    rows = [
-        (
-            m.name,
-            f"{m.parameters / 1e9:.2f}",
-            f"{m.active_parameters / 1e9:.2f}",
-            f"{m.kv_bytes_per_token / 1024:.0f}",
-            m.title,
-        )
-        for m in found
-    ]
+    rows = []
+    for model in _loaded("models", load_model):
+        billions = (f"{count / 1e9:.2f}" for count in (model.parameters, model.active_parameters))
+        rows.append((model.name, *billions, f"{model.kv_bytes_per_token / 1024:.0f}", model.title))
     _print(("name", "params G", "active G", "KV KiB/token", "title"), rows)
 
 
@@ -85,13 +70,9 @@ def calibrations() -> None:
     rows = []
     for name in calibration_names():
         calibration = load_calibration(name)
-
-        def error(operator: str, of: object = calibration) -> str:
-            residual = of.residuals.get(operator)  # type: ignore[attr-defined]
-            return f"{residual.median:.1%}" if residual else "derived"
-
-        errors = [error(operator) for operator in ("gemm", "decode_attention", "prefill_attention")]
-        rows.append((name, *errors, calibration.provenance.date))
+        errors = [calibration.residuals.get(op) for op in ("gemm", "decode_attention", "prefill_attention")]
+        texts = [f"{error.median:.1%}" if error else "derived" for error in errors]
+        rows.append((name, *texts, calibration.provenance.date))
     _print(("name", "GEMM", "decode attn", "prefill attn", "fitted"), rows)
 
 
@@ -127,17 +108,15 @@ def traces() -> None:
     for name, path in catalogue.names("traces", ".parquet").items():
         trace = read_trace(path)
         lengths = trace.frame["response_tokens"]
-        rows.append(
-            (
-                name,
-                f"{len(lengths):,}",
-                f"{lengths.median():.0f}",
-                f"{lengths.quantile(0.99):.0f}",
-                f"{lengths.max()}",
-                trace.meta.source,
-            )
-        )
+        quantiles = (f"{lengths.quantile(share):.0f}" for share in (0.5, 0.99))
+        rows.append((name, f"{len(lengths):,}", *quantiles, str(lengths.max()), trace.meta.source))
     _print(("name", "responses", "P50", "P99", "max", "source"), rows)
+
+
+def _loaded(kind: str, load: Callable[[str], T]) -> list[T]:
+    from rlsim import catalogue
+
+    return [load(name) for name in catalogue.names(kind)]
 
 
 _NUMBERS = {"GiB", "TB/s", "TFLOP/s", "params G", "active G", "KV KiB/token", "nodes", "responses", "P50", "P99", "max"}

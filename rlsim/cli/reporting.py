@@ -1,11 +1,22 @@
-"""`rlsim report`."""
+"""`rlsim report` and `rlsim timeline`: results as people look at them."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rlsim.cli.common import echo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlsim.report.chosen_run import ChosenRun
+
+#: More names than these are counted, not listed.
+MOST_NAMES = 6
 
 
 def report(
@@ -43,3 +54,80 @@ def report(
     for folder in (png, svg):
         if folder is not None:
             typer.echo(f"charts: {folder}")
+
+
+def timeline(
+    results: Annotated[Path, typer.Argument(metavar="DIR", help="Results that `rlsim run` wrote.")],
+    system: Annotated[str | None, typer.Option(help="Which system (default: the first of the case).")] = None,
+    case: Annotated[str | None, typer.Option(help="Which case (default: the first).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which seed (default: the first).")] = None,
+    steps: Annotated[
+        str | None, typer.Option("--steps", "--step", metavar="STEPS", help="Such as 3, 0-2 or 0,4 (default: all).")
+    ] = None,
+    requests: Annotated[
+        bool, typer.Option("--requests/--no-requests", help="With a track for each request, or GPUs and calls alone.")
+    ] = True,
+    out: Annotated[Path | None, typer.Option(help="The file: .json or .json.gz (default: DIR/timeline.json).")] = None,
+    compressed: Annotated[bool, typer.Option("--gzip", help="Write DIR/timeline.json.gz instead.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the path of the file only.")] = False,
+) -> None:
+    """Write one run as a timeline to open at https://ui.perfetto.dev: GPUs, requests, calls, counters, migrations.
+
+    Example: rlsim timeline results/pat-vs-static --system pat --steps 0-1
+    """
+    from rlsim.errors import ConfigError
+    from rlsim.report.timeline import write_timeline
+
+    path = out or results / ("timeline.json.gz" if compressed else "timeline.json")
+    if out is not None and compressed and out.suffix != ".gz":
+        raise ConfigError(f"--gzip: {out} does not end in .json.gz")
+    written = write_timeline(
+        results, path, case=case, system=system, seed=seed, steps=_numbers(steps), requests=requests
+    )
+    if quiet:
+        typer.echo(str(path))
+        return
+    run = written.run
+    shown = " · ".join(part for part in (run.case, run.system, f"seed {run.seed}", _steps(run.steps)) if part)
+    echo(f"timeline of {shown}")
+    for line in _others(run):
+        echo(line)
+    typer.echo(f"{written.slices:,} slices, {written.samples:,} counter values, {written.arrows:,} arrows")
+    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it at https://ui.perfetto.dev")
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    """Steps as the option gives them."""
+    from rlsim.errors import ConfigError
+    from rlsim.experiment.schema import MOST_STEPS
+
+    if text is None:
+        return None
+    steps: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+        if last < first:
+            raise ConfigError(f"--steps {text}: expected steps such as 3, 0-2 or 0,4")
+        if last - first >= MOST_STEPS:
+            raise ConfigError(f"--steps {text}: no run has more than {MOST_STEPS:,} steps")
+        steps += range(first, last + 1)
+    return steps
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    together = list(steps) == list(range(steps[0], steps[-1] + 1))
+    return f"steps {steps[0]}–{steps[-1]}" if together else "steps " + ", ".join(map(str, steps))
+
+
+def _others(run: ChosenRun) -> list[str]:
+    """What else could be asked for."""
+    lines = []
+    for option, chosen in (("case", run.case), ("system", run.system), ("seed", run.seed)):
+        others = [str(name) for name in run.others[option] if name != chosen]
+        if others:
+            more = f" and {len(others) - MOST_NAMES} more" if len(others) > MOST_NAMES else ""
+            lines.append(f"  --{option} chooses another: {', '.join(others[:MOST_NAMES])}{more}")
+    return lines

@@ -12,7 +12,9 @@ from rlsim.cli import complete
 from rlsim.validate.parts import PARTS, REPEATABLE
 
 if TYPE_CHECKING:
-    from rlsim.validate.parts import Section
+    from collections.abc import Iterable
+
+    from rlsim.validate.parts import Options, Section
 
 #: Parts with more comparisons than these show their summaries.
 _ROWS_SHOWN = 80
@@ -23,9 +25,7 @@ def validate(
     parts: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"{', '.join(PARTS)} (default: all).",
-            show_default=False,
-            autocompletion=complete.one_of(*PARTS),
+            help=f"{', '.join(PARTS)} (default: all).", show_default=False, autocompletion=complete.one_of(*PARTS)
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison to this file.")] = None,
@@ -45,13 +45,11 @@ def validate(
 
     Example: rlsim validate pat --json pat.json
     """
-    from rlsim.cli.terminal import Console
     from rlsim.errors import ConfigError
-    from rlsim.output import atomic_path, check_file
+    from rlsim.output import check_file
     from rlsim.validate.page import check_page, read_page, stale, write_page
-    from rlsim.validate.parts import Options, Skipped, data_folder, run_part
+    from rlsim.validate.parts import Options, data_folder
 
-    console, log = Console(), Console(stderr=True)
     wanted = parts or list(PARTS)
     if json_file is not None:
         check_file(json_file)
@@ -59,31 +57,51 @@ def validate(
         check_page(page, wanted)
     if check is not None:
         read_page(check)
-    options = Options(data_folder(data), quick, device, lambda text: log.print(text, style="dim", highlight=False))
+    found, fine = _run(wanted, Options(data_folder(data), quick, device, _log))
+    if not found:
+        raise ConfigError("no part of the validation could run here")
+    if json_file is not None:
+        _write_json(json_file, found.values())
+    if page is not None:
+        write_page(page, found)
+    if check is not None:
+        for name in stale(check, found, REPEATABLE):
+            fine = False
+            typer.echo(f"{check}: section {name} is stale; run: rlsim validate {name} --page {check}", err=True)
+    if not fine:
+        raise typer.Exit(1)
+
+
+def _log(text: str) -> None:
+    from rlsim.cli.terminal import Console
+
+    Console(stderr=True).print(text, style="dim", highlight=False)
+
+
+def _run(wanted: Iterable[str], options: Options) -> tuple[dict[str, Section], bool]:
+    """Run and print the parts; what each found, and whether all errors are within their bounds."""
+    from rlsim.cli.terminal import Console
+    from rlsim.validate.parts import Skipped, run_part
+
     found: dict[str, Section] = {}
     fine = True
     for name in wanted:
         result = run_part(name, options)
         if isinstance(result, Skipped):
-            console.print(f"{name}: skipped: {result.reason}", highlight=False, markup=False)
+            Console().print(f"{name}: skipped: {result.reason}", highlight=False)
             continue
         found[name] = result
         fine &= _print(name, result)
-    if not found:
-        raise ConfigError("no part of the validation could run here")
-    if json_file is not None:
-        records = [row.record() for section in found.values() for row in section.rows]
-        lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
-        with atomic_path(json_file) as path:
-            path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    if page is not None:
-        write_page(page, found)
-    if check is not None:
-        for name in stale(check, found, [part for part in REPEATABLE if part in found]):
-            fine = False
-            typer.echo(f"{check}: section {name} is stale; run: rlsim validate {name} --page {check}", err=True)
-    if not fine:
-        raise typer.Exit(1)
+    return found, fine
+
+
+def _write_json(path: Path, sections: Iterable[Section]) -> None:
+    from rlsim.output import atomic_path
+
+    records = [row.record() for section in sections for row in section.rows]
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    with atomic_path(path) as temporary:
+        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def _print(name: str, section: Section) -> bool:
@@ -92,7 +110,6 @@ def _print(name: str, section: Section) -> bool:
 
     from rlsim.cli.terminal import Console
     from rlsim.validate.bounds import checked
-    from rlsim.validate.rows import number
 
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
@@ -103,13 +120,8 @@ def _print(name: str, section: Section) -> bool:
         table.add_column(heading)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    if few:
-        for r in section.rows:
-            table.add_row(r.case, r.quantity, r.kind, number(r.reference), number(r.simulated), f"{r.error:+.1%}")
-    else:
-        for s in section.summaries:
-            errors = [f"{value:.1%}" for value in (s.mean, s.median, s.p90)]
-            table.add_row(s.group, s.quantity, s.kind, f"{s.count:,}", *errors, f"{s.bias:+.1%}")
+    for shown in section.rows if few else section.summaries:
+        table.add_row(*shown.cells)
     console.print(table)
     bounds = list(checked(section.summaries))
     beyond = [

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.backlog import comparable
-
-if TYPE_CHECKING:
-    from rlsim.experiment.result import Result
+from rlsim.experiment.result import Result
 
 
 @dataclass(frozen=True)
@@ -28,6 +25,24 @@ class Choice:
     def rows(self, table: pd.DataFrame, system: str) -> pd.DataFrame:
         """The rows of a result table that belong to a system's whole run."""
         return table[(table["case"] == self.case) & (table["system"] == system) & (table["seed"] == self.seed)]
+
+    def step_rows(self, table: pd.DataFrame, system: str) -> pd.DataFrame:
+        rows = self.rows(table, system)
+        return rows[rows["step"] == self.step]
+
+    def titled(self, title: str, result: Result, system: str) -> str:
+        """A title, with the kind of the step's round if there are several kinds."""
+        kind = str(self.step_rows(result.steps, system)["round"].iloc[0])
+        return f"{title} ({kind} round)" if kind else title
+
+    @property
+    def text(self) -> str:
+        """Which step is shown, and why."""
+        case = f"case {self.case}, " if self.case else ""
+        return (
+            f"Shown: {case}{' and '.join(self.systems)}, seed {self.seed}, step {self.step} ({self.why}). "
+            "Options --case, --system, --seed and --step of rlsim report show another."
+        )
 
 
 def choose(

@@ -27,6 +27,9 @@ ROWS = 16_384
 MOST_LISTED = 20
 #: Columns that name a run and its step.
 _RUN = ("case", "system", "seed", "step")
+_STEPS = [*_RUN, "steady", "step_time_s", "trained", "tokens"]
+#: Tables that a timeline needs beside that of the steps.
+_NEEDED = ("spans", "stays", "calls", "responses")
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,10 @@ class ChosenRun:
     _source: Results | Mapping[str, pd.DataFrame] = field(repr=False)
 
     @property
-    def gpus(self) -> int:
-        """GPUs of the case's cluster."""
-        return int(self.manifest["setups"][self.case]["gpus"])
-
-    @property
-    def gpus_per_node(self) -> int:
-        """GPUs of one node of the case's cluster."""
-        return int(self.manifest["setups"][self.case]["gpus_per_node"])
+    def setup(self) -> Mapping[str, Any]:
+        """What the case ran on: `gpus`, `gpus_per_node`, …"""
+        found: Mapping[str, Any] = self.manifest["setups"][self.case]
+        return found
 
     def rows(self, table: str, columns: Sequence[str]) -> Iterator[pa.Table]:
         """The run's rows of a table, in their order, some at a time."""
@@ -92,50 +91,44 @@ def choose_run(
     Raises `CatalogueError` for what the results don't have, with the nearest names, and `ConfigError` for a directory
     that holds no results, or those of an rlsim that did not record `stays`.
     """
-    source: Results | Mapping[str, pd.DataFrame]
-    if isinstance(results, str | Path):
-        from rlsim.experiment.result import open_results
-        from rlsim.sweeps.store import DEFINITION
-
-        folder = Path(results)
-        if (folder / DEFINITION).is_file():
-            raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
-        source = open_results(folder)
-        manifest = source.manifest
-        missing = [name for name in ("spans", "stays", "calls", "responses") if not source.path(name).is_file()]
-        if missing or "setups" not in manifest:
-            raise ConfigError(
-                f"{folder}: written by an rlsim that did not record what a timeline needs "
-                f"({', '.join(missing) or 'setups in manifest.json'}); run the experiment again"
-            )
-    else:
-        manifest = results.manifest
-        source = {name: getattr(results, name) for name in ("steps", "spans", "stays", "calls", "responses")}
-    columns = [*_RUN, "steady", "step_time_s", "trained", "tokens"]
-    runs = source.table("steps", columns) if not isinstance(source, Mapping) else source["steps"][columns]
+    manifest, source = _opened(results)
+    runs = source.table("steps", _STEPS) if not isinstance(source, Mapping) else source["steps"][_STEPS]
     others: dict[str, list[Any]] = {}
-
-    def choose(column: str, kind: str, wanted: Any) -> Any:
-        nonlocal runs
+    chosen: dict[str, Any] = {}
+    for column, wanted in (("case", case), ("system", system), ("seed", seed)):
         others[column] = runs[column].drop_duplicates().tolist()
-        if wanted is None:
-            wanted = others[column][0]
-        elif wanted not in others[column]:
-            raise _unknown(kind, wanted, others[column])
-        runs = runs[runs[column] == wanted]
-        return wanted
-
-    case = choose("case", "case", case)
-    system = choose("system", "system", system)
-    seed = choose("seed", "seed", seed)
-    others["step"] = sorted(runs["step"].tolist())
+        if wanted is not None and wanted not in others[column]:
+            raise _unknown(column, wanted, others[column])
+        chosen[column] = others[column][0] if wanted is None else wanted
+        runs = runs[runs[column] == chosen[column]]
+    runs = runs.sort_values("step")
+    others["step"] = runs["step"].tolist()
     for step in steps or ():
         if step not in others["step"]:
             raise _unknown("step", step, others["step"])
-    chosen = tuple(sorted(set(steps))) if steps else tuple(others["step"])
-    runs = runs.sort_values("step")
-    ends = dict(zip(runs["step"].tolist(), runs["step_time_s"].cumsum().tolist(), strict=True))
-    return ChosenRun(str(case), str(system), int(seed), chosen, ends, others, manifest, source)
+    ends = dict(zip(others["step"], runs["step_time_s"].cumsum().tolist(), strict=True))
+    wanted_steps = tuple(sorted(set(steps or others["step"])))
+    return ChosenRun(**chosen, steps=wanted_steps, step_ends=ends, others=others, manifest=manifest, _source=source)
+
+
+def _opened(results: Result | str | Path) -> tuple[Mapping[str, Any], Results | Mapping[str, pd.DataFrame]]:
+    """The manifest and the tables; `ConfigError` where there is not what a timeline needs."""
+    if not isinstance(results, str | Path):
+        return results.manifest, {name: getattr(results, name) for name in ("steps", *_NEEDED)}
+    from rlsim.experiment.result import open_results
+    from rlsim.sweeps.store import DEFINITION
+
+    folder = Path(results)
+    if (folder / DEFINITION).is_file():
+        raise ConfigError(f"{folder} is a sweep, which has no timeline: run one of its points with rlsim run")
+    source = open_results(folder)
+    missing = [name for name in _NEEDED if not source.path(name).is_file()]
+    if missing or "setups" not in source.manifest:
+        raise ConfigError(
+            f"{folder}: written by an rlsim that did not record what a timeline needs "
+            f"({', '.join(missing) or 'setups in manifest.json'}); run the experiment again"
+        )
+    return source.manifest, source
 
 
 def _unknown(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
@@ -144,10 +137,11 @@ def _unknown(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
     if isinstance(wanted, str):
         return unknown_name(kind, wanted, map(str, known))
     numbers = sorted(known)
-    together = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
-    more = "" if len(numbers) <= MOST_LISTED else f" and {len(numbers) - MOST_LISTED} more"
-    listed = ", ".join(map(str, numbers[:MOST_LISTED])) + more
-    listed = f"{numbers[0]} to {numbers[-1]}" if together else listed
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        listed = f"{numbers[0]} to {numbers[-1]}"
+    else:
+        more = "" if len(numbers) <= MOST_LISTED else f" and {len(numbers) - MOST_LISTED} more"
+        listed = ", ".join(map(str, numbers[:MOST_LISTED])) + more
     return CatalogueError(f"the results have no {kind} {wanted}; there is {listed}")
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from rlsim.experiment.backlog import comparable
+from rlsim.experiment.result import Result
 from rlsim.formats import is_missing, rate
 from rlsim.report.choice import best_other, fastest
-from rlsim.report.frames.comparison import verdicts
-
-if TYPE_CHECKING:
-    from rlsim.experiment.result import Result
+from rlsim.report.speedups import verdicts
 
 _MOST_CASES = 6
 _SPEEDUP = ("speedup", "speedup_low", "speedup_high")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlsim.charts import OFFLINE, chart_spec, vega_script
+from rlsim.charts import OFFLINE, chart_spec, save_chart, vega_script
 from rlsim.errors import ConfigError
 from rlsim.output import atomic_path, check_own_file
 from rlsim.version import __version__
-
-_TEMPLATE = "page.html"
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Page:
             lstrip_blocks=True,
         )
         specs = {figure.id: chart_spec(figure.chart) for figure in self.figures}
-        return environment.get_template(_TEMPLATE).render(
+        return environment.get_template("page.html").render(
             page=self, specs=specs, vega=vega_script(), policy=OFFLINE, version=__version__
         )
 
@@ -124,3 +122,28 @@ def check_page_path(path: Path) -> None:
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"{path}: a report is written as .html")
     check_own_file(path)
+
+
+def check_pictures_folder(folder: Path) -> None:
+    """Raises `ConfigError` if pictures cannot be put there."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file; give a folder for the pictures")
+
+
+def picture_files(page: Page, folder: Path, suffix: str) -> dict[Path, Figure]:
+    """A file for every chart, named after it; raises `ConfigError` if one is there that rlsim did not write."""
+    check_pictures_folder(folder)
+    files = {folder / f"{figure.id}{suffix}": figure for figure in page.figures}
+    for path in files if folder.is_dir() else ():
+        check_own_file(path)
+    return files
+
+
+def write_pictures(files: Mapping[Path, Figure]) -> None:
+    """Charts as `.png` (two pixels a point) or `.svg`; their folders are made if need be."""
+    for path, figure in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path.parent}: cannot be made: {error.strerror}") from None
+        save_chart(figure.chart, path)

@@ -54,34 +54,20 @@ def held_by_replicas(here: Stays) -> Held:
     iterations a replica had done is known at every moment at which a request joined or left the batch; between two of
     these, it is taken to grow evenly.
     """
-    n = len(here.replica)
     joined = ~np.isnan(here.decoding_at)
-    admitted = ~np.isnan(here.admitted_at)
     prefilled = here.decoding_at > here.admitted_at  # not, if its KV came with it
-    offset = np.where(
-        joined, here.start_tokens + prefilled - here.iteration, 0
-    )  # context less the replica's iterations
+    # A context less the iterations of its replica does not change while it decodes.
+    offset = np.where(joined, here.start_tokens + prefilled - here.iteration, 0)
 
     replicas, first = np.unique(here.replica, return_index=True)
-    begin = np.full(replicas.max() + 1, np.inf)
-    end = np.full(replicas.max() + 1, -np.inf)
+    begin, end = np.full(replicas.max() + 1, np.inf), np.full(replicas.max() + 1, -np.inf)
     np.minimum.at(begin, here.replica, here.arrived_at)
     np.maximum.at(end, here.replica, here.left_at)
     share = np.linspace(0, 1, POINTS + 2)[1:-1]
     between = (begin[replicas, None] + (end - begin)[replicas, None] * share).ravel()
 
-    # Changes of: requests waiting, active, decoding; the sum of offsets; the sum of contexts in prefill.
-    zero, one, context = np.zeros(n, np.int64), np.ones(n, np.int64), here.start_tokens
-    in_prefill = np.where(admitted & ~joined, context, 0)  # when it leaves
-    parts = [
-        (here.arrived_at, one, zero, zero, zero, zero),
-        (here.admitted_at, -one, one, zero, zero, context),
-        (here.decoding_at, zero, zero, one, offset, -context),
-        (here.left_at, -1 * ~admitted, -1 * admitted, -1 * joined, -offset, -in_prefill),
-    ]
-    at = np.concatenate([moments for moments, *_ in parts])
-    changes = np.concatenate([np.stack(change, axis=1) for _, *change in parts])
-    replica = np.tile(here.replica, len(parts))
+    at, changes = _changes(here, joined, offset)
+    replica = np.tile(here.replica, len(at) // len(here.replica))
     happened = ~np.isnan(at)
     at = np.concatenate([at[happened], between])
     changes = np.concatenate([changes[happened], np.zeros((len(between), 5), np.int64)])
@@ -100,6 +86,24 @@ def held_by_replicas(here: Stays) -> Held:
     row = of[replica[newest]]
     columns = (np.ascontiguousarray(column[newest]) for column in (active, waiting, kv))
     return Held(here.place[row], replica[newest], here.call[row], at_us[newest], *columns)
+
+
+def _changes(here: Stays, joined: NDArray[np.bool_], offset: Ints) -> tuple[Floats, Ints]:
+    """What each stay changes, and when: requests waiting, active, decoding; sums of offsets and of prefilled contexts.
+
+    Four moments of every stay, one after the other; NaN for those that never were.
+    """
+    admitted = ~np.isnan(here.admitted_at)
+    zero, one, context = np.zeros_like(offset), np.ones_like(offset), here.start_tokens
+    in_prefill = np.where(admitted & ~joined, context, 0)  # when it leaves
+    parts = [
+        (here.arrived_at, one, zero, zero, zero, zero),
+        (here.admitted_at, -one, one, zero, zero, context),
+        (here.decoding_at, zero, zero, one, offset, -context),
+        (here.left_at, -1 * ~admitted, -1 * admitted, -1 * joined, -offset, -in_prefill),
+    ]
+    at = np.concatenate([moments for moments, *_ in parts])
+    return at, np.concatenate([np.stack(change, axis=1) for _, *change in parts])
 
 
 def _iterations(here: Stays, joined: NDArray[np.bool_], offset: Ints, at: Floats, replica: Ints) -> Floats:

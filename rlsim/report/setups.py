@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlsim.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlsim.experiment.result import Result
+from rlsim.experiment.result import Result
+from rlsim.report.page import Figure
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ class CaseSetup:
         """A title that names the case, if there are cases."""
         return f"{what}: {self.case}" if self.case else what
 
-    def figure(self, name: str) -> str:
-        """The id of one of its charts."""
-        return f"{name}-{self.id}" if self.id else name
+    def figure(self, name: str, title: str, chart: Any, caption: str) -> Figure:
+        return Figure(f"{name}-{self.id}" if self.id else name, self.named(title), chart, caption)
 
 
 def case_setups(result: Result) -> list[CaseSetup]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".json", ".json.gz")
 #: Where groups of tracks stand, from top to bottom.
 RUN, NODES, REQUESTS, REWARDS = 0, 1_000, 100_000, 10_000_000
+#: More GPUs than there are.
+ALL_GPUS = 10_000_000
 #: Slices of one GPU track each, made from spans of many GPUs, at a time.
 MOST_SLICES = 262_144
 
@@ -116,22 +118,15 @@ def _write_steps(writer: TraceWriter, run: ChosenRun, pid: int) -> None:
         steps = rows["step"].to_numpy()
         end = np.array([run.step_ends[step] for step in steps.tolist()])
         start = np.array([run.step_ends.get(step - 1, 0.0) for step in steps.tolist()])
-        pids = np.full(len(steps), pid)
-        writer.add_slices(
-            ('"step ', steps, '"'),
-            "step",
-            pids,
-            np.full(len(steps), tid),
-            microseconds(start),
-            microseconds(end),
-            {
-                "round": json_texts(rows["round"]),
-                "tokens": rows["tokens"].to_numpy(),
-                "responses trained on": rows["trained"].to_numpy(),
-                "switches": rows["switches"].to_numpy(),
-                "bubble_fraction": np.round(rows["bubble_fraction"].to_numpy(), 4),
-            },
-        )
+        args = {
+            "round": json_texts(rows["round"]),
+            "tokens": rows["tokens"].to_numpy(),
+            "responses trained on": rows["trained"].to_numpy(),
+            "switches": rows["switches"].to_numpy(),
+            "bubble_fraction": np.round(rows["bubble_fraction"].to_numpy(), 4),
+        }
+        name, start_us, end_us = ('"step ', steps, '"'), microseconds(start), microseconds(end)
+        writer.add_slices(name, "step", pid, tid, start_us, end_us, args)
 
 
 def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
@@ -159,9 +154,8 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
             "model": json_texts(rows["model"]),
             "gpus": rows["gpus"].to_numpy(),
         }
-        pids = np.full(len(calls), pid)
-        writer.add_slices(('"waits for GPUs"',), "call", pids, tid, ready, start, args)
-        writer.add_slices((json_texts(rows["call"]),), "call", pids, tid, start, end, args)
+        writer.add_slices(('"waits for GPUs"',), "call", pid, tid, ready, start, args)
+        writer.add_slices((json_texts(rows["call"]),), "call", pid, tid, start, end, args)
     return generate
 
 
@@ -170,7 +164,7 @@ def _write_calls(writer: TraceWriter, run: ChosenRun, pid: int) -> str:
 
 def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
     """A track for each GPU, by node; what runs beside other work (a judge) on tracks of its own."""
-    per_node = run.gpus_per_node
+    per_node, all_gpus = int(run.setup["gpus_per_node"]), int(run.setup["gpus"])
     nodes: dict[int, int] = {}  # node: process
     of_node: dict[int, int] = {}  # track: process
     beside: list[str] = []  # kinds of work that share GPUs
@@ -191,8 +185,8 @@ def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
             gpus = rows["gpus"].to_numpy()
             which = np.repeat(np.arange(len(gpus)), gpus)  # a slice for every GPU of a span
             gpu = rows["gpu"].to_numpy()[which] + _counts(gpus)
-            if len(gpu) and not 0 <= gpu.min() <= gpu.max() < run.gpus:
-                raise ConfigError(f"spans: expected GPUs 0 to {run.gpus - 1}, got {gpu.min()} to {gpu.max()}")
+            if len(gpu) and not 0 <= gpu.min() <= gpu.max() < all_gpus:
+                raise ConfigError(f"spans: expected GPUs 0 to {all_gpus - 1}, got {gpu.min()} to {gpu.max()}")
             shared = rows["shared"].to_numpy(zero_copy_only=False)
             kinds = np.zeros(len(gpus), np.int64)
             for i in np.flatnonzero(shared).tolist():
@@ -202,24 +196,11 @@ def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
                 kinds[i] = 1 + beside.index(kind)
             start, end = (microseconds(rows[c].to_numpy())[which] for c in ("start_at", "end_at"))
             tid = tracks.place(kinds[which] * ALL_GPUS + gpu, start, end)
+            pid = np.array([of_node[t] for t in tid.tolist()])
             take = pa.array(which)
-            writer.add_slices(
-                (json_texts(rows["kind"]).take(take),),
-                "gpu",
-                np.array([of_node[t] for t in tid.tolist()]),
-                tid,
-                start,
-                end,
-                {
-                    "step": rows["step"].to_numpy()[which],
-                    "tp": rows["tp"].to_numpy()[which],
-                    "label": json_texts(rows["label"]).take(take),
-                },
-            )
-
-
-#: More than there are.
-ALL_GPUS = 10_000_000
+            args = {name: rows[name].to_numpy()[which] for name in ("step", "tp")}
+            args["label"] = json_texts(rows["label"]).take(take)
+            writer.add_slices((json_texts(rows["kind"]).take(take),), "gpu", pid, tid, start, end, args)
 
 
 def _parts(rows: pa.Table) -> Iterator[pa.Table]:

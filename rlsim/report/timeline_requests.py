@@ -35,7 +35,7 @@ class RequestTracks:
         "start_tokens", "end_tokens", "iteration", "left",
     )  # fmt: skip
     RESPONSES = (
-        "response", "position", "response_tokens", "finish_at", "paused", "resumed", "score_start_at", "scored_at",
+        "response", "position", "finish_at", "paused", "resumed", "score_start_at", "scored_at",
         "reward", "timed_out",
     )  # fmt: skip
 
@@ -67,9 +67,8 @@ class RequestTracks:
         self._write_rewards(step, responses, judged)
 
     def _stays(self, table: pa.Table) -> Stays:
-        columns = {
-            name: table[name].to_numpy() for name in self.STAYS if name not in ("call", "left")
-        }  # moments that are missing become NaN
+        # Moments that are missing become NaN.
+        columns = {name: table[name].to_numpy() for name in self.STAYS if name not in ("call", "left")}
         names, call = _numbered(table["call"])
         known = list(dict.fromkeys([self._generate, *names]))
         call = np.array([known.index(name) for name in names])[call]
@@ -116,23 +115,19 @@ class RequestTracks:
         pid = np.array(self._pids)[here.place]
 
         reasons = json_texts(pa.array(LEFT)).take(pa.array(here.left))
-        args: dict[str, Piece] = {
+        known: dict[str, Piece] = {"response": here.response, "tp": here.tp, "step": step}
+        waited = {**known, "context": here.start_tokens}
+        args = {
             "response": here.response,
             "tokens": here.end_tokens - here.start_tokens,
             "context": here.end_tokens,
             "tp": here.tp,
-            "step": np.full(len(arrived), step),
+            "step": step,
             "left": reasons,
         }
-        waited = {name: args[name] for name in ("response", "tp", "step")}
-        waited["context"] = here.start_tokens
+        previous = reasons.take(pa.array(np.maximum(np.arange(len(arrived)) - 1, 0)))
         for name, start, end, about in (
-            (
-                "paused",
-                begun,
-                arrived,
-                {**waited, "after": reasons.take(pa.array(np.maximum(np.arange(len(arrived)) - 1, 0)))},
-            ),
+            ("paused", begun, arrived, {**waited, "after": previous}),
             ("queued", arrived, admitted, waited),
             ("prefill", admitted, decoding, waited),
             ("decode", decoding, left, args),
@@ -140,13 +135,12 @@ class RequestTracks:
             self._writer.add_slices((f'"{name} ', here.response, '"'), name, pid, tid, start, end, about)
 
         # From the last microsecond at the one replica to the first at the other.
-        start_before = np.roll(begun, 1)
-        arrow = np.flatnonzero(moves & (before > start_before) & (left > begun))
-        source, target = arrow - 1, arrow
+        arrow = np.flatnonzero(moves & (before > np.roll(begun, 1)) & (left > begun))
+        source = arrow - 1
         self._writer.add_arrows(
             reasons.take(pa.array(source)),
             (pid[source], tid[source], left[source] - 1),
-            (pid[target], tid[target], begun[target]),
+            (pid[arrow], tid[arrow], begun[arrow]),
         )
         self._write_resumed(here, responses, pid, tid, begun, left)
         return pid, tid
@@ -192,18 +186,15 @@ class RequestTracks:
     def _write_counters(self, here: Stays) -> None:
         held = held_by_replicas(here)
         pid = np.array(self._pids)[held.place]
-        for name, values in (
-            ("active sequences", held.active),
-            ("waiting requests", held.waiting),
-            ("KV tokens", held.kv_tokens),
-        ):
+        counters = {"active sequences": held.active, "waiting requests": held.waiting, "KV tokens": held.kv_tokens}
+        for name, values in counters.items():
             change = np.diff(values, prepend=0)  # also from replica to replica: each begins and ends with nothing
             self._writer.add_samples(name, pid, held.at, values, change != 0)
             # All replicas that generate together: whenever one of them has something new.
             mine = np.flatnonzero((change != 0) & (held.call == 0))
             mine = mine[np.argsort(held.at[mine], kind="stable")]
             newest = np.append(np.diff(held.at[mine]) > 0, True)[: len(mine)]
-            self._writer.add_samples(name, str(self._run_pid), held.at[mine], np.cumsum(change[mine]), newest)
+            self._writer.add_samples(name, self._run_pid, held.at[mine], np.cumsum(change[mine]), newest)
 
     # ---- rewards -----------------------------------------------------------------------------------------------------
 
@@ -227,12 +218,12 @@ class RequestTracks:
         timed_out = pa.array(responses["timed_out"].to_pylist()).take(pa.array(rows)).cast(pa.string())
         args: dict[str, Piece] = {
             "response": ids[rows],
-            "step": np.full(len(rows), step),
+            "step": step,
             "reward": responses["reward"].to_numpy()[rows],
             "timed_out": timed_out,
         }
-        pids = np.full(len(rows), self._workers_pid)
-        self._writer.add_slices(('"score ', ids[rows], '"'), "reward", pids, tid, start, end, args)
+        assert self._workers_pid is not None
+        self._writer.add_slices(('"score ', ids[rows], '"'), "reward", self._workers_pid, tid, start, end, args)
         self._last_scored_at = max(self._last_scored_at, float(end_at[rows].max()))
 
 
@@ -248,9 +239,8 @@ def _by_prompt(responses: pa.Table, flag: str) -> dict[int, list[int]]:
     if flag == "paused":
         flags = flags & np.isnan(responses["finish_at"].to_numpy())
     rows = np.flatnonzero(flags)
+    positions, ids = (responses[name].to_numpy()[rows].tolist() for name in ("position", "response"))
     found: dict[int, list[int]] = {}
-    for position, response in zip(
-        responses["position"].to_numpy()[rows].tolist(), responses["response"].to_numpy()[rows].tolist(), strict=True
-    ):
+    for position, response in zip(positions, ids, strict=True):
         found.setdefault(position, []).append(response)
     return found

@@ -23,8 +23,8 @@ LINES = 32_768
 MOST_TRACKS = 1 << 20
 
 Numbers: TypeAlias = NDArray[Any]
-#: A piece of every line: the same text in each, or a column of numbers or of JSON texts.
-Piece: TypeAlias = "str | Numbers | pa.Array"
+#: A piece of every line: the same text or number in each, or a column of numbers or of JSON texts.
+Piece: TypeAlias = "str | int | Numbers | pa.Array"
 
 
 def microseconds(seconds: Numbers) -> NDArray[np.int64]:
@@ -58,7 +58,6 @@ class TraceWriter:
         return self._named("process", name, place, next(self._ids))
 
     def thread(self, pid: int, name: str, place: int) -> int:
-        """A new track of a group."""
         return self._named("thread", name, place, pid, next(self._ids))
 
     def _named(self, kind: str, name: str, place: int, pid: int, tid: int | None = None) -> int:
@@ -72,8 +71,8 @@ class TraceWriter:
         self,
         name: tuple[Piece, ...],
         category: str,
-        pid: Numbers,
-        tid: Numbers,
+        pid: Piece,
+        tid: Piece,
         start: NDArray[np.int64],
         end: NDArray[np.int64],
         args: Mapping[str, Piece],
@@ -109,7 +108,6 @@ class TraceWriter:
         self.arrows += len(name)
 
     def close(self) -> None:
-        """No more events."""
         self._file.write(b"\n]}\n")
 
     def _write(self, pieces: list[Piece], some: Numbers) -> int:
@@ -127,8 +125,8 @@ class TraceWriter:
 
 
 def _texts(piece: Piece, rows: Numbers | slice) -> Any:
-    if isinstance(piece, str):
-        return pa.scalar(piece)
+    if isinstance(piece, str | int):
+        return pa.scalar(str(piece))
     if isinstance(piece, np.ndarray):
         return pa.array(piece[rows]).cast(pa.string())
     return piece[rows] if isinstance(rows, slice) else piece.take(pa.array(rows))

@@ -5,26 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import pandas as pd
 
 from rlsim.advise.advice import read_advice
+from rlsim.advise.texts import texts
 from rlsim.errors import ConfigError
 from rlsim.experiment.result import Result, read_result
 from rlsim.report.choice import choose
+from rlsim.report.gantt import timeline_section
+from rlsim.report.generation import generation_section
 from rlsim.report.headline import findings
-from rlsim.report.page import Page, check_page_path
-from rlsim.report.pictures import check_pictures, check_pictures_folder, write_pictures
-from rlsim.report.sections.advice import advice_section
-from rlsim.report.sections.comparison import gpu_section, lengths_section, speedup_section, step_section
-from rlsim.report.sections.method import calibration_section, configuration_section, notes_section
-from rlsim.report.sections.time import generation_section, timeline_section
+from rlsim.report.lengths import lengths_section
+from rlsim.report.method import calibration_section, configuration_section, notes_section
+from rlsim.report.page import (
+    Block,
+    Page,
+    Section,
+    Table,
+    Text,
+    check_page_path,
+    check_pictures_folder,
+    picture_files,
+    write_pictures,
+)
 from rlsim.report.setups import case_setups
-from rlsim.report.sweep import sweep_page
+from rlsim.report.shares import gpu_section, step_section
+from rlsim.report.speedups import speedup_section
+from rlsim.report.sweep_page import sweep_page
 from rlsim.sweeps.read import SweepResult, read_sweep
 from rlsim.sweeps.store import DEFINITION
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 #: The page's file in a results directory, if no other is given.
 REPORT = "report.html"
@@ -63,11 +73,9 @@ def write_report(
         raise ConfigError(f"{found.directory} is a sweep: its page has no charts over time to choose a step for")
     else:
         page = sweep_page(found, title=title)
-    for folder, suffix in folders:
-        check_pictures(page, folder, suffix)
+    pictures = {path: chart for where in folders for path, chart in picture_files(page, *where).items()}
     page.write(target)
-    for folder, suffix in folders:
-        write_pictures(page, folder, suffix)
+    write_pictures(pictures)
     return target
 
 
@@ -125,3 +133,13 @@ def report_page(
         ("Steps", f"{workflow['steps']:,} × {len(result.manifest['seeds'])} seeds"),
     )
     return Page(title or experiment["name"], experiment["description"], findings(result), sections, facts)
+
+
+def advice_section(tables: Mapping[str, pd.DataFrame]) -> Section:
+    """The tables of an advice."""
+    blocks: list[Block] = []
+    for text in texts(tables):
+        blocks.append(Text(text.title, heading=True))
+        caption = text.caption[0].upper() + text.caption[1:]
+        blocks.append(Table(caption, tuple(text.headings), text.rows, words=text.words - {0}))
+    return Section("advice", "Advice", tuple(blocks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import altair as alt
 import pandas as pd
 
 from rlsim.validate.rows import Row
@@ -17,8 +18,6 @@ _WIDTH = 560
 
 def errors_chart(rows: Iterable[Row]) -> Any:
     """One line for each row: its error as a dot, outputs and inputs in two colours."""
-    import altair as alt
-
     frame = pd.DataFrame([{"figure": f"{r.case} · {r.quantity}", "error": r.error, "kind": r.kind} for r in rows])
     frame["shown"] = frame.error.clip(-1, 1)
     order = list(dict.fromkeys(frame.figure))
@@ -37,8 +36,6 @@ def error_panels(frame: pd.DataFrame, title: str, *, facet: str, colour: str, un
 
     The band is ±15%; errors beyond ±50% are drawn at the edge.
     """
-    import altair as alt
-
     frame = frame.assign(error=(frame.simulated / frame.measured - 1).clip(-_EDGE, _EDGE))
     names = sorted(frame[colour].unique())
     hue = alt.Color(f"{colour}:N", title=None, scale=alt.Scale(domain=names, range=list(COLOURS[: len(names)])))
@@ -65,8 +62,6 @@ def lines_by_left(frame: pd.DataFrame) -> Any:
 
     Columns case, quantity (step_s or throughput_tokens_per_s), left (in descending order of waiting), by, value.
     """
-    import altair as alt
-
     order = list(dict.fromkeys(frame.left))
     rows = []
     for quantity, title, factor in (("step_s", "step (ms)", 1e3), ("throughput_tokens_per_s", "tokens per s", 1.0)):
@@ -91,7 +86,5 @@ def lines_by_left(frame: pd.DataFrame) -> Any:
 
 
 def _finished(chart: Any, title: str, subtitle: str = "") -> Any:
-    import altair as alt
-
     text = alt.TitleParams(title, subtitle=subtitle, anchor="start", offset=12)
     return chart.properties(title=text).configure_view(stroke=None).configure_axis(gridOpacity=0.4)

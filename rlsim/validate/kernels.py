@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,21 +18,10 @@ from rlsim.calibrate.points import join
 from rlsim.cost.calibration import Calibration, calibration_names, load_calibration
 from rlsim.validate.charts import error_panels
 from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Row, summarise, summary_table
 
 _CHART_ROWS = 80  # of each operator and calibration, or points hide each other
-
-_TEXT = """\
-Each operator is fitted to three quarters of its measured shapes and looked up at the others. Left out are whole weights
-(n, k) of a GEMM, whole (sequences, heads) of attention, whole token counts of the elementwise kernels; of a collective
-every third message size at a time, judged by its neighbours at half and twice the size, a wider gap than any look-up
-has to bridge. GEMM rows that are bound by memory and whose weights fit L2, and decode attention on a KV cache that
-fits L2, are not judged here: in a real step these bytes come from memory, and rlsim takes them so
-([calibration.md](calibration.md#against-l2-hot-rows-not-fitted) shows how much that changes). TensorRT-LLM's decode
-attention is fitted to rows with one query head per KV head: its grouped-query rows imply up to 1.7 times the peak
-bandwidth however large the cache, so they cannot have read what they state.
-
-"""
 
 
 def section(options: Options) -> Section | Skipped:
@@ -49,13 +37,11 @@ def section(options: Options) -> Section | Skipped:
         points.append(found.assign(calibration=name))
     frame = pd.concat(points, ignore_index=True)
     rows = tuple(
-        Row("kernels", f"{calibration}/{label}", f"{operator}_s", "output", measured, fitted)
-        for calibration, label, operator, measured, fitted in frame[
-            ["calibration", "label", "operator", "measured_s", "fitted_s"]
-        ].itertuples(index=False)
+        Row("kernels", f"{at['calibration']}/{at['label']}", f"{at['operator']}_s", at["measured_s"], at["fitted_s"])
+        for at in frame.to_dict("records")
     )
     summaries = tuple(summarise(rows, depth=1))
-    return Section(rows, summaries, _TEXT + summary_table(summaries), _chart(frame))
+    return Section(rows, summaries, filled_text("kernels", summaries=summary_table(summaries)), _chart(frame))
 
 
 def _with_tables() -> list[str]:
@@ -94,13 +80,10 @@ def _left_out(data: Path, calibration: Calibration) -> pd.DataFrame:
 
 
 def _chart(frame: pd.DataFrame) -> object:
-    shown = pd.concat(list(_sampled(frame)), ignore_index=True)
+    shown = pd.concat(
+        rows.iloc[np.linspace(0, len(rows) - 1, min(_CHART_ROWS, len(rows))).astype(int)]
+        for _, rows in frame.groupby(["operator", "calibration"], sort=False)
+    )
     shown = shown.assign(measured=shown.measured_s * 1e6, simulated=shown.fitted_s * 1e6)
     shown = shown.assign(GPU=shown.calibration.str.rpartition("-")[0], operator=shown.operator.str.replace("_", " "))
     return error_panels(shown, "Kernels at left-out shapes", facet="operator", colour="GPU", unit="µs")
-
-
-def _sampled(frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    for _, rows in frame.groupby(["operator", "calibration"], sort=False):
-        chosen = np.linspace(0, len(rows) - 1, min(_CHART_ROWS, len(rows))).astype(int)
-        yield rows.iloc[chosen]

@@ -11,6 +11,7 @@ from rlsim.output import atomic_path, check_file
 from rlsim.reading import read_text
 from rlsim.validate.bounds import checked
 from rlsim.validate.parts import PARTS, Section
+from rlsim.validate.published import filled_text
 from rlsim.validate.rows import markdown
 
 TITLES = {
@@ -23,14 +24,6 @@ TITLES = {
     "real": "Published figures: REAL",
     "sensitivity": "What the published figures depend on",
 }
-INTRODUCTION = """\
-# How far rlsim is from what was measured
-
-Written by `rlsim validate --page docs/validation.md`, which fails if an error is beyond its bound. Parts that build on
-each other: kernels, whole engines, real rollouts run for the purpose, and the figures that papers print of each system;
-the last part says what those figures depend on. Errors are relative, rlsim / measured − 1. *Inputs* may be used to
-calibrate (the remark says which were), *outputs* are predicted and never fitted.
-"""
 
 
 def _chart(name: str) -> str:
@@ -43,17 +36,10 @@ def section_text(name: str, section: Section) -> str:
     parts = [f"## {TITLES[name]}\n", section.text.strip() + "\n"]
     if section.chart is not None:
         parts.append(f"![{TITLES[name]}]({_chart(name)})\n")
-    bounds = [
-        (
-            s.group,
-            s.quantity,
-            bound.statistic,
-            f"{value:.1%}",
-            f"{bound.limit:.1%}" + (" **exceeded**" if not fine else ""),
-            bound.missed,
-        )
-        for s, bound, value, fine in checked(section.summaries)
-    ]
+    bounds = []
+    for summary, bound, value, fine in checked(section.summaries):
+        limit = f"{bound.limit:.1%}" + ("" if fine else " **exceeded**")
+        bounds.append((summary.group, summary.quantity, bound.statistic, f"{value:.1%}", limit, bound.missed))
     if bounds:
         headings = ("what", "quantity", "of the errors", "now", "bound", "where a target is missed: why")
         parts += ["Bounds:\n", markdown(headings, bounds)]
@@ -77,7 +63,7 @@ def read_page(page: Path) -> dict[str, str]:
 def page_text(sections: Mapping[str, str]) -> str:
     """The whole page from its sections, in the parts' order."""
     marked = [f"<!-- part: {name} -->\n{sections[name]}<!-- end -->\n" for name in PARTS if name in sections]
-    return "\n".join([INTRODUCTION, *marked])
+    return "\n".join([filled_text("introduction"), *marked])
 
 
 def check_page(page: Path, parts: Iterable[str]) -> None:
@@ -108,5 +94,4 @@ def stale(page: Path, sections: Mapping[str, Section], repeatable: Iterable[str]
     changed = [
         name for name in repeatable if name in sections and written.get(name) != section_text(name, sections[name])
     ]
-    missing = [name for name in PARTS if name not in written]
-    return [*changed, *(name for name in missing if name not in changed)]
+    return list(dict.fromkeys([*changed, *(name for name in PARTS if name not in written)]))

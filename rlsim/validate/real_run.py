@@ -80,12 +80,10 @@ class Run:
 
     @property
     def disturbed(self) -> bool:
-        """Whether a worker had to share its core."""
         return self.core_share < CORE_SHARE
 
     @property
     def makespan_s(self) -> float:
-        """Until the last response was finished."""
         return max(self.finished_s.values())
 
 

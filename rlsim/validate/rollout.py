@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +20,7 @@ import pandas as pd
 from rlsim.errors import CalibrationError
 from rlsim.validate.charts import lines_by_left
 from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.published import filled_text
 from rlsim.validate.rollout_simulation import Case, MeasuredCosts, Simulated, simulate
 from rlsim.validate.rollout_steps import (
     PAGE_TOKENS,
@@ -41,18 +42,6 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)  # unfinished responses; each row up to 
 FEWEST_STEPS = 3  # with one number of unfinished responses, for its throughput to count
 INCONCLUSIVE = "inconclusive, the machine was too noisy"
 
-_TEXT = """\
-A small decoder (random weights, tensor parallelism over processes, every all-reduce and all-gather real) generates
-responses whose lengths are forced from a shipped trace, scaled down, and drains to the last one: two replicas of TP1,
-one of TP2, and a run that starts as two of TP1 and switches to TP2 when a third of the responses is left, weights
-resliced and KV cache moved for real. Steps, prefills and switches are measured apart, at other shapes than the runs
-visit, and given to rlsim's engine as a step profile; the runs' own times are never fitted. `step_s` and
-`throughput_tokens_per_s` are by the number of unfinished responses (`left`); `..._error` rows are 1 plus the mean or
-median of |error|, against 1. On your own machine, in one command: `rlsim validate rollout` (needs PyTorch and two idle
-cores; some minutes).
-
-"""
-
 
 def section(options: Options) -> Section | Skipped:
     """Calibrate, generate for real, simulate and compare."""
@@ -62,9 +51,8 @@ def section(options: Options) -> Section | Skipped:
     noisy = {row.case for row in rows if row.note.startswith(INCONCLUSIVE)}
     # Bounds are for full size and a calm machine.
     summaries = () if options.quick else tuple(s for s in summarise(rows, depth=2) if s.group not in noisy)
-    return Section(
-        rows, summaries, _TEXT + f"Machine: {_machine(options.device)}.\n\n" + table(rows, "measured"), _chart(rows)
-    )
+    text = filled_text("rollout", machine=_machine(options.device), figures=table(rows, "measured"))
+    return Section(rows, summaries, text, _chart(rows))
 
 
 def _machine(device: str) -> str:
@@ -78,10 +66,10 @@ def _machine(device: str) -> str:
 
 
 def _chart(rows: Sequence[Row]) -> Any:
-    found = [row for row in rows if row.quantity in ("step_s", "throughput_tokens_per_s")]
     records = [
         {"case": f"{device}/{layout}", "quantity": row.quantity, "left": left, "by": by, "value": value}
-        for row in found
+        for row in rows
+        if row.quantity in ("step_s", "throughput_tokens_per_s")
         for device, layout, left in [row.case.split("/")]
         for by, value in (("measured", row.reference), ("rlsim", row.simulated))
     ]
@@ -116,37 +104,44 @@ def validate_rollouts(
     say = progress or (lambda _: None)
     effort = QUICK if quick else Effort()
     lengths = draw_lengths(sequences, seed, effort)
-    asks = tuple(real_run.Ask(i, *tokens) for i, tokens in enumerate(lengths))
-    budget = effort.prefill_tokens[-1]
     cases = (Case("tp1", 1), Case("tp2", 2), Case("switch", 1, 2, sequences // 3))
-    slots = effort.slots(sequences)
+    dtype, element = ("float32", 4) if device == "cpu" else ("bfloat16", 2)
+    model = SMALL.model_copy(update={"dtype_bytes": element, **({"num_hidden_layers": 2} if quick else {})})
     room = max(*effort.contexts, effort.longest + effort.prompts[1]) + PAGE_TOKENS
-    samples = Samples()
-    runs: dict[str, list[Any]] = {case.name: [] for case in cases}
+    stage = real_run.Stage(model, effort.slots(sequences), room, dtype)
     with Workers(2, device=device) as workers:
         say("building the decoder")
-        dtype, element = ("float32", 4) if device == "cpu" else ("bfloat16", 2)
-        model = SMALL.model_copy(update={"dtype_bytes": element, **({"num_hidden_layers": 2} if quick else {})})
-        workers.call(real_run.prepare, real_run.Stage(model, slots, room, dtype), (1, 2))
-        todo = [(kind, shape) for kind, found in shapes(sequences, effort).items() for shape in found]
-        turns = [case for _ in range(effort.runs) for case in cases]
-        for number in range(effort.rounds):
-            say(f"measuring steps and generating, round {number + 1} of {effort.rounds}")
-            order = np.random.default_rng(number).permutation(len(todo))
-            for some, case in itertools.zip_longest(np.array_split(order, len(turns) + 1), turns):
-                for kind, shape in (todo[index] for index in some):
-                    measure(workers, samples, kind, shape, effort)
-                if case is not None:
-                    plan = real_run.Plan(asks, case.tp, budget, case.switch_to, case.switch_at)
-                    runs[case.name] += _calm(partial(real_run.carry_out, workers, plan), effort.again)
-    fitted = fit(model, samples, effort)
+        workers.call(real_run.prepare, stage, (1, 2))
+        samples, runs = _measured(workers, cases, lengths, effort, say)
+    costs = MeasuredCosts(fit(model, samples, effort), stage.slots * room)
     rows: list[Row] = []
     for case in cases:
-        costs = MeasuredCosts(fitted, slots * room)
-        rows += compare(
-            f"{device}/{case.name}", runs[case.name], simulate(case, lengths, costs, budget), costs, samples
-        )
+        simulated = simulate(case, lengths, costs, effort.prefill_tokens[-1])
+        rows += compare(f"{device}/{case.name}", runs[case.name], simulated, costs, samples)
     return rows
+
+
+def _measured(
+    workers: Any, cases: Sequence[Case], lengths: Sequence[tuple[int, int]], effort: Effort, say: Callable[[str], None]
+) -> tuple[Samples, dict[str, list[Any]]]:
+    """Steps of every shape, and every case's runs between them, in rounds."""
+    from rlsim.validate import real_run
+
+    asks = tuple(real_run.Ask(i, *tokens) for i, tokens in enumerate(lengths))
+    samples = Samples()
+    runs: dict[str, list[Any]] = {case.name: [] for case in cases}
+    todo = [(kind, shape) for kind, found in shapes(len(lengths), effort).items() for shape in found]
+    turns = [case for _ in range(effort.runs) for case in cases]
+    for number in range(effort.rounds):
+        say(f"measuring steps and generating, round {number + 1} of {effort.rounds}")
+        order = np.random.default_rng(number).permutation(len(todo))
+        for some, case in itertools.zip_longest(np.array_split(order, len(turns) + 1), turns):
+            for kind, shape in (todo[index] for index in some):
+                measure(workers, samples, kind, shape, effort)
+            if case is not None:
+                plan = real_run.Plan(asks, case.tp, effort.prefill_tokens[-1], case.switch_to, case.switch_at)
+                runs[case.name] += _calm(partial(real_run.carry_out, workers, plan), effort.again)
+    return samples, runs
 
 
 def _calm(run: Callable[[], Any], again: int) -> list[Any]:
@@ -160,7 +155,7 @@ def _calm(run: Callable[[], Any], again: int) -> list[Any]:
 def compare(
     case: str, runs: Sequence[Any], simulated: Simulated, costs: MeasuredCosts, samples: Samples
 ) -> Iterator[Row]:
-    """The rows of one case: the run with the median makespan against the simulation."""
+    """The rows of one case: the run with the median makespan against the simulation, and the steps of all runs."""
     calm = [run for run in runs if not run.disturbed]
     ordered = sorted(calm or runs, key=lambda run: run.makespan_s)
     run = ordered[len(ordered) // 2]
@@ -172,41 +167,42 @@ def compare(
     )
     if not calm or unsure > MAKESPAN_BOUND or spread > STEP_BOUND:
         remark = f"{INCONCLUSIVE}: {remark}"
-
-    def row(quantity: str, reference: float, value: float, note: str = "", where: str = "") -> Row:
-        return Row(PART, case + where, quantity, "output", reference, value, note)
-
-    yield row("makespan_s", run.makespan_s, simulated.makespan_s, remark)
-    yield row("prefill_s", _sum(i.seconds for i in run.iterations if i.kind == "prefill"), simulated.prefill_s)
+    yield Row(PART, case, "makespan_s", run.makespan_s, simulated.makespan_s, remark)
+    prefill_s = float(sum(i.seconds for i in run.iterations if i.kind == "prefill"))
+    yield Row(PART, case, "prefill_s", prefill_s, simulated.prefill_s)
     if run.pause_s:
-        yield row("switch_s", run.pause_s, simulated.pause_s)
-    moments = np.array([[moment, simulated.finished_s[i]] for i, moment in run.finished_s.items()])
-    yield row("finish_s", float(moments[:, 0].mean()), float(moments[:, 1].mean()), "mean over the responses")
-    yield _error_row(row, "finish_median_error", np.median, moments[:, 1] / moments[:, 0], "responses")
-
-    steps = [i for one in ordered for i in one.iterations if i.kind == "decode"]
-    predicted = np.array(
-        [read_step(costs.step(i.tp), costs.fitted.skew, i.batch, i.context_tokens, i.longest) for i in steps]
+        yield Row(PART, case, "switch_s", run.pause_s, simulated.pause_s)
+    measured, found = np.array([[moment, simulated.finished_s[i]] for i, moment in run.finished_s.items()]).T
+    yield Row(PART, case, "finish_s", float(measured.mean()), float(found.mean()), "mean over the responses")
+    yield _error_row(case, "finish_median_error", np.median, found / measured, "responses")
+    yield from _compare_steps(
+        case, [i for one in ordered for i in one.iterations if i.kind == "decode"], costs, samples
     )
+
+
+def _compare_steps(case: str, steps: Sequence[Any], costs: MeasuredCosts, samples: Samples) -> Iterator[Row]:
+    """Rows on decode steps: their errors, and step time and throughput by the number of unfinished responses."""
+    skew = costs.fitted.skew
+    predicted = np.array([read_step(costs.step(i.tp), skew, i.batch, i.context_tokens, i.longest) for i in steps])
     measured = np.array([i.seconds for i in steps])
     seen = {(tp, len(c), sum(c), max(c)) for tp, c in samples.decode}
     common = sum((i.tp, i.batch, i.context_tokens, i.longest) in seen for i in steps)
     what = f"decode steps, {common} of them of a calibrated shape"
-    yield _error_row(row, "step_median_error", np.median, predicted / measured, what)
+    yield _error_row(case, "step_median_error", np.median, predicted / measured, what)
     left = np.array([i.remaining for i in steps])
     for low, high in itertools.pairwise(BUCKETS):
         here = (left >= low) & (left < high)
         if here.any():
             middle = float(np.median(measured[here])), float(np.median(predicted[here]))
-            yield row("step_s", *middle, f"median of {here.sum()}", _left(low, high))
+            yield Row(PART, case + _left(low, high), "step_s", *middle, f"median of {here.sum()}")
     rates = _throughput(steps, measured, predicted)
     for low, high in itertools.pairwise(BUCKETS):
         inside = np.array([pair for number, pair in rates.items() if low <= number < high])
         if len(inside):
             means = float(inside[:, 0].mean()), float(inside[:, 1].mean())
-            yield row("throughput_tokens_per_s", *means, where=_left(low, high))
+            yield Row(PART, case + _left(low, high), "throughput_tokens_per_s", *means)
     pairs = np.array(list(rates.values()))
-    yield _error_row(row, "throughput_mean_error", np.mean, pairs[:, 1] / pairs[:, 0], "numbers of responses left")
+    yield _error_row(case, "throughput_mean_error", np.mean, pairs[:, 1] / pairs[:, 0], "numbers of responses left")
 
 
 def _median_interval(values: Sequence[float]) -> float:
@@ -232,14 +228,10 @@ def _throughput(steps: Sequence[Any], measured: Any, predicted: Any) -> dict[int
     }
 
 
-def _error_row(row: Callable[..., Row], name: str, middle: Any, ratios: Any, what: str) -> Row:
+def _error_row(case: str, name: str, middle: Any, ratios: Any, what: str) -> Row:
     """1 plus the mean or median of |error|, so that the row's own error is that figure."""
-    return row(name, 1.0, 1.0 + float(middle(np.abs(ratios - 1.0))), f"of {len(ratios)} {what}")
+    return Row(PART, case, name, 1.0, 1.0 + float(middle(np.abs(ratios - 1.0))), f"of {len(ratios)} {what}")
 
 
 def _left(low: int, high: int) -> str:
     return f"/{low} left" if high == low + 1 else f"/{low} to {high - 1} left"
-
-
-def _sum(values: Iterable[float]) -> float:
-    return float(sum(values))

@@ -35,7 +35,6 @@ class MeasuredCosts:
         self._steps = {tp: ProfileStep.from_record(p, skew=fitted.skew) for tp, p in fitted.profiles.items()}
 
     def step(self, tp: int) -> ProfileStep:
-        """The profile at this TP."""
         return self._steps[tp]
 
     def capacity_pages(self, tp: int) -> int:
@@ -58,7 +57,6 @@ class MeasuredCosts:
         return SwitchCost(0.0, moved / runtime.migrate_bytes_per_s, 0.0, runtime.switch_control_s)
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:  # noqa: ARG002
-        """As a switch moves KV."""
         link = Link(name="processes", bytes_per_s=self.fitted.runtime.migrate_bytes_per_s or math.inf, latency_s=0.0)
         return kv_send_s(self.fitted.model, link, float(sum(contexts)), min(from_tp, to_tp))
 
@@ -70,7 +68,6 @@ class SwitchAt(RolloutControl):
         self._remaining, self._tp = remaining, tp
 
     def on_finish(self, view: RolloutView) -> Reconfigure | None:
-        """At the first moment with few enough left."""
         if view.nodes and view.unfinished() <= self._remaining and view.tp(0) != self._tp:
             return Reconfigure(0, self._tp)
         return None

@@ -154,15 +154,13 @@ def measure(workers: Any, samples: Samples, kind: str, shape: Any, effort: Effor
     """One shape once more; `kind` is decode, prefill or switch."""
     from rlsim.validate import real_run
 
-    if kind == "decode":
-        laps = workers.call(real_run.decode_times, *shape, effort.steps)
-        samples.keep(samples.decode, shape, laps, together=shape[0] > 1)
-    elif kind == "prefill":
-        laps = workers.call(real_run.prefill_times, *shape, effort.prefills)
-        samples.keep(samples.prefill, shape, laps, together=shape[0] > 1)
-    else:
-        laps = workers.call(real_run.switch_times, 1, 2, shape, effort.steps)
-        samples.keep(samples.switch, shape, laps, together=True)
+    function, repeats = {
+        "decode": (real_run.decode_times, effort.steps),
+        "prefill": (real_run.prefill_times, effort.prefills),
+        "switch": (real_run.switch_times, effort.steps),
+    }[kind]
+    laps = workers.call(function, *((1, 2, shape) if kind == "switch" else shape), repeats)
+    samples.keep(getattr(samples, kind), shape, laps, together=kind == "switch" or shape[0] > 1)
 
 
 @dataclass(frozen=True)

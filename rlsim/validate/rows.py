@@ -19,20 +19,25 @@ class Row:
     part: str
     case: str  # begins with what it is about: pat/h100-24k, h100-sxm-sglang/..., vllm/qwen3-32b/...
     quantity: str  # with its unit: gen_time_s, speedup
-    kind: Kind
     reference: float
     simulated: float
     note: str = ""
+    kind: Kind = "output"
 
     @property
     def error(self) -> float:
-        """simulated / reference − 1."""
         return self.simulated / self.reference - 1
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row in a table, without its note."""
+        figures = number(self.reference), number(self.simulated)
+        return (self.case, self.quantity, self.kind, *figures, f"{self.error:+.1%}")
 
     def record(self) -> dict[str, Any]:
         """The row as JSON has it, numbers to six significant digits."""
         texts = {name: getattr(self, name) for name in ("part", "case", "quantity", "kind")}
-        numbers = {"reference": self.reference, "simulated": self.simulated, "error": self.error}
+        numbers = {name: getattr(self, name) for name in ("reference", "simulated", "error")}
         return texts | {name: float(f"{value:.6g}") for name, value in numbers.items()}
 
 
@@ -45,10 +50,16 @@ class Summary:
     quantity: str
     kind: Kind
     count: int
-    mean: float  # of the absolute errors
-    median: float  # of the absolute errors
-    p90: float  # of the absolute errors
+    mean: float  # of the absolute errors, as median and p90
+    median: float
+    p90: float
     bias: float  # mean signed error: positive, rlsim says more than was measured
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The summary in a table."""
+        sizes = (f"{value:.1%}" for value in (self.mean, self.median, self.p90))
+        return (self.group, self.quantity, self.kind, f"{self.count:,}", *sizes, f"{self.bias:+.1%}")
 
 
 def summarise(rows: Iterable[Row], depth: int) -> list[Summary]:
@@ -60,8 +71,8 @@ def summarise(rows: Iterable[Row], depth: int) -> list[Summary]:
     found = []
     for key, errors in groups.items():
         size = np.abs(errors)
-        mean, median, p90 = float(np.mean(size)), float(np.median(size)), float(np.quantile(size, 0.9))
-        found.append(Summary(*key, len(errors), mean, median, p90, float(np.mean(errors))))
+        figures = (np.mean(size), np.median(size), np.quantile(size, 0.9), np.mean(errors))
+        found.append(Summary(*key, len(errors), *map(float, figures)))
     return found
 
 
@@ -73,28 +84,14 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def table(rows: Iterable[Row], reference: str = "published") -> str:
     """Rows as a Markdown table, numbers to three significant digits."""
-    cells = [
-        (r.case, r.quantity, r.kind, number(r.reference), number(r.simulated), f"{r.error:+.1%}", r.note) for r in rows
-    ]
-    return markdown(("case", "quantity", "kind", reference, "rlsim", "error", "remark"), cells)
+    headings = ("case", "quantity", "kind", reference, "rlsim", "error", "remark")
+    return markdown(headings, [(*row.cells, row.note) for row in rows])
 
 
 def summary_table(summaries: Iterable[Summary]) -> str:
     """Summaries as a Markdown table."""
-    cells = [
-        (
-            s.group,
-            s.quantity,
-            s.kind,
-            f"{s.count:,}",
-            f"{s.mean:.1%}",
-            f"{s.median:.1%}",
-            f"{s.p90:.1%}",
-            f"{s.bias:+.1%}",
-        )
-        for s in summaries
-    ]
-    return markdown(("what", "quantity", "kind", "rows", "mean error", "median", "p90", "bias"), cells)
+    headings = ("what", "quantity", "kind", "rows", "mean error", "median", "p90", "bias")
+    return markdown(headings, [summary.cells for summary in summaries])
 
 
 def number(value: float) -> str:

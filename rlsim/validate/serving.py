@@ -38,6 +38,7 @@ from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 from rlsim.validate.charts import error_panels
 from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table, table
 
 TABLE = "engine/h100_serving.csv"
@@ -96,7 +97,6 @@ class Protocol:
     idle_slots: int | None = None  # users that find no place in the engine
 
     def load(self, run: ServingRun) -> Load:
-        """The client's requests."""
         users = run.concurrency
         if self.rounds is not None:
             requests = self.rounds * users
@@ -122,6 +122,11 @@ class Protocol:
         )
 
 
+#: Columns of the table of runs: names, whole numbers, and other numbers.
+_NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens", "concurrency"]
+_NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
+
+
 def read_runs(data: Path) -> list[ServingRun]:
     """The measured runs below folder `data`, by engine, TP, lengths and concurrency.
 
@@ -130,53 +135,49 @@ def read_runs(data: Path) -> list[ServingRun]:
 
     Raises `CalibrationError` for a table that is missing or damaged, with the row.
     """
-    path = data / TABLE
-    needed = ["model", "backend", "tp", "prompt_tokens", "response_tokens", "concurrency", "ttft_ms", "tpot_ms"]
-    try:
-        table = pd.read_csv(path)
-    except (OSError, ValueError) as error:
-        raise CalibrationError(f"{path}: cannot be read as a table of serving runs: {error}") from None
-    missing = [name for name in needed if name not in table.columns]
-    if missing:
-        raise CalibrationError(
-            f"{path}: no column {', '.join(missing)}; a table of serving runs has {', '.join(needed)}"
-        )
-    if table.empty:
-        raise CalibrationError(f"{path}: holds no serving run")
-    for known, column in ((set(SERVED), "backend"), (set(MODELS), "model")):
-        strange = table[~table[column].isin(known)]
-        if len(strange):
-            row, value = strange.index[0] + 2, strange[column].iloc[0]
-            raise CalibrationError(f"{path}, row {row}: unknown {column} {value!r}; known: {', '.join(sorted(known))}")
-    numbers = table[needed[2:]].apply(pd.to_numeric, errors="coerce")
-    wrong = ~(numbers > 0) | ~np.isfinite(numbers)
-    wrong[needed[2:6]] |= numbers[needed[2:6]] % 1 != 0
-    if wrong.to_numpy().any():
-        row, column = np.argwhere(wrong.to_numpy())[0]
-        name = needed[2 + column]
-        whole = "whole " if name in needed[2:6] else ""
-        raise CalibrationError(
-            f"{path}, row {row + 2}: {name} is {table[name].iloc[row]}, expected a positive {whole}number"
-        )
-    table[needed[2:]] = numbers
     runs: list[ServingRun] = []
-    groups = table.groupby(["backend", "tp", "prompt_tokens", "response_tokens"])
+    groups = _read_table(data / TABLE).groupby(["backend", *_WHOLE[:-1]])
     for group, (_, rows) in enumerate(groups):
         for place, row in enumerate(rows.sort_values("concurrency").to_dict("records")):
             runs.append(
                 ServingRun(
                     engine=row["backend"],
                     model=MODELS[row["model"]],
-                    tp=int(row["tp"]),
-                    prompt_tokens=int(row["prompt_tokens"]),
-                    response_tokens=int(row["response_tokens"]),
-                    concurrency=int(row["concurrency"]),
+                    **{name: int(row[name]) for name in _WHOLE},
                     ttft_s=row["ttft_ms"] * 1e-3,
                     tpot_s=row["tpot_ms"] * 1e-3,
                     fitted=(group + place) % 2 == 0,
                 )
             )
     return runs
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    try:
+        table = pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"{path}: cannot be read as a table of serving runs: {error}") from None
+    needed = [*_NAMES, *_NUMBERS]
+    if missing := [name for name in needed if name not in table.columns]:
+        raise CalibrationError(
+            f"{path}: no column {', '.join(missing)}; a table of serving runs has {', '.join(needed)}"
+        )
+    if table.empty:
+        raise CalibrationError(f"{path}: holds no serving run")
+    for known, column in ((SERVED, "backend"), (MODELS, "model")):
+        strange = table[~table[column].isin(known)]
+        if len(strange):
+            row, value = strange.index[0] + 2, strange[column].iloc[0]
+            raise CalibrationError(f"{path}, row {row}: unknown {column} {value!r}; known: {', '.join(sorted(known))}")
+    numbers = table[_NUMBERS].apply(pd.to_numeric, errors="coerce")
+    wrong = ~(numbers > 0) | ~np.isfinite(numbers)
+    wrong[_WHOLE] |= numbers[_WHOLE] % 1 != 0
+    if wrong.to_numpy().any():
+        row, column = np.argwhere(wrong.to_numpy())[0]
+        name = _NUMBERS[column]
+        expected = f"a positive {'whole ' if name in _WHOLE else ''}number"
+        raise CalibrationError(f"{path}, row {row + 2}: {name} is {table[name].iloc[row]}, expected {expected}")
+    return table.assign(**numbers)
 
 
 @cache
@@ -216,43 +217,9 @@ def serving_rows(
         served = simulate(run, HostedStep(kernels(run.engine, run.model, run.tp), host), protocol)
         kind: Kind = "input" if run.fitted else "output"
         note = f"{served.preemptions} preemptions" if served.preemptions else ""
-        rows.append(Row("serving", run.case, "tpot_s", kind, run.tpot_s, served.tpot_s, note))
-        rows.append(Row("serving", run.case, "ttft_s", kind, run.ttft_s, served.ttft_s, note))
+        rows.append(Row("serving", run.case, "tpot_s", run.tpot_s, served.tpot_s, note, kind))
+        rows.append(Row("serving", run.case, "ttft_s", run.ttft_s, served.ttft_s, note, kind))
     return rows
-
-
-_TEXT = """\
-48 measured runs of whole engines on H100 (TensorRT-LLM 1.0.0rc3 with LLaMA-3.1-8B at TP1 and TP4, vLLM 0.12.0 with
-Qwen3-32B at TP2, SGLang 0.5.1.post1 with Qwen3-32B at TP4; bf16 inferred), each repeated on rlsim's own engine in the
-same closed loop: a response ends, the next request comes. Kernels are the shipped calibrations', KV capacity is what
-rlsim's memory model leaves. Host time (three constants an engine) is fitted to TPOT and TTFT of one half of the runs, a
-checkerboard over lengths and concurrency (*input*); the other half is the test (*output*). How the runs were made (how
-many requests, token budgets) follows the project that collected them; see `rlsim/validate/serving.py`.
-
-The best public estimator's mean errors on such runs: TPOT 5.8% (vLLM), 9.3% (TensorRT-LLM), 31 to 46% (SGLang); TTFT 39
-to 98%.
-
-"""
-
-_READING = """
-What limits them:
-
-- **TTFT hangs on how the run was made** (last table; host time is not fitted anew there): on the requests a user sends
-  in all, because the first burst counts among them; on the token budget, because a large one gathers requests that came
-  together into one long iteration; and on whether a request that follows another still catches the iteration in which
-  that one ended. vLLM's first tokens of 1K prompts come out 1 to 19% late, those of 4K prompts 15 to 47% early: no
-  variant gives both.
-- **Queues for KV.** vLLM's runs of 4,096-token prompts with 64 and 128 users exceed its KV cache. rlsim's capacity is a
-  few per cent larger than the runs suggest, and the time in a queue doubles such differences.
-- **TensorRT-LLM at TP4** streams 7,000 to 13,000 tokens a second in the three runs whose first tokens come 0.2 to 1.8 s
-  later than simulated. Something outside the engine is full there; rlsim has no such thing.
-- **SGLang's kernels** in the tables are newer than the engine measured. Runs with 16 users fit without any host time;
-  with 128 users prompts come out too slow and decodes too fast, their sum is within a few per cent: in the
-  real runs some requests had left the common wave.
-- vLLM's time per sequence holds its sampling: Qwen3's own generation settings ask for top-k and top-p, for which this
-  vLLM sorts all logits. Runs without them have less.
-
-"""
 
 
 def section(options: Options) -> Section | Skipped:
@@ -262,10 +229,13 @@ def section(options: Options) -> Section | Skipped:
     options.progress("serving")
     rows = serving_rows(options.data)
     summaries = tuple(summarise(rows, depth=2))
-    text = [_TEXT, summary_table(summaries), _READING, table(rows, "measured"), "\n"]
-    if not options.quick:
-        text.append(_variants(options.data, options.progress))
-    return Section(tuple(rows), summaries, "".join(text), _chart(rows))
+    text = filled_text(
+        "serving",
+        summaries=summary_table(summaries),
+        figures=table(rows, "measured"),
+        variants="" if options.quick else _variants(options.data, options.progress),
+    )
+    return Section(tuple(rows), summaries, text, _chart(rows))
 
 
 def _variants(data: Path, progress: Callable[[str], None]) -> str:

@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import altair as alt
 import pandas as pd
 
-from rlsim.report.charts.calibration import residuals_chart
+from rlsim.cost.lookups import KINDS
+from rlsim.experiment.result import Result
 from rlsim.report.page import Block, Code, Figure, Listing, Section, Table, Text
-from rlsim.report.setups import unique_slug
-
-if TYPE_CHECKING:
-    from rlsim.experiment.result import Result
-    from rlsim.report.setups import CaseSetup
-
+from rlsim.report.setups import CaseSetup, unique_slug
+from rlsim.report.style import bar_height, by_name, data, finished
 
 Lookups = Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
+def residuals_chart(frame: pd.DataFrame) -> Any:
+    """Median and 90th percentile of the errors (columns operator, median, p90; absolute relative errors)."""
+    order = frame["operator"].tolist()
+    names = {"median": "median error", "p90": "90% of the errors are below"}
+    long = frame.rename(columns=names).melt("operator", list(names.values()), var_name="kind", value_name="error")
+    y = alt.Y("operator:N", sort=order, title=None, axis=alt.Axis(grid=True))
+    scale = alt.Scale(domain=[0, float(frame["p90"].max()) * 1.08 or 1.0], nice=True)
+    title, axis = "error of the fit on shapes it has not seen", alt.Axis(format=".0%", tickCount=8)
+    looks = ("#0072B2", "#E69F00"), ("circle", "square")
+    colours, shapes = (dict(zip(names.values(), look, strict=True)) for look in looks)
+    rule = alt.Chart(data(frame)).mark_rule(color="#9A9A9A", strokeWidth=2)
+    rule = rule.encode(x=alt.X("median:Q", scale=scale), x2="p90:Q", y=y)
+    dots = alt.Chart(data(long)).mark_point(size=85, filled=True, opacity=1)
+    dots = dots.encode(
+        x=alt.X("error:Q", title=title, axis=axis, scale=scale),
+        y=y,
+        color=by_name(alt.Color, "kind", colours),
+        shape=by_name(alt.Shape, "kind", shapes),
+        tooltip=["operator:N", "kind:N", alt.Tooltip("error:Q", format=".1%")],
+    )
+    chart = alt.layer(rule, dots).properties(height=bar_height(len(order)))
+    return finished(chart, description="Median and 90th percentile of the calibration's errors by operator")
 
 
 def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
@@ -42,14 +65,7 @@ def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
         slug = unique_slug(f"calibration {name}", taken)
         blocks.append(Figure(slug, f"Errors of {name}", residuals_chart(rows[["operator", "median", "p90"]]), caption))
         texts = [
-            [
-                r["operator"],
-                f"{r['count']:,}",
-                f"{r['median']:.1%}",
-                f"{r['p90']:.1%}",
-                f"{r['bias']:+.1%}".replace("-", "−"),
-                r["note"],
-            ]
+            [r["operator"], f"{r['count']:,}", f"{r['median']:.1%}", f"{r['p90']:.1%}", _signed(r["bias"]), r["note"]]
             for r in rows.to_dict("records")
         ]
         headings = ("operator", "shapes", "median", "90% below", "bias", "measured at")
@@ -66,6 +82,10 @@ def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
     return Section("calibration", "How sure the figures are", tuple(blocks))
 
 
+def _signed(share: float) -> str:
+    return f"{share:+.1%}".replace("-", "−")
+
+
 def _origin(record: Mapping[str, Any]) -> str:
     provenance = record["provenance"]
     sources = [
@@ -80,15 +100,12 @@ def _origin(record: Mapping[str, Any]) -> str:
 
 
 def _lookups(tables: Lookups) -> Table:
-    counts: dict[str, dict[str, int]] = {}
-    for table in tables.values():
-        for operator, row in table.items():
-            mine = counts.setdefault(operator, dict.fromkeys(("exact", "interpolated", "extrapolated"), 0))
-            for kind in mine:
-                mine[kind] += row[kind]
+    counts: dict[str, Counter[str]] = {}
+    for operator, row in (item for table in tables.values() for item in table.items()):
+        counts.setdefault(operator, Counter()).update(row)
     rows = [
-        [operator, *(f"{row[kind]:,}" for kind in row), f"{row['extrapolated'] / max(sum(row.values()), 1):.1%}"]
-        for operator, row in counts.items()
+        [operator, *(f"{count[kind]:,}" for kind in KINDS), f"{count['extrapolated'] / max(count.total(), 1):.1%}"]
+        for operator, count in counts.items()
     ]
     caption = (
         "Distinct shapes whose time was looked up: at a measured point, between measured points (or within the range "
@@ -121,8 +138,7 @@ def configuration_section(result: Result, setups: list[CaseSetup]) -> Section:
     ]
     headings = ("case", "cluster", "GPUs", "GPUs per node", "model", "cap (tokens)", "calibration")
     versions = {"rlsim": manifest["rlsim"], **manifest["versions"]}
-    rows = [[name, value] for name, value in versions.items()]
-    hashes = [[f"SHA-256 of the {name}", value] for name, value in manifest["hashes"].items()]
+    hashes = {f"SHA-256 of the {name}": value for name, value in manifest["hashes"].items()}
     return Section(
         "configuration",
         "Exactly what was run",
@@ -131,7 +147,7 @@ def configuration_section(result: Result, setups: list[CaseSetup]) -> Section:
             Text(f"Seeds: {', '.join(map(str, manifest['seeds']))}. Baseline: {manifest['baseline']}."),
             Text("The experiment, with every default filled in and every override applied", heading=True),
             Code(as_yaml(manifest["experiment"]), "The experiment as YAML"),
-            Table("Versions and hashes", ("what", "value"), [*rows, *hashes], words=frozenset({1})),
+            Table("Versions and hashes", ("what", "value"), [*versions.items(), *hashes.items()], words=frozenset({1})),
         ),
     )
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
+import altair as alt
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim.report.frames.comparison import exclusive
-
-if TYPE_CHECKING:
-    from rlsim.experiment.result import Result
-    from rlsim.report.choice import Choice
+from rlsim.experiment.result import Result
+from rlsim.report.choice import Choice
+from rlsim.report.page import Block, Figure, Section, Text
+from rlsim.report.setups import CaseSetup
+from rlsim.report.shares import exclusive
+from rlsim.report.style import FAINT, by_name, data, finished, kind_colours
 
 Floats = npt.NDArray[np.float64]
 MOST_GPUS = 32  # drawn one by one
@@ -45,28 +47,22 @@ def gantt(result: Result, choice: Choice, system: str, gpus: int, gpus_per_node:
     duration = float(ends[choice.step] - began)
     spans = choice.rows(result.spans, system)
     spans = spans[(spans["end_at"] > began) & (spans["start_at"] < began + duration)]
-    inside = spans.assign(
-        start_s=(spans["start_at"] - began).clip(lower=0), end_s=(spans["end_at"] - began).clip(upper=duration)
-    )
     if gpus <= MOST_GPUS:
-        marks, resolution = merged(inside, duration)
-        return Gantt(
-            _by_gpu(marks),
-            tuple(f"GPU {g}" for g in range(gpus)),
-            duration,
-            resolution,
-            False,
-            bool(marks["shared"].any()),
-        )
-    alone = exclusive(spans)
-    alone = alone.assign(
-        start_s=(alone["start_at"] - began).clip(lower=0), end_s=(alone["end_at"] - began).clip(upper=duration)
-    )
+        marks, resolution = merged(_within(spans, began, duration), duration)
+        names = tuple(f"GPU {gpu}" for gpu in range(gpus))
+        return Gantt(_by_gpu(marks), names, duration, resolution, grouped=False, beside=bool(marks["shared"].any()))
+    alone = _within(exclusive(spans), began, duration)
     edges, names = _groups(gpus, gpus_per_node)
     bins = _BINS
     while len(marks := by_group(alone, edges, duration, bins)) > MOST_MARKS and bins > 10:
         bins //= 2
-    return Gantt(marks, names, duration, duration / bins, True, False)
+    return Gantt(marks, names, duration, duration / bins, grouped=True, beside=False)
+
+
+def _within(spans: pd.DataFrame, began: float, duration: float) -> pd.DataFrame:
+    """The spans with their seconds since the step began, cut off at its ends."""
+    start_s, end_s = (spans[column] - began for column in ("start_at", "end_at"))
+    return spans.assign(start_s=start_s.clip(lower=0), end_s=end_s.clip(upper=duration))
 
 
 def merged(spans: pd.DataFrame, duration_s: float, most: int = MOST_MARKS) -> tuple[pd.DataFrame, float]:
@@ -156,3 +152,66 @@ def _gpu_seconds(spans: pd.DataFrame, times: Floats) -> Floats:
         index = np.searchsorted(at[order], times, side="right")
         total += sign * (count[index] * times - moment[index])
     return total
+
+
+def gantt_chart(shown: Gantt, system: str, colours: dict[str, str], until_s: float) -> Any:
+    """Work on the GPUs of one step; one row per GPU, or per group of nodes."""
+    rows = len(shown.rows)
+    each = 22 if rows <= 16 else 15
+    present = {kind: colour for kind, colour in colours.items() if kind in set(shown.marks["kind"])}
+    labels = "[" + ",".join(f"'{row}'" for row in shown.rows) + "]"
+    x = alt.X(
+        "start_s:Q",
+        title="time since the step began (s)",
+        axis=alt.Axis(format=",~f", tickCount=10),
+        scale=alt.Scale(domain=[0, until_s], nice=False),
+    )
+    names = alt.Axis(
+        values=[row + 0.5 for row in range(rows)],
+        labelExpr=f"{labels}[floor(datum.value)]",
+        grid=False,
+        ticks=False,
+        labelColor=FAINT,
+    )
+    marks = alt.Chart(data(shown.marks)).mark_rect(strokeWidth=0.5)  # in the fill's colour: no seams between neighbours
+    chart = marks.encode(
+        x=x,
+        x2="end_s:Q",
+        y=alt.Y("low:Q", title=None, scale=alt.Scale(domain=[0, rows], reverse=True, nice=False), axis=names),
+        y2="high:Q",
+        color=by_name(alt.Color, "kind", present),
+        stroke=by_name(alt.Stroke, "kind", present),
+        tooltip=[
+            "kind:N",
+            alt.Tooltip("what:N", title="where"),
+            *(alt.Tooltip(f"{end}_s:Q", format=".2f") for end in ("start", "end")),
+        ],
+    )
+    return finished(chart.properties(height=max(each * rows, 80)), description=f"Work on each GPU under {system}")
+
+
+def timeline_section(result: Result, choice: Choice, setup: CaseSetup) -> Section:
+    """GPU timeline of the chosen step, one chart per system."""
+    blocks: list[Block] = [Text(choice.text)]
+    colours = kind_colours(set(result.spans["kind"]), result.calls)
+    found = {system: gantt(result, choice, system, setup.gpus, setup.gpus_per_node) for system in choice.systems}
+    until = max(shown.duration_s for shown in found.values())
+    for number, (system, shown) in enumerate(found.items(), 1):
+        chart = gantt_chart(shown, system, colours, until)
+        title = choice.titled(f"GPUs under {system}: {shown.duration_s:,.1f} s", result, system)
+        blocks.append(Figure(f"timeline-{number}", title, chart, _timeline_caption(shown)))
+    return Section("timeline", "What every GPU did", tuple(blocks))
+
+
+def _timeline_caption(shown: Gantt) -> str:
+    if shown.grouped:
+        return (
+            "Each row is a group of GPUs; the height that a colour takes of a row is the share of its GPUs that did "
+            f"this work, in intervals of {shown.resolution_s:.2g} s. White is idle."
+        )
+    text = "Each row is a GPU; a block over several rows is one replica or call on all of them. White is idle. "
+    if shown.beside:
+        text += "A narrow strip at a row's lower edge is work beside other work on the same GPU. "
+    return text + (
+        f"Gaps below {shown.resolution_s:.2g} s are not drawn." if shown.resolution_s else "Every gap is drawn."
+    )

@@ -1,28 +1,113 @@
-"""A sweep: how the systems compare as the axes change."""
+"""The page of a sweep: how the systems compare as the axes change, and exactly what was run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
+from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import comparable
 from rlsim.formats import number, rate, share
-from rlsim.report.charts.sweep import TITLES, heatmap, lines_chart, scatter
-from rlsim.report.frames.sweep import (
+from rlsim.report.method import as_yaml, calibration_section
+from rlsim.report.page import Block, Code, Figure, Listing, Page, Section, Table, Text
+from rlsim.report.setups import setups_of
+from rlsim.report.sweep_charts import (
     RATE,
     SPEEDUP,
+    TITLES,
     Slice,
     best_systems,
     cut,
+    heatmap,
     is_grid,
     label,
+    labels,
+    lines_chart,
+    scatter,
     varying,
 )
-from rlsim.report.page import Block, Figure, Section, Table, Text
+from rlsim.sweeps.read import SweepResult
 
+_MOST_NOTES = 40
+_TITLES = {SPEEDUP: "Speedup", RATE: "Throughput"}
 _MOST_SLICES = 6
 _MOST_MAPS = 6
+
+
+def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
+    """The page of the points that are done; raises `ConfigError` if there are none."""
+    frame, units = sweep.summary(), {axis.name: axis.unit for axis in sweep.axes}
+    if frame.empty:
+        raise ConfigError(f"{sweep.directory}: no point of the sweep is done, there is nothing to report")
+    names = {name: f"{name} ({unit})" if unit else name for name, unit in units.items()}
+    frame = frame.rename(columns=names)
+    axes = list(names.values())
+    if frame["case"].nunique() > 1:
+        axes.append("case")
+    records = {point: sweep.record(point) for point in frame["point"].unique()}
+    baselines = list(dict.fromkeys(str(record["baseline"]) for record in records.values()))
+    baseline = baselines[0] if len(baselines) == 1 else "the point's baseline"
+    states = sweep.points["status"].value_counts()
+    first = next(iter(records.values()))
+    sections = [
+        sweep_section(frame, axes, baseline),
+        Section("points", "Every point", _points(frame, axes, sweep)),
+        calibration_section(_lookups(records), setups_of(records.values())),
+        _notes(records),
+        _configuration(sweep, first),
+    ]
+    facts = [("Experiment", str(first["experiment"]["name"])), ("Points", f"{len(sweep.points):,}")]
+    facts += [(name, ", ".join(_labels(frame[name]))) for name in axes]
+    facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
+    own = frame["system"] == frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
+    findings = sweep_findings(frame, axes, baseline, own)
+    return Page(
+        title or sweep.name, str(first["experiment"].get("description", "")), findings, tuple(sections), tuple(facts)
+    )
+
+
+def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:
+    found = list(dict.fromkeys(labels(values)))
+    return found if len(found) <= most else [found[0], "…", found[-1]]
+
+
+def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult) -> tuple[Block, ...]:
+    blocks: list[Block] = [sweep_table(frame, axes)]
+    if sweep.failed:
+        blocks.append(Text("Points without results", heading=True))
+        blocks.append(Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=frozenset({1})))
+    return tuple(blocks)
+
+
+def _lookups(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{point} {case}": table for point, record in records.items() for case, table in record["lookups"].items()}
+
+
+def _notes(records: Mapping[str, Mapping[str, Any]]) -> Section:
+    counts = Counter(note for record in records.values() for note in record["notes"])
+    items = [f"{note} ({count:,} of {len(records):,} points)" for note, count in counts.most_common(_MOST_NOTES)]
+    if len(counts) > _MOST_NOTES:
+        items.append(f"{len(counts) - _MOST_NOTES:,} more are in the sweep's files")
+    return Section("notes", "Notes of the runs", (Listing(tuple(items)) if items else Text("The runs noted nothing."),))
+
+
+def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Section:
+    versions = {"rlsim": first["rlsim"], **first["versions"]}
+    return Section(
+        "configuration",
+        "Exactly what was run",
+        (
+            Text(
+                "The experiment of the first point, with every default filled in; the axes say what differs at others."
+            ),
+            Code(as_yaml(first["experiment"]), "The experiment as YAML"),
+            Table("Versions", ("what", "value"), [*versions.items()], words=frozenset({1})),
+            Text(f"Every file of the sweep holds the whole configuration of its point; this page is of {sweep.name}."),
+        ),
+    )
 
 
 def sweep_section(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Section:
@@ -43,10 +128,8 @@ def sweep_section(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Se
         for number, part in enumerate(cuts[:_MOST_SLICES]):
             blocks += _maps(part, baseline, f"-{number + 1}" if len(cuts) > 1 else "")
         if len(cuts) > _MOST_SLICES:
-            text = (
-                f"{len(cuts) - _MOST_SLICES} more combinations of {', '.join(shown[2:])} are in the table, not drawn."
-            )
-            blocks.append(Text(text))
+            more = f"{len(cuts) - _MOST_SLICES} more combinations of {', '.join(shown[2:])}"
+            blocks.append(Text(f"{more} are in the table, not drawn."))
     return Section("sweep", "Over the sweep", tuple(blocks))
 
 
@@ -62,9 +145,8 @@ def _lines(points: pd.DataFrame, axis: str, baseline: str) -> Iterator[Block]:
         caption = f"One line per system; every dot is a point of the sweep. {_meaning(metric, baseline)}"
         if metric == SPEEDUP and "speedup_low" in rows and rows["speedup_low"].notna().any():
             caption += " Bars are 95% intervals."
-        yield Figure(
-            f"sweep-{_slug(metric)}", f"{_title(metric)} along {axis}", lines_chart(rows, axis, metric), caption
-        )
+        title = _TITLES[metric]
+        yield Figure(f"sweep-{title.lower()}", f"{title} along {axis}", lines_chart(rows, axis, metric), caption)
 
 
 def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
@@ -87,18 +169,10 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
             continue
         chart = heatmap(rows, x, y, metric) if grid else scatter(rows, x, y, metric)
         form = "Every cell is a point of the sweep." if grid else "Every dot is a point of the sweep."
-        title = f"{system}: {_title(metric).lower()} over {x} and {y}{where}"
+        title = f"{system}: {_TITLES[metric].lower()} over {x} and {y}{where}"
         yield Figure(f"sweep-map{suffix}-{order}", title, chart, f"{form} {_meaning(metric, baseline)}")
     if len(compared) > _MOST_MAPS:
         yield Text(f"The table has every system; of {len(compared)}, {_MOST_MAPS} are drawn.")
-
-
-def _title(metric: str) -> str:
-    return {SPEEDUP: "Speedup", RATE: "Throughput"}[metric]
-
-
-def _slug(metric: str) -> str:
-    return {SPEEDUP: "speedup", RATE: "throughput"}[metric]
 
 
 def _meaning(metric: str, baseline: str) -> str:
@@ -138,13 +212,8 @@ def sweep_table(frame: pd.DataFrame, axes: Sequence[str], most: int = 500) -> Ta
     """The axes' values, system, throughput, speedups and step time of the first `most` rows."""
     rows = []
     for row in frame.head(most).to_dict("records"):
-        figures = [
-            rate(row[RATE]),
-            number(row[SPEEDUP], 3),
-            number(row["token_speedup"], 3),
-            number(row["step_time_s"]),
-        ]
-        figures += [share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
+        figures = [rate(row[RATE]), number(row[SPEEDUP], 3), number(row["token_speedup"], 3)]
+        figures += [number(row["step_time_s"]), share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
         rows.append([*(label(row[axis]) for axis in axes), str(row["system"]), *figures])
     caption = "Points of the sweep" + (f", the first {most:,} of {len(frame):,} rows" if len(frame) > most else "")
     caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"

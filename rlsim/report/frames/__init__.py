@@ -1,1 +1,0 @@
-"""What the charts show, as plain tables: pandas in, pandas out."""
