@@ -13,6 +13,7 @@ from rlsim.experiment.backlog import backlog, comparable
 from rlsim.experiment.build import Setup
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
+from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import ENDS, RATIOS, mean_ratio, means, paired_ratio
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
@@ -24,7 +25,9 @@ _ALONE = {"plan": "it is a plan spelled out, which only you can give (rlsim plan
 _START_TP = ("pat", "planner")
 
 
-def candidates(setup: Setup, own: Sequence[SystemSpec], skip: Collection[str] = ()) -> tuple[list[Any], dict[str, str]]:
+def candidates(
+    simulator: Simulator, own: Sequence[SystemSpec], skip: Collection[str] = ()
+) -> tuple[list[Any], dict[str, str]]:
     """Entries of `systems` for every shipped policy that applies, and why each of the others does not.
 
     Static TP at every feasible degree, PAT and the planner from each, every other policy as it ships (tuned where it
@@ -34,8 +37,7 @@ def candidates(setup: Setup, own: Sequence[SystemSpec], skip: Collection[str] = 
     for name in skip:
         if name not in BUILTIN:
             raise unknown_name("policy", name, BUILTIN)
-    context = setup.site().context
-    degrees = list(context.feasible_tps)
+    degrees = list(simulator.site().context.feasible_tps)
     entries: list[Any] = [{"verl": {"tp": tp}} for tp in degrees]
     entries += [{part: {"start_tp": tp}} for part in _START_TP for tp in degrees[:-1]]
     entries += [name for name in BUILTIN if name not in (*_START_TP, "verl")]
@@ -43,14 +45,14 @@ def candidates(setup: Setup, own: Sequence[SystemSpec], skip: Collection[str] = 
     names = {spec.name for spec in own}
     for entry in entries:
         policy, name = (entry, entry) if isinstance(entry, str) else (next(iter(entry)), _name(entry))
-        why = "left out, as asked" if policy in skip else _ALONE.get(name) or _pointless(name, setup)
+        why = "left out, as asked" if policy in skip else _ALONE.get(name) or _pointless(name, simulator.setup)
         if why is None:
             named = {"name": _free(name, names), "use": [entry]}
             (spec,) = parse_systems([named])
             if spec.key in known:
                 continue
             try:
-                check_system(setup, spec)
+                check_system(simulator, spec)
             except RlsimError as error:
                 why = str(error).removeprefix(f"{spec.shown}: ")
             else:

@@ -17,6 +17,7 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.simulator import Simulator
 from rlsim.policies.plan import ExplicitPlan
 from rlsim.search import Budget, Found, Improvement, find_plan
 from rlsim.search.greedy import start
@@ -132,8 +133,7 @@ def search_plan(
         raise ConfigError("a plan is searched for one case: set its keys with --set, and --set 'cases={}'")
     if seconds is None and evaluations is None:
         seconds = 10.0
-    setup = Setup.of(experiment, folder)
-    space = PlanSpace(setup, setup.site())
+    space = PlanSpace(Simulator(Setup.of(experiment, folder)).site())
     found = find_plan(space.problem, method, Budget(seconds, evaluations), seed=seed, on_improvement=on_improvement)
     return PlanReport(experiment, space, found)
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,17 +20,16 @@ from rlsim.cost.memory import (
 )
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.engines import rollout_machine
+from rlsim.experiment.site import Site
 from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES
+from rlsim.search import Budget, find_plan
 from rlsim.search.problem import Dependency, Options, Problem, Reallocation
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import dealt
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
-
-if TYPE_CHECKING:
-    from rlsim.experiment.build import Setup
-    from rlsim.experiment.site import Site
 
 #: Whole nodes: any run of neighbouring ones up to so many nodes in the cluster, aligned powers of two beyond.
 ANY_RUN_NODES = 8
@@ -66,8 +64,9 @@ class PlanSpace:
     worse in both time and memory are left out. Raises `CapacityError` if a call fits nowhere.
     """
 
-    def __init__(self, setup: Setup, site: Site) -> None:
-        self._setup, self._site, self._cluster = setup, site, site.cluster
+    def __init__(self, site: Site) -> None:
+        self._setup = setup = site.setup
+        self._site, self._cluster = site, site.cluster
         self.workflow, self.gpu = site.workflow, setup.cluster.gpu
         self.calls = [call for call in site.workflow.calls if call.kind not in ("sync", "reward")]
         batch = setup.sampler(setup.experiment.seed_list[0]).step(0)
@@ -251,21 +250,11 @@ class PlanSpace:
 
     def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
         """As long as the engine takes; nothing if a whole response does not fit."""
-        setup, engine = self._setup, self._setup.experiment.engine
         nodes = Placement(tuple(range(strategy.gpus)), strategy).nodes(self._cluster)
-        machine = Machine(
-            setup.model,
-            self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])}),
-            setup.calibration,
-            page_tokens=engine.page_tokens,
-            max_batched_tokens=engine.max_num_batched_tokens,
-            max_sequences=engine.max_num_seqs,
-            memory_utilization=memory_share,
-            pp=strategy.pp,
-            sampling_s_per_logit=engine.sampling_per_logit,
-        )
+        cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
+        machine = rollout_machine(self._setup, cluster, memory_share=memory_share, pp=strategy.pp)
         replica = strategy.tp * strategy.pp
-        if machine.feasible_tps(setup.longest_prompt + setup.experiment.trace.cap, replica)[0]:
+        if machine.feasible_tps(self._setup.longest_sequence, replica)[0]:
             # No replica waits for another.
             time_s = max(self._rollout_s(lengths, machine, replica) for lengths in self._dealt(strategy))
             active_bytes = memory_share * self.gpu.memory_bytes - RESERVED_BYTES
@@ -283,6 +272,12 @@ class PlanSpace:
             cap_tokens=experiment.trace.cap,
         )
         return rollout.env.now
+
+
+def best_plan(site: Site, method: str, evaluations: int, seed: int) -> Plan:
+    """The best plan for a site that a search method finds; raises `RlsimError` as `find_plan`."""
+    space = PlanSpace(site)
+    return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)
 
 
 def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:

@@ -15,6 +15,7 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import MANIFEST, read_folder_manifest, replacing
 from rlsim.experiment.parquet import read_parquet, to_arrow, to_pandas, write_parquet
+from rlsim.experiment.summary import summarise
 from rlsim.records import file_sha256, sealed
 
 
@@ -37,9 +38,7 @@ class Result:
 
     def summary(self) -> pd.DataFrame:
         """One row per case and system: mean times, speedup with its interval, bubble share, switches."""
-        from rlsim.experiment.summary import summarise
-
-        return summarise(self)
+        return summarise(self.steps, self.manifest)
 
     def write(self, directory: str | Path, extra: Mapping[str, str] = MappingProxyType({})) -> Path:
         """Write all tables, `extra` texts by file name, and the manifest to `directory`, all or nothing.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rlsim.cost.train import TrainTime
-from rlsim.experiment.schema import TrainingSpec
 from rlsim.experiment.site import Site, layout_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.responses import Responses
-from rlsim.workflow import Call, Placement, Workflow
+from rlsim.workflow import Call, Placement
 from rlsim.workflow.plan import same_weights
 
 #: Bytes per token that a call hands on: generation token numbers (int64) and log-probs (fp32), inference fp32 numbers.
@@ -16,11 +15,11 @@ INFERRED_BYTES = 4
 
 
 class ExperimentTimes:
-    """The `CallTimes` of an experiment."""
+    """The `CallTimes` of a system at its site."""
 
-    def __init__(self, workflow: Workflow, site: Site, training: TrainingSpec) -> None:
-        self._workflow, self._site, self._training = workflow, site, training
-        self._calls = site.calls
+    def __init__(self, site: Site) -> None:
+        self._site, self._calls = site, site.calls
+        self._workflow, self._training = site.setup.algorithm, site.setup.experiment.training
 
     def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:
         """What the call spends its time on."""

@@ -8,6 +8,7 @@ from rlsim.calibrate.verl_settings import RunSettings
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.schema import Experiment, TrainingSpec
+from rlsim.experiment.simulator import Simulator
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.verl_config import VerlConfig
 from rlsim.schema import validate
@@ -104,7 +105,7 @@ def add_memory(config: VerlConfig, draft: Draft, settings: RunSettings, folder: 
     setup = Setup.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
     where = config.where(key)
     try:
-        site = setup.site()
+        site = Simulator(setup).site()
         beside = site.memory.resident_bytes(site.plan, site.gpus)
     except RlsimError:  # what it is, `check` tells
         draft.entries["memory_utilization"] = Entry(share, where)
