@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from plan_problems import fits
 from ruamel.yaml import YAML
 
 import rlsim
@@ -318,7 +319,7 @@ def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list
         plan = [int(rng.integers(options)) for options in problem.sizes]
         if len(plans) % 2:
             plan[at] = int(rng.choice(piped))
-        if problem.fits([plan])[0]:
+        if fits(problem, [plan])[0]:
             plans.append(plan)
     return plans
 
@@ -344,7 +345,7 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
     space, rng = space_of(given), np.random.default_rng(7)
     problem = space.problem
     drawn = rng.integers(problem.sizes, size=(4000, len(problem.sizes)))
-    fitting = drawn[problem.fits(drawn)]
+    fitting = drawn[fits(problem, drawn)]
     order = np.argsort(problem.peak_bytes(fitting))
     at = [call.name for call in space.calls].index("generate")
     share = np.array([space.options["generate"][plan[at]][1].memory_share for plan in fitting[order]])

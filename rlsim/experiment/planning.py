@@ -23,8 +23,7 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_machine
 from rlsim.experiment.site import Site
 from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES
-from rlsim.search import Budget, find_plan
-from rlsim.search.problem import Dependency, Options, Problem, Reallocation
+from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import dealt

@@ -9,7 +9,8 @@ from rlsim.search.descent import descent
 from rlsim.search.greedy import greedy
 from rlsim.search.mcmc import mcmc
 from rlsim.search.methods import METHODS, find_plan
-from rlsim.search.problem import Dependency, Options, Problem, Reallocation, Span
+from rlsim.search.options import Dependency, Options, Reallocation
+from rlsim.search.problem import Problem
 from rlsim.search.progress import Budget, Found, Improvement
 
 __all__ = [
@@ -22,7 +23,6 @@ __all__ = [
     "Options",
     "Problem",
     "Reallocation",
-    "Span",
     "brute_force",
     "descent",
     "find_plan",

@@ -10,8 +10,9 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.search.bound import LowerBound
 from rlsim.search.descent import descent
 from rlsim.search.partial import PartialPlans, pair_costs
-from rlsim.search.problem import Floats, Ints, Problem
+from rlsim.search.problem import Problem
 from rlsim.search.progress import Budget, Found, Improvement, Trace
+from rlsim.search.scheduling import Floats, Ints
 from rlsim.search.symmetry import mesh_permutations, smallest_of_its_images
 
 CHUNK = 16_384  # partial plans whose bounds are computed at once
@@ -108,7 +109,7 @@ class _Enumeration:
     def _choose_meshes(self) -> tuple[Ints, Floats]:
         """Partial plans with a mesh for every call, and their bounds."""
         meshes = self._partial.meshes
-        permutations = mesh_permutations(self.problem, meshes, self._pairs.matrices)
+        permutations = mesh_permutations(self.problem, meshes, self._pairs)
         plans, fixing = self._partial.unknown[None], np.ones((1, len(permutations)), dtype=bool)
         bounds = np.zeros(1)
         for call in self._order:

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.search.problem import Floats, Ints, Problem
+from rlsim.search.problem import Problem
+from rlsim.search.scheduling import Floats, Ints
+
+#: A plan's seconds count so many times where a GPU's memory is exceeded.
+CROWDED = 100.0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rlsim.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
@@ -108,7 +109,7 @@ class Graph:
         return children
 
     @cached_property
-    def call_nodes(self) -> npt.NDArray[np.int64]:
+    def call_nodes(self) -> Ints:
         """Nodes that are calls, iteration by iteration."""
         return np.array([node for node, (_, kind) in enumerate(self.nodes) if kind < len(self.calls)])
 

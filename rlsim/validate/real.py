@@ -12,7 +12,7 @@ import numpy as np
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import run
-from rlsim.search.problem import Dependency, Options, Problem
+from rlsim.search import Dependency, Options, Problem
 from rlsim.validate import parts
 from rlsim.validate.charts import errors_chart
 from rlsim.validate.parts import Section
