@@ -63,15 +63,12 @@ class Simulator:
 
         Without a system: where the algorithm's calls run if nothing is placed or streamed.
         """
-        if system is None:
-            parts = (self.setup.algorithm, None, None, None)
-        else:
-            workflow = self.workflow(system)
-            judge = system.judge if self.setup.scoring.judged.any() else None
-            parts = (workflow, judge, system.placing, system.streaming)
-        key = repr(parts)
+        workflow = self.setup.algorithm if system is None else self.workflow(system)
+        judge = system.judge if system and self.setup.scoring.judged.any() else None
+        placing, streaming = (system.placing, system.streaming) if system else (None, None)
+        key = repr((judge, placing, streaming, workflow))
         if key not in self._sites:
-            self._sites[key] = Site(self.setup, *parts, planner=self._planner)
+            self._sites[key] = Site(self.setup, workflow, judge, placing, streaming, planner=self._planner)
         return self._sites[key]
 
     def scorers(self, system: System) -> dict[str, ScoringEngine]:
