@@ -26,7 +26,7 @@ from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment import run as running
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
 from rlsim.experiment.load import load_experiment
-from rlsim.experiment.preempted import preemption_notes
+from rlsim.experiment.notes import preemption_notes
 from rlsim.experiment.result import Result, read_result
 from rlsim.schema import Schema
 from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,22 +120,16 @@ def advise(
     settings = _settings(source, overrides, case, seeds, steps)
     experiment, shown, folder = load_experiment(source, settings)
     simulator = Simulator(Setup.of(experiment, folder, shown))
-    setup, tables = simulator.setup, _memory(simulator.site(), shown)
+    cluster, tables = simulator.setup.cluster, _memory(simulator.site(), shown)
     own = parse_systems(experiment.systems, shown)
     more, refused = candidates(simulator, own, skip)
     run_here = _Runner(source, settings, progress)
     baseline, entries = experiment.baseline or own[0].name, [*experiment.systems, *more]
-    try:
+    with _told_what_fits(tables["memory"], cluster):
         result = run_here("ranking", {"systems": entries, "baseline": baseline})
-    except CapacityError as error:
-        fitting = tables["memory"].query("fits")["tp"]
-        raise CapacityError(
-            f"{error}\nOn {setup.cluster.name} generation fits at TP {', '.join(map(str, fitting))}: make one of these "
-            "the experiment's system, and ask again"
-        ) from None
-    tables |= _idle(result, baseline, setup.cluster.gpus) | {"ranking": ranking(result)}
+    tables |= _idle(result, baseline, cluster.gpus) | {"ranking": ranking(result)}
     chosen = _chosen(tables["ranking"], baseline, top)
-    rows, assumed = _scaled(run_here, setup.cluster, result, chosen, entries, most)
+    rows, assumed = _scaled(run_here, cluster, result, chosen, entries, most)
     tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
     advice = Advice(
         result,
@@ -174,6 +169,19 @@ def _memory(site: Site, shown: str) -> dict[str, pd.DataFrame]:
         reasons = "\n".join(f"TP {', '.join(map(str, tps))}: {why}" for why, tps in by_reason)
         raise CapacityError(f"{shown}: nothing fits on {site.setup.cluster.name}:\n{reasons}")
     return tables
+
+
+@contextmanager
+def _told_what_fits(memory: pd.DataFrame, cluster: Cluster) -> Iterator[None]:
+    """Where the experiment's own systems do not fit, in the block, it is told what does."""
+    try:
+        yield
+    except CapacityError as error:
+        fitting = ", ".join(map(str, memory.query("fits")["tp"]))
+        raise CapacityError(
+            f"{error}\nOn {cluster.name} generation fits at TP {fitting}: make one of these the experiment's system, and "
+            "ask again"
+        ) from None
 
 
 def _one_case(experiment: Experiment, case: str | None, shown: str) -> dict[str, Any]:

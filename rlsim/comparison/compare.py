@@ -14,7 +14,7 @@ from rlsim.comparison.intervals import NONE, paired, unpaired, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import backlog, backlog_note
-from rlsim.experiment.rate_notes import EXPLAINED, ratio_note
+from rlsim.experiment.notes import EXPLAINED, ratio_note
 from rlsim.experiment.summary import RATIOS, means
 from rlsim.sweeps.columns import value_at
 from rlsim.sweeps.differences import differences

@@ -86,7 +86,6 @@ class Setup:
 
     @cached_property
     def batch(self) -> BatchSize:
-        """What a step's calls work on."""
         spec, capped = self.experiment.workflow, self._capped_tokens
         return BatchSize(
             spec.prompts * spec.responses,
@@ -129,7 +128,6 @@ class Setup:
         return self.trace.response_tokens.clip(max=self.experiment.trace.cap)
 
     def sampler(self, seed: int) -> StepSampler:
-        """The responses of every step under one seed; the same for every system."""
         workflow, trace = self.experiment.workflow, self.experiment.trace
         return StepSampler(
             self.trace,

@@ -62,7 +62,6 @@ class Judge:
 
     @cached_property
     def _resident(self) -> StepCost:
-        """The judge with all its layers on the GPU."""
         return step_cost(self._model, self._spec.tp, self._setup.cluster, self._setup.calibration)
 
     @cached_property

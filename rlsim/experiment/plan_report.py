@@ -34,7 +34,6 @@ class PlanReport:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan itself."""
         return self.space.plan(self.found.plan)
 
     @property
@@ -77,7 +76,6 @@ class PlanReport:
         return pd.DataFrame(rows).astype({"micro_batches": "Int64", "zero_stage": "Int64"})
 
     def reallocations(self) -> pd.DataFrame:
-        """One row per way of new weights: source and target call, seconds."""
         problem = self.space.problem
         _, (seconds,) = problem.durations(np.array([self.found.plan]))
         ways = [(move.source, move.target) for move in problem.reallocations]
@@ -91,7 +89,6 @@ class PlanReport:
         return float(self.space.problem.peak_bytes([self.found.plan])[0]) + RESERVED_BYTES
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as numbers and texts."""
         found = self.found
         calls = self.calls().astype(object)
         return {

@@ -94,7 +94,6 @@ class PlanSpace:
 
     @cached_property
     def problem(self) -> Problem:
-        """The space as the search takes it."""
         workflow, names = self.workflow, {call.name for call in self.calls}
         dependencies, reallocations = [], []
         for edge in workflow.edges:
@@ -122,7 +121,6 @@ class PlanSpace:
         )
 
     def plan(self, chosen: Sequence[int]) -> Plan:
-        """The plan of one option index per call, in the order of `calls`."""
         placed = {}
         for call, index in zip(self.calls, chosen, strict=True):
             first, candidate = self.options[call.name][index]
@@ -260,7 +258,6 @@ class PlanSpace:
             yield Candidate(strategy, time_s, 0.0, active_bytes, memory_share)
 
     def _rollout_s(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> float:
-        """One replica on its own."""
         experiment = self._setup.experiment
         rollout = run_rollout(
             [Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],

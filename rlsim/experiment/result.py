@@ -73,7 +73,6 @@ class Results:
         return frame
 
     def path(self, name: str) -> Path:
-        """The file of a table."""
         return self.folder / f"{name}.parquet"
 
     def sha256(self, name: str) -> str | None:

@@ -17,11 +17,9 @@ from rlsim.errors import CapacityError, ConfigError, unknown_name
 from rlsim.experiment.build import Setup, placing
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
-from rlsim.experiment.frames import Frames, frames_of, named
-from rlsim.experiment.guard import check_steps
+from rlsim.experiment.frames import Frames, check_steps, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
-from rlsim.experiment.preempted import preemption_notes
-from rlsim.experiment.rate_notes import rate_notes, steady_note
+from rlsim.experiment.notes import preemption_notes, rate_notes, steady_note
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
@@ -190,7 +188,6 @@ class _Case:
         return [(spec, seed) for spec in needed.values() for seed in self._samplers]
 
     def simulate(self, spec: SystemSpec, seed: int) -> None:
-        """Run one system on one seed."""
         sampler, system = self._samplers[seed], spec.make()
         with blamed(spec.shown):
             outcome = self.simulator.simulate(system, sampler)
@@ -200,7 +197,6 @@ class _Case:
         self._done[spec.key, seed] = frames
 
     def tables(self) -> list[Frames]:
-        """The tables of every system and seed."""
         collected = []
         for spec, alternatives in self.systems.items():
             best, chosen = max(alternatives, key=lambda item: self._responses_per_s(item[0]))
@@ -211,7 +207,6 @@ class _Case:
         return collected
 
     def _steps(self, key: str) -> pd.DataFrame:
-        """The steps of every seed of what has this key."""
         return pd.concat(self._done[key, seed]["steps"].assign(seed=seed) for seed in self._samplers)
 
     def _responses_per_s(self, spec: SystemSpec) -> float:
@@ -245,7 +240,6 @@ class _Case:
 
     @cached_property
     def steady(self) -> range:
-        """The steps that means count, the same for all systems."""
         return self.experiment.workflow.steady(self.overlap)
 
     def _rate_notes(self) -> Iterable[str]:
@@ -256,7 +250,6 @@ class _Case:
             yield from rate_notes(steps, self.baseline, workflow.responses, workflow.prompts * workflow.responses)
 
     def _preemptions(self) -> dict[str, pd.Series[int]]:
-        """Of each response, by system."""
         return {
             name: pd.concat(self._done[key, seed]["responses"]["preemptions"] for seed in self._samplers)
             for name, key in self._ran.items()
@@ -271,7 +264,6 @@ class _Case:
         return {", ".join(names): site for site, names in found.values()}
 
     def lookups(self) -> Lookups:
-        """The shapes that all systems asked for."""
         return Lookups().merge(site.lookups() for site in self.sites().values())
 
     def all_notes(self) -> list[str]:

@@ -82,7 +82,6 @@ class Simulator:
         }
 
     def simulate(self, system: System, sampler: StepSampler) -> Outcome:
-        """One system on one seed's responses."""
         setup, site = self.setup, self.site(system)
         experiment, spec = setup.experiment, setup.experiment.workflow
         system.control.setup(site.context)

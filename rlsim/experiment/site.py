@@ -79,7 +79,6 @@ class Site:
 
     @property
     def _gpus_apart(self) -> tuple[int, ...]:
-        """GPUs kept for the judge that log-probs and training never have."""
         return self._judge.gpus_apart if self._judge else ()
 
     @cached_property
@@ -89,7 +88,6 @@ class Site:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """What these GPUs are as a cluster."""
         whole, gpus = self.setup.cluster, len(self.gpus)
         if gpus == whole.gpus:
             return whole
@@ -98,14 +96,12 @@ class Site:
 
     @cached_property
     def judge(self) -> ScoringEngine | None:
-        """The judge's engine; None if no response is to be judged."""
         judge = self._judge
         if judge is None:
             return None
         return judge.engine(self.memory.resident_bytes(self.plan, judge.gpus) if judge.joins else 0.0)
 
     def record(self) -> dict[str, object] | None:
-        """The judge as the manifest has it; None if there is none."""
         return self._judge.record(len(self.gpus)) if self._judge else None
 
     def _beside_bytes(self, plan: Plan) -> float:
@@ -222,12 +218,10 @@ class Site:
 
     @property
     def placed(self) -> bool:
-        """Whether a system says where its calls run."""
         return self._placing is not None
 
     @cached_property
     def plan_context(self) -> PlanContext:
-        """What a placement learns."""
         setup = self.setup
         return PlanContext(
             workflow=self.workflow,
@@ -249,25 +243,21 @@ class Site:
 
     @cached_property
     def memory(self) -> PlanMemory:
-        """What calls keep on their GPUs."""
         setup = self.setup
         return PlanMemory(self.workflow, setup.models, setup.cluster.gpu, setup.batch)
 
     @cached_property
     def calls(self) -> CallCosts:
-        """Times of inference and training calls."""
         setup, training = self.setup, self.setup.experiment.training
         return CallCosts(setup.models, self.cluster, setup.calibration, training.backend, training.efficiency)
 
     @cached_property
     def generation(self) -> Placement:
-        """Where responses are generated."""
         generate = self._generate_calls
         return self.plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
 
     @cached_property
     def rollout_cluster(self) -> Cluster:
-        """The GPUs that generate, as a cluster."""
         groups = self.generation.nodes(self.setup.cluster)
         sizes = {len(group) for group in groups}
         if len(sizes) > 1:
@@ -289,7 +279,6 @@ class Site:
 
     @cached_property
     def context(self) -> ControlContext:
-        """What policies learn before a run."""
         experiment, workflow = self.setup.experiment, self.setup.experiment.workflow
         planned = self.generation.strategy
         replica = None if planned is None else planned.tp * planned.pp
@@ -326,7 +315,6 @@ class Site:
 
     @cached_property
     def bound(self) -> GenerationBound:
-        """The generation stage at best."""
         steps = {tp: self.machine.step(tp) for tp in self.context.feasible_tps}
         return GenerationBound(
             steps, self.rollout_cluster.gpus, min(self.context.requests, self.setup.experiment.engine.max_num_seqs)

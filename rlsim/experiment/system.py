@@ -82,7 +82,6 @@ class System:
         return context.check_tp(self.layout.initial_tp(context))
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """The workflow as all parts want it."""
         for part in self.rewirings:
             workflow = part.rewired(workflow)
         return workflow

@@ -22,7 +22,6 @@ class ExperimentTimes:
         self._workflow, self._training = site.setup.algorithm, site.setup.experiment.training
 
     def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:
-        """What the call spends its time on."""
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
         assert placement.strategy is not None
@@ -37,7 +36,6 @@ class ExperimentTimes:
         return [*_named(time), *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:
-        """The call as samples come."""
         strategy = self._site.plan.of(call.name).strategy
         assert strategy is not None
         cost, train = self._calls.of(call.model, strategy), call.kind == "train"

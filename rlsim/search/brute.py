@@ -59,7 +59,6 @@ class _Enumeration:
         self._order = sorted(range(len(work)), key=lambda call: -work[call])
 
     def start(self, evaluations: int) -> None:
-        """A good plan to compare with."""
         try:
             found = descent(self.problem, Budget(evaluations=int(min(evaluations, self.problem.space))))
         except CapacityError:  # it found none that fits; there may be one
@@ -68,7 +67,6 @@ class _Enumeration:
         self.trace.see(plans, self.problem.cost_s(plans), self.problem.peak_bytes(plans))
 
     def run(self) -> None:
-        """Enumerate."""
         if not self._drop_options():
             return
         plans, bounds = self._choose_meshes()

@@ -145,7 +145,6 @@ class _Descent:
         self.trace.pass_over(len(candidates) - done)
 
     def _factors(self, peaks_bytes: Floats) -> Floats:
-        """How many times a plan's seconds count."""
         full = peaks_bytes / self.problem.memory_bytes
         return np.where(full > 1, CROWDED * full, 1.0)
 

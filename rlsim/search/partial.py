@@ -111,7 +111,6 @@ class PartialPlans:
         return float(((self._last[call] - self._first[call]) * seconds)[self._everywhere[call]].min())
 
     def class_index(self, call: int, mesh: Ints) -> Ints:
-        """The entry for: some option on a mesh."""
         index: Ints = self._sizes[call] + mesh
         return index
 

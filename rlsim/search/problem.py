@@ -54,7 +54,6 @@ class Problem:
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
-        """Names of the calls, in the order of a plan's entries."""
         return tuple(options.call for options in self.options)
 
     @cached_property
@@ -64,7 +63,6 @@ class Problem:
 
     @property
     def space(self) -> float:
-        """How many plans there are."""
         return float(np.prod(self.sizes.astype(float)))
 
     @cached_property
@@ -88,7 +86,6 @@ class Problem:
 
     @cached_property
     def moves(self) -> list[PairCost]:
-        """Seconds of all reallocations."""
         return [self._pair("reallocation", "seconds", edge, edge.seconds) for edge in self.reallocations]
 
     @cached_property
@@ -147,7 +144,6 @@ class Problem:
 
     @cached_property
     def single(self) -> Single:
-        """The same costs for one plan at a time, in plain Python."""
         return Single(self.graph, self.options, self.transfers, self.moves, self.copies)
 
     def loads_bytes(self, plans: npt.ArrayLike) -> Floats:

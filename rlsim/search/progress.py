@@ -78,7 +78,6 @@ class Trace:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall time since the search began."""
         return time.perf_counter() - self._started_at
 
     @property
@@ -101,7 +100,6 @@ class Trace:
             self._improve(tuple(plans[at].tolist()), float(fitting[at]))
 
     def see_one(self, plan: Sequence[int], cost_s: float, peak_bytes: float) -> None:
-        """The same for one plan."""
         self.evaluations += 1
         self.scheduled += 1
         self._least_bytes = min(self._least_bytes, peak_bytes)

@@ -46,18 +46,15 @@ class Single:
         return calls_s, [move.of(plan) for move in self._moves]
 
     def spans(self, plan: list[int]) -> list[tuple[float, float]]:
-        """Start and end of every node of the problem's graph."""
         return schedule_one(self._graph, *self.seconds(plan), self.meshes(plan))
 
     def cost_s(self, plan: list[int]) -> float:
-        """Seconds of an iteration, as `Problem.cost_s`."""
         spans = self.spans(plan)
         first = max(spans[node][1] for node in self._first_nodes)
         last = max(spans[node][1] for node in self._last_nodes)
         return float(last - first) / (self._graph.iterations - 1)
 
     def peak_bytes(self, plan: list[int]) -> float:
-        """Bytes on the fullest GPU, as `Problem.peak_bytes`."""
         resident = [values[option] for values, option in zip(self._resident, plan, strict=True)]
         active = [values[option] for values, option in zip(self._active, plan, strict=True)]
         for copy in self._copies:
