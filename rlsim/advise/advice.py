@@ -179,8 +179,8 @@ def _told_what_fits(memory: pd.DataFrame, cluster: Cluster) -> Iterator[None]:
     except CapacityError as error:
         fitting = ", ".join(map(str, memory.query("fits")["tp"]))
         raise CapacityError(
-            f"{error}\nOn {cluster.name} generation fits at TP {fitting}: make one of these the experiment's system, and "
-            "ask again"
+            f"{error}\nOn {cluster.name} generation fits at TP {fitting}: make one of these the experiment's system, "
+            "and ask again"
         ) from None
 
 
