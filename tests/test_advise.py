@@ -315,10 +315,12 @@ def test_memory_is_that_of_the_engine() -> None:
 def test_memory_says_why_not() -> None:
     qwen = {"model": "qwen2.5-14b", "training.offload": True, "cluster": "8xa40", "calibration": "a40-vllm"}
     qwen |= {"memory_utilization": 0.6, "training.micro_batch_tokens": 2048}
-    table = memory_by_tp(Setup.of(load_experiment(SMALL, qwen)[0], Path())).set_index("tp")
+    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, qwen)[0], Path())).site()).set_index("tp")
     assert table["fits"].tolist() == [False, True, True, True]
     assert "exceed the budget" in str(table.loc[1, "why_not"])
-    odd = memory_by_tp(Setup.of(load_experiment(SMALL, {"model": "qwen2.5-7b"})[0], Path())).set_index("tp")
+    odd = memory_by_tp(
+        Simulator(Setup.of(load_experiment(SMALL, {"model": "qwen2.5-7b"})[0], Path())).site()
+    ).set_index("tp")
     assert "does not divide its 28 heads" in str(odd.loc[8, "why_not"])
     crowded = {"model": "qwen2.5-32b", "cluster": "8xa40", "calibration": "a40-vllm"}
     site = Simulator(Setup.of(load_experiment(SMALL, crowded)[0], Path())).site()
@@ -330,7 +332,7 @@ def test_memory_says_why_not() -> None:
 
 def test_a_small_cache_makes_responses_wait() -> None:
     many = {"workflow.prompts": 400, "workflow.responses": 8, "memory_utilization": 0.5}
-    table = memory_by_tp(Setup.of(load_experiment(SMALL, many)[0], Path())).set_index("tp")
+    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, many)[0], Path())).site()).set_index("tp")
     assert table.loc[1, "waits"]
     assert table.loc[1, "sequences"] == 400
     assert table.loc[1, "mean_sequences"] < 400
@@ -339,7 +341,7 @@ def test_a_small_cache_makes_responses_wait() -> None:
 
 def test_a_small_batch_makes_responses_wait_for_no_cache() -> None:
     crowded = {"workflow.prompts": 400, "workflow.responses": 8, "engine.max_num_seqs": 16, "trace.cap": 128}
-    table = memory_by_tp(Setup.of(load_experiment(SMALL, crowded)[0], Path()))
+    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, crowded)[0], Path())).site())
     assert table.loc[0, "waits"]
     assert not waits_for_kv(table.loc[0])
     shown = next(texts({**dict.fromkeys(name for name, _, _ in SECTIONS), "memory": table}))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from rlsim.errors import RlsimError, unknown_name
@@ -14,7 +14,7 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.summary import ENDS, RATIOS, mean_ratio, means, paired_ratio
+from rlsim.experiment.summary import mean_ratio, means, paired_ratio, ratios
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
 
@@ -51,17 +51,23 @@ def candidates(
             (spec,) = parse_systems([named])
             if spec.key in known:
                 continue
-            try:
-                check_system(simulator, spec)
-            except RlsimError as error:
-                why = str(error).removeprefix(f"{spec.shown}: ")
-            else:
-                known.add(spec.key)
-                names.add(spec.name)
-                taken.append(named)
-                continue
-        refused[name] = why
+            why = _unfit(simulator, spec)
+        if why is None:
+            known.add(spec.key)
+            names.add(spec.name)
+            taken.append(named)
+        else:
+            refused[name] = why
     return taken, refused
+
+
+def _unfit(simulator: Simulator, spec: SystemSpec) -> str | None:
+    """Why a system cannot run; None if it can."""
+    try:
+        check_system(simulator, spec)
+    except RlsimError as error:
+        return str(error).removeprefix(f"{spec.shown}: ")
+    return None
 
 
 def _name(entry: Mapping[str, Mapping[str, int]]) -> str:
@@ -115,17 +121,15 @@ def ranking(result: Result) -> pd.DataFrame:
         reference = by_seed.loc[baseline] if baseline in found.index else own.iloc[:0]
         behind = paired_ratio(by_seed.loc[best]["responses_per_s"], own["responses_per_s"])
         fastest = first.setdefault(float(row["responses_per_s"]), system)
-        texts = {"rank": rank, "system": system, "tuned": tuned.get(system, "")}
-        ratios = {
-            name: paired_ratio(own[RATIOS[name]], reference[RATIOS[name]]) for name in ("speedup", "token_speedup")
-        }
         rows.append(
             {
-                **texts,
+                "rank": rank,
+                "system": system,
+                "tuned": tuned.get(system, ""),
                 **{name: row[name] for name in ("responses_per_s", "tokens_per_s", "step_time_s", "gen_time_s")},
-                **{f"{name}{end}": ratio[i] for name, ratio in ratios.items() for i, end in enumerate(ENDS)},
-                **{f"behind_{name}": value for name, value in zip(("best", "low", "high"), behind, strict=True)},
-                "with_best": None if np.isnan(behind[1]) else system == best or behind[1] <= 1.0,
+                **ratios(own, reference, ("speedup", "token_speedup")),
+                **dict(zip(("behind_best", "behind_low", "behind_high"), behind, strict=True)),
+                "with_best": None if math.isnan(behind[1]) else system == best or behind[1] <= 1.0,
                 "same_as": "" if fastest == system else fastest,
                 "idle": row["bubble_fraction"],
                 "tail": row["tail_fraction"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,8 +91,7 @@ def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
             row: dict[str, object] = {"case": case, "system": system, **whole.loc[(case, system)].to_dict()}
             row |= {f"{time}_half": half_interval(own[time].tolist()) for time in ("step_time_s", "gen_time_s")}
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
-            for name, rate in RATIOS.items():
-                row |= zip((f"{name}{end}" for end in ENDS), paired_ratio(own[rate], reference[rate]), strict=True)
+            row |= ratios(own, reference)
             row["held_back"] = backlog(steps_of[case, system], responses[case])[1]
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
@@ -111,6 +110,15 @@ def half_interval(values: Sequence[float]) -> float:
 def paired_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[float, float, float]:
     """`mean_ratio` of own / reference over the seeds that both have (their index)."""
     return mean_ratio((own / reference).dropna().tolist())
+
+
+def ratios(own: pd.DataFrame, reference: pd.DataFrame, names: Iterable[str] = RATIOS) -> dict[str, float]:
+    """These `RATIOS` of the `means` of each seed, with their intervals: `speedup`, `speedup_low`, `speedup_high`, …"""
+    found = {}
+    for name in names:
+        ratio = paired_ratio(own[RATIOS[name]], reference[RATIOS[name]])
+        found |= zip((f"{name}{end}" for end in ENDS), ratio, strict=True)
+    return found
 
 
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:
