@@ -19,14 +19,21 @@ from rlsim.search import (
     Problem,
     Reallocation,
     brute_force,
-    descent,
+    find_plan,
     greedy,
-    mcmc,
 )
 from rlsim.search.greedy import start
 from rlsim.search.partial import pair_costs
 from rlsim.search.symmetry import mesh_permutations
 from rlsim.sim.pool import GpuPool
+
+
+def descent(problem: Problem, budget: Budget, seed: int = 0) -> Found:
+    return find_plan(problem, "descent", budget, seed=seed)
+
+
+def mcmc(problem: Problem, budget: Budget, seed: int = 0) -> Found:
+    return find_plan(problem, "mcmc", budget, seed=seed)
 
 
 def options(call: str, *rows: tuple[float, ...]) -> Options:

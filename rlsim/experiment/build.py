@@ -28,7 +28,7 @@ from rlsim.workflow.memory import BatchSize
 
 @contextmanager
 def placing(shown: str, case: str) -> Iterator[None]:
-    """Names that nothing has, in the block, are told with the experiment and the case that has them."""
+    """Names the experiment and the case in errors about names that nothing has."""
     try:
         yield
     except CatalogueError as error:
@@ -81,7 +81,7 @@ class Setup:
 
     @property
     def launched_responses(self) -> int:
-        """To each prompt: those that are trained on and those that they are compared with."""
+        """Responses to each prompt: those that are trained on and those that they are compared with (ReMax)."""
         return self.experiment.workflow.responses + self.algorithm.baseline_responses
 
     @cached_property

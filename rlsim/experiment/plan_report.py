@@ -85,7 +85,7 @@ class PlanReport:
 
     @property
     def peak_bytes(self) -> float:
-        """On the fullest GPU, over the iteration."""
+        """Bytes on the fullest GPU over the iteration."""
         return float(self.space.problem.peak_bytes([self.found.plan])[0]) + RESERVED_BYTES
 
     def as_json(self) -> dict[str, Any]:

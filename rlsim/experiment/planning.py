@@ -22,7 +22,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_machine
 from rlsim.experiment.site import Site
-from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES
+from rlsim.experiment.times import handed_on_bytes
 from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.request import Request
@@ -162,7 +162,7 @@ class PlanSpace:
 
     def _data_s(self, source: str, target: str) -> PairTimes:
         kind = self._setup.algorithm.call(source).kind
-        size = (GENERATED_BYTES if kind == "generate" else INFERRED_BYTES) * float(self._lengths.sum())
+        size = handed_on_bytes(kind, float(self._lengths.sum()))
         time_s = partial(self._site.calls.data.time_s, size)
         return PairTimes(time_s, self._cluster, self._layouts(source), self._layouts(target))
 
@@ -191,7 +191,7 @@ class PlanSpace:
         return pp <= model.num_hidden_layers
 
     def _variants(self, call: Call, dp: int, tp: int, pp: int, share: int) -> Iterator[Candidate]:
-        """Numbers of micro-batches, and for a model that is not trained whether it waits in host memory."""
+        """Every number of micro-batches; a model that is not trained may also wait in host memory."""
         style, training = self._site.style, self._setup.experiment.training
         zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
         offloads = (style.offload,) if call.model in self._trained else (False, True)
@@ -246,7 +246,7 @@ class PlanSpace:
         return {tuple(share) for share in dealt(lengths, strategy.dp, self._setup.experiment.routing)}
 
     def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
-        """As long as the engine takes; nothing if a whole response does not fit."""
+        """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
         nodes = Placement(tuple(range(strategy.gpus)), strategy).nodes(self._cluster)
         cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
         machine = rollout_machine(self._setup, cluster, memory_share=memory_share, pp=strategy.pp)

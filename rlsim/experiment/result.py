@@ -103,14 +103,16 @@ def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path)
     for case, name in sorted(there ^ named):
         what = "no step of" if (case, name) in named else "the manifest has no"
         raise ConfigError(f"{where}: damaged: {what} system {name!r}{f' in case {case!r}' if case else ''}")
-    seeds = set(manifest["seeds"])
-    if any(set(own) != seeds for _, own in steps.groupby(["case", "system"])["seed"]):
-        raise ConfigError(f"{where}: damaged: the seeds of some system are not those of the manifest")
-    if not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all():
-        raise ConfigError(f"{where}: damaged: a step has no time")
-    if not (steps[["trained", "tokens"]] > 0).all(axis=None):
-        raise ConfigError(f"{where}: damaged: a step trains on nothing")
-    if steps.duplicated(["case", "system", "seed", "step"]).any():
-        raise ConfigError(f"{where}: damaged: a step is there twice")
-    if not steps.groupby(["case", "system", "seed"])["steady"].any().all():
-        raise ConfigError(f"{where}: damaged: no step of some run is steady")
+    runs, seeds = ["case", "system", "seed"], set(manifest["seeds"])
+    problems = {
+        "the seeds of some system are not those of the manifest": any(
+            set(own) != seeds for _, own in steps.groupby(runs[:2])["seed"]
+        ),
+        "a step has no time": not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all(),
+        "a step trains on nothing": not (steps[["trained", "tokens"]] > 0).all(axis=None),
+        "a step is there twice": steps.duplicated([*runs, "step"]).any(),
+        "no step of some run is steady": not steps.groupby(runs)["steady"].any().all(),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ConfigError(f"{where}: damaged: {problem}")

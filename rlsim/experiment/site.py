@@ -58,6 +58,7 @@ class Site:
         self._judge_beside, self._placing, self._streaming, self._planner = judge, placing, streaming, planner
         self._streamed = streamed_calls(workflow) if streaming else ()
         self._searched = False
+        self._crowded_steps: dict[int, StepCost] = {}
 
     @property
     def _generate_calls(self) -> list[str]:
@@ -180,7 +181,7 @@ class Site:
 
     @cached_property
     def unchecked_plan(self) -> Plan:
-        """The same before it is known to fit into memory."""
+        """The plan, which need not fit into memory."""
         workflow = self.workflow
         if self._placing is None:
             strategy, kept = self.training_strategy(len(self.gpus)), self._judge.gpus if self._judge else ()
@@ -341,10 +342,6 @@ class Site:
             factor = max(part.slowdown if part else 1.0 for part in beside)
             self._crowded_steps[tp] = Crowded(self.machine.step(tp), factor)
         return self._crowded_steps[tp]
-
-    @cached_property
-    def _crowded_steps(self) -> dict[int, StepCost]:
-        return {}
 
 
 def layout_of(placement: Placement, rollout_tp: int = 1) -> Layout:

@@ -7,11 +7,17 @@ from rlsim.experiment.site import Site, layout_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.responses import Responses
 from rlsim.workflow import Call, Placement
+from rlsim.workflow.graph import CallKind
 from rlsim.workflow.plan import same_weights
 
 #: Bytes per token that a call hands on: generation token numbers (int64) and log-probs (fp32), inference fp32 numbers.
 GENERATED_BYTES = 12
 INFERRED_BYTES = 4
+
+
+def handed_on_bytes(kind: CallKind, tokens: float) -> float:
+    """Bytes that a call of this kind hands on for so many tokens."""
+    return (GENERATED_BYTES if kind == "generate" else INFERRED_BYTES) * tokens
 
 
 class ExperimentTimes:
@@ -70,8 +76,8 @@ class ExperimentTimes:
             kind = self._workflow.call(edge.source).kind
             carries = edge.lag == 0 and not edge.barrier and kind != "reward"  # a reward is one number a response
             if carries and source.gpus:
-                size = GENERATED_BYTES if kind == "generate" else INFERRED_BYTES
-                total += self._calls.data.time_s(size * tokens, layout_of(source, rollout_tp), target)
+                size = handed_on_bytes(kind, tokens)
+                total += self._calls.data.time_s(size, layout_of(source, rollout_tp), target)
         return total
 
 

@@ -5,9 +5,7 @@ Knows arrays only: who makes the options and costs of calls from models and clus
 
 from rlsim.search.bound import LowerBound
 from rlsim.search.brute import brute_force
-from rlsim.search.descent import descent
 from rlsim.search.greedy import greedy
-from rlsim.search.mcmc import mcmc
 from rlsim.search.methods import METHODS, find_plan
 from rlsim.search.options import Dependency, Options, Reallocation
 from rlsim.search.problem import Problem
@@ -24,8 +22,6 @@ __all__ = [
     "Problem",
     "Reallocation",
     "brute_force",
-    "descent",
     "find_plan",
     "greedy",
-    "mcmc",
 ]

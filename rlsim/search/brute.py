@@ -60,7 +60,7 @@ class _Enumeration:
 
     def start(self, evaluations: int) -> None:
         try:
-            found = descent(self.problem, Budget(evaluations=int(min(evaluations, self.problem.space))))
+            found = descent(Trace(self.problem, Budget(evaluations=int(min(evaluations, self.problem.space)))), seed=0)
         except CapacityError:  # it found none that fits; there may be one
             return
         plans = np.array([found.plan])

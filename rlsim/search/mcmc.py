@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from rlsim.search.greedy import start
-from rlsim.search.problem import Problem
-from rlsim.search.progress import CROWDED, Budget, Found, Improvement, Trace
+from rlsim.search.progress import CROWDED, Found, Trace
 
 #: Relative to the start's cost, so that one value suits iterations of seconds and of hours: a plan worse by 5% of the
 #: start is taken with probability 1/e.
 BETA = 20.0
 
 
-def mcmc(
-    problem: Problem,
-    budget: Budget,
-    *,
-    seed: int = 0,
-    on_improvement: Callable[[Improvement], None] | None = None,
-) -> Found:
+def mcmc(trace: Trace, seed: int) -> Found:
     """Start from the greedy plan; propose another option for one random call; accept if better, or by chance.
 
     A proposal is accepted with min(1, exp(-`BETA` (cost' - cost) / cost of the start)). A cost counts `CROWDED` times
     where a GPU's memory is exceeded (the start's does not). A greedy plan that does not fit is first changed until it
     does (`rlsim.search.greedy.start`). Raises `CapacityError` if no plan seen fits.
     """
-    trace, rng, plan = Trace(problem, budget, on_improvement), np.random.default_rng(seed), start(problem).tolist()
-    single, sizes = problem.single, problem.sizes
+    problem, rng = trace.problem, np.random.default_rng(seed)
+    single, sizes, plan = problem.single, problem.sizes, start(problem).tolist()
 
     def evaluate(plan: list[int]) -> float:
         cost, peak = single.cost_s(plan), single.peak_bytes(plan)
