@@ -510,7 +510,7 @@ def test_candidates_are_sorted_before_any_are_left_out():
 
 def test_improvements_are_told_as_they_come():
     told = []
-    found = mcmc(ppo_node(scaling=0.8), Budget(evaluations=2_000), on_improvement=told.append)
+    found = find_plan(ppo_node(scaling=0.8), "mcmc", Budget(evaluations=2_000), on_improvement=told.append)
     assert tuple(told) == found.improvements
     costs = [i.best_cost_s for i in told]
     assert costs == sorted(costs, reverse=True)
