@@ -10,19 +10,10 @@ import simpy
 from plan_problems import GIB, fits, ppo_node, random_graph, random_ppo, schedule, table
 
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.search import (
-    Budget,
-    Dependency,
-    Found,
-    LowerBound,
-    Options,
-    Problem,
-    Reallocation,
-    brute_force,
-    find_plan,
-    greedy,
-)
-from rlsim.search.greedy import start
+from rlsim.search import Budget, Dependency, Found, Options, Problem, Reallocation, find_plan
+from rlsim.search.bound import LowerBound
+from rlsim.search.brute import brute_force
+from rlsim.search.greedy import greedy, start
 from rlsim.search.partial import pair_costs
 from rlsim.search.symmetry import mesh_permutations
 from rlsim.sim.pool import GpuPool
