@@ -108,18 +108,19 @@ def ranking(result: Result) -> pd.DataFrame:
     steps, tuned = result.steps, dict[str, str](next(iter(result.manifest["tuned"].values()), {}))
     found = means(steps, ["system"])
     by_seed = means(steps, ["system", "seed"]).sort_index()
+    seeds = {str(system): own.droplevel("system") for system, own in by_seed.groupby("system")}
     responses = int(result.manifest["experiment"]["workflow"]["responses"])
     found["held_back"] = [backlog(steps[steps["system"] == system], responses)[1] for system in found.index]
     found["comparable"] = comparable(found["held_back"])
-    found["typical"] = [mean_ratio(by_seed.loc[system, "responses_per_s"].tolist())[0] for system in found.index]
+    found["typical"] = [mean_ratio(seeds[system]["responses_per_s"].tolist())[0] for system in map(str, found.index)]
     found = found.sort_values(["comparable", "typical"], ascending=False, kind="stable")
     best, baseline = str(found.index[0]), result.manifest["baseline"]
     first: dict[float, str] = {}
     rows = []
     for rank, system in enumerate(map(str, found.index), 1):
-        row, own = found.loc[system].to_dict(), by_seed.loc[system]
-        reference = by_seed.loc[baseline] if baseline in found.index else own.iloc[:0]
-        behind = paired_ratio(by_seed.loc[best]["responses_per_s"], own["responses_per_s"])
+        row, own = found.loc[system].to_dict(), seeds[system]
+        reference = seeds.get(baseline, own.iloc[:0])
+        behind = paired_ratio(seeds[best]["responses_per_s"], own["responses_per_s"])
         fastest = first.setdefault(float(row["responses_per_s"]), system)
         rows.append(
             {

@@ -59,7 +59,7 @@ def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
     added GPUs do, as a share of the others: doubling − 1), and `pays` (doubling ≥ `worth`; missing for the fewest).
     """
     found = []
-    groups = dict(iter(rows.set_index("seed").groupby(["system", "gpus"], sort=False)))
+    groups: dict[Any, pd.DataFrame] = dict(iter(rows.set_index("seed").groupby(["system", "gpus"], sort=False)))
     for (system, gpus), own in groups.items():
         rate, half = own["responses_per_s"], groups.get((system, gpus / 2))
         doubling, low, high = paired_ratio(rate, rate.iloc[:0] if half is None else half["responses_per_s"])

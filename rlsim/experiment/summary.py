@@ -114,7 +114,7 @@ def paired_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[fl
 
 def ratios(own: pd.DataFrame, reference: pd.DataFrame, names: Iterable[str] = RATIOS) -> dict[str, float]:
     """These `RATIOS` of the `means` of each seed, with their intervals: `speedup`, `speedup_low`, `speedup_high`, …"""
-    found = {}
+    found: dict[str, float] = {}
     for name in names:
         ratio = paired_ratio(own[RATIOS[name]], reference[RATIOS[name]])
         found |= zip((f"{name}{end}" for end in ENDS), ratio, strict=True)
