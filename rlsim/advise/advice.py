@@ -121,9 +121,8 @@ def advise(
     experiment, shown, folder = load_experiment(source, settings)
     simulator = Simulator(Setup.of(experiment, folder, shown))
     cluster, tables = simulator.setup.cluster, _memory(simulator.site(), shown)
-    own = parse_systems(experiment.systems, shown)
+    own, run_here = parse_systems(experiment.systems, shown), _Runner(source, settings, progress)
     more, refused = candidates(simulator, own, skip)
-    run_here = _Runner(source, settings, progress)
     baseline, entries = experiment.baseline or own[0].name, [*experiment.systems, *more]
     with _told_what_fits(tables["memory"], cluster):
         result = run_here("ranking", {"systems": entries, "baseline": baseline})
