@@ -21,6 +21,7 @@ from typing import Any
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
+from rlsim.experiment.simulator import Simulator
 from rlsim.search import Budget, Found, Problem, find_plan
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -35,8 +36,7 @@ EXACT = "7b-7b-8"
 def problem_of(changes: dict[str, Any]) -> Problem:
     """The plan problem of a setting, its look-ups warm."""
     experiment, _, folder = load_experiment("real_weak_scaling", {"cases": {}, **changes})
-    setup = Setup.of(experiment, folder)
-    return PlanSpace(setup, setup.site()).problem
+    return PlanSpace(Simulator(Setup.of(experiment, folder)).site()).problem
 
 
 def searches(problem: Problem, seconds: float, exact: bool) -> Iterator[Found]:

@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from rlsim.search.problem import Dependency, Options, Problem, Reallocation
+from rlsim.search import Dependency, Options, Problem, Reallocation
 
 GIB = 2.0**30
+
+
+class Span(NamedTuple):
+    """One call, or one reallocation (named `source -> target`), of one iteration in a schedule."""
+
+    name: str
+    iteration: int
+    start_at: float
+    end_at: float
+
+
+def schedule(problem: Problem, plan: Sequence[int]) -> list[Span]:
+    """Who runs when in one plan, by start: calls and reallocations of all iterations. Same rule as `cost_s`."""
+    checked = problem.checked([list(plan)])[0].tolist()
+    spans, names = problem.single.spans(checked), problem.graph.names
+    _, moves_s = problem.single.seconds(checked)
+    free = {name for name, s in zip(names[len(problem.calls) :], moves_s, strict=True) if s == 0}
+    listed = [
+        Span(names[kind], iteration, *spans[node])
+        for node, (iteration, kind) in enumerate(problem.graph.nodes)
+        if names[kind] not in free
+    ]
+    return sorted(listed, key=lambda span: (span.start_at, span.end_at))
+
+
+def fits(problem: Problem, plans: np.ndarray | list[list[int]]) -> np.ndarray:
+    """Whether each plan's fullest GPU has room for it, (n, C) -> (n,)."""
+    return problem.peak_bytes(plans) <= problem.memory_bytes
 
 
 def aligned_meshes(gpus: int) -> list[tuple[int, int]]:

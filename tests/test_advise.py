@@ -12,15 +12,8 @@ from result_tables import table
 from typer.testing import CliRunner
 
 import rlsim
-from rlsim.advise.advice import (
-    SECTIONS,
-    Advice,
-    _conclusions,
-    _held_back_notes,
-    advise,
-    read_tables,
-    waits_for_kv,
-)
+from rlsim.advise.advice import SECTIONS, Advice, _held_back_notes, advise, read_tables
+from rlsim.advise.conclusions import conclusions, waits_for_kv
 from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
@@ -31,6 +24,7 @@ from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
+from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
 
@@ -304,16 +298,16 @@ def test_no_tables_no_causes() -> None:
 
 
 def test_memory_is_that_of_the_engine() -> None:
-    setup = Setup.of(load_experiment(SMALL)[0], Path())
-    table = memory_by_tp(setup).set_index("tp")
+    site = Simulator(Setup.of(load_experiment(SMALL)[0], Path())).site()
+    table = memory_by_tp(site).set_index("tp")
     assert table["fits"].tolist() == [True] * 4
     for tp in (1, 2, 4, 8):
-        assert table.loc[tp, "kv_tokens"] == setup.machine.capacity_pages(tp) * 16
+        assert table.loc[tp, "kv_tokens"] == site.machine.capacity_pages(tp) * 16
     parts = table[["weights_gb", "activations_gb", "reserved_gb", "resident_gb", "kv_gb"]].sum(axis=1)
     assert (parts <= table["budget_gb"]).all()
     assert (parts > table["budget_gb"] - 0.1).all()
     assert table["sequences"].tolist() == [2, 4, 8, 16]
-    calls = memory_by_call(setup).set_index("call")
+    calls = memory_by_call(site).set_index("call")
     assert calls.loc["train", "kept_gb"] == pytest.approx(float(table.loc[1, "resident_gb"]))
     assert calls["fits"].all()
 
@@ -321,22 +315,24 @@ def test_memory_is_that_of_the_engine() -> None:
 def test_memory_says_why_not() -> None:
     qwen = {"model": "qwen2.5-14b", "training.offload": True, "cluster": "8xa40", "calibration": "a40-vllm"}
     qwen |= {"memory_utilization": 0.6, "training.micro_batch_tokens": 2048}
-    table = memory_by_tp(Setup.of(load_experiment(SMALL, qwen)[0], Path())).set_index("tp")
+    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, qwen)[0], Path())).site()).set_index("tp")
     assert table["fits"].tolist() == [False, True, True, True]
     assert "exceed the budget" in str(table.loc[1, "why_not"])
-    odd = memory_by_tp(Setup.of(load_experiment(SMALL, {"model": "qwen2.5-7b"})[0], Path())).set_index("tp")
+    odd = memory_by_tp(
+        Simulator(Setup.of(load_experiment(SMALL, {"model": "qwen2.5-7b"})[0], Path())).site()
+    ).set_index("tp")
     assert "does not divide its 28 heads" in str(odd.loc[8, "why_not"])
     crowded = {"model": "qwen2.5-32b", "cluster": "8xa40", "calibration": "a40-vllm"}
-    setup = Setup.of(load_experiment(SMALL, crowded)[0], Path())
-    assert not memory_by_tp(setup)["fits"].any()
-    assert not memory_by_call(setup)["fits"].all()
+    site = Simulator(Setup.of(load_experiment(SMALL, crowded)[0], Path())).site()
+    assert not memory_by_tp(site)["fits"].any()
+    assert not memory_by_call(site)["fits"].all()
     with pytest.raises(CapacityError, match=r"nothing fits on 8xa40:\nTP 1, 2, 4, 8: .* call train .* does not fit"):
         advise(SMALL, overrides=crowded)
 
 
 def test_a_small_cache_makes_responses_wait() -> None:
     many = {"workflow.prompts": 400, "workflow.responses": 8, "memory_utilization": 0.5}
-    table = memory_by_tp(Setup.of(load_experiment(SMALL, many)[0], Path())).set_index("tp")
+    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, many)[0], Path())).site()).set_index("tp")
     assert table.loc[1, "waits"]
     assert table.loc[1, "sequences"] == 400
     assert table.loc[1, "mean_sequences"] < 400
@@ -345,7 +341,7 @@ def test_a_small_cache_makes_responses_wait() -> None:
 
 def test_a_small_batch_makes_responses_wait_for_no_cache() -> None:
     crowded = {"workflow.prompts": 400, "workflow.responses": 8, "engine.max_num_seqs": 16, "trace.cap": 128}
-    table = memory_by_tp(Setup.of(load_experiment(SMALL, crowded)[0], Path()))
+    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, crowded)[0], Path())).site())
     assert table.loc[0, "waits"]
     assert not waits_for_kv(table.loc[0])
     shown = next(texts({**dict.fromkeys(name for name, _, _ in SECTIONS), "memory": table}))
@@ -410,7 +406,7 @@ def test_the_conclusion_on_the_fastest() -> None:
     for times, waiting in (({"b": [1.0, 2.0], "x": [2.0, 4.0]}, {}), ({"b": [1.0, 2.0]}, {"b": 1})):
         ranked = ranking(result_of(times, waiting=waiting))
         tables = {"memory": nothing, "idle": idle, "ranking": ranked, "scaling_best": doublings}
-        said += [text for text in _conclusions(tables, "b", 1.5) if text.startswith("fastest")]
+        said += [text for text in conclusions(tables, "b", 1.5) if text.startswith("fastest")]
         assert [note.partition(":")[0] for note in _held_back_notes(ranked)] == ["b is ranked last"] * bool(waiting)
     assert said == ["fastest: b, the baseline", "fastest: none yet, as no system is comparable"]
 
@@ -429,8 +425,8 @@ def test_what_puts_off_its_work_is_not_the_best() -> None:
 
 
 def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:
-    setup = Setup.of(load_experiment(SMALL)[0], Path())
-    entries, refused = candidates(setup, parse_systems(setup.experiment.systems), skip=["real"])
+    simulator = Simulator(Setup.of(load_experiment(SMALL)[0], Path()))
+    entries, refused = candidates(simulator, parse_systems(simulator.setup.experiment.systems), skip=["real"])
     names = [entry["name"] for entry in entries]
     from rlsim.policies.registry import BUILTIN
 
@@ -442,7 +438,7 @@ def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:
     assert "reward" in refused["oppo"]
     assert refused["real"] == "left out, as asked"
     with pytest.raises(CatalogueError, match="did you mean 'rlhfuse'"):
-        candidates(setup, (), skip=["rlhfus"])
+        candidates(simulator, (), skip=["rlhfus"])
 
 
 # Numbers of GPUs ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("nothing is simulated or searched for before everything is checked")
 
-    monkeypatch.setattr("rlsim.experiment.build.Setup.simulate", refuse)
+    monkeypatch.setattr("rlsim.experiment.simulator.Simulator.simulate", refuse)
     monkeypatch.setattr("rlsim.experiment.planning.PlanSpace.__init__", refuse)
 
 

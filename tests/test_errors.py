@@ -259,7 +259,7 @@ def test_the_output_is_never_written_over_other_files(
     def refuse(*_: object) -> None:
         raise AssertionError("nothing runs before the output directory is known to be free")
 
-    monkeypatch.setattr("rlsim.experiment.build.Setup.simulate", refuse)
+    monkeypatch.setattr("rlsim.experiment.simulator.Simulator.simulate", refuse)
     (folder / "other").mkdir()
     (folder / "other" / "thesis.tex").write_text("years of work")
     (folder / "file").write_text("")

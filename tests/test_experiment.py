@@ -26,7 +26,7 @@ from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment import run as running
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
 from rlsim.experiment.load import load_experiment
-from rlsim.experiment.preempted import preemption_notes
+from rlsim.experiment.notes import preemption_notes
 from rlsim.experiment.result import Result, read_result
 from rlsim.schema import Schema
 from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
@@ -250,7 +250,9 @@ def test_results_of_a_step_that_trains_on_nothing_are_refused(tmp_path: Path, co
 
 
 @pytest.mark.parametrize("what", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["rlsim.experiment.build.Setup.simulate", "rlsim.experiment.result.write_parquet"])
+@pytest.mark.parametrize(
+    "where", ["rlsim.experiment.simulator.Simulator.simulate", "rlsim.experiment.result.write_parquet"]
+)
 def test_a_run_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: type[BaseException]
 ) -> None:

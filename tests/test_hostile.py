@@ -16,8 +16,7 @@ import rlsim
 from rlsim.cli.terminal import Console
 from rlsim.cost.calibration import load_calibration
 from rlsim.errors import ConfigError, RlsimError, printable
-from rlsim.experiment.frames import Frames
-from rlsim.experiment.guard import check_steps
+from rlsim.experiment.frames import Frames, check_steps
 from rlsim.experiment.load import load_experiment
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model

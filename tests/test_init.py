@@ -14,6 +14,7 @@ from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.simulator import Simulator
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import find_cluster, find_model, nearest_trace
 from rlsim.init.starter import starter
@@ -237,11 +238,11 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
     draft = draft_of(tmp_path, text=text)
     draft.write(tmp_path / "made.yaml")
     experiment, _, folder = load_experiment(tmp_path / "made.yaml")
-    site = Setup.of(experiment, folder).site()
+    site = Simulator(Setup.of(experiment, folder)).site()
     beside = site.memory.resident_bytes(site.plan, site.gpus)
     kv_bytes = site.machine.capacity_pages(2) * 16 * site.machine.model.kv_bytes_per_token / 2
     offloaded = draft_of(tmp_path).data() | {"name": "offloaded"}
-    own = Setup.of(load_experiment(offloaded)[0], folder).site().machine.capacity_pages(2)
+    own = Simulator(Setup.of(load_experiment(offloaded)[0], folder)).site().machine.capacity_pages(2)
     assert beside > 1e10
     assert experiment.memory_utilization == pytest.approx(0.6 + beside / site.cluster.gpu.memory_bytes, abs=1e-4)
     assert kv_bytes == pytest.approx(own * 16 * site.machine.model.kv_bytes_per_token / 2, rel=1e-3)

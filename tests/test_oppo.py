@@ -25,6 +25,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.system import System
 from rlsim.hardware import load_cluster
 from rlsim.policies.dynamic_sampling import DynamicSampling
@@ -677,7 +678,7 @@ def test_systems_of_an_experiment() -> None:
     begun, generated = (calls[calls["call"] == name] for name in ("ref_log_prob", "generate"))
     assert (begun["start_at"] < generated["end_at"]).all()
     assert (begun["end_at"] > generated["end_at"]).all()
-    kv = Setup.of(load_experiment({**EXPERIMENT, "systems": systems})[0], Path())
+    kv = Simulator(Setup.of(load_experiment({**EXPERIMENT, "systems": systems})[0], Path()))
     pages = [
         kv.site(System.of([VeRL(tp=1), *parts])).machine.capacity_pages(1)
         for parts in ([], [Chunked(models=("reference",))])

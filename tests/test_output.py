@@ -73,7 +73,7 @@ def no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(*_: object) -> None:
         raise AssertionError("simulated before it was known that the results can be written")
 
-    monkeypatch.setattr("rlsim.experiment.build.Setup.simulate", simulate)
+    monkeypatch.setattr("rlsim.experiment.simulator.Simulator.simulate", simulate)
 
 
 @pytest.fixture

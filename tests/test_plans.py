@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from plan_problems import fits
 from ruamel.yaml import YAML
 
 import rlsim
@@ -24,6 +25,7 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
+from rlsim.experiment.simulator import Simulator
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.models import Model
 from rlsim.policies.plan import ExplicitPlan
@@ -304,8 +306,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def space_of(given: dict[str, Any]) -> PlanSpace:
     loaded, _, folder = load_experiment(given)
-    setup = Setup.of(loaded, folder)
-    return PlanSpace(setup, setup.site())
+    return PlanSpace(Simulator(Setup.of(loaded, folder)).site())
 
 
 def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list[list[int]]:
@@ -318,7 +319,7 @@ def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list
         plan = [int(rng.integers(options)) for options in problem.sizes]
         if len(plans) % 2:
             plan[at] = int(rng.choice(piped))
-        if problem.fits([plan])[0]:
+        if fits(problem, [plan])[0]:
             plans.append(plan)
     return plans
 
@@ -344,7 +345,7 @@ def test_plans_that_the_estimator_finds_room_for_run_and_take_as_long() -> None:
     space, rng = space_of(given), np.random.default_rng(7)
     problem = space.problem
     drawn = rng.integers(problem.sizes, size=(4000, len(problem.sizes)))
-    fitting = drawn[problem.fits(drawn)]
+    fitting = drawn[fits(problem, drawn)]
     order = np.argsort(problem.peak_bytes(fitting))
     at = [call.name for call in space.calls].index("generate")
     share = np.array([space.options["generate"][plan[at]][1].memory_share for plan in fitting[order]])
@@ -438,8 +439,7 @@ def test_megatron_takes_the_fewest_pipeline_stages_that_fit() -> None:
         given["training"]["zero_stage"] = 0
         given["models"]["reward"] = model
         loaded, _, folder = load_experiment(given)
-        setup = Setup.of(loaded, folder)
-        site = setup.site(next(iter(_systems(given))))
+        site = Simulator(Setup.of(loaded, folder)).site(next(iter(_systems(given))))
         strategies = {site.plan.of(name).strategy for name in ("train", "train_critic", "reward_score")}
         assert {(s.tp, s.pp, s.dp) for s in strategies if s} == {(8, pp, 4 // pp)}
 
@@ -578,7 +578,8 @@ def test_a_budget_beyond_what_a_rank_has_needs_no_memory() -> None:
     streamed = {**experiment, "systems": ["verl", {"name": "pieces", "use": ["verl", "stream"]}]}
     loaded, _, folder = load_experiment(streamed)
     setup = Setup.of(loaded, folder)
-    whole, pieces = (setup.site(system) for system in _systems(streamed))
+    simulator = Simulator(setup)
+    whole, pieces = (simulator.site(system) for system in _systems(streamed))
     train, strategy = setup.algorithm.call("train"), whole.training_strategy(8)
     assert pieces.memory.of(train, strategy).active["logits"] == pytest.approx(
         8 * whole.memory.of(train, strategy).active["logits"]

@@ -18,6 +18,8 @@ from rlsim.cost.transfer import SwitchCost, rms_context_tokens
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.site import Site
 from rlsim.policies.pat import PAT, Alike
 from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
@@ -37,7 +39,7 @@ both = pytest.mark.parametrize(("cluster", "calibration"), MACHINES)
 
 
 @cache
-def machine(cluster: str, calibration: str) -> Setup:
+def machine(cluster: str, calibration: str) -> Site:
     """LLaMA-3.1-8B, 128 responses a step, training states in host memory."""
     experiment, shown, folder = load_experiment(
         {
@@ -51,11 +53,11 @@ def machine(cluster: str, calibration: str) -> Setup:
             "systems": ["pat"],
         }
     )
-    return Setup.of(experiment, folder, shown)
+    return Simulator(Setup.of(experiment, folder, shown)).site()
 
 
-def context(setup: Setup, requests: int, cap: int = 16384, nodes: int = 1, costs: Any = None) -> ControlContext:
-    known = dataclasses.replace(setup.context, requests=requests, prompt_tokens=PROMPT, cap_tokens=cap, nodes=nodes)
+def context(site: Site, requests: int, cap: int = 16384, nodes: int = 1, costs: Any = None) -> ControlContext:
+    known = dataclasses.replace(site.context, requests=requests, prompt_tokens=PROMPT, cap_tokens=cap, nodes=nodes)
     return known if costs is None else dataclasses.replace(known, costs=costs)
 
 
@@ -89,8 +91,8 @@ def long_tail(count: int, cap: int, seed: int) -> list[int]:
 @both
 @pytest.mark.parametrize("requests", [32, 60, 128])
 def test_pat_does_nothing_where_all_are_equally_long(cluster: str, calibration: str, requests: int) -> None:
-    setup = machine(cluster, calibration)
-    known = context(setup, requests, cap=4096)
+    site = machine(cluster, calibration)
+    known = context(site, requests, cap=4096)
     pat = generate(PAT(), known, [4096] * requests)
     assert pat.switches == []
     static = generate(VeRL(tp=start_of_pat(known)), known, [4096] * requests)
@@ -198,8 +200,8 @@ SEEN: list[tuple[Any, list[Any]]] = []
 @pytest.mark.parametrize(("kv_times", "kv"), [(0.0, "migrate"), (1e6, "recompute")])
 def test_pat_moves_the_kv_the_cheaper_way(kv_times: float, kv: str) -> None:
     SEEN.clear()
-    setup = machine("8xa40", "a40-sglang")
-    known = context(setup, 128, costs=Priced(setup.machine, kv_times))
+    site = machine("8xa40", "a40-sglang")
+    known = context(site, 128, costs=Priced(site.machine, kv_times))
     rollout = generate(Watched(), known, long_tail(128, 16384, 1))
     assert rollout.switches
     assert {action.kv for action, _ in SEEN} == {kv}
@@ -234,7 +236,7 @@ def test_groups_are_created_once() -> None:
     switches = rlsim.run(experiment).switches
     assert switches["step"].tolist() == [0, 1, 2]
     assert set(switches["to_tp"]) == {8}
-    runtime = machine("8xa40", "a40-sglang").calibration.runtime
+    runtime = machine("8xa40", "a40-sglang").setup.calibration.runtime
     assert runtime.group_create_s > 0
     paid = switches["control_s"].tolist()
     assert paid == [runtime.switch_control_s + runtime.group_create_s, *[runtime.switch_control_s] * 2]
@@ -242,12 +244,12 @@ def test_groups_are_created_once() -> None:
 
 def test_each_node_decides_on_its_own() -> None:
     """Two nodes do what each does alone with its half of the batch, at its own moments."""
-    setup = machine("8xa40", "a40-sglang")
+    site = machine("8xa40", "a40-sglang")
     halves = [long_tail(128, 16384, 3), long_tail(128, 9000, 4)]
-    both_nodes = generate(PAT(), context(setup, 256, nodes=2), [*halves[0], *halves[1]])
+    both_nodes = generate(PAT(), context(site, 256, nodes=2), [*halves[0], *halves[1]])
     when = []
     for node, half in enumerate(halves):
-        alone = generate(PAT(), context(setup, 128), half)
+        alone = generate(PAT(), context(site, 128), half)
         mine = [(at, a, b) for at, n, a, b, _ in both_nodes.switches if n == node]
         assert mine == [(pytest.approx(at, rel=1e-9), a, b) for at, _, a, b, _ in alone.switches]
         finished = [r.finished_at for r in both_nodes.requests[128 * node : 128 * (node + 1)]]
@@ -296,15 +298,15 @@ def test_what_pat_knows() -> None:
 @pytest.mark.parametrize(("requests", "kv_share"), [(128, 1.0), (512, 1.0), (512, 0.1)])
 def test_the_planner_predicts_a_round_from_its_loads(tp: int, requests: int, kv_share: float) -> None:
     """Beside the engine on the same lengths; where the KV cache is short, it does not know what is recomputed."""
-    setup = machine("8xh100", "h100-vllm")
+    site = machine("8xh100", "h100-vllm")
     lengths = long_tail(requests, 16384, 0)
-    pages = {n: int(kv_share * setup.machine.capacity_pages(n)) for n in (1, 2, 4, 8)}
+    pages = {n: int(kv_share * site.machine.capacity_pages(n)) for n in (1, 2, 4, 8)}
 
     class Less(StubCosts):
         def step(self, tp: int) -> Any:
-            return setup.machine.step(tp)
+            return site.machine.step(tp)
 
-    known = context(setup, requests, costs=Less({}, pages))
+    known = context(site, requests, costs=Less({}, pages))
     plans = Planner(start_tp=tp)
     plans.setup(known)
     rollout = generate(VeRL(tp=tp), known, lengths)

@@ -12,6 +12,7 @@ import pytest
 from rlsim.errors import CapacityError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment, parse_overrides
+from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 
 PPO = {"workflow.algorithm": "ppo", "workflow.responses": 1}
@@ -40,7 +41,7 @@ def needed(overrides: dict[str, Any]) -> tuple[dict[str, float], str]:
     """Bytes that every call needs under the first system, and the message where that is too much."""
     experiment, shown, folder = load_experiment("pat_vs_static", overrides)
     setup = Setup.of(experiment, folder, shown)
-    site = setup.site(parse_systems(experiment.systems, shown)[0].make())
+    site = Simulator(setup).site(parse_systems(experiment.systems, shown)[0].make())
     try:
         _, message = site.plan, ""
     except CapacityError as error:

@@ -22,6 +22,7 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import RewardSpec
+from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
@@ -282,9 +283,9 @@ def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge
     with pytest.raises(RlsimError, match=r"17\.38 GB of it are the judge's: set .*while_training: offloaded or apart"):
         rlsim.run("rollpacker_7b", seeds=1, overrides={**settings, where: "resident"})
     loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=resident"])
-    joined = Setup.of(loaded, folder, shown).site().judge
+    joined = Simulator(Setup.of(loaded, folder, shown)).site().judge
     loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=apart"])
-    alone = Setup.of(loaded, folder, shown).site().judge
+    alone = Simulator(Setup.of(loaded, folder, shown)).site().judge
     assert joined is not None
     assert alone is not None
     assert 0 < joined.capacity_pages < 0.95 * alone.capacity_pages  # optimizer states stay

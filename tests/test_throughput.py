@@ -19,7 +19,7 @@ from rlsim.cli import app
 from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.backlog import backlog
 from rlsim.experiment.frames import PARTS_OF_A_STEP
-from rlsim.experiment.rate_notes import rate_notes
+from rlsim.experiment.notes import rate_notes
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
 from rlsim.experiment.tail import tail_stretches

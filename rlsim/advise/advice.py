@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pandas as pd
 from pydantic import Field
 
-from rlsim.advise.idle import CAUSES, idle_causes, idle_shares, tail_of, tail_seconds, waits
+from rlsim.advise.conclusions import conclusions
+from rlsim.advise.idle import idle_causes, idle_shares, tail_seconds, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
-from rlsim.advise.scaling import WORTH, best_doublings, enough, resized, scaling, scaling_rows, sizes
+from rlsim.advise.scaling import WORTH, best_doublings, resized, scaling, scaling_rows, sizes
 from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import Setup
 from rlsim.experiment.directory import check_target
@@ -22,8 +24,10 @@ from rlsim.experiment.load import load_experiment, parse_overrides
 from rlsim.experiment.result import Result, open_results
 from rlsim.experiment.run import Progress, run
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.site import Site
 from rlsim.experiment.systems import parse_systems
-from rlsim.formats import number, with_interval
+from rlsim.hardware import Cluster
 from rlsim.records import Record, file_sha256, read_record
 
 ADVICE = "advice.json"
@@ -31,8 +35,6 @@ ADVICE = "advice.json"
 TOP, MOST = 3, 4
 #: Runs of each system, at most, unless it is said how many.
 SEEDS = 5
-#: Names in a sentence.
-MOST_NAMES = 4
 
 #: The tables in the order of reading: name, title, what it shows.
 SECTIONS = (
@@ -115,42 +117,24 @@ def advise(
         raise ConfigError(f"worth {worth:g}: expected more than 1, as twice the GPUs are at best twice as fast")
     if out is not None:
         check_target(out, (ADVICE,))
-    settings = dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
-    settings |= _one_case(
-        load_experiment(source, settings)[0], case, str(source) if isinstance(source, str | Path) else ""
-    )
-    planned = load_experiment(source, settings)[0].seed_list
-    asked = {"seeds": seeds or (SEEDS if len(planned) > SEEDS else None), "workflow.steps": steps}
-    settings |= {key: value for key, value in asked.items() if value is not None}
+    settings = _settings(source, overrides, case, seeds, steps)
     experiment, shown, folder = load_experiment(source, settings)
-    setup = Setup.of(experiment, folder, shown)
-    tables = {"memory": memory_by_tp(setup), "memory_calls": memory_by_call(setup)}
-    if not tables["memory"]["fits"].any():
-        by_reason = tables["memory"].groupby("why_not", sort=False)["tp"]
-        reasons = "\n".join(f"TP {', '.join(map(str, tps))}: {why}" for why, tps in by_reason)
-        raise CapacityError(f"{shown}: nothing fits on {setup.cluster.name}:\n{reasons}")
-    own = parse_systems(experiment.systems, shown)
-    more, refused = candidates(setup, own, skip)
-    run_here = _Runner(source, settings, progress)
-    baseline = experiment.baseline or own[0].name
-    try:
-        result = run_here("ranking", {"systems": [*experiment.systems, *more], "baseline": baseline})
-    except CapacityError as error:
-        fitting = tables["memory"].query("fits")["tp"]
-        raise CapacityError(
-            f"{error}\nOn {setup.cluster.name} generation fits at TP {', '.join(map(str, fitting))}: make one of these "
-            "the experiment's system, and ask again"
-        ) from None
-    tables |= _idle(result, baseline, setup.cluster.gpus)
-    tables["ranking"] = ranking(result)
+    simulator = Simulator(Setup.of(experiment, folder, shown))
+    cluster, tables = simulator.setup.cluster, _memory(simulator.site(), shown)
+    own, run_here = parse_systems(experiment.systems, shown), _Runner(source, settings, progress)
+    more, refused = candidates(simulator, own, skip)
+    baseline, entries = experiment.baseline or own[0].name, [*experiment.systems, *more]
+    with _told_what_fits(tables["memory"], cluster):
+        result = run_here("ranking", {"systems": entries, "baseline": baseline})
+    tables |= _idle(result, baseline, cluster.gpus) | {"ranking": ranking(result)}
     chosen = _chosen(tables["ranking"], baseline, top)
-    rows, assumed = _scaled(run_here, setup, result, chosen, [*experiment.systems, *more], most)
-    tables["scaling"], tables["scaling_best"] = scaling(rows, worth), best_doublings(rows)
+    rows, assumed = _scaled(run_here, cluster, result, chosen, entries, most)
+    tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
     advice = Advice(
         result,
         tables,
         baseline,
-        _conclusions(tables, baseline, worth),
+        conclusions(tables, baseline, worth),
         tuple(dict.fromkeys([*_held_back_notes(tables["ranking"]), *result.notes, *assumed])),
         refused,
         {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth},
@@ -158,6 +142,45 @@ def advise(
     if out is not None:
         advice.write(out)
     return advice
+
+
+def _settings(
+    source: str | Path | Mapping[str, Any],
+    overrides: Iterable[str] | Mapping[str, Any],
+    case: str | None,
+    seeds: int | None,
+    steps: int | None,
+) -> dict[str, Any]:
+    """All settings of the one case that is looked at."""
+    settings = dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    shown = str(source) if isinstance(source, str | Path) else ""
+    settings |= _one_case(load_experiment(source, settings)[0], case, shown)
+    planned = load_experiment(source, settings)[0].seed_list
+    asked = {"seeds": seeds or (SEEDS if len(planned) > SEEDS else None), "workflow.steps": steps}
+    return settings | {key: value for key, value in asked.items() if value is not None}
+
+
+def _memory(site: Site, shown: str) -> dict[str, pd.DataFrame]:
+    """What fits; raises `CapacityError` if nothing does."""
+    tables = {"memory": memory_by_tp(site), "memory_calls": memory_by_call(site)}
+    if not tables["memory"]["fits"].any():
+        by_reason = tables["memory"].groupby("why_not", sort=False)["tp"]
+        reasons = "\n".join(f"TP {', '.join(map(str, tps))}: {why}" for why, tps in by_reason)
+        raise CapacityError(f"{shown}: nothing fits on {site.setup.cluster.name}:\n{reasons}")
+    return tables
+
+
+@contextmanager
+def _told_what_fits(memory: pd.DataFrame, cluster: Cluster) -> Iterator[None]:
+    """Where the experiment's own systems do not fit, in the block, it is told what does."""
+    try:
+        yield
+    except CapacityError as error:
+        fitting = ", ".join(map(str, memory.query("fits")["tp"]))
+        raise CapacityError(
+            f"{error}\nOn {cluster.name} generation fits at TP {fitting}: make one of these the experiment's system, "
+            "and ask again"
+        ) from None
 
 
 def _one_case(experiment: Experiment, case: str | None, shown: str) -> dict[str, Any]:
@@ -235,75 +258,21 @@ def read_advice(directory: str | Path) -> tuple[dict[str, pd.DataFrame], list[st
 
 
 def _scaled(
-    run_here: _Runner, setup: Setup, result: Result, chosen: list[str], entries: list[Any], most: int
+    run_here: _Runner, cluster: Cluster, result: Result, chosen: list[str], entries: list[Any], most: int
 ) -> tuple[pd.DataFrame, list[str]]:
     """The chosen systems on other numbers of GPUs, and what was assumed or left out."""
     named = {spec.name: spec for spec in parse_systems(entries)}
     here = result.steps[result.steps["system"].isin(chosen)]
-    rows = [scaling_rows(replace(result, steps=here), setup.cluster.gpus)]
+    rows = [scaling_rows(replace(result, steps=here), cluster.gpus)]
     notes: list[str] = []
-    for size in sizes(setup.cluster, most):
-        spelled, assumed = resized(setup.cluster, size)
+    for size in sizes(cluster, most):
+        spelled, assumed = resized(cluster, size)
         notes += [assumed] if assumed else []
-        parts = [
-            {"name": name, "use": [{part.policy: dict(part.parameters)} for part in named[name].parts]}
-            for name in chosen
-        ]
-        settings: dict[str, Any] = {"cluster": spelled, "baseline": None}
-        for system in parts:
+        for name in chosen:
+            system = {"name": name, "use": [{part.policy: dict(part.parameters)} for part in named[name].parts]}
+            settings = {"cluster": spelled, "baseline": None, "systems": [system]}
             try:
-                found = run_here(f"{size} GPUs", {**settings, "systems": [system]})
+                rows.append(scaling_rows(run_here(f"{size} GPUs", settings), size))
             except RlsimError as error:
-                notes.append(f"{system['name']} on {size} GPUs left out: {error}")
-                continue
-            rows.append(scaling_rows(found, size))
+                notes.append(f"{name} on {size} GPUs left out: {error}")
     return pd.concat(rows, ignore_index=True), notes
-
-
-def waits_for_kv(row: Mapping[Any, Any] | pd.Series[Any]) -> bool:
-    """Whether it is KV cache that a row's waiting responses lack, rather than a place in the engine's batch."""
-    return bool(row["sequences"] > row["mean_sequences"])
-
-
-def _conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float) -> tuple[str, ...]:
-    """What the tables come to, in a sentence each."""
-    memory, idle, ranked = tables["memory"], tables["idle"], tables["ranking"]
-    fitting = memory[memory["fits"]]
-    said = [f"fits: TP {', '.join(str(tp) for tp in fitting['tp'])} of {', '.join(str(tp) for tp in memory['tp'])}"]
-    queued = fitting[fitting["waits"]]
-    short = queued.apply(waits_for_kv, axis=1).astype(bool) if len(queued) else queued["waits"]
-    for tps, lacking in ((queued[short]["tp"], "KV cache"), (queued[~short]["tp"], "a place (max_num_seqs)")):
-        if len(tps):
-            said[0] += f"; at TP {', '.join(map(str, tps))} responses of mean length wait for {lacking}"
-    means = idle[[*CAUSES, "idle"]].mean()
-    if means["idle"] > 0:
-        parts = sorted(CAUSES, key=lambda cause: -means[cause])
-        shares = ", ".join(f"{cause.replace('_', ' ')} {means[cause]:.0%}" for cause in parts if means[cause] >= 0.005)
-        said.append(f"idle today ({baseline}): {means['idle']:.0%} of GPU time{f': {shares}' if shares else ''}")
-    else:
-        said.append(f"idle today ({baseline}): no GPU")
-    if (tail := tail_of(idle)) >= 0.005:
-        said[-1] += f"; {tail:.0%} of the busy time decodes in the tail, at under half of the full throughput"
-    best = ranked.iloc[0].to_dict()
-    others = ranked[(ranked["same_as"] == "") & (ranked["system"] != best["system"]) & ranked["comparable"]]
-    close = others[others["with_best"].eq(other=True)]["system"].tolist()
-    if not best["comparable"]:
-        text = "fastest: none yet, as no system is comparable"
-    elif best["system"] == baseline:
-        text = f"fastest: {baseline}, the baseline"
-    else:
-        text = f"fastest: {best['system']}, {with_interval(best, 'speedup')} times the responses per second of "
-        text += f"{baseline} and {number(best['token_speedup'])} times the tokens"
-    if close:
-        beyond_few = len(close) - MOST_NAMES
-        more = f" and {beyond_few} other{'s' * (beyond_few > 1)}" if beyond_few > 0 else ""
-        text += f"; within chance of it: {', '.join(close[:MOST_NAMES])}{more}"
-    said.append(text)
-    gpus, beyond = enough(tables["scaling_best"], worth)
-    tried = int(tables["scaling_best"]["gpus"].max())
-    if beyond:
-        fewest = ", the fewest tried," if gpus == tables["scaling_best"]["gpus"].min() else ""
-        said.append(f"GPUs: more than {gpus}{fewest} do not pay (twice as many are less than {worth:g} times as fast)")
-    else:
-        said.append(f"GPUs: every doubling up to {tried} pays (at least {worth:g} times as fast); more were not tried")
-    return tuple(said)

@@ -5,8 +5,8 @@ docs/advise.md states the rules that this file carries out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -40,20 +40,11 @@ def idle_causes(
     the call whose end a stage barrier waits for ("" for other causes, and where no call runs). The rows of a step add
     up to `bubble_fraction · gpus · step_time_s`.
     """
-    tables = [dict(iter(table.groupby(_RUN, sort=False))) for table in (spans, responses, stays, calls)]
     found: list[pd.DataFrame] = []
-    for run, own in steps.groupby(_RUN, sort=False):
-        parts = [table.get(run) for table in tables]
-        own_spans, own_responses, own_stays, own_calls = (
-            whole.iloc[:0] if part is None else part
-            for part, whole in zip(parts, (spans, responses, stays, calls), strict=True)
-        )
-        ordered = own.sort_values("step")
-        ends = ordered["step_time_s"].to_numpy(np.float64).cumsum()
+    for run, windows, (own_spans, own_responses, own_stays, own_calls) in _runs(steps, spans, responses, stays, calls):
         stages = _stages(own_spans, own_responses, own_stays, own_calls, gpus)
-        for step, start, end in zip(ordered["step"], [0.0, *ends[:-1]], ends, strict=True):
-            frame = _of_window(start, end, own_spans, own_calls, stages, gpus)
-            found.append(frame.assign(step=step, **{column: own[column].iloc[0] for column in _RUN}))
+        for step, start, end in windows:
+            found.append(_of_window(start, end, own_spans, own_calls, stages, gpus).assign(step=step, **run))
     frame = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=list(COLUMNS))
     return frame[list(COLUMNS)]
 
@@ -65,24 +56,30 @@ def tail_seconds(
 
     One row per case, system, seed, step and `gpu` with `tail_s`, the seconds within the step.
     """
-    tables = [dict(iter(table.groupby(_RUN, sort=False))) for table in (stays, spans, calls)]
     found = []
-    for run, own in steps.groupby(_RUN, sort=False):
-        own_stays, own_spans, own_calls = (
-            table.get(run, whole.iloc[:0]) for table, whole in zip(tables, (stays, spans, calls), strict=True)
-        )
-        tail = tail_stretches(own_stays, own_spans, own_calls)
+    for run, windows, tables in _runs(steps, stays, spans, calls):
+        tail = tail_stretches(*tables)
         share = (tail["tail_s"] / (tail["end_at"] - tail["start_at"])).to_numpy(np.float64)
         first, last = tail["gpu"].to_numpy(np.int64), (tail["gpu"] + tail["gpus"]).to_numpy(np.int64)
-        ordered = own.sort_values("step")
-        ends = ordered["step_time_s"].to_numpy(np.float64).cumsum()
-        for step, start, end in zip(ordered["step"], [0.0, *ends[:-1]], ends, strict=True):
+        for step, start, end in windows:
             inside_s = share * np.clip(np.minimum(tail["end_at"], end) - np.maximum(tail["start_at"], start), 0.0, None)
             change = np.bincount(first, inside_s, gpus + 1) - np.bincount(last, inside_s, gpus + 1)
-            place = dict(zip(_RUN, run, strict=True))
             tail_s = change.cumsum()[:gpus].clip(min=0.0)
-            found.append(pd.DataFrame({**place, "step": step, "gpu": range(gpus), "tail_s": tail_s}))
+            found.append(pd.DataFrame({**run, "step": step, "gpu": range(gpus), "tail_s": tail_s}))
     return pd.concat(found, ignore_index=True)
+
+
+def _runs(
+    steps: pd.DataFrame, *tables: pd.DataFrame
+) -> Iterator[tuple[dict[str, Any], list[tuple[int, float, float]], list[pd.DataFrame]]]:
+    """Of every run: what names it, the start and end of its steps by their number, and its rows of the tables."""
+    by_run = [dict(iter(table.groupby(_RUN, sort=False))) for table in tables]
+    for run, own in steps.groupby(_RUN, sort=False):
+        ordered = own.sort_values("step")
+        ends = ordered["step_time_s"].to_numpy(np.float64).cumsum()
+        windows = list(zip(ordered["step"], [0.0, *ends[:-1]], ends, strict=True))
+        rows = [found.get(run, table.iloc[:0]) for found, table in zip(by_run, tables, strict=True)]
+        yield dict(zip(_RUN, run, strict=True)), windows, rows
 
 
 # ---- a generation stage ---------------------------------------------------------------------------------------------
@@ -180,12 +177,9 @@ def _of_window(
     own = spans[(spans["end_at"] > start) & (spans["start_at"] < end)]
     running = calls[(calls["end_at"] > start) & (calls["start_at"] < end)]
     within = [stage for stage in stages if stage.end > start and stage.start < end]
-    moments = [
-        np.array([start, end]),
-        *(f[c].to_numpy(np.float64) for f in (own, running) for c in ("start_at", "end_at")),
-    ]
+    moments = [f[c].to_numpy(np.float64) for f in (own, running) for c in ("start_at", "end_at")]
     moments += [np.concatenate([[s.start, s.end], s.finished, s.undelayed]) for s in within]
-    times = np.concatenate(moments)
+    times = np.concatenate([[start, end], *moments])
     edges = np.unique(times[(times >= start) & (times <= end)])
     width, middle = np.diff(edges), (edges[:-1] + edges[1:]) / 2
     generating = _busy(own[own["kind"].isin(GENERATING)], edges, gpus)
@@ -244,13 +238,9 @@ def _busy(spans: pd.DataFrame, edges: Floats, gpus: int) -> Flags:
     first, count = spans["gpu"].to_numpy(np.int64), spans["gpus"].to_numpy(np.int64)
     begin = np.searchsorted(edges, np.maximum(spans["start_at"].to_numpy(np.float64), edges[0]))
     finish = np.searchsorted(edges, np.minimum(spans["end_at"].to_numpy(np.float64), edges[-1]))
-    for row, column, sign in (
-        (first, begin, 1),
-        (first, finish, -1),
-        (first + count, begin, -1),
-        (first + count, finish, 1),
-    ):
-        np.add.at(change, (row, column), sign)
+    for row, sign in ((first, 1), (first + count, -1)):
+        np.add.at(change, (row, begin), sign)
+        np.add.at(change, (row, finish), -sign)
     covered: Flags = change.cumsum(axis=0).cumsum(axis=1)[:gpus, : len(edges) - 1] > 0
     return covered
 
@@ -277,19 +267,18 @@ def idle_shares(causes: pd.DataFrame, tail: pd.DataFrame, steps: pd.DataFrame, g
     Means over the steady steps of all seeds, weighted by time: seconds over the seconds of these steps. `tail` is a
     share of the GPU's busy time. `causes` and `tail` are of `idle_causes` and `tail_seconds`.
     """
-    keys = ["case", "system"]
-    causes, tail, steps = _steady(causes, steps), _steady(tail, steps), steps[steps["steady"]]
-    total = steps.groupby(keys, sort=False)["step_time_s"].sum().rename("total_s")
+    keys, causes, tail = ["case", "system"], _steady(causes, steps), _steady(tail, steps)
+    total = _steady_seconds(steps)
     every = pd.MultiIndex.from_tuples([(*run, gpu) for run in total.index for gpu in range(gpus)], names=[*keys, "gpu"])
     table = causes.pivot_table(index=[*keys, "gpu"], columns="cause", values="idle_s", aggfunc="sum", observed=True)
     table = table.reindex(index=every, columns=list(CAUSES)).fillna(0.0)
-    shares = table.div(np.repeat(total.to_numpy(np.float64), gpus), axis=0)
+    total_s = np.repeat(total.to_numpy(np.float64), gpus)
+    shares = table.div(total_s, axis=0)
     shares.insert(0, "idle", shares.sum(axis=1))
     shares["busy"] = 1.0 - shares["idle"]
-    busy_s = shares["busy"] * np.repeat(total.to_numpy(np.float64), gpus)
-    shares["tail"] = (
-        (tail.groupby([*keys, "gpu"])["tail_s"].sum() / busy_s.where(busy_s > 0)).reindex(every).fillna(0.0)
-    )
+    busy_s = shares["busy"] * total_s
+    tail_s = tail.groupby([*keys, "gpu"])["tail_s"].sum()
+    shares["tail"] = (tail_s / busy_s.where(busy_s > 0)).reindex(every).fillna(0.0)
     shares.columns.name = None
     return shares.reset_index()
 
@@ -301,15 +290,19 @@ def tail_of(shares: pd.DataFrame) -> float:
 
 def waits(causes: pd.DataFrame, steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
     """Share of GPU time lost to stage barriers by the call waited for: case, system, waits_for, share (descending)."""
-    keys = ["case", "system"]
-    causes, steps = _steady(causes, steps), steps[steps["steady"]]
-    total = steps.groupby(keys, sort=False)["step_time_s"].sum().rename("total_s").reset_index()
-    barrier = causes[causes["cause"] == "stage_barrier"].groupby([*keys, "waits_for"], sort=False)["idle_s"].sum()
-    table = barrier.reset_index().merge(total, on=keys)
+    keys, barrier = ["case", "system"], _steady(causes[causes["cause"] == "stage_barrier"], steps)
+    idle_s = barrier.groupby([*keys, "waits_for"], sort=False)["idle_s"].sum().reset_index()
+    table = idle_s.merge(_steady_seconds(steps).reset_index(), on=keys)
     table["share"] = table["idle_s"] / (table["total_s"] * gpus)
-    columns = [*keys, "waits_for", "share"]
-    return table[columns].sort_values([*keys, "share"], ascending=[True, True, False], ignore_index=True)
+    return table[[*keys, "waits_for", "share"]].sort_values(
+        [*keys, "share"], ascending=[True, True, False], ignore_index=True
+    )
 
 
 def _steady(causes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     return causes.merge(steps.loc[steps["steady"], [*_RUN, "step"]], on=[*_RUN, "step"])
+
+
+def _steady_seconds(steps: pd.DataFrame) -> pd.Series[float]:
+    """Seconds of all steady steps of a system in a case."""
+    return steps[steps["steady"]].groupby(["case", "system"], sort=False)["step_time_s"].sum().rename("total_s")

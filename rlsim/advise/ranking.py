@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from rlsim.errors import RlsimError, unknown_name
@@ -13,7 +13,8 @@ from rlsim.experiment.backlog import backlog, comparable
 from rlsim.experiment.build import Setup
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
-from rlsim.experiment.summary import ENDS, RATIOS, mean_ratio, means, paired_ratio
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.summary import mean_ratio, means, paired_ratio, ratios
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
 
@@ -24,7 +25,9 @@ _ALONE = {"plan": "it is a plan spelled out, which only you can give (rlsim plan
 _START_TP = ("pat", "planner")
 
 
-def candidates(setup: Setup, own: Sequence[SystemSpec], skip: Collection[str] = ()) -> tuple[list[Any], dict[str, str]]:
+def candidates(
+    simulator: Simulator, own: Sequence[SystemSpec], skip: Collection[str] = ()
+) -> tuple[list[Any], dict[str, str]]:
     """Entries of `systems` for every shipped policy that applies, and why each of the others does not.
 
     Static TP at every feasible degree, PAT and the planner from each, every other policy as it ships (tuned where it
@@ -34,8 +37,7 @@ def candidates(setup: Setup, own: Sequence[SystemSpec], skip: Collection[str] = 
     for name in skip:
         if name not in BUILTIN:
             raise unknown_name("policy", name, BUILTIN)
-    context = setup.site().context
-    degrees = list(context.feasible_tps)
+    degrees = list(simulator.site().context.feasible_tps)
     entries: list[Any] = [{"verl": {"tp": tp}} for tp in degrees]
     entries += [{part: {"start_tp": tp}} for part in _START_TP for tp in degrees[:-1]]
     entries += [name for name in BUILTIN if name not in (*_START_TP, "verl")]
@@ -43,23 +45,29 @@ def candidates(setup: Setup, own: Sequence[SystemSpec], skip: Collection[str] = 
     names = {spec.name for spec in own}
     for entry in entries:
         policy, name = (entry, entry) if isinstance(entry, str) else (next(iter(entry)), _name(entry))
-        why = "left out, as asked" if policy in skip else _ALONE.get(name) or _pointless(name, setup)
+        why = "left out, as asked" if policy in skip else _ALONE.get(name) or _pointless(name, simulator.setup)
         if why is None:
             named = {"name": _free(name, names), "use": [entry]}
             (spec,) = parse_systems([named])
             if spec.key in known:
                 continue
-            try:
-                check_system(setup, spec)
-            except RlsimError as error:
-                why = str(error).removeprefix(f"{spec.shown}: ")
-            else:
-                known.add(spec.key)
-                names.add(spec.name)
-                taken.append(named)
-                continue
-        refused[name] = why
+            why = _unfit(simulator, spec)
+        if why is None:
+            known.add(spec.key)
+            names.add(spec.name)
+            taken.append(named)
+        else:
+            refused[name] = why
     return taken, refused
+
+
+def _unfit(simulator: Simulator, spec: SystemSpec) -> str | None:
+    """Why a system cannot run; None if it can."""
+    try:
+        check_system(simulator, spec)
+    except RlsimError as error:
+        return str(error).removeprefix(f"{spec.shown}: ")
+    return None
 
 
 def _name(entry: Mapping[str, Mapping[str, int]]) -> str:
@@ -100,30 +108,29 @@ def ranking(result: Result) -> pd.DataFrame:
     steps, tuned = result.steps, dict[str, str](next(iter(result.manifest["tuned"].values()), {}))
     found = means(steps, ["system"])
     by_seed = means(steps, ["system", "seed"]).sort_index()
+    seeds = {str(system): own.droplevel("system") for system, own in by_seed.groupby("system")}
     responses = int(result.manifest["experiment"]["workflow"]["responses"])
     found["held_back"] = [backlog(steps[steps["system"] == system], responses)[1] for system in found.index]
     found["comparable"] = comparable(found["held_back"])
-    found["typical"] = [mean_ratio(by_seed.loc[system, "responses_per_s"].tolist())[0] for system in found.index]
+    found["typical"] = [mean_ratio(seeds[system]["responses_per_s"].tolist())[0] for system in map(str, found.index)]
     found = found.sort_values(["comparable", "typical"], ascending=False, kind="stable")
     best, baseline = str(found.index[0]), result.manifest["baseline"]
     first: dict[float, str] = {}
     rows = []
     for rank, system in enumerate(map(str, found.index), 1):
-        row, own = found.loc[system].to_dict(), by_seed.loc[system]
-        reference = by_seed.loc[baseline] if baseline in found.index else own.iloc[:0]
-        behind = paired_ratio(by_seed.loc[best]["responses_per_s"], own["responses_per_s"])
+        row, own = found.loc[system].to_dict(), seeds[system]
+        reference = seeds.get(baseline, own.iloc[:0])
+        behind = paired_ratio(seeds[best]["responses_per_s"], own["responses_per_s"])
         fastest = first.setdefault(float(row["responses_per_s"]), system)
-        texts = {"rank": rank, "system": system, "tuned": tuned.get(system, "")}
-        ratios = {
-            name: paired_ratio(own[RATIOS[name]], reference[RATIOS[name]]) for name in ("speedup", "token_speedup")
-        }
         rows.append(
             {
-                **texts,
+                "rank": rank,
+                "system": system,
+                "tuned": tuned.get(system, ""),
                 **{name: row[name] for name in ("responses_per_s", "tokens_per_s", "step_time_s", "gen_time_s")},
-                **{f"{name}{end}": ratio[i] for name, ratio in ratios.items() for i, end in enumerate(ENDS)},
-                **{f"behind_{name}": value for name, value in zip(("best", "low", "high"), behind, strict=True)},
-                "with_best": None if np.isnan(behind[1]) else system == best or behind[1] <= 1.0,
+                **ratios(own, reference, ("speedup", "token_speedup")),
+                **dict(zip(("behind_best", "behind_low", "behind_high"), behind, strict=True)),
+                "with_best": None if math.isnan(behind[1]) else system == best or behind[1] <= 1.0,
                 "same_as": "" if fastest == system else fastest,
                 "idle": row["bubble_fraction"],
                 "tail": row["tail_fraction"],

@@ -59,15 +59,11 @@ def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
     added GPUs do, as a share of the others: doubling − 1), and `pays` (doubling ≥ `worth`; missing for the fewest).
     """
     found = []
-    rates = {
-        key: part.set_index("seed")["responses_per_s"] for key, part in rows.groupby(["system", "gpus"], sort=False)
-    }
-    for system, gpus in rows[["system", "gpus"]].drop_duplicates().itertuples(index=False):
-        rate = rates[system, gpus]
-        own = rows[(rows["system"] == system) & (rows["gpus"] == gpus)]
-        step_s, half = float(own["step_time_s"].mean()), rates.get((system, gpus // 2)) if gpus % 2 == 0 else None
-        doubling, low, high = paired_ratio(rate, rate.iloc[:0] if half is None else half)
-        tokens_per_s = float(own["tokens_per_s"].mean())
+    groups: dict[Any, pd.DataFrame] = dict(iter(rows.set_index("seed").groupby(["system", "gpus"], sort=False)))
+    for (system, gpus), own in groups.items():
+        rate, half = own["responses_per_s"], groups.get((system, gpus / 2))
+        doubling, low, high = paired_ratio(rate, rate.iloc[:0] if half is None else half["responses_per_s"])
+        step_s, tokens_per_s = float(own["step_time_s"].mean()), float(own["tokens_per_s"].mean())
         found.append(
             {
                 "gpus": gpus,
@@ -91,14 +87,11 @@ def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
 
 def best_doublings(rows: pd.DataFrame) -> pd.DataFrame:
     """The fastest system at each number of GPUs against the fastest at half: gpus, system, doubling, marginal."""
-    mean = rows.groupby(["gpus", "system"], sort=True)["responses_per_s"].mean()
-    found = []
-    best = {gpus: mean.loc[gpus] for gpus in rows["gpus"].drop_duplicates().sort_values()}
-    for gpus, rates in best.items():
-        half = best.get(gpus // 2) if gpus % 2 == 0 else None
-        doubling = float("nan") if half is None else float(rates.max() / half.max())
-        found.append({"gpus": gpus, "system": rates.idxmax(), "doubling": doubling, "marginal": doubling - 1.0})
-    return pd.DataFrame(found)
+    mean = rows.groupby(["gpus", "system"])["responses_per_s"].mean().unstack()
+    best = mean.max(axis=1)
+    doubling = best / best.reindex(best.index / 2).to_numpy()
+    found = {"system": mean.idxmax(axis=1), "doubling": doubling, "marginal": doubling - 1.0}
+    return pd.DataFrame(found).rename_axis("gpus").reset_index()
 
 
 def enough(best: pd.DataFrame, worth: float = WORTH) -> tuple[int, bool]:

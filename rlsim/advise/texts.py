@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from rlsim.advise.advice import SECTIONS, waits_for_kv
+from rlsim.advise.advice import SECTIONS
+from rlsim.advise.conclusions import waits_for_kv
 from rlsim.advise.idle import CAUSES, tail_of
 from rlsim.formats import number, rate, share, with_interval
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,14 +43,10 @@ def advise(
     Example: rlsim advise experiments/pat_vs_static.yaml --seeds 3
     """
     from rlsim.advise.advice import advise as find_advice
-    from rlsim.experiment.load import load_experiment
-    from rlsim.output import check_own_file, results_folder
-    from rlsim.report.write import REPORT, write_report
+    from rlsim.report.write import write_report
 
     add_code_folders(experiment)
-    target = out or results_folder(f"{load_experiment(experiment, settings or ())[0].name}-advice")
-    if target.is_dir():
-        check_own_file(target / REPORT)
+    target = _target(experiment, settings, out)
     with progress_bar(quiet or as_json) as progress:
         advice = find_advice(
             experiment,
@@ -69,16 +64,29 @@ def advise(
     page = write_report(target)
     if as_json:
         typer.echo(json.dumps(advice.as_json(), indent=2))
-        return
-    _print(advice, target, quiet)
-    typer.echo(f"report: {page}")
+    else:
+        _print(advice, target, quiet)
+        typer.echo(f"report: {page}")
+
+
+def _target(experiment: str, settings: list[str] | None, out: Path | None) -> Path:
+    """Where the results go, with a report that is rlsim's own to replace."""
+    from rlsim.experiment.load import load_experiment
+    from rlsim.output import check_own_file, results_folder
+    from rlsim.report.write import REPORT
+
+    target = out or results_folder(f"{load_experiment(experiment, settings or ())[0].name}-advice")
+    if target.is_dir():
+        check_own_file(target / REPORT)
+    return target
 
 
 def _print(advice: Advice, target: Path, quiet: bool) -> None:
+    from rlsim.advise.texts import texts
     from rlsim.cli.terminal import Console
 
     if not quiet:
-        print_tables(_tables(advice))
+        print_tables(map(_table, texts(advice.tables)))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for sentence in advice.conclusions:
         console.print(sentence, style="bold")
@@ -88,13 +96,6 @@ def _print(advice: Advice, target: Path, quiet: bool) -> None:
         for note in advice.notes:
             console.print(f"note: {note}", style="dim")
     console.print(f"results: {target}")
-
-
-def _tables(advice: Advice) -> Iterator[Table]:
-    from rlsim.advise.texts import texts
-
-    for text in texts(advice.tables):
-        yield _table(text)
 
 
 def _table(text: Text) -> Table:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli.common import Experiment, Settings, add_code_folders
+from rlsim.cli.tables import print_tables, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,19 +44,15 @@ def plan(
 
     Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
     """
-    from rlsim.charts import check_chart_path, save_chart
-    from rlsim.experiment.directory import check_target
-    from rlsim.experiment.load import load_experiment
-    from rlsim.experiment.plan_report import improvement_chart, search_plan
-    from rlsim.output import atomic_path, check_files, results_folder
+    from rlsim.charts import check_chart_path
+    from rlsim.experiment.plan_report import search_plan
+    from rlsim.output import check_files
 
     add_code_folders(experiment)
     check_files(json_file, out, chart, inputs=(experiment,))  # before the search, not after it
     if chart is not None:
         check_chart_path(chart)
-    if apply:
-        target = results_folder(load_experiment(experiment, settings or ())[0].name)
-        check_target(target)
+    target = _target(experiment, settings) if apply else None
     report = search_plan(
         experiment,
         overrides=settings or (),
@@ -65,19 +62,24 @@ def plan(
         seed=seed,
         on_improvement=None if quiet else _progress(),
     )
-    if json_file is not None:
-        with atomic_path(json_file) as path:
-            path.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
-    if out is not None:
-        _write_yaml(report, out)
-    if chart is not None:
-        save_chart(improvement_chart(report), chart)
+    _write(report, json_file, out, chart)
     if quiet:
         typer.echo(f"{report.found.cost_s:.6g}")
     else:
         _print(report)
-    if apply:
+    if target is not None:
         _run(experiment, report, settings or [], target, quiet)
+
+
+def _target(experiment: str, settings: list[str] | None) -> Path:
+    """Where the results of the experiment go; raises `ConfigError` if they cannot be written there."""
+    from rlsim.experiment.directory import check_target
+    from rlsim.experiment.load import load_experiment
+    from rlsim.output import results_folder
+
+    target = results_folder(load_experiment(experiment, settings or ())[0].name)
+    check_target(target)
+    return target
 
 
 def _progress() -> Callable[[Improvement], None] | None:
@@ -98,61 +100,61 @@ def _progress() -> Callable[[Improvement], None] | None:
 def _print(report: PlanReport) -> None:
     from rlsim.cli.terminal import Console
 
-    console, found = Console(), report.found
-    for table in _tables(report):
-        console.print(table)
-        console.print()
-    console = Console(soft_wrap=True, highlight=False)
+    print_tables(_tables(report))
+    console, found, space = Console(soft_wrap=True, highlight=False), report.found, report.space
     gained = report.start_cost_s / found.cost_s
     console.print(
         f"iteration: {found.cost_s:.2f} s ({gained:.2f}x as fast as each call's own fastest option); fullest GPU: "
-        f"{report.peak_bytes / 1e9:.1f} of {report.space.gpu.memory_bytes / 1e9:.1f} GB"
+        f"{report.peak_bytes / 1e9:.1f} of {space.gpu.memory_bytes / 1e9:.1f} GB"
     )
     rate = found.evaluations / found.elapsed_s if found.elapsed_s else 0.0
     console.print(
-        f"{found.method}: {found.evaluations:,} of {report.space.problem.space:.3g} plans judged in "
-        f"{found.elapsed_s:.1f} s ({rate:,.0f} a second), {found.scheduled:,} of them scheduled"
+        f"{found.method}: {found.evaluations:,} of {space.problem.space:.3g} plans judged in {found.elapsed_s:.1f} s "
+        f"({rate:,.0f} a second), {found.scheduled:,} of them scheduled"
     )
 
 
 def _tables(report: PlanReport) -> list[Table]:
     import pandas as pd
-    from rich.table import Table
 
-    calls = Table(box=None, pad_edge=False, header_style="bold", title=f"{report.experiment.name} · plan")
-    calls.add_column("call", overflow="fold")
-    for heading in ("GPUs", "TP", "PP", "DP", "micro-\nbatches", "ZeRO", "s", "GB\nkept", "GB\nbeside"):
-        calls.add_column(heading, justify="right", no_wrap=True)
-    for row in report.calls().to_dict("records"):
+    calls, moves = report.calls().to_dict("records"), report.reallocations().to_dict("records")
+    rows = []
+    for row in calls:
         first, last = row["first_gpu"], row["first_gpu"] + row["gpus"] - 1
-        counted = ["" if pd.isna(row[key]) else str(row[key]) for key in ("micro_batches", "zero_stage")]
-        calls.add_row(
-            str(row["call"]) + (" (offloaded)" if row["offload"] else ""),
-            f"{first}-{last}" if last > first else str(first),
-            *(str(row[key]) for key in ("tp", "pp", "dp")),
-            *counted,
-            f"{row['time_s']:.2f}",
-            f"{row['resident_bytes'] / 1e9:.1f}",
-            f"{row['active_bytes'] / 1e9:.1f}",
+        rows.append(
+            [
+                str(row["call"]) + (" (offloaded)" if row["offload"] else ""),
+                f"{first}-{last}" if last > first else str(first),
+                *(str(row[key]) for key in ("tp", "pp", "dp")),
+                *("" if pd.isna(row[key]) else str(row[key]) for key in ("micro_batches", "zero_stage")),
+                f"{row['time_s']:.2f}",
+                *(f"{row[key] / 1e9:.1f}" for key in ("resident_bytes", "active_bytes")),
+            ]
         )
-    moves = Table(box=None, pad_edge=False, header_style="bold")
-    moves.add_column("new weights")
-    moves.add_column("s", justify="right")
-    for row in report.reallocations().to_dict("records"):
-        moves.add_row(f"{row['source']} to {row['target']}", f"{row['time_s']:.3f}")
-    return [calls, moves]
+    headings = ["call", "GPUs", "TP", "PP", "DP", "micro-\nbatches", "ZeRO", "s", "GB\nkept", "GB\nbeside"]
+    ways = [[f"{move['source']} to {move['target']}", f"{move['time_s']:.3f}"] for move in moves]
+    return [table(headings, rows, title=f"{report.experiment.name} · plan"), table(["new weights", "s"], ways)]
 
 
-def _write_yaml(report: PlanReport, out: Path) -> None:
+def _write(report: PlanReport, json_file: Path | None, out: Path | None, chart: Path | None) -> None:
+    """Whatever is wanted of: all numbers, the plan as a part of a system, the search's progress."""
     from ruamel.yaml import YAML
 
+    from rlsim.charts import save_chart
+    from rlsim.experiment.plan_report import improvement_chart
     from rlsim.output import atomic_path
 
-    yaml = YAML()
-    yaml.default_flow_style, yaml.width = None, 120
-    with atomic_path(out) as path, path.open("w", encoding="utf-8") as file:
-        file.write(f"# Found by rlsim plan for {report.experiment.name}: a part of a system, for `use`.\n")
-        yaml.dump(report.as_part, file)
+    if json_file is not None:
+        with atomic_path(json_file) as path:
+            path.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    if out is not None:
+        yaml = YAML()
+        yaml.default_flow_style, yaml.width = None, 120
+        with atomic_path(out) as path, path.open("w", encoding="utf-8") as file:
+            file.write(f"# Found by rlsim plan for {report.experiment.name}: a part of a system, for `use`.\n")
+            yaml.dump(report.as_part, file)
+    if chart is not None:
+        save_chart(improvement_chart(report), chart)
 
 
 def _run(experiment: str, report: PlanReport, settings: list[str], target: Path, quiet: bool) -> None:

@@ -179,7 +179,7 @@ def _counted(definition: Definition) -> str:
 def _print(found: SweepResult, definition: Definition) -> None:
     """The summary of every point, if they are few."""
     from rlsim.cli.terminal import Console
-    from rlsim.experiment.rate_notes import EXPLAINED
+    from rlsim.experiment.notes import EXPLAINED
 
     summary = found.summary()
     unlike = (summary["speedup"] / summary["token_speedup"] - 1).abs() > EXPLAINED

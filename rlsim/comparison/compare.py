@@ -14,7 +14,7 @@ from rlsim.comparison.baseline import Baseline
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import backlog, backlog_note
-from rlsim.experiment.rate_notes import EXPLAINED, ratio_note
+from rlsim.experiment.notes import EXPLAINED, ratio_note
 from rlsim.experiment.summary import CONFIDENCE, RATIOS, means, paired_ratio
 from rlsim.sweeps.differences import differences
 from rlsim.sweeps.tables import value_at

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.rate_notes import PUT_OFF
+from rlsim.experiment.notes import PUT_OFF
 from rlsim.experiment.result import check_systems, open_results
 from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment

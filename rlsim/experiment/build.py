@@ -1,38 +1,26 @@
-"""From a validated experiment to simulations: loads what it names and checks that it fits together."""
+"""Everything that an experiment names, loaded, and what follows from it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from rlsim import catalogue
-from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calibration import Calibration, load_calibration
-from rlsim.cost.machine import Machine
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
-from rlsim.experiment.scorers import scorer_of, streamed_calls
-from rlsim.experiment.site import Site
-from rlsim.experiment.system import System
-from rlsim.experiment.times import ExperimentTimes
 from rlsim.experiment.workflows import workflow_of
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
 from rlsim.reading import is_file
-from rlsim.sim.batching import PromptFeed
-from rlsim.sim.control import ControlContext, Prompt
-from rlsim.sim.outcome import Outcome
-from rlsim.sim.request import Request
-from rlsim.sim.run import simulate
-from rlsim.sim.service import ScoringEngine
-from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
@@ -40,7 +28,7 @@ from rlsim.workflow.memory import BatchSize
 
 @contextmanager
 def placing(shown: str, case: str) -> Iterator[None]:
-    """Names that nothing has, in the block, are told with the experiment and the case that has them."""
+    """Names the experiment and the case in errors about names that nothing has."""
     try:
         yield
     except CatalogueError as error:
@@ -59,9 +47,6 @@ class Setup:
     trace_paths: tuple[Path, ...]
     models: Mapping[str, Model]  # by role: actor, reference, critic, reward
     judge_model: Model | None = None
-    search: bool = (
-        True  # whether plans may be searched for, which may take minutes; if not, that raises `SearchAheadError`
-    )
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> Setup:
@@ -90,81 +75,59 @@ class Setup:
         return TraceScoring(self.trace, spec, self.experiment.trace.cap)
 
     @cached_property
-    def _sites(self) -> dict[str, Site]:
-        return {}
-
-    def site(self, system: System | None = None) -> Site:
-        """Where a system runs; systems that connect and place their calls and place the judge alike share it."""
-        judge = system.judge if system and self.scoring.judged.any() else None
-        placing = system.placing if system else None
-        streaming = system.streaming if system else None
-        workflow = self.workflow(system) if system else self.algorithm
-        key = repr((judge, placing, streaming, workflow))
-        return self._sites.setdefault(key, Site(self, workflow, judge, placing, streaming))
-
-    @property
-    def context(self) -> ControlContext:
-        """What policies learn before a run, where nothing is colocated."""
-        return self.site().context
-
-    @property
-    def machine(self) -> Machine:
-        """Times and sizes, where nothing is colocated."""
-        return self.site().machine
-
-    @property
-    def bound(self) -> GenerationBound:
-        """The generation stage at best, where nothing is colocated."""
-        return self.site().bound
-
-    @cached_property
     def algorithm(self) -> Workflow:
         """The calls of a step, as no system has changed them yet."""
         return workflow_of(self.experiment.workflow, self.models)
 
     @property
     def launched_responses(self) -> int:
-        """To each prompt: those that are trained on and those that they are compared with."""
+        """Responses to each prompt: those that are trained on and those that they are compared with (ReMax)."""
         return self.experiment.workflow.responses + self.algorithm.baseline_responses
 
     @cached_property
     def batch(self) -> BatchSize:
-        """What a step's calls work on."""
-        experiment, spec, cap = self.experiment, self.experiment.workflow, self.experiment.trace.cap
-        known = self.trace.frame.get("prompt_tokens")
-        default = experiment.trace.default_prompt_tokens
-        prompt = float(default) if known is None else float(known.fillna(default).mean())
+        spec, capped = self.experiment.workflow, self._capped_tokens
         return BatchSize(
             spec.prompts * spec.responses,
-            prompt + float(self.trace.response_tokens.clip(max=cap).mean()),
-            self.longest_prompt + int(self.trace.response_tokens.clip(max=cap).max()),
-            experiment.training.mini_batches,
+            float(self._prompt_tokens.mean()) + float(capped.mean()),
+            self.longest_prompt + int(capped.max()),
+            self.experiment.training.mini_batches,
             spec.prompts * self.algorithm.baseline_responses,
         )
 
     @cached_property
     def longest_prompt(self) -> int:
         """The longest prompt of the trace (tokens)."""
-        default = self.experiment.trace.default_prompt_tokens
-        known = self.trace.frame.get("prompt_tokens")
-        return default if known is None else int(known.fillna(default).max())
+        return int(self._prompt_tokens.max())
+
+    @property
+    def longest_sequence(self) -> int:
+        """The longest prompt and the cap together (tokens)."""
+        return self.longest_prompt + self.experiment.trace.cap
 
     @cached_property
     def judged_tokens(self) -> int:
         """Mean length of prompt and capped response together, of those that a judge reads (tokens)."""
-        judged, default = self.scoring.judged, self.experiment.trace.default_prompt_tokens
-        known = self.trace.frame.get("prompt_tokens")
-        prompt = float(default) if known is None else float(known[judged].fillna(default).mean())
-        return round(prompt + float(self.trace.response_tokens[judged].clip(max=self.experiment.trace.cap).mean()))
+        judged = self.scoring.judged
+        return round(float(self._prompt_tokens[judged].mean()) + float(self._capped_tokens[judged].mean()))
 
-    @cached_property
+    @property
     def longest_answer(self) -> int:
         """The longest answer of a judge (tokens)."""
         known = self.trace.frame.get("judge_tokens")
         return 0 if known is None else int(known.fillna(0).max())
 
+    @cached_property
+    def _prompt_tokens(self) -> pd.Series[int]:
+        default = self.experiment.trace.default_prompt_tokens
+        known = self.trace.frame.get("prompt_tokens")
+        return pd.Series(default, self.trace.frame.index) if known is None else known.fillna(default)
+
+    @cached_property
+    def _capped_tokens(self) -> npt.NDArray[np.int64]:
+        return self.trace.response_tokens.clip(max=self.experiment.trace.cap)
+
     def sampler(self, seed: int) -> StepSampler:
-        """The responses of every step under one seed; the same for every system."""
         workflow, trace = self.experiment.workflow, self.experiment.trace
         return StepSampler(
             self.trace,
@@ -174,83 +137,6 @@ class Setup:
             seed,
             default_prompt_tokens=trace.default_prompt_tokens,
         )
-
-    def workflow(self, system: System) -> Workflow:
-        """The calls of a step as a system connects them; raises `ConfigError` if it cannot."""
-        training = self.experiment.training
-        graph = system.rewired(self.algorithm)
-        streamed = any(e.grain == "sample" and graph.call(e.target).kind == "train" for e in graph.edges)
-        if streamed and graph.baseline_responses:
-            raise ConfigError(f"{graph.name}: its training cannot take samples as they come")
-        if graph.baseline_responses and system.batching.launches_its_own:
-            raise ConfigError(
-                f"{graph.name}: a batching that trains on the first responses to finish cannot tell the one of each "
-                "prompt that the others are compared with"
-            )
-        if streamed and (training.mini_batches > 1 or training.epochs > 1):
-            raise ConfigError(
-                "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
-                f"training.epochs: 1 (got {training.mini_batches} and {training.epochs})"
-            )
-        if system.batching.needs_rewards and not self.scoring.says_rewards:
-            raise ConfigError(
-                f"trace {self.trace.meta.name} has neither the column reward nor correct, which decide what is launched"
-            )
-        return graph
-
-    def scorers(self, system: System) -> dict[str, ScoringEngine]:
-        """The engines of the calls that take responses by the chunk; raises `CapacityError` if one does not fit."""
-        graph, plan, streaming = self.workflow(system), self.site(system).plan, system.streaming
-        longest = self.longest_prompt + self.experiment.trace.cap
-        if streaming is None:
-            return {}
-        return {
-            call.name: scorer_of(
-                self.models[call.model],
-                plan.of(call.name),
-                streaming,
-                self.experiment,
-                self.cluster,
-                self.calibration,
-                longest,
-            )
-            for call in streamed_calls(graph)
-        }
-
-    def simulate(self, system: System, sampler: StepSampler) -> Outcome:
-        """One system on one seed's responses."""
-        experiment, spec, site = self.experiment, self.experiment.workflow, self.site(system)
-        graph, plan, scorers = self.workflow(system), self.site(system).plan, self.scorers(system)
-        system.control.setup(site.context)
-        what = Simulation(
-            workflow=graph,
-            plan=plan,
-            cluster=self.cluster,
-            control=system.control,
-            initial_tp=system.initial_tp(site.context),
-            feed=PromptFeed(spec.prompts, self.launched_responses),
-            requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
-            costs=site.machine,
-            times=ExperimentTimes(self.algorithm, site, experiment.training),
-            scoring=self.scoring,
-            config=experiment.engine,
-            cap_tokens=experiment.trace.cap,
-            steps=spec.steps,
-            batching=system.batching,
-            reward=system.reward,
-            judge=site.judge,
-            scorers=scorers,
-            crowded=site.crowded if any(placement.shared for placement in plan.placements.values()) else None,
-            routing=experiment.routing,
-        )
-        return simulate(what)
-
-
-def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-    batch = sampler.draw([p.position for p in prompts], [p.first_sample for p in prompts], samples)
-    columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
-    rows = zip(*(c.tolist() for c in columns), strict=True)
-    return [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
 
 
 def _fixed_lengths(experiment: Experiment) -> Trace:

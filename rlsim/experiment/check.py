@@ -23,12 +23,10 @@ class Checked:
 
     @property
     def runs(self) -> int:
-        """Runs of all cases together."""
         return sum(self.systems) * self.seeds
 
     @property
     def counted(self) -> str:
-        """Systems × seeds × cases = runs."""
         parts = (_span(self.systems, "system"), _span((self.seeds,), "seed"), _span((len(self.systems),), "case"))
         return f"{' × '.join(parts)} = {_span((self.runs,), 'run')}"
 

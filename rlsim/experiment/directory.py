@@ -105,7 +105,7 @@ def read_folder_manifest(folder: Path) -> tuple[dict[str, Any], Mapping[str, str
 
 
 def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
-    """`check_target` for a directory that is there, by one who has the lock."""
+    """`check_target` for an existing directory whose lock is held."""
     check_writable(target, shown)
     _finish(target)
     names = {path.name for path in target.iterdir() if not path.name.startswith(_NEW)}
@@ -124,7 +124,7 @@ def _check(target: Path, shown: str | Path, extra: Collection[str]) -> None:
 
 
 def _finish(target: Path) -> None:
-    """`finish` by one who has the lock."""
+    """`finish` for a directory whose lock is held."""
     new = target / _NEXT
     if not new.is_dir():
         return

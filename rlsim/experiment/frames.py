@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.cost.bound import GenerationBound
+from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.columns import CALL_PARTS, TABLES
 from rlsim.experiment.tail import tail_stretches
 from rlsim.sim.outcome import CallRecord, Outcome, RolloutSummary
@@ -23,7 +24,17 @@ Frames = dict[str, pd.DataFrame]
 Interval = tuple[float, float]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
+#: Rounding of differences, relative to what they are taken of.
 _ROUNDING = 1e-9
+#: Tables whose times are all known when a run ends; those of a response that was aborted are not.
+_COMPLETE = ("steps", "calls", "spans")
+#: Columns of `responses` that `rlsim.sim.responses.Responses` has under another name.
+_RESPONSE_FIELDS = {
+    "response": "id",
+    "start_at": "started_at",
+    "finish_at": "finished_at",
+    "score_start_at": "score_started_at",
+}
 #: The parts of a step's time, in the order in which its calls follow from one another, and their kinds of calls.
 PARTS_OF_A_STEP = {
     "gen_exposed_s": ("generate",),
@@ -67,6 +78,26 @@ def named(frames: Frames, case: str, system: str, seed: int) -> Frames:
             raise ValueError(f"{table}: no column says what {', '.join(sorted(unknown))} is")
         result[table] = complete[[c.name for c in columns]].astype({c.name: c.dtype for c in columns})
     return result
+
+
+def check_steps(frames: Frames, shown: str) -> None:
+    """Raises `ConfigError` that begins with `shown` if a time of a run is NaN, infinite or negative.
+
+    `PolicyError` for a step that trains on nothing: no throughput or ratio of such a run means anything.
+    """
+    nothing = frames["steps"]["trained"].to_numpy() == 0
+    if nothing.any():
+        raise PolicyError(f"{shown}: step {nothing.argmax()} trains on no response: was generation stopped too early?")
+    end_s = float(frames["steps"]["step_time_s"].sum())
+    for table in _COMPLETE:
+        for name in (column.name for column in TABLES[table] if column.unit == "s" and column.name in frames[table]):
+            values = frames[table][name].to_numpy(np.float64)
+            wrong = ~(np.isfinite(values) & (values >= -_ROUNDING * max(end_s, 1.0)))
+            if wrong.any():
+                raise ConfigError(
+                    f"{shown}: the column {name} of {table} comes out as {values[wrong][0]:g} s: some figure of the "
+                    "cluster, the calibration or a policy is too large or negative"
+                )
 
 
 def _own_columns(table: str) -> list[str]:
@@ -223,38 +254,17 @@ def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
-    frames = []
-    names = np.asarray([str(name) for name in sampler.prompt_ids])
+    frames, names = [], np.asarray([str(name) for name in sampler.prompt_ids])
     for step, responses in enumerate(outcome.responses):
-        prompts = names[sampler.prompts_at(responses.position)]
-        frames.append(
-            pd.DataFrame(
-                {
-                    "step": step,
-                    "response": responses.id,
-                    "prompt_id": prompts,
-                    "position": responses.position,
-                    "prompt_tokens": responses.prompt_tokens,
-                    "response_tokens": responses.response_tokens,
-                    "start_at": responses.started_at,
-                    "first_token_at": responses.first_token_at,
-                    "finish_at": responses.finished_at,
-                    "replica": responses.replica,
-                    "tp_history": [">".join(map(str, tps)) for tps in responses.tps],
-                    "preemptions": responses.preemptions,
-                    "aborted": responses.aborted,
-                    "trained": responses.trained,
-                    "paused": responses.paused,
-                    "resumed": responses.resumed,
-                    "resumed_tokens": responses.resumed_tokens,
-                    "staleness": step - responses.version,
-                    "score_start_at": responses.score_started_at,
-                    "scored_at": responses.scored_at,
-                    "reward": responses.reward,
-                    "timed_out": responses.timed_out,
-                }
-            )
-        )
+        columns: dict[str, Any] = {
+            "step": step,
+            "prompt_id": names[sampler.prompts_at(responses.position)],
+            "tp_history": [">".join(map(str, tps)) for tps in responses.tps],
+            "staleness": step - responses.version,
+        }
+        others = [name for name in _own_columns("responses") if name not in columns]
+        columns |= {name: getattr(responses, _RESPONSE_FIELDS.get(name, name)) for name in others}
+        frames.append(pd.DataFrame(columns))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -292,12 +302,6 @@ def _span_rows(spans: Iterable[Span]) -> Iterable[tuple[Any, ...]]:
 
 def _runs(gpus: Sequence[int]) -> Iterable[tuple[int, int]]:
     """Contiguous runs of GPU numbers: (first, how many)."""
-    first = previous = None
-    for gpu in sorted(gpus):
-        if previous is None or gpu != previous + 1:
-            if first is not None and previous is not None:
-                yield first, previous - first + 1
-            first = gpu
-        previous = gpu
-    if first is not None and previous is not None:
-        yield first, previous - first + 1
+    for _, group in itertools.groupby(enumerate(sorted(gpus)), key=lambda at: at[1] - at[0]):
+        run = list(group)
+        yield run[0][1], len(run)

@@ -17,6 +17,7 @@ from rlsim.experiment.build import Setup
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.simulator import Simulator
 from rlsim.policies.plan import ExplicitPlan
 from rlsim.search import Budget, Found, Improvement, find_plan
 from rlsim.search.greedy import start
@@ -33,7 +34,6 @@ class PlanReport:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan itself."""
         return self.space.plan(self.found.plan)
 
     @property
@@ -76,7 +76,6 @@ class PlanReport:
         return pd.DataFrame(rows).astype({"micro_batches": "Int64", "zero_stage": "Int64"})
 
     def reallocations(self) -> pd.DataFrame:
-        """One row per way of new weights: source and target call, seconds."""
         problem = self.space.problem
         _, (seconds,) = problem.durations(np.array([self.found.plan]))
         ways = [(move.source, move.target) for move in problem.reallocations]
@@ -86,11 +85,10 @@ class PlanReport:
 
     @property
     def peak_bytes(self) -> float:
-        """On the fullest GPU, over the iteration."""
+        """Bytes on the fullest GPU over the iteration."""
         return float(self.space.problem.peak_bytes([self.found.plan])[0]) + RESERVED_BYTES
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as numbers and texts."""
         found = self.found
         calls = self.calls().astype(object)
         return {
@@ -132,8 +130,7 @@ def search_plan(
         raise ConfigError("a plan is searched for one case: set its keys with --set, and --set 'cases={}'")
     if seconds is None and evaluations is None:
         seconds = 10.0
-    setup = Setup.of(experiment, folder)
-    space = PlanSpace(setup, setup.site())
+    space = PlanSpace(Simulator(Setup.of(experiment, folder)).site())
     found = find_plan(space.problem, method, Budget(seconds, evaluations), seed=seed, on_improvement=on_improvement)
     return PlanReport(experiment, space, found)
 

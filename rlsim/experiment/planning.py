@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,17 +20,15 @@ from rlsim.cost.memory import (
 )
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.times import GENERATED_BYTES, INFERRED_BYTES
-from rlsim.search.problem import Dependency, Options, Problem, Reallocation
+from rlsim.experiment.engines import rollout_machine
+from rlsim.experiment.site import Site
+from rlsim.experiment.times import handed_on_bytes
+from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import dealt
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
-
-if TYPE_CHECKING:
-    from rlsim.experiment.build import Setup
-    from rlsim.experiment.site import Site
 
 #: Whole nodes: any run of neighbouring ones up to so many nodes in the cluster, aligned powers of two beyond.
 ANY_RUN_NODES = 8
@@ -66,8 +63,9 @@ class PlanSpace:
     worse in both time and memory are left out. Raises `CapacityError` if a call fits nowhere.
     """
 
-    def __init__(self, setup: Setup, site: Site) -> None:
-        self._setup, self._site, self._cluster = setup, site, site.cluster
+    def __init__(self, site: Site) -> None:
+        self._setup = setup = site.setup
+        self._site, self._cluster = site, site.cluster
         self.workflow, self.gpu = site.workflow, setup.cluster.gpu
         self.calls = [call for call in site.workflow.calls if call.kind not in ("sync", "reward")]
         batch = setup.sampler(setup.experiment.seed_list[0]).step(0)
@@ -96,7 +94,6 @@ class PlanSpace:
 
     @cached_property
     def problem(self) -> Problem:
-        """The space as the search takes it."""
         workflow, names = self.workflow, {call.name for call in self.calls}
         dependencies, reallocations = [], []
         for edge in workflow.edges:
@@ -124,7 +121,6 @@ class PlanSpace:
         )
 
     def plan(self, chosen: Sequence[int]) -> Plan:
-        """The plan of one option index per call, in the order of `calls`."""
         placed = {}
         for call, index in zip(self.calls, chosen, strict=True):
             first, candidate = self.options[call.name][index]
@@ -166,7 +162,7 @@ class PlanSpace:
 
     def _data_s(self, source: str, target: str) -> PairTimes:
         kind = self._setup.algorithm.call(source).kind
-        size = (GENERATED_BYTES if kind == "generate" else INFERRED_BYTES) * float(self._lengths.sum())
+        size = handed_on_bytes(kind, float(self._lengths.sum()))
         time_s = partial(self._site.calls.data.time_s, size)
         return PairTimes(time_s, self._cluster, self._layouts(source), self._layouts(target))
 
@@ -195,7 +191,7 @@ class PlanSpace:
         return pp <= model.num_hidden_layers
 
     def _variants(self, call: Call, dp: int, tp: int, pp: int, share: int) -> Iterator[Candidate]:
-        """Numbers of micro-batches, and for a model that is not trained whether it waits in host memory."""
+        """Every number of micro-batches; a model that is not trained may also wait in host memory."""
         style, training = self._site.style, self._setup.experiment.training
         zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
         offloads = (style.offload,) if call.model in self._trained else (False, True)
@@ -250,29 +246,18 @@ class PlanSpace:
         return {tuple(share) for share in dealt(lengths, strategy.dp, self._setup.experiment.routing)}
 
     def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
-        """As long as the engine takes; nothing if a whole response does not fit."""
-        setup, engine = self._setup, self._setup.experiment.engine
+        """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
         nodes = Placement(tuple(range(strategy.gpus)), strategy).nodes(self._cluster)
-        machine = Machine(
-            setup.model,
-            self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])}),
-            setup.calibration,
-            page_tokens=engine.page_tokens,
-            max_batched_tokens=engine.max_num_batched_tokens,
-            max_sequences=engine.max_num_seqs,
-            memory_utilization=memory_share,
-            pp=strategy.pp,
-            sampling_s_per_logit=engine.sampling_per_logit,
-        )
+        cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
+        machine = rollout_machine(self._setup, cluster, memory_share=memory_share, pp=strategy.pp)
         replica = strategy.tp * strategy.pp
-        if machine.feasible_tps(setup.longest_prompt + setup.experiment.trace.cap, replica)[0]:
+        if machine.feasible_tps(self._setup.longest_sequence, replica)[0]:
             # No replica waits for another.
             time_s = max(self._rollout_s(lengths, machine, replica) for lengths in self._dealt(strategy))
             active_bytes = memory_share * self.gpu.memory_bytes - RESERVED_BYTES
             yield Candidate(strategy, time_s, 0.0, active_bytes, memory_share)
 
     def _rollout_s(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> float:
-        """One replica on its own."""
         experiment = self._setup.experiment
         rollout = run_rollout(
             [Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],
@@ -283,6 +268,12 @@ class PlanSpace:
             cap_tokens=experiment.trace.cap,
         )
         return rollout.env.now
+
+
+def best_plan(site: Site, method: str, evaluations: int, seed: int) -> Plan:
+    """The best plan for a site that a search method finds; raises `RlsimError` as `find_plan`."""
+    space = PlanSpace(site)
+    return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)
 
 
 def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rlsim.errors import RlsimError
-
-if TYPE_CHECKING:
-    from rlsim.experiment.build import Setup
+from rlsim.experiment.build import Setup
 
 
 def advice(setup: Setup, needed_bytes: float, bytes_needed: Callable[[Setup], float]) -> str:

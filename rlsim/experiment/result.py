@@ -15,6 +15,7 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import MANIFEST, read_folder_manifest, replacing
 from rlsim.experiment.parquet import read_parquet, to_arrow, to_pandas, write_parquet
+from rlsim.experiment.summary import summarise
 from rlsim.records import file_sha256, sealed
 
 
@@ -37,9 +38,7 @@ class Result:
 
     def summary(self) -> pd.DataFrame:
         """One row per case and system: mean times, speedup with its interval, bubble share, switches."""
-        from rlsim.experiment.summary import summarise
-
-        return summarise(self)
+        return summarise(self.steps, self.manifest)
 
     def write(self, directory: str | Path, extra: Mapping[str, str] = MappingProxyType({})) -> Path:
         """Write all tables, `extra` texts by file name, and the manifest to `directory`, all or nothing.
@@ -74,7 +73,6 @@ class Results:
         return frame
 
     def path(self, name: str) -> Path:
-        """The file of a table."""
         return self.folder / f"{name}.parquet"
 
     def sha256(self, name: str) -> str | None:
@@ -105,14 +103,16 @@ def check_systems(manifest: Mapping[str, Any], steps: pd.DataFrame, where: Path)
     for case, name in sorted(there ^ named):
         what = "no step of" if (case, name) in named else "the manifest has no"
         raise ConfigError(f"{where}: damaged: {what} system {name!r}{f' in case {case!r}' if case else ''}")
-    seeds = set(manifest["seeds"])
-    if any(set(own) != seeds for _, own in steps.groupby(["case", "system"])["seed"]):
-        raise ConfigError(f"{where}: damaged: the seeds of some system are not those of the manifest")
-    if not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all():
-        raise ConfigError(f"{where}: damaged: a step has no time")
-    if not (steps[["trained", "tokens"]] > 0).all(axis=None):
-        raise ConfigError(f"{where}: damaged: a step trains on nothing")
-    if steps.duplicated(["case", "system", "seed", "step"]).any():
-        raise ConfigError(f"{where}: damaged: a step is there twice")
-    if not steps.groupby(["case", "system", "seed"])["steady"].any().all():
-        raise ConfigError(f"{where}: damaged: no step of some run is steady")
+    runs, seeds = ["case", "system", "seed"], set(manifest["seeds"])
+    problems = {
+        "the seeds of some system are not those of the manifest": any(
+            set(own) != seeds for _, own in steps.groupby(runs[:2])["seed"]
+        ),
+        "a step has no time": not (np.isfinite(steps["step_time_s"]) & (steps["step_time_s"] > 0)).all(),
+        "a step trains on nothing": not (steps[["trained", "tokens"]] > 0).all(axis=None),
+        "a step is there twice": steps.duplicated([*runs, "step"]).any(),
+        "no step of some run is steady": not steps.groupby(runs)["steady"].any().all(),
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ConfigError(f"{where}: damaged: {problem}")

@@ -54,7 +54,6 @@ class TraceScoring:
             )
 
     def job(self, request: Request) -> RewardJob:
-        """What scoring this response takes."""
         row, spec = request.row, self._spec
         code, worth, correct = self._prompt[row], self._worth[row], bool(self._correct[row])
         if self.judged[row]:

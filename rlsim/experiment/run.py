@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -18,13 +17,12 @@ from rlsim.errors import CapacityError, ConfigError, unknown_name
 from rlsim.experiment.build import Setup, placing
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
-from rlsim.experiment.frames import Frames, frames_of, named
-from rlsim.experiment.guard import check_steps
+from rlsim.experiment.frames import Frames, check_steps, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
-from rlsim.experiment.preempted import preemption_notes
-from rlsim.experiment.rate_notes import rate_notes, steady_note
+from rlsim.experiment.notes import preemption_notes, rate_notes, steady_note
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.site import SearchAheadError, Site
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
@@ -119,25 +117,19 @@ def _settle_baseline(cases: Sequence[_Case]) -> None:
             case.notes.append(note)
 
 
-def check_system(setup: Setup, spec: SystemSpec) -> None:
+def check_system(simulator: Simulator, spec: SystemSpec) -> None:
     """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit.
 
-    `SearchAheadError` if that depends on a plan and the setup is not to search: all else is checked then.
+    `SearchAheadError` if that depends on a plan and none is to be searched for: all else is checked then.
     """
     with blamed(spec.shown):
-        _check_system(setup, spec)
-
-
-def _check_system(setup: Setup, spec: SystemSpec) -> None:
-    setup.workflow(spec.make())
-    for alternative, _ in spec.alternatives(setup.site(spec.make()).context):
-        system = alternative.make()
-        site = setup.site(system)
-        setup.workflow(system)
-        _ = site.judge  # raises if it does not fit
-        setup.scorers(system)
-        system.control.setup(site.context)
-        system.initial_tp(site.context)
+        for alternative, _ in spec.alternatives(simulator.site(spec.make()).context):
+            system = alternative.make()
+            site = simulator.site(system)
+            _ = site.judge  # raises if it does not fit
+            simulator.scorers(system)
+            system.control.setup(site.context)
+            system.initial_tp(site.context)
 
 
 def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
@@ -162,7 +154,8 @@ class _Case:
         self.name = name
         self.experiment = experiment
         with placing(shown, name):
-            self.setup = replace(Setup.of(experiment, folder, shown), search=False)
+            self.setup = Setup.of(experiment, folder, shown)
+        self.simulator = Simulator(self.setup, search=False)
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
         self._specs = parse_systems(experiment.systems, shown)
         self.names = [spec.name for spec in self._specs]
@@ -177,7 +170,7 @@ class _Case:
     def search(self) -> None:
         """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
         if self.searched:
-            self.setup = replace(self.setup, search=True)
+            self.simulator = Simulator(self.setup)
             self._settle()
 
     def _settle(self) -> None:
@@ -195,17 +188,15 @@ class _Case:
         return [(spec, seed) for spec in needed.values() for seed in self._samplers]
 
     def simulate(self, spec: SystemSpec, seed: int) -> None:
-        """Run one system on one seed."""
         sampler, system = self._samplers[seed], spec.make()
         with blamed(spec.shown):
-            outcome = self.setup.simulate(system, sampler)
-        bound = self.setup.site(system).bound
+            outcome = self.simulator.simulate(system, sampler)
+        bound = self.simulator.site(system).bound
         frames = frames_of(outcome, sampler, bound, self.setup.cluster.gpus, self.steady)
         check_steps(frames, spec.shown)
         self._done[spec.key, seed] = frames
 
     def tables(self) -> list[Frames]:
-        """The tables of every system and seed."""
         collected = []
         for spec, alternatives in self.systems.items():
             best, chosen = max(alternatives, key=lambda item: self._responses_per_s(item[0]))
@@ -216,7 +207,6 @@ class _Case:
         return collected
 
     def _steps(self, key: str) -> pd.DataFrame:
-        """The steps of every seed of what has this key."""
         return pd.concat(self._done[key, seed]["steps"].assign(seed=seed) for seed in self._samplers)
 
     def _responses_per_s(self, spec: SystemSpec) -> float:
@@ -226,12 +216,12 @@ class _Case:
         """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""
         if spec.name in self.searched:
             return [(spec, "")]
-        return list(spec.alternatives(self.setup.site(spec.make()).context))
+        return list(spec.alternatives(self.simulator.site(spec.make()).context))
 
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
         try:
-            check_system(self.setup, spec)
+            check_system(self.simulator, spec)
         except SearchAheadError:
             self.searched.append(spec.name)
         except CapacityError as error:
@@ -246,11 +236,10 @@ class _Case:
     @cached_property
     def overlap(self) -> int:
         """Steps that may run beside another under some system."""
-        return max((self.setup.workflow(spec.make()).overlap for spec in self.systems), default=0)
+        return max((self.simulator.workflow(spec.make()).overlap for spec in self.systems), default=0)
 
     @cached_property
     def steady(self) -> range:
-        """The steps that means count, the same for all systems."""
         return self.experiment.workflow.steady(self.overlap)
 
     def _rate_notes(self) -> Iterable[str]:
@@ -261,7 +250,6 @@ class _Case:
             yield from rate_notes(steps, self.baseline, workflow.responses, workflow.prompts * workflow.responses)
 
     def _preemptions(self) -> dict[str, pd.Series[int]]:
-        """Of each response, by system."""
         return {
             name: pd.concat(self._done[key, seed]["responses"]["preemptions"] for seed in self._samplers)
             for name, key in self._ran.items()
@@ -271,12 +259,11 @@ class _Case:
         """Where the systems run, by the names of those that run there."""
         found: dict[int, tuple[Site, list[str]]] = {}
         for spec in self.systems:
-            site = self.setup.site(spec.make())
+            site = self.simulator.site(spec.make())
             found.setdefault(id(site), (site, []))[1].append(spec.name)
         return {", ".join(names): site for site, names in found.values()}
 
     def lookups(self) -> Lookups:
-        """The shapes that all systems asked for."""
         return Lookups().merge(site.lookups() for site in self.sites().values())
 
     def all_notes(self) -> list[str]:

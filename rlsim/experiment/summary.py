@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,9 +11,6 @@ import pandas as pd
 from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import backlog
 from rlsim.experiment.columns import SUMMARY
-
-if TYPE_CHECKING:
-    from rlsim.experiment.result import Result
 
 CONFIDENCE = 0.95
 #: Columns of `steps` whose means over steps are shown.
@@ -69,8 +66,8 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     return found
 
 
-def summarise(result: Result) -> pd.DataFrame:
-    """One row per case and system: `means` over the steady steps of all seeds, and ratios to the baseline.
+def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
+    """One row per case and system: `means` over the steady `steps` of all seeds, and ratios to the baseline.
 
     The columns are `rlsim.experiment.columns.SUMMARY`. `speedup` is the ratio of trained responses per second,
     `token_speedup` that of trained tokens, `gen_speedup` that of trained responses per second of generation: geometric
@@ -78,16 +75,15 @@ def summarise(result: Result) -> pd.DataFrame:
     seed; all ratios are missing where the baseline did not run. `step_time_s_half` and `gen_time_s_half` are half the
     width of the 95% interval of these means over seeds. Raises `ConfigError` for results of an older version.
     """
-    baseline, setups = result.manifest["baseline"], result.manifest.get("setups", {})
+    baseline, setups = manifest["baseline"], manifest.get("setups", {})
     responses = {case: setup["responses"] for case, setup in setups.items() if setup.get("responses")}
-    if any(names and case not in responses for case, names in result.manifest["systems"].items()):
-        version = result.manifest["rlsim"]
-        raise ConfigError(f"the results were written by another version of rlsim ({version}): run again")
-    whole = means(result.steps, ["case", "system"])
-    by_seed = means(result.steps, ["case", "system", "seed"]).sort_index()
+    if any(names and case not in responses for case, names in manifest["systems"].items()):
+        raise ConfigError(f"the results were written by another version of rlsim ({manifest['rlsim']}): run again")
+    whole = means(steps, ["case", "system"])
+    by_seed = means(steps, ["case", "system", "seed"]).sort_index()
     rows: list[dict[str, object]] = []
-    steps = dict(iter(result.steps.groupby(["case", "system"], sort=False)))
-    for case, systems in result.manifest["systems"].items():
+    steps_of = dict(iter(steps.groupby(["case", "system"], sort=False)))
+    for case, systems in manifest["systems"].items():
         for system in systems:
             if (case, system) not in whole.index:
                 continue
@@ -95,9 +91,8 @@ def summarise(result: Result) -> pd.DataFrame:
             row: dict[str, object] = {"case": case, "system": system, **whole.loc[(case, system)].to_dict()}
             row |= {f"{time}_half": half_interval(own[time].tolist()) for time in ("step_time_s", "gen_time_s")}
             reference = by_seed.loc[(case, baseline)] if baseline in systems else own.iloc[:0]
-            for name, rate in RATIOS.items():
-                row |= zip((f"{name}{end}" for end in ENDS), paired_ratio(own[rate], reference[rate]), strict=True)
-            row["held_back"] = backlog(steps[case, system], responses[case])[1]
+            row |= ratios(own, reference)
+            row["held_back"] = backlog(steps_of[case, system], responses[case])[1]
             rows.append(row)
     return pd.DataFrame(rows, columns=[column.name for column in SUMMARY])
 
@@ -115,6 +110,15 @@ def half_interval(values: Sequence[float]) -> float:
 def paired_ratio(own: pd.Series[float], reference: pd.Series[float]) -> tuple[float, float, float]:
     """`mean_ratio` of own / reference over the seeds that both have (their index)."""
     return mean_ratio((own / reference).dropna().tolist())
+
+
+def ratios(own: pd.DataFrame, reference: pd.DataFrame, names: Iterable[str] = RATIOS) -> dict[str, float]:
+    """These `RATIOS` of the `means` of each seed, with their intervals: `speedup`, `speedup_low`, `speedup_high`, …"""
+    found: dict[str, float] = {}
+    for name in names:
+        ratio = paired_ratio(own[RATIOS[name]], reference[RATIOS[name]])
+        found |= zip((f"{name}{end}" for end in ENDS), ratio, strict=True)
+    return found
 
 
 def mean_ratio(ratios: Sequence[float]) -> tuple[float, float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rlsim.errors import ConfigError
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Part, Placing, Rewiring, flattened
@@ -11,6 +12,8 @@ from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.control import PLANNED, ControlContext, Controls, RolloutControl
 from rlsim.sim.reward import RewardControl
 from rlsim.workflow.graph import Workflow
+
+_Kind = TypeVar("_Kind")
 
 
 def is_layout(part: object) -> bool:
@@ -36,15 +39,12 @@ class System:
         """The system of these parts; raises `ConfigError` if two of them decide the same thing, or none the layout."""
         every = list(flattened(parts))
         layouts: list[Part] = [part for part in every if is_layout(part)]
-        placings = [part for part in every if isinstance(part, Placing)]
         if len(layouts) != 1:
             what = "none of its parts decides" if not layouts else f"{_names(layouts)} all decide"
             raise ConfigError(f"{shown}: {what} the layout that a rollout starts with; exactly one does")
-        controls = [part for part in every if isinstance(part, RolloutControl)]
-        batchings = [part for part in every if isinstance(part, Batching)]
-        rewards = [part for part in every if isinstance(part, RewardControl)]
-        judges = [part for part in every if isinstance(part, JudgePlacement)]
-        streams = [part for part in every if isinstance(part, ChunkStreaming)]
+        controls, batchings = _of_kind(every, RolloutControl), _of_kind(every, Batching)
+        rewards, judges = _of_kind(every, RewardControl), _of_kind(every, JudgePlacement)
+        placings, streams = _of_kind(every, Placing), _of_kind(every, ChunkStreaming)
         launching = [part for part in batchings if type(part).launch is not Batching.launch]
         for deciding, what in (
             (launching, "what to launch"),
@@ -63,7 +63,7 @@ class System:
             controls[0] if len(controls) == 1 else Controls(controls),
             batchings[0] if len(batchings) == 1 else Batchings(batchings) if batchings else Batching(),
             rewards[0] if rewards else RewardControl(),
-            tuple(part for part in every if isinstance(part, Rewiring)),
+            tuple(_of_kind(every, Rewiring)),
             judges[0] if judges else None,
             placings[0] if placings else None,
             streams[0] if streams else None,
@@ -82,10 +82,13 @@ class System:
         return context.check_tp(self.layout.initial_tp(context))
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """The workflow as all parts want it."""
         for part in self.rewirings:
             workflow = part.rewired(workflow)
         return workflow
+
+
+def _of_kind(parts: Iterable[object], kind: type[_Kind]) -> list[_Kind]:
+    return [part for part in parts if isinstance(part, kind)]
 
 
 def _names(parts: Iterable[object]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rlsim.cost.train import TrainTime
-from rlsim.experiment.schema import TrainingSpec
 from rlsim.experiment.site import Site, layout_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.responses import Responses
-from rlsim.workflow import Call, Placement, Workflow
+from rlsim.workflow import Call, Placement
+from rlsim.workflow.graph import CallKind
 from rlsim.workflow.plan import same_weights
 
 #: Bytes per token that a call hands on: generation token numbers (int64) and log-probs (fp32), inference fp32 numbers.
@@ -15,15 +15,19 @@ GENERATED_BYTES = 12
 INFERRED_BYTES = 4
 
 
-class ExperimentTimes:
-    """The `CallTimes` of an experiment."""
+def handed_on_bytes(kind: CallKind, tokens: float) -> float:
+    """Bytes that a call of this kind hands on for so many tokens."""
+    return (GENERATED_BYTES if kind == "generate" else INFERRED_BYTES) * tokens
 
-    def __init__(self, workflow: Workflow, site: Site, training: TrainingSpec) -> None:
-        self._workflow, self._site, self._training = workflow, site, training
-        self._calls = site.calls
+
+class ExperimentTimes:
+    """The `CallTimes` of a system at its site."""
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._calls = site, site.calls
+        self._workflow, self._training = site.setup.algorithm, site.setup.experiment.training
 
     def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:
-        """What the call spends its time on."""
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
         assert placement.strategy is not None
@@ -38,7 +42,6 @@ class ExperimentTimes:
         return [*_named(time), *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:
-        """The call as samples come."""
         strategy = self._site.plan.of(call.name).strategy
         assert strategy is not None
         cost, train = self._calls.of(call.model, strategy), call.kind == "train"
@@ -73,8 +76,8 @@ class ExperimentTimes:
             kind = self._workflow.call(edge.source).kind
             carries = edge.lag == 0 and not edge.barrier and kind != "reward"  # a reward is one number a response
             if carries and source.gpus:
-                size = GENERATED_BYTES if kind == "generate" else INFERRED_BYTES
-                total += self._calls.data.time_s(size * tokens, layout_of(source, rollout_tp), target)
+                size = handed_on_bytes(kind, tokens)
+                total += self._calls.data.time_s(size, layout_of(source, rollout_tp), target)
         return total
 
 

@@ -3,29 +3,9 @@
 Knows arrays only: who makes the options and costs of calls from models and clusters, builds a `Problem` from them.
 """
 
-from rlsim.search.bound import LowerBound
-from rlsim.search.brute import brute_force
-from rlsim.search.descent import descent
-from rlsim.search.greedy import greedy
-from rlsim.search.mcmc import mcmc
-from rlsim.search.methods import METHODS, find_plan
-from rlsim.search.problem import Dependency, Options, Problem, Reallocation, Span
+from rlsim.search.methods import find_plan
+from rlsim.search.options import Dependency, Options, Reallocation
+from rlsim.search.problem import Problem
 from rlsim.search.progress import Budget, Found, Improvement
 
-__all__ = [
-    "METHODS",
-    "Budget",
-    "Dependency",
-    "Found",
-    "Improvement",
-    "LowerBound",
-    "Options",
-    "Problem",
-    "Reallocation",
-    "Span",
-    "brute_force",
-    "descent",
-    "find_plan",
-    "greedy",
-    "mcmc",
-]
+__all__ = ["Budget", "Dependency", "Found", "Improvement", "Options", "Problem", "Reallocation", "find_plan"]

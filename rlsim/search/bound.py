@@ -12,18 +12,7 @@ of bounds over all last calls a:
 next iteration, and the bound would be weak. Let r and s be the last calls and assume: all other calls precede both r
 and s within an iteration; every call that waits for none of its own iteration waits for r of the one before, itself or
 through a reallocation; reallocations start at r or s and end in neither. Then path and work of r alone, its path ending
-at r(K-1), are a bound. With R the end of r(0), and r and s also their seconds:
-
-- If r(0) ends last, nothing is to be shown. Else s(0) ends last. The parents of s(0) precede r(0), so s(0) is ready
-  when r(0) starts, or before. Whatever is taken before s(0) is ready no later than s(0); no node of iteration 1 is, as
-  it comes after r(0), which takes time, or after s(0). So s(0) waits at most for nodes that precede r(0) and, where
-  they share a GPU, for r(0) itself.
-- They share a GPU: then r(0) went first, as otherwise s(0) would end before it, and s(0) ends by R + s. In iteration
-  K-1 both come after everything else and do not overlap: its end is at least s later than the path's.
-- They share none: s(0) ends by R - r + s, and iteration K-1 ends at least s after all else in it, where the path counts
-  r. In both cases the end moves as far as s(0) ended after R, so the path is still a bound.
-- Work on a GPU of s(0) that descends from r(0) is taken after s(0), so all of it lies behind the end of s(0). Work on
-  another GPU moves as the path does: all but r(K-1) is done when both r and s of iteration K-1 may start.
+at r(K-1), are a bound (tests/test_search.py has the proof, and the bound against full enumeration).
 
 **Turns.** Between r(k) and r(k+1) calls on one GPU take turns, so under these assumptions a path may also go through
 several that do not wait for each other: the shortest first call of the iteration, all others on the GPU, then r.
@@ -36,8 +25,9 @@ from functools import reduce
 
 import numpy as np
 
-from rlsim.search.problem import Floats, Meshes, Problem
-from rlsim.search.scheduling import Graph
+from rlsim.search.options import Meshes
+from rlsim.search.problem import Problem
+from rlsim.search.scheduling import Floats, Graph
 
 
 class LowerBound:

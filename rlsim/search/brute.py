@@ -10,8 +10,9 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.search.bound import LowerBound
 from rlsim.search.descent import descent
 from rlsim.search.partial import PartialPlans, pair_costs
-from rlsim.search.problem import Floats, Ints, Problem
+from rlsim.search.problem import Problem
 from rlsim.search.progress import Budget, Found, Improvement, Trace
+from rlsim.search.scheduling import Floats, Ints
 from rlsim.search.symmetry import mesh_permutations, smallest_of_its_images
 
 CHUNK = 16_384  # partial plans whose bounds are computed at once
@@ -58,16 +59,14 @@ class _Enumeration:
         self._order = sorted(range(len(work)), key=lambda call: -work[call])
 
     def start(self, evaluations: int) -> None:
-        """A good plan to compare with."""
         try:
-            found = descent(self.problem, Budget(evaluations=int(min(evaluations, self.problem.space))))
+            found = descent(Trace(self.problem, Budget(evaluations=int(min(evaluations, self.problem.space)))), seed=0)
         except CapacityError:  # it found none that fits; there may be one
             return
         plans = np.array([found.plan])
         self.trace.see(plans, self.problem.cost_s(plans), self.problem.peak_bytes(plans))
 
     def run(self) -> None:
-        """Enumerate."""
         if not self._drop_options():
             return
         plans, bounds = self._choose_meshes()
@@ -108,7 +107,7 @@ class _Enumeration:
     def _choose_meshes(self) -> tuple[Ints, Floats]:
         """Partial plans with a mesh for every call, and their bounds."""
         meshes = self._partial.meshes
-        permutations = mesh_permutations(self.problem, meshes, self._pairs.matrices)
+        permutations = mesh_permutations(self.problem, meshes, self._pairs)
         plans, fixing = self._partial.unknown[None], np.ones((1, len(permutations)), dtype=bool)
         bounds = np.zeros(1)
         for call in self._order:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 
-from rlsim.errors import ConfigError
 from rlsim.search.bound import LowerBound
 from rlsim.search.greedy import start
-from rlsim.search.problem import Floats, Ints, Problem
-from rlsim.search.progress import Budget, Found, Improvement, Trace
+from rlsim.search.problem import Problem
+from rlsim.search.progress import CROWDED, Found, Trace
+from rlsim.search.scheduling import Floats, Ints
 
 HOPELESS = 1.02  # a restart so much worse than the best, once no single call improves it, is given up
 CHUNK = 16_384  # candidates whose bound is computed at once
@@ -19,41 +18,31 @@ FIRST = 128  # candidates scheduled at first; more if none of them ends the sear
 PAIRS = 65_536  # above so many pairs of options of two calls, only the fastest of each mesh are paired
 
 
-def descent(
-    problem: Problem,
-    budget: Budget,
-    *,
-    seed: int = 0,
-    alpha: float = 100.0,
-    on_improvement: Callable[[Improvement], None] | None = None,
-) -> Found:
+def descent(trace: Trace, seed: int) -> Found:
     """Change one call at a time to the option that is best with all others as they are, until none improves the plan.
 
     Then the same with two calls at a time: first those that share a model (train, and generate or inference: apart,
     neither moves, as the parameters would have to), then all others. Where nothing helps, some calls of the best plan
     take random options and the descent runs again, until the budget is spent. Starts at `rlsim.search.greedy.start`.
 
-    Where a GPU's memory is exceeded, a plan's cost counts `alpha` x bytes needed / bytes there times. Candidates whose
-    lower bound (`rlsim.search.bound`) is no better than the plan at hand are judged by it and not scheduled; the others
-    are scheduled by bound, lowest first. Raises `ConfigError` for an `alpha` below 1 and `CapacityError` if no plan
-    seen fits.
+    Where a GPU's memory is exceeded, a plan's cost counts `CROWDED` x bytes needed / bytes there times. Candidates
+    whose lower bound (`rlsim.search.bound`) is no better than the plan at hand are judged by it and not scheduled; the
+    others are scheduled by bound, lowest first. Raises `CapacityError` if no plan seen fits.
     """
-    if not alpha >= 1:
-        raise ConfigError(f"descent needs alpha >= 1, not {alpha}")
-    search = _Descent(problem, Trace(problem, budget, on_improvement), np.random.default_rng(seed), alpha)
-    search.run()
-    return search.trace.found("descent", seed)
+    _Descent(trace, np.random.default_rng(seed)).run()
+    return trace.found("descent", seed)
 
 
 class _Descent:
     """One run: the plan at hand and its score (seconds, more where it does not fit)."""
 
-    def __init__(self, problem: Problem, trace: Trace, rng: np.random.Generator, alpha: float) -> None:
-        self.problem, self.trace, self._rng, self._alpha = problem, trace, rng, alpha
+    def __init__(self, trace: Trace, rng: np.random.Generator) -> None:
+        problem = trace.problem
+        self.problem, self.trace, self._rng = problem, trace, rng
         self._bound = LowerBound(problem)
         self._plan, self._score_s = start(problem), np.inf
         self._settled: set[bytes] = set()  # plans that a descent has ended at
-        model = [(problem.calls.index(e.source), problem.calls.index(e.target)) for e in problem.reallocations]
+        model = [(move.source, move.target) for move in problem.moves]
         others = list(itertools.combinations(range(len(problem.calls)), 2))
         self._pairs = model + [pair for pair in others if pair not in model and pair[::-1] not in model]
         # GPU-seconds that every bound counts, per GPU of the cluster: summed over calls, the quickest bound.
@@ -79,7 +68,7 @@ class _Descent:
                 best, best_s = self._plan, self._score_s
 
     def _descend(self, worth_pairs_s: float = np.inf) -> None:
-        """To a plan that no change of one call or, if it is worth it by then, of a pair improves."""
+        """Go on until no change of one call or, if it is worth it by then, of a pair improves the plan."""
         while self.trace.left:
             if self._sweep_calls():
                 continue
@@ -149,9 +138,8 @@ class _Descent:
         self.trace.pass_over(len(candidates) - done)
 
     def _factors(self, peaks_bytes: Floats) -> Floats:
-        """How many times a plan's seconds count."""
         full = peaks_bytes / self.problem.memory_bytes
-        return np.where(full > 1, self._alpha * full, 1.0)
+        return np.where(full > 1, CROWDED * full, 1.0)
 
 
 def _fastest_by_mesh(problem: Problem, call: int) -> Ints:

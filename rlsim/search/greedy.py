@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rlsim.errors import CapacityError
-from rlsim.search.problem import Floats, Ints, Problem
+from rlsim.search.problem import Problem
+from rlsim.search.scheduling import Floats, Ints
 
 
 def greedy(problem: Problem) -> Ints:

@@ -10,7 +10,7 @@ from rlsim.search.brute import brute_force
 from rlsim.search.descent import descent
 from rlsim.search.mcmc import mcmc
 from rlsim.search.problem import Problem
-from rlsim.search.progress import Budget, Found, Improvement
+from rlsim.search.progress import Budget, Found, Improvement, Trace
 
 METHODS = ("auto", "descent", "mcmc", "brute")
 
@@ -32,13 +32,12 @@ def find_plan(
     `CatalogueError` for an unknown method, `CapacityError` if no plan fits, and `ConfigError` from `brute` for a space
     that is too large.
     """
+    if method not in METHODS:
+        raise unknown_name("search method", method, METHODS)
+    if method == "brute":
+        return brute_force(problem, on_improvement=on_improvement)
     if method == "auto" and problem.space <= SMALL:
         with suppress(ConfigError):
             return brute_force(problem, most=TRIED, on_improvement=on_improvement)
-    if method in ("auto", "descent"):
-        return descent(problem, budget, seed=seed, on_improvement=on_improvement)
-    if method == "mcmc":
-        return mcmc(problem, budget, seed=seed, on_improvement=on_improvement)
-    if method == "brute":
-        return brute_force(problem, on_improvement=on_improvement)
-    raise unknown_name("search method", method, METHODS)
+    search = mcmc if method == "mcmc" else descent
+    return search(Trace(problem, budget, on_improvement), seed)

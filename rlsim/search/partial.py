@@ -3,73 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from rlsim.errors import ConfigError
 from rlsim.search.bound import LowerBound
-from rlsim.search.problem import Bools, Floats, Ints, Meshes, OfPair, Problem, loads_of
+from rlsim.search.options import Meshes, PairCost, loads_of
+from rlsim.search.problem import Problem
+from rlsim.search.scheduling import Bools, Floats, Ints
 
 LARGEST_TABLE = 20_000_000  # pairs of options of all edges together
 CHUNK = 16_384
 
 
-@dataclass(frozen=True)
-class PairCosts:
-    """Matrices between the options of two calls, by (source, target): seconds and bytes of all edges of a problem."""
+class Matrix(NamedTuple):
+    """A cost between all options of two calls, by option of source and target."""
 
-    transfers: list[tuple[int, int, Floats]]
-    reallocations: list[tuple[int, int, Floats]]
-    copies: list[tuple[int, int, Floats]]
+    source: int
+    target: int
+    values: Floats
 
-    @property
-    def matrices(self) -> dict[tuple[int, int], list[Floats]]:
-        """All of them by source and target."""
-        found: dict[tuple[int, int], list[Floats]] = {}
-        for source, target, values in (*self.transfers, *self.reallocations, *self.copies):
-            found.setdefault((source, target), []).append(values)
-        return found
+
+class PairCosts(NamedTuple):
+    """The costs between the options of two calls as matrices: of all transfers, reallocations and copies."""
+
+    transfers: list[Matrix]
+    reallocations: list[Matrix]
+    copies: list[Matrix]
 
 
 def pair_costs(problem: Problem) -> PairCosts:
     """Every pair of options of every edge; raises `ConfigError` if a cost is missing or there are too many pairs."""
-    call = problem.calls.index
-    edges = [(call(e.source), call(e.target)) for e in problem.dependencies if e.seconds is not None]
-    edges += [(call(e.source), call(e.target)) for e in problem.reallocations]
-    pairs = sum(int(problem.sizes[s] * problem.sizes[t]) for s, t in edges)
+    edges = [*problem.transfers, *problem.moves]
+    pairs = sum(int(problem.sizes[edge.source] * problem.sizes[edge.target]) for edge in edges)
     if pairs > LARGEST_TABLE:
         raise ConfigError(
             f"the space of {problem.space:.3g} plans is too large for brute force: its edges have {pairs:.3g} pairs of "
             f"options, more than {LARGEST_TABLE:.3g}"
         )
+    every = (problem.transfers, problem.moves, problem.copies)
+    return PairCosts(*([_matrix(problem, pair) for pair in one] for one in every))
 
-    def matrix(source: int, target: int, f: OfPair, kind: str, unit: str) -> tuple[int, int, Floats]:
-        shape = (int(problem.sizes[source]), int(problem.sizes[target]))
-        plans = np.zeros((shape[0] * shape[1], len(problem.calls)), dtype=np.int64)
-        if source == target:  # a call to itself an iteration later has the same option
-            shape = (shape[0], 1)
-            plans = plans[: shape[0]]
-            plans[:, source] = np.arange(shape[0])
-            same = np.full((shape[0], shape[0]), np.inf)
-            np.fill_diagonal(same, problem.of_pair(f, plans, source, target, kind, unit))
-            return source, target, same
-        plans[:, source], plans[:, target] = np.divmod(np.arange(len(plans)), shape[1])
-        return source, target, problem.of_pair(f, plans, source, target, kind, unit).reshape(shape)
 
-    return PairCosts(
-        [
-            matrix(call(e.source), call(e.target), e.seconds, "transfer", "seconds")
-            for e in problem.dependencies
-            if e.seconds is not None
-        ],
-        [matrix(call(e.source), call(e.target), e.seconds, "reallocation", "seconds") for e in problem.reallocations],
-        [
-            matrix(call(e.source), call(e.target), e.resident_bytes, "copy", "bytes")
-            for e in problem.reallocations
-            if e.resident_bytes is not None
-        ],
-    )
+def _matrix(problem: Problem, pair: PairCost) -> Matrix:
+    source, target = pair.source, pair.target
+    rows, columns = int(problem.sizes[source]), int(problem.sizes[target])
+    if source == target:  # a call to itself an iteration later has the same option
+        plans = np.zeros((rows, len(problem.calls)), dtype=np.int64)
+        plans[:, source] = np.arange(rows)
+        same = np.full((rows, rows), np.inf)
+        np.fill_diagonal(same, pair.of(plans))
+        return Matrix(source, target, same)
+    plans = np.zeros((rows * columns, len(problem.calls)), dtype=np.int64)
+    plans[:, source], plans[:, target] = np.divmod(np.arange(len(plans)), columns)
+    return Matrix(source, target, pair.of(plans).reshape(rows, columns))
 
 
 class PartialPlans:
@@ -101,9 +89,7 @@ class PartialPlans:
         # An unknown mesh is empty.
         self._first = [np.concatenate([o.first_gpu, self.meshes[:, 0], [0]]) for o in options]
         self._last = [np.concatenate([o.first_gpu + o.gpus, self.meshes.sum(axis=1), [0]]) for o in options]
-        self._transfers = [(s, t, self._extended_pair(s, t, values)) for s, t, values in pairs.transfers]
-        self._reallocations = [(s, t, self._extended_pair(s, t, values)) for s, t, values in pairs.reallocations]
-        self._copies = [(s, t, self._extended_pair(s, t, values)) for s, t, values in pairs.copies]
+        self._transfers, self._reallocations, self._copies = (list(map(self._extended_pair, some)) for some in pairs)
         self._elsewhere = np.array([self._least_work(call) for call in range(len(options))])
 
     def _extended(self, call: int, values: Floats) -> Floats:
@@ -112,8 +98,9 @@ class PartialPlans:
         nothing = np.full(values.shape[1:], np.inf)
         return np.concatenate([values, [values[at].min(axis=0) if len(at) else nothing for at in groups]])
 
-    def _extended_pair(self, source: int, target: int, values: Floats) -> Floats:
-        return self._extended(target, self._extended(source, values).T).T.copy()
+    def _extended_pair(self, pair: Matrix) -> Matrix:
+        values = self._extended(pair.target, self._extended(pair.source, pair.values).T).T.copy()
+        return pair._replace(values=values)
 
     def _least_work(self, call: int) -> float:
         """Least GPUs x seconds of an option, with the least transfers into it."""
@@ -124,7 +111,6 @@ class PartialPlans:
         return float(((self._last[call] - self._first[call]) * seconds)[self._everywhere[call]].min())
 
     def class_index(self, call: int, mesh: Ints) -> Ints:
-        """The entry for: some option on a mesh."""
         index: Ints = self._sizes[call] + mesh
         return index
 

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.search.problem import Floats, Ints, Problem
+from rlsim.search.problem import Problem
+from rlsim.search.scheduling import Floats, Ints
+
+#: A plan's seconds count so many times where a GPU's memory is exceeded.
+CROWDED = 100.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,6 @@ class Trace:
 
     @property
     def elapsed_s(self) -> float:
-        """Wall time since the search began."""
         return time.perf_counter() - self._started_at
 
     @property
@@ -97,7 +100,6 @@ class Trace:
             self._improve(tuple(plans[at].tolist()), float(fitting[at]))
 
     def see_one(self, plan: Sequence[int], cost_s: float, peak_bytes: float) -> None:
-        """The same for one plan."""
         self.evaluations += 1
         self.scheduled += 1
         self._least_bytes = min(self._least_bytes, peak_bytes)

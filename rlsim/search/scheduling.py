@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rlsim.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
@@ -87,12 +88,10 @@ class Graph:
         return [(iteration, kind) for iteration in range(self.iterations) for kind in self.order]
 
     def node(self, iteration: int, kind: int) -> int:
-        """The number of a node."""
         return iteration * len(self.order) + self.order.index(kind)
 
     @cached_property
     def node_parents(self) -> list[list[int]]:
-        """Nodes that each node waits for."""
         return [
             sorted({self.node(k - lag, parent) for parent, lag in self.parents[kind] if k >= lag})
             for k, kind in self.nodes
@@ -100,7 +99,6 @@ class Graph:
 
     @cached_property
     def node_children(self) -> list[list[int]]:
-        """Nodes that wait for each node."""
         children: list[list[int]] = [[] for _ in self.nodes]
         for node, parents in enumerate(self.node_parents):
             for parent in parents:
@@ -108,13 +106,11 @@ class Graph:
         return children
 
     @cached_property
-    def call_nodes(self) -> npt.NDArray[np.int64]:
-        """Nodes that are calls, iteration by iteration."""
+    def call_nodes(self) -> Ints:
         return np.array([node for node, (_, kind) in enumerate(self.nodes) if kind < len(self.calls)])
 
     @cached_property
     def tables(self) -> _Tables:
-        """The graph as arrays."""
         return _Tables(self)
 
 

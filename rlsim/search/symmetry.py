@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlsim.search.problem import Bools, Ints, Problem
+from rlsim.search.partial import PairCosts
+from rlsim.search.problem import Problem
+from rlsim.search.scheduling import Bools, Ints
 
 LARGEST_GROUP = 4096  # permutations kept; fewer than all only keep more plans than needed
 
 
-def mesh_permutations(problem: Problem, meshes: Ints, pairs: dict[tuple[int, int], list[np.ndarray]]) -> Ints:
+def mesh_permutations(problem: Problem, meshes: Ints, pairs: PairCosts) -> Ints:
     """Permutations (p, m) of meshes (m, 2; first GPU and GPUs) under which seconds and bytes of all plans are equal.
 
     Made of exchanges of the halves of aligned power-of-two blocks of GPUs. An exchange counts if every call has as many
-    options on a mesh as on its image, with equal values one by one, and if `pairs` (by source and target call, all
-    matrices between their options) do not change with it, all to the last bit. The identity comes first.
+    options on a mesh as on its image, with equal values one by one, and if `pairs` do not change with it, all to the
+    last bit. The identity comes first.
     """
     index = {(int(first), int(gpus)): at for at, (first, gpus) in enumerate(meshes)}
     of_option = [
@@ -49,9 +51,7 @@ def _mesh_images(index: dict[tuple[int, int], int], first: int, half: int) -> In
     return np.array(images)
 
 
-def _changes_nothing(
-    problem: Problem, image: Ints, of_option: list[Ints], pairs: dict[tuple[int, int], list[np.ndarray]]
-) -> bool:
+def _changes_nothing(problem: Problem, image: Ints, of_option: list[Ints], pairs: PairCosts) -> bool:
     moved = []
     for options, meshes in zip(problem.options, of_option, strict=True):
         to = np.empty(len(options), dtype=np.int64)
@@ -65,9 +65,9 @@ def _changes_nothing(
             return False
         moved.append(to)
     return all(
-        np.array_equal(matrix, matrix[np.ix_(moved[source], moved[target])])
-        for (source, target), matrices in pairs.items()
-        for matrix in matrices
+        np.array_equal(values, values[np.ix_(moved[source], moved[target])])
+        for some in pairs
+        for source, target, values in some
     )
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rlsim.sim.control import ReplicaView, RequestView
 
-if TYPE_CHECKING:
-    from rlsim.sim.rollout import Rollout
-
 
 class LiveView:
-    """The `RolloutView` of a rollout; see there."""
+    """The `RolloutView` of a `Rollout` (untyped, as that makes the views), without the lengths of responses."""
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, rollout: Any) -> None:
         self._rollout = rollout
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import run
-from rlsim.search.problem import Dependency, Options, Problem
+from rlsim.search import Dependency, Options, Problem
 from rlsim.validate import parts
 from rlsim.validate.parts import Section
 from rlsim.validate.published import published_section

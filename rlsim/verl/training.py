@@ -8,6 +8,7 @@ from typing import Any
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import Setup
 from rlsim.experiment.schema import Experiment, TrainingSpec
+from rlsim.experiment.simulator import Simulator
 from rlsim.init.draft import Draft, Entry
 from rlsim.schema import validate
 from rlsim.sim.request import EngineConfig
@@ -101,7 +102,7 @@ def add_memory(config: Settings, draft: Draft, settings: RunSettings, folder: Pa
     setup = Setup.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
     where = config.where(key)
     try:
-        site = setup.site()
+        site = Simulator(setup).site()
         beside = site.memory.resident_bytes(site.plan, site.gpus)
     except RlsimError:  # what it is, `check` tells
         draft.entries["memory_utilization"] = Entry(share, where)

@@ -1,0 +1,113 @@
+"""Engines of an experiment: the rollout's, and those of calls that take responses by the chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlsim.cost.machine import Machine
+from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
+from rlsim.cost.roofline import step_cost
+from rlsim.cost.sharing import Crowded, judge_bytes
+from rlsim.errors import CapacityError
+from rlsim.experiment.build import Setup
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+from rlsim.policies.parts import ChunkStreaming
+from rlsim.sim.service import ScoringEngine
+from rlsim.workflow import Call, Placement, Plan, Workflow
+
+#: Share of GPU memory that a scoring model beside other calls has for its KV cache (assumed).
+KV_SHARE = 0.05
+
+#: Sequences whose scores such a model computes at once: its logits are no larger.
+SEQUENCES = 64
+
+
+def streamed_calls(workflow: Workflow) -> tuple[Call, ...]:
+    """The calls that take responses by the chunk."""
+    return tuple(call for call in workflow.calls if any(e.grain == "chunk" for e in workflow.into(call.name)))
+
+
+def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) -> Plan:
+    """The plan, with `streamed` calls beside generation where they want its GPUs."""
+    generating = {g for call in workflow.calls if call.kind == "generate" for g in plan.of(call.name).gpus}
+    placements: dict[str, Placement] = dict(plan.placements)
+    for call in streamed:
+        placement = plan.of(call.name)
+        placements[call.name] = replace(placement, shared=not generating.isdisjoint(placement.gpus))
+    return Plan(placements)
+
+
+def engine_memory(setup: Setup, model: Model, tp: int, *, resident_bytes: float, min_tokens: int = 1) -> RolloutMemory:
+    """Memory of an engine of the experiment, with a rollout's or a scoring model; the rest as in `rollout_memory`."""
+    engine = setup.experiment.engine
+    return rollout_memory(
+        model,
+        setup.cluster.gpu,
+        tp,
+        page_tokens=engine.page_tokens,
+        memory_utilization=setup.experiment.memory_utilization,
+        max_batched_tokens=engine.max_num_batched_tokens,
+        max_sequences=engine.max_num_seqs,
+        resident_bytes=resident_bytes,
+        min_tokens=min_tokens,
+    )
+
+
+def rollout_machine(
+    setup: Setup, cluster: Cluster, *, memory_share: float | None = None, pp: int = 1, resident_bytes: float = 0.0
+) -> Machine:
+    """The rollout engine on these GPUs; `memory_share`: what it has of each, by default what the experiment says."""
+    engine = setup.experiment.engine
+    return Machine(
+        setup.model,
+        cluster,
+        setup.calibration,
+        page_tokens=engine.page_tokens,
+        max_batched_tokens=engine.max_num_batched_tokens,
+        max_sequences=engine.max_num_seqs,
+        memory_utilization=setup.experiment.memory_utilization if memory_share is None else memory_share,
+        sampling_s_per_logit=engine.sampling_per_logit,
+        pp=pp,
+        resident_bytes=resident_bytes,
+    )
+
+
+def scorer_of(setup: Setup, call: Call, placement: Placement, streaming: ChunkStreaming) -> ScoringEngine:
+    """The engine of a call that takes responses by the chunk, on GPUs of its own or beside generation.
+
+    Raises `CapacityError` if its KV cache cannot hold the longest prompt and response.
+    """
+    model, tp, engine = setup.models[call.model], tp_of(placement), setup.experiment.engine
+    cost = step_cost(model, tp, setup.cluster, setup.calibration)
+    pages = kv_pages(setup, model, tp, shared=placement.shared)
+    if pages * engine.page_tokens < setup.longest_sequence:
+        raise CapacityError(
+            f"{model.name} at TP {tp}, which takes responses by the chunk, has room for {pages * engine.page_tokens} "
+            f"tokens of KV cache; a response with its prompt may need {setup.longest_sequence}"
+        )
+    slowdown = streaming.slowdown if placement.shared else 1.0
+    return ScoringEngine(tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
+
+
+def tp_of(placement: Placement) -> int:
+    """TP of the engine of a scoring model there."""
+    return placement.strategy.tp if placement.strategy else 1
+
+
+def kv_pages(setup: Setup, model: Model, tp: int, *, shared: bool, resident_bytes: float = 0.0) -> int:
+    """Room for the KV cache of a scoring model, beside other calls or on GPUs that others leave while it works.
+
+    `resident_bytes`: what these keep on each of such GPUs meanwhile.
+    """
+    if shared:
+        page_bytes = kv_page_bytes(model, tp, setup.experiment.engine.page_tokens)
+        return int(KV_SHARE * setup.cluster.gpu.memory_bytes / page_bytes)
+    return engine_memory(setup, model, tp, resident_bytes=resident_bytes).pages
+
+
+def bytes_beside(setup: Setup, model: Model, tp: int, offloaded_layers: int = 0) -> float:
+    """What a scoring model beside other calls takes of each GPU's memory: weights, working memory and KV cache."""
+    batched = setup.experiment.engine.max_num_batched_tokens
+    return KV_SHARE * setup.cluster.gpu.memory_bytes + judge_bytes(model, offloaded_layers, tp, batched, SEQUENCES)

@@ -1,0 +1,126 @@
+"""The LLM that judges responses: on GPUs that are kept for it, or beside the other calls."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes
+from rlsim.cost.roofline import step_cost
+from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
+from rlsim.cost.step import StepCost
+from rlsim.cost.transfer import host_copy_s
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.engines import bytes_beside, kv_pages
+from rlsim.experiment.schema import JudgeSpec
+from rlsim.hardware import Cluster
+from rlsim.models import Model
+from rlsim.policies.parts import JudgePlacement
+from rlsim.sim.service import ScoringEngine
+
+
+class Judge:
+    """The judge of an experiment. `beside`: how it works beside the other calls; None: on GPUs of its own.
+
+    `may_join`: whether log-probs and training may take those GPUs once all of a step is scored.
+    """
+
+    def __init__(
+        self, setup: Setup, spec: JudgeSpec, model: Model, beside: JudgePlacement | None, *, may_join: bool
+    ) -> None:
+        self._setup, self._spec, self._model, self.beside = setup, spec, model, beside
+        self.gpus = reserved_gpus(spec, setup.cluster) if beside is None else ()  # its own
+        self.joins = may_join and beside is None and spec.while_training != "apart"
+
+    @property
+    def gpus_apart(self) -> tuple[int, ...]:
+        """GPUs that log-probs and training never have."""
+        return () if self.joins else self.gpus
+
+    def engine(self, resident_bytes: float) -> ScoringEngine:
+        """Its engine, where log-probs and training that it joins keep so many bytes on its GPUs.
+
+        Raises `CapacityError` if the longest response to judge does not fit.
+        """
+        setup, spec, model, engine = self._setup, self._spec, self._model, self._setup.experiment.engine
+        cost, slowdown = self._resident, 1.0
+        if self.beside is not None:
+            cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, setup.cluster.host))
+            slowdown = self.beside.slowdown
+        pages = kv_pages(setup, model, spec.tp, shared=self.beside is not None, resident_bytes=resident_bytes)
+        longest = setup.longest_sequence + spec.prompt_tokens + setup.longest_answer
+        if pages * engine.page_tokens < longest:
+            raise CapacityError(
+                f"workflow.reward.judge: {model.name} at TP {spec.tp} has room for {pages * engine.page_tokens} tokens "
+                f"of KV cache, a response to judge may need {longest}"
+            )
+        load_s = 0.0
+        if self.joins and spec.while_training == "offloaded":
+            load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), setup.cluster.host)
+        return ScoringEngine(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, load_s=load_s)
+
+    @cached_property
+    def _resident(self) -> StepCost:
+        return step_cost(self._model, self._spec.tp, self._setup.cluster, self._setup.calibration)
+
+    @cached_property
+    def offloaded_layers(self) -> int:
+        """Layers that stay in host memory where it works beside other calls."""
+        if self.beside is None:
+            return 0
+        if self.beside.offload != "auto":
+            return round(self.beside.offload * self._model.num_hidden_layers)
+        typical = self._spec.prompt_tokens + self._setup.judged_tokens
+        batched = self._setup.experiment.engine.max_num_batched_tokens
+        return layers_to_offload(self._model, self._resident, self._setup.cluster.host, batched, typical)
+
+    @cached_property
+    def bytes_beside(self) -> float:
+        """What it takes of each GPU's memory where it works beside other calls."""
+        if self.beside is None:
+            return 0.0
+        return bytes_beside(self._setup, self._model, self._spec.tp, self.offloaded_layers)
+
+    @property
+    def resting_bytes(self) -> float:
+        """What it keeps on each of its own GPUs while log-probs and training run there."""
+        if not self.joins:
+            return 0.0
+        resident = self._spec.while_training == "resident"
+        return RESERVED_BYTES + (rollout_weight_bytes(self._model, self._spec.tp) if resident else 0.0)
+
+    @property
+    def elsewhere(self) -> str:
+        """Settings of `while_training` with which it keeps less on its GPUs while it rests."""
+        return "offloaded or apart" if self._spec.while_training == "resident" else "apart"
+
+    def record(self, calls_gpus: int) -> dict[str, object]:
+        """The judge as the manifest has it; beside other calls it has their GPUs."""
+        return {
+            "model": self._model.name,
+            "tp": self._spec.tp,
+            "gpus": len(self.gpus) or calls_gpus,
+            "colocated": self.beside is not None,
+            "while_training": self._spec.while_training if self.joins else "apart" if self.gpus else None,
+            "layers_in_host_memory": self.offloaded_layers,
+        }
+
+
+def reserved_gpus(judge: JudgeSpec, cluster: Cluster) -> tuple[int, ...]:
+    """GPUs kept for the judge: whole nodes, the last ones, or else the last GPUs of every node.
+
+    Raises `ConfigError` if its share of the cluster is no whole number of judges, or not the same of every node.
+    """
+    count = round(judge.reserved * cluster.gpus)
+    kept = f"workflow.reward.judge: {judge.reserved:g} of {cluster.gpus} GPUs are {count}"
+    if not 0 < count < cluster.gpus or count % judge.tp:
+        raise ConfigError(f"{kept}, no whole number of judges of TP {judge.tp} beside the other calls")
+    if count % cluster.gpus_per_node == 0:
+        return tuple(range(cluster.gpus - count, cluster.gpus))
+    each, over = divmod(count, cluster.nodes)
+    if over or each % judge.tp:
+        raise ConfigError(
+            f"{kept}, neither whole nodes of {cluster.gpus_per_node} nor as many of each of the {cluster.nodes} nodes"
+        )
+    return tuple(g for g in range(cluster.gpus) if g % cluster.gpus_per_node >= cluster.gpus_per_node - each)

@@ -1,0 +1,116 @@
+"""Runs the systems of an experiment: connects their calls, says where these run, and simulates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlsim.errors import ConfigError
+from rlsim.experiment.build import Setup
+from rlsim.experiment.engines import scorer_of, streamed_calls
+from rlsim.experiment.planning import best_plan
+from rlsim.experiment.site import Site
+from rlsim.experiment.system import System
+from rlsim.experiment.times import ExperimentTimes
+from rlsim.sim.batching import PromptFeed
+from rlsim.sim.control import Prompt
+from rlsim.sim.outcome import Outcome
+from rlsim.sim.request import Request
+from rlsim.sim.run import simulate
+from rlsim.sim.service import ScoringEngine
+from rlsim.sim.simulation import Simulation
+from rlsim.trace import StepSampler
+from rlsim.workflow import Workflow
+
+
+class Simulator:
+    """Runs systems on one setup.
+
+    `search`: whether plans may be searched for, which may take minutes; if not, a system that needs one raises
+    `rlsim.experiment.site.SearchAheadError`.
+    """
+
+    def __init__(self, setup: Setup, *, search: bool = True) -> None:
+        self.setup = setup
+        self._planner = best_plan if search else None
+        self._sites: dict[str, Site] = {}
+
+    def workflow(self, system: System) -> Workflow:
+        """The calls of a step as a system connects them; raises `ConfigError` if it cannot."""
+        setup, training = self.setup, self.setup.experiment.training
+        graph = system.rewired(setup.algorithm)
+        streamed = any(e.grain == "sample" and graph.call(e.target).kind == "train" for e in graph.edges)
+        if streamed and graph.baseline_responses:
+            raise ConfigError(f"{graph.name}: its training cannot take samples as they come")
+        if graph.baseline_responses and system.batching.launches_its_own:
+            raise ConfigError(
+                f"{graph.name}: a batching that trains on the first responses to finish cannot tell the one of each "
+                "prompt that the others are compared with"
+            )
+        if streamed and (training.mini_batches > 1 or training.epochs > 1):
+            raise ConfigError(
+                "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
+                f"training.epochs: 1 (got {training.mini_batches} and {training.epochs})"
+            )
+        if system.batching.needs_rewards and not setup.scoring.says_rewards:
+            raise ConfigError(
+                f"trace {setup.trace.meta.name} has neither the column reward nor correct, which decide what is "
+                "launched"
+            )
+        return graph
+
+    def site(self, system: System | None = None) -> Site:
+        """Where a system runs; systems that connect and place their calls and place the judge alike share it.
+
+        Without a system: where the algorithm's calls run if nothing is placed or streamed.
+        """
+        workflow = self.setup.algorithm if system is None else self.workflow(system)
+        judge = system.judge if system and self.setup.scoring.judged.any() else None
+        placing, streaming = (system.placing, system.streaming) if system else (None, None)
+        key = repr((judge, placing, streaming, workflow))
+        if key not in self._sites:
+            self._sites[key] = Site(self.setup, workflow, judge, placing, streaming, planner=self._planner)
+        return self._sites[key]
+
+    def scorers(self, system: System) -> dict[str, ScoringEngine]:
+        """The engines of the calls that take responses by the chunk; raises `CapacityError` if one does not fit."""
+        site, streaming = self.site(system), system.streaming
+        if streaming is None:
+            return {}
+        return {
+            call.name: scorer_of(self.setup, call, site.plan.of(call.name), streaming)
+            for call in streamed_calls(site.workflow)
+        }
+
+    def simulate(self, system: System, sampler: StepSampler) -> Outcome:
+        setup, site = self.setup, self.site(system)
+        experiment, spec = setup.experiment, setup.experiment.workflow
+        system.control.setup(site.context)
+        what = Simulation(
+            workflow=site.workflow,
+            plan=site.plan,
+            cluster=setup.cluster,
+            control=system.control,
+            initial_tp=system.initial_tp(site.context),
+            feed=PromptFeed(spec.prompts, setup.launched_responses),
+            requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
+            costs=site.machine,
+            times=ExperimentTimes(site),
+            scoring=setup.scoring,
+            config=experiment.engine,
+            cap_tokens=experiment.trace.cap,
+            steps=spec.steps,
+            batching=system.batching,
+            reward=system.reward,
+            judge=site.judge,
+            scorers=self.scorers(system),
+            crowded=site.crowded if any(placement.shared for placement in site.plan.placements.values()) else None,
+            routing=experiment.routing,
+        )
+        return simulate(what)
+
+
+def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+    batch = sampler.draw([p.position for p in prompts], [p.first_sample for p in prompts], samples)
+    columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
+    rows = zip(*(c.tolist() for c in columns), strict=True)
+    return [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]

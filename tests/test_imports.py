@@ -1,0 +1,90 @@
+"""Which file imports which: none imports itself by way of others, and only the engine imports SimPy."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
+
+import rlsim
+
+PACKAGE = Path(rlsim.__file__).parent
+
+#: Cycles that are known and are to go: take a line away with its cycle.
+KNOWN = {frozenset({"rlsim.sim.rollout", "rlsim.sim.view"})}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports."""
+    name = module_name(path).split(".")
+    return imports_of(path.read_text(encoding="utf-8"), name if path.name == "__init__.py" else name[:-1])
+
+
+def imports_of(text: str, package: list[str]) -> Iterator[str]:
+    """The modules that code of a package imports, wherever it does: in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:  # `from package import module` names a file, or something in the package's own
+                yield f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in modules() else origin
+
+
+def cycles(edges: set[tuple[str, str]]) -> list[frozenset[str]]:
+    """Sets of more than one file, or one that imports itself, each of which can be reached from each."""
+    names = sorted({name for edge in edges for name in edge})
+    index = {name: at for at, name in enumerate(names)}
+    rows, columns = np.array([(index[a], index[b]) for a, b in sorted(edges)]).T
+    graph = csr_array((np.ones(len(rows)), (rows, columns)), shape=(len(names), len(names)))
+    _, labels = connected_components(graph, directed=True, connection="strong")
+    groups = [frozenset(np.array(names)[labels == label].tolist()) for label in np.unique(labels)]
+    return [group for group in groups if len(group) > 1 or (*group, *group) in edges]
+
+
+def test_cycles_are_found():
+    chain = {("a", "b"), ("b", "c")}
+    assert cycles(chain) == []
+    assert cycles(chain | {("c", "a"), ("c", "d")}) == [frozenset("abc")]
+    assert cycles(chain | {("d", "d")}) == [frozenset("d")]
+
+
+def test_imports_are_found_in_functions_and_for_type_checkers():
+    text = """
+import rlsim.errors
+from rlsim import units
+if TYPE_CHECKING:
+    from rlsim.models import Model
+def later():
+    from .sim import request
+"""
+    found = set(imports_of(text, ["rlsim"]))
+    assert found == {"rlsim.errors", "rlsim.units", "rlsim.models", "rlsim.sim.request"}
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    edges = {(name, other) for name, path in modules().items() for other in imported(path) if other in modules()}
+    found = [group for group in cycles(edges) if group not in KNOWN]
+    assert not found, "\n".join(" <-> ".join(sorted(group)) for group in found)
+
+
+def test_only_the_engine_imports_simpy():
+    users = {name for name, path in modules().items() if any(i.split(".")[0] == "simpy" for i in imported(path))}
+    assert users
+    assert {name for name in users if name.split(".")[1] != "sim"} == set()
