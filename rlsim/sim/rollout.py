@@ -36,13 +36,13 @@ from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener, Replica
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.stays import Left
-from rlsim.sim.view import LiveView
+from rlsim.sim.view import LiveView, RolloutState
 
 _T = TypeVar("_T")
 Routing = Literal["contiguous", "round_robin"]
 
 
-class Rollout:
+class Rollout(RolloutState):
     """Generates `requests` on the nodes of a mesh. `done` fires when no request is left, or a `Stop` has taken effect.
 
     With `open` it fires after a `Stop` only: further requests may be launched when none is left; `on_drained` is told
@@ -77,12 +77,7 @@ class Rollout:
         resumed: Sequence[Request] = (),
         chunks: ChunkListener | None = None,
     ) -> None:
-        self.env = env
-        self.started_at = env.now
-        self.requests = [*requests, *resumed]
-        self.cap_tokens = cap_tokens
-        self.label = label
-        self.gpus_per_node = len(mesh[0])
+        super().__init__(env, mesh, tp, [*requests, *resumed], cap_tokens, label, used_tps)
         self.done = env.event()
         self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
         self.released_at: dict[int, float] = {}  # GPU: when it was given up
@@ -100,10 +95,6 @@ class Rollout:
         self._crowded = crowded
         self._chunks = chunks
         self._shared: Counter[int] = Counter()  # by GPU: how many other things run there too
-        self._used_tps = used_tps if used_tps is not None else {}
-        self._tp = dict.fromkeys(range(len(mesh)), tp)
-        self._active: dict[int, list[Replica]] = {}
-        self._switching: set[int] = set()
         self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
@@ -111,17 +102,11 @@ class Rollout:
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
         self._longest = [(-r.prompt_tokens - r.response_tokens, r.id) for r in self.requests]  # a heap
         heapify(self._longest)
-        self.finished_lengths: list[int] = []  # of the responses so far, where a control is asked
-        self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
-        self.finished = 0  # responses finished so far
-        self._left = len(self.requests)
-        self._left_on = dict.fromkeys(range(len(mesh)), 0)
         self._asks = decides(control)
         #: Nobody decides anything or is told of anything before the end.
         self._quiet = not (self._asks or open or on_finish or chunks or crowded)
         self._bound_for = dict.fromkeys(range(len(mesh)), 0)  # requests migrating to the node
         self._asking = self._stopping = False
-        self._just_finished: set[int] = set()
         self._numbers = itertools.count(1)
 
         for node in range(len(mesh)):
@@ -211,11 +196,6 @@ class Rollout:
         load = {r.index: r.context_tokens() for r in active}
         for index, share in self._deal_out(requests, load).items():
             self._give(self.replicas[index], share)
-
-    def active(self, node: int | None = None) -> list[Replica]:
-        """Replicas that have not been told to stop, of one node or of all."""
-        nodes = self._active if node is None else (node,)
-        return [r for n in nodes for r in self._active[n] if r.stopped is None]
 
     def close(self) -> None:
         """The rollout is over: note down the spans of replicas that were still there, and let go of the requests."""
