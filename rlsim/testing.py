@@ -45,6 +45,7 @@ from rlsim.sim.control import (
 )
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
+from rlsim.sim.stage import GenerationStage
 
 _ACTIONS: tuple[type, ...] = get_args(Action)
 _VIEW = frozenset(name for name in vars(RolloutView) if not name.startswith("_"))
@@ -194,7 +195,8 @@ def _play(system: System, batch: Batch, machine: Machine, rollouts: int = 1) -> 
                 feasible = ", ".join(map(str, context.feasible_tps))
                 raise _broken(batch, f"{asked} returned {tp!r}; feasible are {feasible}")
             watched: _Watched = named(system.control, batch)
-            requests, report = _rollout(system, watched, step, tp, batch, context, feed, used_tps, paused)
+            one = _Step(system, step, batch, feed, paused)
+            report, requests = one.run(watched, tp, context, used_tps), one.requests
             answers.append(watched.answers)
             ended = max((r.finished_at for r in requests if r.finished), default=0.0)
             left_at_s.append([r.finished_at if r.finished else ended for r in requests])
@@ -208,95 +210,94 @@ def _play(system: System, batch: Batch, machine: Machine, rollouts: int = 1) -> 
     return _Run(first_tp, answers, left_at_s[0], truth[0])
 
 
-def _rollout(
-    system: System,
-    control: _Watched,
-    step: int,
-    tp: int,
-    batch: Batch,
-    context: ControlContext,
-    feed: PromptFeed,
-    used_tps: dict[int, set[int]],
-    paused: dict[int, list[Request]],
-) -> tuple[list[Request], RolloutReport]:
-    """The requests of one rollout at its end, none of them lost or tampered with, and how it went.
+class _Step:
+    """One rollout of a system, with its batching and requests. `paused`: by prompt position, what goes on after it."""
 
-    `paused`: by prompt position, what goes on from rollout to rollout.
-    """
-    gpus = context.gpus_per_node
-    requests: list[Request] = []
-    accepted: list[Request] = []
-    step_batch = StepBatch(system.batching, feed, accepted.extend)
-    lengths: list[int] = []
+    def __init__(
+        self, system: System, step: int, batch: Batch, feed: PromptFeed, paused: dict[int, list[Request]]
+    ) -> None:
+        self.step, self.batch, self.feed, self.paused, self.batching = step, batch, feed, paused, system.batching
+        self.requests: list[Request] = []
+        self.lengths: list[int] = []  # of these, as they were launched
+        self.accepted: list[Request] = []
+        self.step_batch = StepBatch(system.batching, feed, self.accepted.extend, step)
+        self.rollout: Rollout | None = None
 
-    def launch(launch: Launch) -> list[Request]:
-        new: list[Request] = []
+    def launch(self, launch: Launch) -> list[Request]:
+        """The requests of a launch."""
+        batch, new = self.batch, list[Request]()
         for prompt in launch.prompts:
             for sample in range(prompt.first_sample, prompt.first_sample + launch.samples):
                 length = batch.lengths[(prompt.position * batch.responses + sample) % len(batch.lengths)]
-                new.append(Request(len(requests) + len(new), prompt.position, batch.prompt_tokens, length))
-                lengths.append(length)
+                new.append(Request(len(self.requests) + len(new), prompt.position, batch.prompt_tokens, length))
         for prompt in launch.resume:
-            if prompt.position not in paused:
+            if prompt.position not in self.paused:
                 raise _broken(batch, f"it resumes the prompt at position {prompt.position}, which was not kept")
-            for old in paused.pop(prompt.position):
-                new.append(old.resume(len(requests) + len(new), step - 1, step))
-                lengths.append(old.response_tokens)
-        requests.extend(new)
-        step_batch.launched(new, [*launch.prompts, *launch.resume])
+            for old in self.paused.pop(prompt.position):
+                new.append(old.resume(len(self.requests) + len(new), self.step - 1, self.step))
+        self.lengths += [request.response_tokens for request in new]
+        self.requests += new
+        self.step_batch.launched(new, [*launch.prompts, *launch.resume])
         return new
 
-    def finished(responses: Sequence[Request]) -> None:
-        step_batch.finished(responses)
+    def finished(self, responses: Sequence[Request]) -> None:
+        """Score what is complete."""
+        self.step_batch.finished(responses)
         for request in responses:
             request.reward = float(request.id % 2)
-            if step_batch.scored(request):
-                running[0].ask()
+            if self.step_batch.scored(request) and self.rollout:
+                self.rollout.ask()
 
-    first, running = launch(step_batch.first), list[Rollout]()
-
-    def begun(rollout: Rollout) -> None:
-        running.append(rollout)
-        there = [r for r in first if r.finished]
-        if there:
-            finished(there)
+    def begun(self, rollout: Rollout) -> None:
+        """Score what was complete before."""
+        self.rollout = rollout
+        if there := [r for r in self.requests if r.finished]:
+            self.finished(there)
             rollout.ask()
 
-    rollout = run_rollout(
-        [r for r in first if not r.resumed],
-        mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(batch.nodes)],
-        tp=tp,
-        resumed=[r for r in first if r.resumed and not r.finished],
-        costs=context.costs,
-        config=EngineConfig(page_tokens=_PAGE),
-        control=control if step_batch.certain else Controls([step_batch, control]),
-        cap_tokens=batch.cap_tokens,
-        used_tps=used_tps,
-        open=step_batch.open,
-        launcher=launch,
-        on_finish=finished,
-        label=step_batch.first.label,
-        begun=begun,
-    )
-    settled = step_batch.close()
-    paused |= step_batch.paused
-    stopped = any(isinstance(action, Stop) for _, actions in control.answers for action in actions)
-    for request, length in zip(requests, lengths, strict=True):
-        if request.response_tokens != length or not 0 <= request.generated <= length:
-            raise _broken(batch, f"request {request.id} was tampered with: {request!r}, launched with {length} tokens")
-        if not (request.finished or request.aborted or stopped or not step_batch.certain):
-            raise _broken(
-                batch, f"request {request.id} is lost: neither finished nor aborted, and no Stop was returned"
-            )
-    needed = feed.prompts * feed.responses
-    interfered = stopped or any(isinstance(action, Abort) for _, actions in control.answers for action in actions)
-    if len(accepted) != needed and not interfered:
-        raise _broken(batch, f"the step's batch has {len(accepted)} responses, not {needed}")
-    preemptions = sum(replica.preemptions for replica in rollout.replicas)
-    generated = tuple(r.generated for r in requests if r.finished)
-    loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in requests)
-    coming = system.batching.upcoming(feed)
-    return requests, RolloutReport(step, tp, rollout.env.now, preemptions, generated, settled.label, coming, loads)
+    def run(self, control: _Watched, tp: int, context: ControlContext, used_tps: dict[int, set[int]]) -> RolloutReport:
+        """Run it, check that no request is lost or tampered with, and say how it went."""
+        gpus, step_batch = context.gpus_per_node, self.step_batch
+        first = self.launch(step_batch.first)
+        stage = GenerationStage(
+            requests=[r for r in first if not r.resumed],
+            mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(self.batch.nodes)],
+            tp=tp,
+            resumed=[r for r in first if r.resumed and not r.finished],
+            costs=context.costs,
+            config=EngineConfig(page_tokens=_PAGE),
+            control=control if step_batch.certain else Controls([step_batch, control]),
+            cap_tokens=self.batch.cap_tokens,
+            used_tps=used_tps,
+            open=step_batch.open,
+            launcher=self.launch,
+            on_finish=self.finished,
+            label=step_batch.first.label,
+        )
+        rollout = run_rollout(stage, self.begun)
+        settled = step_batch.close()
+        self.paused |= step_batch.paused
+        self.check([action for _, actions in control.answers for action in actions])
+        preemptions = sum(replica.preemptions for replica in rollout.replicas)
+        generated = tuple(r.generated for r in self.requests if r.finished)
+        loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in self.requests)
+        coming = self.batching.upcoming(self.feed)
+        return RolloutReport(self.step, tp, rollout.env.now, preemptions, generated, settled.label, coming, loads)
+
+    def check(self, actions: Sequence[Action]) -> None:
+        """Raise `PolicyError` if a request is lost or tampered with, or the batch is not complete."""
+        stopped = any(isinstance(action, Stop) for action in actions)
+        for request, length in zip(self.requests, self.lengths, strict=True):
+            if request.response_tokens != length or not 0 <= request.generated <= length:
+                what = f"request {request.id} was tampered with: {request!r}, launched with {length} tokens"
+                raise _broken(self.batch, what)
+            if not (request.finished or request.aborted or stopped or not self.step_batch.certain):
+                what = f"request {request.id} is lost: neither finished nor aborted, and no Stop was returned"
+                raise _broken(self.batch, what)
+        needed = self.feed.prompts * self.feed.responses
+        interfered = stopped or any(isinstance(action, Abort) for action in actions)
+        if len(self.accepted) != needed and not interfered:
+            raise _broken(self.batch, f"the step's batch has {len(self.accepted)} responses, not {needed}")
 
 
 # ---- comparing rollouts ----------------------------------------------------------------------------------------------

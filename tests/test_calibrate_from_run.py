@@ -25,6 +25,7 @@ from rlsim.models import load_model
 from rlsim.sim.control import RolloutControl
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
+from rlsim.sim.stage import GenerationStage
 from rlsim.trace import TraceMeta, make_trace, write_trace
 from rlsim.verl.lengths import Batch, Logged, reconstruct
 from rlsim.verl.log import VerlLog, read_log
@@ -238,13 +239,15 @@ def rollout_s(machine: Machine, prompt_tokens: int, lengths: np.ndarray) -> floa
     env = simpy.Environment()
     rollout = Rollout(
         env,
-        mesh=[tuple(range(8))],
-        tp=1,
-        requests=[Request(i, i // RESPONSES, prompt_tokens, int(n)) for i, n in enumerate(lengths)],
-        costs=machine,
-        config=EngineConfig(),
-        control=RolloutControl(),
-        cap_tokens=CAP,
+        GenerationStage(
+            mesh=[tuple(range(8))],
+            tp=1,
+            requests=[Request(i, i // RESPONSES, prompt_tokens, int(n)) for i, n in enumerate(lengths)],
+            costs=machine,
+            config=EngineConfig(),
+            control=RolloutControl(),
+            cap_tokens=CAP,
+        ),
     )
     env.run(until=rollout.done)
     return float(env.now)

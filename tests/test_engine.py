@@ -19,6 +19,7 @@ from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
+from rlsim.sim.stage import GenerationStage
 
 CLOSE = 1e-9
 
@@ -50,24 +51,26 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
     gpus = work.gpus_per_node
     rollout = Rollout(
         env,
-        mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(work.nodes)],
-        tp=work.tp,
-        requests=made(work.requests),
-        resumed=made(work.resumed),
-        chunks=ChunkListener(work.chunk_tokens, work.handover_s, note) if work.chunk_tokens else None,
-        costs=work.costs,
-        config=FixedWatermark(
-            page_tokens=engine.page_tokens,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            chunked_prefill=engine.chunked_prefill,
-            pages=engine.watermark_pages,
+        GenerationStage(
+            mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(work.nodes)],
+            tp=work.tp,
+            requests=made(work.requests),
+            resumed=made(work.resumed),
+            chunks=ChunkListener(work.chunk_tokens, work.handover_s, note) if work.chunk_tokens else None,
+            costs=work.costs,
+            config=FixedWatermark(
+                page_tokens=engine.page_tokens,
+                max_num_seqs=engine.max_num_seqs,
+                max_num_batched_tokens=engine.max_num_batched_tokens,
+                chunked_prefill=engine.chunked_prefill,
+                pages=engine.watermark_pages,
+            ),
+            control=work.control,
+            cap_tokens=work.cap_tokens,
+            recorder=recorder,
+            routing=work.routing,
+            launcher=lambda launch: made(work.launched(launch, len(rollout.requests))),
         ),
-        control=work.control,
-        cap_tokens=work.cap_tokens,
-        recorder=recorder,
-        routing=work.routing,
-        launcher=lambda launch: made(work.launched(launch, len(rollout.requests))),
     )
     env.run(rollout.done)
     rollout.close()

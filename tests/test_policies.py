@@ -26,6 +26,7 @@ from rlsim.policies.verl import VeRL
 from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
+from rlsim.sim.stage import GenerationStage
 
 PROMPT = 200
 MACHINES = [
@@ -67,13 +68,15 @@ def generate(control: RolloutControl, known: ControlContext, lengths: Sequence[i
     env, gpus = simpy.Environment(), known.gpus_per_node
     rollout = Rollout(
         env,
-        mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(known.nodes)],
-        tp=control.initial_tp(known),
-        requests=[Request(i, i // 8, PROMPT, int(length)) for i, length in enumerate(lengths)],
-        costs=known.costs,
-        config=EngineConfig(),
-        control=control,
-        cap_tokens=known.cap_tokens,
+        GenerationStage(
+            mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(known.nodes)],
+            tp=control.initial_tp(known),
+            requests=[Request(i, i // 8, PROMPT, int(length)) for i, length in enumerate(lengths)],
+            costs=known.costs,
+            config=EngineConfig(),
+            control=control,
+            cap_tokens=known.cap_tokens,
+        ),
     )
     env.run(rollout.done)
     rollout.close()

@@ -20,6 +20,7 @@ from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import Rollout
+from rlsim.sim.stage import GenerationStage
 
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=60)
 
@@ -112,13 +113,15 @@ def test_a_long_sequence_beside_short_ones_does_not_beat_the_bound() -> None:
         env = simpy.Environment()
         rollout = Rollout(
             env,
-            mesh=[tuple(range(8))],
-            tp=tp,
-            requests=[Request(i, i, p, n) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))],
-            costs=StubCosts({tp: step}, {tp: 10**6}),  # type: ignore[dict-item]
-            config=EngineConfig(),
-            control=Nothing(),
-            cap_tokens=4000,
+            GenerationStage(
+                mesh=[tuple(range(8))],
+                tp=tp,
+                requests=[Request(i, i, p, n) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))],
+                costs=StubCosts({tp: step}, {tp: 10**6}),  # type: ignore[dict-item]
+                config=EngineConfig(),
+                control=Nothing(),
+                cap_tokens=4000,
+            ),
         )
         env.run(rollout.done)
         assert env.now >= bound_s

@@ -14,6 +14,7 @@ from rlsim.cost.memory import check_training, resident_bytes
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.sim.alone import run_rollout
+from rlsim.sim.stage import GenerationStage
 from rlsim.verl.lengths import Batch
 from rlsim.verl.run import RunSettings
 
@@ -107,12 +108,14 @@ def _replica_ends(machine: Machine, cluster: Cluster, settings: RunSettings, bat
     """When each replica finishes its last response (seconds from the start; 0 for one without responses)."""
     per_node = cluster.gpus_per_node
     rollout = run_rollout(
-        batch.requests(),
-        mesh=[tuple(range(first, first + per_node)) for first in range(0, cluster.gpus, per_node)],
-        tp=settings.rollout_tp,
-        costs=machine,
-        config=settings.engine,
-        cap_tokens=settings.cap,
+        GenerationStage(
+            requests=batch.requests(),
+            mesh=[tuple(range(first, first + per_node)) for first in range(0, cluster.gpus, per_node)],
+            tp=settings.rollout_tp,
+            costs=machine,
+            config=settings.engine,
+            cap_tokens=settings.cap,
+        )
     )
     ends = np.zeros(len(rollout.replicas))
     for request in rollout.requests:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,9 @@ def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:
     from rlsim.sweeps.differences import shown
 
     known = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
-    known = [None if value != value else value for value in known]  # in a column of numbers, none is NaN
+    known = [
+        None if isinstance(value, float) and math.isnan(value) else value for value in known
+    ]  # in a column of numbers, none is NaN
     full = ["–" if v is None else json.dumps(v, ensure_ascii=False, default=str) for v in known]
     short = ["–" if v is None else f"{v:.4g}" if isinstance(v, float) else shown(v, width) for v in known]
     return short if len(set(short)) == len(set(full)) else full

@@ -206,12 +206,8 @@ class Operators:
         block = fit.block_tokens
         shortest, longest_new, longest_context = self._prefill_range
         outside: tuple[float, float] | None = None
-        tokens: float = 0
-        context: float = 0
-        pairs: float = 0  # of queries and keys, doubled
-        blocks: float = 0
-        keys: float = 0  # of all blocks, doubled: a chunk's have between `prior + block` and `end`
-        last: float = 0  # where the longest chunk's blocks end
+        # Doubled: `pairs` of queries and keys, and the `keys` of all blocks (a chunk's have `prior + block` to `end`).
+        tokens = context = pairs = blocks = keys = last = 0.0
         for new, prior in chunks:
             if not (shortest <= new <= longest_new and prior + new <= longest_context):
                 outside = (new, prior)
@@ -240,16 +236,14 @@ class Operators:
         size = tokens * q_heads * 2 + context * kv_heads * 2
         memory = size * head_dim * _BF16 / (ref.memory_bytes_per_s * fit.memory_efficiency)
         time = fit.launch_s + max(compute, memory)
-        if self._prefill_factor is not None:
-            factor = self._prefill_factors.get((q_heads, kv_heads))
-            if factor is None:
-                factor = self._prefill_factor.sliced(q_heads, q_heads / kv_heads)
-                self._prefill_factors[q_heads, kv_heads] = factor
-            time = max(
-                time * factor(len(chunks), pairs / tokens),  # the prompt with as many keys per query
-                size * head_dim * _BF16 / ref.memory_bytes_per_s,
-            )
-        return time
+        if self._prefill_factor is None:
+            return time
+        factor = self._prefill_factors.get((q_heads, kv_heads))
+        if factor is None:
+            factor = self._prefill_factor.sliced(q_heads, q_heads / kv_heads)
+            self._prefill_factors[q_heads, kv_heads] = factor
+        # The prompt with as many keys per query.
+        return max(time * factor(len(chunks), pairs / tokens), size * head_dim * _BF16 / ref.memory_bytes_per_s)
 
     def memory_bound_s(self, size_bytes: float, tokens: float) -> float:
         """Seconds of an elementwise kernel or norm over `tokens` tokens that moves `size_bytes` to and from memory."""

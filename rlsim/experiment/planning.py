@@ -27,6 +27,7 @@ from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, fin
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import dealt
+from rlsim.sim.stage import GenerationStage
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
 
@@ -260,12 +261,14 @@ class PlanSpace:
     def _rollout_s(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> float:
         experiment = self._setup.experiment
         rollout = run_rollout(
-            [Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],
-            mesh=[tuple(range(replica))],
-            tp=replica,
-            costs=machine,
-            config=experiment.engine,
-            cap_tokens=experiment.trace.cap,
+            GenerationStage(
+                requests=[Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],
+                mesh=[tuple(range(replica))],
+                tp=replica,
+                costs=machine,
+                config=experiment.engine,
+                cap_tokens=experiment.trace.cap,
+            )
         )
         return rollout.env.now
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import simpy
@@ -51,7 +52,7 @@ class ElasticCall:
         self._tokens = 0  # of all that is in the queue
         self._idle: deque[simpy.Event] = deque()  # replicas that have nothing to do, in the order in which they had
         self._coming = 0  # replicas whose GPUs are theirs, and that are about to take a part
-        self.started_at = float("nan")
+        self.started_at = inf  # until the first part begins
         self.parts_s: dict[str, float] = {}  # what the work went to, mean over replicas
         self.samples = [0] * len(replicas)  # that each replica worked on: its weight in the mean of the gradients
         inbox.listen(self._arrived)
@@ -96,8 +97,7 @@ class ElasticCall:
             part = self._take()
             if part:
                 start = env.now
-                if start < self.started_at or self.started_at != self.started_at:
-                    self.started_at = start
+                self.started_at = min(start, self.started_at)
                 work = list(self._pieces.part([r.context for r in part]))
                 if not loaded and self._pieces.load_s:
                     work.append(("offload", self._pieces.load_s))

@@ -17,6 +17,7 @@ from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.simulation import Simulation
+from rlsim.sim.stage import GenerationStage
 from rlsim.sim.step import StepState
 from rlsim.workflow.graph import Call
 from rlsim.workflow.plan import Placement
@@ -41,6 +42,12 @@ class Generation:
         self._tp = what.initial_tp  # that the last one began with
         self._last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
         self._used_tps: dict[int, set[int]] = {}
+        #: Calls whose responses rewards take as they come.
+        self._streaming = {
+            e.source
+            for e in what.workflow.edges
+            if e.grain == "sample" and what.workflow.call(e.target).kind == "reward"
+        }
         #: By prompt position: responses that go on in a later step, and the version of the weights of theirs.
         self._paused: dict[int, tuple[int, list[Request]]] = {}
 
@@ -67,46 +74,14 @@ class Generation:
         resumed = [r for r in requests if r.resumed] if batch.first.resume else []
         generating = [r for r in resumed if not r.finished]
         yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
-        rewards = {c.name for c in what.workflow.calls if c.kind == "reward"}
-        streams = any(e.grain == "sample" and e.target in rewards for e in what.workflow.edges if e.source == call.name)
-        listens = streams or flow.wants(BATCH) or not batch.certain
-
-        def launch(more: Launch) -> Sequence[Request]:
-            if more.resume:
-                raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
-            return self._launched(state, more)
-
-        def finished(responses: Sequence[Request]) -> None:
-            batch.finished(responses)
-            if streams:
-                self._offer(call, state, responses)
-
-        rollout = state.rollout = Rollout(
-            self._env,
-            mesh=mesh,
-            tp=self._tp,
-            requests=[r for r in requests if not r.resumed] if resumed else requests,
-            costs=what.costs,
-            config=what.config,
-            control=what.control if batch.certain else Controls([batch, what.control]),
-            cap_tokens=what.cap_tokens,
-            recorder=Recorder(self._outcome.spans, step, stays=self._outcome.stays, call=call.name),
-            on_release=self._on_release,
-            routing=what.routing,
-            used_tps=self._used_tps,
-            open=batch.open,
-            launcher=launch,
-            on_finish=finished if listens else None,
-            on_drained=lambda: self._offer(call, state, [r for r in state.requests if r.finished]),
-            crowded=what.crowded,
-            label=batch.first.label,
-            resumed=generating,
-            chunks=self._chunks(call, state),
+        stage = self._stage(
+            call, step, state, mesh, [r for r in requests if not r.resumed] if resumed else requests, generating
         )
+        rollout = state.rollout = Rollout(self._env, stage)
         start = state.generates_at = self._env.now
         self._go_on(call, state, generating)
         if len(generating) < len(resumed):
-            finished([r for r in resumed if r.finished])
+            self._finished(call, state, [r for r in resumed if r.finished])
             rollout.ask()
         yield rollout.done
         settled = batch.close()
@@ -122,6 +97,54 @@ class Generation:
         self._note(step, start, rollout, settled)
         rollout.close()
         return set(rollout.released_at)
+
+    def _stage(
+        self,
+        call: Call,
+        step: int,
+        state: StepState,
+        mesh: Sequence[tuple[int, ...]],
+        requests: Sequence[Request],
+        resumed: Sequence[Request],
+    ) -> GenerationStage:
+        """What the rollout of a step is to do."""
+        what, batch = self._what, state.batch
+        assert batch is not None
+
+        def launch(more: Launch) -> Sequence[Request]:
+            if more.resume:
+                raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
+            return self._launched(state, more)
+
+        listens = call.name in self._streaming or state.flow.wants(BATCH) or not batch.certain
+        return GenerationStage(
+            requests=requests,
+            mesh=mesh,
+            tp=self._tp,
+            costs=what.costs,
+            config=what.config,
+            cap_tokens=what.cap_tokens,
+            control=what.control if batch.certain else Controls([batch, what.control]),
+            routing=what.routing,
+            label=batch.first.label,
+            resumed=resumed,
+            used_tps=self._used_tps,
+            open=batch.open,
+            launcher=launch,
+            on_finish=(lambda responses: self._finished(call, state, responses)) if listens else None,
+            on_drained=lambda: self._offer(call, state, [r for r in state.requests if r.finished]),
+            on_release=self._on_release,
+            crowded=what.crowded,
+            chunks=self._chunks(call, state),
+            recorder=Recorder(self._outcome.spans, step, stays=self._outcome.stays, call=call.name),
+        )
+
+    def _finished(self, call: Call, state: StepState, responses: Sequence[Request]) -> None:
+        """These responses are complete."""
+        if state.batch:
+            state.batch.finished(responses)
+        if call.name in self._streaming:
+            self._offer(call, state, responses)
 
     def _launched(self, state: StepState, launch: Launch) -> list[Request]:
         """The requests of a launch, told to the step's batch: new ones, then those that go on."""

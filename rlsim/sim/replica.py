@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
+from math import isnan
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -176,7 +177,7 @@ class Replica:
                 request.order = request.prefill_left = 0
         self._waiting = deque(r for r in self._waiting if r.id not in ids)
         self._arrivals = [r for r in self._arrivals if r.id not in ids]
-        left_at = self._stopped_at if self._stopped_at == self._stopped_at else self.env.now
+        left_at = self._stopped_at if not isnan(self._stopped_at) else self.env.now
         self._stays.add([*running, *others], left_at, left)
         return running, others
 
@@ -229,17 +230,10 @@ class Replica:
     def _run(self) -> Generator[simpy.Event, Any, None]:
         env, batch = self.env, self._batch
         while True:
-            while self._orders:
-                self._orders.popleft()()
-            if self.stopped is not None:
-                self.close()
-                self._stopped_at = env.now
-                self.stopped.succeed()
-                return
-            if self._arrivals:
-                self._kv_arrived = any(r.has_kv for r in self._arrivals)
-                self._waiting.extend(self._arrivals)
-                self._arrivals.clear()
+            if self._orders or self._arrivals or self.stopped is not None:
+                self._look_up()
+                if self.stopped is not None:
+                    return
             if self._prefill_pages or not batch.surely_fits():
                 self._evict()
             chunks = self._admit() if self._waiting or self._prefilling else None
@@ -281,6 +275,19 @@ class Replica:
                 with suppress(simpy.Interrupt):
                     yield env.event()
 
+    def _look_up(self) -> None:
+        """At a boundary: carry out orders, then stop if told to, or take in what has arrived."""
+        while self._orders:
+            self._orders.popleft()()
+        if self.stopped is not None:
+            self.close()
+            self._stopped_at = self.env.now
+            self.stopped.succeed()
+        elif self._arrivals:
+            self._kv_arrived = any(r.has_kv for r in self._arrivals)
+            self._waiting.extend(self._arrivals)
+            self._arrivals.clear()
+
     def _only_just(self, start: float) -> bool:
         """Whether an iteration that began at `start` began at this very moment."""
         return self.env.now - start <= REACHED * self.env.now
@@ -316,7 +323,7 @@ class Replica:
                 continue
             request.generated += 1
             request.decoding_at = now
-            if request.first_token_at != request.first_token_at:
+            if isnan(request.first_token_at):
                 request.first_token_at = now
             complete.append(request)
         self._prefilling = [request for request in self._prefilling if request.prefill_left]
@@ -369,7 +376,7 @@ class Replica:
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))
             request.admitted_at, request.start_tokens = now, context
-            if request.started_at != request.started_at:
+            if isnan(request.started_at):
                 request.started_at = now
             request.replica = self.index
             if request.tps[-1:] != self._tps:
@@ -387,8 +394,10 @@ class Replica:
             self._kv_arrived = False
             for request in waiting:
                 request.has_kv = False
-        if not chunked:
-            return [Chunk(request.prefill_left, 0) for request in self._prefilling]
+        return self._work(budget) if chunked else [Chunk(request.prefill_left, 0) for request in self._prefilling]
+
+    def _work(self, budget: int) -> list[Chunk]:
+        """A chunk of each of the first prefilling, so many tokens together."""
         work, left = [], budget
         for request in self._prefilling:
             tokens = min(request.prefill_left, left)

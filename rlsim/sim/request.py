@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import NamedTuple
 
 from pydantic import Field
@@ -142,7 +143,7 @@ class Request:
     @property
     def scored(self) -> bool:
         """Whether it has its reward."""
-        return self.reward == self.reward
+        return not isnan(self.reward)
 
     @property
     def finished(self) -> bool:

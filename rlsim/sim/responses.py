@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,12 +67,6 @@ class Responses:
         trained, baseline = ~np.isnan(finished_at), flags("baseline")
         if accepted is not None:
             trained &= np.fromiter((r.id in accepted for r in requests), np.bool_, len(requests))
-        goes_on, resumed = np.zeros(len(requests), np.bool_), np.zeros(len(requests), np.bool_)
-        resumed_tokens, oldest = np.zeros(len(requests), np.int64), np.full(len(requests), version, np.int64)
-        for i, request in enumerate(requests if paused is not None else ()):
-            goes_on[i] = paused is not None and request.id in paused
-            if request.resumed:
-                resumed[i], resumed_tokens[i], oldest[i] = True, *request.resumed
         return cls(
             id=ints("id"),
             position=ints("position"),
@@ -91,10 +86,7 @@ class Responses:
             scored_at=floats("scored_at"),
             reward=floats("reward"),
             timed_out=flags("timed_out"),
-            paused=goes_on,
-            resumed=resumed,
-            resumed_tokens=resumed_tokens,
-            version=oldest,
+            **_across_steps(requests, version, paused),
         )
 
     def __len__(self) -> int:
@@ -109,3 +101,14 @@ class Responses:
     def finished(self) -> NDArray[np.bool_]:
         """Which responses are complete."""
         return ~np.isnan(self.finished_at)
+
+
+def _across_steps(requests: Sequence[Request], version: int, paused: Container[int] | None) -> dict[str, NDArray[Any]]:
+    """The columns on what came from earlier steps and goes on in later ones; see `Responses.of`."""
+    goes_on, resumed = np.zeros(len(requests), np.bool_), np.zeros(len(requests), np.bool_)
+    resumed_tokens, oldest = np.zeros(len(requests), np.int64), np.full(len(requests), version, np.int64)
+    for i, request in enumerate(requests if paused is not None else ()):
+        goes_on[i] = paused is not None and request.id in paused
+        if request.resumed:
+            resumed[i], resumed_tokens[i], oldest[i] = True, *request.resumed
+    return {"paused": goes_on, "resumed": resumed, "resumed_tokens": resumed_tokens, "version": oldest}

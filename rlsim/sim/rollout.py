@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import simpy
 
@@ -25,75 +25,34 @@ from rlsim.sim.control import (
     Migrate,
     Reconfigure,
     Release,
-    RolloutControl,
-    RolloutCosts,
     RolloutView,
     Stop,
     decides,
 )
 from rlsim.sim.moment import ASK, at_end, rest_of
-from rlsim.sim.recorder import Recorder
-from rlsim.sim.replica import ChunkListener, Replica
-from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.replica import Replica
+from rlsim.sim.request import Request
+from rlsim.sim.stage import GenerationStage, RolloutState, Routing
 from rlsim.sim.stays import Left
-from rlsim.sim.view import LiveView, RolloutState
+from rlsim.sim.view import LiveView
 
 _T = TypeVar("_T")
-Routing = Literal["contiguous", "round_robin"]
 
 
 class Rollout(RolloutState):
-    """Generates `requests` on the nodes of a mesh. `done` fires when no request is left, or a `Stop` has taken effect.
+    """Generates the requests of a stage on the nodes of its mesh.
 
-    With `open` it fires after a `Stop` only: further requests may be launched when none is left; `on_drained` is told
-    each time that happens. `launcher` makes the requests of a `Launch`. `used_tps` says, per node, which degrees this
-    run has used before; the rollout adds to it. `on_finish` is told of responses that are complete, `on_release` of
-    GPUs that are given up before the end. `crowded` is the step cost of a replica whose GPUs are shared (`share`).
-    `resumed` are further requests that have tokens from an earlier step, `chunks` is told of responses on their way.
-    Raises `PolicyError` for an action that names what is not there.
+    `done` fires when no request is left (with `open`, never for that alone), or a `Stop` has taken effect. Raises
+    `PolicyError` for an action that names what is not there.
     """
 
-    def __init__(
-        self,
-        env: simpy.Environment,
-        *,
-        mesh: Sequence[tuple[int, ...]],
-        tp: int,
-        requests: Sequence[Request],
-        costs: RolloutCosts,
-        config: EngineConfig,
-        control: RolloutControl,
-        cap_tokens: int,
-        recorder: Recorder | None = None,
-        on_release: Callable[[Iterable[int]], None] | None = None,
-        routing: Routing = "contiguous",
-        used_tps: dict[int, set[int]] | None = None,
-        open: bool = False,  # noqa: A002
-        launcher: Callable[[Launch], Sequence[Request]] | None = None,
-        on_finish: Callable[[Sequence[Request]], None] | None = None,
-        on_drained: Callable[[], None] | None = None,
-        crowded: Callable[[int], StepCost] | None = None,
-        label: str = "",
-        resumed: Sequence[Request] = (),
-        chunks: ChunkListener | None = None,
-    ) -> None:
-        super().__init__(env, mesh, tp, [*requests, *resumed], cap_tokens, label, used_tps)
+    def __init__(self, env: simpy.Environment, stage: GenerationStage) -> None:
+        super().__init__(env, stage)
         self.done = env.event()
         self.switches: list[tuple[float, int, int, int, SwitchCost]] = []  # when, node, from TP, to TP, what it cost
         self.released_at: dict[int, float] = {}  # GPU: when it was given up
         self.replicas: list[Replica] = []  # all there ever were, by index
-        self._mesh = mesh
-        self._costs = costs
-        self._config = config
-        self._control = control
-        self._recorder = recorder or Recorder()
-        self._on_release = on_release
-        self._open = open
-        self._launcher = launcher
-        self._on_finish = on_finish
-        self._on_drained = on_drained
-        self._crowded = crowded
-        self._chunks = chunks
+        self._stage = stage
         self._shared: Counter[int] = Counter()  # by GPU: how many other things run there too
         self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
@@ -102,28 +61,28 @@ class Rollout(RolloutState):
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
         self._longest = [(-r.prompt_tokens - r.response_tokens, r.id) for r in self.requests]  # a heap
         heapify(self._longest)
-        self._asks = decides(control)
+        self._asks = decides(stage.control)
         #: Nobody decides anything or is told of anything before the end.
-        self._quiet = not (self._asks or open or on_finish or chunks or crowded)
-        self._bound_for = dict.fromkeys(range(len(mesh)), 0)  # requests migrating to the node
+        self._quiet = not (self._asks or stage.open or stage.on_finish or stage.chunks or stage.crowded)
+        self._bound_for = dict.fromkeys(self._tp, 0)  # requests migrating to the node
         self._asking = self._stopping = False
         self._numbers = itertools.count(1)
 
-        for node in range(len(mesh)):
+        for node, tp in self._tp.items():
             self._used_tps.setdefault(node, set()).add(tp)
             self._start_node(node, tp)
-        for replica, share in zip(self.replicas, dealt(requests, len(self.replicas), routing), strict=True):
+        for replica, share in zip(self.replicas, dealt(stage.requests, len(self.replicas), stage.routing), strict=True):
             self._give(replica, share)
-        if resumed:
-            self._deal_to_active(resumed)
+        if stage.resumed:
+            self._deal_to_active(stage.resumed)
         if not self.requests:
             self._none_left()
 
     # ---- requests and replicas --------------------------------------------------------------------------------------
 
     def _start_node(self, node: int, tp: int) -> list[Replica]:
-        gpus = self._mesh[node]
-        pages = self._costs.capacity_pages(tp)
+        gpus = self._stage.mesh[node]
+        pages = self._stage.costs.capacity_pages(tp)
         started = []
         for first in range(0, len(gpus), tp):
             index = len(self.replicas)
@@ -134,11 +93,11 @@ class Rollout(RolloutState):
                 gpus[first : first + tp],
                 self._step_cost(gpus[first : first + tp]),
                 pages,
-                self._config,
-                self._recorder,
+                self._stage.config,
+                self._stage.recorder,
                 self._finished,
                 self._numbers,
-                self._chunks,
+                self._stage.chunks,
                 self._quiet,
             )
             self.replicas.append(replica)
@@ -148,8 +107,8 @@ class Rollout(RolloutState):
         return started
 
     def _step_cost(self, gpus: tuple[int, ...]) -> StepCost:
-        crowded = self._crowded is not None and any(self._shared[gpu] for gpu in gpus)
-        return (self._crowded if crowded and self._crowded else self._costs.step)(len(gpus))
+        crowded = self._stage.crowded is not None and any(self._shared[gpu] for gpu in gpus)
+        return (self._stage.crowded if crowded and self._stage.crowded else self._stage.costs.step)(len(gpus))
 
     def share(self, gpus: tuple[int, ...], shared: bool) -> None:
         """Something else begins to run on these GPUs, or ends: replicas there take on their other pace."""
@@ -213,8 +172,8 @@ class Rollout(RolloutState):
             self.finished_tokens = min(shortest or lengths[0], *lengths), max(longest, *lengths)
         self._left -= len(finished)
         self._left_on[replica.node] -= len(finished)
-        if self._on_finish:
-            self._on_finish(finished)
+        if self._stage.on_finish:
+            self._stage.on_finish(finished)
         if self._left == 0:
             self._none_left()
         if self._asks and not self.done.triggered:
@@ -222,11 +181,11 @@ class Rollout(RolloutState):
             self.ask()
 
     def _none_left(self) -> None:
-        if not self._open:
+        if not self._stage.open:
             if not self.done.triggered:
                 self.done.succeed()
-        elif self._on_drained:
-            self._on_drained()
+        elif self._stage.on_drained:
+            self._stage.on_drained()
 
     def ask(self) -> None:
         """Have the control asked at this moment, after everything else that happens at it."""
@@ -243,7 +202,7 @@ class Rollout(RolloutState):
         if self.done.triggered or self._stopping:
             return
         view: RolloutView = LiveView(self)
-        answer = self._control.on_finish(view)
+        answer = self._stage.control.on_finish(view)
         # All of it before anything is done, and while the view still shows this moment: it may be a generator.
         actions = [] if answer is None else list(answer) if isinstance(answer, Iterable) else [answer]
         self._just_finished.clear()
@@ -284,12 +243,12 @@ class Rollout(RolloutState):
                 self._stopping = True
                 self.env.process(self._stop())
             case _:
-                raise PolicyError(f"{self._control.label} returned {action!r}, which is not an action")
+                raise PolicyError(f"{self._stage.control.label} returned {action!r}, which is not an action")
 
     def _check_room(self, tp: int, action: Action) -> None:
         """A layout must be able to hold every unfinished response at its full length."""
         try:
-            room = self._costs.capacity_pages(tp) * self._config.page_tokens
+            room = self._stage.costs.capacity_pages(tp) * self._stage.config.page_tokens
         except RlsimError as error:
             self._check(False, action, str(error))
         heap = self._longest
@@ -300,7 +259,7 @@ class Rollout(RolloutState):
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:
-            raise PolicyError(f"{self._control.label} returned {action!r}: {why}")
+            raise PolicyError(f"{self._stage.control.label} returned {action!r}: {why}")
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
@@ -316,12 +275,12 @@ class Rollout(RolloutState):
         others = [r for _, rest in drained for r in rest]
         if not (holding or others or self._bound_for[node] or self._homeless):
             self._switching.discard(node)
-            if self._open:  # nothing to switch for, but more may be launched
+            if self._stage.open:  # nothing to switch for, but more may be launched
                 self._start_node(node, self._tp[node])
             return
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)
-        cost = self._costs.switch(old_tp, tp, contexts, sequences, kv, tp not in self._used_tps[node])
+        cost = self._stage.costs.switch(old_tp, tp, contexts, sequences, kv, tp not in self._used_tps[node])
         self._used_tps[node].add(tp)
         self.switches.append((self.env.now, node, old_tp, tp, cost))
         self._pauses[node] = self.env.now, tp, f"TP{old_tp} to TP{tp}"
@@ -369,7 +328,7 @@ class Rollout(RolloutState):
         if kv == "migrate" and with_kv:
             same_node = all(source.node == to.node for _, source in with_kv)
             contexts = [r.context for r, _ in with_kv]
-            yield self.env.timeout(self._costs.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node))
+            yield self.env.timeout(self._stage.costs.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node))
         arrivals = [r for r, _, _ in moving]
         for request, _, has in moving:
             request.has_kv = has and kv == "migrate"
@@ -384,14 +343,14 @@ class Rollout(RolloutState):
         if self._stopping or self.done.triggered:  # who waits for the rollout has its GPUs already
             return
         self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
-        if self._on_release:
-            self._on_release(replica.gpus)
+        if self._stage.on_release:
+            self._stage.on_release(replica.gpus)
         running, others = self._take(replica, "released")
         self._deal_to_active([*running, *others])
 
     def _launch(self, launch: Launch) -> None:
-        self._check(self._launcher is not None, launch, "nothing can be launched here")
-        requests = list(self._launcher(launch)) if self._launcher else []
+        self._check(self._stage.launcher is not None, launch, "nothing can be launched here")
+        requests = list(self._stage.launcher(launch)) if self._stage.launcher else []
         self.requests += requests
         for request in requests:
             self._requests[request.id] = request
@@ -423,7 +382,7 @@ class Rollout(RolloutState):
     def _end_pause(self, node: int) -> None:
         """Note down a switch that ends, or is broken off, now."""
         start, tp, label = self._pauses.pop(node)
-        self._recorder.add(self._mesh[node], start, self.env.now, "switch", tp, label)
+        self._stage.recorder.add(self._stage.mesh[node], start, self.env.now, "switch", tp, label)
 
     def _where(self, ids: Sequence[int]) -> list[tuple[Replica, frozenset[int]]]:
         """The active replicas that hold some of these requests, and which."""

@@ -145,7 +145,7 @@ class _Run:
             yield env.timeout(sum(seconds for _, seconds in pieces.finish))
             recorder.add(placement.gpus, start, env.now, call.name)
             self.pool.release(placement.gpus)
-        start_at = work.started_at if work.started_at == work.started_at else env.now
+        start_at = min(work.started_at, env.now)
         parts: dict[str, float] = dict(work.parts_s)
         for name, seconds in pieces.finish:
             parts[name] = parts.get(name, 0.0) + seconds

@@ -14,8 +14,8 @@ from rlsim.sim.elastic import Pieces
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.responses import Responses
 from rlsim.sim.reward import RewardControl, Scoring
-from rlsim.sim.rollout import Routing
 from rlsim.sim.service import ScoringEngine
+from rlsim.sim.stage import Routing
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
 

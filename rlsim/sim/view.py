@@ -3,49 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-
-import simpy
+from collections.abc import Mapping
 
 from rlsim.sim.control import ReplicaView, RequestView
-from rlsim.sim.replica import Replica
-from rlsim.sim.request import Request
-
-
-class RolloutState:
-    """Where a rollout stands: `Rollout` changes it, its control sees it as a `LiveView`."""
-
-    def __init__(
-        self,
-        env: simpy.Environment,
-        mesh: Sequence[tuple[int, ...]],
-        tp: int,
-        requests: Sequence[Request],
-        cap_tokens: int,
-        label: str,
-        used_tps: dict[int, set[int]] | None,
-    ) -> None:
-        self.env = env
-        self.started_at = env.now
-        self.requests = list(requests)
-        self.cap_tokens = cap_tokens
-        self.label = label
-        self.gpus_per_node = len(mesh[0])
-        self.finished = 0  # responses finished so far
-        self.finished_lengths: list[int] = []  # of these, where a control is asked
-        self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
-        self._left = len(self.requests)
-        self._left_on = dict.fromkeys(range(len(mesh)), 0)
-        self._tp = dict.fromkeys(range(len(mesh)), tp)
-        self._used_tps = used_tps if used_tps is not None else {}
-        self._active: dict[int, list[Replica]] = {}
-        self._switching: set[int] = set()
-        self._just_finished: set[int] = set()
-
-    def active(self, node: int | None = None) -> list[Replica]:
-        """Replicas that have not been told to stop, of one node or of all."""
-        nodes = self._active if node is None else (node,)
-        return [r for n in nodes for r in self._active[n] if r.stopped is None]
+from rlsim.sim.stage import RolloutState
 
 
 class LiveView:

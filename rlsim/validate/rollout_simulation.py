@@ -13,6 +13,7 @@ from rlsim.sim.alone import run_rollout
 from rlsim.sim.control import Reconfigure, RolloutControl, RolloutView
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.stage import GenerationStage
 from rlsim.validate.rollout_steps import PAGE_TOKENS, Fitted
 
 
@@ -88,15 +89,17 @@ def simulate(case: Case, lengths: Sequence[tuple[int, int]], costs: MeasuredCost
     requests = [Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)]
     recorder = Recorder()
     rollout = run_rollout(
-        requests,
-        mesh=[(0, 1)],
-        tp=case.tp,
-        costs=costs,
-        config=EngineConfig(page_tokens=PAGE_TOKENS, max_num_batched_tokens=budget_tokens, watermark=0.0),
-        control=SwitchAt(case.switch_at, case.switch_to) if case.switch_to else None,
-        cap_tokens=max(response for _, response in lengths),
-        recorder=recorder,
-        used_tps={0: {1, 2}},
+        GenerationStage(
+            requests=requests,
+            mesh=[(0, 1)],
+            tp=case.tp,
+            costs=costs,
+            config=EngineConfig(page_tokens=PAGE_TOKENS, max_num_batched_tokens=budget_tokens, watermark=0.0),
+            control=SwitchAt(case.switch_at, case.switch_to) if case.switch_to else RolloutControl(),
+            cap_tokens=max(response for _, response in lengths),
+            recorder=recorder,
+            used_tps={0: {1, 2}},
+        )
     )
     return Simulated(
         makespan_s=float(rollout.env.now),

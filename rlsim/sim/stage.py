@@ -1,0 +1,69 @@
+"""One generation stage, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import simpy
+
+from rlsim.cost.step import StepCost
+from rlsim.sim.control import Launch, RolloutControl, RolloutCosts
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.replica import ChunkListener, Replica
+from rlsim.sim.request import EngineConfig, Request
+
+Routing = Literal["contiguous", "round_robin"]
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerationStage:
+    """One generation stage: what is generated, on which GPUs, and who decides and is told."""
+
+    requests: Sequence[Request]
+    mesh: Sequence[tuple[int, ...]]  # the GPUs of each node
+    tp: int  # that every node starts with
+    costs: RolloutCosts
+    config: EngineConfig
+    cap_tokens: int  # the longest a response can get
+    control: RolloutControl = field(default_factory=RolloutControl)
+    routing: Routing = "contiguous"
+    label: str = ""  # the kind of round
+    resumed: Sequence[Request] = ()  # further requests, with tokens from an earlier step
+    used_tps: dict[int, set[int]] = field(default_factory=dict)  # by node, degrees of this run; the stage adds its own
+    open: bool = False  # goes on when no request is left, as more may be launched; only a `Stop` ends it
+    launcher: Callable[[Launch], Sequence[Request]] | None = None  # makes the requests of a `Launch`
+    on_finish: Callable[[Sequence[Request]], None] | None = None  # is told of responses that are complete
+    on_drained: Callable[[], None] | None = None  # is told each time that no request is left of an open stage
+    on_release: Callable[[Iterable[int]], None] | None = None  # is told of GPUs that are given up before the end
+    crowded: Callable[[int], StepCost] | None = None  # step cost, by TP, of a replica whose GPUs are shared
+    chunks: ChunkListener | None = None  # is told of responses on their way
+    recorder: Recorder = field(default_factory=Recorder)
+
+
+class RolloutState:
+    """Where a rollout stands: `Rollout` changes it, its control sees it as a `LiveView`."""
+
+    def __init__(self, env: simpy.Environment, stage: GenerationStage) -> None:
+        self.env = env
+        self.started_at = env.now
+        self.requests = [*stage.requests, *stage.resumed]
+        self.cap_tokens = stage.cap_tokens
+        self.label = stage.label
+        self.gpus_per_node = len(stage.mesh[0])
+        self.finished = 0  # responses finished so far
+        self.finished_lengths: list[int] = []  # of these, where a control is asked
+        self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
+        self._left = len(self.requests)
+        self._left_on = dict.fromkeys(range(len(stage.mesh)), 0)
+        self._tp = dict.fromkeys(range(len(stage.mesh)), stage.tp)
+        self._used_tps = stage.used_tps
+        self._active: dict[int, list[Replica]] = {}
+        self._switching: set[int] = set()
+        self._just_finished: set[int] = set()
+
+    def active(self, node: int | None = None) -> list[Replica]:
+        """Replicas that have not been told to stop, of one node or of all."""
+        nodes = self._active if node is None else (node,)
+        return [r for n in nodes for r in self._active[n] if r.stopped is None]
