@@ -345,7 +345,7 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
     assert first.trained.tolist() == [True, False, True]
     assert first.paused.tolist() == [False, True, False]
     assert not first.aborted.any()
-    assert first.response_tokens.tolist() == [2, 3, 3]
+    assert first.generated_tokens.tolist() == [2, 3, 3]
     # Prompts 3 and 4 are new, on GPUs 0 and 1; 1 goes on on GPU 2: 1 + 4/2 s for its fourth token, 5 s for the others.
     # Then the batch is complete. Prompt 4 stops at its next boundary, 8.5 s, with 8 tokens.
     assert second.position.tolist() == [3, 4, 1]
@@ -354,7 +354,7 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
     assert gen_s(played.outcome, 1) == pytest.approx(8.5)
     assert second.resumed.tolist() == [False, False, True]
     assert second.resumed_tokens.tolist() == [0, 0, 3]
-    assert second.response_tokens.tolist() == [2, 8, 9]
+    assert second.generated_tokens.tolist() == [2, 8, 9]
     assert (1 - second.version).tolist() == [0, 0, 1]  # staleness
     # Prompt 4 lacks a token: 1 + 9/2 s. Prompts 5 and 6 take 3.5 s: the batch without it.
     assert third.position[third.trained].tolist() == [5, 6]
@@ -377,13 +377,13 @@ def test_a_response_is_as_old_as_its_first_token() -> None:
 
 
 def conserved(outcome: Outcome) -> None:
-    generated = sum(int((r.response_tokens - r.resumed_tokens).sum()) for r in outcome.responses)
-    trained = sum(int(r.response_tokens[r.trained].sum()) for r in outcome.responses)
-    aborted = sum(int(r.response_tokens[~(r.trained | r.paused)].sum()) for r in outcome.responses)
+    generated = sum(int((r.generated_tokens - r.resumed_tokens).sum()) for r in outcome.responses)
+    trained = sum(int(r.generated_tokens[r.trained].sum()) for r in outcome.responses)
+    aborted = sum(int(r.generated_tokens[~(r.trained | r.paused)].sum()) for r in outcome.responses)
     last = outcome.responses[-1]
-    assert generated == trained + aborted + int(last.response_tokens[last.paused].sum())
+    assert generated == trained + aborted + int(last.generated_tokens[last.paused].sum())
     for before, after in zip(outcome.responses, outcome.responses[1:], strict=False):
-        paused = dict(zip(before.row[before.paused], before.response_tokens[before.paused], strict=True))
+        paused = dict(zip(before.row[before.paused], before.generated_tokens[before.paused], strict=True))
         resumed = dict(zip(after.row[after.resumed], after.resumed_tokens[after.resumed], strict=True))
         assert paused == resumed
 
@@ -404,7 +404,7 @@ def test_tokens_launched_are_trained_aborted_or_carried_over(seed: int) -> None:
         assert settled.launched + settled.resumed == 8 + settled.paused
     begun: dict[int, int] = {}  # by row: the step that generated its first token
     for step, r in enumerate(played.outcome.responses):
-        for row, tokens, version in zip(r.row.tolist(), r.response_tokens.tolist(), r.version.tolist(), strict=True):
+        for row, tokens, version in zip(r.row.tolist(), r.generated_tokens.tolist(), r.version.tolist(), strict=True):
             if tokens:
                 assert version == begun.setdefault(row, step)
     stale = [step - r.version[r.trained] for step, r in enumerate(played.outcome.responses)]
@@ -419,7 +419,7 @@ def test_groups_of_responses_are_kept_whole() -> None:
     assert first.paused.tolist() == [False, False, True, True, False, False]
     resumed = second.position == 1
     assert second.trained[resumed].all()
-    assert sorted(second.response_tokens[resumed]) == [2, 9]
+    assert sorted(second.generated_tokens[resumed]) == [2, 9]
     assert sorted(second.resumed_tokens[resumed]) == [2, 3]
     assert call_of(played.outcome, "generate", 1).end_at - call_of(played.outcome, "generate", 1).start_at == 9.0
 
@@ -486,7 +486,7 @@ def test_a_batching_may_keep_some_and_put_others_back() -> None:
     assert first.aborted.tolist() == [False, False, True, False]
     assert second.position.tolist() == [2, 4, 5, 1]
     assert second.resumed_tokens.tolist() == [0, 0, 0, 2]
-    assert sorted(second.response_tokens[second.trained]) == [3, 9]  # another sample of 2, the same one of 1
+    assert sorted(second.generated_tokens[second.trained]) == [3, 9]  # another sample of 2, the same one of 1
 
 
 def test_a_batching_sees_how_stale_the_responses_are() -> None:
@@ -510,7 +510,7 @@ def test_what_goes_on_may_wait_for_its_rewards() -> None:
     trained = np.concatenate([r.position[r.trained] for r in outcome.responses])
     assert sorted(trained) == sorted(list(set(trained)) * 2)
     assert len(trained) == 8 * 3 * 2
-    kept_whole = [r for r in outcome.responses if ((r.resumed_tokens == r.response_tokens) & r.resumed).any()]
+    kept_whole = [r for r in outcome.responses if ((r.resumed_tokens == r.generated_tokens) & r.resumed).any()]
     assert kept_whole
     for r in outcome.responses:
         assert not np.isnan(r.reward[r.trained]).any()

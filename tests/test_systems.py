@@ -156,9 +156,9 @@ def test_a_short_round_ends_with_its_first_prompts() -> None:
     outcome = train(lengths, 2, 2, batching=TailBatching(eta=1.5))
     responses, rollout = outcome.responses[0], outcome.rollouts[0]
     assert gen_s(outcome) == 5.0  # prompt 0 is complete at 3 s, prompt 2 at 5 s
-    assert sorted(responses.response_tokens[responses.trained]) == [2, 3, 4, 5]
+    assert sorted(responses.generated_tokens[responses.trained]) == [2, 3, 4, 5]
     # Aborted: the third of prompt 0 at 3 s, what is left of 1 and 2 at 5 s. The one finished response of 1 is lost too.
-    assert responses.response_tokens[~responses.trained].tolist() == [3, 5, 1, 5, 5]
+    assert responses.generated_tokens[~responses.trained].tolist() == [3, 5, 1, 5, 5]
     assert responses.aborted.tolist() == [False, False, True, True, False, True, False, False, True]
     assert (rollout.settled.label, rollout.settled.launched, rollout.settled.put_back) == ("short", 9, 1)
     assert rollout.waiting == 1

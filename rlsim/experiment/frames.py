@@ -30,6 +30,7 @@ _ROUNDING = 1e-9
 _COMPLETE = ("steps", "calls", "spans")
 #: Columns of `responses` that `rlsim.sim.responses.Responses` has under another name.
 _RESPONSE_FIELDS = {
+    "response_tokens": "generated_tokens",
     "response": "id",
     "start_at": "started_at",
     "finish_at": "finished_at",
@@ -117,8 +118,8 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
         responses, summary = outcome.responses[step], outcome.rollouts[step]
         switches = [s for s in outcome.switches if s.step == step]
         kept = responses.trained
-        generated_tokens = responses.response_tokens - responses.resumed_tokens
-        here = (kept | responses.baseline) & (generated_tokens > 0) & (generate is not None)
+        new_tokens = responses.generated_tokens - responses.resumed_tokens
+        here = (kept | responses.baseline) & (new_tokens > 0) & (generate is not None)
         finished = np.sort(responses.finished_at[kept])
         p90_at = finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else ended
         rows.append(
@@ -128,7 +129,7 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
                 "gen_time_s": ended - began,
                 "gen_p90_time_s": max(p90_at - began, 0.0),
                 "gen_bound_s": bound.time_s(
-                    (responses.prompt_tokens + responses.resumed_tokens)[here], generated_tokens[here]
+                    (responses.prompt_tokens + responses.resumed_tokens)[here], new_tokens[here]
                 ),
                 "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
                 **_exposed_s(work, step, window),
@@ -180,10 +181,10 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
     kept, settled = responses.trained, summary.settled
     return {
         "tokens": responses.total_tokens[kept].sum(),
-        "trained_response_tokens": responses.response_tokens[kept].sum(),
-        "response_tokens": (responses.response_tokens - responses.resumed_tokens).sum(),
-        "wasted_tokens": responses.response_tokens[~(kept | responses.paused | responses.baseline)].sum(),
-        "paused_tokens": responses.response_tokens[responses.paused].sum(),
+        "trained_response_tokens": responses.generated_tokens[kept].sum(),
+        "response_tokens": (responses.generated_tokens - responses.resumed_tokens).sum(),
+        "wasted_tokens": responses.generated_tokens[~(kept | responses.paused | responses.baseline)].sum(),
+        "paused_tokens": responses.generated_tokens[responses.paused].sum(),
         "resumed_tokens": responses.resumed_tokens.sum(),
         "launched": settled.launched,
         "trained": kept.sum(),
@@ -193,7 +194,7 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "dropped": settled.dropped,
         "waiting": summary.waiting,
         "timeouts": (responses.timed_out & kept).sum(),
-        "longest_tokens": responses.response_tokens[kept].max(initial=0),
+        "longest_tokens": responses.generated_tokens[kept].max(initial=0),
         "initial_tp": summary.initial_tp,
         "preemptions": summary.preemptions,
         "released_gpu_s": summary.released_gpu_s,

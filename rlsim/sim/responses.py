@@ -20,7 +20,7 @@ class Responses:
     id: NDArray[np.int64]
     position: NDArray[np.int64]  # of the prompt in training order
     prompt_tokens: NDArray[np.int64]
-    response_tokens: NDArray[np.int64]  # generated
+    generated_tokens: NDArray[np.int64]
     started_at: NDArray[np.float64]
     first_token_at: NDArray[np.float64]
     finished_at: NDArray[np.float64]
@@ -71,7 +71,7 @@ class Responses:
             id=ints("id"),
             position=ints("position"),
             prompt_tokens=ints("prompt_tokens"),
-            response_tokens=ints("generated"),
+            generated_tokens=ints("generated"),
             started_at=floats("started_at"),
             first_token_at=floats("first_token_at"),
             finished_at=finished_at,
@@ -95,7 +95,7 @@ class Responses:
     @property
     def total_tokens(self) -> NDArray[np.int64]:
         """Prompt and response tokens of each: what inference and training process."""
-        return self.prompt_tokens + self.response_tokens
+        return self.prompt_tokens + self.generated_tokens
 
     @property
     def finished(self) -> NDArray[np.bool_]:

@@ -1,13 +1,13 @@
 """Response lengths: the schema of a trace, reading, importing, sampling, describing, fitting and generating."""
 
 from rlsim.trace.files import read_trace, write_trace
-from rlsim.trace.sampling import StepBatch, StepSampler
+from rlsim.trace.sampling import DrawnResponses, StepSampler
 from rlsim.trace.schema import COLUMNS, Column, Trace, TraceMeta, make_trace, mix
 
 __all__ = [
     "COLUMNS",
     "Column",
-    "StepBatch",
+    "DrawnResponses",
     "StepSampler",
     "Trace",
     "TraceMeta",

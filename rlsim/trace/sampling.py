@@ -20,7 +20,7 @@ AGAIN = "a system generates more responses to a prompt than the trace has: their
 
 
 @dataclass(frozen=True)
-class StepBatch:
+class DrawnResponses:
     """The responses of one step; all arrays have one entry per response, a prompt's samples side by side.
 
     `position` counts prompts over the whole training (a prompt comes again in the next epoch at another position),
@@ -95,12 +95,12 @@ class StepSampler:
     def epoch_size(self, epoch: int) -> int:
         return len(self._rows_of(epoch).prompts)
 
-    def step(self, step: int) -> StepBatch:
+    def step(self, step: int) -> DrawnResponses:
         """The responses of one training step (from 0): `prompts` × `responses` of them."""
         positions = np.arange(self.prompts) + step * self.prompts
         return self.draw(positions, np.zeros_like(positions), self.responses)
 
-    def draw(self, positions: npt.ArrayLike, first_samples: npt.ArrayLike, samples: int) -> StepBatch:
+    def draw(self, positions: npt.ArrayLike, first_samples: npt.ArrayLike, samples: int) -> DrawnResponses:
         """`samples` samples of the prompt at each position, from its `first_samples` on.
 
         Samples beyond those that the trace has of a prompt are its first ones again; the notes say so.
@@ -123,7 +123,7 @@ class StepSampler:
         if again and AGAIN not in self.notes:
             self.notes.append(AGAIN)
         flat = rows.ravel()
-        return StepBatch(
+        return DrawnResponses(
             position=np.repeat(position, samples),
             epoch=np.repeat(epoch, samples),
             prompt=np.repeat(prompt, samples),
