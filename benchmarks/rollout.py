@@ -1,7 +1,8 @@
 """How fast the engine is: 40 generation stages of 4,096 responses on 64 replicas, against two yardsticks.
 
-- A bare SimPy loop that sleeps through the very timeouts the engine scheduled and does nothing between them: in one
-  process (`ratio_to_bare_simpy`, the stricter: SimPy's queue holds one event) and in as many as there are replicas.
+- A bare SimPy loop that sleeps through the very timeouts the engine schedules where a control is told of each response,
+  and does nothing between them: in one process (`ratio_to_bare_simpy`, the stricter: SimPy's queue holds one event) and
+  in as many as there are replicas.
 - The token-by-token reference of the tests, on a size that it can do.
 
     python benchmarks/rollout.py            # a minute
@@ -33,7 +34,7 @@ from rlsim.cost.machine import Machine
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.batching import PromptFeed
-from rlsim.sim.control import ControlContext, Prompt, RolloutControl
+from rlsim.sim.control import ControlContext, Prompt, RolloutControl, RolloutView
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import Scoring
@@ -59,6 +60,13 @@ class OneGpuEach(RolloutControl):
     def initial_tp(self, context: ControlContext) -> int:  # noqa: ARG002
         """The layout every step starts with."""
         return 1
+
+
+class ToldOfEach(OneGpuEach):
+    """Is told of every response at its moment, as a deciding control is, and decides nothing."""
+
+    def on_finish(self, view: RolloutView) -> None:
+        """Go on."""
 
 
 class NoOtherCalls(CallTimes):
@@ -91,7 +99,9 @@ def times_as_long(lengths: Sequence[Lengths], factor: int) -> list[Lengths]:
     return [[(prompt, tokens * factor) for prompt, tokens in step] for step in lengths]
 
 
-def simulation(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = None) -> Simulation:
+def simulation(
+    machine: Machine, lengths: Sequence[Lengths], gpus: int | None = None, control: type[OneGpuEach] = OneGpuEach
+) -> Simulation:
     """Generation stages one after the other, on all GPUs or on the first few."""
 
     prompts = len(lengths[0]) // 8
@@ -107,7 +117,7 @@ def simulation(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = 
         workflow=GENERATION,
         plan=Plan({"generate": Placement(tuple(range(gpus or machine.cluster.gpus)))}),
         cluster=machine.cluster,
-        control=OneGpuEach(),
+        control=control(),
         initial_tp=1,
         feed=PromptFeed(prompts, 8),
         requests=requests,
@@ -126,7 +136,7 @@ def run_engine(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = 
 
 
 def timeouts_of(machine: Machine, lengths: Sequence[Lengths]) -> list[float]:
-    """The delays of all timeouts that the engine schedules."""
+    """The delays of all timeouts that the engine schedules where a control is told of each response: one for each."""
     delays: list[float] = []
     original = simpy.Timeout.__init__
 
@@ -135,7 +145,7 @@ def timeouts_of(machine: Machine, lengths: Sequence[Lengths]) -> list[float]:
         original(self, env, delay, value)
 
     with patch.object(simpy.Timeout, "__init__", note):
-        run_engine(machine, lengths)
+        simulate(simulation(machine, lengths, control=ToldOfEach))
     return delays
 
 
@@ -232,6 +242,7 @@ def main() -> None:
     took = medians(
         {
             "engine": lambda: run_engine(machine, lengths),
+            "told of each": lambda: simulate(simulation(machine, lengths, control=ToldOfEach)),
             "bare": lambda: run_bare(delays, 1),
             "bare processes": lambda: run_bare(delays, replicas),
             "short": lambda: run_engine(machine, short),
@@ -248,9 +259,11 @@ def main() -> None:
         "tokens": sum(tokens for step in lengths for _, tokens in step),
         "timeouts": len(delays),
         "engine_s": took["engine"],
+        "told_of_each_s": took["told of each"],
         "bare_s": took["bare"],
         "bare_processes_s": took["bare processes"],
         "ratio_to_bare_simpy": took["engine"] / took["bare"],
+        "ratio_told_of_each": took["told of each"] / took["bare"],
         "ratio_to_bare_simpy_processes": took["engine"] / took["bare processes"],
         "time_ratio_2x_responses": took["twice"] / took["short"],
         "time_ratio_8x_tokens": took["long"] / took["short"],
@@ -263,6 +276,7 @@ def main() -> None:
         f"{steps} steps of {responses:,} responses on {replicas} replicas, {result['tokens']:,} tokens: "
         f"{len(delays):,} timeouts, CPU time (median of {arguments.repeats})\n"
         f"  engine                   {took['engine']:.3f} s, at most {peak:.0f} MB\n"
+        f"  told of each response    {took['told of each']:.3f} s: {result['ratio_told_of_each']:.1f} times\n"
         f"  bare SimPy, one process  {took['bare']:.3f} s: the engine takes "
         f"{result['ratio_to_bare_simpy']:.1f} times that\n"
         f"  bare SimPy, {replicas} processes {took['bare processes']:.3f} s: "
