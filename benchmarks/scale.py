@@ -29,7 +29,7 @@ SYSTEMS: dict[str, list[Any]] = {
 }
 QUICK = [(system, 64, responses) for system in SYSTEMS for responses in (2_048, 4_096)]
 FULL = [(system, 1_024, responses) for system in SYSTEMS for responses in (12_800, 25_600, 102_400)]
-FULL += [("verl", 64, 102_400), ("verl", 64, 1_024_000)]
+FULL += [("verl", 64, 100_000), ("verl", 64, 1_000_000)]
 _TP = {"verl": {"tp": 2}, "rlhfuse": {"tp": 2, "remaining": 0.1}, "pat": {"start_tp": 2}, "overcommit": {"delta": 64}}
 
 

@@ -30,6 +30,7 @@ class RunningBatch:
         "_capacity_tokens",
         "_chunk_tokens",
         "_chunks",
+        "_final_tokens",
         "_finishing",
         "_longest",
         "_padding",
@@ -46,6 +47,7 @@ class RunningBatch:
         self.step = 0  # counter of decode steps
         self.size = 0  # requests
         self.tokens = 0  # sum of their contexts
+        self._final_tokens = 0  # the same once each is complete
         self._skew = skew
         self._page_tokens = page_tokens
         self._padding = page_tokens - 1  # the most that one request's last page is short of being full
@@ -71,18 +73,20 @@ class RunningBatch:
         """Take in requests whose context is in the KV cache."""
         step, page, residues, finishing = self.step, self._page_tokens, self._residues, self._finishing
         longest, ages = self._longest if self._skew else None, self._ages
-        tokens = 0
+        tokens = final = 0
         for request in requests:
             order, generated = request.order, request.generated
             context = request.prompt_tokens + generated
             offset = request.offset = context - step
             tokens += context
+            final += request.prompt_tokens + request.response_tokens
             residues[offset % page] += 1
             ages[generated - step] += 1
             heappush(finishing, (step + request.response_tokens - generated, order, request))
             if longest is not None:
                 heappush(longest, (-offset, order, request))
         self.tokens += tokens
+        self._final_tokens += final
         self.size += len(requests)
         if self._chunk_tokens:
             self._await_chunks(requests)
@@ -108,6 +112,7 @@ class RunningBatch:
                 ages[age] -= 1
             request.order = 0
             self.tokens -= offset + step
+            self._final_tokens -= request.prompt_tokens + request.response_tokens
             residues[offset % page] -= 1
         self.size -= len(requests)
 
@@ -125,8 +130,7 @@ class RunningBatch:
 
     def fits_to_the_end(self) -> bool:
         """Whether all requests fit until they are complete, wherever in their last pages they stand."""
-        final = sum(request.prompt_tokens + request.response_tokens + self._padding for request in self)
-        return final <= self._capacity_tokens
+        return self._final_tokens + self.size * self._padding <= self._capacity_tokens
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
         """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
@@ -148,7 +152,7 @@ class RunningBatch:
             request.order = 0
             tokens -= request.prompt_tokens + request.response_tokens
             size -= 1
-        self.step, self.size, self.tokens = step, 0, 0
+        self.step, self.size, self.tokens, self._final_tokens = step, 0, 0, 0
         self._ages.clear()
         self._residues = [0] * self._page_tokens
         self.clear()
