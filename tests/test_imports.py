@@ -85,3 +85,22 @@ def test_only_the_engine_imports_simpy():
     users = {name for name, path in modules().items() if any(i.split(".")[0] == "simpy" for i in imported(path))}
     assert users
     assert {name for name in users if name.split(".")[1] != "sim"} == set()
+
+
+#: From the top of the house to its ground floor, as docs/architecture.md has them; rooms of one entry use each other.
+ROOMS = (
+    {"__main__", "cli"}, {"report", "validate"}, {"advise", "comparison"}, {"sweeps"}, {"verl", "init", "calibrate"}, {"testing"},
+    {"experiment"}, {"search", "policies"}, {"sim"}, {"workflow"}, {"cost", "trace"},
+)  # fmt: skip
+
+
+def test_a_room_imports_from_those_below_it():
+    floor = {room: place for place, rooms in enumerate(ROOMS) for room in rooms}
+    upwards = [
+        f"{name} imports {other}"
+        for name, path in modules().items()
+        for other in imported(path)
+        if other in modules() and name.count(".") and other.count(".")
+        if floor.get(name.split(".")[1], len(ROOMS)) > floor.get(other.split(".")[1], len(ROOMS))
+    ]
+    assert not upwards, "\n".join(upwards)
