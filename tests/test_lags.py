@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -9,8 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_workflows import lagged
+from typer.testing import CliRunner
 
 import rlsim
+from rlsim.cli import app
+from rlsim.cli.running import _tables
 
 JUDGE = "qwen2.5-1.5b"
 
@@ -97,3 +101,16 @@ def test_one_step_off_with_tail_batching_asynchronous_rewards_and_a_judge() -> N
     assert (two.steps["trained"] == 64).all()
     assert two.steps["staleness"].tolist() == pytest.approx([0, *[1] * 7])
     assert two.steps["step_time_s"].sum() < one.steps["step_time_s"].sum()
+
+
+def test_every_table_shows_how_stale_a_system_is_and_none_does_where_nothing_is(tmp_path: Path) -> None:
+    found = lagged(3, exact=True, workflow={"steps": 6})
+    on_policy = lagged(1, workflow={"steps": 6})
+    assert found.summary()["staleness"].tolist() == [2]
+    for result, shown in ((found, True), (on_policy, False)):
+        folder = tmp_path / str(shown)
+        result.write(folder)
+        assert any("stale" in str(column.header) for table in _tables(result) for column in table.columns) == shown
+        assert ("stale" in CliRunner().invoke(app, ["compare", str(folder)]).output) == shown
+        rlsim.write_report(result, tmp_path / "report.html")
+        assert (">stale</th>" in (tmp_path / "report.html").read_text(encoding="utf-8")) == shown

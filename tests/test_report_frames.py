@@ -193,7 +193,13 @@ def points(axes: dict[str, list[Any]], systems: tuple[str, ...] = ("verl", "pat"
         for order, system in enumerate(systems):
             speedup = 1 + 0.1 * order * (number - 1)
             more = {"speedup": speedup, "speedup_low": speedup - 0.05, "speedup_high": speedup + 0.05}
-            more |= {"token_speedup": speedup, "bubble_fraction": 0.1, "tail_fraction": 0.2, "held_back": 0.0}
+            more |= {
+                "token_speedup": speedup,
+                "bubble_fraction": 0.1,
+                "tail_fraction": 0.2,
+                "held_back": 0.0,
+                "staleness": 0,
+            }
             rows.append({**point, "system": system, "step_time_s": 100 / speedup, "responses_per_s": speedup, **more})
     return pd.DataFrame(rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsim.experiment.backlog import MOST_HELD_BACK
@@ -46,6 +46,12 @@ def late_legend(summary: pd.DataFrame) -> str:
     late = (summary["held_back"].abs() > MOST_HELD_BACK).any()
     text = f"\n†: not comparable yet; the prompts put off change by over {MOST_HELD_BACK:.0%} of those trained on"
     return text if late else ""
+
+
+def stale(rows: pd.DataFrame) -> tuple[list[str], Callable[[Mapping[Any, Any]], list[str]]]:
+    """Heading and cell of a column of staleness, neither where no step trains on anything stale."""
+    shown = bool(rows["staleness"].max() > 0)
+    return ["stale"] * shown, lambda row: [str(int(row["staleness"]))] * shown
 
 
 def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:

@@ -190,6 +190,7 @@ SUMMARY: tuple[Column, ...] = (
     *_ratio("token_speedup", "tokens trained on per second"),
     *_ratio("gen_speedup", "responses trained on per second of generation"),
     _figure("trained", "mean number of responses that a step trains on"),
+    Column("staleness", "int64", "updates", "the largest of any step: see the table `steps`"),
     _seconds("step_time_s", "mean step time"),
     _seconds("step_time_s_half", "half the 95% interval of step_time_s over seeds"),
     _seconds("gen_time_s", "mean generation time"),

@@ -20,7 +20,7 @@ _TIMES = (
 )  # fmt: skip
 _COUNTS = ("trained", "tokens", "trained_response_tokens", "response_tokens", "wasted_tokens", "switches")
 #: Columns of `steps` that `means` needs.
-MEASURED = ("steady", *_TIMES, *_COUNTS, "bubble_fraction", "tail_fraction", "gen_bound_s")
+MEASURED = ("steady", "staleness", *_TIMES, *_COUNTS, "bubble_fraction", "tail_fraction", "gen_bound_s")
 #: Ratios that are shown, and the column of `means` whose ratio each is; all of them count trained work per second.
 RATIOS = {
     "speedup": "responses_per_s",
@@ -35,8 +35,9 @@ ENDS = ("", "_low", "_high")
 def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """What the steady ones of these rows of `steps` come to, a row for each value of the columns `by`.
 
-    Times (`…_s`) and `switches` are means over steps, `trained` the responses that a step trains on; shares
-    (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `bound_share`) are of the sums. Rates, per second of step
+    Times (`…_s`) and `switches` are means over steps, `trained` the responses that a step trains on; `staleness` is the
+    largest of any step; shares (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `bound_share`) are of the sums.
+    Rates, per second of step
     time: `responses_per_s` and `tokens_per_s` (prompts counted) trained on, `response_tokens_per_s` of these without
     prompts, `generated_tokens_per_s` whether trained on or not; `responses_per_gen_s` and `responses_per_gen_p90_s` are
     trained responses per second of generation, and of its time to 90% of them (NaN where nothing is generated).
@@ -50,6 +51,7 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     grouped = weighted.groupby(list(by), sort=False)
     sums = grouped[[*_TIMES, *_COUNTS, "bubble_s", "busy_s", "tail_s", "gen_bound_s"]].sum().astype(float)
     found = sums[[*_TIMES, "switches", "trained"]].div(grouped.size(), axis=0)
+    found["staleness"] = grouped["staleness"].max()
     found["bubble_fraction"] = sums["bubble_s"] / sums["step_time_s"]
     found["tail_fraction"] = (sums["tail_s"] / sums["busy_s"]).fillna(0.0)
     found["wasted_fraction"] = sums["wasted_tokens"] / sums["response_tokens"].clip(lower=1.0)

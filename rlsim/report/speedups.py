@@ -159,7 +159,8 @@ def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> T
     tuned = result.manifest["tuned"].get(setup.case, {})
     wasted = ["wasted"] if (rows["wasted_fraction"] > 0).any() else []
     headings = ["system", "responses/s", "speedup (95%)", "by tokens", "step (s)", "generation (s)"]
-    headings += ["tokens/s", "idle", "tail", *wasted, "switches", "bound"]
+    stale = ["stale"] if (rows["staleness"] > 0).any() else []
+    headings += ["tokens/s", "idle", "tail", *wasted, "switches", "bound", *stale]
     texts = []
     for row in rows.to_dict("records"):
         name = str(row["system"])
@@ -169,7 +170,8 @@ def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> T
         cells += [_with_half(row, "step_time_s"), _with_half(row, "gen_time_s"), number(row["tokens_per_s"], 0)]
         cells += [share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
         cells += [share(row["wasted_fraction"], 1) for _ in wasted]
-        texts.append([*cells, number(row["switches"], 1), share(row["bound_share"])])
+        cells += [number(row["switches"], 1), share(row["bound_share"])]
+        texts.append([*cells, *(number(row["staleness"], 0) for _ in stale)])
     return Table(setup.named("Means over steps and seeds"), tuple(headings), texts)
 
 
