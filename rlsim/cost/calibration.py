@@ -79,7 +79,7 @@ class Reference(Fitted):
 
     @classmethod
     def of(cls, cluster: Cluster) -> Self:
-        """Those of a cluster."""
+        """The reference rates of a cluster's GPUs and links."""
         gpu = cluster.gpu
         return cls(
             bf16_flop_per_s=gpu.bf16_flop_per_s,

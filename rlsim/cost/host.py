@@ -28,7 +28,6 @@ class HostedStep(StepCost):
         self._curves: dict[int, DecodeCurve] = {}
 
     def decode(self, batch: int) -> DecodeCurve:
-        """The decode curve of `batch` sequences."""
         known = self._curves.get(batch)
         if known is None:
             kernels, host_s = self._kernels.decode(batch), self._host_s(batch)
@@ -42,7 +41,6 @@ class HostedStep(StepCost):
         return known
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of one prefill iteration over `chunks`."""
         return self._both_s(self._kernels.prefill_s(chunks), self._host_s(len(chunks)) + self._host.prefill_s)
 
     def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
@@ -51,7 +49,6 @@ class HostedStep(StepCost):
         return self._both_s(self._kernels.mixed_s(batch, context_tokens, chunks), host_s)
 
     def lookups(self) -> Lookups:
-        """The kernels' look-ups."""
         for batch, curve in self._curves.items():
             kernels = self._kernels.decode(batch)
             kernels.furthest_tokens = max(kernels.furthest_tokens, curve.furthest_tokens)

@@ -131,7 +131,6 @@ class Pipelined(StepCost):
         return self._iteration_s(batch, context_tokens, chunks)
 
     def lookups(self) -> Lookups:
-        """The kernels' look-ups."""
         for batch, curve in self._curves.items():
             size = math.ceil(batch / min(batch, self.pp))
             known = self._kernels.decode(size)

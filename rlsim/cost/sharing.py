@@ -26,7 +26,6 @@ class Crowded(StepCost):
         self._curves: dict[int, DecodeCurve] = {}
 
     def decode(self, batch: int) -> DecodeCurve:
-        """The decode curve, stretched."""
         if batch not in self._curves:
             curve = self._alone.decode(batch)
             knots = [*curve.knots, curve.knots[-1] + 1e6]  # one more, to keep the last slope
@@ -34,15 +33,12 @@ class Crowded(StepCost):
         return self._curves[batch]
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of one prefill iteration, stretched."""
         return self._alone.prefill_s(chunks) * self._factor
 
     def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
-        """Seconds of one mixed iteration, stretched."""
         return self._alone.mixed_s(batch, context_tokens, chunks) * self._factor
 
     def lookups(self) -> Lookups:
-        """Those of the cost that is stretched."""
         return _passed_on(self._curves, self._alone)
 
 
@@ -58,21 +54,17 @@ class Streamed(StepCost):
         self._curves: dict[int, DecodeCurve] = {}
 
     def decode(self, batch: int) -> DecodeCurve:
-        """The decode curve, nowhere below the copying."""
         if batch not in self._curves:
             self._curves[batch] = at_least(self._resident.decode(batch), self._stream_s)
         return self._curves[batch]
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        """Seconds of one prefill iteration."""
         return max(self._resident.prefill_s(chunks), self._stream_s)
 
     def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
-        """Seconds of one mixed iteration."""
         return max(self._resident.mixed_s(batch, context_tokens, chunks), self._stream_s)
 
     def lookups(self) -> Lookups:
-        """Those of the cost with all layers resident."""
         return _passed_on(self._curves, self._resident)
 
 

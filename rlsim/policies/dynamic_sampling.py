@@ -13,7 +13,6 @@ class DynamicSampling(Schema, Batching):
 
     @property
     def needs_rewards(self) -> bool:
-        """Yes: their variance."""
         return True
 
     def counts(self, rewards: Sequence[float]) -> bool:

@@ -24,7 +24,6 @@ class _StaticTP(Schema, Composition):
     tp: int | Literal["best"] = Field(default="best", description="tensor-parallel degree of generation; see `verl`")
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        """As `verl`."""
         return VeRL(tp=self.tp).alternatives(context)
 
 
@@ -32,7 +31,6 @@ class TRL(_StaticTP):
     """TRL's PPO as OPPO's authors ran it: all GPUs but one generate and train, the last one scores."""
 
     def parts(self) -> Sequence[Part]:
-        """The placement and the layout."""
         return ScorerApart(), VeRL(tp=self.tp)
 
 
@@ -45,7 +43,6 @@ class OpenRLHF(_StaticTP):
     rollout: float = Field(default=0.5, gt=0, lt=1, description="share of the GPUs that generate")
 
     def parts(self) -> Sequence[Part]:
-        """The placement, the groups side by side and the layout."""
         return ThreeGroups(rollout=self.rollout), RewardBeside(), VeRL(tp=self.tp)
 
 
@@ -56,7 +53,6 @@ class NeMoAligner(_StaticTP):
     """
 
     def parts(self) -> Sequence[Part]:
-        """The placement, the pipelining and the layout."""
         return TwoGroups(), CriticPipelining(), VeRL(tp=self.tp)
 
 
@@ -64,7 +60,6 @@ class DeepSpeedChat(_StaticTP):
     """DeepSpeed-Chat (Yao et al. 2023): ZeRO-3 over all GPUs for every model, its hybrid engine generates under TP."""
 
     def parts(self) -> Sequence[Part]:
-        """The placement and the layout."""
         return ZeroEverywhere(), VeRL(tp=self.tp)
 
 
@@ -111,7 +106,6 @@ class ScorerApart(Schema, Placing):
     """Reward model on the last GPU, everything else on the others."""
 
     def plan(self, context: PlanContext) -> Plan:
-        """Two groups."""
         gpus = context.gpus
         if len(gpus) < 2 or len({context.cluster.node_of(gpu) for gpu in gpus}) > 1:
             raise ConfigError("a reward model on the last GPU is a placement of one node of two GPUs or more")
@@ -141,7 +135,6 @@ class TwoGroups(Schema, Placing):
     """Actor and reference on the first half of the GPUs, critic and reward model on the second."""
 
     def plan(self, context: PlanContext) -> Plan:
-        """Two halves."""
         gpus, half = context.gpus, len(context.gpus) // 2
         if not half or not any(
             call.model in ("critic", "reward") for call in context.workflow.calls if call.kind != "reward"
@@ -154,7 +147,6 @@ class ZeroEverywhere(Schema, Placing):
     """Every call on all GPUs, under ZeRO-3."""
 
     def plan(self, context: PlanContext) -> Plan:
-        """One group."""
         return _groups(context, [(context.gpus, _any)], zero_stage=3)
 
 

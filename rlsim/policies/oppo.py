@@ -61,16 +61,13 @@ class Chunked(Schema, RolloutControl, ChunkStreaming):
 
     @property
     def handover_s(self) -> float:
-        """Of the generating replica, for each chunk."""
         return self.handover
 
     @property
     def slowdown(self) -> float:
-        """On shared GPUs."""
         return 1.0 + self.interference
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """Generation to the models' inference calls by the chunk."""
         return workflow.in_chunks(self.models, self.candidates[0] if self.size == "adaptive" else self.size)
 
     def chunk_tokens(self, planned: int) -> int:
@@ -86,7 +83,6 @@ class Chunked(Schema, RolloutControl, ChunkStreaming):
         return self._kept
 
     def on_scored(self, report: ScoringReport) -> None:
-        """How fast that step was."""
         self._took_s[report.chunk_tokens] = report.stage_time_s / max(report.response_tokens, 1)
 
 
@@ -157,7 +153,6 @@ class Overcommit(Schema, Batching):
 
     @property
     def pauses(self) -> bool:
-        """What is left goes on in the next step."""
         return True
 
     def launch(self, feed: PromptFeed) -> Launch:
@@ -175,7 +170,6 @@ class Overcommit(Schema, Batching):
         return self._paused
 
     def waiting(self) -> int:
-        """Prompts that go on in the next step."""
         return len(self._paused)
 
 
@@ -202,11 +196,9 @@ class OPPO(Schema, Composition):
     reward: RewardCurve = Field(default=RewardCurve(), description="see `overcommit`")
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        """As `verl`."""
         return VeRL(tp=self.tp).alternatives(context)
 
     def parts(self) -> Sequence[Part]:
-        """As published."""
         return (
             VeRL(tp=self.tp),
             Chunked(size=self.chunk, models=self.models),

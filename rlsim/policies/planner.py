@@ -72,7 +72,6 @@ class Planner(Schema, RolloutControl):
     _kinds: dict[str, _Kind] = PrivateAttr(default_factory=dict)
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        """For `start_tp: best`, every degree that fits."""
         return [{"start_tp": tp} for tp in context.feasible_tps] if self.start_tp == "best" else ()
 
     def setup(self, context: ControlContext) -> None:
@@ -82,13 +81,11 @@ class Planner(Schema, RolloutControl):
             self._profiles[tp] = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, self._room(tp))
 
     def initial_tp(self, context: ControlContext) -> int:
-        """The profiled best."""
         if self.start_tp == "best":
             raise ConfigError("start_tp: best must be resolved by running every feasible degree")
         return context.check_tp(self.start_tp)
 
     def next_tp(self, report: RolloutReport) -> int:
-        """The degree of the next round."""
         self._kinds.setdefault(report.label, _Kind()).remember(report, self.rise)
         kind = self._kinds.get(report.next_label)
         if kind is None:

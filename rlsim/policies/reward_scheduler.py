@@ -18,7 +18,6 @@ class RewardBeside(Schema, Rewiring):
     """Log-probs and values do not wait for rewards: training is the first to need them."""
 
     def rewired(self, workflow: Workflow) -> Workflow:
-        """No barrier behind the rewards."""
         return workflow.without_barriers()
 
 
@@ -79,6 +78,5 @@ class RewardScheduler(Schema, Composition):
     interference: float = Field(default=0.3, ge=0, le=1, description="see `colocated_judge`")
 
     def parts(self) -> Sequence[Part]:
-        """All three."""
         judge = ColocatedJudge(sharing=self.sharing, interference=self.interference)
         return AsyncReward(), AdaptiveTimeout(), judge

@@ -39,7 +39,6 @@ class TailConsolidation(Schema, RolloutControl):
     _context: ControlContext = PrivateAttr()
 
     def setup(self, context: ControlContext) -> None:
-        """The machine's KV capacity and decode times."""
         self._context = context
 
     def _max_batch(self, tp: int) -> int:
@@ -110,7 +109,6 @@ class RLHFuse(Schema, Composition):
         )
 
     def parts(self) -> Sequence[Part]:
-        """As published."""
         remaining = TRIED[0] if self.remaining == "best" else self.remaining
         return VeRL(tp=self.tp), TailConsolidation(remaining=remaining), FusedInference()
 
@@ -119,5 +117,4 @@ class StrengthenedRLHFuse(RLHFuse):
     """RLHFuse with rewards by the sample and training on the freed GPUs, as RollPacker is compared with."""
 
     def parts(self) -> Sequence[Part]:
-        """RLHFuse, asynchronous reward and streamed training."""
         return *super().parts(), AsyncReward(), FusedTraining()

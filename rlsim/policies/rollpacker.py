@@ -23,9 +23,7 @@ class RollPacker(Schema, Composition):
     start_tp: int | Literal["best"] = Field(default="best", description="see `planner`")
 
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        """As `planner`."""
         return Planner(start_tp=self.start_tp).alternatives(context)
 
     def parts(self) -> Sequence[Part]:
-        """All four."""
         return TailBatching(eta=self.eta), RewardScheduler(), Planner(start_tp=self.start_tp), StreamTrainer()

@@ -33,5 +33,4 @@ class REAL(Schema, Placing, Rewiring):
         return workflow.without_barriers()
 
     def plan(self, context: PlanContext) -> Plan:
-        """The best plan found."""
         return context.search(self.method, self.evaluations, self.seed)

@@ -47,7 +47,6 @@ class StreamTrainer(Schema, RolloutControl, Rewiring):
         return workflow.streaming(["generate", "inference", "reward"], ["inference", "reward", "train"])
 
     def setup(self, context: ControlContext) -> None:
-        """How many responses a step needs."""
         self._context = context
 
     def on_finish(self, view: RolloutView) -> Action | None:

@@ -37,7 +37,6 @@ class TailBatching(Schema, Batching):
         return Launch(feed.take(prompts), responses, "short")
 
     def upcoming(self, feed: PromptFeed) -> str:
-        """By the length of the queue."""
         return "long" if len(self._queue) >= feed.prompts else "short"
 
     def put_back(self, unfinished: Sequence[Prompt]) -> None:
@@ -45,7 +44,6 @@ class TailBatching(Schema, Batching):
         self._queue.extend(unfinished)
 
     def waiting(self) -> int:
-        """Length of that queue."""
         return len(self._queue)
 
 

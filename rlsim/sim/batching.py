@@ -99,46 +99,36 @@ class Batchings(Batching):
 
     @property
     def launches_its_own(self) -> bool:
-        """If the first does."""
         return self.parts[0].launches_its_own
 
     @property
     def needs_rewards(self) -> bool:
-        """If one of them does."""
         return any(part.needs_rewards for part in self.parts)
 
     def launch(self, feed: PromptFeed) -> Launch:
-        """As the first says."""
         return self.parts[0].launch(feed)
 
     def upcoming(self, feed: PromptFeed) -> str:
-        """As the first says."""
         return self.parts[0].upcoming(feed)
 
     def counts(self, rewards: Sequence[float]) -> bool:
-        """Only if all say so."""
         return all(part.counts(rewards) for part in self.parts)
 
     def more(self, missing: int, feed: PromptFeed) -> Launch | None:
-        """As the first says."""
         return self.parts[0].more(missing, feed)
 
     @property
     def pauses(self) -> bool:
-        """If the first does."""
         return self.parts[0].pauses
 
     def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
-        """As the first says."""
         return self.parts[0].keep(unfinished)
 
     def put_back(self, unfinished: Sequence[Prompt]) -> None:
-        """Told to all."""
         for part in self.parts:
             part.put_back(unfinished)
 
     def waiting(self) -> int:
-        """Of all together."""
         return sum(part.waiting() for part in self.parts)
 
 

@@ -281,7 +281,7 @@ class RolloutControl:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """The control's name in messages."""
         return type(self).__name__
 
 
@@ -294,7 +294,6 @@ class Controls(RolloutControl):
         self._asked: RolloutControl = self
 
     def setup(self, context: ControlContext) -> None:
-        """Told to all."""
         for part in self.parts:
             part.setup(context)
 
@@ -319,7 +318,6 @@ class Controls(RolloutControl):
         return planned
 
     def on_scored(self, report: ScoringReport) -> None:
-        """Told to all."""
         for part in self.parts:
             part.on_scored(report)
 

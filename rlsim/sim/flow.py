@@ -26,7 +26,7 @@ class Inbox:
         self.on_chunks: Callable[[Sequence[tuple[Request, int]]], None] | None = None
 
     def put(self, samples: Sequence[Request]) -> None:
-        """These have come."""
+        """Take samples that have come, and tell the listener of them."""
         self.samples += samples
         if samples and not self.first.triggered:
             self.first.succeed()
@@ -34,7 +34,7 @@ class Inbox:
             self.on_samples(samples)
 
     def put_chunks(self, chunks: Sequence[tuple[Request, int]]) -> None:
-        """So many tokens of these have come."""
+        """Take samples of which so many tokens have come, and tell the listener of them."""
         self.chunks.update((request.id, (request, tokens)) for request, tokens in chunks)
         if not self.first.triggered:
             self.first.succeed()
@@ -54,7 +54,7 @@ class Inbox:
             on_samples(self.samples)
 
     def close(self) -> None:
-        """No more will come."""
+        """Take note that no more samples will come."""
         if not self.first.triggered:
             self.first.succeed()
         if not self.closed.triggered:

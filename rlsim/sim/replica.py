@@ -182,7 +182,7 @@ class Replica:
         return running, others
 
     def set_cost(self, cost: StepCost) -> None:
-        """Take on another pace, at a boundary."""
+        """Change the cost of an iteration, at a boundary: something else runs on these GPUs from now on, or no more."""
         self.cost = cost
 
     def drain(self, left: Left) -> tuple[list[Request], list[Request]]:
@@ -471,4 +471,4 @@ class Replica:
 
 
 def _nobody(replica: Replica, finished: list[Request]) -> None:
-    """Whom a retired replica reports to."""
+    """The listener of a retired replica, which lets go of its rollout."""

@@ -242,7 +242,7 @@ class Scorer:
             replica.drop(sequence)
 
     def set_cost(self, cost: StepCost) -> None:
-        """Take on another pace, from each replica's next iteration."""
+        """Change the cost of an iteration, from each replica's next one."""
         for replica in self._replicas:
             replica.cost = cost
 

@@ -30,7 +30,7 @@ class StepState:
         self.judge_ready_at = 0.0  # when the judge's weights are there
 
     def responses(self) -> Responses:
-        """Them as later calls see them."""
+        """The step's responses as columns, as later calls see them."""
         return Responses.of(
             self.requests,
             self.batch.accepted if self.batch else None,
