@@ -11,7 +11,7 @@ import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
 from reference import RefEngine, RefRequest, RefResult, RefStay
-from workloads import LinearStep, Scripted, StubCosts, Workload, workloads
+from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, workloads
 
 from rlsim.cost.step import Chunk
 from rlsim.sim.control import Action, Migrate, Reconfigure, RolloutView, Stop
@@ -145,6 +145,31 @@ def check(work: Workload) -> None:
 
 
 relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+class Told(Nothing):
+    """Is told of each response, and decides nothing."""
+
+    def on_finish(self, view: RolloutView) -> None:
+        pass
+
+
+@settings(relaxed, max_examples=150)
+@given(workloads())
+def test_what_nobody_listens_to_is_the_same_to_the_bit(work: Workload) -> None:
+    """The last responses of a static replica are decoded in one go, with the sums of one after the other."""
+    quiet, told = (simulate(replace(work, control=control)) for control in (Nothing(), Told()))
+
+    def of(rollout: Rollout, recorder: Recorder) -> object:
+        requests = [
+            (r.id, r.generated, r.preemptions, r.replica, repr(r.first_token_at), repr(r.finished_at))
+            for r in rollout.requests
+        ]
+        stays = [{name: column.tolist() for name, column in stays.columns().items()} for stays in recorder.stays]
+        peaks = [(replica.peak_tokens, replica.preemptions) for replica in rollout.replicas]
+        return requests, repr(stays), sorted(recorder.spans), peaks, rollout.env.now
+
+    assert of(*quiet) == of(*told)
 
 
 @settings(relaxed, max_examples=500)

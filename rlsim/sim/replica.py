@@ -22,6 +22,7 @@ from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import at
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request
+from rlsim.sim.scheduler import Scheduler
 from rlsim.sim.stays import Left
 
 
@@ -42,32 +43,24 @@ class Replica:
     """
 
     __slots__ = (
-        "_admitted",
         "_arrivals",
         "_asleep",
         "_batch",
+        "_chunked",
         "_chunks",
-        "_config",
         "_jump",
-        "_kv_arrived",
-        "_numbers",
         "_on_finish",
         "_orders",
         "_owed_s",
-        "_page_tokens",
-        "_prefill_pages",
-        "_prefilling",
         "_process",
         "_quiet",
         "_recorder",
+        "_scheduler",
         "_span_end",
         "_span_kind",
         "_span_start",
         "_stays",
         "_stopped_at",
-        "_tps",
-        "_waiting",
-        "_watermark_pages",
         "capacity_pages",
         "cost",
         "env",
@@ -75,7 +68,6 @@ class Replica:
         "index",
         "node",
         "peak_tokens",
-        "preemptions",
         "stopped",
         "tp",
     )
@@ -100,33 +92,24 @@ class Replica:
         self.node = node
         self.gpus = gpus
         self.tp = len(gpus)
-        self._tps = (self.tp,)
         self.cost = cost
         self.capacity_pages = capacity_pages
-        self.preemptions = 0
         self.peak_tokens = 0
         self.stopped: simpy.Event | None = None  # set once it was told to stop; fires at that boundary
-        self._config = config
         self._recorder = recorder
         self._on_finish = on_finish
-        self._numbers = numbers  # of admissions, unique over all replicas that a request may move between
-        self._page_tokens = config.page_tokens
-        self._watermark_pages = config.watermark_pages(capacity_pages)
         self._orders: deque[Callable[[], None]] = deque()
-        self._waiting: deque[Request] = deque()
         self._arrivals: list[Request] = []
-        self._kv_arrived = False
-        self._prefilling: list[Request] = []  # in admission order
-        self._prefill_pages = 0
-        self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
         self._chunks = chunks
         self._quiet = quiet
         self._owed_s = 0.0  # for chunks that were handed over at the boundary before
+        self._chunked = config.chunked_prefill
+        self._stays = recorder.stays_at(index, gpus)
         self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunks.tokens if chunks else 0)
+        self._scheduler = Scheduler(self._batch, config, capacity_pages, numbers, self._stays, index, self.tp)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
-        self._stays = recorder.stays_at(index, gpus)
         self._stopped_at = NAN
         self._asleep = False
         self._process = env.process(self._run())
@@ -168,14 +151,9 @@ class Replica:
         """
         running = [r for r in self._batch.requests() if r.id in ids]
         self._batch.leave(running)
-        others = [r for r in (*self._prefilling, *self._waiting, *self._arrivals) if r.id in ids]
+        others = [*self._scheduler.remove(ids), *(r for r in self._arrivals if r.id in ids)]
         for request in others:
             request.has_kv = False
-            if request.order:
-                self._prefilling.remove(request)
-                self._prefill_pages -= self._pages_of(request.context)
-                request.order = request.prefill_left = 0
-        self._waiting = deque(r for r in self._waiting if r.id not in ids)
         self._arrivals = [r for r in self._arrivals if r.id not in ids]
         left_at = self._stopped_at if not isnan(self._stopped_at) else self.env.now
         self._stays.add([*running, *others], left_at, left)
@@ -191,12 +169,20 @@ class Replica:
 
     def requests(self) -> list[Request]:
         """Running and prefilling requests in admission order, then those waiting."""
-        admitted = sorted(chain(self._batch, self._prefilling), key=attrgetter("order"))
-        return [*admitted, *self._waiting, *self._arrivals]
+        admitted = sorted(chain(self._batch, self._scheduler.prefilling), key=attrgetter("order"))
+        return [*admitted, *self._scheduler.waiting, *self._arrivals]
 
     def held(self) -> Iterator[Request]:
         """All requests here, in no particular order."""
-        return chain(self._batch, self._prefilling, self._waiting, self._arrivals)
+        return chain(self._batch, self._not_decoding())
+
+    def _not_decoding(self) -> Iterator[Request]:
+        return chain(self._scheduler.prefilling, self._scheduler.waiting, self._arrivals)
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request has been preempted here."""
+        return self._scheduler.preemptions
 
     def progress(self) -> int:
         """Value of the step counter by now: what running requests have generated, in whole iterations."""
@@ -213,13 +199,13 @@ class Replica:
     def generated(self) -> Counter[int]:
         """How many requests here have generated how many tokens by now."""
         found = self._batch.generated(self.progress())
-        found.update(r.generated for r in chain(self._prefilling, self._waiting, self._arrivals))
+        found.update(r.generated for r in self._not_decoding())
         return found
 
     def context_tokens(self) -> int:
         """The contexts of all requests here by now."""
         running = self._batch.tokens + (self.progress() - self._batch.step) * self._batch.size
-        return running + sum(r.context for r in chain(self._prefilling, self._waiting, self._arrivals))
+        return running + sum(r.context for r in self._not_decoding())
 
     def is_running(self, request: Request) -> bool:
         """Whether the request is in the decoding batch (its context is in the KV cache)."""
@@ -228,18 +214,16 @@ class Replica:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
-        env, batch = self.env, self._batch
+        env, batch, scheduler = self.env, self._batch, self._scheduler
         while True:
             if self._orders or self._arrivals or self.stopped is not None:
                 self._look_up()
                 if self.stopped is not None:
                     return
-            if self._prefill_pages or not batch.surely_fits():
-                self._evict()
-            chunks = self._admit() if self._waiting or self._prefilling else None
+            chunks = scheduler.schedule(env.now)
             if chunks:
                 yield from self._prefill(chunks)
-            elif self._quiet and batch.size and not self._waiting and batch.fits_to_the_end():
+            elif self._quiet and batch.size and not scheduler.waiting and batch.fits_to_the_end():
                 start = env.now
                 end, finished, peak = batch.drain(start, self.cost.decode)
                 yield at(env, end)
@@ -284,8 +268,7 @@ class Replica:
             self._stopped_at = self.env.now
             self.stopped.succeed()
         elif self._arrivals:
-            self._kv_arrived = any(r.has_kv for r in self._arrivals)
-            self._waiting.extend(self._arrivals)
+            self._scheduler.arrive(self._arrivals)
             self._arrivals.clear()
 
     def _only_just(self, start: float) -> bool:
@@ -300,7 +283,7 @@ class Replica:
     def _prefill(self, work: list[Chunk]) -> Generator[simpy.Event, Any, None]:
         """One iteration with a chunk of each of the first prefilling in it; decodes take part only in chunked mode."""
         env, batch = self.env, self._batch
-        decodes = batch.size if self._config.chunked_prefill else 0
+        decodes = batch.size if self._chunked else 0
         time_s = self.cost.mixed_s(decodes, batch.padded_tokens(), work) if decodes else self.cost.prefill_s(work)
         start, time_s = env.now, time_s + self._owed_s
         self._asleep = True
@@ -309,113 +292,18 @@ class Replica:
             self._asleep = False
         except simpy.Interrupt:
             if self._only_just(start):
-                self._unadmit()
+                self._scheduler.unadmit()
                 return
             yield from self._until(start + time_s)
         self._owed_s = 0.0
         if decodes:
             batch.step += 1
             batch.tokens += decodes
-        now, complete = env.now, []
-        for request, chunk in zip(self._prefilling, work, strict=False):
-            request.prefill_left -= chunk.new_tokens
-            if request.prefill_left:
-                continue
-            request.generated += 1
-            request.decoding_at = now
-            if isnan(request.first_token_at):
-                request.first_token_at = now
-            complete.append(request)
-        self._prefilling = [request for request in self._prefilling if request.prefill_left]
-        self._prefill_pages = sum(self._pages_of(request.context) for request in self._prefilling)
+        complete = self._scheduler.prefilled(work, env.now)
         batch.join(complete)
         self._finish("mixed" if decodes else "prefill", start, complete)
 
     # ---- at a boundary ----------------------------------------------------------------------------------------------
-
-    def _evict(self) -> None:
-        """Preempt the most recently admitted until the pages suffice."""
-        while self._batch.pages() + self._prefill_pages > self.capacity_pages:
-            order, request = self._admitted.pop()
-            if request.order != order:
-                continue
-            if request.prefill_left:
-                self._prefilling.remove(request)
-                self._prefill_pages -= self._pages_of(request.context)
-                request.prefill_left = request.order = 0
-            else:
-                self._batch.leave([request])
-            request.preemptions += 1
-            self.preemptions += 1
-            self._stays.add([request], self.env.now, "preempted")
-            request.arrived_at = self.env.now
-            self._waiting.appendleft(request)
-
-    def _admit(self) -> list[Chunk]:
-        """Admit from the waiting queue and return this iteration's work: a chunk of each of the first prefilling."""
-        config, chunked = self._config, self._config.chunked_prefill
-        budget = config.max_num_batched_tokens
-        if chunked:
-            budget = max(budget - self._batch.size, 1)
-        left = budget - sum(r.prefill_left for r in self._prefilling)
-        used = self._batch.pages() + self._prefill_pages
-        places = config.max_num_seqs - self._batch.size - len(self._prefilling)
-        now, page, waiting = self.env.now, self._page_tokens, self._waiting
-        room = self.capacity_pages - self._watermark_pages
-        while waiting and places > 0:
-            request = waiting[0]
-            context = request.prompt_tokens + request.generated
-            pages = -(-context // page)
-            if used + pages > (room if used else self.capacity_pages):
-                break
-            if not request.has_kv and (left <= 0 if chunked else left < context and left < budget):
-                break
-            waiting.popleft()
-            places -= 1
-            used += pages
-            request.order = order = next(self._numbers)
-            self._admitted.append((order, request))
-            request.admitted_at, request.start_tokens = now, context
-            if isnan(request.started_at):
-                request.started_at = now
-            request.replica = self.index
-            if request.tps[-1:] != self._tps:
-                request.tps += self._tps
-            if request.has_kv:
-                request.has_kv = False
-                request.decoding_at = now
-                self._batch.join([request])
-            else:
-                request.prefill_left = context
-                self._prefilling.append(request)
-                self._prefill_pages += pages
-                left -= context
-        if self._kv_arrived:  # KV that found no place on arrival is dropped
-            self._kv_arrived = False
-            for request in waiting:
-                request.has_kv = False
-        return self._work(budget) if chunked else [Chunk(request.prefill_left, 0) for request in self._prefilling]
-
-    def _work(self, budget: int) -> list[Chunk]:
-        """A chunk of each of the first prefilling, so many tokens together."""
-        work, left = [], budget
-        for request in self._prefilling:
-            tokens = min(request.prefill_left, left)
-            if tokens <= 0:
-                break
-            work.append(Chunk(tokens, request.context - request.prefill_left))
-            left -= tokens
-        return work
-
-    def _unadmit(self) -> None:
-        """Undo the admission of those whose prefill was cancelled before it began."""
-        fresh = [r for r in self._prefilling if r.prefill_left == r.context]
-        for request in reversed(fresh):
-            self._prefilling.remove(request)
-            self._prefill_pages -= self._pages_of(request.context)
-            request.prefill_left = request.order = 0
-            request.admitted_at = NAN
-            self._waiting.appendleft(request)
 
     def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
         """End iterations of one kind that began at `start`: let go of every request whose response is complete."""
@@ -441,9 +329,6 @@ class Replica:
         if reached:
             chunks.on_chunks(reached)
 
-    def _pages_of(self, context: int) -> int:
-        return -(-context // self._page_tokens)
-
     # ---- spans ------------------------------------------------------------------------------------------------------
 
     def _extend_span(self, kind: str, start: float) -> None:
@@ -465,7 +350,7 @@ class Replica:
     def retire(self) -> None:
         """Let go of the requests and of the rollout, which is over: what is not in a cycle is freed at once."""
         self.close()
-        self._admitted = []
+        self._scheduler.clear()
         self._batch.clear()
         self._on_finish = _nobody
 

@@ -1,0 +1,191 @@
+"""What a replica runs next: first come first served admission, chunks of prompts, preemption when pages run out.
+
+docs/engine.md has the rules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from math import isnan
+
+from rlsim.cost.step import Chunk
+from rlsim.sim.batch import RunningBatch
+from rlsim.sim.request import NAN, EngineConfig, Request
+from rlsim.sim.stays import Stays
+
+
+class Scheduler:
+    """The requests of a replica that do not decode: those waiting, and those being prefilled.
+
+    It admits into `batch`, whose requests share `capacity_pages` KV pages with what is being prefilled. `numbers` are
+    those of admissions, unique over all replicas that a request may move between; `stays` notes down preemptions.
+    """
+
+    __slots__ = (
+        "_admitted",
+        "_batch",
+        "_capacity_pages",
+        "_config",
+        "_kv_arrived",
+        "_numbers",
+        "_page_tokens",
+        "_prefill_pages",
+        "_replica",
+        "_stays",
+        "_tps",
+        "_watermark_pages",
+        "preemptions",
+        "prefilling",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        batch: RunningBatch,
+        config: EngineConfig,
+        capacity_pages: int,
+        numbers: Iterator[int],
+        stays: Stays,
+        replica: int,
+        tp: int,
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []  # in admission order
+        self.preemptions = 0
+        self._batch, self._config, self._capacity_pages = batch, config, capacity_pages
+        self._numbers, self._stays, self._replica, self._tps = numbers, stays, replica, (tp,)
+        self._page_tokens = config.page_tokens
+        self._watermark_pages = config.watermark_pages(capacity_pages)
+        self._prefill_pages = 0
+        self._kv_arrived = False
+        self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
+
+    def arrive(self, requests: Sequence[Request]) -> None:
+        """Append requests to the waiting queue."""
+        self._kv_arrived = any(r.has_kv for r in requests)
+        self.waiting.extend(requests)
+
+    def schedule(self, now: float) -> list[Chunk]:
+        """Evict and admit at a boundary: a chunk of each of the first prefilling, none if the batch decodes alone."""
+        if self._prefill_pages or not self._batch.surely_fits():
+            self._evict(now)
+        return self._admit(now) if self.waiting or self.prefilling else []
+
+    def prefilled(self, work: Sequence[Chunk], now: float) -> list[Request]:
+        """An iteration with these chunks is over: those whose prompts are complete, each with one token more."""
+        complete = []
+        for request, chunk in zip(self.prefilling, work, strict=False):
+            request.prefill_left -= chunk.new_tokens
+            if request.prefill_left:
+                continue
+            request.generated += 1
+            request.decoding_at = now
+            if isnan(request.first_token_at):
+                request.first_token_at = now
+            complete.append(request)
+        self.prefilling = [request for request in self.prefilling if request.prefill_left]
+        self._prefill_pages = sum(self._pages_of(request.context) for request in self.prefilling)
+        return complete
+
+    def unadmit(self) -> None:
+        """Undo the admission of those whose prefill was cancelled before it began."""
+        fresh = [r for r in self.prefilling if r.prefill_left == r.context]
+        for request in reversed(fresh):
+            self._stop_prefill(request)
+            request.admitted_at = NAN
+            self.waiting.appendleft(request)
+
+    def remove(self, ids: frozenset[int]) -> list[Request]:
+        """Take these requests out: those that were being prefilled, then those that were waiting."""
+        others = [r for r in chain(self.prefilling, self.waiting) if r.id in ids]
+        for request in others:
+            if request.order:
+                self._stop_prefill(request)
+        self.waiting = deque(r for r in self.waiting if r.id not in ids)
+        return others
+
+    def clear(self) -> None:
+        """Let go of the requests that were ever admitted."""
+        self._admitted = []
+
+    def _stop_prefill(self, request: Request) -> None:
+        self.prefilling.remove(request)
+        self._prefill_pages -= self._pages_of(request.context)
+        request.order = request.prefill_left = 0
+
+    def _pages_of(self, context: int) -> int:
+        return -(-context // self._page_tokens)
+
+    def _evict(self, now: float) -> None:
+        """Preempt the most recently admitted until the pages suffice."""
+        while self._batch.pages() + self._prefill_pages > self._capacity_pages:
+            order, request = self._admitted.pop()
+            if request.order != order:
+                continue
+            if request.prefill_left:
+                self._stop_prefill(request)
+            else:
+                self._batch.leave([request])
+            request.preemptions += 1
+            self.preemptions += 1
+            self._stays.add([request], now, "preempted")
+            request.arrived_at = now
+            self.waiting.appendleft(request)
+
+    def _admit(self, now: float) -> list[Chunk]:
+        """Admit from the waiting queue and return this iteration's work: a chunk of each of the first prefilling."""
+        config, chunked = self._config, self._config.chunked_prefill
+        budget = config.max_num_batched_tokens
+        if chunked:
+            budget = max(budget - self._batch.size, 1)
+        left = budget - sum(r.prefill_left for r in self.prefilling)
+        used = self._batch.pages() + self._prefill_pages
+        places = config.max_num_seqs - self._batch.size - len(self.prefilling)
+        page, waiting = self._page_tokens, self.waiting
+        room = self._capacity_pages - self._watermark_pages
+        while waiting and places > 0:
+            request = waiting[0]
+            context = request.prompt_tokens + request.generated
+            pages = -(-context // page)
+            if used + pages > (room if used else self._capacity_pages):
+                break
+            if not request.has_kv and (left <= 0 if chunked else left < context and left < budget):
+                break
+            waiting.popleft()
+            places -= 1
+            used += pages
+            request.order = order = next(self._numbers)
+            self._admitted.append((order, request))
+            request.admitted_at, request.start_tokens = now, context
+            if isnan(request.started_at):
+                request.started_at = now
+            request.replica = self._replica
+            if request.tps[-1:] != self._tps:
+                request.tps += self._tps
+            if request.has_kv:
+                request.has_kv = False
+                request.decoding_at = now
+                self._batch.join([request])
+            else:
+                request.prefill_left = context
+                self.prefilling.append(request)
+                self._prefill_pages += pages
+                left -= context
+        if self._kv_arrived:  # KV that found no place on arrival is dropped
+            self._kv_arrived = False
+            for request in waiting:
+                request.has_kv = False
+        return self._work(budget) if chunked else [Chunk(request.prefill_left, 0) for request in self.prefilling]
+
+    def _work(self, budget: int) -> list[Chunk]:
+        """A chunk of each of the first prefilling, so many tokens together."""
+        work, left = [], budget
+        for request in self.prefilling:
+            tokens = min(request.prefill_left, left)
+            if tokens <= 0:
+                break
+            work.append(Chunk(tokens, request.context - request.prefill_left))
+            left -= tokens
+        return work
