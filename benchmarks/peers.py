@@ -38,7 +38,7 @@ from peers_page import Price, rewrite, tables
 from rollout import Lengths, simulation
 
 from rlsim.cost.calibration import Calibration, load_calibration
-from rlsim.cost.machine import Machine
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.step import Chunk
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
@@ -131,9 +131,9 @@ def kernels_only(calibration: Calibration) -> Calibration:
     return calibration.model_copy(update={"host": calibration.host.model_copy(update=host)})
 
 
-def machine_of(calibration: Calibration) -> Machine:
+def costs_of(calibration: Calibration) -> RolloutCostModel:
     """Qwen3-8B on H200, nothing priced yet."""
-    return Machine(
+    return RolloutCostModel(
         MODEL,
         CLUSTER,
         calibration,
@@ -145,7 +145,7 @@ def machine_of(calibration: Calibration) -> Machine:
 
 def rollout(calibration: Calibration, requests: Lengths, replicas: int, **changes: Any) -> Simulation:
     """One generation stage, dealt in turn as AISimulate deals it; `changes` to the simulation."""
-    plain = simulation(machine_of(calibration), [requests], replicas)
+    plain = simulation(costs_of(calibration), [requests], replicas)
     return dataclasses.replace(plain, **{"config": ENGINE, "routing": "round_robin", **changes})
 
 
@@ -267,8 +267,8 @@ def measure(venv: Path, cases: Iterable[Case], folder: Path, repeats: int) -> li
 
 def prices(venv: Path, capacity: int) -> list[Price]:
     """Single engine steps, decode steps by kind of kernel, and a replica's KV cache."""
-    machine = machine_of(kernels_only(load_calibration("h200-vllm")))
-    here = machine.step(1)
+    costs = costs_of(kernels_only(load_calibration("h200-vllm")))
+    here = costs.step(1)
     script = str(Path(__file__).with_name("aisimulate_steps.py"))
     there = json.loads(output(venv / "bin" / "python", script, json.dumps(STEPS)).splitlines()[-1])
     found = []
@@ -281,7 +281,7 @@ def prices(venv: Path, capacity: int) -> list[Price]:
         ours = here.breakdown(batch, batch * context)
         for kind, other in kinds.items():
             found.append(Price(f"{kind} of batch {batch}, context {context:,}", ours[kind], other))
-    tokens = machine.capacity_pages(1) * ENGINE.page_tokens
+    tokens = costs.capacity_pages(1) * ENGINE.page_tokens
     return [*found, Price("KV cache of a replica, tokens", tokens, capacity)]
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.simulator import Simulator
@@ -36,7 +36,7 @@ EXACT = "7b-7b-8"
 def problem_of(changes: dict[str, Any]) -> Problem:
     """The plan problem of a setting, its look-ups warm."""
     experiment, _, folder = load_experiment("real_weak_scaling", {"cases": {}, **changes})
-    return PlanSpace(Simulator(Setup.of(experiment, folder)).site()).problem
+    return PlanSpace(Simulator(LoadedExperiment.of(experiment, folder)).placed()).problem
 
 
 def searches(problem: Problem, seconds: float, exact: bool) -> Iterator[Found]:

@@ -30,14 +30,14 @@ import numpy as np
 import simpy
 
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.machine import Machine
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import ControlContext, Prompt, RolloutControl, RolloutView
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.reward import Scoring
+from rlsim.sim.reward import RewardFunction
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import CallTimes, Simulation
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
@@ -73,17 +73,17 @@ class NoOtherCalls(CallTimes):
     """The workflow is generation alone."""
 
 
-class NoRewards(Scoring):
+class NoRewards(RewardFunction):
     """Nothing is scored."""
 
     workers = 0
 
 
-def h800s(nodes: int) -> Machine:
+def h800s(nodes: int) -> RolloutCostModel:
     """Qwen3-8B under SGLang on nodes of 8 H800."""
     cluster = load_cluster("8x8xh800").model_copy(update={"nodes": nodes})
     calibration = load_calibration("h800-sxm-sglang")
-    return Machine(load_model("qwen3-8b"), cluster, calibration)
+    return RolloutCostModel(load_model("qwen3-8b"), cluster, calibration)
 
 
 def draw(steps: int, responses: int, *, median_tokens: int = 1_100, cap_tokens: int = CAP_TOKENS) -> list[Lengths]:
@@ -100,7 +100,7 @@ def times_as_long(lengths: Sequence[Lengths], factor: int) -> list[Lengths]:
 
 
 def simulation(
-    machine: Machine, lengths: Sequence[Lengths], gpus: int | None = None, control: type[OneGpuEach] = OneGpuEach
+    costs: RolloutCostModel, lengths: Sequence[Lengths], gpus: int | None = None, control: type[OneGpuEach] = OneGpuEach
 ) -> Simulation:
     """Generation stages one after the other, on all GPUs or on the first few."""
 
@@ -115,13 +115,13 @@ def simulation(
 
     return Simulation(
         workflow=GENERATION,
-        plan=Plan({"generate": Placement(tuple(range(gpus or machine.cluster.gpus)))}),
-        cluster=machine.cluster,
+        plan=Plan({"generate": Placement(tuple(range(gpus or costs.cluster.gpus)))}),
+        cluster=costs.cluster,
         control=control(),
         initial_tp=1,
         feed=PromptFeed(prompts, 8),
         requests=requests,
-        costs=machine,
+        costs=costs,
         times=NoOtherCalls(),
         scoring=NoRewards(),
         config=CONFIG,
@@ -130,12 +130,12 @@ def simulation(
     )
 
 
-def run_engine(machine: Machine, lengths: Sequence[Lengths], gpus: int | None = None) -> Outcome:
+def run_engine(costs: RolloutCostModel, lengths: Sequence[Lengths], gpus: int | None = None) -> Outcome:
     """The run that is measured: requests made, generated, recorded as columns and spans."""
-    return simulate(simulation(machine, lengths, gpus))
+    return simulate(simulation(costs, lengths, gpus))
 
 
-def timeouts_of(machine: Machine, lengths: Sequence[Lengths]) -> list[float]:
+def timeouts_of(costs: RolloutCostModel, lengths: Sequence[Lengths]) -> list[float]:
     """The delays of all timeouts that the engine schedules where a control is told of each response: one for each."""
     delays: list[float] = []
     original = simpy.Timeout.__init__
@@ -145,7 +145,7 @@ def timeouts_of(machine: Machine, lengths: Sequence[Lengths]) -> list[float]:
         original(self, env, delay, value)
 
     with patch.object(simpy.Timeout, "__init__", note):
-        simulate(simulation(machine, lengths, control=ToldOfEach))
+        simulate(simulation(costs, lengths, control=ToldOfEach))
     return delays
 
 
@@ -162,20 +162,20 @@ def run_bare(delays: Sequence[float], processes: int) -> None:
     env.run()
 
 
-def run_token_by_token(machine: Machine, lengths: Lengths) -> RefResult:
-    """The reference's answer, on all nodes of `machine`."""
+def run_token_by_token(costs: RolloutCostModel, lengths: Lengths) -> RefResult:
+    """The reference's answer, on all nodes of `costs`."""
     return step_token_by_token(
         [RefRequest(i, i // 8, prompt, tokens) for i, (prompt, tokens) in enumerate(lengths)],
-        nodes=machine.cluster.nodes,
-        gpus_per_node=machine.cluster.gpus_per_node,
+        nodes=costs.cluster.nodes,
+        gpus_per_node=costs.cluster.gpus_per_node,
         tp=1,
-        costs=machine,
+        costs=costs,
         engine=RefEngine(
             page_tokens=CONFIG.page_tokens,
             max_num_seqs=CONFIG.max_num_seqs,
             max_num_batched_tokens=CONFIG.max_num_batched_tokens,
             chunked_prefill=CONFIG.chunked_prefill,
-            watermark_pages=CONFIG.watermark_pages(machine.capacity_pages(1)),
+            watermark_pages=CONFIG.watermark_pages(costs.capacity_pages(1)),
         ),
         cap_tokens=CAP_TOKENS,
         control=OneGpuEach(),
@@ -228,9 +228,9 @@ def main() -> None:
         return
     peak = peak_mb_of_fresh_process(arguments.quick)  # first: on Linux a child's peak includes its parent's
 
-    machine, lengths = h800s(nodes=8), draw(steps, responses)
-    replicas = machine.cluster.gpus
-    delays = timeouts_of(machine, lengths)
+    costs, lengths = h800s(nodes=8), draw(steps, responses)
+    replicas = costs.cluster.gpus
+    delays = timeouts_of(costs, lengths)
     short = draw(part, responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
     twice = draw(part, 2 * responses, median_tokens=140, cap_tokens=CAP_TOKENS // 8)
     long = times_as_long(short, 8)
@@ -241,13 +241,13 @@ def main() -> None:
 
     took = medians(
         {
-            "engine": lambda: run_engine(machine, lengths),
-            "told of each": lambda: simulate(simulation(machine, lengths, control=ToldOfEach)),
+            "engine": lambda: run_engine(costs, lengths),
+            "told of each": lambda: simulate(simulation(costs, lengths, control=ToldOfEach)),
             "bare": lambda: run_bare(delays, 1),
             "bare processes": lambda: run_bare(delays, replicas),
-            "short": lambda: run_engine(machine, short),
-            "twice": lambda: run_engine(machine, twice),
-            "long": lambda: run_engine(machine, long),
+            "short": lambda: run_engine(costs, short),
+            "twice": lambda: run_engine(costs, twice),
+            "long": lambda: run_engine(costs, long),
             "few": lambda: [run_engine(node, few) for _ in range(reruns)],
             "token by token": lambda: run_token_by_token(node, few[0]),
         },

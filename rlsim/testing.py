@@ -19,8 +19,8 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.machine import Machine
 from rlsim.cost.memory import resident_bytes
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import SwitchCost
@@ -96,20 +96,20 @@ def check_policy(policy: Callable[..., Part], **parameters: Any) -> None:
     plain as can be. A policy that is to be tuned (see `RolloutControl.alternatives`) is checked with each of its
     choices. Takes a few seconds; the machine is the catalogue's 8xh100 with LLaMA-3.1-8B.
     """
-    machine = _machine()
+    costs = _costs()
     for batch in batches():
-        for choice in _choices(policy, parameters, _context(machine, batch)):
+        for choice in _choices(policy, parameters, _context(costs, batch)):
             make = partial(_system, policy, choice)
             if batch.responses > 1 or not make().batching.needs_rewards:  # a reward alone has no variance
-                _check(make, batch, machine)
+                _check(make, batch, costs)
 
 
-def _check(make: Callable[[], System], batch: Batch, machine: Machine) -> None:
-    first = _play(make(), batch, machine, rollouts=2)
-    _same(first, _play(make(), batch, machine, rollouts=2), batch)
+def _check(make: Callable[[], System], batch: Batch, costs: RolloutCostModel) -> None:
+    first = _play(make(), batch, costs, rollouts=2)
+    _same(first, _play(make(), batch, costs, rollouts=2), batch)
     for other in _other_futures(batch):
         # Both rollouts are the same until a response finishes in either that is not in the other as it is here.
-        second = _play(make(), other, machine)
+        second = _play(make(), other, costs)
         pairs = zip(first.truth, second.truth, strict=False)
         changed = [i for i, (a, b) in enumerate(pairs) if a != b]
         until_s = min(min(run.left_at_s[i] for i in changed) for run in (first, second)) if changed else np.inf
@@ -178,9 +178,9 @@ class _Watched(RolloutControl):
         return actions
 
 
-def _play(system: System, batch: Batch, machine: Machine, rollouts: int = 1) -> _Run:
+def _play(system: System, batch: Batch, costs: RolloutCostModel, rollouts: int = 1) -> _Run:
     """Rollouts of the same batch one after the other, as the steps of a training run."""
-    context = _context(machine, batch)
+    context = _context(costs, batch)
     used_tps: dict[int, set[int]] = {}
     paused: dict[int, list[Request]] = {}
     answers, left_at_s, truth = [], [], []
@@ -358,34 +358,34 @@ def _broken(batch: Batch, why: str) -> ContractError:
     return ContractError(f"batch {batch.name!r}: {why}")
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------
+# ---- the costs -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Short:
-    """A machine whose replicas have `tokens` of KV cache each."""
+    """Costs of replicas that have `tokens` of KV cache each."""
 
-    machine: Machine
+    costs: RolloutCostModel
     tokens: int
 
     def step(self, tp: int) -> StepCost:
-        return self.machine.step(tp)
+        return self.costs.step(tp)
 
     def capacity_pages(self, tp: int) -> int:
-        return min(self.machine.capacity_pages(tp), self.tokens // _PAGE)
+        return min(self.costs.capacity_pages(tp), self.tokens // _PAGE)
 
     def switch(
         self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
     ) -> SwitchCost:
-        return self.machine.switch(from_tp, to_tp, contexts, sequences, kv, first_use)
+        return self.costs.switch(from_tp, to_tp, contexts, sequences, kv, first_use)
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
-        return self.machine.transfer_s(contexts, from_tp, to_tp, same_node)
+        return self.costs.transfer_s(contexts, from_tp, to_tp, same_node)
 
 
-def _machine() -> Machine:
+def _costs() -> RolloutCostModel:
     model = load_model("llama-3.1-8b")
-    return Machine(
+    return RolloutCostModel(
         model,
         load_cluster("2x8xh100"),
         load_calibration("h100-vllm"),
@@ -394,13 +394,13 @@ def _machine() -> Machine:
     )
 
 
-def _context(machine: Machine, batch: Batch) -> ControlContext:
-    feasible, infeasible = machine.feasible_tps(batch.prompt_tokens + batch.cap_tokens)
+def _context(costs: RolloutCostModel, batch: Batch) -> ControlContext:
+    feasible, infeasible = costs.feasible_tps(batch.prompt_tokens + batch.cap_tokens)
     return ControlContext(
-        costs=machine if batch.kv_tokens is None else _Short(machine, batch.kv_tokens),
+        costs=costs if batch.kv_tokens is None else _Short(costs, batch.kv_tokens),
         feasible_tps=feasible,
         infeasible=infeasible,
-        gpus_per_node=machine.cluster.gpus_per_node,
+        gpus_per_node=costs.cluster.gpus_per_node,
         nodes=batch.nodes,
         cap_tokens=batch.cap_tokens,
         page_tokens=_PAGE,

@@ -21,7 +21,7 @@ from rlsim.advise.scaling import best_doublings, enough, resized, scaling, sizes
 from rlsim.advise.texts import texts
 from rlsim.cli import app
 from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
@@ -298,16 +298,16 @@ def test_no_tables_no_causes() -> None:
 
 
 def test_memory_is_that_of_the_engine() -> None:
-    site = Simulator(Setup.of(load_experiment(SMALL)[0], Path())).site()
-    table = memory_by_tp(site).set_index("tp")
+    placed = Simulator(LoadedExperiment.of(load_experiment(SMALL)[0], Path())).placed()
+    table = memory_by_tp(placed).set_index("tp")
     assert table["fits"].tolist() == [True] * 4
     for tp in (1, 2, 4, 8):
-        assert table.loc[tp, "kv_tokens"] == site.machine.capacity_pages(tp) * 16
+        assert table.loc[tp, "kv_tokens"] == placed.rollout_costs.capacity_pages(tp) * 16
     parts = table[["weights_gb", "activations_gb", "reserved_gb", "resident_gb", "kv_gb"]].sum(axis=1)
     assert (parts <= table["budget_gb"]).all()
     assert (parts > table["budget_gb"] - 0.1).all()
     assert table["sequences"].tolist() == [2, 4, 8, 16]
-    calls = memory_by_call(site).set_index("call")
+    calls = memory_by_call(placed).set_index("call")
     assert calls.loc["train", "kept_gb"] == pytest.approx(float(table.loc[1, "resident_gb"]))
     assert calls["fits"].all()
 
@@ -315,24 +315,28 @@ def test_memory_is_that_of_the_engine() -> None:
 def test_memory_says_why_not() -> None:
     qwen = {"model": "qwen2.5-14b", "training.offload": True, "cluster": "8xa40", "calibration": "a40-vllm"}
     qwen |= {"memory_utilization": 0.6, "training.micro_batch_tokens": 2048}
-    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, qwen)[0], Path())).site()).set_index("tp")
+    table = memory_by_tp(Simulator(LoadedExperiment.of(load_experiment(SMALL, qwen)[0], Path())).placed()).set_index(
+        "tp"
+    )
     assert table["fits"].tolist() == [False, True, True, True]
     assert "exceed the budget" in str(table.loc[1, "why_not"])
     odd = memory_by_tp(
-        Simulator(Setup.of(load_experiment(SMALL, {"model": "qwen2.5-7b"})[0], Path())).site()
+        Simulator(LoadedExperiment.of(load_experiment(SMALL, {"model": "qwen2.5-7b"})[0], Path())).placed()
     ).set_index("tp")
     assert "does not divide its 28 heads" in str(odd.loc[8, "why_not"])
     crowded = {"model": "qwen2.5-32b", "cluster": "8xa40", "calibration": "a40-vllm"}
-    site = Simulator(Setup.of(load_experiment(SMALL, crowded)[0], Path())).site()
-    assert not memory_by_tp(site)["fits"].any()
-    assert not memory_by_call(site)["fits"].all()
+    placed = Simulator(LoadedExperiment.of(load_experiment(SMALL, crowded)[0], Path())).placed()
+    assert not memory_by_tp(placed)["fits"].any()
+    assert not memory_by_call(placed)["fits"].all()
     with pytest.raises(CapacityError, match=r"nothing fits on 8xa40:\nTP 1, 2, 4, 8: .* call train .* does not fit"):
         advise(SMALL, overrides=crowded)
 
 
 def test_a_small_cache_makes_responses_wait() -> None:
     many = {"workflow.prompts": 400, "workflow.responses": 8, "memory_utilization": 0.5}
-    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, many)[0], Path())).site()).set_index("tp")
+    table = memory_by_tp(Simulator(LoadedExperiment.of(load_experiment(SMALL, many)[0], Path())).placed()).set_index(
+        "tp"
+    )
     assert table.loc[1, "waits"]
     assert table.loc[1, "sequences"] == 400
     assert table.loc[1, "mean_sequences"] < 400
@@ -341,7 +345,7 @@ def test_a_small_cache_makes_responses_wait() -> None:
 
 def test_a_small_batch_makes_responses_wait_for_no_cache() -> None:
     crowded = {"workflow.prompts": 400, "workflow.responses": 8, "engine.max_num_seqs": 16, "trace.cap": 128}
-    table = memory_by_tp(Simulator(Setup.of(load_experiment(SMALL, crowded)[0], Path())).site())
+    table = memory_by_tp(Simulator(LoadedExperiment.of(load_experiment(SMALL, crowded)[0], Path())).placed())
     assert table.loc[0, "waits"]
     assert not waits_for_kv(table.loc[0])
     shown = next(texts({**dict.fromkeys(name for name, _, _ in SECTIONS), "memory": table}))
@@ -425,7 +429,7 @@ def test_what_puts_off_its_work_is_not_the_best() -> None:
 
 
 def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:
-    simulator = Simulator(Setup.of(load_experiment(SMALL)[0], Path()))
+    simulator = Simulator(LoadedExperiment.of(load_experiment(SMALL)[0], Path()))
     entries, refused = candidates(simulator, parse_systems(simulator.setup.experiment.systems), skip=["real"])
     names = [entry["name"] for entry in entries]
     from rlsim.policies.registry import BUILTIN

@@ -16,8 +16,8 @@ import simpy
 from rlsim.calibrate.from_run import FromRun, from_run, write
 from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.calls import CallCosts
-from rlsim.cost.machine import Machine
 from rlsim.cost.memory import resident_bytes
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.hardware import load_cluster
@@ -226,15 +226,15 @@ def test_contradicting_lengths_are_refused(one: Logged, message: str) -> None:
 # A run with known efficiencies ---------------------------------------------------------------------------------------
 
 
-def true_machine(step_s: float, sequence_s: float) -> Machine:
+def true_costs(step_s: float, sequence_s: float) -> RolloutCostModel:
     base = load_calibration(BASE)
     host = HostFit(step_s=step_s, sequence_s=sequence_s, prefill_s=base.host.prefill_s, source="true")
     model = load_model(MODEL)
     calibration = base.model_copy(update={"host": host})
-    return Machine(model, load_cluster(CLUSTER), calibration, resident_bytes=resident_bytes(model, FSDP))
+    return RolloutCostModel(model, load_cluster(CLUSTER), calibration, resident_bytes=resident_bytes(model, FSDP))
 
 
-def rollout_s(machine: Machine, prompt_tokens: int, lengths: np.ndarray) -> float:
+def rollout_s(costs: RolloutCostModel, prompt_tokens: int, lengths: np.ndarray) -> float:
     """The whole rollout through the simulator with the true host time in its calibration."""
     env = simpy.Environment()
     rollout = Rollout(
@@ -243,7 +243,7 @@ def rollout_s(machine: Machine, prompt_tokens: int, lengths: np.ndarray) -> floa
             mesh=[tuple(range(8))],
             tp=1,
             requests=[Request(i, i // RESPONSES, prompt_tokens, int(n)) for i, n in enumerate(lengths)],
-            costs=machine,
+            costs=costs,
             config=EngineConfig(),
             control=RolloutControl(),
             cap_tokens=CAP,
@@ -270,14 +270,14 @@ def synthetic(
 ) -> dict[int, Metrics]:
     """Random lengths, growing over training or always the same; times from the simulator, with noise and outliers."""
     rng = np.random.default_rng(11)
-    machine = true_machine(step_s, sequence_s)
+    costs = true_costs(step_s, sequence_s)
     calls = CallCosts({"actor": load_model(MODEL)}, load_cluster(CLUSTER), load_calibration(BASE), "fsdp", efficiency)
     rows: dict[int, Metrics] = {}
     for step in range(1, steps + 1):
         lengths = lengths_of(step if growing else 0)
         total = lengths + 120
         times = {
-            "timing_s/gen": rollout_s(machine, 120, lengths),
+            "timing_s/gen": rollout_s(costs, 120, lengths),
             "timing_s/old_log_prob": calls.of("actor", FSDP).forward_s(total).total_s,
             "timing_s/update_actor": calls.of("actor", FSDP).train_s(total).total_s,
         }

@@ -26,7 +26,7 @@ from rlsim.calibrate.measure.plan import (
     FIRST,
     SHARES,
     Phase,
-    Setup,
+    GridSetup,
     Task,
     coarse_to_fine,
     doublings,
@@ -285,7 +285,7 @@ def test_the_plan_has_every_operator_once_within_bounds() -> None:
 
 
 def test_the_whole_plan_grows_with_the_call_allowed() -> None:
-    def points(setup: Setup) -> int:
+    def points(setup: GridSetup) -> int:
         return sum(len(found) for phase in plan(setup) for found in phase.values())
 
     counts = [points(setup_for("cuda", tiny(dtype_bytes=2), (1,), 1, 80e9, seconds)) for seconds in (0.001, 0.01, 0.1)]
@@ -468,7 +468,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     pytest.importorskip("torch")
     from rlsim.calibrate.measure import session
 
-    def first_points(setup: Setup) -> list[Phase]:
+    def first_points(setup: GridSetup) -> list[Phase]:
         enough = {"gemm": 12, "collective": 18}
         return [{name: found[: enough.get(name, 7)] for name, found in phase.items()} for phase in plan(setup)]
 

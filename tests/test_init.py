@@ -12,7 +12,7 @@ import rlsim
 from rlsim.calibrate.importers import nccl_tests
 from rlsim.cli import app
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.init.draft import Draft, Entry
@@ -238,14 +238,14 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
     draft = draft_of(tmp_path, text=text)
     draft.write(tmp_path / "made.yaml")
     experiment, _, folder = load_experiment(tmp_path / "made.yaml")
-    site = Simulator(Setup.of(experiment, folder)).site()
-    beside = site.memory.resident_bytes(site.plan, site.gpus)
-    kv_bytes = site.machine.capacity_pages(2) * 16 * site.machine.model.kv_bytes_per_token / 2
+    placed = Simulator(LoadedExperiment.of(experiment, folder)).placed()
+    beside = placed.memory.resident_bytes(placed.plan, placed.gpus)
+    kv_bytes = placed.rollout_costs.capacity_pages(2) * 16 * placed.rollout_costs.model.kv_bytes_per_token / 2
     offloaded = draft_of(tmp_path).data() | {"name": "offloaded"}
-    own = Simulator(Setup.of(load_experiment(offloaded)[0], folder)).site().machine.capacity_pages(2)
+    own = Simulator(LoadedExperiment.of(load_experiment(offloaded)[0], folder)).placed().rollout_costs.capacity_pages(2)
     assert beside > 1e10
-    assert experiment.memory_utilization == pytest.approx(0.6 + beside / site.cluster.gpu.memory_bytes, abs=1e-4)
-    assert kv_bytes == pytest.approx(own * 16 * site.machine.model.kv_bytes_per_token / 2, rel=1e-3)
+    assert experiment.memory_utilization == pytest.approx(0.6 + beside / placed.cluster.gpu.memory_bytes, abs=1e-4)
+    assert kv_bytes == pytest.approx(own * 16 * placed.rollout_costs.model.kv_bytes_per_token / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,7 @@ def test_nccl_tests_make_a_calibration_beside_the_experiment(tmp_path: Path, mon
     assert read_yaml(tmp_path / "m.yaml")["calibration"] == "mine-calibration.yaml"
     monkeypatch.chdir(Path(nccl_tests.__file__).parent)  # found beside the experiment, from anywhere
     experiment, _, folder = load_experiment(tmp_path / "m.yaml")
-    assert Setup.of(experiment, folder).calibration.name == "mine-calibration"
+    assert LoadedExperiment.of(experiment, folder).calibration.name == "mine-calibration"
 
 
 @pytest.mark.parametrize("option", ["--gpu", "--reward-model"])

@@ -23,7 +23,7 @@ from rlsim.cost.sharing import Crowded
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError, PolicyError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.system import System
@@ -38,8 +38,8 @@ from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.run import simulate
-from rlsim.sim.scorer import Scorer
-from rlsim.sim.service import ScoringEngine
+from rlsim.sim.scorer import StreamingScorer
+from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.workflow import Call, Placement, Workflow
 from rlsim.workflow.graph import Edge
@@ -146,7 +146,7 @@ def play(
         steps=steps,
         batching=batching or Batching(),
         scorers={
-            "score": ScoringEngine(
+            "score": RewardModelEngine(
                 1,
                 PREFILL,
                 Crowded(PREFILL, factor),
@@ -239,7 +239,7 @@ def test_too_short_and_too_long_chunks_are_slower() -> None:
 
 def serve(
     arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, pages: int, prompt: int = 1
-) -> tuple[dict[int, float], Scorer]:
+) -> tuple[dict[int, float], StreamingScorer]:
     """What the scoring model makes of these."""
     env = simpy.Environment()
     config = EngineConfig(
@@ -247,7 +247,7 @@ def serve(
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
     )
-    scorer = Scorer(env, [(0,)], step, pages, config, Recorder())
+    scorer = StreamingScorer(env, [(0,)], step, pages, config, Recorder())
     total = {a.id: a.tokens for a in arrivals if a.last}
     requests = {i: Request(i, i, prompt, n - prompt, n - prompt) for i, n in total.items()}
     scored_at: dict[int, float] = {}
@@ -316,7 +316,7 @@ def test_what_is_not_trained_on_does_not_hold_up_the_scores() -> None:
 
 def test_what_nobody_wants_is_forgotten() -> None:
     env = simpy.Environment()
-    scorer = Scorer(env, [(0,), (1,)], PREFILL, 100, EngineConfig(page_tokens=1), Recorder())
+    scorer = StreamingScorer(env, [(0,), (1,)], PREFILL, 100, EngineConfig(page_tokens=1), Recorder())
     a, b, c = (Request(i, i, 1, 20, 20) for i in range(3))
     done: list[tuple[int, float]] = []
     scorer.chunks([(a, 3), (b, 7), (c, 3)])  # a and c on GPU 0, b on GPU 1
@@ -678,9 +678,9 @@ def test_systems_of_an_experiment() -> None:
     begun, generated = (calls[calls["call"] == name] for name in ("ref_log_prob", "generate"))
     assert (begun["start_at"] < generated["end_at"]).all()
     assert (begun["end_at"] > generated["end_at"]).all()
-    kv = Simulator(Setup.of(load_experiment({**EXPERIMENT, "systems": systems})[0], Path()))
+    kv = Simulator(LoadedExperiment.of(load_experiment({**EXPERIMENT, "systems": systems})[0], Path()))
     pages = [
-        kv.site(System.of([VeRL(tp=1), *parts])).machine.capacity_pages(1)
+        kv.placed(System.of([VeRL(tp=1), *parts])).rollout_costs.capacity_pages(1)
         for parts in ([], [Chunked(models=("reference",))])
     ]
     assert pages[1] < pages[0]  # the reference model's weights and KV cache stand beside the rollout's

@@ -21,7 +21,7 @@ import rlsim
 from rlsim.cli import main
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError, RlsimError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
@@ -306,7 +306,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def space_of(given: dict[str, Any]) -> PlanSpace:
     loaded, _, folder = load_experiment(given)
-    return PlanSpace(Simulator(Setup.of(loaded, folder)).site())
+    return PlanSpace(Simulator(LoadedExperiment.of(loaded, folder)).placed())
 
 
 def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list[list[int]]:
@@ -439,8 +439,8 @@ def test_megatron_takes_the_fewest_pipeline_stages_that_fit() -> None:
         given["training"]["zero_stage"] = 0
         given["models"]["reward"] = model
         loaded, _, folder = load_experiment(given)
-        site = Simulator(Setup.of(loaded, folder)).site(next(iter(_systems(given))))
-        strategies = {site.plan.of(name).strategy for name in ("train", "train_critic", "reward_score")}
+        placed = Simulator(LoadedExperiment.of(loaded, folder)).placed(next(iter(_systems(given))))
+        strategies = {placed.plan.of(name).strategy for name in ("train", "train_critic", "reward_score")}
         assert {(s.tp, s.pp, s.dp) for s in strategies if s} == {(8, pp, 4 // pp)}
 
 
@@ -577,9 +577,9 @@ def test_a_budget_beyond_what_a_rank_has_needs_no_memory() -> None:
     pd.testing.assert_frame_equal(rlsim.run(experiment).calls, rlsim.run(exact).calls)
     streamed = {**experiment, "systems": ["verl", {"name": "pieces", "use": ["verl", "stream"]}]}
     loaded, _, folder = load_experiment(streamed)
-    setup = Setup.of(loaded, folder)
+    setup = LoadedExperiment.of(loaded, folder)
     simulator = Simulator(setup)
-    whole, pieces = (simulator.site(system) for system in _systems(streamed))
+    whole, pieces = (simulator.placed(system) for system in _systems(streamed))
     train, strategy = setup.algorithm.call("train"), whole.training_strategy(8)
     assert pieces.memory.of(train, strategy).active["logits"] == pytest.approx(
         8 * whole.memory.of(train, strategy).active["logits"]

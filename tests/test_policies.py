@@ -16,10 +16,10 @@ import rlsim
 from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import SwitchCost, rms_context_tokens
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.site import Site
 from rlsim.policies.pat import PAT, Alike
 from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
@@ -40,7 +40,7 @@ both = pytest.mark.parametrize(("cluster", "calibration"), MACHINES)
 
 
 @cache
-def machine(cluster: str, calibration: str) -> Site:
+def machine(cluster: str, calibration: str) -> PlacedExperiment:
     """LLaMA-3.1-8B, 128 responses a step, training states in host memory."""
     experiment, shown, folder = load_experiment(
         {
@@ -54,11 +54,13 @@ def machine(cluster: str, calibration: str) -> Site:
             "systems": ["pat"],
         }
     )
-    return Simulator(Setup.of(experiment, folder, shown)).site()
+    return Simulator(LoadedExperiment.of(experiment, folder, shown)).placed()
 
 
-def context(site: Site, requests: int, cap: int = 16384, nodes: int = 1, costs: Any = None) -> ControlContext:
-    known = dataclasses.replace(site.context, requests=requests, prompt_tokens=PROMPT, cap_tokens=cap, nodes=nodes)
+def context(
+    placed: PlacedExperiment, requests: int, cap: int = 16384, nodes: int = 1, costs: Any = None
+) -> ControlContext:
+    known = dataclasses.replace(placed.context, requests=requests, prompt_tokens=PROMPT, cap_tokens=cap, nodes=nodes)
     return known if costs is None else dataclasses.replace(known, costs=costs)
 
 
@@ -94,8 +96,8 @@ def long_tail(count: int, cap: int, seed: int) -> list[int]:
 @both
 @pytest.mark.parametrize("requests", [32, 60, 128])
 def test_pat_does_nothing_where_all_are_equally_long(cluster: str, calibration: str, requests: int) -> None:
-    site = machine(cluster, calibration)
-    known = context(site, requests, cap=4096)
+    placed = machine(cluster, calibration)
+    known = context(placed, requests, cap=4096)
     pat = generate(PAT(), known, [4096] * requests)
     assert pat.switches == []
     static = generate(VeRL(tp=start_of_pat(known)), known, [4096] * requests)
@@ -203,8 +205,8 @@ SEEN: list[tuple[Any, list[Any]]] = []
 @pytest.mark.parametrize(("kv_times", "kv"), [(0.0, "migrate"), (1e6, "recompute")])
 def test_pat_moves_the_kv_the_cheaper_way(kv_times: float, kv: str) -> None:
     SEEN.clear()
-    site = machine("8xa40", "a40-sglang")
-    known = context(site, 128, costs=Priced(site.machine, kv_times))
+    placed = machine("8xa40", "a40-sglang")
+    known = context(placed, 128, costs=Priced(placed.rollout_costs, kv_times))
     rollout = generate(Watched(), known, long_tail(128, 16384, 1))
     assert rollout.switches
     assert {action.kv for action, _ in SEEN} == {kv}
@@ -247,12 +249,12 @@ def test_groups_are_created_once() -> None:
 
 def test_each_node_decides_on_its_own() -> None:
     """Two nodes do what each does alone with its half of the batch, at its own moments."""
-    site = machine("8xa40", "a40-sglang")
+    placed = machine("8xa40", "a40-sglang")
     halves = [long_tail(128, 16384, 3), long_tail(128, 9000, 4)]
-    both_nodes = generate(PAT(), context(site, 256, nodes=2), [*halves[0], *halves[1]])
+    both_nodes = generate(PAT(), context(placed, 256, nodes=2), [*halves[0], *halves[1]])
     when = []
     for node, half in enumerate(halves):
-        alone = generate(PAT(), context(site, 128), half)
+        alone = generate(PAT(), context(placed, 128), half)
         mine = [(at, a, b) for at, n, a, b, _ in both_nodes.switches if n == node]
         assert mine == [(pytest.approx(at, rel=1e-9), a, b) for at, _, a, b, _ in alone.switches]
         finished = [r.finished_at for r in both_nodes.requests[128 * node : 128 * (node + 1)]]
@@ -301,15 +303,15 @@ def test_what_pat_knows() -> None:
 @pytest.mark.parametrize(("requests", "kv_share"), [(128, 1.0), (512, 1.0), (512, 0.1)])
 def test_the_planner_predicts_a_round_from_its_loads(tp: int, requests: int, kv_share: float) -> None:
     """Beside the engine on the same lengths; where the KV cache is short, it does not know what is recomputed."""
-    site = machine("8xh100", "h100-vllm")
+    placed = machine("8xh100", "h100-vllm")
     lengths = long_tail(requests, 16384, 0)
-    pages = {n: int(kv_share * site.machine.capacity_pages(n)) for n in (1, 2, 4, 8)}
+    pages = {n: int(kv_share * placed.rollout_costs.capacity_pages(n)) for n in (1, 2, 4, 8)}
 
     class Less(StubCosts):
         def step(self, tp: int) -> Any:
-            return site.machine.step(tp)
+            return placed.rollout_costs.step(tp)
 
-    known = context(site, requests, costs=Less({}, pages))
+    known = context(placed, requests, costs=Less({}, pages))
     plans = Planner(start_tp=tp)
     plans.setup(known)
     rollout = generate(VeRL(tp=tp), known, lengths)

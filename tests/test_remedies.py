@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from rlsim.errors import CapacityError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment, parse_overrides
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
@@ -40,14 +40,14 @@ CASES: dict[str, dict[str, Any]] = {
 def needed(overrides: dict[str, Any]) -> tuple[dict[str, float], str]:
     """Bytes that every call needs under the first system, and the message where that is too much."""
     experiment, shown, folder = load_experiment("pat_vs_static", overrides)
-    setup = Setup.of(experiment, folder, shown)
-    site = Simulator(setup).site(parse_systems(experiment.systems, shown)[0].make())
+    setup = LoadedExperiment.of(experiment, folder, shown)
+    placed = Simulator(setup).placed(parse_systems(experiment.systems, shown)[0].make())
     try:
-        _, message = site.plan, ""
+        _, message = placed.plan, ""
     except CapacityError as error:
         message = str(error)
-    plan = site.unchecked_plan
-    needs = site.memory.needs(plan, site._beside_bytes(plan))
+    plan = placed.unchecked_plan
+    needs = placed.memory.needs(plan, placed._beside_bytes(plan))
     return {name: sum(parts.values()) for name, (_, parts) in needs.items()}, message
 
 

@@ -17,7 +17,7 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError, RlsimError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.rewards import TraceScoring
@@ -283,9 +283,9 @@ def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge
     with pytest.raises(RlsimError, match=r"17\.38 GB of it are the judge's: set .*while_training: offloaded or apart"):
         rlsim.run("rollpacker_7b", seeds=1, overrides={**settings, where: "resident"})
     loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=resident"])
-    joined = Simulator(Setup.of(loaded, folder, shown)).site().judge
+    joined = Simulator(LoadedExperiment.of(loaded, folder, shown)).placed().judge
     loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=apart"])
-    alone = Simulator(Setup.of(loaded, folder, shown)).site().judge
+    alone = Simulator(LoadedExperiment.of(loaded, folder, shown)).placed().judge
     assert joined is not None
     assert alone is not None
     assert 0 < joined.capacity_pages < 0.95 * alone.capacity_pages  # optimizer states stay
@@ -357,7 +357,10 @@ def test_lists_in_use_make_variants() -> None:
     loaded, shown, folder = load_experiment(
         experiment(systems=[{"name": "t", "use": [{"tail_batching": {"eta": [1.25, 1.5]}}, {"verl": {"tp": [1, 2]}}]}])
     )
-    assert Setup.of(loaded, folder, shown).trace.meta.name == "rollpacker-math + rollpacker-code + rollpacker-judge"
+    assert (
+        LoadedExperiment.of(loaded, folder, shown).trace.meta.name
+        == "rollpacker-math + rollpacker-code + rollpacker-judge"
+    )
     assert [s.name for s in parse_systems(loaded.systems)] == [
         "t-eta1.25-tp1",
         "t-eta1.25-tp2",

@@ -41,9 +41,9 @@ from rlsim.sim.elastic import Pieces
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.reward import RewardControl, RewardJob, Scoring
+from rlsim.sim.reward import RewardControl, RewardFunction, RewardJob
 from rlsim.sim.run import simulate
-from rlsim.sim.service import Service
+from rlsim.sim.server import InferenceServer
 from rlsim.sim.simulation import CallTimes, Simulation
 from rlsim.workflow import Call, Placement, Workflow, colocated, grpo
 
@@ -51,7 +51,7 @@ Lengths = Mapping[int, Sequence[int]]  # by prompt position, one per sample
 
 
 @dataclass
-class Checks(Scoring):
+class Checks(RewardFunction):
     """A check of `seconds`, or the runs of a sandbox by (position, sample); rewards likewise."""
 
     seconds: float = 0.0
@@ -496,7 +496,7 @@ def test_half_of_the_gpus_is_released_whatever_the_replicas_are(
 
 def test_a_judge_forgets_answers_that_nobody_waits_for() -> None:
     env, busy, answered = simpy.Environment(), [], []
-    service = Service(
+    service = InferenceServer(
         env, [(0,)], LinearStep(a=1.0), 1000, EngineConfig(), Recorder(), lambda _: 0,
         on_busy=lambda gpus, on: busy.append((env.now, gpus, on)),
     )  # fmt: skip
@@ -513,7 +513,7 @@ def test_a_judge_forgets_answers_that_nobody_waits_for() -> None:
 
 def test_a_closed_judge_has_no_work() -> None:
     env, busy = simpy.Environment(), []
-    service = Service(
+    service = InferenceServer(
         env, [(0,)], LinearStep(a=1.0), 1000, EngineConfig(), Recorder(), lambda _: 0,
         on_busy=lambda _, on: busy.append((env.now, on)),
     )  # fmt: skip

@@ -18,14 +18,14 @@ from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
 from rlsim.advise.scaling import WORTH, best_doublings, resized, scaling, scaling_rows, sizes
 from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.load import load_experiment, parse_overrides
+from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.result import Result, open_results
 from rlsim.experiment.run import Progress, run
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.site import Site
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import Cluster
 from rlsim.records import Record, file_sha256, read_record
@@ -119,8 +119,8 @@ def advise(
         check_target(out, (ADVICE,))
     settings = _settings(source, overrides, case, seeds, steps)
     experiment, shown, folder = load_experiment(source, settings)
-    simulator = Simulator(Setup.of(experiment, folder, shown))
-    cluster, tables = simulator.setup.cluster, _memory(simulator.site(), shown)
+    simulator = Simulator(LoadedExperiment.of(experiment, folder, shown))
+    cluster, tables = simulator.loaded.cluster, _memory(simulator.placed(), shown)
     own, run_here = parse_systems(experiment.systems, shown), _Runner(source, settings, progress)
     more, refused = candidates(simulator, own, skip)
     baseline, entries = experiment.baseline or own[0].name, [*experiment.systems, *more]
@@ -160,13 +160,13 @@ def _settings(
     return settings | {key: value for key, value in asked.items() if value is not None}
 
 
-def _memory(site: Site, shown: str) -> dict[str, pd.DataFrame]:
+def _memory(placed: PlacedExperiment, shown: str) -> dict[str, pd.DataFrame]:
     """What fits; raises `CapacityError` if nothing does."""
-    tables = {"memory": memory_by_tp(site), "memory_calls": memory_by_call(site)}
+    tables = {"memory": memory_by_tp(placed), "memory_calls": memory_by_call(placed)}
     if not tables["memory"]["fits"].any():
         by_reason = tables["memory"].groupby("why_not", sort=False)["tp"]
         reasons = "\n".join(f"TP {', '.join(map(str, tps))}: {why}" for why, tps in by_reason)
-        raise CapacityError(f"{shown}: nothing fits on {site.setup.cluster.name}:\n{reasons}")
+        raise CapacityError(f"{shown}: nothing fits on {placed.loaded.cluster.name}:\n{reasons}")
     return tables
 
 

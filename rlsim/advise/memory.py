@@ -8,14 +8,14 @@ import pandas as pd
 
 from rlsim.cost.memory import RESERVED_BYTES, RolloutMemory
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import engine_memory
-from rlsim.experiment.site import Site
+from rlsim.experiment.placed import PlacedExperiment
 
 GB = 1e9
 
 
-def memory_by_tp(site: Site) -> pd.DataFrame:
+def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
     """The rollout engine at every TP that divides a node, where all calls share all GPUs.
 
     One row per TP. Bytes are GB (1e9) on each GPU: `weights_gb`, `activations_gb` (working memory of an iteration),
@@ -26,10 +26,10 @@ def memory_by_tp(site: Site) -> pd.DataFrame:
     `waits` whether a step's sequences of mean length are more than the cache or the engine takes at once.
     """
     try:
-        plan, cluster, unplaced = site.plan, site.rollout_cluster, ""
+        plan, cluster, unplaced = placed.plan, placed.rollout_cluster, ""
     except CapacityError as error:  # other calls do not fit: what generation needs is known nonetheless
-        plan, cluster, unplaced = site.unchecked_plan, site.cluster, str(error)
-    beside_bytes, whole = site.memory.resident_bytes(plan, site.gpus), site.setup.cluster.gpus_per_node
+        plan, cluster, unplaced = placed.unchecked_plan, placed.cluster, str(error)
+    beside_bytes, whole = placed.memory.resident_bytes(plan, placed.gpus), placed.loaded.cluster.gpus_per_node
     rows = []
     for tp in (1 << i for i in range(whole.bit_length()) if whole % (1 << i) == 0):
         row: dict[str, object] = {"tp": tp, "replicas": cluster.gpus // tp, "fits": False, "waits": False}
@@ -39,24 +39,24 @@ def memory_by_tp(site: Site) -> pd.DataFrame:
             continue
         try:
             memory = engine_memory(
-                site.setup, site.setup.model, tp, resident_bytes=beside_bytes, min_tokens=-sys.maxsize
+                placed.loaded, placed.loaded.model, tp, resident_bytes=beside_bytes, min_tokens=-sys.maxsize
             )  # whatever is left, and be it less than nothing
         except ConfigError as error:
             rows.append({**row, "why_not": str(error)})
             continue
-        row |= {"resident_gb": beside_bytes / GB, **_engine_row(site.setup, memory, tp, cluster.gpus)}
+        row |= {"resident_gb": beside_bytes / GB, **_engine_row(placed.loaded, memory, tp, cluster.gpus)}
         rows.append({**row, "fits": False, "why_not": unplaced} if unplaced else row)
     return pd.DataFrame(rows, columns=[*_COLUMNS])
 
 
-def _engine_row(setup: Setup, memory: RolloutMemory, tp: int, gpus: int) -> dict[str, object]:
+def _engine_row(loaded: LoadedExperiment, memory: RolloutMemory, tp: int, gpus: int) -> dict[str, object]:
     """What an engine's memory holds, and whether that is enough."""
-    tokens, longest = memory.capacity_tokens, setup.longest_sequence
-    mean_sequences = max(int(tokens // setup.batch.mean_tokens), 0)
-    sequences = -(-setup.experiment.workflow.prompts * setup.launched_responses * tp // gpus)
+    tokens, longest = memory.capacity_tokens, loaded.longest_sequence
+    mean_sequences = max(int(tokens // loaded.batch.mean_tokens), 0)
+    sequences = -(-loaded.experiment.workflow.prompts * loaded.launched_responses * tp // gpus)
     return {
         "fits": tokens >= longest,
-        "budget_gb": setup.experiment.memory_utilization * setup.cluster.gpu.memory_bytes / GB,
+        "budget_gb": loaded.experiment.memory_utilization * loaded.cluster.gpu.memory_bytes / GB,
         "weights_gb": memory.weight_bytes / GB,
         "activations_gb": memory.activation_bytes / GB,
         "reserved_gb": memory.reserved_bytes / GB,
@@ -65,7 +65,7 @@ def _engine_row(setup: Setup, memory: RolloutMemory, tp: int, gpus: int) -> dict
         "full_sequences": max(tokens // longest, 0),
         "mean_sequences": mean_sequences,
         "sequences": sequences,
-        "waits": sequences > min(mean_sequences, setup.experiment.engine.max_num_seqs),
+        "waits": sequences > min(mean_sequences, loaded.experiment.engine.max_num_seqs),
         "why_not": "" if tokens >= longest else _lacking(memory.kv_bytes, tokens, longest, tp),
     }
 
@@ -76,14 +76,14 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def memory_by_call(site: Site) -> pd.DataFrame:
+def memory_by_call(placed: PlacedExperiment) -> pd.DataFrame:
     """The calls beside generation where all calls share all GPUs, on each GPU in GB: one row per call.
 
     `kept_gb` between its runs, `working_gb` only while it runs, `total_gb` on the fullest GPU while it runs with all
     that others keep there, `gpu_gb` what the GPU has, `fits`.
     """
-    setup, calls, rows = site.setup, site.memory.calls(site.unchecked_plan), []
-    gpu_bytes = setup.cluster.gpu.memory_bytes
+    loaded, calls, rows = placed.loaded, placed.memory.calls(placed.unchecked_plan), []
+    gpu_bytes = loaded.cluster.gpu.memory_bytes
     for name, (placement, memory) in calls.items():
         others = max(
             sum(its.resident_bytes for other, (at, its) in calls.items() if other != name and on in at.gpus)
@@ -93,7 +93,7 @@ def memory_by_call(site: Site) -> pd.DataFrame:
         rows.append(
             {
                 "call": name,
-                "model": setup.models[setup.algorithm.call(name).model].name,
+                "model": loaded.models[loaded.algorithm.call(name).model].name,
                 "kept_gb": memory.resident_bytes / GB,
                 "working_gb": memory.active_bytes / GB,
                 "total_gb": total / GB,

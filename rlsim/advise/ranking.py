@@ -10,7 +10,7 @@ import pandas as pd
 
 from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.backlog import backlog, comparable
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
 from rlsim.experiment.simulator import Simulator
@@ -37,7 +37,7 @@ def candidates(
     for name in skip:
         if name not in BUILTIN:
             raise unknown_name("policy", name, BUILTIN)
-    degrees = list(simulator.site().context.feasible_tps)
+    degrees = list(simulator.placed().context.feasible_tps)
     entries: list[Any] = [{"verl": {"tp": tp}} for tp in degrees]
     entries += [{part: {"start_tp": tp}} for part in _START_TP for tp in degrees[:-1]]
     entries += [name for name in BUILTIN if name not in (*_START_TP, "verl")]
@@ -45,7 +45,7 @@ def candidates(
     names = {spec.name for spec in own}
     for entry in entries:
         policy, name = (entry, entry) if isinstance(entry, str) else (next(iter(entry)), _name(entry))
-        why = "left out, as asked" if policy in skip else _ALONE.get(name) or _pointless(name, simulator.setup)
+        why = "left out, as asked" if policy in skip else _ALONE.get(name) or _pointless(name, simulator.loaded)
         if why is None:
             named = {"name": _free(name, names), "use": [entry]}
             (spec,) = parse_systems([named])
@@ -80,9 +80,9 @@ def _free(name: str, taken: Iterable[str]) -> str:
     return f"{name} (as shipped)" if name in taken else name
 
 
-def _pointless(name: str, setup: Setup) -> str | None:
-    judged = bool(setup.scoring.judged.any())
-    tested = "test_run_s" in setup.trace.frame.columns and setup.experiment.workflow.reward.from_trace
+def _pointless(name: str, loaded: LoadedExperiment) -> str | None:
+    judged = bool(loaded.scoring.judged.any())
+    tested = "test_run_s" in loaded.trace.frame.columns and loaded.experiment.workflow.reward.from_trace
     if name == "colocated_judge" and not judged:
         return _JUDGE
     if name == "adaptive_timeout" and not tested:

@@ -9,8 +9,8 @@ import numpy as np
 
 from rlsim.calibrate.fit.common import Array
 from rlsim.cost.calibration import Calibration, HostFit
-from rlsim.cost.machine import Machine
 from rlsim.cost.memory import check_training, resident_bytes
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.sim.alone import run_rollout
@@ -63,21 +63,21 @@ def rollout_times(
     fixed = calibration.profile(model.name, settings.rollout_tp) is not None
     kinds = [(0.0, 0.0)] if fixed else [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
     hosts = [host_fit(calibration, *kind, "") for kind in kinds] + [calibration.host]
-    machines = [
-        _machine(model, cluster, calibration.model_copy(update={"host": host}), settings)
+    candidates = [
+        _costs(model, cluster, calibration.model_copy(update={"host": host}), settings)
         for host in (hosts[:1] if fixed else hosts)
     ]
     rows = []
     for done, dealt in enumerate(batches):
         if progress is not None:
             progress(done, len(batches))
-        rows.append([[_replica_ends(machine, cluster, settings, batch) for batch in dealt] for machine in machines])
+        rows.append([[_replica_ends(costs, cluster, settings, batch) for batch in dealt] for costs in candidates])
     if progress is not None:
         progress(len(batches), len(batches))
     ends = np.array(rows)  # steps, kinds, deals, replicas
     plain, before_s = ends[:, 0], _slowest(ends[:, -1])
     extra = [np.zeros_like(plain) if fixed else ends[:, i] - plain for i in (1, 2)]
-    return RolloutTimes(plain, extra[0], extra[1], before_s, fixed, tuple(machines[0].lookups().note()))
+    return RolloutTimes(plain, extra[0], extra[1], before_s, fixed, tuple(candidates[0].lookups().note()))
 
 
 def host_fit(calibration: Calibration, step_s: float, sequence_s: float, source: str) -> HostFit:
@@ -90,9 +90,9 @@ def host_fit(calibration: Calibration, step_s: float, sequence_s: float, source:
     return host.model_copy(update={"overlapped": False, "prefill_s": 0.0}) if host.overlapped else host
 
 
-def _machine(model: Model, cluster: Cluster, calibration: Calibration, settings: RunSettings) -> Machine:
+def _costs(model: Model, cluster: Cluster, calibration: Calibration, settings: RunSettings) -> RolloutCostModel:
     check_training(model, cluster.gpu, settings.train)
-    return Machine(
+    return RolloutCostModel(
         model,
         cluster,
         calibration,
@@ -104,7 +104,7 @@ def _machine(model: Model, cluster: Cluster, calibration: Calibration, settings:
     )
 
 
-def _replica_ends(machine: Machine, cluster: Cluster, settings: RunSettings, batch: Batch) -> Array:
+def _replica_ends(costs: RolloutCostModel, cluster: Cluster, settings: RunSettings, batch: Batch) -> Array:
     """When each replica finishes its last response (seconds from the start; 0 for one without responses)."""
     per_node = cluster.gpus_per_node
     rollout = run_rollout(
@@ -112,7 +112,7 @@ def _replica_ends(machine: Machine, cluster: Cluster, settings: RunSettings, bat
             requests=batch.requests(),
             mesh=[tuple(range(first, first + per_node)) for first in range(0, cluster.gpus, per_node)],
             tp=settings.rollout_tp,
-            costs=machine,
+            costs=costs,
             config=settings.engine,
             cap_tokens=settings.cap,
         )

@@ -36,7 +36,7 @@ def placing(shown: str, case: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Setup:
+class LoadedExperiment:
     """Everything that an experiment names, loaded. Raises `RlsimError`s that say what does not exist or fit."""
 
     experiment: Experiment
@@ -49,7 +49,7 @@ class Setup:
     judge_model: Model | None = None
 
     @classmethod
-    def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> Setup:
+    def of(cls, experiment: Experiment, folder: Path, shown: str = "experiment") -> LoadedExperiment:
         """Load what the experiment names; relative paths start at `folder`, the working directory or the catalogue."""
         named = experiment.trace.path or ()
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlsim.cost.machine import Machine
 from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, judge_bytes
 from rlsim.errors import CapacityError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming
-from rlsim.sim.service import ScoringEngine
+from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Call, Placement, Plan, Workflow
 
 #: Share of GPU memory that a scoring model beside other calls has for its KV cache (assumed).
@@ -39,15 +39,17 @@ def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) 
     return Plan(placements)
 
 
-def engine_memory(setup: Setup, model: Model, tp: int, *, resident_bytes: float, min_tokens: int = 1) -> RolloutMemory:
+def engine_memory(
+    loaded: LoadedExperiment, model: Model, tp: int, *, resident_bytes: float, min_tokens: int = 1
+) -> RolloutMemory:
     """Memory of an engine of the experiment, with a rollout's or a scoring model; the rest as in `rollout_memory`."""
-    engine = setup.experiment.engine
+    engine = loaded.experiment.engine
     return rollout_memory(
         model,
-        setup.cluster.gpu,
+        loaded.cluster.gpu,
         tp,
         page_tokens=engine.page_tokens,
-        memory_utilization=setup.experiment.memory_utilization,
+        memory_utilization=loaded.experiment.memory_utilization,
         max_batched_tokens=engine.max_num_batched_tokens,
         max_sequences=engine.max_num_seqs,
         resident_bytes=resident_bytes,
@@ -55,40 +57,47 @@ def engine_memory(setup: Setup, model: Model, tp: int, *, resident_bytes: float,
     )
 
 
-def rollout_machine(
-    setup: Setup, cluster: Cluster, *, memory_share: float | None = None, pp: int = 1, resident_bytes: float = 0.0
-) -> Machine:
+def rollout_costs(
+    loaded: LoadedExperiment,
+    cluster: Cluster,
+    *,
+    memory_share: float | None = None,
+    pp: int = 1,
+    resident_bytes: float = 0.0,
+) -> RolloutCostModel:
     """The rollout engine on these GPUs; `memory_share`: what it has of each, by default what the experiment says."""
-    engine = setup.experiment.engine
-    return Machine(
-        setup.model,
+    engine = loaded.experiment.engine
+    return RolloutCostModel(
+        loaded.model,
         cluster,
-        setup.calibration,
+        loaded.calibration,
         page_tokens=engine.page_tokens,
         max_batched_tokens=engine.max_num_batched_tokens,
         max_sequences=engine.max_num_seqs,
-        memory_utilization=setup.experiment.memory_utilization if memory_share is None else memory_share,
+        memory_utilization=loaded.experiment.memory_utilization if memory_share is None else memory_share,
         sampling_s_per_logit=engine.sampling_per_logit,
         pp=pp,
         resident_bytes=resident_bytes,
     )
 
 
-def scorer_of(setup: Setup, call: Call, placement: Placement, streaming: ChunkStreaming) -> ScoringEngine:
+def scorer_of(
+    loaded: LoadedExperiment, call: Call, placement: Placement, streaming: ChunkStreaming
+) -> RewardModelEngine:
     """The engine of a call that takes responses by the chunk, on GPUs of its own or beside generation.
 
     Raises `CapacityError` if its KV cache cannot hold the longest prompt and response.
     """
-    model, tp, engine = setup.models[call.model], tp_of(placement), setup.experiment.engine
-    cost = step_cost(model, tp, setup.cluster, setup.calibration)
-    pages = kv_pages(setup, model, tp, shared=placement.shared)
-    if pages * engine.page_tokens < setup.longest_sequence:
+    model, tp, engine = loaded.models[call.model], tp_of(placement), loaded.experiment.engine
+    cost = step_cost(model, tp, loaded.cluster, loaded.calibration)
+    pages = kv_pages(loaded, model, tp, shared=placement.shared)
+    if pages * engine.page_tokens < loaded.longest_sequence:
         raise CapacityError(
             f"{model.name} at TP {tp}, which takes responses by the chunk, has room for {pages * engine.page_tokens} "
-            f"tokens of KV cache; a response with its prompt may need {setup.longest_sequence}"
+            f"tokens of KV cache; a response with its prompt may need {loaded.longest_sequence}"
         )
     slowdown = streaming.slowdown if placement.shared else 1.0
-    return ScoringEngine(tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
+    return RewardModelEngine(tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, streaming.handover_s)
 
 
 def tp_of(placement: Placement) -> int:
@@ -96,18 +105,18 @@ def tp_of(placement: Placement) -> int:
     return placement.strategy.tp if placement.strategy else 1
 
 
-def kv_pages(setup: Setup, model: Model, tp: int, *, shared: bool, resident_bytes: float = 0.0) -> int:
+def kv_pages(loaded: LoadedExperiment, model: Model, tp: int, *, shared: bool, resident_bytes: float = 0.0) -> int:
     """Room for the KV cache of a scoring model, beside other calls or on GPUs that others leave while it works.
 
     `resident_bytes`: what these keep on each of such GPUs meanwhile.
     """
     if shared:
-        page_bytes = kv_page_bytes(model, tp, setup.experiment.engine.page_tokens)
-        return int(KV_SHARE * setup.cluster.gpu.memory_bytes / page_bytes)
-    return engine_memory(setup, model, tp, resident_bytes=resident_bytes).pages
+        page_bytes = kv_page_bytes(model, tp, loaded.experiment.engine.page_tokens)
+        return int(KV_SHARE * loaded.cluster.gpu.memory_bytes / page_bytes)
+    return engine_memory(loaded, model, tp, resident_bytes=resident_bytes).pages
 
 
-def bytes_beside(setup: Setup, model: Model, tp: int, offloaded_layers: int = 0) -> float:
+def bytes_beside(loaded: LoadedExperiment, model: Model, tp: int, offloaded_layers: int = 0) -> float:
     """What a scoring model beside other calls takes of each GPU's memory: weights, working memory and KV cache."""
-    batched = setup.experiment.engine.max_num_batched_tokens
-    return KV_SHARE * setup.cluster.gpu.memory_bytes + judge_bytes(model, offloaded_layers, tp, batched, SEQUENCES)
+    batched = loaded.experiment.engine.max_num_batched_tokens
+    return KV_SHARE * loaded.cluster.gpu.memory_bytes + judge_bytes(model, offloaded_layers, tp, batched, SEQUENCES)

@@ -11,13 +11,13 @@ from rlsim.cost.sharing import Crowded, Streamed, layers_to_offload, stream_s
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import bytes_beside, kv_pages
 from rlsim.experiment.schema import JudgeSpec
 from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.policies.parts import JudgePlacement
-from rlsim.sim.service import ScoringEngine
+from rlsim.sim.server import RewardModelEngine
 
 
 class Judge:
@@ -27,10 +27,10 @@ class Judge:
     """
 
     def __init__(
-        self, setup: Setup, spec: JudgeSpec, model: Model, beside: JudgePlacement | None, *, may_join: bool
+        self, loaded: LoadedExperiment, spec: JudgeSpec, model: Model, beside: JudgePlacement | None, *, may_join: bool
     ) -> None:
-        self._setup, self._spec, self._model, self.beside = setup, spec, model, beside
-        self.gpus = reserved_gpus(spec, setup.cluster) if beside is None else ()  # its own
+        self._loaded, self._spec, self._model, self.beside = loaded, spec, model, beside
+        self.gpus = reserved_gpus(spec, loaded.cluster) if beside is None else ()  # its own
         self.joins = may_join and beside is None and spec.while_training != "apart"
 
     @property
@@ -38,18 +38,18 @@ class Judge:
         """GPUs that log-probs and training never have."""
         return () if self.joins else self.gpus
 
-    def engine(self, resident_bytes: float) -> ScoringEngine:
+    def engine(self, resident_bytes: float) -> RewardModelEngine:
         """Its engine, where log-probs and training that it joins keep so many bytes on its GPUs.
 
         Raises `CapacityError` if the longest response to judge does not fit.
         """
-        setup, spec, model, engine = self._setup, self._spec, self._model, self._setup.experiment.engine
+        loaded, spec, model, engine = self._loaded, self._spec, self._model, self._loaded.experiment.engine
         cost, slowdown = self._resident, 1.0
         if self.beside is not None:
-            cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, setup.cluster.host))
+            cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, loaded.cluster.host))
             slowdown = self.beside.slowdown
-        pages = kv_pages(setup, model, spec.tp, shared=self.beside is not None, resident_bytes=resident_bytes)
-        longest = setup.longest_sequence + spec.prompt_tokens + setup.longest_answer
+        pages = kv_pages(loaded, model, spec.tp, shared=self.beside is not None, resident_bytes=resident_bytes)
+        longest = loaded.longest_sequence + spec.prompt_tokens + loaded.longest_answer
         if pages * engine.page_tokens < longest:
             raise CapacityError(
                 f"workflow.reward.judge: {model.name} at TP {spec.tp} has room for {pages * engine.page_tokens} tokens "
@@ -57,12 +57,12 @@ class Judge:
             )
         load_s = 0.0
         if self.joins and spec.while_training == "offloaded":
-            load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), setup.cluster.host)
-        return ScoringEngine(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, load_s=load_s)
+            load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), loaded.cluster.host)
+        return RewardModelEngine(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, load_s=load_s)
 
     @cached_property
     def _resident(self) -> StepCost:
-        return step_cost(self._model, self._spec.tp, self._setup.cluster, self._setup.calibration)
+        return step_cost(self._model, self._spec.tp, self._loaded.cluster, self._loaded.calibration)
 
     @cached_property
     def offloaded_layers(self) -> int:
@@ -71,16 +71,16 @@ class Judge:
             return 0
         if self.beside.offload != "auto":
             return round(self.beside.offload * self._model.num_hidden_layers)
-        typical = self._spec.prompt_tokens + self._setup.judged_tokens
-        batched = self._setup.experiment.engine.max_num_batched_tokens
-        return layers_to_offload(self._model, self._resident, self._setup.cluster.host, batched, typical)
+        typical = self._spec.prompt_tokens + self._loaded.judged_tokens
+        batched = self._loaded.experiment.engine.max_num_batched_tokens
+        return layers_to_offload(self._model, self._resident, self._loaded.cluster.host, batched, typical)
 
     @cached_property
     def bytes_beside(self) -> float:
         """What it takes of each GPU's memory where it works beside other calls."""
         if self.beside is None:
             return 0.0
-        return bytes_beside(self._setup, self._model, self._spec.tp, self.offloaded_layers)
+        return bytes_beside(self._loaded, self._model, self._spec.tp, self.offloaded_layers)
 
     @property
     def resting_bytes(self) -> float:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from rlsim.cost.memory import RESERVED_BYTES
 from rlsim.errors import ConfigError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.schema import Experiment
@@ -130,7 +130,7 @@ def search_plan(
         raise ConfigError("a plan is searched for one case: set its keys with --set, and --set 'cases={}'")
     if seconds is None and evaluations is None:
         seconds = 10.0
-    space = PlanSpace(Simulator(Setup.of(experiment, folder)).site())
+    space = PlanSpace(Simulator(LoadedExperiment.of(experiment, folder)).placed())
     found = find_plan(space.problem, method, Budget(seconds, evaluations), seed=seed, on_improvement=on_improvement)
     return PlanReport(experiment, space, found)
 

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 import numpy as np
 
 from rlsim.cost.layout import Layout, PairTimes
-from rlsim.cost.machine import Machine
 from rlsim.cost.memory import (
     RESERVED_BYTES,
     inference_memory,
@@ -18,10 +17,11 @@ from rlsim.cost.memory import (
     rollout_activation_bytes,
     rollout_weight_bytes,
 )
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.engines import rollout_machine
-from rlsim.experiment.site import Site
+from rlsim.experiment.engines import rollout_costs
+from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.times import handed_on_bytes
 from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
@@ -57,19 +57,19 @@ class Candidate:
 
 
 class PlanSpace:
-    """All plans of an experiment's workflow on the GPUs of a site, costed on the lengths of its first step.
+    """All plans of an experiment's workflow on its GPUs, costed on the lengths of its first step.
 
     Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside a node, every GPU of a
     mesh is used, DP is no larger than a mini-batch. Of strategies that differ in micro-batches or offload only, those
     worse in both time and memory are left out. Raises `CapacityError` if a call fits nowhere.
     """
 
-    def __init__(self, site: Site) -> None:
-        self._setup = setup = site.setup
-        self._site, self._cluster = site, site.cluster
-        self.workflow, self.gpu = site.workflow, setup.cluster.gpu
-        self.calls = [call for call in site.workflow.calls if call.kind not in ("sync", "reward")]
-        batch = setup.sampler(setup.experiment.seed_list[0]).step(0)
+    def __init__(self, placed: PlacedExperiment) -> None:
+        self._loaded = loaded = placed.loaded
+        self._placed, self._cluster = placed, placed.cluster
+        self.workflow, self.gpu = placed.workflow, loaded.cluster.gpu
+        self.calls = [call for call in placed.workflow.calls if call.kind not in ("sync", "reward")]
+        batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
         self._prompts, self._responses = batch.prompt_tokens, batch.response_tokens
         self._lengths = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
         self._meshes = list(meshes(self._cluster.gpus, self._cluster.gpus_per_node))
@@ -77,7 +77,7 @@ class PlanSpace:
         made: dict[tuple[str, object], list[Candidate]] = {}
         self._least_bytes: dict[str, float] = {}  # of the strategies of a call that did not fit
         for call in self.calls:
-            shape = (call.kind, setup.models[call.model], call.model in self._trained)
+            shape = (call.kind, loaded.models[call.model], call.model in self._trained)
             for size in sorted({gpus for _, gpus in self._meshes}):
                 key = (repr(shape), size)
                 if key not in made:
@@ -106,7 +106,7 @@ class PlanSpace:
                 sources, targets = workflow.beside(call.name)
                 for target in targets:
                     pair = self._layouts(sources[0]), self._layouts(target)
-                    time_s = self._site.calls.reallocation(call.model).time_s
+                    time_s = self._placed.calls.reallocation(call.model).time_s
                     reallocations.append(
                         Reallocation(
                             sources[0], target, PairTimes(time_s, self._cluster, *pair), self._copy_bytes(target, pair)
@@ -122,13 +122,13 @@ class PlanSpace:
         )
 
     def plan(self, chosen: Sequence[int]) -> Plan:
-        placed = {}
+        placements = {}
         for call, index in zip(self.calls, chosen, strict=True):
             first, candidate = self.options[call.name][index]
             strategy = candidate.strategy
             gpus = tuple(range(first, first + strategy.gpus))
-            placed[call.name] = Placement(gpus, strategy, memory_share=candidate.memory_share)
-        return with_transfers(self.workflow, placed, self._site.reward_placement)
+            placements[call.name] = Placement(gpus, strategy, memory_share=candidate.memory_share)
+        return with_transfers(self.workflow, placements, self._placed.reward_placement)
 
     # ---- arrays -----------------------------------------------------------------------------------------------------
 
@@ -149,9 +149,9 @@ class PlanSpace:
     def _copy_bytes(self, target: str, pair: tuple[list[Layout], list[Layout]]) -> PairTimes | None:
         """What a trained model's inference keeps of its own; nothing where training has just these weights."""
         call = self.workflow.call(target)
-        if call.kind != "inference" or self._site.style.offload:
+        if call.kind != "inference" or self._placed.style.offload:
             return None
-        model = self._setup.models[call.model]
+        model = self._loaded.models[call.model]
 
         def size(source: Layout, to: Layout) -> float:
             if source == to:
@@ -162,15 +162,15 @@ class PlanSpace:
         return PairTimes(size, self._cluster, *pair)
 
     def _data_s(self, source: str, target: str) -> PairTimes:
-        kind = self._setup.algorithm.call(source).kind
+        kind = self._loaded.algorithm.call(source).kind
         size = handed_on_bytes(kind, float(self._lengths.sum()))
-        time_s = partial(self._site.calls.data.time_s, size)
+        time_s = partial(self._placed.calls.data.time_s, size)
         return PairTimes(time_s, self._cluster, self._layouts(source), self._layouts(target))
 
     # ---- one call on a mesh of so many GPUs -------------------------------------------------------------------------
 
     def _candidates(self, call: Call, gpus: int) -> Iterator[Candidate]:
-        mini = self._setup.experiment.training.mini_batches if call.kind == "train" else 1
+        mini = self._loaded.experiment.training.mini_batches if call.kind == "train" else 1
         share = len(self._lengths) // mini
         spread = [
             (gpus // tp // pp, tp, pp)
@@ -184,7 +184,7 @@ class PlanSpace:
             yield from undominated(self._variants(call, dp, tp, pp, share // dp))
 
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
-        model = self._setup.models[call.model]
+        model = self._loaded.models[call.model]
         try:
             model.check_tp(tp)
         except ConfigError:
@@ -193,7 +193,7 @@ class PlanSpace:
 
     def _variants(self, call: Call, dp: int, tp: int, pp: int, share: int) -> Iterator[Candidate]:
         """Every number of micro-batches; a model that is not trained may also wait in host memory."""
-        style, training = self._site.style, self._setup.experiment.training
+        style, training = self._placed.style, self._loaded.experiment.training
         zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
         offloads = (style.offload,) if call.model in self._trained else (False, True)
         count = 1
@@ -204,8 +204,8 @@ class PlanSpace:
                     sequence_parallel=tp > 1,
                 )  # fmt: skip
                 copied = call.model in self._trained and not offload  # whose bytes depend on where training is
-                memory = self._site.memory.of(call, strategy, holds_weights=copied)
-                cost = self._site.calls.of(call.model, strategy)
+                memory = self._placed.memory.of(call, strategy, holds_weights=copied)
+                cost = self._placed.calls.of(call.model, strategy)
                 needed = memory.resident_bytes + memory.active_bytes + RESERVED_BYTES
                 if needed > self._cluster.gpu.memory_bytes:
                     self._least_bytes[call.name] = min(needed, self._least_bytes.get(call.name, needed))
@@ -231,41 +231,41 @@ class PlanSpace:
 
     def _share_for_all(self, strategy: TrainStrategy) -> float:
         """Share of a GPU's memory that lets all sequences run at once; not more than the experiment allows."""
-        setup, engine = self._setup, self._setup.experiment.engine
-        model, tp, pp = setup.model, strategy.tp, strategy.pp
+        loaded, engine = self._loaded, self._loaded.experiment.engine
+        model, tp, pp = loaded.model, strategy.tp, strategy.pp
         batched, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
         working = rollout_weight_bytes(model, tp, pp) + rollout_activation_bytes(model, tp, batched, sequences)
         replicas = self._dealt(strategy)
         pages = max(sum(-(-(p + r) // engine.page_tokens) for p, r in lengths) for lengths in replicas)
         kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, tp, engine.page_tokens, pp)
         needed = working + RESERVED_BYTES + kv_bytes
-        return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, setup.experiment.memory_utilization)
+        return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, loaded.experiment.memory_utilization)
 
     def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int], ...]]:
         """Prompt and response tokens of the replicas' sequences, of replicas with the same ones once."""
         lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
-        return {tuple(share) for share in dealt(lengths, strategy.dp, self._setup.experiment.routing)}
+        return {tuple(share) for share in dealt(lengths, strategy.dp, self._loaded.experiment.routing)}
 
     def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
         nodes = Placement(tuple(range(strategy.gpus)), strategy).nodes(self._cluster)
         cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
-        machine = rollout_machine(self._setup, cluster, memory_share=memory_share, pp=strategy.pp)
+        costs = rollout_costs(self._loaded, cluster, memory_share=memory_share, pp=strategy.pp)
         replica = strategy.tp * strategy.pp
-        if machine.feasible_tps(self._setup.longest_sequence, replica)[0]:
+        if costs.feasible_tps(self._loaded.longest_sequence, replica)[0]:
             # No replica waits for another.
-            time_s = max(self._rollout_s(lengths, machine, replica) for lengths in self._dealt(strategy))
+            time_s = max(self._rollout_s(lengths, costs, replica) for lengths in self._dealt(strategy))
             active_bytes = memory_share * self.gpu.memory_bytes - RESERVED_BYTES
             yield Candidate(strategy, time_s, 0.0, active_bytes, memory_share)
 
-    def _rollout_s(self, lengths: Sequence[tuple[int, int]], machine: Machine, replica: int) -> float:
-        experiment = self._setup.experiment
+    def _rollout_s(self, lengths: Sequence[tuple[int, int]], costs: RolloutCostModel, replica: int) -> float:
+        experiment = self._loaded.experiment
         rollout = run_rollout(
             GenerationStage(
                 requests=[Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],
                 mesh=[tuple(range(replica))],
                 tp=replica,
-                costs=machine,
+                costs=costs,
                 config=experiment.engine,
                 cap_tokens=experiment.trace.cap,
             )
@@ -273,9 +273,9 @@ class PlanSpace:
         return rollout.env.now
 
 
-def best_plan(site: Site, method: str, evaluations: int, seed: int) -> Plan:
-    """The best plan for a site that a search method finds; raises `RlsimError` as `find_plan`."""
-    space = PlanSpace(site)
+def best_plan(placed: PlacedExperiment, method: str, evaluations: int, seed: int) -> Plan:
+    """The best plan for a placed experiment that a search method finds; raises `RlsimError` as `find_plan`."""
+    space = PlanSpace(placed)
     return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)
 
 

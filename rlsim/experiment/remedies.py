@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from rlsim.errors import RlsimError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 
 
-def advice(setup: Setup, needed_bytes: float, bytes_needed: Callable[[Setup], float]) -> str:
+def advice(loaded: LoadedExperiment, needed_bytes: float, bytes_needed: Callable[[LoadedExperiment], float]) -> str:
     """The settings that bring a figure of `needed_bytes` down, with what it becomes, as the end of a message.
 
     `bytes_needed` gives the figure under a changed experiment, or raises `RlsimError` where that cannot be. Empty where
     nothing helps.
     """
     found = []
-    for setting, changed in _changes(setup):
+    for setting, changed in _changes(loaded):
         try:
             less_bytes = bytes_needed(changed)
         except RlsimError:
@@ -27,9 +27,9 @@ def advice(setup: Setup, needed_bytes: float, bytes_needed: Callable[[Setup], fl
     return f"; it needs less with {listed}" if listed else ""
 
 
-def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
+def _changes(loaded: LoadedExperiment) -> Iterator[tuple[str, LoadedExperiment]]:
     """Every setting that memory may depend on, one changed at a time."""
-    experiment, training, cluster = setup.experiment, setup.experiment.training, setup.cluster
+    experiment, training, cluster = loaded.experiment, loaded.experiment.training, loaded.cluster
     settings: dict[str, object] = {
         "micro_batch_tokens": max(training.micro_batch_tokens // 2, 1),
         "cp": 2 * training.cp,
@@ -42,6 +42,6 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     }
     for key, value in settings.items():
         changed = experiment.model_copy(update={"training": training.model_copy(update={key: value})})
-        yield f"training.{key}={str(value).lower()}", replace(setup, experiment=changed)
+        yield f"training.{key}={str(value).lower()}", replace(loaded, experiment=changed)
     more = cluster.model_copy(update={"nodes": 2 * cluster.nodes})
-    yield f"{more.nodes} nodes instead of {cluster.nodes}", replace(setup, cluster=more)
+    yield f"{more.nodes} nodes instead of {cluster.nodes}", replace(loaded, cluster=more)

@@ -15,7 +15,7 @@ from rlsim.trace import Trace
 
 
 class TraceScoring:
-    """The `Scoring` of an experiment, by the rows of its trace; responses longer than `cap_tokens` are cut there.
+    """The `RewardFunction` of an experiment, by the rows of its trace; those longer than `cap_tokens` are cut there.
 
     A response is worth its `reward`, else 1 or 0 as it is `correct`, else 1; a cut one is wrong and worth nothing.
     Raises `ConfigError` if the trace has responses to judge and the experiment no judge.

@@ -14,16 +14,16 @@ import pandas as pd
 
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CapacityError, ConfigError, unknown_name
-from rlsim.experiment.build import Setup, placing
+from rlsim.experiment.build import LoadedExperiment, placing
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.frames import Frames, check_steps, frames_of, named
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.notes import preemption_notes, rate_notes, steady_note
+from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.site import SearchAheadError, Site
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.schema import place_of
@@ -81,7 +81,7 @@ def run_loaded(
             done += 1
         collected += case.tables()
         if strict:
-            case.lookups().refuse_extrapolated(case.setup.calibration.name)
+            case.lookups().refuse_extrapolated(case.loaded.calibration.name)
     if progress:
         progress(done, total, "")
     if not collected:
@@ -123,13 +123,13 @@ def check_system(simulator: Simulator, spec: SystemSpec) -> None:
     `SearchAheadError` if that depends on a plan and none is to be searched for: all else is checked then.
     """
     with blamed(spec.shown):
-        for alternative, _ in spec.alternatives(simulator.site(spec.make()).context):
+        for alternative, _ in spec.alternatives(simulator.placed(spec.make()).context):
             system = alternative.make()
-            site = simulator.site(system)
-            _ = site.judge  # raises if it does not fit
+            placed = simulator.placed(system)
+            _ = placed.judge  # raises if it does not fit
             simulator.scorers(system)
-            system.control.setup(site.context)
-            system.initial_tp(site.context)
+            system.control.setup(placed.context)
+            system.initial_tp(placed.context)
 
 
 def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
@@ -148,21 +148,21 @@ def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experime
 
 
 class _Case:
-    """One case: its loaded setup, its systems, and the runs so far. Nothing is searched for before `search`."""
+    """One case: what it loaded, its systems, and the runs so far. Nothing is searched for before `search`."""
 
     def __init__(self, name: str, experiment: Experiment, folder: Path, shown: str) -> None:
         self.name = name
         self.experiment = experiment
         with placing(shown, name):
-            self.setup = Setup.of(experiment, folder, shown)
-        self.simulator = Simulator(self.setup, search=False)
+            self.loaded = LoadedExperiment.of(experiment, folder, shown)
+        self.simulator = Simulator(self.loaded, search=False)
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
         self._specs = parse_systems(experiment.systems, shown)
         self.names = [spec.name for spec in self._specs]
         self.baseline = ""  # settled for all cases together
         if experiment.baseline is not None and experiment.baseline not in self.names:
             raise unknown_name("baseline system", experiment.baseline, self.names)
-        self._samplers = {seed: self.setup.sampler(seed) for seed in experiment.seed_list}
+        self._samplers = {seed: self.loaded.sampler(seed) for seed in experiment.seed_list}
         self._done: dict[tuple[str, int], Frames] = {}
         self._ran: dict[str, str] = {}  # by system: the key of what it came out as
         self._settle()
@@ -170,7 +170,7 @@ class _Case:
     def search(self) -> None:
         """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
         if self.searched:
-            self.simulator = Simulator(self.setup)
+            self.simulator = Simulator(self.loaded)
             self._settle()
 
     def _settle(self) -> None:
@@ -191,8 +191,8 @@ class _Case:
         sampler, system = self._samplers[seed], spec.make()
         with blamed(spec.shown):
             outcome = self.simulator.simulate(system, sampler)
-        bound = self.simulator.site(system).bound
-        frames = frames_of(outcome, sampler, bound, self.setup.cluster.gpus, self.steady)
+        bound = self.simulator.placed(system).bound
+        frames = frames_of(outcome, sampler, bound, self.loaded.cluster.gpus, self.steady)
         check_steps(frames, spec.shown)
         self._done[spec.key, seed] = frames
 
@@ -216,7 +216,7 @@ class _Case:
         """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""
         if spec.name in self.searched:
             return [(spec, "")]
-        return list(spec.alternatives(self.simulator.site(spec.make()).context))
+        return list(spec.alternatives(self.simulator.placed(spec.make()).context))
 
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
@@ -255,30 +255,30 @@ class _Case:
             for name, key in self._ran.items()
         }
 
-    def sites(self) -> dict[str, Site]:
+    def experiments(self) -> dict[str, PlacedExperiment]:
         """Where the systems run, by the names of those that run there."""
-        found: dict[int, tuple[Site, list[str]]] = {}
+        found: dict[int, tuple[PlacedExperiment, list[str]]] = {}
         for spec in self.systems:
-            site = self.simulator.site(spec.make())
-            found.setdefault(id(site), (site, []))[1].append(spec.name)
-        return {", ".join(names): site for site, names in found.values()}
+            placed = self.simulator.placed(spec.make())
+            found.setdefault(id(placed), (placed, []))[1].append(spec.name)
+        return {", ".join(names): placed for placed, names in found.values()}
 
     def lookups(self) -> Lookups:
-        return Lookups().merge(site.lookups() for site in self.sites().values())
+        return Lookups().merge(placed.lookups() for placed in self.experiments().values())
 
     def all_notes(self) -> list[str]:
         """Everything worth knowing about this case's numbers."""
         sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
-        scored = self.setup.scoring.notes
+        scored = self.loaded.scoring.notes
         outside = self.lookups().note()
         tuned = [f"{name} ran with {what}, its fastest setting on these seeds" for name, what in self.chosen.items()]
         rates, preempted = self._rate_notes(), preemption_notes(self._preemptions())
-        sites, unfit = self.sites(), dict[str, list[str]]()
-        for names, site in sites.items():
-            for tp, why in site.context.infeasible.items():
+        experiments, unfit = self.experiments(), dict[str, list[str]]()
+        for names, placed in experiments.items():
+            for tp, why in placed.context.infeasible.items():
                 unfit.setdefault(f"TP{tp} is infeasible%s: {why}", []).append(names)
         infeasible = [
-            note % (f" for {_listed(', '.join(names).split(', '))}" if len(names) < len(sites) else "")
+            note % (f" for {_listed(', '.join(names).split(', '))}" if len(names) < len(experiments) else "")
             for note, names in unfit.items()
         ]
         prefix = f"{self.name}: " if self.name else ""
@@ -291,22 +291,24 @@ def _listed(names: list[str]) -> str:
 
 
 def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames]) -> dict[str, Any]:
-    setup = cases[0].setup
+    loaded = cases[0].loaded
     return {
         "rlsim": __version__,
         "experiment": experiment.model_dump(mode="json"),
-        "cluster": setup.cluster.model_dump(mode="json"),
-        "model": setup.model.model_dump(mode="json"),
-        "calibration": _calibration_record(setup),
-        "setups": {case.name: _setup_record(case.setup) for case in cases},
+        "cluster": loaded.cluster.model_dump(mode="json"),
+        "model": loaded.model.model_dump(mode="json"),
+        "calibration": _calibration_record(loaded),
+        "setups": {case.name: _setup_record(case.loaded) for case in cases},
         "seeds": list(experiment.seed_list),
         "baseline": cases[0].baseline,
         "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
         "tuned": {case.name: case.chosen for case in cases},
-        "judge": {case.name: {names: site.record() for names, site in case.sites().items()} for case in cases},
+        "judge": {
+            case.name: {names: placed.record() for names, placed in case.experiments().items()} for case in cases
+        },
         "lookups": {case.name: case.lookups().table() for case in cases},
         "notes": list(dict.fromkeys(note for case in cases for note in case.all_notes())),
-        "hashes": {"trace": _sha256(setup.trace_paths), "results": _digest(collected)},
+        "hashes": {"trace": _sha256(loaded.trace_paths), "results": _digest(collected)},
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("numpy", "pandas", "pyarrow", "scipy", "simpy")},
@@ -314,22 +316,22 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
     }
 
 
-def _setup_record(setup: Setup) -> dict[str, Any]:
+def _setup_record(loaded: LoadedExperiment) -> dict[str, Any]:
     """What a case's figures refer to: cases may differ in cluster, model, cap and calibration."""
     return {
-        "cluster": setup.cluster.name,
-        "gpus": setup.cluster.gpus,
-        "gpus_per_node": setup.cluster.gpus_per_node,
-        "model": setup.model.name,
-        "cap_tokens": setup.experiment.trace.cap,
-        "batch": setup.experiment.workflow.prompts * setup.experiment.workflow.responses,
-        "responses": setup.experiment.workflow.responses,
-        "calibration": _calibration_record(setup),
+        "cluster": loaded.cluster.name,
+        "gpus": loaded.cluster.gpus,
+        "gpus_per_node": loaded.cluster.gpus_per_node,
+        "model": loaded.model.name,
+        "cap_tokens": loaded.experiment.trace.cap,
+        "batch": loaded.experiment.workflow.prompts * loaded.experiment.workflow.responses,
+        "responses": loaded.experiment.workflow.responses,
+        "calibration": _calibration_record(loaded),
     }
 
 
-def _calibration_record(setup: Setup) -> dict[str, Any]:
-    return setup.calibration.model_dump(mode="json", include={"name", "gpu", "engine", "provenance", "residuals"})
+def _calibration_record(loaded: LoadedExperiment) -> dict[str, Any]:
+    return loaded.calibration.model_dump(mode="json", include={"name", "gpu", "engine", "provenance", "residuals"})
 
 
 def _sha256(paths: Iterable[Path]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlsim.errors import ConfigError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
+from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import best_plan
-from rlsim.experiment.site import Site
 from rlsim.experiment.system import System
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.sim.batching import PromptFeed
@@ -16,28 +16,28 @@ from rlsim.sim.control import Prompt
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
 from rlsim.sim.run import simulate
-from rlsim.sim.service import ScoringEngine
+from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.simulation import Simulation
 from rlsim.trace import StepSampler
 from rlsim.workflow import Workflow
 
 
 class Simulator:
-    """Runs systems on one setup.
+    """Runs systems on one loaded experiment.
 
     `search`: whether plans may be searched for, which may take minutes; if not, a system that needs one raises
-    `rlsim.experiment.site.SearchAheadError`.
+    `rlsim.experiment.placed.SearchAheadError`.
     """
 
-    def __init__(self, setup: Setup, *, search: bool = True) -> None:
-        self.setup = setup
+    def __init__(self, loaded: LoadedExperiment, *, search: bool = True) -> None:
+        self.loaded = loaded
         self._planner = best_plan if search else None
-        self._sites: dict[str, Site] = {}
+        self._placed: dict[str, PlacedExperiment] = {}
 
     def workflow(self, system: System) -> Workflow:
         """The calls of a step as a system connects them; raises `ConfigError` if it cannot."""
-        setup, training = self.setup, self.setup.experiment.training
-        graph = system.rewired(setup.algorithm)
+        loaded, training = self.loaded, self.loaded.experiment.training
+        graph = system.rewired(loaded.algorithm)
         streamed = any(e.grain == "sample" and graph.call(e.target).kind == "train" for e in graph.edges)
         if streamed and graph.baseline_responses:
             raise ConfigError(f"{graph.name}: its training cannot take samples as they come")
@@ -51,59 +51,61 @@ class Simulator:
                 "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
                 f"training.epochs: 1 (got {training.mini_batches} and {training.epochs})"
             )
-        if system.batching.needs_rewards and not setup.scoring.says_rewards:
+        if system.batching.needs_rewards and not loaded.scoring.says_rewards:
             raise ConfigError(
-                f"trace {setup.trace.meta.name} has neither the column reward nor correct, which decide what is "
+                f"trace {loaded.trace.meta.name} has neither the column reward nor correct, which decide what is "
                 "launched"
             )
         return graph
 
-    def site(self, system: System | None = None) -> Site:
+    def placed(self, system: System | None = None) -> PlacedExperiment:
         """Where a system runs; systems that connect and place their calls and place the judge alike share it.
 
         Without a system: where the algorithm's calls run if nothing is placed or streamed.
         """
-        workflow = self.setup.algorithm if system is None else self.workflow(system)
-        judge = system.judge if system and self.setup.scoring.judged.any() else None
+        workflow = self.loaded.algorithm if system is None else self.workflow(system)
+        judge = system.judge if system and self.loaded.scoring.judged.any() else None
         placing, streaming = (system.placing, system.streaming) if system else (None, None)
         key = repr((judge, placing, streaming, workflow))
-        if key not in self._sites:
-            self._sites[key] = Site(self.setup, workflow, judge, placing, streaming, planner=self._planner)
-        return self._sites[key]
+        if key not in self._placed:
+            self._placed[key] = PlacedExperiment(
+                self.loaded, workflow, judge, placing, streaming, planner=self._planner
+            )
+        return self._placed[key]
 
-    def scorers(self, system: System) -> dict[str, ScoringEngine]:
+    def scorers(self, system: System) -> dict[str, RewardModelEngine]:
         """The engines of the calls that take responses by the chunk; raises `CapacityError` if one does not fit."""
-        site, streaming = self.site(system), system.streaming
+        placed, streaming = self.placed(system), system.streaming
         if streaming is None:
             return {}
         return {
-            call.name: scorer_of(self.setup, call, site.plan.of(call.name), streaming)
-            for call in streamed_calls(site.workflow)
+            call.name: scorer_of(self.loaded, call, placed.plan.of(call.name), streaming)
+            for call in streamed_calls(placed.workflow)
         }
 
     def simulate(self, system: System, sampler: StepSampler) -> Outcome:
-        setup, site = self.setup, self.site(system)
-        experiment, spec = setup.experiment, setup.experiment.workflow
-        system.control.setup(site.context)
+        loaded, placed = self.loaded, self.placed(system)
+        experiment, spec = loaded.experiment, loaded.experiment.workflow
+        system.control.setup(placed.context)
         what = Simulation(
-            workflow=site.workflow,
-            plan=site.plan,
-            cluster=setup.cluster,
+            workflow=placed.workflow,
+            plan=placed.plan,
+            cluster=loaded.cluster,
             control=system.control,
-            initial_tp=system.initial_tp(site.context),
-            feed=PromptFeed(spec.prompts, setup.launched_responses),
+            initial_tp=system.initial_tp(placed.context),
+            feed=PromptFeed(spec.prompts, loaded.launched_responses),
             requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
-            costs=site.machine,
-            times=ExperimentTimes(site),
-            scoring=setup.scoring,
+            costs=placed.rollout_costs,
+            times=ExperimentTimes(placed),
+            scoring=loaded.scoring,
             config=experiment.engine,
             cap_tokens=experiment.trace.cap,
             steps=spec.steps,
             batching=system.batching,
             reward=system.reward,
-            judge=site.judge,
+            judge=placed.judge,
             scorers=self.scorers(system),
-            crowded=site.crowded if any(placement.shared for placement in site.plan.placements.values()) else None,
+            crowded=placed.crowded if any(placement.shared for placement in placed.plan.placements.values()) else None,
             routing=experiment.routing,
         )
         return simulate(what)

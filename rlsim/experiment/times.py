@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlsim.cost.train import TrainTime
-from rlsim.experiment.site import Site, layout_of
+from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.responses import Responses
 from rlsim.workflow import Call, Placement
@@ -21,11 +21,11 @@ def handed_on_bytes(kind: CallKind, tokens: float) -> float:
 
 
 class ExperimentTimes:
-    """The `CallTimes` of a system at its site."""
+    """The `CallTimes` of a system with its plan."""
 
-    def __init__(self, site: Site) -> None:
-        self._site, self._calls = site, site.calls
-        self._workflow, self._training = site.setup.algorithm, site.setup.experiment.training
+    def __init__(self, placed: PlacedExperiment) -> None:
+        self._placed, self._calls = placed, placed.calls
+        self._workflow, self._training = placed.loaded.algorithm, placed.loaded.experiment.training
 
     def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:
         if call.kind == "sync":
@@ -42,7 +42,7 @@ class ExperimentTimes:
         return [*_named(time), *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:
-        strategy = self._site.plan.of(call.name).strategy
+        strategy = self._placed.plan.of(call.name).strategy
         assert strategy is not None
         cost, train = self._calls.of(call.model, strategy), call.kind == "train"
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
@@ -54,12 +54,12 @@ class ExperimentTimes:
     def _weights_s(self, call: Call, rollout_tp: int) -> float:
         """New weights on their way from a training call to the other calls of the model, one after the other."""
         sources, targets = self._workflow.beside(call.name)
-        plan, source = self._site.plan, self._site.plan.of(sources[0])
+        plan, source = self._placed.plan, self._placed.plan.of(sources[0])
         assert source.strategy is not None
         total = 0.0
         for name in targets:
             target = plan.of(name)
-            if target.strategy is None and (target.gpus == source.gpus or not self._site.placed):
+            if target.strategy is None and (target.gpus == source.gpus or not self._placed.has_placing):
                 total += self._calls.sync_s(call.model, source.strategy, rollout_tp)
             elif not same_weights(source, target):
                 both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
@@ -68,11 +68,11 @@ class ExperimentTimes:
 
     def _data_s(self, call: Call, tokens: float, rollout_tp: int) -> float:
         """What the calls before it have made on its way to this call; nothing to speak of where all are colocated."""
-        if not self._site.placed:
+        if not self._placed.has_placing:
             return 0.0
-        target, total = layout_of(self._site.plan.of(call.name), rollout_tp), 0.0
+        target, total = layout_of(self._placed.plan.of(call.name), rollout_tp), 0.0
         for edge in self._workflow.into(call.name):
-            source = self._site.plan.of(edge.source)
+            source = self._placed.plan.of(edge.source)
             kind = self._workflow.call(edge.source).kind
             carries = edge.lag == 0 and not edge.barrier and kind != "reward"  # a reward is one number a response
             if carries and source.gpus:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import simpy
 
 from rlsim.sim.request import Request
-from rlsim.sim.service import Service
+from rlsim.sim.server import InferenceServer
 
 RewardKind = Literal["rule", "sandbox", "judge"]
 
@@ -38,7 +38,7 @@ class RewardControl:
         """A response to the prompt has been scored: the run time of each of its test cases that ran."""
 
 
-class Scoring(Protocol):
+class RewardFunction(Protocol):
     """What the engine needs to know about rewards; the experiment provides it."""
 
     workers: int  # CPU workers
@@ -53,12 +53,12 @@ class RewardDesk:
     `on_scored` is told when a response has its reward.
     """
 
-    def __init__(self, env: simpy.Environment, scoring: Scoring, control: RewardControl) -> None:
+    def __init__(self, env: simpy.Environment, scoring: RewardFunction, control: RewardControl) -> None:
         self._env, self._scoring, self._control = env, scoring, control
         self._free = scoring.workers
         self._queue: deque[tuple[Request, RewardJob, Callable[[Request], None]]] = deque()
 
-    def submit(self, request: Request, judge: Service | None, on_scored: Callable[[Request], None]) -> None:
+    def submit(self, request: Request, judge: InferenceServer | None, on_scored: Callable[[Request], None]) -> None:
         """Have a response scored; `judge` is that of its step."""
         job = self._scoring.job(request)
         if job.kind == "judge":
@@ -70,7 +70,7 @@ class RewardDesk:
         self._queue.append((request, job, on_scored))
         self._start()
 
-    def withdraw(self, requests: Sequence[Request], judge: Service | None) -> None:
+    def withdraw(self, requests: Sequence[Request], judge: InferenceServer | None) -> None:
         """Forget responses of a step that nobody needs scored any more; a run that a worker has begun is finished."""
         unwanted = set(map(id, requests))  # their numbers are of the step, the queue is of all steps
         self._queue = deque(item for item in self._queue if id(item[0]) not in unwanted)

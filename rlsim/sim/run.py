@@ -20,8 +20,8 @@ from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardDesk
-from rlsim.sim.scorer import Scorer
-from rlsim.sim.service import Service
+from rlsim.sim.scorer import StreamingScorer
+from rlsim.sim.server import InferenceServer
 from rlsim.sim.simulation import Simulation
 from rlsim.sim.step import StepState
 from rlsim.workflow.graph import Call, Workflow
@@ -42,7 +42,7 @@ class _Run:
         self.outcome = Outcome()
         self.generation = Generation(self.env, what, self.outcome, self.pool.release)
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
-        self.judges: list[tuple[int, Service]] = []  # those that work, by step
+        self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step
         self.steps = [
             StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
         ]
@@ -164,7 +164,7 @@ class _Run:
             yield self.pool.acquire(placement.gpus, call.kind)
         start_at, rollout = env.now, state.rollout
         beside = rollout if placement.shared and rollout and not rollout.done.triggered else None
-        scorer = state.scorers[call.name] = Scorer(
+        scorer = state.scorers[call.name] = StreamingScorer(
             env,
             placement.replicas(engine.tp),
             engine.crowded if beside else engine.cost,
@@ -272,13 +272,13 @@ class _Run:
         yield simpy.AllOf(self.env, [self.done[name, step] for name in calls])
         self.pool.release(self.judging)
 
-    def _judge(self, call: Call, step: int, placement: Placement) -> Service | None:
+    def _judge(self, call: Call, step: int, placement: Placement) -> InferenceServer | None:
         """The judge of a step. Where it begins beside a rollout, it slows that and what follows down, and is slowed."""
         judge, rollout = self.what.judge, self.steps[step].rollout
         if judge is None:
             return None
         beside = placement.shared and rollout is not None and not rollout.done.triggered
-        service = Service(
+        service = InferenceServer(
             self.env,
             placement.replicas(judge.tp),
             judge.crowded if beside else judge.cost,

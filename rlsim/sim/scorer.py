@@ -182,7 +182,7 @@ class _PrefillReplica:
                 sequence.on_scored(sequence.request)
 
 
-class Scorer:
+class StreamingScorer:
     """Replicas of a scoring model; a response goes to the one with the fewest tokens when its first chunk comes.
 
     An iteration prefills new tokens of as many sequences as its budget `max_num_batched_tokens` allows, in the order in

@@ -13,8 +13,8 @@ from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.responses import Responses
-from rlsim.sim.reward import RewardControl, Scoring
-from rlsim.sim.service import ScoringEngine
+from rlsim.sim.reward import RewardControl, RewardFunction
+from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.stage import Routing
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
@@ -52,13 +52,13 @@ class Simulation:
     requests: Callable[[Sequence[Prompt], int, int], list[Request]]
     costs: RolloutCosts
     times: CallTimes
-    scoring: Scoring
+    scoring: RewardFunction
     config: EngineConfig
     cap_tokens: int
     steps: int
     batching: Batching = field(default_factory=Batching)
     reward: RewardControl = field(default_factory=RewardControl)
-    judge: ScoringEngine | None = None
-    scorers: Mapping[str, ScoringEngine] = field(default_factory=dict)
+    judge: RewardModelEngine | None = None
+    scorers: Mapping[str, RewardModelEngine] = field(default_factory=dict)
     crowded: Callable[[int], StepCost] | None = None  # a rollout replica's steps while others work on its GPUs
     routing: Routing = "contiguous"

@@ -7,7 +7,7 @@ from rlsim.sim.flow import Flow
 from rlsim.sim.request import Request
 from rlsim.sim.responses import Responses
 from rlsim.sim.rollout import Rollout
-from rlsim.sim.scorer import Scorer
+from rlsim.sim.scorer import StreamingScorer
 
 
 class StepState:
@@ -23,7 +23,7 @@ class StepState:
         self.requests: list[Request] = []
         self.ids = 0
         self.offered: set[int] = set()  # responses that reward calls have been given
-        self.scorers: dict[str, Scorer] = {}  # by call that takes chunks
+        self.scorers: dict[str, StreamingScorer] = {}  # by call that takes chunks
         self.scored: set[str] = set()  # those of these calls that are done
         self.chunk_tokens = 0
         self.generates_at = float("nan")  # when its rollout began

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.machine import Machine
 from rlsim.cost.profile import profile_of
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.train import forward_flops
 from rlsim.cost.transfer import switch_peak_bytes
@@ -49,22 +49,22 @@ def section(_: Options) -> Section:
     return published_section("pat", found, static=markdown(headings, static))
 
 
-def _a40_machine() -> Machine:
+def _a40_costs() -> RolloutCostModel:
     cluster, model = load_cluster("8xa40"), load_model("llama-3.1-8b")
-    return Machine(model, cluster, load_calibration(A40_ENGINE))
+    return RolloutCostModel(model, cluster, load_calibration(A40_ENGINE))
 
 
 def _inputs() -> Iterator[Row]:
-    machine = _a40_machine()
+    costs = _a40_costs()
     for tp, batch, published_ms in ((2, 1, 15.37), (8, 1, 9.64), (2, 32, 24.41), (8, 128, 30.87)):
-        step_s = machine.step(tp).decode(batch).step_s(batch * 1024)
+        step_s = costs.step(tp).decode(batch).step_s(batch * 1024)
         used = "fixes the 8-GPU all-reduce" if tp == 8 else "not used in the fit"
         yield row(f"a40-tp{tp}", f"decode_step_s at {batch} per replica", published_ms / 1e3, step_s, used, "input")
     trace = read_trace(find_trace("deepscaler-llama-3.1-8b", Path()))
     lengths = trace.frame["response_tokens"].to_numpy()
     for above, published in ((8192, 0.1085), (16384, 0.0218)):
         yield row("trace", f"share above {above} tokens", published, float((lengths > above).mean()), kind="input")
-    switch = machine.switch(2, 8, SWITCH_CONTEXTS, len(SWITCH_CONTEXTS), "migrate", first_use=False)
+    switch = costs.switch(2, 8, SWITCH_CONTEXTS, len(SWITCH_CONTEXTS), "migrate", first_use=False)
     for name, published, simulated in (
         ("weights_s", 1.03, switch.weights_s),
         ("kv_s", 2.36, switch.kv_s),
@@ -140,10 +140,10 @@ def _memory() -> Iterator[Row]:
 
 def _predictor() -> Iterator[Row]:
     """Mean error of the profile's decode steps along a draining batch; the truth here is rlsim's own step cost."""
-    machine = _a40_machine()
+    costs = _a40_costs()
     for tp, published in ((2, 0.0404), (8, 0.0307)):
-        step = machine.step(tp)
-        profile = profile_of(step, BATCHES, CONTEXTS, machine.capacity_pages(tp) * machine.page_tokens)
+        step = costs.step(tp)
+        profile = profile_of(step, BATCHES, CONTEXTS, costs.capacity_pages(tp) * costs.page_tokens)
         errors = []
         for batch in range(1, 128 * tp // 8 + 1):
             for context in (700, 1800, 5000, 11000):

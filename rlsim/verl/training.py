@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.errors import RlsimError
-from rlsim.experiment.build import Setup
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.schema import Experiment, TrainingSpec
 from rlsim.experiment.simulator import Simulator
 from rlsim.init.draft import Draft, Entry
@@ -99,15 +99,15 @@ def _micro_batch(config: Settings, draft: Draft, settings: RunSettings, trace: T
 def add_memory(config: Settings, draft: Draft, settings: RunSettings, folder: Path) -> None:
     """veRL's share is the engine's own; rlsim's also holds what stays of training beside it."""
     key, share = ROLLOUT + "gpu_memory_utilization", settings.memory_utilization
-    setup = Setup.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
+    loaded = LoadedExperiment.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
     where = config.where(key)
     try:
-        site = Simulator(setup).site()
-        beside = site.memory.resident_bytes(site.plan, site.gpus)
+        placed = Simulator(loaded).placed()
+        beside = placed.memory.resident_bytes(placed.plan, placed.gpus)
     except RlsimError:  # what it is, `check` tells
         draft.entries["memory_utilization"] = Entry(share, where)
         return
-    total = share + beside / setup.cluster.gpu.memory_bytes
+    total = share + beside / loaded.cluster.gpu.memory_bytes
     if total > 1.0:
         draft.notes.append(f"{where} = {share:g} and {beside / 1e9:.1f} GB of training states are more than a GPU "
                            "has: all of it is taken")  # fmt: skip

@@ -75,7 +75,7 @@ def costs(calibration: Calibration) -> None:
     """Decode steps, prefills, collectives, switches, training calls and reallocations that a calibration prices."""
     from rlsim.cost.calls import CallCosts
     from rlsim.cost.layout import Layout
-    from rlsim.cost.machine import Machine
+    from rlsim.cost.rollout import RolloutCostModel
     from rlsim.cost.step import Chunk
     from rlsim.cost.strategy import TrainStrategy
     from rlsim.hardware import load_cluster
@@ -84,10 +84,10 @@ def costs(calibration: Calibration) -> None:
     two = load_cluster("2x8xh100")
     cluster = load_cluster(f"8x{calibration.gpu.partition('-')[0]}").model_copy(update={"nodes": 2, "inter": two.inter})
     model = load_model("llama-3.1-8b")
-    machine = Machine(model, cluster, calibration)
+    costs = RolloutCostModel(model, cluster, calibration)
     found: dict[str, float] = {}
     for tp in (1, 2, 8):
-        step = machine.step(tp)
+        step = costs.step(tp)
         for batch in (1, 3, 64, 700):
             curve = step.decode(batch)
             for context in (1, 300, 40_000):
@@ -97,10 +97,10 @@ def costs(calibration: Calibration) -> None:
             found[f"prefill of {len(chunks)} at TP {tp}"] = step.prefill_s(chunks)
             found[f"prefill of {len(chunks)} beside decodes at TP {tp}"] = step.mixed_s(4, 3000, chunks)
     for first in (True, False):
-        switch = machine.switch(2, 8, [500, 9000], 40, "migrate", first)
+        switch = costs.switch(2, 8, [500, 9000], 40, "migrate", first)
         found |= {f"switch: {name}": getattr(switch, name) for name in ("weights_s", "kv_s", "graph_s", "control_s")}
-    found["transfer"] = machine.transfer_s([400, 9000], 2, 4, same_node=True)
-    found["transfer across nodes"] = machine.transfer_s([400, 9000], 2, 4, same_node=False)
+    found["transfer"] = costs.transfer_s([400, 9000], 2, 4, same_node=True)
+    found["transfer across nodes"] = costs.transfer_s([400, 9000], 2, 4, same_node=False)
     tokens = np.array([300, 9000, 12, 777] * 8)
     for backend, strategy in (
         ("fsdp", TrainStrategy(dp=16, zero_stage=3, micro_batch_tokens=16384)),

@@ -51,7 +51,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Setup:
+class GridSetup:
     """What the grid depends on. `memory_bytes` is what one worker may use; a call that would take longer than
     `longest_call_s` at the assumed rates is left out."""
 
@@ -72,17 +72,17 @@ class Setup:
 
 def setup_for(
     device: str, model: Model, tps: tuple[int, ...], workers: int, memory_bytes: float, call_s: float
-) -> Setup:
+) -> GridSetup:
     """The set-up with rates that only bound the grid: a slow core's or an old GPU's."""
     rates = (3e10, 4e9) if device == "cpu" else (1e14, 6e11)
-    return Setup(model, device, tps, workers, memory_bytes, call_s, *rates)
+    return GridSetup(model, device, tps, workers, memory_bytes, call_s, *rates)
 
 
 #: The tasks of every operator, in the order to measure them.
 Phase = dict[str, list[Task]]
 
 
-def plan(setup: Setup) -> list[Phase]:
+def plan(setup: GridSetup) -> list[Phase]:
     """Phases to go through one after another: kernels and collectives, whole steps of one TP after the other (the
     decoder fills the memory and takes its time to build), and changes of the layout."""
     cuda = setup.device == "cuda"
@@ -150,14 +150,14 @@ def doublings(low: int, high: int, steps: int = 1) -> list[int]:
     return found
 
 
-def _copies(setup: Setup) -> Iterator[Task]:
+def _copies(setup: GridSetup) -> Iterator[Task]:
     kinds = ["device"] if setup.device == "cpu" else ["device", "host_to_device", "device_to_host"]
     sizes = doublings(2**14, 2**32)
     for (size,) in coarse_to_fine([size for size in sizes if setup.fits(0, 4 * size)]):
         yield from (Task.of("copy", kind, size) for kind in kinds)
 
 
-def _shapes(setup: Setup) -> list[tuple[int, int]]:
+def _shapes(setup: GridSetup) -> list[tuple[int, int]]:
     """(n, k) of the model's products at every TP it allows, the run's own first; then of narrower and wider models."""
     model = setup.model
     degrees = [*setup.tps, *(tp for tp in (1, 2, 4, 8) if tp not in setup.tps and model.supports_tp(tp))]
@@ -169,7 +169,7 @@ def _shapes(setup: Setup) -> list[tuple[int, int]]:
     return list(dict.fromkeys(shape for shape in [*own, *others] if min(shape) >= 16))
 
 
-def _gemms(setup: Setup) -> Iterator[Task]:
+def _gemms(setup: GridSetup) -> Iterator[Task]:
     """All shapes at few token counts, then ever more: held-out points need shapes enough. Large products come first:
     they give the peak rate."""
     element = setup.model.dtype_bytes
@@ -184,19 +184,19 @@ def _gemms(setup: Setup) -> Iterator[Task]:
         yield Task.of("gemm", m, n, k)
 
 
-def _largest(setup: Setup) -> Iterator[tuple[int, int, int]]:
+def _largest(setup: GridSetup) -> Iterator[tuple[int, int, int]]:
     """Square products for the peak rate, as large as the time for one call allows."""
     sides = [side for side in (512, 1024, 2048, 4096, 8192) if setup.fits(2.0 * side**3, 12.0 * side**2)]
     return ((side, side, side) for side in sides[-2:])
 
 
-def _heads(setup: Setup) -> list[tuple[int, int]]:
+def _heads(setup: GridSetup) -> list[tuple[int, int]]:
     """(query heads, KV heads) on one device at every TP of the run."""
     model = setup.model
     return list(dict.fromkeys((model.num_attention_heads // tp, model.kv_heads_per_gpu(tp)) for tp in setup.tps))
 
 
-def _decode_attention(setup: Setup) -> Iterator[Task]:
+def _decode_attention(setup: GridSetup) -> Iterator[Task]:
     """Equal contexts, and after every other point the same batch and mean with one long straggler."""
     model = setup.model
     grid = itertools.product(coarse_to_fine(doublings(1, 512), doublings(16, 2**17)), _heads(setup))
@@ -211,7 +211,7 @@ def _decode_attention(setup: Setup) -> Iterator[Task]:
                 yield Task.of("decode_attention", batch, context, longest, q, kv, model.head_dim)
 
 
-def _prefill_attention(setup: Setup) -> Iterator[Task]:
+def _prefill_attention(setup: GridSetup) -> Iterator[Task]:
     """Whole prompts, and after every other point the same chunks on cached tokens."""
     model = setup.model
     grid = itertools.product(coarse_to_fine(doublings(16, 2**15), [1, 2, 4, 8, 16]), _heads(setup))
@@ -223,7 +223,7 @@ def _prefill_attention(setup: Setup) -> Iterator[Task]:
                 yield Task.of("prefill_attention", batch, new, prior, q, kv, model.head_dim)
 
 
-def _elementwise(setup: Setup) -> Iterator[Task]:
+def _elementwise(setup: GridSetup) -> Iterator[Task]:
     """A layer's four kernels, with the bytes that the step model counts for them (`RooflineStep`)."""
     model = setup.model
     for (tokens,), tp in itertools.product(coarse_to_fine(doublings(1, 2**15)), setup.tps):
@@ -236,7 +236,7 @@ def _elementwise(setup: Setup) -> Iterator[Task]:
             yield Task.of("memory_bound", 4, tokens, size, arguments=arguments)
 
 
-def _train(setup: Setup) -> Iterator[Task]:
+def _train(setup: GridSetup) -> Iterator[Task]:
     model = setup.model
     if model.num_experts:  # the block measured is dense
         return
@@ -253,13 +253,13 @@ def _train(setup: Setup) -> Iterator[Task]:
             )
 
 
-def _optimizer(setup: Setup) -> Iterator[Task]:
+def _optimizer(setup: GridSetup) -> Iterator[Task]:
     sizes: Iterable[int] = doublings(2**14, 2**32)
     for (size,) in coarse_to_fine([size for size in sizes if setup.fits(0, 28 * size)]):
         yield Task.of("optimizer", size)
 
 
-def _collectives(setup: Setup) -> Iterator[Task]:
+def _collectives(setup: GridSetup) -> Iterator[Task]:
     """Every operation at each group size; sizes are multiples of the group and of the element."""
     groups = [gpus for gpus in (2, 4, 8) if gpus <= setup.workers]
     if not groups:
@@ -271,13 +271,13 @@ def _collectives(setup: Setup) -> Iterator[Task]:
                 yield Task.of("collective", op, gpus, size)
 
 
-def _kv_tokens(setup: Setup, tp: int) -> float:
+def _kv_tokens(setup: GridSetup, tp: int) -> float:
     """Tokens of KV that a replica may hold beside its weights, a little less than an engine would take."""
     free = 0.8 * setup.memory_bytes - rollout_weight_bytes(setup.model, tp)
     return free / kv_page_bytes(setup.model, tp, 1)
 
 
-def _step_fits(setup: Setup, tp: int, tokens: float, pairs: float, cached: float) -> bool:
+def _step_fits(setup: GridSetup, tp: int, tokens: float, pairs: float, cached: float) -> bool:
     """Whether a step over `tokens` new tokens with `pairs` of queries and keys and `cached` tokens read is short
     enough."""
     model = setup.model
@@ -286,7 +286,7 @@ def _step_fits(setup: Setup, tp: int, tokens: float, pairs: float, cached: float
     return flops / tp / setup.flop_per_s + size / setup.bytes_per_s <= setup.longest_call_s
 
 
-def _decode_steps(setup: Setup, tp: int) -> Iterator[Task]:
+def _decode_steps(setup: GridSetup, tp: int) -> Iterator[Task]:
     """Batches by mean contexts, denser below a few thousand tokens, within the KV budget; graphs before eager steps."""
     batches, means = doublings(1, 512), [*doublings(16, 4096, 2), *doublings(8192, 2**17)]
     ranked = []
@@ -304,7 +304,7 @@ def _decode_steps(setup: Setup, tp: int) -> Iterator[Task]:
             yield Task.of("decode_step", setup.model.name, *values, arguments=(setup.model, *values))
 
 
-def _prefill_steps(setup: Setup, tp: int) -> Iterator[Task]:
+def _prefill_steps(setup: GridSetup, tp: int) -> Iterator[Task]:
     sizes = doublings(32, 2**14)
     fit = [
         (tokens, length)
@@ -316,12 +316,12 @@ def _prefill_steps(setup: Setup, tp: int) -> Iterator[Task]:
         yield Task.of("prefill_step", setup.model.name, tp, tokens, length, arguments=arguments)
 
 
-def _captures(setup: Setup, tp: int) -> Iterator[Task]:
+def _captures(setup: GridSetup, tp: int) -> Iterator[Task]:
     for (batch,) in coarse_to_fine(doublings(1, 256)):
         yield Task.of("graph_capture", setup.model.name, tp, batch, arguments=(setup.model, tp, batch))
 
 
-def _layouts(setup: Setup) -> list[tuple[int, int]]:
+def _layouts(setup: GridSetup) -> list[tuple[int, int]]:
     return [(a, b) for a, b in itertools.permutations(setup.tps, 2) if setup.workers % max(a, b) == 0]
 
 
@@ -330,7 +330,7 @@ def reshard_bytes(model: Model, from_tp: int) -> float:
     return model.weight_bytes * (1.0 - 1.0 / from_tp)
 
 
-def _reshards(setup: Setup) -> Iterator[Task]:
+def _reshards(setup: GridSetup) -> Iterator[Task]:
     """From TP 1 nothing is received, so there is no rate to measure."""
     model = setup.model
     for source, target in _layouts(setup):
@@ -340,7 +340,7 @@ def _reshards(setup: Setup) -> Iterator[Task]:
             yield Task.of("reshard", model.name, *values, arguments=(model, source, target))
 
 
-def _migrations(setup: Setup) -> Iterator[Task]:
+def _migrations(setup: GridSetup) -> Iterator[Task]:
     """A few sequences of some length each, dealt over the replicas."""
     model = setup.model
     for (tokens,), (source, target) in itertools.product(coarse_to_fine(doublings(32, 2**14)), _layouts(setup)):

@@ -14,8 +14,9 @@ from rlsim.sim.replica import Replica
 from rlsim.sim.request import EngineConfig, Request
 
 
-class ScoringEngine(NamedTuple):
-    """What a model that scores responses runs on: a `Service` that answers, or a `Scorer` that reads along."""
+class RewardModelEngine(NamedTuple):
+    """What a model that scores responses runs on: an `InferenceServer` that answers, or a
+    `StreamingScorer` that reads along."""
 
     tp: int
     cost: StepCost
@@ -27,7 +28,7 @@ class ScoringEngine(NamedTuple):
     load_s: float = 0.0  # its weights on their way from host memory, before it works in a step
 
 
-class Service:
+class InferenceServer:
     """Replicas of an inference engine; a request goes to the one with the fewest tokens outstanding.
 
     `on_busy` is told when a replica's GPUs begin to have work and when they have none left.

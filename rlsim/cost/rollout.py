@@ -18,7 +18,7 @@ from rlsim.hardware import Cluster
 from rlsim.models import Model
 
 
-class Machine:
+class RolloutCostModel:
     """Times and sizes of a rollout: decoding, prefill, KV cache, TP switches. The same question has the same answer.
 
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU

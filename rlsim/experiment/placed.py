@@ -10,32 +10,32 @@ from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.machine import Machine
+from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.sharing import Crowded
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy, logits_of
 from rlsim.errors import CapacityError, ConfigError, RlsimError
-from rlsim.experiment.build import Setup
-from rlsim.experiment.engines import beside_generation, bytes_beside, rollout_machine, streamed_calls, tp_of
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.engines import beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
 from rlsim.experiment.judge import Judge
 from rlsim.experiment.remedies import advice
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext
 from rlsim.sim.control import ControlContext
-from rlsim.sim.service import ScoringEngine
+from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_meshes
 
-#: Searches for the best plan of a site: the site, the name of a method, evaluations, seed.
-Planner = Callable[["Site", str, int, int], Plan]
+#: Searches for the best plan of an experiment: the experiment, the name of a method, evaluations, seed.
+Planner = Callable[["PlacedExperiment", str, int, int], Plan]
 
 
 class SearchAheadError(RlsimError):
     """Where calls run is known only after a search that has been put off."""
 
 
-class Site:
+class PlacedExperiment:
     """One experiment with its calls where `placing` puts them (None: all on the same GPUs).
 
     `workflow`: the calls and edges that are placed. The experiment's judge, if it has one, generates on GPUs of its own
@@ -46,7 +46,7 @@ class Site:
 
     def __init__(
         self,
-        setup: Setup,
+        loaded: LoadedExperiment,
         workflow: Workflow,
         judge: JudgePlacement | None,
         placing: Placing | None,
@@ -54,7 +54,7 @@ class Site:
         *,
         planner: Planner | None = None,
     ) -> None:
-        self.setup, self.workflow = setup, workflow
+        self.loaded, self.workflow = loaded, workflow
         self._judge_beside, self._placing, self._streaming, self._planner = judge, placing, streaming, planner
         self._streamed = streamed_calls(workflow) if streaming else ()
         self._searched = False
@@ -72,11 +72,11 @@ class Site:
         calls says itself where they run: never on those GPUs. Where nothing is generated the judge works beside
         log-probs, so it keeps them.
         """
-        spec, model = self.setup.experiment.workflow.reward.judge, self.setup.judge_model
-        if spec is None or model is None or not self.setup.scoring.judged.any():
+        spec, model = self.loaded.experiment.workflow.reward.judge, self.loaded.judge_model
+        if spec is None or model is None or not self.loaded.scoring.judged.any():
             return None
         may_join = self._placing is None and bool(self._generate_calls)
-        return Judge(self.setup, spec, model, self._judge_beside, may_join=may_join)
+        return Judge(self.loaded, spec, model, self._judge_beside, may_join=may_join)
 
     @property
     def _gpus_apart(self) -> tuple[int, ...]:
@@ -85,18 +85,18 @@ class Site:
     @cached_property
     def gpus(self) -> tuple[int, ...]:
         """The GPUs of log-probs and training: all, or all but a judge's own."""
-        return tuple(sorted(set(range(self.setup.cluster.gpus)) - set(self._gpus_apart)))
+        return tuple(sorted(set(range(self.loaded.cluster.gpus)) - set(self._gpus_apart)))
 
     @cached_property
     def cluster(self) -> Cluster:
-        whole, gpus = self.setup.cluster, len(self.gpus)
+        whole, gpus = self.loaded.cluster, len(self.gpus)
         if gpus == whole.gpus:
             return whole
         nodes = len({whole.node_of(gpu) for gpu in self.gpus})
         return whole.model_copy(update={"nodes": nodes, "gpus_per_node": gpus // nodes})
 
     @cached_property
-    def judge(self) -> ScoringEngine | None:
+    def judge(self) -> RewardModelEngine | None:
         judge = self._judge
         if judge is None:
             return None
@@ -108,12 +108,12 @@ class Site:
     def _beside_bytes(self, plan: Plan) -> float:
         """What a judge beside other calls, and models that take responses by the chunk there, take of each GPU."""
         shared = [(call, plan.of(call.name)) for call in self._streamed if plan.of(call.name).shared]
-        engines = (bytes_beside(self.setup, self.setup.models[call.model], tp_of(at)) for call, at in shared)
+        engines = (bytes_beside(self.loaded, self.loaded.models[call.model], tp_of(at)) for call, at in shared)
         return (self._judge.bytes_beside if self._judge else 0.0) + sum(engines)
 
     def training_strategy(self, gpus: int) -> TrainStrategy:
         """How training and log-prob passes are spread over so many GPUs, as the experiment says."""
-        training = self.setup.experiment.training
+        training = self.loaded.experiment.training
         share = training.tp * training.pp * training.cp
         apart = self._gpus_apart
         beside = f" ({len(apart)} more are kept for the judge)" if apart else ""
@@ -137,7 +137,7 @@ class Site:
     @property
     def style(self) -> TrainStrategy:
         """The switches of training: micro-batches, ZeRO stage, recomputation, offload; no degrees."""
-        training = self.setup.experiment.training
+        training = self.loaded.experiment.training
         default_zero = 3 if training.backend == "fsdp" else 1
         return TrainStrategy(
             micro_batch_tokens=training.micro_batch_tokens,
@@ -171,7 +171,11 @@ class Site:
             return ""
         needs, parts = self._needs(), (self.workflow, self._judge_beside, self._placing, self._streaming)
         call = max(needs, key=needs.__getitem__)
-        return advice(self.setup, needs[call], lambda setup: Site(setup, *parts, planner=self._planner)._needs()[call])
+        return advice(
+            self.loaded,
+            needs[call],
+            lambda loaded: PlacedExperiment(loaded, *parts, planner=self._planner)._needs()[call],
+        )
 
     def _needs(self) -> dict[str, float]:
         """Bytes on the fullest GPU of every call while it runs."""
@@ -218,17 +222,17 @@ class Site:
         return Plan(placements)
 
     @property
-    def placed(self) -> bool:
+    def has_placing(self) -> bool:
         return self._placing is not None
 
     @cached_property
     def plan_context(self) -> PlanContext:
-        setup = self.setup
+        loaded = self.loaded
         return PlanContext(
             workflow=self.workflow,
-            cluster=setup.cluster,
+            cluster=loaded.cluster,
             gpus=self.gpus,
-            models=setup.models,
+            models=loaded.models,
             training=self.training_strategy,
             style=self.style,
             reward=self.reward_placement,
@@ -244,13 +248,13 @@ class Site:
 
     @cached_property
     def memory(self) -> PlanMemory:
-        setup = self.setup
-        return PlanMemory(self.workflow, setup.models, setup.cluster.gpu, setup.batch)
+        loaded = self.loaded
+        return PlanMemory(self.workflow, loaded.models, loaded.cluster.gpu, loaded.batch)
 
     @cached_property
     def calls(self) -> CallCosts:
-        setup, training = self.setup, self.setup.experiment.training
-        return CallCosts(setup.models, self.cluster, setup.calibration, training.backend, training.efficiency)
+        loaded, training = self.loaded, self.loaded.experiment.training
+        return CallCosts(loaded.models, self.cluster, loaded.calibration, training.backend, training.efficiency)
 
     @cached_property
     def generation(self) -> Placement:
@@ -259,19 +263,19 @@ class Site:
 
     @cached_property
     def rollout_cluster(self) -> Cluster:
-        groups = self.generation.nodes(self.setup.cluster)
+        groups = self.generation.nodes(self.loaded.cluster)
         sizes = {len(group) for group in groups}
         if len(sizes) > 1:
             raise ConfigError(f"generation has {sizes} GPUs on different nodes; as many of each node are needed")
-        return self.setup.cluster.model_copy(update={"nodes": len(groups), "gpus_per_node": sizes.pop()})
+        return self.loaded.cluster.model_copy(update={"nodes": len(groups), "gpus_per_node": sizes.pop()})
 
     @cached_property
-    def machine(self) -> Machine:
+    def rollout_costs(self) -> RolloutCostModel:
         """Times and sizes of the rollout; made once, since look-ups are cached in it."""
         share, strategy = self.generation.memory_share, self.generation.strategy
         resident_bytes = self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes(self.plan)
-        return rollout_machine(
-            self.setup,
+        return rollout_costs(
+            self.loaded,
             self.rollout_cluster,
             memory_share=share,
             pp=1 if strategy is None else strategy.pp,
@@ -280,15 +284,15 @@ class Site:
 
     @cached_property
     def context(self) -> ControlContext:
-        experiment, workflow = self.setup.experiment, self.setup.experiment.workflow
+        experiment, workflow = self.loaded.experiment, self.loaded.experiment.workflow
         planned = self.generation.strategy
         replica = None if planned is None else planned.tp * planned.pp
         if self._generate_calls:
-            feasible, infeasible = self.machine.feasible_tps(self.setup.longest_sequence, replica)
+            feasible, infeasible = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, replica)
         else:
             feasible, infeasible = (1,), {}  # responses are given: one layout is as good as another
-        mesh = self.generation.rollout_mesh(self.setup.cluster)
-        left, whole = len(mesh[0]), self.setup.cluster.gpus_per_node
+        mesh = self.generation.rollout_mesh(self.loaded.cluster)
+        left, whole = len(mesh[0]), self.loaded.cluster.gpus_per_node
         for tp in (1 << i for i in range(whole.bit_length())):
             if whole % tp == 0 and left % tp and planned is None:
                 who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
@@ -301,7 +305,7 @@ class Site:
                 "no TP degree is feasible:\n" + "\n".join(f"TP{tp}: {why}" for tp, why in infeasible.items())
             )
         return ControlContext(
-            costs=self.machine,
+            costs=self.rollout_costs,
             feasible_tps=feasible,
             infeasible=infeasible,
             gpus_per_node=left,
@@ -309,16 +313,16 @@ class Site:
             cap_tokens=experiment.trace.cap,
             page_tokens=experiment.engine.page_tokens,
             requests=workflow.prompts * workflow.responses,
-            prompt_tokens=self.setup.longest_prompt,
+            prompt_tokens=self.loaded.longest_prompt,
             max_num_seqs=experiment.engine.max_num_seqs,
             replica_gpus=replica,
         )
 
     @cached_property
     def bound(self) -> GenerationBound:
-        steps = {tp: self.machine.step(tp) for tp in self.context.feasible_tps}
+        steps = {tp: self.rollout_costs.step(tp) for tp in self.context.feasible_tps}
         return GenerationBound(
-            steps, self.rollout_cluster.gpus, min(self.context.requests, self.setup.experiment.engine.max_num_seqs)
+            steps, self.rollout_cluster.gpus, min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
         )
 
     @cached_property
@@ -333,14 +337,14 @@ class Site:
         for crowded in self._crowded_steps.values():
             crowded.lookups()  # tells the machine's own curves how far they were followed
         judge = [self.judge.crowded.lookups()] if self.judge else []
-        return self.machine.lookups().merge([self.calls.lookups(), *judge])
+        return self.rollout_costs.lookups().merge([self.calls.lookups(), *judge])
 
     def crowded(self, tp: int) -> StepCost:
         """A rollout replica's steps while a colocated judge, or a model that takes chunks, works on its GPUs."""
         if tp not in self._crowded_steps:
             beside = (self._judge and self._judge.beside, self._streaming)
             factor = max(part.slowdown if part else 1.0 for part in beside)
-            self._crowded_steps[tp] = Crowded(self.machine.step(tp), factor)
+            self._crowded_steps[tp] = Crowded(self.rollout_costs.step(tp), factor)
         return self._crowded_steps[tp]
 
 
