@@ -25,8 +25,8 @@ from rlsim.calibrate.measure.journal import Journal, Point, Result, read_journal
 from rlsim.calibrate.measure.plan import (
     FIRST,
     SHARES,
-    Phase,
     GridSetup,
+    Phase,
     Task,
     coarse_to_fine,
     doublings,
