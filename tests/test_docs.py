@@ -129,6 +129,7 @@ class Runner:
         return done.stdout + done.stderr
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_run(name: str, tmp_path: Path) -> None:
     runner = Runner(tmp_path)

@@ -92,6 +92,7 @@ def verl() -> TrainingEfficiencies:
 
 
 @tables
+@pytest.mark.ci
 def test_shares_are_what_the_verl_rows_give(verl: TrainingEfficiencies) -> None:
     own = own_gemm_share(DATA, "a100-sxm-80gb")
     assert verl.fsdp / own == pytest.approx(SHARES["fsdp"].value, abs=0.005)
@@ -101,6 +102,7 @@ def test_shares_are_what_the_verl_rows_give(verl: TrainingEfficiencies) -> None:
 
 
 @tables
+@pytest.mark.ci
 def test_quoted_errors_are_what_the_verl_rows_give(verl: TrainingEfficiencies) -> None:
     """The percentages that `SHARES` quotes."""
     row3_alone, row2_alone, _, megatron, *h20 = verl.cases[2:]

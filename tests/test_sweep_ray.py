@@ -16,6 +16,7 @@ import rlsim
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'rlsim[ray]'")
 
 
+@pytest.mark.ci
 def test_ray_writes_the_same_bytes_though_a_worker_is_killed(tmp_path: Path) -> None:
     (tmp_path / "deadly_policy.py").write_text(DEADLY.format(folder=str(tmp_path)), encoding="utf-8")
     lengths = rlsim.catalogue.names("traces", ".parquet")["rollpacker-math"].read_bytes()
