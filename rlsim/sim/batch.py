@@ -1,16 +1,17 @@
 """The sequences that a replica decodes together: their contexts, their KV pages, and when the next one is complete.
 
 All contexts grow by one token a step, so nothing is kept per step: a request is known by its offset from a counter,
-and pages are counted from how many requests stand at which place of their last page.
+and pages are counted on from how many requests begin a new one at which step.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
-from operator import attrgetter, mul
+from operator import attrgetter
 
 from rlsim.cost.curve import DecodeCurve
 from rlsim.sim.request import Request
@@ -35,9 +36,9 @@ class RunningBatch:
         "_longest",
         "_padding",
         "_page_tokens",
-        "_residues",
-        "_short",
         "_skew",
+        "_turns",
+        "pages",
         "size",
         "step",
         "tokens",
@@ -47,6 +48,7 @@ class RunningBatch:
         self.step = 0  # counter of decode steps
         self.size = 0  # requests
         self.tokens = 0  # sum of their contexts
+        self.pages = 0  # KV pages that those fill, each request's last one counted whole
         self._final_tokens = 0  # the same once each is complete
         self._skew = skew
         self._page_tokens = page_tokens
@@ -57,9 +59,8 @@ class RunningBatch:
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
         self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
-        self._short = [-i % page_tokens for i in range(2 * page_tokens)]  # tokens missing in a last page
         self._ages: Counter[int] = Counter()  # how many requests have generated how many tokens more than `step`
-        self._residues = [0] * page_tokens  # how many requests have offset % page_tokens == i
+        self._turns = [0] * page_tokens  # how many requests begin a page with the step after each i-th of so many
 
     def requests(self) -> list[Request]:
         """The requests in admission order."""
@@ -71,21 +72,23 @@ class RunningBatch:
 
     def join(self, requests: Sequence[Request]) -> None:
         """Take in requests whose context is in the KV cache."""
-        step, page, residues, finishing = self.step, self._page_tokens, self._residues, self._finishing
+        step, page, turns, finishing = self.step, self._page_tokens, self._turns, self._finishing
         longest, ages = self._longest if self._skew else None, self._ages
-        tokens = final = 0
+        tokens = final = pages = 0
         for request in requests:
             order, generated = request.order, request.generated
             context = request.prompt_tokens + generated
             offset = request.offset = context - step
             tokens += context
             final += request.prompt_tokens + request.response_tokens
-            residues[offset % page] += 1
+            pages += -(-context // page)
+            turns[-offset % page] += 1
             ages[generated - step] += 1
             heappush(finishing, (step + request.response_tokens - generated, order, request))
             if longest is not None:
                 heappush(longest, (-offset, order, request))
         self.tokens += tokens
+        self.pages += pages
         self._final_tokens += final
         self.size += len(requests)
         if self._chunk_tokens:
@@ -99,9 +102,15 @@ class RunningBatch:
             if generated + ahead < request.response_tokens:
                 heappush(self._chunks, (self.step + ahead, request.order, request))
 
+    def advance(self, steps: int) -> None:
+        """Every request has generated so many tokens more."""
+        self.pages = self._pages_after(steps)
+        self.tokens += self.size * steps
+        self.step += steps
+
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
-        step, page, residues, ages = self.step, self._page_tokens, self._residues, self._ages
+        step, page, turns, ages = self.step, self._page_tokens, self._turns, self._ages
         for request in requests:
             offset = request.offset
             age = offset - request.prompt_tokens
@@ -112,8 +121,9 @@ class RunningBatch:
                 ages[age] -= 1
             request.order = 0
             self.tokens -= offset + step
+            self.pages -= -(-(offset + step) // page)
             self._final_tokens -= request.prompt_tokens + request.response_tokens
-            residues[offset % page] -= 1
+            turns[-offset % page] -= 1
         self.size -= len(requests)
 
     def complete(self) -> list[Request]:
@@ -152,9 +162,9 @@ class RunningBatch:
             request.order = 0
             tokens -= request.prompt_tokens + request.response_tokens
             size -= 1
-        self.step, self.size, self.tokens, self._final_tokens = step, 0, 0, 0
+        self.step, self.size, self.tokens, self.pages, self._final_tokens = step, 0, 0, 0, 0
         self._ages.clear()
-        self._residues = [0] * self._page_tokens
+        self._turns = [0] * self._page_tokens
         self.clear()
         return now, [request for *_, request in left], peak
 
@@ -186,15 +196,22 @@ class RunningBatch:
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 
-    def surely_fits(self) -> bool:
-        """Whether the pages suffice wherever in their last pages the requests stand; False says nothing."""
-        return self.tokens + self.size * self._padding <= self._capacity_tokens
+    def _pages_after(self, steps: int) -> int:
+        """KV pages so many steps from now."""
+        rounds, steps = divmod(steps, self._page_tokens)
+        first = self.step % self._page_tokens
+        end = first + steps
+        begun = sum(self._turns[first:end])
+        if end > self._page_tokens:
+            begun += sum(self._turns[: end - self._page_tokens])
+        return self.pages + rounds * self.size + begun
 
-    def pages(self, ahead: int = 0) -> int:
-        """KV pages, `ahead` steps from now."""
-        page = self._page_tokens
-        padding: int = sum(map(mul, self._residues, self._short[(self.step + ahead) % page :]))
-        return (self.tokens + self.size * ahead + padding) // page
+    def _steps_that_fit(self) -> int:
+        """The most steps from now after which the pages suffice; they do now."""
+        rounds, left = divmod(self._capacity_pages - self.pages, self.size)
+        first = self.step % self._page_tokens
+        begun = list(accumulate(self._turns[first:] + self._turns[:first]))
+        return rounds * self._page_tokens + bisect_right(begun, left)
 
     def steps_ahead(self) -> int:
         """Decode steps until the first response finishes or completes a chunk, or the next step's pages are missing."""
@@ -203,20 +220,12 @@ class RunningBatch:
         while request.order != order:
             heappop(heap)
             finish, order, request = heap[0]
-        steps, capacity = finish - self.step, self._capacity_pages
+        steps = finish - self.step
         if self._chunks:
             steps = min(steps, self._steps_to_chunk(steps))
-        most = self.tokens + self.size * (steps - 1 + self._padding)
-        if most <= self._capacity_tokens or self.pages(steps - 1) <= capacity:
+        if self.tokens + self.size * (steps - 1 + self._padding) <= self._capacity_tokens:
             return steps
-        low, high = 1, steps  # steps that fit, steps that don't
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.pages(middle - 1) <= capacity:
-                low = middle
-            else:
-                high = middle
-        return low
+        return min(steps, self._steps_that_fit() + 1)
 
     def padded_tokens(self) -> float:
         """The contexts' sum, plus the share of their padding to the longest that the kernel pays for."""

@@ -249,8 +249,7 @@ class Replica:
                 if owed_s and steps:
                     self._owed_s = 0.0
                 self._jump = None
-                batch.step += steps
-                batch.tokens += steps * batch.size
+                batch.advance(steps)
                 self._finish("decode", start)
             else:
                 self.close()
@@ -297,8 +296,7 @@ class Replica:
             yield from self._until(start + time_s)
         self._owed_s = 0.0
         if decodes:
-            batch.step += 1
-            batch.tokens += decodes
+            batch.advance(1)
         complete = self._scheduler.prefilled(work, env.now)
         batch.join(complete)
         self._finish("mixed" if decodes else "prefill", start, complete)

@@ -69,7 +69,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[Chunk]:
         """Evict and admit at a boundary: a chunk of each of the first prefilling, none if the batch decodes alone."""
-        if self._prefill_pages or not self._batch.surely_fits():
+        if self._batch.pages + self._prefill_pages > self._capacity_pages:
             self._evict(now)
         return self._admit(now) if self.waiting or self.prefilling else []
 
@@ -120,7 +120,7 @@ class Scheduler:
 
     def _evict(self, now: float) -> None:
         """Preempt the most recently admitted until the pages suffice."""
-        while self._batch.pages() + self._prefill_pages > self._capacity_pages:
+        while self._batch.pages + self._prefill_pages > self._capacity_pages:
             order, request = self._admitted.pop()
             if request.order != order:
                 continue
@@ -140,8 +140,8 @@ class Scheduler:
         budget = config.max_num_batched_tokens
         if chunked:
             budget = max(budget - self._batch.size, 1)
-        left = budget - sum(r.prefill_left for r in self.prefilling)
-        used = self._batch.pages() + self._prefill_pages
+        left = budget - sum([r.prefill_left for r in self.prefilling])
+        used = self._batch.pages + self._prefill_pages
         places = config.max_num_seqs - self._batch.size - len(self.prefilling)
         page, waiting = self._page_tokens, self.waiting
         room = self._capacity_pages - self._watermark_pages
@@ -177,6 +177,8 @@ class Scheduler:
             self._kv_arrived = False
             for request in waiting:
                 request.has_kv = False
+        if not self.prefilling:
+            return []
         return self._work(budget) if chunked else [Chunk(request.prefill_left, 0) for request in self.prefilling]
 
     def _work(self, budget: int) -> list[Chunk]:
