@@ -164,9 +164,10 @@ def fit_(
     """
     from rlsim.output import check_file
     from rlsim.trace.files import read_trace
-    from rlsim.trace.fit import fit_trace, save_fit
+    from rlsim.trace.fit import check_fit_name, fit_trace, save_fit
 
     if out is not None:
+        check_fit_name(out)
         check_file(out, TraceError, inputs=(file,))
     fit = fit_trace(read_trace(file), _tokens("--cap", cap), components=components)
     if out is not None:

@@ -72,11 +72,16 @@ def load_fit(path: str | Path) -> LengthFit:
     return load(Path(path), LengthFit)
 
 
+def check_fit_name(path: Path) -> None:
+    """Raises `TraceError` if no fit is written under such a name."""
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise TraceError(f"{path}: a fit is written as .yaml or .json")
+
+
 def save_fit(fit: LengthFit, path: str | Path) -> None:
     """Writes `fit` to a .yaml or .json file, whole or not at all; `load_fit` reads it back."""
     path = Path(path)
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        raise TraceError(f"{path}: a fit is written as .yaml or .json")
+    check_fit_name(path)
     data = fit.model_dump(mode="json", exclude_none=True)
     with atomic_path(path, TraceError) as temporary:
         if path.suffix == ".json":
