@@ -23,7 +23,7 @@ def test_every_policy_keeps_the_contract(name: str) -> None:
 
 def test_parameters_are_passed_on() -> None:
     check_policy(load_policy("pat"), start_tp=2, candidates=(8,))
-    with pytest.raises(ContractError, match="'a long tail': ConfigError: tp 3 does not divide the 8 GPUs of a node"):
+    with pytest.raises(ContractError, match="'a long tail': tp 3 does not divide the 8 GPUs of a node"):
         check_policy(load_policy("verl"), tp=3)
 
 
