@@ -131,16 +131,22 @@ class Wide(Base):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (Peeks, r"batch 'a long tail': the policy reached for `view._rollout`; a RolloutView offers: cap_tokens, "),
+        (
+            Peeks,
+            r"batch 'a long tail': Peeks.on_finish: test_testing.py:\d+: .* reached for `view._rollout`; a Rollout",
+        ),
         (Clairvoyant, r"it knows lengths in advance: it answered \[.*\] at .* s but .* other lengths"),
         (KnowsBefore, "it knows lengths in advance: it begins at TP 2 or 4"),
         (Random, r"it is not deterministic: it answered \[.*\] at .* s, the second time \["),
         (Remembers, "it is not deterministic"),
-        (Chatty, "on_finish returned 'switch to 8'; it returns actions"),
-        (Absent, r"PolicyError: Absent returned Reconfigure\(node=7, .*there is no node 7"),
-        (Frail, "ZeroDivisionError: division by zero"),
+        (Chatty, r"Chatty.on_finish: test_testing.py:\d+: returned 'switch to 8', expected actions \(Reconfigure, "),
+        (Absent, r"Absent.on_finish: test_testing.py:\d+: returned Reconfigure\(node=7, .*there is no node 7"),
+        (
+            Frail,
+            r"Frail.on_finish: .* ZeroDivisionError: division by zero \(line \d+: return None if view.finished > 1",
+        ),
         (Tampers, "the policy set `view.total`: it is read-only"),
-        (Wide, "initial_tp returned 16; feasible are 1, 2, 4, 8"),
+        (Wide, "Wide.initial_tp: .* returned 16, expected a tensor-parallel degree that divides the GPUs of a node"),
         (dict, "makes a dict, which is none of RolloutControl, Batching"),
     ],
 )

@@ -284,7 +284,10 @@ class RolloutControl(Hooked):
     def setup(self, context: ControlContext) -> None:
         """Called once, before the first step: the place to profile the machine (`context.costs`)."""
 
-    @hook("a tensor-parallel degree: a whole number", lambda tp, *_: is_whole(tp))
+    @hook(
+        "a tensor-parallel degree that divides the GPUs of a node",
+        lambda tp, context: is_whole(tp) and context.gpus_per_node % tp == 0,
+    )
     def initial_tp(self, context: ControlContext) -> int:  # noqa: ARG002
         """Called once, after `setup`: the tensor-parallel degree of every replica when a step begins, one of
         `context.feasible_tps`. It holds for all steps unless `next_tp` says otherwise. Defining it makes the control a
