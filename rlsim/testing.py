@@ -55,7 +55,7 @@ class Checked:
     parameters: tuple[Mapping[str, Any], ...]  # the choices of parameters that were tried
     batches: tuple[str, ...]
     rollouts: int  # all choices and batches, each with other futures and again
-    answers: int  # of on_finish
+    answers: int  # of on_finish, where it is overridden
     actions: Mapping[str, int]  # that these contained, by kind
     prompts: Mapping[str, int]  # dropped, put back, and responses kept by the batching
     not_checked: tuple[str, ...]  # parts of the contract that these rollouts say nothing about, a sentence each
@@ -66,10 +66,11 @@ class Checked:
         settled = [f"{count:,} {what}" for what, count in self.prompts.items() if count]
         return "\n".join(
             [
-                f"{self.policy} keeps the contract in {self.rollouts:,} rollouts.",
+                f"{self.policy} keeps the contract in {self.rollouts:,} rollouts: it answers the same twice,",
+                "  loses no request, and knows nothing of lengths to come",
                 f"  batches: {'; '.join(self.batches)}",
                 f"  parameters: {tried}",
-                f"  answers of on_finish: {self.answers:,}, with {acted}",
+                *([f"  answers of on_finish: {self.answers:,}, with {acted}"] if self.answers else []),
                 *([f"  prompts: {', '.join(settled)}"] if settled else []),
                 *(f"  not checked: {what}" for what in self.not_checked),
             ]
@@ -101,7 +102,7 @@ def check_policy(policy: Callable[..., Part], **parameters: Any) -> Checked:
         tuple(tried.values()),
         tuple(played),
         tally.rollouts,
-        tally.answers,
+        tally.answers if any("on_finish" in overridden(type(part)) for part in parts) else 0,
         dict(tally.actions),
         dict(tally.prompts),
         tuple(_not_checked(parts, tally)),
@@ -127,12 +128,17 @@ def _not_checked(parts: Iterable[Part], tally: Tally) -> Iterator[str]:
             never = [kind.__name__ for kind in get_args(Action) if kind is not Launch]
             never = [kind for kind in never if not tally.actions[kind]]
             if never:
-                yield f"{name}.on_finish never returned {' or '.join(never)}"
+                yield f"{name}.on_finish never returned {_listed(never, 'or')}"
         for hook, what in _OF_PROMPTS.items():
             if hook in hooks and not tally.prompts[what]:
                 yield f"{name}.{hook}: no prompt was {what}"
         if uncalled := [hook for hook in hooks if hook not in _CALLED]:
-            yield f"{name}.{' and '.join(uncalled)}: called in a run of an experiment, not here"
+            yield f"{name}: only a run of an experiment calls {_listed(uncalled, 'and')}"
+
+
+def _listed(names: Sequence[str], last: str) -> str:
+    """The names in a sentence: `a, b and c`."""
+    return f" {last} ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
 def _check(make: Callable[[], System], batch: Batch, context: ControlContext, tally: Tally) -> None:

@@ -170,10 +170,10 @@ class _Step:
         return new
 
     def finished(self, responses: Sequence[Request]) -> None:
-        """Score what is complete."""
+        """Score what is complete: of every third prompt all alike, of the others some right and some wrong."""
         self.step_batch.finished(responses)
         for request in responses:
-            request.reward = float(request.id % 2)
+            request.reward = float(request.id % 2 or request.position % 3 == 0)
             if self.step_batch.scored(request) and self.rollout:
                 self.rollout.ask()
 

@@ -46,8 +46,25 @@ class Fine(Base):
 
 
 def test_a_policy_that_stops_and_releases() -> None:
-    check_policy(Fine)
-    check_policy(lambda: Fine())
+    checked = check_policy(Fine)
+    assert {kind for kind, count in checked.actions.items() if count} == {"Reconfigure", "Release", "Stop"}
+    assert checked.answers > sum(checked.actions.values())
+    assert checked.not_checked == ("Fine.on_finish never returned Migrate or Abort",)
+    assert check_policy(lambda: Fine()) == checked
+
+
+def test_what_was_checked_is_told() -> None:
+    tuned = check_policy(load_policy("verl"))
+    assert tuned.parameters == ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8})
+    assert tuned.rollouts == 10 * 8 * 4  # twice two, then six other futures; batches; choices
+    assert str(tuned).startswith("VeRL keeps the contract in 320 rollouts")
+    assert "answers" not in str(tuned)  # nobody overrides on_finish
+    sampling = check_policy(load_policy("dynamic_sampling"))
+    assert sampling.prompts["dropped"] > 0
+    assert sampling.not_checked == ()
+    assert "one request" not in sampling.batches  # a single response has no variance
+    timeouts = check_policy(load_policy("adaptive_timeout"))
+    assert str(timeouts).endswith("only a run of an experiment calls timeout_s and observe")
 
 
 class Peeks(Base):

@@ -76,21 +76,21 @@ class Placing(Hooked):
 
     @hook("a rlsim.workflow.plan.Plan", lambda made, *_: isinstance(made, Plan))
     def plan(self, context: PlanContext) -> Plan:
-        """The placement of every call; raises `ConfigError` or `CapacityError` if there is none."""
+        """Before the run: the placement of every call; raises `ConfigError` or `CapacityError` if there is none."""
         raise NotImplementedError
 
 
 class Composition(Hooked):
     """Several parts under one name: a published system."""
 
-    @hook()
+    @hook("a list of parts")  # checked in `flattened`, which says what is none
     def parts(self) -> Sequence[Part]:
-        """The parts, each as a line of YAML would make it."""
+        """When an experiment is read, and for every run: the parts, each as a line of YAML would make it."""
         raise NotImplementedError
 
     @hook(CHOICES, are_parameters)
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
-        """Parameters to try where the system is to be tuned, as `RolloutControl.alternatives`."""
+        """Before the run: parameters to try where the system is to be tuned, as `RolloutControl.alternatives`."""
         return ()
 
 

@@ -203,10 +203,10 @@ class ControlContext:
     costs: RolloutCosts
     feasible_tps: tuple[int, ...]  # degrees that divide the node and fit the model with room for one full sequence
     infeasible: Mapping[int, str]  # the other degrees that divide the node, and why they do not fit
-    gpus_per_node: int
-    nodes: int
-    cap_tokens: int
-    page_tokens: int
+    gpus_per_node: int  # that generate
+    nodes: int  # that generate
+    cap_tokens: int  # the longest a response can get
+    page_tokens: int  # of a KV page
     requests: int  # responses launched per step
     prompt_tokens: int  # longest prompt of the trace
     max_num_seqs: int = 1024  # responses that a replica runs at once
@@ -275,8 +275,8 @@ class RolloutControl(Hooked):
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
         """Before the run: parameters to try where the system is to be tuned, as `[{"tp": 2}, {"tp": 4}]`.
 
-        Every choice is made and run as a system of its own, and the one with the highest throughput stands for it.
-        None needed: an empty list.
+        Every choice is made and run as a system of its own, and the one with the highest throughput stands for it. An
+        empty list means that nothing is to be tuned.
         """
         return ()
 
@@ -297,7 +297,10 @@ class RolloutControl(Hooked):
 
     @hook(_ACTIONS, lambda answer, *_: all(isinstance(action, get_args(Action)) for action in actions_of(answer)))
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
-        """Some responses have just finished, all of this moment together: return one action, several, or None."""
+        """Some responses have just finished, all of this moment together: return one action, several, or None.
+
+        Where a batching decides by rewards, it is asked when one of them comes too; `view.finished_nodes` is empty then.
+        """
         return None
 
     @hook("one of report.feasible_tps, or None", lambda tp, report: tp is None or tp in report.feasible_tps)
