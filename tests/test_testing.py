@@ -58,7 +58,7 @@ def test_what_was_checked_is_told() -> None:
     assert tuned.parameters == ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8})
     assert tuned.rollouts == 10 * 8 * 4  # twice two, then six other futures; batches; choices
     assert str(tuned).startswith("VeRL keeps the contract in 320 rollouts")
-    assert "answers" not in str(tuned)  # nobody overrides on_finish
+    assert "on_finish" not in str(tuned)  # nobody overrides on_finish
     sampling = check_policy(load_policy("dynamic_sampling"))
     assert sampling.prompts["dropped"] > 0
     assert sampling.not_checked == ()

@@ -299,7 +299,7 @@ class RolloutControl(Hooked):
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
         """Some responses have just finished, all of this moment together: return one action, several, or None.
 
-        Where a batching decides by rewards, it is asked when one of them comes too; `view.finished_nodes` is empty then.
+        Where a batching decides by rewards, it is also asked when one comes; `view.finished_nodes` is empty then.
         """
         return None
 
