@@ -13,7 +13,7 @@ import numpy as np
 
 from rlsim.errors import PolicyError
 from rlsim.hooks import Hooked, hook, is_whole
-from rlsim.sim.control import Abort, Action, Launch, Prompt, RolloutControl, RolloutView, Stop
+from rlsim.sim.control import Abort, Action, Launch, Prompt, RolloutControl, RolloutView, Stop, is_launch
 from rlsim.sim.request import Request
 
 #: A step that launches so many times the prompts it needs, because their rewards do not count, is given up.
@@ -41,15 +41,6 @@ class Unfinished(NamedTuple):
     generated_tokens: tuple[int, ...]  # of each of its responses that was not aborted
     complete: tuple[bool, ...]  # which of these are whole responses
     staleness: tuple[int, ...]  # weight updates between the oldest token of each and this step's generation
-
-
-def _fits(launch: object, *_: object) -> bool:
-    """Whether it is a launch of prompts, none of them twice, and of at least one response to each."""
-    if not isinstance(launch, Launch) or not (isinstance(launch.prompts, Sequence) and is_whole(launch.samples)):
-        return False
-    prompts = [*launch.prompts, *launch.resume]
-    proper = all(isinstance(p, Prompt) and is_whole(p.position, 0) and is_whole(p.first_sample, 0) for p in prompts)
-    return proper and len({prompt.position for prompt in prompts}) == len(prompts)
 
 
 def _are_of(kept: object, unfinished: Sequence[Unfinished]) -> bool:
@@ -88,7 +79,7 @@ class Batching(Hooked):
         """The batching that says what to launch, for messages."""
         return self
 
-    @hook(_LAUNCH, _fits)
+    @hook(_LAUNCH, is_launch)
     def launch(self, feed: PromptFeed) -> Launch:
         """A step begins: the prompts and the number of responses to each that it starts with.
 
@@ -111,7 +102,7 @@ class Batching(Hooked):
         """
         return True
 
-    @hook(f"{_LAUNCH}, without resume, or None", lambda more, *_: more is None or (_fits(more) and not more.resume))
+    @hook(f"{_LAUNCH}, without resume, or None", lambda more, *_: more is None or (is_launch(more) and not more.resume))
     def more(self, missing: int, feed: PromptFeed) -> Launch | None:
         """So many prompts were dropped that `missing` more are needed: what to launch in their place, or None to train
         on those that are there. Asked of batchings that override `counts`.

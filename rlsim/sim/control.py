@@ -7,7 +7,7 @@ effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -259,6 +259,33 @@ def actions_of(answer: Action | Iterable[Action] | None) -> list[Action]:
     return list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
 
 
+def is_launch(launch: object, *_: object) -> bool:
+    """Whether it is a launch of prompts, none of them twice, and of at least one response to each."""
+    if not isinstance(launch, Launch) or not is_whole(launch.samples):
+        return False
+    if not (isinstance(launch.prompts, Sequence) and isinstance(launch.resume, Sequence)):
+        return False
+    prompts = [*launch.prompts, *launch.resume]
+    proper = all(isinstance(p, Prompt) and is_whole(p.position, 0) and is_whole(p.first_sample, 0) for p in prompts)
+    return proper and len({prompt.position for prompt in prompts}) == len(prompts)
+
+
+def is_action(action: object) -> bool:
+    """Whether it is an action with fields of the right types; the engine says whether what they name is there."""
+    match action:
+        case Reconfigure(node, tp, kv):
+            return is_whole(node, 0) and is_whole(tp, 0) and kv in get_args(KvHandling)
+        case Migrate(ids, to, kv):
+            return _are_numbers(ids) and is_whole(to, 0) and kv in get_args(KvHandling)
+        case Release(ids) | Abort(ids):
+            return _are_numbers(ids)
+    return isinstance(action, Stop) or is_launch(action)
+
+
+def _are_numbers(ids: object) -> bool:
+    return isinstance(ids, Collection) and all(is_whole(number, 0) for number in ids)
+
+
 def are_parameters(choices: object, *_: object) -> bool:
     """Whether it is a list of sets of parameters, each by name."""
     return isinstance(choices, Sequence) and all(isinstance(choice, Mapping) for choice in choices)
@@ -295,7 +322,7 @@ class RolloutControl(Hooked):
         """
         raise PolicyError(f"{type(self).__name__} does not say which layout it starts with: define initial_tp")
 
-    @hook(_ACTIONS, lambda answer, *_: all(isinstance(action, get_args(Action)) for action in actions_of(answer)))
+    @hook(_ACTIONS, lambda answer, *_: all(map(is_action, actions_of(answer))))
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
         """Some responses have just finished, all of this moment together: return one action, several, or None.
 
@@ -303,7 +330,10 @@ class RolloutControl(Hooked):
         """
         return None
 
-    @hook("one of report.feasible_tps, or None", lambda tp, report: tp is None or tp in report.feasible_tps)
+    @hook(
+        "one of report.feasible_tps, or None",
+        lambda tp, report: tp is None or (is_whole(tp) and tp in report.feasible_tps),
+    )
     def next_tp(self, report: RolloutReport) -> int | None:  # noqa: ARG002
         """A step's generation is over: the tensor-parallel degree that the next one starts with, or None to leave that
         as it is.

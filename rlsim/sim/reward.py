@@ -35,9 +35,9 @@ class RewardControl(Hooked):
     def timeout_s(self, kind: RewardKind, prompt: int, test: int, limit_s: float) -> float:  # noqa: ARG002
         """A worker begins test case `test` (from 0) of a response: how long it may run, in seconds.
 
-        `kind` is "rule" (one check, test 0) or "sandbox" (test cases); where a judge scores, this is not asked. `prompt`
-        is the prompt's number in the trace, the same in every epoch; `limit_s` is the limit of the experiment. A longer
-        run is ended there, and with it the job: the response gets no reward.
+        `kind` is "rule" (one check, test 0) or "sandbox" (test cases); where a judge scores, this is not asked.
+        `prompt` is the prompt's number in the trace, the same in every epoch; `limit_s` is the limit of the experiment.
+        A longer run is ended there, and with it the job: the response gets no reward.
         """
         return limit_s
 
