@@ -119,6 +119,7 @@ def simulation(
         cluster=costs.cluster,
         control=control(),
         initial_tp=1,
+        feasible_tps=(1,),
         feed=PromptFeed(prompts, 8),
         requests=requests,
         costs=costs,

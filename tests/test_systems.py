@@ -124,6 +124,7 @@ def train(
         cluster=cluster,
         control=control or OneEach(),
         initial_tp=1,
+        feasible_tps=(1,),
         feed=PromptFeed(prompts, responses),
         requests=requests,
         costs=StubCosts({1: step}, {1: 10**6}),

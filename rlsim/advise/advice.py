@@ -17,7 +17,7 @@ from rlsim.advise.idle import idle_causes, idle_shares, tail_seconds, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
 from rlsim.advise.ranking import candidates, ranking
 from rlsim.advise.scaling import WORTH, best_doublings, resized, scaling, scaling_rows, sizes
-from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
+from rlsim.errors import CapacityError, ConfigError, PolicyError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.directory import check_target
 from rlsim.experiment.load import load_experiment, parse_overrides
@@ -273,6 +273,8 @@ def _scaled(
             settings = {"cluster": spelled, "baseline": None, "systems": [system]}
             try:
                 rows.append(scaling_rows(run_here(f"{size} GPUs", settings), size))
+            except PolicyError:
+                raise
             except RlsimError as error:
                 notes.append(f"{name} on {size} GPUs left out: {error}")
     return pd.concat(rows, ignore_index=True), notes

@@ -93,6 +93,7 @@ class Simulator:
             cluster=loaded.cluster,
             control=system.control,
             initial_tp=system.initial_tp(placed.context),
+            feasible_tps=placed.context.feasible_tps,
             feed=PromptFeed(spec.prompts, loaded.launched_responses),
             requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
             costs=placed.rollout_costs,

@@ -16,7 +16,8 @@ import simpy
 
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
-from rlsim.errors import PolicyError, RlsimError
+from rlsim.errors import RlsimError
+from rlsim.hooks import misused
 from rlsim.sim.control import (
     Abort,
     Action,
@@ -27,6 +28,7 @@ from rlsim.sim.control import (
     Release,
     RolloutView,
     Stop,
+    actions_of,
     decides,
 )
 from rlsim.sim.moment import ASK, at_end, rest_of
@@ -202,9 +204,8 @@ class Rollout(RolloutState):
         if self.done.triggered or self._stopping:
             return
         view: RolloutView = LiveView(self)
-        answer = self._stage.control.on_finish(view)
         # All of it before anything is done, and while the view still shows this moment: it may be a generator.
-        actions = [] if answer is None else list(answer) if isinstance(answer, Iterable) else [answer]
+        actions = actions_of(self._stage.control.on_finish(view))
         self._just_finished.clear()
         for action in actions:
             if not self._stopping:
@@ -242,8 +243,6 @@ class Rollout(RolloutState):
             case Stop():
                 self._stopping = True
                 self.env.process(self._stop())
-            case _:
-                raise PolicyError(f"{self._stage.control.label} returned {action!r}, which is not an action")
 
     def _check_room(self, tp: int, action: Action) -> None:
         """A layout must be able to hold every unfinished response at its full length."""
@@ -259,7 +258,7 @@ class Rollout(RolloutState):
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:
-            raise PolicyError(f"{self._stage.control.label} returned {action!r}: {why}")
+            raise misused(self._stage.control.author(action), "on_finish", f"returned {action!r}: {why}")
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
