@@ -21,7 +21,7 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_costs
-from rlsim.experiment.placed import PlacedExperiment
+from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
 from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
@@ -273,10 +273,25 @@ class PlanSpace:
         return rollout.env.now
 
 
-def best_plan(placed: PlacedExperiment, method: str, evaluations: int, seed: int) -> Plan:
-    """The best plan for a placed experiment that a search method finds; raises `RlsimError` as `find_plan`."""
-    space = PlanSpace(placed)
-    return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)
+class Plans:
+    """The plans that one experiment's systems leave to a search: none is searched for twice, and those found elsewhere
+    may be put into `found`. Unless `search`, one that is not there raises `SearchAheadError`."""
+
+    def __init__(self, search: bool) -> None:
+        self.search = search
+        self.found: dict[tuple[str, str, int, int], Plan] = {}  # by workflow, method, evaluations and seed
+
+    def __call__(self, placed: PlacedExperiment, method: str, evaluations: int, seed: int) -> Plan:
+        """The best plan that a search method finds; raises `RlsimError` as `find_plan`."""
+        key = (repr(placed.workflow), method, evaluations, seed)
+        if key not in self.found:
+            if not self.search:
+                raise SearchAheadError
+            space = PlanSpace(placed)
+            self.found[key] = space.plan(
+                find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan
+            )
+        return self.found[key]
 
 
 def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:
