@@ -41,7 +41,7 @@ class Job:
 
     point: str  # its number among the jobs, and the case and system in messages
     key: str  # of the system
-    config: str  # the case's resolved experiment, without its systems, as JSON
+    config: str  # the case's resolved experiment, without its systems and further seeds, as JSON
     shown: str
     folder: Path
     system: SystemSpec
@@ -54,9 +54,20 @@ class Job:
         steady: range,
     ) -> Job:  # fmt: skip
         """The job of a system of an experiment that messages call `shown`; its relative paths start at `folder`."""
-        config = json.dumps({**experiment.model_dump(mode="json"), "systems": ["verl"], "baseline": None, "cases": {}})
+        bare: dict[str, Any] = {
+            "systems": ["verl"],
+            "baseline": None,
+            "cases": {},
+            "seeds": list(experiment.seed_list[:1]),
+        }
+        config = json.dumps({**experiment.model_dump(mode="json"), **bare})  # of the seeds, searches take the first
         parts = tuple(replace(part, parameters=plain(part.parameters)) for part in system.parts)
         return cls(point, system.key, config, shown, folder, replace(system, parts=parts), tuple(seeds), steady)
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """Jobs with the same come to the same."""
+        return self.key, self.config, self.folder, self.seeds, self.steady
 
     @property
     def name(self) -> str:
@@ -94,6 +105,19 @@ def in_turn(jobs: Sequence[Job], begun: Callable[[Job], None]) -> Iterable[tuple
     for job in jobs:
         begun(job)
         yield job, job.run()
+
+
+def remembering(execute: Execute) -> Execute:
+    """Does no job again that it did before."""
+    known: dict[tuple[Any, ...], Ran | RlsimError] = {}
+
+    def does(jobs: Sequence[Job], begun: Callable[[Job], None]) -> Iterable[tuple[Job, Ran | RlsimError]]:
+        yield from [(job, known[job.content]) for job in jobs if job.content in known]
+        for job, answer in execute([job for job in jobs if job.content not in known], begun):
+            known[job.content] = answer
+            yield job, answer
+
+    return does
 
 
 def simulated(simulator: Simulator, spec: SystemSpec, sampler: StepSampler, steady: range) -> Frames:

@@ -27,8 +27,8 @@ from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_meshes
 
-#: Searches for the best plan of an experiment: the experiment, the name of a method, evaluations, seed.
-Planner = Callable[["PlacedExperiment", str, int, int], Plan]
+#: Searches for the best plan of an experiment: the experiment, and what `PlanContext.search` is given.
+Planner = Callable[["PlacedExperiment", str, int, int, bool], Plan]
 
 
 class SearchAheadError(RlsimError):
@@ -240,11 +240,11 @@ class PlacedExperiment:
             search=self._search,
         )
 
-    def _search(self, method: str, evaluations: int, seed: int) -> Plan:
+    def _search(self, method: str, evaluations: int, seed: int, pipelined: bool) -> Plan:
         if self._planner is None:
             raise SearchAheadError
         self.searched = True
-        return self._planner(self, method, evaluations, seed)
+        return self._planner(self, method, evaluations, seed, pipelined)
 
     @cached_property
     def memory(self) -> PlanMemory:

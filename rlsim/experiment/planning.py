@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -60,11 +61,13 @@ class PlanSpace:
     """All plans of an experiment's workflow on its GPUs, costed on the lengths of its first step.
 
     Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside a node, every GPU of a
-    mesh is used, DP is no larger than a mini-batch. Of strategies that differ in micro-batches or offload only, those
-    worse in both time and memory are left out. Raises `CapacityError` if a call fits nowhere.
+    mesh is used, DP is no larger than a mini-batch; generation has PP 1 unless `pipelined`. Of strategies that differ
+    in micro-batches or offload only, those worse in both time and memory are left out. Raises `CapacityError` if a call
+    fits nowhere.
     """
 
-    def __init__(self, placed: PlacedExperiment) -> None:
+    def __init__(self, placed: PlacedExperiment, pipelined: bool = True) -> None:
+        self._pipelined = pipelined
         self._loaded = loaded = placed.loaded
         self._placed, self._cluster = placed, placed.cluster
         self.workflow, self.gpu = placed.workflow, loaded.cluster.gpu
@@ -178,7 +181,8 @@ class PlanSpace:
             if self._suits(call, tp, pp) and gpus // tp // pp <= share
         ]
         if call.kind == "generate":
-            yield from self._generation([TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread])
+            kept = [TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread if self._pipelined or pp == 1]
+            yield from self._generation(kept)
             return
         for dp, tp, pp in spread:
             yield from undominated(self._variants(call, dp, tp, pp, share // dp))
@@ -279,18 +283,17 @@ class Plans:
 
     def __init__(self, search: bool) -> None:
         self.search = search
-        self.found: dict[tuple[str, str, int, int], Plan] = {}  # by workflow, method, evaluations and seed
+        self.found: dict[tuple[Any, ...], Plan] = {}  # by workflow, and what `PlanContext.search` is given
 
-    def __call__(self, placed: PlacedExperiment, method: str, evaluations: int, seed: int) -> Plan:
+    def __call__(self, placed: PlacedExperiment, method: str, evaluations: int, seed: int, pipelined: bool) -> Plan:
         """The best plan that a search method finds; raises `RlsimError` as `find_plan`."""
-        key = (repr(placed.workflow), method, evaluations, seed)
+        key = (repr(placed.workflow), method, evaluations, seed, pipelined)
         if key not in self.found:
             if not self.search:
                 raise SearchAheadError
-            space = PlanSpace(placed)
-            self.found[key] = space.plan(
-                find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan
-            )
+            space = PlanSpace(placed, pipelined)
+            found = find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed)
+            self.found[key] = space.plan(found.plan)
         return self.found[key]
 
 
