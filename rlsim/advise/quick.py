@@ -33,7 +33,7 @@ def left_out(screened: pd.DataFrame, kept: Sequence[str], seeds: int, steps: int
     what = f"{steps} step{'s' * (steps > 1)}"
     return (
         f"quick: {len(screened)} systems ran {what} under one seed, and only {', '.join(kept)} under {seeds}; the "
-        f"other {len(screened) - len(kept)} were dropped by that one seed. Left out: PAT and the planner from a TP that is "
-        f"not their own choice, plan searches with pipelined generation or beyond {SEARCHED_GPUS} GPUs, other numbers "
-        "of GPUs. Intervals are wider than those of a full advice, and what later steps bring is not seen"
+        f"other {len(screened) - len(kept)} were dropped by that one seed. Left out: PAT and the planner from a TP "
+        f"that is not their own choice, plan searches with pipelined generation or beyond {SEARCHED_GPUS} GPUs, other "
+        "numbers of GPUs. Intervals are wider than those of a full advice, and what later steps bring is not seen"
     )
