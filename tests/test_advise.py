@@ -430,7 +430,7 @@ def test_what_puts_off_its_work_is_not_the_best() -> None:
 
 def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:
     simulator = Simulator(LoadedExperiment.of(load_experiment(SMALL)[0], Path()))
-    entries, refused = candidates(simulator, parse_systems(simulator.setup.experiment.systems), skip=["real"])
+    entries, refused = candidates(simulator, parse_systems(simulator.loaded.experiment.systems), skip=["real"])
     names = [entry["name"] for entry in entries]
     from rlsim.policies.registry import BUILTIN
 
@@ -516,7 +516,7 @@ def advice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
     found = advise(
         SMALL, overrides=tiny, top=1, most=2, skip=SLOW, out=out, progress=lambda done, total, what: seen.append(what)
     )
-    assert any("ranking" in what for what in seen)
+    assert any("all systems" in what for what in seen)
     assert any("16 GPUs" in what for what in seen)
     return found, out
 

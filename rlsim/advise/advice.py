@@ -143,29 +143,37 @@ def advise(
     if progress:
         progress(0, 1, "what fits")
     settings = _settings(source, overrides, case, seeds, steps, quick)
-    experiment, shown, folder = load_experiment(source, settings)
+    execute = in_processes(workers)
+    runner = Runner(source, settings, remembering(execute) if quick else execute, progress)
+    advice = _advice(runner, worth, top, most, skip, quick)
+    if out is not None:
+        advice.write(out)
+    return advice
+
+
+def _advice(runner: Runner, worth: float, top: int, most: int, skip: Collection[str], quick: bool) -> Advice:
+    experiment, shown, folder = load_experiment(runner.source, runner.settings)
     simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
     cluster, memory = simulator.loaded.cluster, _memory(simulator.placed(), shown)
     own = parse_systems(experiment.systems, shown)
     more, refused = candidates(simulator, own, skip, quick=quick)
-    runner = Runner(source, settings, remembering(in_processes(workers)), progress)
-    baseline = experiment.baseline or own[0].name
+    entries, baseline = [*experiment.systems, *more], experiment.baseline or own[0].name
     with _told_what_fits(memory["memory"], cluster):
-        systems = {"systems": [*experiment.systems, *more], "baseline": baseline}
         first = {"seeds": list(experiment.seed_list[:1])} if quick else {}
-        result = runner("all systems", {**systems, **first}, [entry["name"] for entry in more])
+        settings = {"systems": entries, "baseline": baseline, **first}
+        result = runner("all systems", settings, [entry["name"] for entry in more])
     tables = {**memory, "ranking": ranking(result), "screened": pd.DataFrame(), "plan": found_plans(result)}
-    files, specs = plan_file(result, experiment, folder), _came_out(simulator, systems["systems"], result)
+    files, specs = plan_file(result, experiment, folder), _came_out(simulator, entries, result)
     in_verl = {name: overrides_of((p.policy, p.parameters) for p in spec.parts) for name, spec in specs.items()}
     notes = list[str]()
     if quick:
         result, notes = _second_pass(runner, tables, baseline, specs, in_verl)
     tables |= _idle(result, baseline, cluster.gpus)
     chosen = _chosen(tables["ranking"], baseline, top)
-    tried = [spec for spec in parse_systems(systems["systems"], shown) if spec.name in chosen]
+    tried = [spec for spec in parse_systems(entries, shown) if spec.name in chosen]
     rows, assumed = scaled(runner, cluster, result, tried, () if quick else sizes(cluster, most))
     tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
-    advice = Advice(
+    return Advice(
         result,
         tables,
         baseline,
@@ -176,9 +184,6 @@ def advise(
         {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth, "quick": quick},
         files,
     )
-    if out is not None:
-        advice.write(out)
-    return advice
 
 
 def _came_out(simulator: Simulator, entries: Sequence[Any], result: Result) -> dict[str, SystemSpec]:

@@ -209,7 +209,7 @@ class _Case:
         self._samplers = {seed: self.loaded.sampler(seed) for seed in experiment.seed_list}
         self._done: dict[tuple[str, int], Frames] = {}
         self._ran: dict[str, str] = {}  # by system: the key of what it came out as
-        self._missed: dict[str, RlsimError] = {}  # by system: why no plan was found for it
+        self._missed: dict[str, RlsimError] = {}  # by key: why no plan was found
         self._looked_up: list[Lookups] = []  # of jobs
         self._settle()
 
@@ -253,7 +253,7 @@ class _Case:
         """Take what jobs came to."""
         for job, answer in done.items():
             if isinstance(answer, RlsimError):
-                self._missed[job.system.name] = answer
+                self._missed[job.key] = answer
             else:
                 self.simulator.plans.found |= answer.plans
                 self._looked_up.append(answer.lookups)
@@ -307,8 +307,8 @@ class _Case:
     def _fits(self, spec: SystemSpec) -> bool:
         """Whether the system can run; if not, it is left out with a note or that is an error (`left_out`)."""
         try:
-            if spec.name in self._missed:
-                raise self._missed[spec.name]
+            if spec.key in self._missed:
+                raise self._missed[spec.key]
             check_system(self.simulator, spec)
         except SearchAheadError:
             self.searched.append(spec.name)
