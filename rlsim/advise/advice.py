@@ -163,7 +163,9 @@ def _advice(runner: Runner, worth: float, top: int, most: int, skip: Collection[
         settings = {"systems": entries, "baseline": baseline, **first}
         result = runner("all systems", settings, [entry["name"] for entry in more])
     tables = {**memory, "ranking": ranking(result), "screened": pd.DataFrame(), "plan": found_plans(result)}
-    files, specs = plan_file(result, experiment, folder), _came_out(simulator, entries, result)
+    specs = _came_out(simulator, entries, result)
+    found = [specs[name] for name in result.manifest["plans"].get("", {}) if specs[name].parts[0].policy == "plan"]
+    files = plan_file(found, experiment, folder)
     in_verl = {name: overrides_of((p.policy, p.parameters) for p in spec.parts) for name, spec in specs.items()}
     notes = list[str]()
     if quick:
@@ -191,7 +193,7 @@ def _came_out(simulator: Simulator, entries: Sequence[Any], result: Result) -> d
     tuned, plans = (result.manifest[key].get("", {}) for key in ("tuned", "plans"))
     found: dict[str, SystemSpec] = {}
     for spec in parse_systems(entries):
-        if spec.name in plans:
+        if spec.name in plans and {part.policy for part in spec.parts} <= {"real", "verl"}:  # no part beside REAL's own
             (again,) = parse_systems([{"name": spec.name, "use": [plans[spec.name], WITHOUT_BARRIERS]}])
             found[spec.name] = again
         elif spec.name in tuned:

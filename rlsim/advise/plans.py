@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from rlsim.advise.runs import as_entry
 from rlsim.experiment.build import beside, find_trace
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
+from rlsim.experiment.systems import SystemSpec
 from rlsim.reading import plain
 
 PLAN = "plan.yaml"
@@ -31,19 +33,17 @@ def found_plans(result: Result) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*COLUMNS])
 
 
-def plan_file(result: Result, experiment: Experiment, folder: Path) -> dict[str, str]:
-    """`plan.yaml` by name: the experiment with its own systems and those that were searched for, spelled out.
+def plan_file(found: Sequence[SystemSpec], experiment: Experiment, folder: Path) -> dict[str, str]:
+    """`plan.yaml` by name: the experiment with its own systems and the `found` ones, whose plan is spelled out.
 
-    Files that it names by a path from `folder` are named by their whole path. Nothing if no plan was searched for.
+    Files that it names by a path from `folder` are named by their whole path. Nothing if there is no such system.
     """
-    parts: Mapping[str, Any] = result.manifest["plans"][""]
-    if not parts:
+    if not found:
         return {}
     from ruamel.yaml import YAML
 
     data = _placed(plain(experiment.model_dump(mode="json", exclude_defaults=True)), folder)
-    systems = [{"name": f"{name} (found)", "use": [part, WITHOUT_BARRIERS]} for name, part in parts.items()]
-    data["systems"] += systems
+    data["systems"] += [{**as_entry(spec), "name": f"{spec.name} (found)"} for spec in found]
     yaml = YAML()
     yaml.default_flow_style, yaml.width = None, 120
     file = io.StringIO()
