@@ -27,8 +27,8 @@ from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_meshes
 
-#: Searches for the best plan of an experiment: the experiment, the name of a method, evaluations, seed.
-Planner = Callable[["PlacedExperiment", str, int, int], Plan]
+#: Searches for the best plan of an experiment: the experiment, and what `PlanContext.search` is given.
+Planner = Callable[["PlacedExperiment", str, int, int, bool], Plan]
 
 
 class SearchAheadError(RlsimError):
@@ -57,7 +57,7 @@ class PlacedExperiment:
         self.loaded, self.workflow = loaded, workflow
         self._judge_beside, self._placing, self._streaming, self._planner = judge, placing, streaming, planner
         self._streamed = streamed_calls(workflow) if streaming else ()
-        self._searched = False
+        self.searched = False
         self._crowded_steps: dict[int, StepCost] = {}
 
     @property
@@ -167,7 +167,7 @@ class PlacedExperiment:
 
     def _remedies(self) -> str:
         """Settings under which the call that needs most needs less; none where a search chose the plan."""
-        if self._searched:
+        if self.searched:
             return ""
         needs, parts = self._needs(), (self.workflow, self._judge_beside, self._placing, self._streaming)
         call = max(needs, key=needs.__getitem__)
@@ -240,11 +240,11 @@ class PlacedExperiment:
             search=self._search,
         )
 
-    def _search(self, method: str, evaluations: int, seed: int) -> Plan:
+    def _search(self, method: str, evaluations: int, seed: int, pipelined: bool) -> Plan:
         if self._planner is None:
             raise SearchAheadError
-        self._searched = True
-        return self._planner(self, method, evaluations, seed)
+        self.searched = True
+        return self._planner(self, method, evaluations, seed, pipelined)
 
     @cached_property
     def memory(self) -> PlanMemory:

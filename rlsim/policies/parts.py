@@ -68,7 +68,8 @@ class PlanContext:
     style: TrainStrategy  # the same without the degrees: micro-batches, ZeRO stage, recomputation, offload
     reward: Placement  # of reward calls
     check: Callable[[Plan], None]  # raises `CapacityError` for a plan that does not fit
-    search: Callable[[str, int, int], Plan]  # the best plan that a method finds: its name, evaluations, seed
+    #: The best plan that a method finds: its name, evaluations, seed, whether generation may be pipelined.
+    search: Callable[[str, int, int, bool], Plan]
 
 
 class Placing(Hooked):
