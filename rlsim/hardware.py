@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,6 @@ class Cluster(Schema):
     def node_of(self, gpu: int) -> int:
         """The node that GPU number `gpu` sits in."""
         return gpu // self.gpus_per_node
-
-    def nodes_of(self, gpus: int, stride: int = 1) -> int:
-        """Nodes that GPUs number 0, `stride`, 2·`stride`, … sit in; rounded up until `gpus` spread evenly over them."""
-        nodes = min(math.ceil(gpus * stride / self.gpus_per_node), gpus)
-        return next(n for n in range(nodes, gpus + 1) if gpus % n == 0)
 
 
 def load_gpu(name: str) -> Gpu:

@@ -257,11 +257,11 @@ class _Step:
 
     def run(self, control: _Watched, tp: int, context: ControlContext, used_tps: dict[int, set[int]]) -> RolloutReport:
         """Run it, check that no request is lost or tampered with, and say how it went."""
-        gpus, step_batch = context.gpus_per_node, self.step_batch
+        step_batch, end = self.step_batch, itertools.accumulate(context.node_gpus)
         first = self.launch(step_batch.first)
         stage = GenerationStage(
             requests=[r for r in first if not r.resumed],
-            mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(self.batch.nodes)],
+            mesh=[tuple(range(last - gpus, last)) for last, gpus in zip(end, context.node_gpus, strict=True)],
             tp=tp,
             resumed=[r for r in first if r.resumed and not r.finished],
             costs=context.costs,
@@ -375,9 +375,16 @@ class _Short:
         return min(self.costs.capacity_pages(tp), self.tokens // _PAGE)
 
     def switch(
-        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+        self,
+        gpus: int,
+        from_tp: int,
+        to_tp: int,
+        contexts: Sequence[int],
+        sequences: int,
+        kv: KvHandling,
+        first_use: bool,
     ) -> SwitchCost:
-        return self.costs.switch(from_tp, to_tp, contexts, sequences, kv, first_use)
+        return self.costs.switch(gpus, from_tp, to_tp, contexts, sequences, kv, first_use)
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
         return self.costs.transfer_s(contexts, from_tp, to_tp, same_node)
@@ -400,8 +407,7 @@ def _context(costs: RolloutCostModel, batch: Batch) -> ControlContext:
         costs=costs if batch.kv_tokens is None else _Short(costs, batch.kv_tokens),
         feasible_tps=feasible,
         infeasible=infeasible,
-        gpus_per_node=costs.cluster.gpus_per_node,
-        nodes=batch.nodes,
+        node_gpus=(costs.cluster.gpus_per_node,) * batch.nodes,
         cap_tokens=batch.cap_tokens,
         page_tokens=_PAGE,
         requests=len(batch.lengths),
