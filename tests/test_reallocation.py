@@ -136,7 +136,8 @@ def loop_s(cluster: Cluster, collectives: CollectiveTime, source: Layout, target
                         messages[chosen, piece, float(f"{size:.12g}")].append(gpu)
     gather = 0.0
     if source.zero3:
-        nodes = cluster.nodes_of(source.shards, stride=source.tp)
+        assert cluster.gpus_per_node % source.tp == 0
+        nodes = len({cluster.node_of(source.first_gpu + source.tp * rank) for rank in range(source.shards)})
         for size in parameters(source, 0).values():
             gather += collectives.time_s("all_gather", 2 * size / source.tp, source.shards, nodes)
     return gather + messages_s(cluster, collectives, messages, copies)

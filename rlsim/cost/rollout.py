@@ -111,10 +111,10 @@ class RolloutCostModel:
     ) -> SwitchCost:
         """Pause of `gpus` GPUs of a node, going to another TP with `sequences` unfinished requests.
 
-        Weights are resharded layer by layer. KV, of these `contexts`, migrates (`kv` = "migrate") inside groups of max(from, to) GPUs side by
-        side, each moving its share, or is left to be recomputed by the engine (then it costs nothing here). Decode
-        graphs are captured for the batch sizes up to a target replica's share of the requests only. Communication
-        groups are created at their first use.
+        Weights are resharded layer by layer. The KV of `contexts` migrates (`kv` = "migrate") inside groups of
+        max(from, to) GPUs side by side, each moving its share, or is left to be recomputed by the engine (then it costs
+        nothing here). Decode graphs are captured for the batch sizes up to a target replica's share of the requests
+        only. Communication groups are created at their first use.
         """
         runtime = self.calibration.runtime
         graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), runtime.graph_batch_sizes)
