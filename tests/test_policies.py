@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -255,17 +256,20 @@ def test_groups_are_created_once() -> None:
     assert paid == [runtime.switch_control_s + runtime.group_create_s, *[runtime.switch_control_s] * 2]
 
 
-def test_each_node_decides_on_its_own() -> None:
-    """Two nodes do what each does alone with its half of the batch, at its own moments."""
+@pytest.mark.parametrize("node_gpus", [(8, 8), (8, 4), (4, 8)])
+def test_each_node_decides_on_its_own(node_gpus: tuple[int, int]) -> None:
+    """Two nodes do what each does alone with its share of the batch, at its own moments."""
     placed = machine("8xa40", "a40-sglang")
-    halves = [long_tail(128, 16384, 3), long_tail(128, 9000, 4)]
-    both_nodes = generate(PAT(), context(placed, 256, node_gpus=(8, 8)), [*halves[0], *halves[1]])
+    pat = partial(PAT, start_tp=2, candidates=[tp for tp in (1, 2, 4, 8) if math.gcd(*node_gpus) % tp == 0])
+    shares = [long_tail(16 * gpus, cap, cap) for gpus, cap in zip(node_gpus, (16384, 9000), strict=True)]
+    both_nodes = generate(pat(), context(placed, 16 * sum(node_gpus), node_gpus=node_gpus), [*shares[0], *shares[1]])
     when = []
-    for node, half in enumerate(halves):
-        alone = generate(PAT(), context(placed, 128), half)
+    for node, (gpus, share) in enumerate(zip(node_gpus, shares, strict=True)):
+        alone = generate(pat(), context(placed, len(share), node_gpus=(gpus,)), share)
         mine = [(at, a, b) for at, n, a, b, _ in both_nodes.switches if n == node]
         assert mine == [(pytest.approx(at, rel=1e-9), a, b) for at, _, a, b, _ in alone.switches]
-        finished = [r.finished_at for r in both_nodes.requests[128 * node : 128 * (node + 1)]]
+        first = node * len(shares[0])
+        finished = [r.finished_at for r in both_nodes.requests[first : first + len(share)]]
         assert finished == pytest.approx([r.finished_at for r in alone.requests], rel=1e-9)
         when += mine
     assert len({at for at, _, _ in when}) == len(when) >= 2
