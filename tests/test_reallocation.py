@@ -11,10 +11,10 @@ import pytest
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.groups import CollectiveTime
 from rlsim.cost.layout import Layout, PairTimes
 from rlsim.cost.reallocation import DataTransfer, Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.transfer import CollectiveTime
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from rlsim.cost.layout import Integers, Layout
 from rlsim.hardware import Cluster
 
-if TYPE_CHECKING:
-    from rlsim.cost.transfer import CollectiveTime
-
 #: The GPUs that talk to each other: TP, CP and PP groups, and `shards`, the DP × CP ranks with the same parameters.
 Group = Literal["tp", "cp", "shards", "pp"]
+
+
+class CollectiveTime(Protocol):
+    """Times of communication, as `rlsim.cost.collectives.Collectives` gives them."""
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        """Seconds of one collective among `gpus` ranks spread over `nodes` nodes.
+
+        `op` is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_recv; `message_bytes` the whole
+        gathered tensor of an all_gather or reduce_scatter, else the tensor each rank holds or sends.
+        """
+        ...
 
 
 class Groups:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlsim.cost.calibration import Calibration, HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.groups import Groups
+from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.host import longer
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
@@ -16,7 +16,6 @@ from rlsim.cost.memory import BF16
 from rlsim.cost.packing import pack
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.cost.transfer import CollectiveTime
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model

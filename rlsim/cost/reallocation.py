@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.cost.groups import Groups
+from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Integers, Layout, canonical
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import Floats
-from rlsim.cost.transfer import CollectiveTime
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model

@@ -15,12 +15,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.cost.groups import Groups
+from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, stage_parameters
 from rlsim.cost.packing import Floats, deal, pack
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.transfer import CollectiveTime, host_copy_s
+from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model

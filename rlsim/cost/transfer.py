@@ -10,25 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlsim.cost.groups import Groups
+from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.hardware import Cluster, Link
 from rlsim.models import Model
-
-
-class CollectiveTime(Protocol):
-    """What these functions need of `rlsim.cost.collectives.Collectives`."""
-
-    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
-        """Seconds of one collective among `gpus` ranks spread over `nodes` nodes.
-
-        `op` is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_recv; `message_bytes` the whole
-        gathered tensor of an all_gather or reduce_scatter, else the tensor each rank holds or sends.
-        """
-        ...
-
 
 # Host memory --------------------------------------------------------------------------------------------------------
 
