@@ -263,9 +263,16 @@ class _Short:
         return min(self.costs.capacity_pages(tp), self.tokens // _PAGE)
 
     def switch(
-        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+        self,
+        gpus: int,
+        from_tp: int,
+        to_tp: int,
+        contexts: Sequence[int],
+        sequences: int,
+        kv: KvHandling,
+        first_use: bool,
     ) -> SwitchCost:
-        return self.costs.switch(from_tp, to_tp, contexts, sequences, kv, first_use)
+        return self.costs.switch(gpus, from_tp, to_tp, contexts, sequences, kv, first_use)
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
         return self.costs.transfer_s(contexts, from_tp, to_tp, same_node)
@@ -290,8 +297,7 @@ def _context(costs: RolloutCostModel, batch: Batch) -> ControlContext:
         costs=costs if batch.kv_tokens is None else _Short(costs, batch.kv_tokens),
         feasible_tps=feasible,
         infeasible=infeasible,
-        gpus_per_node=costs.cluster.gpus_per_node,
-        nodes=batch.nodes,
+        node_gpus=(costs.cluster.gpus_per_node,) * batch.nodes,
         cap_tokens=batch.cap_tokens,
         page_tokens=_PAGE,
         requests=len(batch.lengths),

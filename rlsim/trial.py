@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -188,11 +189,11 @@ class _Step:
         self, control: _Watched, tp: int, context: ControlContext, used_tps: dict[int, set[int]], tally: Tally
     ) -> RolloutReport:
         """Run it, check that no request is lost or tampered with, and say how it went."""
-        gpus, step_batch = context.gpus_per_node, self.step_batch
+        step_batch, end = self.step_batch, itertools.accumulate(context.node_gpus)
         first = self.launch(step_batch.first)
         stage = GenerationStage(
             requests=[r for r in first if not r.resumed],
-            mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(self.batch.nodes)],
+            mesh=[tuple(range(last - gpus, last)) for last, gpus in zip(end, context.node_gpus, strict=True)],
             tp=tp,
             resumed=[r for r in first if r.resumed and not r.finished],
             costs=context.costs,

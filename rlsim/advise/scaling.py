@@ -9,12 +9,12 @@ import pandas as pd
 
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import mean_ratio, means, paired_ratio
-from rlsim.hardware import Cluster, load_cluster
+from rlsim.hardware import Cluster, load_cluster, node_types
 
 #: A doubling of the GPUs pays while it is at least so many times as fast: the added ones do half of what the others do.
 WORTH = 1.5
-#: Whose link joins nodes where the cluster has one node only.
-LENDER = "2x8xh100"
+#: Whose nodes' link joins those of a GPU of which the catalogue knows no link between nodes.
+LENDER = "h100"
 
 
 def sizes(cluster: Cluster, most: int) -> list[int]:
@@ -39,8 +39,10 @@ def resized(cluster: Cluster, gpus: int) -> tuple[dict[str, Any], str]:
     spelled |= {"nodes": nodes, "gpus_per_node": per_node}
     inter, assumed = cluster.inter, ""
     if nodes > 1 and inter is None:
-        inter = load_cluster(LENDER).inter
-        assumed = f"{cluster.name} has one node: the link between several is taken from {LENDER}"
+        kinds = [kind for kind, node in node_types().items() if node.gpu.name == cluster.gpu.name and node.inter]
+        lender = load_cluster(f"2x8x{kinds[0] if kinds else LENDER}")
+        inter = lender.inter
+        assumed = f"{cluster.name} has one node: the link between several is taken from {lender.name}"
     for key, link in (("intra", cluster.intra), ("inter", inter if nodes > 1 else None), ("host", cluster.host)):
         if link is not None:
             spelled[key] = link.model_dump()

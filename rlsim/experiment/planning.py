@@ -252,11 +252,9 @@ class PlanSpace:
 
     def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
-        nodes = Placement(tuple(range(strategy.gpus)), strategy).nodes(self._cluster)
-        cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
-        costs = rollout_costs(self._loaded, cluster, memory_share=memory_share, pp=strategy.pp)
+        costs = rollout_costs(self._loaded, range(strategy.gpus), memory_share=memory_share, pp=strategy.pp)
         replica = strategy.tp * strategy.pp
-        if costs.feasible_tps(self._loaded.longest_sequence, replica)[0]:
+        if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.
             time_s = max(self._rollout_s(lengths, costs, replica) for lengths in self._dealt(strategy))
             active_bytes = memory_share * self.gpu.memory_bytes - RESERVED_BYTES

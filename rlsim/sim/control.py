@@ -116,9 +116,16 @@ class RolloutCosts(Protocol):
         """KV pages of a replica at this TP."""
 
     def switch(
-        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+        self,
+        gpus: int,
+        from_tp: int,
+        to_tp: int,
+        contexts: Sequence[int],
+        sequences: int,
+        kv: KvHandling,
+        first_use: bool,
     ) -> SwitchCost:
-        """Pause of a node with `sequences` unfinished requests, some of which hold `contexts` tokens of KV each.
+        """Pause of so many GPUs of a node with `sequences` unfinished requests, some holding `contexts` tokens of KV.
 
         With `kv` "recompute" the KV costs nothing here: the engine prefills it again. `first_use`: this run has not
         used `to_tp` on this node before, so its communication groups must be created.
@@ -138,10 +145,6 @@ class RolloutView(Protocol):
     @property
     def label(self) -> str:
         """The kind of round, as the step's batching calls it."""
-
-    @property
-    def gpus_per_node(self) -> int:
-        """GPUs of a node of this mesh."""
 
     @property
     def cap_tokens(self) -> int:
@@ -179,6 +182,9 @@ class RolloutView(Protocol):
     def context_tokens(self, node: int) -> int:
         """Prompt and generated tokens of all unfinished requests of the node. Cheap."""
 
+    def gpus(self, node: int) -> int:
+        """How many of the node's GPUs generate; they all have one layout."""
+
     def tp(self, node: int) -> int:
         """The node's present tensor-parallel degree."""
 
@@ -201,10 +207,9 @@ class ControlContext:
     """What a control learns once, before the run: the machine and the limits, no lengths."""
 
     costs: RolloutCosts
-    feasible_tps: tuple[int, ...]  # degrees that divide the node and fit the model with room for one full sequence
-    infeasible: Mapping[int, str]  # the other degrees that divide the node, and why they do not fit
-    gpus_per_node: int  # that generate
-    nodes: int  # that generate
+    feasible_tps: tuple[int, ...]  # degrees that divide `node_gpus` and fit the model with room for one full sequence
+    infeasible: Mapping[int, str]  # the other degrees that divide a whole node, and why they are not feasible
+    node_gpus: tuple[int, ...]  # of every node, how many GPUs generate
     cap_tokens: int  # the longest a response can get
     page_tokens: int  # of a KV page
     requests: int  # responses launched per step
@@ -212,16 +217,22 @@ class ControlContext:
     max_num_seqs: int = 1024  # responses that a replica runs at once
     replica_gpus: int | None = None  # of a rollout replica (TP × PP), where the plan says it
 
+    @property
+    def gpus(self) -> int:
+        """GPUs that generate."""
+        return sum(self.node_gpus)
+
     def check_tp(self, tp: int) -> int:
-        """`tp` if a node can run it; else `CapacityError` (too small), or `ConfigError`: the plan says another degree,
-        or it does not divide the node.
+        """`tp` if every node can run it; else `CapacityError` (too small), or `ConfigError`: the plan says another
+        degree, or it does not divide the GPUs of a node.
         """
         if self.replica_gpus not in (None, tp):
             raise ConfigError(f"{PLANNED.format(self.replica_gpus)}; the system's layout would begin with {tp}")
         if tp in self.infeasible:
             raise CapacityError(self.infeasible[tp])
-        if tp < 1 or self.gpus_per_node % tp:
-            raise ConfigError(f"tp {tp} does not divide the {self.gpus_per_node} GPUs of a node")
+        for gpus in self.node_gpus:
+            if tp < 1 or gpus % tp:
+                raise ConfigError(f"tp {tp} does not divide the {gpus} GPUs of a node")
         if tp not in self.feasible_tps:
             raise CapacityError(self.infeasible.get(tp, f"tp {tp} is not feasible"))
         return tp
@@ -312,8 +323,8 @@ class RolloutControl(Hooked):
         """Called once, before the first step: the place to profile the machine (`context.costs`)."""
 
     @hook(
-        "a tensor-parallel degree that divides the GPUs of a node",
-        lambda tp, context: is_whole(tp) and context.gpus_per_node % tp == 0,
+        "a tensor-parallel degree that divides the GPUs of every node",
+        lambda tp, context: is_whole(tp) and not any(gpus % tp for gpus in context.node_gpus),
     )
     def initial_tp(self, context: ControlContext) -> int:  # noqa: ARG002
         """Called once, after `setup`: the tensor-parallel degree of every replica when a step begins, one of

@@ -221,7 +221,8 @@ class Generation:
             last_tp = self._last_tp.get(node, self._tp)
             if last_tp != self._tp and (planned or not what.config.first_layout_kept):
                 first_use = self._tp not in self._used_tps.get(node, ())
-                cost = what.costs.switch(last_tp, self._tp, (), -(-requests // len(mesh)), "recompute", first_use)
+                share = -(-requests * len(gpus) // sum(map(len, mesh)))
+                cost = what.costs.switch(len(gpus), last_tp, self._tp, (), share, "recompute", first_use)
                 record = SwitchRecord(step, start, node, last_tp, self._tp, 0.0, 0.0, cost.graph_s, cost.control_s)
                 self._outcome.switches.append(record)
                 pause_s = cost.graph_s + cost.control_s

@@ -83,7 +83,7 @@ class Rollout(RolloutState):
     # ---- requests and replicas --------------------------------------------------------------------------------------
 
     def _start_node(self, node: int, tp: int) -> list[Replica]:
-        gpus = self._stage.mesh[node]
+        gpus = self.mesh[node]
         pages = self._stage.costs.capacity_pages(tp)
         started = []
         for first in range(0, len(gpus), tp):
@@ -215,8 +215,9 @@ class Rollout(RolloutState):
         match action:
             case Reconfigure(node, tp, kv):
                 self._check(node in self._active, action, f"there is no node {node}")
-                divides = isinstance(tp, int) and tp >= 1 and self.gpus_per_node % tp == 0
-                self._check(divides, action, f"{tp} does not divide the {self.gpus_per_node} GPUs of a node")
+                gpus = len(self.mesh[node])
+                divides = isinstance(tp, int) and tp >= 1 and gpus % tp == 0
+                self._check(divides, action, f"{tp} does not divide the {gpus} GPUs of a node")
                 self._check(tp != self._tp[node], action, "the node has that layout already")
                 self._check_room(tp, action)
                 old = self._active[node]
@@ -279,7 +280,8 @@ class Rollout(RolloutState):
             return
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)
-        cost = self._stage.costs.switch(old_tp, tp, contexts, sequences, kv, tp not in self._used_tps[node])
+        first_use = tp not in self._used_tps[node]
+        cost = self._stage.costs.switch(len(self.mesh[node]), old_tp, tp, contexts, sequences, kv, first_use)
         self._used_tps[node].add(tp)
         self.switches.append((self.env.now, node, old_tp, tp, cost))
         self._pauses[node] = self.env.now, tp, f"TP{old_tp} to TP{tp}"
@@ -381,7 +383,7 @@ class Rollout(RolloutState):
     def _end_pause(self, node: int) -> None:
         """Note down a switch that ends, or is broken off, now."""
         start, tp, label = self._pauses.pop(node)
-        self._stage.recorder.add(self._stage.mesh[node], start, self.env.now, "switch", tp, label)
+        self._stage.recorder.add(self.mesh[node], start, self.env.now, "switch", tp, label)
 
     def _where(self, ids: Sequence[int]) -> list[tuple[Replica, frozenset[int]]]:
         """The active replicas that hold some of these requests, and which."""

@@ -127,9 +127,8 @@ def _joined(*parts: str) -> str:
 def _cluster(config: Settings, draft: Draft, gpu: str | None, named: str | None) -> Cluster:
     keys = (NODES, GPUS_PER_NODE)
     if named is None:
-        written, found, assumed = find_cluster(gpu, *(config.get(key) for key in keys))
-        where = (config.where(key) for key in keys)
-        draft.entries["cluster"] = Entry(written, _joined(f"--gpu {gpu}", *where, assumed))
+        found = find_cluster(gpu, *(config.get(key) for key in keys))
+        draft.entries["cluster"] = Entry(found.name, _joined(f"--gpu {gpu}", *map(config.where, keys)))
         return found
     found = load_cluster(named)
     told = [config.given.get(key) for key in keys]
