@@ -430,7 +430,7 @@ def test_what_puts_off_its_work_is_not_the_best() -> None:
 
 def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:
     simulator = Simulator(LoadedExperiment.of(load_experiment(SMALL)[0], Path()))
-    entries, refused = candidates(simulator, parse_systems(simulator.setup.experiment.systems), skip=["real"])
+    entries, refused = candidates(simulator, parse_systems(simulator.loaded.experiment.systems), skip=["real"])
     names = [entry["name"] for entry in entries]
     from rlsim.policies.registry import BUILTIN
 
