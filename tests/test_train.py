@@ -299,3 +299,51 @@ def test_a_pipeline_takes_what_its_stages_take_one_after_another(sizes: list[int
             done_at = free_at[stage] = max(free_at[stage], done_at) + own_s
     time = cost(IDEAL, Free(), pp=pp, micro_batch_sequences=1).train_s(sizes)
     assert time.compute_s + time.bubble_s == pytest.approx(free_at[-1])
+
+
+# By hand, on a GPU with endless FLOPs and 10¹² bytes a second of memory ------------------------------------------------
+
+PARAMETERS = 8_030_261_248
+LAYER = 218_112_000  # weights of a layer: 218,103,808 in matrices, 8,192 in norms
+MEMORY_ONLY = H100.model_copy(
+    update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e30, "memory_bytes_per_s": 1e12})}
+)
+
+
+def test_optimizer_bytes_by_hand() -> None:
+    """Of each parameter: clipping reads the gradient (4) and scales it (8); Adam reads gradient, master weight and two
+    moments (16), writes master weight and moments (12) and the bf16 weight (2)."""
+    traffic = 4 + 8 + 16 + 12 + 2
+    alone = cost(IDEAL, Free(), MEMORY_ONLY).update_time()
+    assert alone.optimizer_s == pytest.approx(traffic * PARAMETERS / 1e12)
+    assert cost(IDEAL, Free(), MEMORY_ONLY, dp=8).update_time().optimizer_s == pytest.approx(alone.optimizer_s)
+    sharded = cost(IDEAL, Free(), MEMORY_ONLY, dp=4, tp=2, zero_stage=1).update_time()
+    assert sharded.optimizer_s == pytest.approx(traffic * PARAMETERS / 8 / 1e12)
+    slow = TrainEfficiency(flop=1.0, memory=0.5)
+    assert cost(slow, Free(), MEMORY_ONLY).update_time().optimizer_s == pytest.approx(2 * alone.optimizer_s)
+
+
+def test_elementwise_bytes_by_hand() -> None:
+    """Of each token and layer, in bf16: norms 4 and additions 6 hidden widths, rotary embedding of q and k read and
+    written, three MLP widths; of each token 16 bytes a logit. A layer's weights are read once."""
+    hidden, rotary, mlp = 10 * 4096, 2 * (4096 + 1024), 3 * 14_336
+    head = 16 * 128_256
+    whole = 32 * (2 * LAYER + 1000 * 2 * (hidden + rotary + mlp)) + 1000 * head
+    forward = cost(IDEAL, Free(), MEMORY_ONLY).forward_s([1000])
+    assert forward.total_s == forward.compute_s == pytest.approx(whole / 1e12)
+    tensor = 32 * (2 * LAYER / 4 + 1000 * 2 * (hidden + (rotary + mlp) / 4)) + 1000 * head / 4
+    assert cost(IDEAL, Free(), MEMORY_ONLY, tp=4).forward_s([1000]).total_s == pytest.approx(tensor / 1e12)
+    sequence = 32 * (2 * LAYER / 4 + 1000 * 2 * (hidden + rotary + mlp) / 4) + 1000 * head / 4
+    cut = cost(IDEAL, Free(), MEMORY_ONLY, tp=4, sequence_parallel=True)
+    assert cut.forward_s([1000]).total_s == pytest.approx(sequence / 1e12)
+
+
+@pytest.mark.parametrize(("recompute", "linear", "elementwise"), [("none", 3, 3), ("selective", 3, 4), ("full", 4, 4)])
+def test_passes_of_training_by_hand(recompute: str, linear: int, elementwise: int) -> None:
+    """Forward once, backward twice, what is recomputed once more; the head's logits are never recomputed, but where it
+    is fused with the loss."""
+    weights, moved, head = 2 * LAYER, 1000 * 2 * (10 * 4096 + 2 * (4096 + 1024) + 3 * 14_336), 1000 * 16 * 128_256
+    for logits, of_head in (("bf16", 3), ("fused", 4)):
+        call = cost(IDEAL, Free(), MEMORY_ONLY, recompute=recompute, logits=logits)
+        expected = 32 * (linear * weights + elementwise * moved) + of_head * head
+        assert call.part_time([1000], backward=True).total_s == pytest.approx(expected / 1e12)

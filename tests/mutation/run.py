@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import hypothesis
 import pytest
 
 from mutation.coverage_map import PYTEST
@@ -26,8 +27,22 @@ Outcome = Literal["killed", "timed out", "survived"]
 
 MEMORY_BYTES = 6 << 30
 REWRITTEN = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plug-ins imported beforehand
+PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # an example that fails need not be small
 QUICK = "tests/test_pipeline.py"  # passes within a second, if anything does
-LIBRARIES = ["pytest", "numpy", "pandas", "pyarrow.parquet", "scipy.stats", "simpy", "pydantic", "altair"]
+LIBRARIES = [
+    "pytest",
+    "hypothesis.strategies",
+    "typer.testing",
+    "rich.table",
+    "ruamel.yaml",
+    "numpy",
+    "pandas",
+    "pyarrow.parquet",
+    "scipy.stats",
+    "simpy",
+    "pydantic",
+    "altair",
+]
 
 
 class Job(NamedTuple):
@@ -42,6 +57,7 @@ class Job(NamedTuple):
 
 def run(root: Path, jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Outcome]]:
     """What came of each job, in the order in which they end."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is there
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(LIBRARIES)
     with _copies(root, processes) as copies, ThreadPoolExecutor(processes) as threads:
@@ -126,4 +142,7 @@ def _tests(tree: str, tests: list[str], limit_s: float) -> None:
     sys.path[:] = [tree, *(entry for entry in sys.path if Path(entry).name != "tests")]
     for name in [name for name in sys.modules if name.partition(".")[0] in {"rlsim", "mutation"}]:
         del sys.modules[name]
+    # A busy machine is no fault, and the same examples come every time.
+    hypothesis.settings.register_profile("mutation", deadline=None, derandomize=True, database=None, phases=PHASES)
+    hypothesis.settings.load_profile("mutation")
     os._exit(pytest.main([*PYTEST, *REWRITTEN, *tests]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from mutation.coverage_map import FileMap
+
+QUICK_S = 1.0
 
 
 class Tests:
@@ -24,25 +26,33 @@ class Tests:
         return [test for found in self._maps for test in found.failed]
 
     def of(self, source: str, lines: Iterable[int], most_s: float) -> tuple[list[str], float]:
-        """The tests for a mutant on these lines, and their seconds together, which are at most `most_s` (the first test
-        aside).
+        """The tests for a mutant on these lines, up to the first with which they take more than `most_s`, and their
+        seconds.
 
-        First those that run the lines, file after file, the fastest file first; then the other tests of these files,
-        which may rest on what an earlier one has left in a cache.
+        First quick ones that run the lines, for half of the time; then all that do, the files most devoted to this
+        source first; then the other tests of these files, which may rest on what an earlier one has left in a cache.
         """
-        lines = set(lines)
-        ranked = sorted(self._running(source, lines), key=lambda pair: sum(pair[0].seconds[t] for t in pair[1]))
-        chosen: dict[str, float] = {}
-        total = 0.0
-        for found, tests in [*ranked, *((found, found.seconds) for found, _ in ranked)]:
-            for test in sorted(tests, key=lambda t: found.seconds[t]):
-                if test in chosen or test in found.failed or (chosen and total + found.seconds[test] > most_s):
-                    continue
-                chosen[test] = found.seconds[test]
-                total += found.seconds[test]
-        return list(chosen), total
+        running = list(self._running(source, set(lines)))
+        quick = [(found, {t for t in tests if found.seconds[t] < QUICK_S}) for found, tests in running]
+        quick.sort(key=lambda pair: sum(pair[0].seconds[t] for t in pair[1]) / self._devotion(source, pair[0]))
+        running.sort(key=lambda pair: -self._devotion(source, pair[0]))
+        whole = [(found, found.seconds.keys()) for found, _ in running]
+        chosen: set[str] = set()
+        ordered, total_s = [], 0.0
+        for part_s, files in ((most_s / 2, quick), (most_s, [*running, *whole])):
+            for found, tests in files:
+                for test in sorted(tests, key=lambda t: (found.seconds[t], t)):
+                    if total_s < part_s and test not in chosen and test not in found.failed:
+                        chosen.add(test)
+                        ordered.append(test)
+                        total_s += found.seconds[test]
+        return ordered, total_s
 
-    def _running(self, source: str, lines: set[int]) -> Iterator[tuple[FileMap, set[str]]]:
+    def _devotion(self, source: str, found: FileMap) -> float:
+        """The share of this source in all lines that a file of tests runs."""
+        return len(found.lines[source]) / sum(map(len, found.lines.values()))
+
+    def _running(self, source: str, lines: set[int]) -> Iterator[tuple[FileMap, Set[str]]]:
         for found in self._maps:
             by_line = found.lines.get(source, {})
             tests = {test for line in lines for test in by_line.get(line, ())} & found.seconds.keys()
