@@ -347,3 +347,29 @@ def test_passes_of_training_by_hand(recompute: str, linear: int, elementwise: in
         call = cost(IDEAL, Free(), MEMORY_ONLY, recompute=recompute, logits=logits)
         expected = 32 * (linear * weights + elementwise * moved) + of_head * head
         assert call.part_time([1000], backward=True).total_s == pytest.approx(expected / 1e12)
+
+
+def test_communication_of_context_parallelism_by_hand() -> None:
+    """Every layer gathers keys and values (2 · 1,024 wide, bf16) over four GPUs, as far as attention does not hide it."""
+    gathered_s = 3 / 4 * 1000 * 2 * 1024 * 2 / 1e9
+    call = cost(IDEAL, Ring(1e9), MEMORY_ONLY, cp=4)
+    assert call.forward_s([1000]).communication_s == pytest.approx(32 * gathered_s)
+    assert call.part_time([1000], backward=True).communication_s == pytest.approx(32 * 3 * gathered_s)  # and again
+    slow = H100.model_copy(update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e12})})
+    attention_s = 4 * 4096 * 1000 * 1001 / 2 / 4 / 1e12
+    assert 0 < attention_s < gathered_s
+    partly = cost(IDEAL, Ring(1e9), slow, cp=4).forward_s([1000])
+    assert partly.communication_s == pytest.approx(32 * (gathered_s - attention_s))
+    assert cost(IDEAL, Ring(4e9), slow, cp=4).forward_s([1000]).communication_s == 0.0
+
+
+def test_communication_of_tensor_parallelism_in_inference_by_hand() -> None:
+    lengths = np.full(8, 1024.0)
+    time = cost(tp=8, micro_batch_tokens=8192).forward_s(lengths)  # two all-reduces a layer
+    assert time.communication_s == pytest.approx(32 * 2 * 2 * 7 / 8 * 8192 * 4096 * 2 / 360e9)
+
+
+def test_communication_of_micro_batches_of_very_different_sizes() -> None:
+    """Times of messages are interpolated between the smallest and the largest; a ring's are in proportion to bytes."""
+    time = cost(tp=8, micro_batch_sequences=1).forward_s([100.0, 900.0, 8000.0, 3000.0])
+    assert time.communication_s == pytest.approx(32 * 2 * 2 * 7 / 8 * 12_000 * 4096 * 2 / 360e9)

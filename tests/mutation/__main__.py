@@ -84,7 +84,7 @@ def _meet(jobs: list[tuple[Job, dict[str, Any]]], results: Path, options: argpar
     known = {record["key"]: record["outcome"] for record in _read(results)}
     about = {job.key: more for job, more in jobs}
     left = [job for job, _ in jobs if known.get(job.key) in ((None, "survived") if options.again else (None,))]
-    print(f"{len(jobs)} faults, {len(left)} to run; results in {results}")
+    _say(f"{len(jobs)} faults, {len(left)} to run; results in {results}")
     begun, results_file = time.monotonic(), results.open("a")
     with results_file:
         for number, (job, outcome) in enumerate(run(ROOT, left, options.processes), 1):
@@ -92,7 +92,7 @@ def _meet(jobs: list[tuple[Job, dict[str, Any]]], results: Path, options: argpar
             record = {"key": job.key, "path": job.path, **about[job.key], "outcome": outcome, "diff": changed}
             results_file.write(json.dumps({**record, "tests": len(job.tests)}) + "\n")
             results_file.flush()
-            print(f"{time.monotonic() - begun:6.0f} s  {number}/{len(left)} {outcome}: {job.key}", flush=True)
+            _say(f"{time.monotonic() - begun:6.0f} s  {number}/{len(left)} {outcome}: {job.key}")
     return _read(results)
 
 
@@ -104,6 +104,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
         before = found.get(record["key"], record)
         found[record["key"]] = {**record, "before": before.get("before", before["outcome"])}
     return list(found.values())
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _options() -> argparse.Namespace:
