@@ -1,4 +1,4 @@
-"""Who gets which GPUs when, by hand: the pool's order, and the replicas of a call that works on samples as they come."""
+"""Who gets which GPUs when, by hand: the pool's order, and replicas that work on samples as they come."""
 
 from __future__ import annotations
 

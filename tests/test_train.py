@@ -301,7 +301,7 @@ def test_a_pipeline_takes_what_its_stages_take_one_after_another(sizes: list[int
     assert time.compute_s + time.bubble_s == pytest.approx(free_at[-1])
 
 
-# By hand, on a GPU with endless FLOPs and 10¹² bytes a second of memory ------------------------------------------------
+# By hand, on a GPU with endless FLOPs and 10¹² bytes a second of memory ----------------------------------------------
 
 PARAMETERS = 8_030_261_248
 LAYER = 218_112_000  # weights of a layer: 218,103,808 in matrices, 8,192 in norms
@@ -350,7 +350,7 @@ def test_passes_of_training_by_hand(recompute: str, linear: int, elementwise: in
 
 
 def test_communication_of_context_parallelism_by_hand() -> None:
-    """Every layer gathers keys and values (2 · 1,024 wide, bf16) over four GPUs, as far as attention does not hide it."""
+    """Every layer gathers keys and values (2 · 1,024 wide, bf16) over four GPUs, where attention does not hide it."""
     gathered_s = 3 / 4 * 1000 * 2 * 1024 * 2 / 1e9
     call = cost(IDEAL, Ring(1e9), MEMORY_ONLY, cp=4)
     assert call.forward_s([1000]).communication_s == pytest.approx(32 * gathered_s)
