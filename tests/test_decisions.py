@@ -12,7 +12,10 @@ from workloads import LinearStep, StubCosts
 
 from rlsim.policies.pat import PAT, Alike
 from rlsim.policies.planner import Planner
+from rlsim.policies.reward_scheduler import AdaptiveTimeout
+from rlsim.policies.rollpacker import RollPacker
 from rlsim.policies.stream_trainer import StreamTrainer
+from rlsim.policies.tail_batching import TailBatching
 from rlsim.sim.control import ControlContext, Reconfigure, Release, RolloutReport
 
 TPS = (1, 2, 4)
@@ -206,3 +209,16 @@ def test_the_stream_trainer_acts_in_the_rounds_that_are_named_and_splits_no_repl
     one = StreamTrainer(trigger=0.5)
     one.setup(context(requests=10))
     assert one.on_finish(moment([[running(50)]], 4, finished=5)) is None
+
+
+# Settings that the papers give ----------------------------------------------------------------------------------------
+
+
+def test_published_settings() -> None:
+    """RollPacker: η 1.25, preemptions 5% up, four quiet rounds, 2 s and 1.5 times the anchor for a test case, milestones
+    from 20% to 50%. PAT: the degrees of a node of eight."""
+    assert (TailBatching().eta, RollPacker().eta) == (1.25, 1.25)
+    assert (Planner().rise, Planner().quiet_steps) == (1.05, 4)
+    assert (AdaptiveTimeout().least, AdaptiveTimeout().factor) == (2.0, 1.5)
+    assert StreamTrainer().milestones == (0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50)
+    assert PAT().candidates == (1, 2, 4, 8)
