@@ -63,3 +63,14 @@ def test_large_batches_are_looked_up_a_few_percent_apart_and_never_too_dear() ->
         found = GenerationBound({1: LinearStep(a=1.0, b=0.001)}, 1, most).time_s([3] * 1000, [1001] * 1000)
         exact = 1e6 * (1 / most + 0.001)
         assert 0.97 * exact < found <= exact * (1 + 1e-12)
+
+
+def test_the_hull_of_several_bends() -> None:
+    """1 + t/100, ten times as steep from 100 tokens on and twenty times from 200. Where two GPUs never take more than
+    6 s, the hull is the line from one second without context to 12 GPU-seconds a million tokens away."""
+    steps = {1: LinearStep(a=1.0, t=0.01, kinks=((100, 0.09), (200, 0.1)))}
+    rising = GenerationBound(steps, 1, 1)
+    for prompt, each in ((48, 1.505), (148, 7.05), (248, 22.1)):  # contexts are 2.5 more in the mean
+        assert rising.time_s([prompt] * 10, [5] * 10) == pytest.approx(40 * each)
+    cut = GenerationBound({**steps, 2: LinearStep(a=6.0, tp=2)}, 1, 1)
+    assert cut.time_s([148] * 10, [5] * 10) == pytest.approx(40 * (1 + 150.5 * 11 / 1_000_402), rel=1e-6)

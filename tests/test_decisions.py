@@ -215,7 +215,7 @@ def test_the_stream_trainer_acts_in_the_rounds_that_are_named_and_splits_no_repl
 
 
 def test_published_settings() -> None:
-    """RollPacker: η 1.25, preemptions 5% up, four quiet rounds, 2 s and 1.5 times the anchor for a test case, milestones
+    """RollPacker: η 1.25, preemptions 5% up, four quiet rounds, 2 s and 1.5 anchors for a test case, milestones
     from 20% to 50%. PAT: the degrees of a node of eight."""
     assert (TailBatching().eta, RollPacker().eta) == (1.25, 1.25)
     assert (Planner().rise, Planner().quiet_steps) == (1.05, 4)
