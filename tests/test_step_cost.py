@@ -251,3 +251,20 @@ def test_a_layer_has_two_all_reduces_and_the_embedding_one() -> None:
     step = roofline(4)
     one = step.collectives.time_s("all_reduce", 7 * 4096 * 2, 4)
     assert step.breakdown(7, 7000)["all_reduce"] == pytest.approx(65 * one)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_mixed_iteration_pays_for_the_attention_of_both(tp: int) -> None:
+    """What more context adds to a decode step, and cached tokens to a prefill, they add to a mixture too."""
+    step = roofline(tp)
+    short, long = [Chunk(512, 0), Chunk(256, 0)], [Chunk(512, 8192), Chunk(256, 0)]
+    one = step.mixed_s(8, 8000, short)
+    decode = step.decode(8)
+    assert step.mixed_s(8, 80_000, short) - one == pytest.approx(decode.step_s(80_000) - decode.step_s(8000))
+    assert step.mixed_s(8, 8000, long) - one == pytest.approx(step.prefill_s(long) - step.prefill_s(short))
+    parts = step.breakdown(8, 8000)
+    attention_s = parts["attention"] + 32 * step.operators.prefill_attention_s(short, 32 // tp, 8 // tp, 128)
+    # the products and all else are those of one iteration of as many tokens and sequences
+    alike = [Chunk(1, 0)] * 9 + [Chunk(767, 0)]
+    alike_s = step.prefill_s(alike) - 32 * step.operators.prefill_attention_s(alike, 32 // tp, 8 // tp, 128)
+    assert one == pytest.approx(alike_s + attention_s)
