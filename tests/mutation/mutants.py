@@ -18,8 +18,8 @@ from cosmic_ray.mutating import mutate_code
 ROOMS = ("rlsim/sim", "rlsim/cost", "rlsim/policies")
 ARITHMETIC = {"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"}
 ORDER = {"Eq", "NotEq", "Lt", "LtE", "Gt", "GtE"}
-#: Calls whose arguments are only told to people, and keywords that only guard against an author's mistake.
-MESSAGES, GUARDS = {"_check", "count", "add_note"}, {"strict", "frozen", "kw_only", "slots", "description"}
+#: Keywords that only guard against an author's mistake, or describe.
+GUARDS = {"strict", "frozen", "kw_only", "slots", "description"}
 
 Position = tuple[int, int]  # line from 1, column from 0
 
@@ -75,8 +75,9 @@ def operators() -> tuple[str, ...]:
 
 
 def excluded(code: str) -> list[tuple[Position, Position]]:
-    """Where a mutation cannot change a result: annotations (never evaluated), `__slots__`, `if TYPE_CHECKING`, what a
-    `raise` says, arguments of `MESSAGES`, keywords of `GUARDS`, assertions (they tell the type checker), `__repr__`."""
+    """Where a mutation cannot change a result: annotations and protocols (never evaluated), `__slots__`, `__all__`,
+    `if TYPE_CHECKING`, `@abstractmethod`, what a `raise` says, texts with values in them, `__repr__`, assertions (they
+    tell the type checker) and keywords of `GUARDS`."""
     lines = code.splitlines()
 
     def span(node: ast.AST) -> tuple[Position, Position]:
@@ -86,6 +87,7 @@ def excluded(code: str) -> list[tuple[Position, Position]]:
         return at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     found: list[ast.AST] = []
+    spans: list[tuple[Position, Position]] = []
     for node in ast.walk(ast.parse(code)):
         match node:
             case ast.arg(annotation=annotation) if annotation:
@@ -95,14 +97,22 @@ def excluded(code: str) -> list[tuple[Position, Position]]:
             case ast.FunctionDef():
                 found += [node.returns] if node.returns else []
                 found += [node] if node.name == "__repr__" else []
-            case ast.Assign(targets=[ast.Name(id="__slots__" | "__all__")]) | ast.Assert() | ast.Raise():
+                lines_of = [d.lineno for d in node.decorator_list if ast.unparse(d) == "abstractmethod"]
+                spans += [((line, 0), (line + 1, 0)) for line in lines_of]
+            case ast.ClassDef() if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases):
+                found.append(node)
+            case (
+                ast.Assign(targets=[ast.Name(id="__slots__" | "__all__")])
+                | ast.Assert()
+                | ast.Raise()
+                | ast.JoinedStr()
+            ):
                 found.append(node)
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 found.append(node)
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-                found += [k.value for k in node.keywords if k.arg in GUARDS]
-                found += [a for a in node.args if isinstance(a, ast.JoinedStr)] if name in MESSAGES else []
-    return [span(node) for node in found]
+            case ast.keyword(arg=name) if name in GUARDS:
+                found.append(node.value)
+    return [*spans, *map(span, found)]
 
 
 def places(root: Path) -> dict[str, list[list[Mutant]]]:
