@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mutation.coverage_map import FileMap
 from mutation.named import FAULTS, Fault
-from mutation.which_tests import Tests
+from mutation.which_tests import CoveringTests
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,12 +40,12 @@ def test_which_tests_a_mutant_meets(tmp_path: Path) -> None:
     )
     broad = FileMap(
         seconds={"b::quick": 0.3},
-        lines={"x.py": {5: ["b::quick"]}, "y.py": dict.fromkeys(range(9), ["b::quick"])},
+        lines={"x.py": {5: ["b::quick"]}, "y.py": {line: ["b::quick"] for line in range(9)}},
         shared={"x.py": [1], "y.py": []},
     )
     for name, found in (("a", devoted), ("b", broad)):
         (tmp_path / f"{name}.json").write_text(json.dumps(vars(found)))
-    tests = Tests(tmp_path)
+    tests = CoveringTests(tmp_path)
     assert tests.of("x.py", [5], 100.0)[0] == ["a::quick", "b::quick", "a::slow", "a::other"]
     assert tests.of("x.py", [5], 0.3)[0] == ["a::quick", "b::quick"]
     assert tests.of("x.py", [1], 0.1)[0] == ["a::quick"], "run at import: by all that run anything of the file"

@@ -18,7 +18,7 @@ from mutation.mutants import difference, mutated, places, sample, statement  # i
 from mutation.named import FAULTS  # isort: skip
 from mutation.page import rewrite  # isort: skip
 from mutation.run import Job, run  # isort: skip
-from mutation.which_tests import Tests  # isort: skip
+from mutation.which_tests import CoveringTests  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "results" / "mutation"  # git ignores it
@@ -58,7 +58,7 @@ def _map(files: Iterable[Path]) -> None:
 
 
 def _sampled(options: argparse.Namespace) -> Iterator[tuple[Job, dict[str, Any]]]:
-    tests = Tests(SCRATCH / "map")
+    tests = CoveringTests(SCRATCH / "map")
     for mutant in sample(places(ROOT), options.size, options.seed):
         code = (ROOT / mutant.path).read_text()
         job = _job(tests, mutant.key, mutant.path, mutant.start[0], code, mutated(code, mutant), options.seconds)
@@ -66,7 +66,7 @@ def _sampled(options: argparse.Namespace) -> Iterator[tuple[Job, dict[str, Any]]
 
 
 def _named(most_s: float) -> Iterator[tuple[Job, dict[str, Any]]]:
-    tests = Tests(SCRATCH / "map")
+    tests = CoveringTests(SCRATCH / "map")
     for fault in FAULTS:
         new, line = fault.code(ROOT)
         key = f"{fault.topic}: {fault.what}"
@@ -74,7 +74,7 @@ def _named(most_s: float) -> Iterator[tuple[Job, dict[str, Any]]]:
         yield job, {"line": line, "topic": fault.topic, "what": fault.what}
 
 
-def _job(tests: Tests, key: str, path: str, line: int, old: str, new: str, most_s: float) -> Job:
+def _job(tests: CoveringTests, key: str, path: str, line: int, old: str, new: str, most_s: float) -> Job:
     chosen, seconds = tests.of(path, statement(old, line), most_s)
     return Job(key, path, new, chosen, 30.0 + 3.0 * seconds)
 

@@ -11,7 +11,7 @@ from mutation.coverage_map import FileMap
 QUICK_S = 1.0
 
 
-class Tests:
+class CoveringTests:
     """The maps of all files of tests."""
 
     def __init__(self, folder: Path) -> None:
