@@ -128,16 +128,14 @@ def places(root: Path) -> dict[str, list[list[Mutant]]]:
 
 
 def sample(by_file: dict[str, list[list[Mutant]]], size: int, seed: int) -> list[Mutant]:
-    """About `size` places, as many of each file as its share of all asks for (one at least), and of each one mutant.
+    """`size` places, evenly spaced over all of them so that each file has its share to within one; a mutant of each.
 
     Shuffled, so that the first part of it is a sample too.
     """
     random_ = random.Random(seed)
-    total = sum(map(len, by_file.values()))
-    chosen = []
-    for groups in by_file.values():
-        count = min(len(groups), max(1, round(size * len(groups) / total)))
-        chosen += [random_.choice(group) for group in random_.sample(groups, count)]
+    every = [group for groups in by_file.values() for group in groups]
+    first = random_.random()
+    chosen = [random_.choice(every[int((first + i) * len(every) / size)]) for i in range(size)]
     random_.shuffle(chosen)
     return chosen
 
