@@ -28,6 +28,7 @@ def served(first: set[int], then: Sequence[tuple[str, set[int], Kind]]) -> list[
     while waiting:
         pool.release({gpu for gpus in held for gpu in gpus})
         turns.append([name for name, (_, granted) in waiting.items() if granted.triggered])
+        assert turns[-1], f"{list(waiting)} wait for nobody"
         held = [waiting.pop(name)[0] for name in turns[-1]]
     return turns
 
