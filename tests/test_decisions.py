@@ -1,22 +1,29 @@
-"""What PAT, the planner and the stream trainer decide in made-up moments, worked out by hand."""
+"""What policies decide in made-up moments, worked out by hand."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from workloads import LinearStep, StubCosts
 
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError
+from rlsim.policies.frameworks import Megatron
+from rlsim.policies.oppo import Overcommit
 from rlsim.policies.pat import PAT, Alike
+from rlsim.policies.plan import CallPlan
 from rlsim.policies.planner import Planner
 from rlsim.policies.reward_scheduler import AdaptiveTimeout
 from rlsim.policies.rollpacker import RollPacker
 from rlsim.policies.stream_trainer import StreamTrainer
 from rlsim.policies.tail_batching import TailBatching
 from rlsim.sim.control import ControlContext, Reconfigure, Release, RolloutReport
+from rlsim.workflow import grpo
 
 TPS = (1, 2, 4)
 
@@ -222,3 +229,42 @@ def test_published_settings() -> None:
     assert (AdaptiveTimeout().least, AdaptiveTimeout().factor) == (2.0, 1.5)
     assert StreamTrainer().milestones == (0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50)
     assert PAT().candidates == (1, 2, 4, 8)
+
+
+def test_overcommit_begins_and_stays_within_its_settings() -> None:
+    ways = Overcommit()
+    assert (ways.delta_start, ways.delta_min, ways.delta_max, ways.window) == (8, 4, 64, 5)
+
+
+# Placements -----------------------------------------------------------------------------------------------------------
+
+
+def test_megatron_shards_no_more_than_the_optimizer_over_a_pipeline() -> None:
+    """Two nodes of two GPUs: TP2 and DP2 under the experiment's ZeRO stage, or TP2 and PP2 if that does not fit."""
+
+    def layout(fits: Callable[[int], bool], zero_stage: int) -> TrainStrategy:
+        def check(plan: Any) -> None:
+            if not fits(plan.of("train").strategy.pp):
+                raise CapacityError("too large")
+
+        known = SimpleNamespace(
+            gpus=(0, 1, 2, 3), cluster=SimpleNamespace(gpus_per_node=2), style=TrainStrategy(zero_stage=zero_stage),
+            workflow=grpo(), reward=None, check=check,
+        )  # fmt: skip
+        strategy = Megatron().plan(known).of("train").strategy  # type: ignore[arg-type]
+        assert strategy is not None
+        return strategy
+
+    flat = layout(lambda pp: True, 3)
+    assert (flat.dp, flat.tp, flat.pp, flat.zero_stage, flat.sequence_parallel) == (2, 2, 1, 3, True)
+    piped = [layout(lambda pp: pp == 2, stage) for stage in (0, 1, 2, 3)]
+    assert [(s.dp, s.tp, s.pp, s.zero_stage) for s in piped] == [(1, 2, 2, stage) for stage in (0, 1, 1, 1)]
+    with pytest.raises(CapacityError, match="too large"):
+        layout(lambda pp: False, 0)
+
+
+@pytest.mark.parametrize("text", ["0:7", "some", "1-", "-3", ""])
+def test_gpus_of_a_call_are_all_or_a_range(text: str) -> None:
+    with pytest.raises(ValidationError, match="expected `all`, or GPU numbers such as 0-7"):
+        CallPlan(gpus=text)
+    assert [CallPlan(gpus=gpus).gpus for gpus in ("all", "3", "0-7")] == ["all", "3", "0-7"]

@@ -25,7 +25,7 @@ def rewrite(page: Path, counts: Mapping[str, tuple[int, int]], samples: Mapping[
                 "survived",
                 "share killed",
                 "95% interval",
-                "before new tests",
+                "share at first",
             ),
             [_shares(f"{seed}", found) for seed, found in samples.items()],
         ),
