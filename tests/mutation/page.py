@@ -9,6 +9,8 @@ from typing import Any
 
 from scipy.stats import binomtest
 
+from mutation.named import FAULTS
+
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -50,8 +52,8 @@ def _count(found: Records, outcome: str) -> int:
 
 
 def _named(found: Records) -> Iterable[tuple[str, ...]]:
-    topic = ""
-    for record in found:
+    topic, order = "", [f"{fault.topic}: {fault.what}" for fault in FAULTS]
+    for record in sorted(found, key=lambda record: order.index(record["key"])):
         yield "" if record["topic"] == topic else record["topic"], record["what"], _place(record), record["outcome"]
         topic = record["topic"]
 
