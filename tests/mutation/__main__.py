@@ -28,6 +28,8 @@ PAGE = ROOT / "docs" / "mutation.md"
 def main() -> int:
     """Carry out a command; 1 if a named fault went unnoticed."""
     options = _options()
+    if options.command in ("sample", "named") and (changed := _changed()):
+        sys.exit(f"changed since they were mapped: run `python -m tests.mutation map {' '.join(changed)}`")
     match options.command:
         case "map":
             _map(options.files)
@@ -55,6 +57,12 @@ def _map(files: Iterable[Path]) -> None:
         process = multiprocessing.get_context("spawn").Process(target=map_file, args=(name, str(ROOT), str(out)))
         process.start()
         process.join()
+
+
+def _changed() -> list[str]:
+    """Files of tests that are younger than their map, which may name tests that are not there any more."""
+    mapped = [(ROOT / "tests" / f"{path.stem}.py", path) for path in sorted((SCRATCH / "map").glob("*.json"))]
+    return [f"tests/{test.name}" for test, path in mapped if test.stat().st_mtime > path.stat().st_mtime]
 
 
 def _sampled(options: argparse.Namespace) -> Iterator[tuple[Job, dict[str, Any]]]:
