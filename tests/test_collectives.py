@@ -123,3 +123,53 @@ def test_h800_has_h100s_latency_and_less_bandwidth() -> None:
     slow = Collectives(h800.collectives, h800.reference, load_cluster("2x8xh800"))
     assert slow.time_s("all_reduce", 4096, 8) == pytest.approx(fast.time_s("all_reduce", 4096, 8), rel=0.1)
     assert slow.time_s("all_reduce", 2**30, 8) == pytest.approx(2.25 * fast.time_s("all_reduce", 2**30, 8), rel=0.05)
+
+
+def test_across_four_nodes_by_hand() -> None:
+    """Between nodes each of eight GPUs carries an eighth: in a ring in three hops three quarters of the bytes, in a
+    tree in two hops all of them. The ring is faster for large messages, the tree for small ones."""
+    c, link = Collectives(FITS, REFERENCE, cluster(nodes=4)), 25e9
+
+    def inside(size: float) -> float:
+        return 10e-6 + size / 100e9
+
+    for size, way in ((1e8, 3 * 2e-6 + 3 / 4 * 1e8 / 8 / link), (1e5, 2 * 2e-6 + 1e5 / 8 / link)):
+        assert c.time_s("all_gather", size, 32, nodes=4) == pytest.approx(inside(size) + way)
+        assert c.time_s("reduce_scatter", size, 32, nodes=4) == pytest.approx(inside(size) + way)
+        assert c.time_s("all_reduce", size, 32, nodes=4) == pytest.approx(2 * inside(size) + 2 * way)
+        tree = 2 * 2e-6 + size / 8 / link
+        assert c.time_s("broadcast", size, 32, nodes=4) == pytest.approx(inside(size) + tree)
+    # three quarters of what a GPU sends in an all-to-all go to other nodes
+    assert c.time_s("all_to_all", 4e7, 32, nodes=4) == pytest.approx(inside(1e7) + 2e-6 + 3e7 / link)
+
+
+@pytest.mark.parametrize(("local", "shared", "at_once"), [(8, 8, 8), (2, 8, 2), (8, 4, 4), (1, 8, 1)])
+def test_a_port_is_shared_by_the_gpus_of_a_node_that_send(local: int, shared: int, at_once: int) -> None:
+    c = Collectives(FITS, REFERENCE, cluster(nodes=2, shared=shared))
+    inside = {8: 10e-6 + 1e8 / 100e9, 2: 5e-6 + 1e8 / 200e9, 1: 0.0}[local]
+    outside = 2e-6 + 1e8 / local / 2 / (25e9 / at_once)
+    assert c.time_s("all_gather", 1e8, 2 * local, nodes=2) == pytest.approx(inside + outside)
+
+
+def test_more_gpus_of_a_node_than_were_measured() -> None:
+    """Twice as many as eight: latency in proportion to log₂, bytes to (n − 1) / n."""
+    c = Collectives(FITS, REFERENCE, cluster())
+    latency, size = 10e-6 + 1e3 / 100e9, 1e7
+    rest = 10e-6 + size / 100e9 - latency
+    assert c.time_s("all_gather", size, 16) == pytest.approx(latency * 4 / 3 + rest * (15 / 16) / (7 / 8))
+
+
+def test_what_was_not_measured_is_counted() -> None:
+    c = Collectives(FITS, REFERENCE, cluster(nodes=2))
+    for _ in range(2):  # the same message counts once
+        c.time_s("all_gather", 1e8, 8)
+    c.time_s("all_gather", 1e3, 4)
+    assert c.lookups.table() == {"all_gather": {"exact": 0, "interpolated": 2, "extrapolated": 0}}
+    c.time_s("all_gather", 1.1e8, 8)
+    assert c.lookups.examples == {"all_gather": "1.1e+08 bytes over 8 GPUs, beyond what was measured"}
+    c.time_s("reduce_scatter", 1e6, 16)
+    assert c.lookups.examples["reduce_scatter"] == "16 GPUs of a node, measured 2 to 8"
+    for _ in range(2):
+        c.time_s("send_recv", 1e6, 2, nodes=2)
+    assert c.lookups.counts["send_recv across nodes"] == {"extrapolated": 1}
+    assert c.lookups.counts["all_gather"] == {"interpolated": 2, "extrapolated": 1}

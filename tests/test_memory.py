@@ -249,3 +249,11 @@ def test_strategies_that_make_no_sense(arguments: dict[str, object], message: st
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ConfigError, match=r"llama-3.1-8b: PP 64 exceeds its 32 layers"):
         training_memory(LLAMA, TrainStrategy(pp=64))
+
+
+def test_training_beside_others_is_refused_from_the_first_byte_that_is_missing() -> None:
+    h100, strategy = load_gpu("h100-sxm"), TrainStrategy(dp=8, zero_stage=3)
+    left = h100.memory_bytes - training_memory(LLAMA, strategy).total_bytes
+    assert check_training(LLAMA, h100, strategy, beside_bytes=left - 1).total_bytes == h100.memory_bytes - left
+    with pytest.raises(CapacityError, match=r"\+ others on the GPU \d+\.\d\d GB = 85\.53 GB > 85\.52 GB"):
+        check_training(LLAMA, h100, strategy, beside_bytes=left + 1e7)

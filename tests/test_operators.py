@@ -1,6 +1,7 @@
 """Single kernels: hand values, shape of the curves, and what is counted as outside the measured region."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -245,3 +246,38 @@ def test_look_ups_outside_the_measured_ranges_are_counted() -> None:
     with pytest.raises(CalibrationError, match=r"'probe' was not measured .* gemm \(1 shapes, e.g. m 17"):
         o.lookups.refuse_extrapolated("probe")
     assert math.isfinite(o.gemm_s(17, 10**6, 10**6))
+
+
+def counted(kernel: str, ask: Callable[[Operators], object], **ranges: tuple[float, float]) -> str:
+    """How the look-up counts where this kernel was measured in these ranges."""
+    measured = Residual(count=1, median=0.0, p90=0.0, bias=0.0, ranges=ranges)
+    o = Operators(fits(), REFERENCE, {kernel: measured})
+    ask(o)
+    (kind,) = (kind for kind, count in o.lookups.table()[kernel].items() if count)
+    return kind
+
+
+def test_which_look_ups_are_outside() -> None:
+    inside, outside = "interpolated", "extrapolated"
+    chunks = {(64, 0): inside, (512, 512): inside, (63, 0): outside, (513, 0): outside, (512, 513): outside}
+    for chunk, kind in chunks.items():
+        found = counted(
+            "prefill_attention",
+            lambda o, chunk=chunk: o.prefill_attention_s([(128, 0), chunk, (128, 0)], 8, 8, 128),
+            new=(64, 512),
+            context=(64, 1024),
+        )
+        assert found == kind, chunk
+    for size, kind in ((1000, inside), (2000, inside), (999, outside), (2001, outside)):
+        found = counted("memory_bound", lambda o, size=size: o.memory_bound_s(size, 1), bytes=(1000, 2000))
+        assert found == kind, size
+    for batch, context, kind in ((4, 400, inside), (4, 401, outside), (3, 300, outside)):
+        found = counted(
+            "decode_attention",
+            lambda o, b=batch, t=context: o.decode_attention_s(b, t, 32, 8, 128),
+            batch=(4, 8),
+            context=(1, 100),
+            group=(4, 4),
+        )
+        assert found == kind, (batch, context)
+    assert counted("gemm", lambda o: o.gemm_s(4, 10, 10, 8), m=(32, 32)) == inside  # rows of all experts together

@@ -207,3 +207,25 @@ def test_errors() -> None:
         pipelined_step_cost(LLAMA, 2, 4, H100, "h100-sxm-sglang", dp=4)
     with pytest.raises(CalibrationError, match="is for GPU"):
         pipelined_step_cost(LLAMA, 2, 4, H100, "a40-vllm")
+
+
+def test_what_travels_between_stages() -> None:
+    """Hidden states of all tokens over every boundary, and four bytes of each sequence's sampled token back."""
+
+    class Sizes:
+        def __init__(self) -> None:
+            self.sent: list[tuple[float, int]] = []
+
+        def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+            self.sent.append((message_bytes, nodes))
+            return message_bytes
+
+    sizes = Sizes()
+    ways = Boundaries(hidden_bytes=8192, inside=2, across=1, collectives=sizes)
+    assert ways.total_s(10, 7) == 3 * 10 * 8192 + 7 * 4
+    assert sizes.sent == [(10 * 8192, 1), (10 * 8192, 2), (7 * 4, 2)]
+    assert ways.slowest_s(10) == 10 * 8192
+    assert sizes.sent[-1] == (10 * 8192, 2)
+    near = Boundaries(hidden_bytes=8192, inside=1, across=0, collectives=sizes)
+    assert near.total_s(10, 7) == 10 * 8192 + 7 * 4
+    assert sizes.sent[-1] == (7 * 4, 1)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from rlsim.cost.calibration import Calibration, DecodeProfile, load_calibration
+from rlsim.cost.calibration import Calibration, DecodeProfile, MemoryOpFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.roofline import RooflineStep, distinct_experts, step_cost
@@ -223,3 +223,48 @@ def test_step_cost_prefers_a_measured_profile() -> None:
 )
 def test_a40_latencies_published_by_pat(tp: int, batch: int, measured_s: float) -> None:
     assert roofline(tp, "a40-sglang").decode(batch).step_s(batch * 1024) == pytest.approx(measured_s, rel=0.05)
+
+
+def test_elementwise_kernels_of_a_decode_step_by_hand() -> None:
+    """Of each token and layer in bf16: two norms (input and residual read, sum and norm written), rotary embedding (q
+    and k read and written, v written), activation (two inputs, one output); then embedding and last norm."""
+    known = load_calibration("h100-sglang")
+    operators = known.operators.model_copy(update={"memory_bound": MemoryOpFit(launch_s=1e-6, efficiency=0.5)})
+    reference = known.reference.model_copy(update={"memory_bytes_per_s": 2e12})
+    made_up = known.model_copy(update={"operators": operators, "reference": reference})
+
+    def elementwise_s(model: str, tp: int) -> float:
+        return RooflineStep(load_model(model), tp, H100, made_up).breakdown(10, 10_000)["elementwise"]
+
+    def expected_s(layers: int, layer: int, hidden: int, kernels: int) -> float:
+        return 10 * 2 * (layers * layer + 2 * 2 * hidden) / 1e12 + (layers * kernels + 2) * 1e-6
+
+    # llama: 32 query and 8 KV heads of 128; at TP2 16 and 4 of them, and half of the MLP
+    llama = 2 * 4 * 4096 + (2 * (16 + 4) + 4) * 128 + 3 * 7168
+    assert elementwise_s("llama-3.1-8b", 2) == pytest.approx(expected_s(32, llama, 4096, 4))
+    # a mixture of experts: 8 experts of width 768 a token; 32 query and 4 KV heads, which have a norm of their own
+    experts = 2 * 4 * 2048 + (2 * (32 + 4) + 4) * 128 + 3 * 8 * 768 + 2 * (32 + 4) * 128
+    assert elementwise_s("qwen3-30b-a3b", 1) == pytest.approx(expected_s(48, experts, 2048, 5))
+
+
+def test_a_layer_has_two_all_reduces_and_the_embedding_one() -> None:
+    step = roofline(4)
+    one = step.collectives.time_s("all_reduce", 7 * 4096 * 2, 4)
+    assert step.breakdown(7, 7000)["all_reduce"] == pytest.approx(65 * one)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_mixed_iteration_pays_for_the_attention_of_both(tp: int) -> None:
+    """What more context adds to a decode step, and cached tokens to a prefill, they add to a mixture too."""
+    step = roofline(tp)
+    short, long = [Chunk(512, 0), Chunk(256, 0)], [Chunk(512, 8192), Chunk(256, 0)]
+    one = step.mixed_s(8, 8000, short)
+    decode = step.decode(8)
+    assert step.mixed_s(8, 80_000, short) - one == pytest.approx(decode.step_s(80_000) - decode.step_s(8000))
+    assert step.mixed_s(8, 8000, long) - one == pytest.approx(step.prefill_s(long) - step.prefill_s(short))
+    parts = step.breakdown(8, 8000)
+    attention_s = parts["attention"] + 32 * step.operators.prefill_attention_s(short, 32 // tp, 8 // tp, 128)
+    # the products and all else are those of one iteration of as many tokens and sequences
+    alike = [Chunk(1, 0)] * 9 + [Chunk(767, 0)]
+    alike_s = step.prefill_s(alike) - 32 * step.operators.prefill_attention_s(alike, 32 // tp, 8 // tp, 128)
+    assert one == pytest.approx(alike_s + attention_s)

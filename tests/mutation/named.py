@@ -1,0 +1,297 @@
+"""Faults of 22 topics that must not go unnoticed: what a wrong simulator would most plausibly have wrong.
+
+A topic is noticed if each of its faults is. `old` stands exactly once in the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """One change of the text of a file."""
+
+    topic: str
+    what: str
+    path: str
+    old: str
+    new: str
+
+    def code(self, root: Path) -> tuple[str, int]:
+        """The file with the fault in it, and the line where it begins; `ValueError` unless `old` is there just once."""
+        text = (root / self.path).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"{self.path}: {self.old!r} ({self.topic}) stands there {text.count(self.old)} times, not 1"
+            )
+        return text.replace(self.old, self.new), text[: text.index(self.old)].count("\n") + 1
+
+
+_SIM, _COST = "rlsim/sim/", "rlsim/cost/"
+
+FAULTS = (
+    Fault("switch pricing", "no fixed part", _COST + "rollout.py", "runtime.switch_control_s + (", "("),
+    Fault(
+        "switch pricing",
+        "KV by the smaller TP",
+        _COST + "rollout.py",
+        "max(from_tp, to_tp) / gpus",
+        "min(from_tp, to_tp) / gpus",
+    ),
+    Fault(
+        "switch pricing",
+        "groups made anew but the first time",
+        _COST + "rollout.py",
+        "if first_use else 0.0",
+        "if not first_use else 0.0",
+    ),
+    Fault("KV transfer", "across nodes as inside", _COST + "rollout.py", "2, 1 if same_node else 2)", "2, 1)"),
+    Fault(
+        "KV transfer",
+        "inside a node by the larger TP",
+        _COST + "rollout.py",
+        "tp = min(from_tp, to_tp)",
+        "tp = max(from_tp, to_tp)",
+    ),
+    Fault(
+        "optimizer bytes",
+        "gradients not clipped",
+        _COST + "train.py",
+        "OPTIMIZER_BYTES = 42.0",
+        "OPTIMIZER_BYTES = 30.0",
+    ),
+    Fault(
+        "elementwise bytes",
+        "training: additions left out",
+        _COST + "train.py",
+        "outside = 10 * model.hidden_size",
+        "outside = 4 * model.hidden_size",
+    ),
+    Fault(
+        "elementwise bytes",
+        "decoding: activation reads one input",
+        _COST + "roofline.py",
+        "move(3 * inner)",
+        "move(2 * inner)",
+    ),
+    Fault(
+        "call times",
+        "training: prompts left out",
+        "rlsim/experiment/times.py",
+        "lengths = responses.total_tokens[taken]",
+        "lengths = responses.generated_tokens[taken]",
+    ),
+    Fault(
+        "call times",
+        "inference: priced as training",
+        _COST + "train.py",
+        "time = self._mini_batch(micro[0], _FORWARD)",
+        "time = self._mini_batch(micro[0], self._training_passes())",
+    ),
+    Fault("call times", "training: one epoch", _COST + "train.py", "return total * epochs + ", "return total + "),
+    Fault(
+        "call times",
+        "sync: weights read, not written",
+        _COST + "transfer.py",
+        "copy_s = 2 * rollout_weight_bytes",
+        "copy_s = rollout_weight_bytes",
+    ),
+    Fault(
+        "generation's layout",
+        "all replicas on the first GPUs",
+        _SIM + "rollout.py",
+        "                gpus[first : first + tp],\n",
+        "                gpus[:tp],\n",
+    ),
+    Fault(
+        "generation's layout",
+        "a new plan costs nothing",
+        _SIM + "generation.py",
+        "if last_tp != self._tp and (planned or",
+        "if last_tp != self._tp and (",
+    ),
+    Fault(
+        "eviction order",
+        "oldest first",
+        _SIM + "scheduler.py",
+        "order, request = self._admitted.pop()",
+        "order, request = self._admitted.pop(0)",
+    ),
+    Fault(
+        "watermark",
+        "none",
+        _SIM + "scheduler.py",
+        "room = self._capacity_pages - self._watermark_pages",
+        "room = self._capacity_pages",
+    ),
+    Fault(
+        "page rounding",
+        "down on admission",
+        _SIM + "scheduler.py",
+        "pages = -(-context // page)",
+        "pages = context // page",
+    ),
+    Fault("prefill budget", "not used up", _SIM + "scheduler.py", "left -= context", "left -= 0"),
+    Fault(
+        "prefill budget",
+        "decodes take nothing of it",
+        _SIM + "scheduler.py",
+        "budget = max(budget - self._batch.size, 1)",
+        "budget = max(budget, 1)",
+    ),
+    Fault(
+        "padding skew",
+        "of all tokens",
+        _SIM + "batch.py",
+        "skew * (self.size * (self.step - least) - self.tokens)",
+        "skew * (self.size * (self.step - least))",
+    ),
+    Fault(
+        "padding skew",
+        "of the shortest in a drain",
+        _SIM + "batch.py",
+        "for *_, request in reversed(left)), max)",
+        "for *_, request in reversed(left)), min)",
+    ),
+    Fault(
+        "RunningBatch to the end",
+        "a drain forgets one in its tokens",
+        _SIM + "batch.py",
+        "tokens += (finish - step) * size",
+        "tokens += (finish - step) * (size - 1)",
+    ),
+    Fault(
+        "RunningBatch to the end",
+        "fits without last pages",
+        _SIM + "batch.py",
+        "return self._final_tokens + self.size * self._padding <= self._capacity_tokens",
+        "return self._final_tokens <= self._capacity_tokens",
+    ),
+    Fault(
+        "GpuPool order",
+        "last come first served",
+        _SIM + "pool.py",
+        "insort(self._queues[gpu], call, key=_rank)",
+        "self._queues[gpu].insert(0, call)",
+    ),
+    Fault(
+        "GpuPool order",
+        "calls that wait side by side",
+        _SIM + "pool.py",
+        "for rank in sorted(firsts):",
+        "for rank in sorted(firsts)[:1]:",
+    ),
+    Fault(
+        "ElasticCall's choice",
+        "not the longest idle",
+        _SIM + "elastic.py",
+        "if self._idle and self._coming < len(self._queue):\n            self._idle.popleft()",
+        "if self._idle and self._coming < len(self._queue):\n            self._idle.pop()",
+    ),
+    Fault(
+        "room of a layout",
+        "of responses that are over",
+        _SIM + "rollout.py",
+        "while heap and ((r := self._requests[heap[0][1]]).finished or r.aborted):",
+        "while heap and False:",
+    ),
+    Fault(
+        "weight-sync priority",
+        "none",
+        _SIM + "pool.py",
+        'if kind == "sync" and self._generations:',
+        'if kind == "train" and self._generations:',
+    ),
+    Fault(
+        "lag bound and staleness",
+        "an exact lag one later",
+        _SIM + "run.py",
+        "min(step + edge.lag - 1, self.what.steps - 1)",
+        "min(step + edge.lag, self.what.steps - 1)",
+    ),
+    Fault(
+        "lag bound and staleness",
+        "results one step staler",
+        _SIM + "run.py",
+        "yield self.done[edge.source, step - edge.lag]",
+        "yield self.done[edge.source, max(step - edge.lag - 1, 0)]",
+    ),
+    Fault(
+        "lag bound and staleness",
+        "of the last pause, not the oldest token",
+        _SIM + "request.py",
+        "oldest = self.resumed.version if self.resumed else began",
+        "oldest = began",
+    ),
+    Fault(
+        "rewards and judges",
+        "a response that timed out has its reward",
+        _SIM + "reward.py",
+        "0.0 if request.timed_out else job.reward",
+        "job.reward",
+    ),
+    Fault(
+        "rewards and judges",
+        "a judge's weights come in no time",
+        _SIM + "run.py",
+        "judge_ready_at = self.env.now + judge.load_s",
+        "judge_ready_at = self.env.now",
+    ),
+    Fault(
+        "sampling",
+        "once, not for each sequence",
+        _COST + "pipeline.py",
+        "kernels.head_s(rows) + sampling_s * rows",
+        "kernels.head_s(rows) + sampling_s",
+    ),
+    Fault(
+        "sampling",
+        "no kernel time",
+        _COST + "pipeline.py",
+        '"sequence_s": sampling_s, "prefill_s"',
+        '"sequence_s": 0.0, "prefill_s"',
+    ),
+    Fault(
+        "collectives",
+        "latency of one hop",
+        _COST + "collectives.py",
+        "ring = (nodes - 1) * link.latency_s",
+        "ring = link.latency_s",
+    ),
+    Fault(
+        "collectives",
+        "an all-reduce of one way",
+        _COST + "collectives.py",
+        "inside + 2.0 * one_way",
+        "inside + one_way",
+    ),
+    Fault(
+        "training's bubble and gradients",
+        "one bubble too many",
+        _COST + "train.py",
+        "bubbles = (strategy.pp - 1) * work",
+        "bubbles = strategy.pp * work",
+    ),
+    Fault(
+        "training's bubble and gradients",
+        "all-reduced in bf16",
+        _COST + "train.py",
+        'self._shard_collective("all_reduce", local * FP32)',
+        'self._shard_collective("all_reduce", local * BF16)',
+    ),
+    Fault(
+        "memory refusal",
+        "training beside others",
+        _COST + "memory.py",
+        "if memory.total_bytes + beside_bytes > gpu.memory_bytes:",
+        "if memory.total_bytes > gpu.memory_bytes:",
+    ),
+    Fault(
+        "memory refusal",
+        "rollout without room for a response",
+        _COST + "memory.py",
+        "if pages * page_tokens < min_tokens:",
+        "if pages < 1:",
+    ),
+)

@@ -1,0 +1,84 @@
+"""The results as docs/mutation.md shows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import binomtest
+
+from mutation.named import FAULTS
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def rewrite(page: Path, counts: Mapping[str, tuple[int, int]], samples: Mapping[str, Records], named: Records) -> None:
+    """Put the tables between the page's marks; `counts` are places and mutants by file, `samples` results by seed."""
+    parts = {
+        "named": _table(("topic", "fault", "file", "outcome"), _named(named)),
+        "samples": _table(
+            (
+                "seed",
+                "mutants",
+                "killed",
+                "of these timed out",
+                "survived",
+                "share killed",
+                "95% interval",
+                "share at first",
+            ),
+            [_shares(f"{seed}", found) for seed, found in samples.items()],
+        ),
+        "files": _table(("file", "places", "mutants", "sampled", "killed", "survived"), _files(counts, samples)),
+        "survivors": _table(("place", "operator", "change"), _survivors(samples)),
+    }
+    mark = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end measured -->)", re.DOTALL)
+    page.write_text(mark.sub(lambda found: f"{found[1]}\n{parts[found[2]]}\n\n{found[3]}", page.read_text()))
+
+
+def _shares(name: str, found: Records) -> tuple[str, ...]:
+    survived, late = _count(found, "survived"), _count(found, "timed out")
+    killed, first = len(found) - survived, sum(record["before"] != "survived" for record in found)
+    interval = binomtest(killed, len(found)).proportion_ci(method="wilson")
+    within = f"{interval.low:.1%} to {interval.high:.1%}"
+    counts = (name, str(len(found)), str(killed), str(late), str(survived))
+    return (*counts, f"{killed / len(found):.1%}", within, f"{first / len(found):.1%}")
+
+
+def _count(found: Records, outcome: str) -> int:
+    return sum(record["outcome"] == outcome for record in found)
+
+
+def _named(found: Records) -> Iterable[tuple[str, ...]]:
+    topic, order = "", [f"{fault.topic}: {fault.what}" for fault in FAULTS]
+    for record in sorted(found, key=lambda record: order.index(record["key"])):
+        yield "" if record["topic"] == topic else record["topic"], record["what"], _place(record), record["outcome"]
+        topic = record["topic"]
+
+
+def _files(counts: Mapping[str, tuple[int, int]], samples: Mapping[str, Records]) -> Iterable[tuple[str, ...]]:
+    every = [record for found in samples.values() for record in found]
+    for path, (places, mutants) in counts.items():
+        own = [record for record in every if record["path"] == path]
+        survived = _count(own, "survived")
+        yield f"`{path}`", f"{places:,}", f"{mutants:,}", str(len(own)), str(len(own) - survived), str(survived)
+    survived = _count(every, "survived")
+    totals = [f"{sum(column):,}" for column in zip(*counts.values(), strict=True)]
+    yield "all", *totals, str(len(every)), str(len(every) - survived), str(survived)
+
+
+def _survivors(samples: Mapping[str, Records]) -> Iterable[tuple[str, ...]]:
+    found = [r for records in samples.values() for r in records if r["outcome"] == "survived"]
+    for record in sorted(found, key=lambda r: (r["path"], r["line"])):
+        yield _place(record), record["operator"], "<br>".join(f"`{line}`" for line in record["diff"])
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    return f"`{record['path'].removeprefix('rlsim/')}:{record['line']}`"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (head, ["---"] * len(head), *rows)
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,101 @@
+"""What an experiment's calls cost: the right responses, at the price of their kind."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from rlsim.cost.collectives import Collectives
+from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.transfer import weight_sync_s
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.placed import PlacedExperiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.times import ExperimentTimes
+from rlsim.sim.request import Request
+from rlsim.sim.responses import Responses
+
+LENGTHS = [(100, 900), (200, 1100), (300, 50), (400, 2000)]  # of prompts and responses
+
+
+@cache
+def placed() -> PlacedExperiment:
+    experiment, shown, folder = load_experiment(
+        {
+            "name": "x",
+            "cluster": "8xh100",
+            "model": "qwen2.5-1.5b",
+            "calibration": "h100-sglang",
+            "trace": {"fixed": 64, "cap": 64},
+            "workflow": {"prompts": 4, "responses": 1, "steps": 1},
+            "training": {"tp": 2, "backend": "megatron", "mini_batches": 2, "epochs": 3, "offload": True},
+            "systems": ["verl"],
+        }
+    )
+    return Simulator(LoadedExperiment.of(experiment, folder, shown)).placed()
+
+
+def responses() -> Responses:
+    """Four that are trained on, and one that was aborted."""
+    made = [Request(i, i, prompt, tokens) for i, (prompt, tokens) in enumerate([*LENGTHS, (500, 3000)])]
+    for request in made[:-1]:
+        request.generated, request.finished_at = request.response_tokens, 1.0
+    made[-1].generated, made[-1].aborted = 2000, True
+    return Responses.of(made)
+
+
+def collectives() -> Collectives:
+    calibration = placed().loaded.calibration
+    return Collectives(calibration.collectives, calibration.reference, placed().cluster)
+
+
+def by_itself(call: str) -> TrainCost:
+    """The cost of a call, made without the experiment."""
+    own = placed()
+    strategy = own.plan.of(call).strategy
+    assert strategy is not None
+    efficiency = TrainEfficiency(flop=own.loaded.calibration.training.flop_efficiency["megatron"])
+    return TrainCost(own.loaded.models["actor"], own.cluster, collectives(), strategy, efficiency)
+
+
+def seconds(name: str, rollout_tp: int = 4) -> float:
+    call = placed().workflow.call(name)
+    return sum(s for _, s in ExperimentTimes(placed()).parts(call, placed().plan.of(name), responses(), rollout_tp))
+
+
+def test_training_is_on_prompts_and_responses_of_the_batch() -> None:
+    whole = [prompt + tokens for prompt, tokens in LENGTHS]
+    assert seconds("train") == pytest.approx(by_itself("train").train_s(whole, 2, 3).total_s)
+
+
+def test_log_probs_are_of_prompts_and_responses_without_gradient() -> None:
+    whole = [prompt + tokens for prompt, tokens in LENGTHS]
+    assert seconds("old_log_prob") == pytest.approx(by_itself("old_log_prob").forward_s(whole).total_s)
+
+
+def test_a_weight_sync_goes_to_the_rollouts_layout() -> None:
+    alone = by_itself("train")
+    for tp in (2, 4):
+        expected = weight_sync_s(alone.model, collectives(), alone.cluster, alone.strategy, tp)
+        assert seconds("weight_sync", tp) == pytest.approx(expected)
+    assert seconds("weight_sync", 2) != seconds("weight_sync", 4)
+
+
+def test_pieces_add_up_to_the_call() -> None:
+    train = placed().workflow.call("train")
+    pieces, alone = ExperimentTimes(placed()).pieces(train), by_itself("train")
+    assert sum(s for _, s in pieces.part([1000, 1300])) == pytest.approx(
+        alone.part_time([1000, 1300], backward=True).total_s
+    )
+    assert pieces.tokens == alone.strategy.micro_batch_tokens
+    update, load_s = alone.update_time(), alone.load_s(backward=True)
+    assert pieces.load_s == pytest.approx(load_s)
+    assert dict(pieces.finish) == pytest.approx(
+        {"communication": update.communication_s, "optimizer": update.optimizer_s, "offload": load_s}
+    )
+    inference = ExperimentTimes(placed()).pieces(placed().workflow.call("old_log_prob"))
+    forward = by_itself("old_log_prob")
+    assert sum(s for _, s in inference.part([1000])) == pytest.approx(forward.part_time([1000], backward=False).total_s)
+    assert [name for name, _ in inference.finish] == ["offload"]

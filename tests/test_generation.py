@@ -1,0 +1,128 @@
+"""Generation stages one after the other, worked out by hand: their layouts, the pauses between them, their GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from test_systems import Checks, Times
+from workloads import LinearStep, StubCosts
+
+from rlsim.errors import PolicyError
+from rlsim.hardware import load_cluster
+from rlsim.sim.batching import PromptFeed
+from rlsim.sim.control import Abort, Action, Controls, Prompt, Reconfigure, RolloutControl, RolloutReport, RolloutView
+from rlsim.sim.outcome import Outcome
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.run import simulate
+from rlsim.sim.simulation import Simulation
+from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
+
+GENERATION = Workflow("generation", (Call("generate", "generate", "actor"),), (Edge("generate", "generate", lag=1),))
+# A switch: 7 s of weights (by the new degree), 3 s of graphs, 5 s where the degree is new to the node.
+COSTS = StubCosts(
+    {tp: LinearStep(a=1.0, tp=tp) for tp in (1, 2)}, {1: 40, 2: 100}, weights_s=7.0, capture_s=3.0, first_use_s=5.0
+)
+
+
+@dataclass
+class Planned(RolloutControl):
+    """Begins at TP1, then with these layouts; keeps what it was told of each stage."""
+
+    tps: Sequence[int | None]
+
+    def __post_init__(self) -> None:
+        self.reports: list[RolloutReport] = []
+
+    def next_tp(self, report: RolloutReport) -> int | None:
+        self.reports.append(report)
+        return self.tps[report.step]
+
+
+def generate(
+    control: RolloutControl, sizes: Sequence[tuple[int, int]], steps: int = 1, nodes: int = 1, tp: int = 1
+) -> Outcome:
+    """Steps of so many prompt and response tokens, on nodes of two GPUs; pages of one token."""
+
+    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+        each = [(prompt.position, *sizes[prompt.position % len(sizes)]) for prompt in launched]
+        return [Request(first_id + i, *size) for i, size in enumerate(each)]
+
+    cluster = load_cluster("2x8xh100").model_copy(update={"gpus_per_node": 2, "nodes": nodes})
+    return simulate(
+        Simulation(
+            workflow=GENERATION,
+            plan=Plan({"generate": Placement(tuple(range(2 * nodes)))}),
+            cluster=cluster,
+            control=control,
+            initial_tp=tp,
+            feed=PromptFeed(len(sizes), 1),
+            requests=requests,
+            costs=COSTS,
+            times=Times(),
+            scoring=Checks(),
+            config=EngineConfig(page_tokens=1, watermark=0.0),
+            cap_tokens=max(n for _, n in sizes),
+            steps=steps,
+        )
+    )
+
+
+def ends(outcome: Outcome) -> list[float]:
+    return [call.end_at for call in outcome.calls]
+
+
+def test_a_newly_planned_layout_is_captured_before_its_first_step() -> None:
+    """The sync has brought the weights: graphs and groups are what is left, and groups are made once."""
+    control = Planned([2, None, 1, None])
+    outcome = generate(control, [(1, 3)] * 2, steps=4)
+    # A step takes 3 s (a prefill and two decodes); 3 + 5 s before the second, 3 s before the fourth.
+    assert ends(outcome) == [3.0, 3 + 8 + 3, 17.0, 17 + 3 + 3]
+    assert [(s.step, s.at, s.from_tp, s.to_tp, s.weights_s, s.graph_s, s.control_s) for s in outcome.switches] == [
+        (1, 3.0, 1, 2, 0.0, 3.0, 5.0),
+        (3, 17.0, 2, 1, 0.0, 3.0, 0.0),
+    ]
+    assert [(s.start_at, s.end_at, s.gpus, s.tp) for s in outcome.spans if s.kind == "switch"] == [
+        (3.0, 11.0, (0, 1), 2),
+        (17.0, 20.0, (0, 1), 1),
+    ]
+    assert [report.tp for report in control.reports] == [1, 2, 2, 1]
+    assert [report.gen_time_s for report in control.reports] == [3.0] * 4
+    assert [rollout.initial_tp for rollout in outcome.rollouts] == [1, 2, 2, 1]
+    assert control.reports[0].lengths == (3, 3)
+    assert control.reports[0].loads == ((1, 3), (1, 3))
+
+
+def test_each_replica_has_gpus_of_its_own() -> None:
+    outcome = generate(Planned([2, None]), [(1, 3)] * 4, steps=2, nodes=2)
+    by_step = [{s.gpus for s in outcome.spans if s.step == step and s.kind == "decode"} for step in (0, 1)]
+    assert by_step == [{(0,), (1,), (2,), (3,)}, {(0, 1), (2, 3)}]
+
+
+@dataclass
+class Once(RolloutControl):
+    """These actions when so many have finished."""
+
+    finished: int
+    actions: Sequence[Action]
+
+    def on_finish(self, view: RolloutView) -> Sequence[Action]:
+        return self.actions if view.finished == self.finished else ()
+
+
+DOWN = Reconfigure(0, 1, "recompute")
+
+
+@pytest.mark.parametrize(
+    "control",
+    [Once(2, [DOWN]), Controls([Once(1, [Abort((0,))]), Once(2, [DOWN])])],
+    ids=["finished", "aborted"],
+)
+def test_a_layout_must_hold_every_response_that_is_left_at_its_full_length(control: RolloutControl) -> None:
+    """A prompt token and 39 response tokens fill the 40 pages of TP1; who is finished or aborted needs no room."""
+    over = (50, 2) if isinstance(control, Once) else (1, 60)
+    outcome = generate(control, [over, (1, 2), (1, 3), (1, 39)], tp=2)
+    assert [(s.from_tp, s.to_tp) for s in outcome.switches] == [(2, 1)]
+    with pytest.raises(PolicyError, match="a replica holds 40 tokens of KV, too few for a whole response"):
+        generate(control, [over, (1, 2), (1, 3), (1, 40)], tp=2)

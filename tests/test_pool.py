@@ -1,0 +1,138 @@
+"""Who gets which GPUs when, by hand: the pool's order, and replicas that work on samples as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+import simpy
+
+from rlsim.sim.elastic import ElasticCall, Pieces
+from rlsim.sim.flow import Inbox
+from rlsim.sim.pool import GpuPool
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.request import Request
+from rlsim.workflow import Call
+
+Kind = Literal["train", "generate", "sync"]
+
+
+def served(first: set[int], then: Sequence[tuple[str, set[int], Kind]]) -> list[list[str]]:
+    """Who has GPUs at each turn: one call holds `first`, the others ask in this order; all that hold GPUs let go of
+    them at once, turn after turn."""
+    pool = GpuPool(simpy.Environment())
+    assert pool.acquire(first, "train").triggered
+    waiting = {name: (gpus, pool.acquire(gpus, kind)) for name, gpus, kind in then}
+    held, turns = [first], []
+    while waiting:
+        pool.release({gpu for gpus in held for gpu in gpus})
+        turns.append([name for name, (_, granted) in waiting.items() if granted.triggered])
+        assert turns[-1], f"{list(waiting)} wait for nobody"
+        held = [waiting.pop(name)[0] for name in turns[-1]]
+    return turns
+
+
+def test_first_come_first_served() -> None:
+    assert served({0, 1}, [("a", {0, 1}, "train"), ("b", {1}, "train"), ("c", {0}, "train")]) == [["a"], ["b", "c"]]
+
+
+def test_nobody_passes_a_call_that_waits_for_the_same_gpus() -> None:
+    """GPU 1 is free, but kept for who has asked before; GPU 2 is nobody's."""
+    pool = GpuPool(simpy.Environment())
+    pool.acquire({0}, "train")
+    both, one, other = pool.acquire({0, 1}, "train"), pool.acquire({1}, "train"), pool.acquire({2}, "train")
+    assert [event.triggered for event in (both, one, other)] == [False, False, True]
+    pool.release({0})
+    assert [event.triggered for event in (both, one)] == [True, False]
+    pool.release({0, 1})
+    assert one.triggered
+
+
+def test_all_that_wait_for_different_gpus_begin_together() -> None:
+    assert served({0, 1, 2}, [("a", {0}, "train"), ("b", {1, 2}, "train"), ("c", {2}, "train")]) == [["a", "b"], ["c"]]
+
+
+def test_syncs_go_before_generations_that_wait_and_before_nobody_else() -> None:
+    asked: list[tuple[str, set[int], Kind]] = [
+        ("train", {0}, "train"),
+        ("generate", {0}, "generate"),
+        ("inference", {0}, "train"),
+        ("sync", {0}, "sync"),
+        ("second sync", {0}, "sync"),
+    ]
+    assert served({0}, asked) == [["train"], ["sync"], ["second sync"], ["generate"], ["inference"]]
+
+
+def test_syncs_wait_their_turn_where_no_generation_waits() -> None:
+    asked: list[tuple[str, set[int], Kind]] = [("train", {0}, "train"), ("sync", {0}, "sync")]
+    assert served({0}, asked) == [["train"], ["sync"]]
+    # One that generates already does not wait.
+    pool = GpuPool(simpy.Environment())
+    pool.acquire({0}, "generate")
+    train, sync = pool.acquire({0}, "train"), pool.acquire({0}, "sync")
+    pool.release({0})
+    assert (train.triggered, sync.triggered) == (True, False)
+
+
+# Samples as they come -------------------------------------------------------------------------------------------------
+
+
+def elastic(
+    arrivals: Sequence[tuple[float, int]],
+    closes_at: float,
+    *,
+    replicas: int = 2,
+    tokens: int = 10,
+    load_s: float = 0.0,
+    slowdown: float = 1.0,
+) -> tuple[ElasticCall, list[tuple[int, float, float]]]:
+    """A call on samples of so many tokens, which come at these moments; a part takes a second a token.
+
+    Returns it when it is over, and which GPU worked from when to when.
+    """
+    env = simpy.Environment()
+    pool, inbox, recorder = GpuPool(env), Inbox(env), Recorder()
+    pieces = Pieces(lambda lengths: [("compute", float(sum(lengths)))], tokens, load_s, ())
+    call = ElasticCall(
+        env, pool, [(i,) for i in range(replicas)], pieces, inbox, recorder, Call("train", "train", "actor"),
+        lambda _: slowdown,
+    )  # fmt: skip
+
+    def feed() -> object:
+        for i, (at, size) in enumerate(arrivals):
+            yield env.timeout(at - env.now)
+            inbox.put([Request(i, i, size, 0)])
+        yield env.timeout(closes_at - env.now)
+        inbox.close()
+
+    env.process(feed())  # type: ignore[arg-type]
+    env.run(call.done)
+    return call, sorted((span.gpus[0], span.start_at, span.end_at) for span in recorder.spans)
+
+
+def test_the_replica_that_has_been_idle_for_longest_takes_the_next_sample() -> None:
+    """The first two wake the replicas in their order; the one that is done first takes the third, then the other."""
+    call, spans = elastic([(1.0, 4), (2.0, 2), (6.0, 1), (6.5, 1)], 10.0)
+    assert spans == [(0, 1.0, 5.0), (0, 6.5, 7.5), (1, 2.0, 4.0), (1, 6.0, 7.0)]
+    assert call.samples == [2, 2]
+    assert call.started_at == 1.0
+    assert call.parts_s == {"compute": pytest.approx((4 + 2 + 1 + 1) / 2)}
+
+
+def test_a_replica_takes_what_fits_into_a_part_in_order_of_arrival() -> None:
+    """Ten tokens at a time, but at least one sample."""
+    _, spans = elastic([(0.0, 3), (1.0, 4), (1.0, 6), (1.0, 12), (1.0, 2)], 100.0, replicas=1)
+    assert spans == [(0, 0.0, 3.0), (0, 3.0, 13.0), (0, 13.0, 25.0), (0, 25.0, 27.0)]
+
+
+def test_what_is_left_is_spread_evenly_once_no_more_can_come() -> None:
+    """Eight tokens wait when the inbox closes: one replica takes half, the other half of what is left, and the rest."""
+    _, spans = elastic([(0.0, 9), (0.0, 9), *[(1.0, 2)] * 4], 2.0)
+    assert spans == [(0, 0.0, 9.0), (0, 9.0, 13.0), (1, 0.0, 9.0), (1, 9.0, 11.0), (1, 11.0, 13.0)]
+
+
+def test_states_are_loaded_once_a_replica_and_work_beside_others_is_slower() -> None:
+    call, spans = elastic([(0.0, 4), (20.0, 1)], 50.0, replicas=1, load_s=2.0, slowdown=1.5)
+    assert spans == [(0, 0.0, 9.0), (0, 20.0, 21.5)]
+    assert call.parts_s == {"compute": pytest.approx(7.5), "offload": pytest.approx(3.0)}

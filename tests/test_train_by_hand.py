@@ -1,0 +1,192 @@
+"""Every part of a training or inference call worked out by hand, on made-up GPUs of round numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_train import H100, IDEAL, LLAMA, Free, Ring, cost
+
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.hardware import load_cluster
+
+PARAMETERS = 8_030_261_248
+MATRICES, LAYER = 218_103_808, 218_112_000  # weights of a layer: in matrices, and with 8,192 of norms
+EMBEDDING = 128_256 * 4096  # and as many in the head
+ELEMENTWISE = 2 * (10 * 4096 + 2 * (4096 + 1024) + 3 * 14_336)  # bytes moved for a token in a layer
+HEAD = 16 * 128_256  # bytes moved for a token's logits
+#: Endless FLOPs and 10¹² bytes a second of memory; 10¹² FLOPs a second and endless bandwidth.
+MEMORY_ONLY = H100.model_copy(
+    update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e30, "memory_bytes_per_s": 1e12})}
+)
+FLOPS_ONLY = H100.model_copy(
+    update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e12, "memory_bytes_per_s": 1e30})}
+)
+
+
+class Seconds:
+    """Collectives that take so long whatever their size; 0 if not named. Keeps what was asked for."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds = seconds
+        self.asked: set[tuple[str, float, int, int]] = set()
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        self.asked.add((op, message_bytes, gpus, nodes))
+        return self.seconds.get(op, 0.0)
+
+
+def test_optimizer_bytes_by_hand() -> None:
+    """Of each parameter: clipping reads the gradient (4) and scales it (8); Adam reads gradient, master weight and two
+    moments (16), writes master weight and moments (12) and the bf16 weight (2)."""
+    traffic = 4 + 8 + 16 + 12 + 2
+    alone = cost(IDEAL, Free(), MEMORY_ONLY).update_time()
+    assert alone.optimizer_s == pytest.approx(traffic * PARAMETERS / 1e12)
+    assert cost(IDEAL, Free(), MEMORY_ONLY, dp=8).update_time().optimizer_s == pytest.approx(alone.optimizer_s)
+    sharded = cost(IDEAL, Free(), MEMORY_ONLY, dp=4, tp=2, zero_stage=1).update_time()
+    assert sharded.optimizer_s == pytest.approx(traffic * PARAMETERS / 8 / 1e12)
+    slow = TrainEfficiency(flop=1.0, memory=0.5)
+    assert cost(slow, Free(), MEMORY_ONLY).update_time().optimizer_s == pytest.approx(2 * alone.optimizer_s)
+
+
+def test_elementwise_bytes_by_hand() -> None:
+    """Of each token and layer, in bf16: norms 4 and additions 6 hidden widths, rotary embedding of q and k read and
+    written, three MLP widths; of each token 16 bytes a logit. A layer's weights are read once."""
+    hidden, rotary, mlp = 10 * 4096, 2 * (4096 + 1024), 3 * 14_336
+    head = 16 * 128_256
+    whole = 32 * (2 * LAYER + 1000 * 2 * (hidden + rotary + mlp)) + 1000 * head
+    forward = cost(IDEAL, Free(), MEMORY_ONLY).forward_s([1000])
+    assert forward.total_s == forward.compute_s == pytest.approx(whole / 1e12)
+    tensor = 32 * (2 * LAYER / 4 + 1000 * 2 * (hidden + (rotary + mlp) / 4)) + 1000 * head / 4
+    assert cost(IDEAL, Free(), MEMORY_ONLY, tp=4).forward_s([1000]).total_s == pytest.approx(tensor / 1e12)
+    sequence = 32 * (2 * LAYER / 4 + 1000 * 2 * (hidden + rotary + mlp) / 4) + 1000 * head / 4
+    cut = cost(IDEAL, Free(), MEMORY_ONLY, tp=4, sequence_parallel=True)
+    assert cut.forward_s([1000]).total_s == pytest.approx(sequence / 1e12)
+
+
+@pytest.mark.parametrize(("recompute", "linear", "elementwise"), [("none", 3, 3), ("selective", 3, 4), ("full", 4, 4)])
+def test_passes_of_training_by_hand(recompute: str, linear: int, elementwise: int) -> None:
+    """Forward once, backward twice, what is recomputed once more; the head's logits are never recomputed, but where it
+    is fused with the loss."""
+    weights, moved, head = 2 * LAYER, 1000 * 2 * (10 * 4096 + 2 * (4096 + 1024) + 3 * 14_336), 1000 * 16 * 128_256
+    for logits, of_head in (("bf16", 3), ("fused", 4)):
+        call = cost(IDEAL, Free(), MEMORY_ONLY, recompute=recompute, logits=logits)
+        expected = 32 * (linear * weights + elementwise * moved) + of_head * head
+        assert call.part_time([1000], backward=True).total_s == pytest.approx(expected / 1e12)
+
+
+def test_communication_of_context_parallelism_by_hand() -> None:
+    """Every layer gathers keys and values (2 · 1,024 wide, bf16) over four GPUs, where attention does not hide it."""
+    gathered_s = 3 / 4 * 1000 * 2 * 1024 * 2 / 1e9
+    call = cost(IDEAL, Ring(1e9), MEMORY_ONLY, cp=4)
+    assert call.forward_s([1000]).communication_s == pytest.approx(32 * gathered_s)
+    assert call.part_time([1000], backward=True).communication_s == pytest.approx(32 * 3 * gathered_s)  # and again
+    slow = H100.model_copy(update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e12})})
+    attention_s = 4 * 4096 * 1000 * 1001 / 2 / 4 / 1e12
+    assert 0 < attention_s < gathered_s
+    partly = cost(IDEAL, Ring(1e9), slow, cp=4).forward_s([1000])
+    assert partly.communication_s == pytest.approx(32 * (gathered_s - attention_s))
+    assert cost(IDEAL, Ring(4e9), slow, cp=4).forward_s([1000]).communication_s == 0.0
+
+
+def test_communication_of_tensor_parallelism_in_inference_by_hand() -> None:
+    lengths = np.full(8, 1024.0)
+    time = cost(tp=8, micro_batch_tokens=8192).forward_s(lengths)  # two all-reduces a layer
+    assert time.communication_s == pytest.approx(32 * 2 * 2 * 7 / 8 * 8192 * 4096 * 2 / 360e9)
+
+
+def test_communication_of_micro_batches_of_very_different_sizes() -> None:
+    """Times of messages are interpolated between the smallest and the largest; a ring's are in proportion to bytes."""
+    time = cost(tp=8, micro_batch_sequences=1).forward_s([100.0, 900.0, 8000.0, 3000.0])
+    assert time.communication_s == pytest.approx(32 * 2 * 2 * 7 / 8 * 12_000 * 4096 * 2 / 360e9)
+
+
+def test_flops_by_hand() -> None:
+    """Two per token and weight of matrices and head at half the peak; 4 · 4096 a layer for each pair of query and key
+    at 0.62 of it, and for 200 pairs more a token."""
+    tokens, pairs = 1000 + 500, 1000 * 1001 / 2 + 500 * 501 / 2
+    products_s = 2 * (32 * MATRICES + EMBEDDING) * tokens / 0.5e12
+    attention_s = 32 * 4 * 4096 * (pairs + 200 * tokens) / 0.62e12
+    half = TrainEfficiency(flop=0.5)
+    assert cost(half, Free(), FLOPS_ONLY).forward_s([1000, 500]).total_s == pytest.approx(products_s + attention_s)
+    shared = cost(half, Free(), FLOPS_ONLY, tp=2, cp=2).forward_s([1000, 500])
+    assert shared.total_s == pytest.approx((products_s + attention_s) / 4)
+    for recompute, linear, attention in (("none", 3, 3.5), ("full", 4, 4.5)):
+        head_s = 2 * EMBEDDING * tokens / 0.5e12
+        train = cost(half, Free(), FLOPS_ONLY, recompute=recompute).part_time([1000, 500], backward=True)
+        expected = linear * (products_s - head_s) + 3 * head_s + attention * attention_s
+        assert train.total_s == pytest.approx(expected)
+
+
+def test_a_critics_head_has_one_number_a_token() -> None:
+    critic = TrainCost(LLAMA.as_critic(), MEMORY_ONLY, Free(), TrainStrategy(), IDEAL)
+    expected = 32 * (2 * LAYER + 1000 * ELEMENTWISE) + 1000 * 16
+    assert critic.forward_s([1000]).total_s == pytest.approx(expected / 1e12)
+
+
+def test_weights_are_read_once_a_micro_batch() -> None:
+    for sequences, micro_batches in ((4, 1), (2, 2), (1, 4)):
+        call = cost(IDEAL, Free(), MEMORY_ONLY, micro_batch_sequences=sequences)
+        expected = 32 * (micro_batches * 2 * LAYER + 400 * ELEMENTWISE) + 400 * HEAD
+        assert call.forward_s([100] * 4).total_s == pytest.approx(expected / 1e12)
+
+
+def test_sends_between_stages_by_hand() -> None:
+    """Both micro-batches over one boundary and the larger over the two others; gradients come back."""
+    way_s = (3000 + 2 * 2000) * 4096 * 2 / 360e9
+    call = cost(pp=4, micro_batch_sequences=1)
+    assert call.forward_s([1000, 2000]).communication_s == pytest.approx(way_s)
+    assert call.part_time([1000, 2000], backward=True).communication_s == pytest.approx(2 * way_s)
+    halved = cost(IDEAL, Ring(), pp=4, tp=2, sequence_parallel=True, micro_batch_sequences=1)
+    whole = cost(IDEAL, Ring(), pp=4, tp=2, micro_batch_sequences=1)
+    saved_s = whole.forward_s([1000, 2000]).communication_s - halved.forward_s([1000, 2000]).communication_s
+    assert saved_s == pytest.approx(way_s / 2)  # the layers' own communication is the same
+
+
+def test_stages_on_other_nodes_send_over_the_network() -> None:
+    for tp, dp, nodes in ((4, 2, 2), (4, 1, 1), (8, 1, 2)):
+        asked = Seconds()
+        TrainCost(LLAMA, load_cluster("2x8xh100"), asked, TrainStrategy(tp=tp, dp=dp, pp=2), IDEAL).forward_s([100])
+        assert {(gpus, n) for op, _, gpus, n in asked.asked if op == "send_recv"} == {(2, nodes)}
+
+
+def test_what_zero3_cannot_hide_by_hand() -> None:
+    """A gather takes 5 s, a scatter 3 s, a layer's forward pass f, and the backward pass with recomputation 3 f. The
+    first layer, embedding and head are gathered, and gradients of the last two scattered, in the open."""
+    f = (2 * LAYER + 1000 * ELEMENTWISE) / 1e12
+    talk = Seconds(all_gather=5.0, reduce_scatter=3.0)
+    call = cost(IDEAL, talk, MEMORY_ONLY, dp=2, zero_stage=3, micro_batch_sequences=1)
+    assert call.forward_s([1000] * 4).communication_s == pytest.approx(2 * (32 * (5 - f) + 5 + 5))
+    train = call.train_s([1000] * 4)
+    assert train.communication_s == pytest.approx(2 * (32 * (5 - f + 8 - 3 * f) + 5 + 5 + 3))
+    assert train.imbalance_s == pytest.approx(0.0, abs=1e-9)
+    sizes = {("all_gather", 2 * LAYER), ("all_gather", 2 * 2 * EMBEDDING)}
+    sizes |= {("reduce_scatter", 4 * LAYER), ("reduce_scatter", 4 * 2 * EMBEDDING)}
+    assert {asked[:2] for asked in talk.asked} == sizes
+    hidden = cost(IDEAL, Seconds(all_gather=f / 2, reduce_scatter=f), MEMORY_ONLY, dp=2, zero_stage=3)
+    assert hidden.forward_s([1000] * 2).communication_s == pytest.approx(f / 2 + f / 2)
+
+
+def test_zero3_waits_for_the_slowest_rank_of_each_micro_batch() -> None:
+    """Ranks of 1,000 and 2,000 tokens: gathers hide behind the longer one's layer, the other waits for it."""
+    fast, slow = ((2 * LAYER + tokens * ELEMENTWISE) / 1e12 for tokens in (1000, 2000))
+    talk = Seconds(all_gather=5.0)
+    time = cost(IDEAL, talk, MEMORY_ONLY, dp=2, zero_stage=3).forward_s([1000, 2000])
+    assert time.communication_s == pytest.approx(32 * (5 - slow) + 10)
+    mean_s = 32 * (fast + slow) / 2 + 1500 * HEAD / 1e12
+    assert time.compute_s == pytest.approx(mean_s)
+    assert time.imbalance_s == pytest.approx(32 * slow + 2000 * HEAD / 1e12 - mean_s)
+
+
+def test_a_pipelines_bubble_is_that_of_its_largest_micro_batch() -> None:
+    """A rank of 100 and 300 tokens and one of 200 and 200: the mean of the bubbles, and a wait for the first rank."""
+    call = cost(IDEAL, Free(), MEMORY_ONLY, dp=2, pp=2, micro_batch_sequences=1)
+
+    def stage_s(tokens: int) -> float:
+        return (16 * (2 * LAYER + tokens * ELEMENTWISE) + tokens * HEAD) / 1e12
+
+    time = call.forward_s([300, 250, 100, 150])  # dealt largest first, with equal counts: 300 and 100, 250 and 150
+    sums = [stage_s(300) + stage_s(100), stage_s(250) + stage_s(150)]
+    assert time.compute_s == pytest.approx(sum(sums) / 2)
+    assert time.bubble_s == pytest.approx((stage_s(300) + stage_s(250)) / 2)
+    assert time.total_s == pytest.approx(sums[0] + stage_s(300))
