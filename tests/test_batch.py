@@ -24,23 +24,16 @@ def batch(*sizes: tuple[int, int, int], pages: int = 100, skew: float = 0.0, chu
 
 
 def go_on(decoding: RunningBatch, steps: int) -> RunningBatch:
-    decoding.step += steps
-    decoding.tokens += steps * decoding.size
+    decoding.advance(steps)
     return decoding
 
 
 def test_pages_are_counted_request_by_request() -> None:
     """Contexts of 4, 5 and 10 tokens: 1 + 2 + 3 pages; a step later 5, 6, 11: 2 + 2 + 3."""
     decoding = batch((3, 9, 1), (4, 9, 1), (5, 9, 5))
-    assert [decoding.pages(ahead) for ahead in (0, 1, 2, 3, 4)] == [6, 7, 7, 8, 9]
-    assert go_on(decoding, 3).pages() == 8
-
-
-def test_what_surely_fits_needs_a_page_less_a_token_for_each() -> None:
-    """19 tokens of three requests, each up to three tokens short of a full page: 28 of them, seven pages."""
-    sizes = ((3, 9, 1), (4, 9, 1), (5, 9, 5))
-    assert batch(*sizes, pages=7).surely_fits()
-    assert not batch(*sizes, pages=6).surely_fits()
+    assert [decoding.pages, *(go_on(decoding, 1).pages for _ in range(4))] == [6, 7, 7, 8, 9]
+    # ten steps at once: contexts of 14, 15 and 20 tokens
+    assert go_on(batch((3, 19, 1), (4, 19, 1), (5, 19, 5)), 10).pages == 4 + 4 + 5
 
 
 @pytest.mark.parametrize(("pages", "fits"), [(8, False), (9, True)])
@@ -103,5 +96,5 @@ def test_a_drain_decodes_to_the_end(skew: float) -> None:
     assert [r.finished_at for r in finished] == pytest.approx([7 + together, 7 + together + alone])
     assert end == finished[1].finished_at
     assert peak == 14 + 2 * 3  # both, before the shorter leaves
-    assert (decoding.size, decoding.tokens, decoding.step, decoding.pages()) == (0, 0, 5, 0)
+    assert (decoding.size, decoding.tokens, decoding.step, decoding.pages) == (0, 0, 5, 0)
     assert decoding.generated(decoding.step) == Counter()

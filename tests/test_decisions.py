@@ -31,23 +31,22 @@ TPS = (1, 2, 4)
 def context(**changes: Any) -> ControlContext:
     """A node of four GPUs: a decode step of s sequences takes 1/TP + s/10 seconds, a token of a prompt 1 ms.
 
-    A switch takes 8 s shared by the new degree, 1 s of graphs, 2 ms for a token that migrates shared by the old degree,
-    and 3 s where the degree is new to the node.
+    A switch takes 8 s shared by the new degree, 1 s of graphs, 8 ms for a token that migrates shared by the four
+    GPUs, and 3 s where the degree is new to the node.
     """
     costs = StubCosts(
         {tp: LinearStep(a=1.0 / tp, b=0.1, p=1e-3, tp=tp) for tp in TPS},
         dict.fromkeys(TPS, 10**6),
         weights_s=8.0,
         capture_s=1.0,
-        kv_per_token_s=2e-3,
+        kv_per_token_s=8e-3,
         first_use_s=3.0,
     )
     given = {
         "costs": costs,
         "feasible_tps": TPS,
         "infeasible": {},
-        "gpus_per_node": 4,
-        "nodes": 1,
+        "node_gpus": (4,),
         "cap_tokens": 1000,
         "page_tokens": 16,
         "requests": 12,
@@ -73,7 +72,7 @@ def moment(replicas: Sequence[Sequence[Any]], tp: int, **more: Any) -> Any:
         finished_nodes=(0,),
         finished_tokens=(400, 600),
         cap_tokens=1000,
-        gpus_per_node=4,
+        gpus=lambda node: 4,
         tp=lambda node: tp,
         generated=lambda node: Counter(r.generated_tokens for r in every),
         context_tokens=lambda node: sum(r.context_tokens for r in every),
@@ -140,13 +139,13 @@ def test_pats_remaining_time_by_hand(tp: int, left: Sequence[int], expected_s: f
     pat.setup(context())
     groups = sorted(Counter(left).items(), reverse=True)
     batch = [Alike(tokens, 100.0, count) for tokens, count in groups]
-    assert pat._remaining_s(tp, batch, []) == pytest.approx(expected_s)
+    assert pat._remaining_s(4, tp, batch, []) == pytest.approx(expected_s)
 
 
 def test_pat_begins_with_the_shortest_step_of_the_full_batch() -> None:
     """Twelve requests on four GPUs: 1.3, 1.1, 1.45 s a step by TP; four: 1.1, 0.7, 0.65; forty: 2.0, 2.5, 4.25."""
     for requests, nodes, expected in ((12, 1, 2), (4, 1, 4), (40, 1, 1), (12, 3, 4)):
-        known = context(requests=requests, nodes=nodes)
+        known = context(requests=requests, node_gpus=(4,) * nodes)
         pat = PAT(candidates=TPS)
         pat.setup(known)
         assert pat.initial_tp(known) == expected

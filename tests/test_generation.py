@@ -60,6 +60,7 @@ def generate(
             feed=PromptFeed(len(sizes), 1),
             requests=requests,
             costs=COSTS,
+            feasible_tps=(1, 2),
             times=Times(),
             scoring=Checks(),
             config=EngineConfig(page_tokens=1, watermark=0.0),

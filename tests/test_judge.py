@@ -59,6 +59,7 @@ def judged(
             initial_tp=1,
             feed=PromptFeed(2, 1),
             requests=requests,
+            feasible_tps=(1,),
             costs=StubCosts({1: SECOND}, {1: 10**6}),
             times=Times(),
             scoring=Judged(),

@@ -30,7 +30,7 @@ def costs(**rates: float | None) -> RolloutCostModel:
 def test_a_switch_by_hand() -> None:
     # TP2 to TP4 on a node of eight: two groups of four GPUs migrate side by side, so each moves half of the contexts,
     # of which a rank of TP2 holds half. Every rank lacks half of the weights.
-    cost = costs().switch(2, 4, [1000, 3000], 6, "migrate", first_use=False)
+    cost = costs().switch(8, 2, 4, [1000, 3000], 6, "migrate", first_use=False)
     assert cost.kv_s == pytest.approx(4000 / 2 * KV_BYTES / 2 / 1e9)
     assert cost.weights_s == pytest.approx(WEIGHT_BYTES / 2 / 2e9)
     # six requests on two replicas: three each, graphs of 1, 2 and 4
@@ -41,22 +41,22 @@ def test_a_switch_by_hand() -> None:
 
 def test_a_switch_to_a_smaller_degree() -> None:
     # TP8 to TP2: one group of eight, a rank holds an eighth of all; seven requests on four replicas, two each
-    cost = costs().switch(8, 2, [8000], 7, "migrate", first_use=False)
+    cost = costs().switch(8, 8, 2, [8000], 7, "migrate", first_use=False)
     assert cost.kv_s == pytest.approx(8000 * KV_BYTES / 8 / 1e9)
     assert cost.weights_s == pytest.approx(WEIGHT_BYTES * 7 / 8 / 2e9)
     assert cost.graph_s == pytest.approx(0.02)
 
 
 def test_kv_that_is_recomputed_is_not_moved() -> None:
-    assert costs().switch(2, 4, [1000, 3000], 6, "recompute", first_use=False).kv_s == 0.0
+    assert costs().switch(8, 2, 4, [1000, 3000], 6, "recompute", first_use=False).kv_s == 0.0
 
 
 def test_communication_groups_are_made_at_their_first_use() -> None:
-    assert costs().switch(1, 8, [], 0, "recompute", first_use=True).control_s == pytest.approx(5.3)
+    assert costs().switch(8, 1, 8, [], 0, "recompute", first_use=True).control_s == pytest.approx(5.3)
 
 
 def test_graphs_of_one_sequence_even_for_a_node_without_any() -> None:
-    assert costs().switch(1, 8, [], 0, "recompute", first_use=False).graph_s == pytest.approx(0.01)
+    assert costs().switch(8, 1, 8, [], 0, "recompute", first_use=False).graph_s == pytest.approx(0.01)
 
 
 def test_kv_transfer_inside_a_node_at_the_measured_rate() -> None:
@@ -93,4 +93,4 @@ def test_degrees_that_hold_a_response() -> None:
     # 10⁶ tokens are 131 GB of KV: TP1 has 72 GB in all, TP2 holds half of it, 66 GB, beside half of the weights
     assert feasible == (4, 8)
     assert set(infeasible) == {1, 2}
-    assert costs().feasible_tps(4096, only=2) == ((2,), {})
+    assert costs().feasible_tps(4096, degrees=[2]) == ((2,), {})

@@ -163,7 +163,7 @@ class Wide(Base):
             r"Frail.on_finish: .* ZeroDivisionError: division by zero \(line \d+: return None if view.finished > 1",
         ),
         (Tampers, "the policy set `view.total`: it is read-only"),
-        (Wide, "Wide.initial_tp: .* returned 16, expected a tensor-parallel degree that divides the GPUs of every node"),
+        (Wide, "Wide.initial_tp: .* returned 16, expected a tensor-parallel degree that divides the GPUs of every"),
         (dict, "makes a dict, which is none of RolloutControl, Batching"),
     ],
 )

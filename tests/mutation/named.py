@@ -277,8 +277,8 @@ FAULTS = (
         "training's bubble and gradients",
         "all-reduced in bf16",
         _COST + "train.py",
-        'self._shard_collective("all_reduce", local * FP32)',
-        'self._shard_collective("all_reduce", local * BF16)',
+        'self._groups.time_s("all_reduce", local * FP32, "shards")',
+        'self._groups.time_s("all_reduce", local * BF16, "shards")',
     ),
     Fault(
         "memory refusal",
