@@ -23,8 +23,8 @@ class RolloutCostModel:
 
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
     memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). With `pp`
-    stages a replica of n GPUs has TP n / pp, and what follows calls n its degree. `sampling_s_per_logit` as in
-    `pipelined_step_cost`.
+    stages a replica of n GPUs has TP n / pp, and what follows calls n its degree. `sampling_s_per_logit` and
+    `graphs` as in `pipelined_step_cost`.
     """
 
     def __init__(
@@ -40,13 +40,14 @@ class RolloutCostModel:
         resident_bytes: float = 0.0,
         pp: int = 1,
         sampling_s_per_logit: float = 0.0,
+        graphs: bool = True,
     ) -> None:
         self.model, self.cluster, self.calibration = model, cluster, calibration
         self.page_tokens = page_tokens
         self._collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._resident_bytes = resident_bytes
         self._pp = pp
-        self._sampling_s_per_logit = sampling_s_per_logit
+        self._sampling_s_per_logit, self._graphs = sampling_s_per_logit, graphs
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
         self._steps: list[StepCost] = []
         self.step = cache(self._step)
@@ -66,6 +67,7 @@ class RolloutCostModel:
             self.calibration,
             dp=dp,
             sampling_s_per_logit=self._sampling_s_per_logit,
+            graphs=self._graphs,
         )
         self._steps.append(step)
         return step

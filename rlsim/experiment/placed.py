@@ -278,6 +278,7 @@ class PlacedExperiment:
             self.loaded,
             self.rollout_cluster,
             memory_share=share,
+            graphs=self.generation.graphs,
             pp=1 if strategy is None else strategy.pp,
             resident_bytes=resident_bytes if share is None else 0.0,  # the share is there, or the plan does not fit
         )
