@@ -4,8 +4,8 @@
 
 Two numbers of ReaLHF's runs: seconds to launch a layer, and each of its two collectives under tensor parallelism. The
 steps of the heuristic, TP8, give their sum. Those of searched plans, which prefer lower degrees, tell the two apart:
-they are predicted with the plan that rlsim finds. Each model is fitted alone and the other predicted;
-`rlsim.cost.calibration.EAGER` holds the fit to the smaller one. Takes ten minutes, most of it searches for plans.
+they are predicted with the plan that rlsim finds. Each model is fitted alone; `rlsim.cost.calibration.EAGER` holds the
+fit to the smaller one. Takes ten minutes, most of it searches for plans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlsim.validate.rows import Row
 from rlsim.validate.steps import REALHF, realhf_rows
 
 #: Share of a layer's launches under tensor parallelism that its two collectives are.
-SHARES = (0.0, 0.2, 0.4, 0.6)
+SHARES = (0.0, 0.3, 0.6)
 
 
 def steps(table: pd.DataFrame, layer_s: float, collective_s: float, folder: Path) -> list[Row]:
@@ -49,7 +49,7 @@ def main() -> None:
     if data is None:
         sys.exit("fit_eager: there are no measured tables here")
     table = pd.read_csv(data / REALHF)
-    heuristic, searched = table[table["plan"] != "searched"], table[table["plan"] == "searched"]
+    heuristic = table[table["plan"] != "searched"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for size in (7, 34):
@@ -61,13 +61,15 @@ def main() -> None:
 
             whole_s = float(brentq(excess, 0.5e-3, 3e-3, xtol=5e-6))
             print(f"{size}B, heuristic: {whole_s * 1e3:.3f} ms a layer with its collectives at TP8", flush=True)
+            searched = table[(table["plan"] == "searched") & (table["model_b_parameters"] == size)]
             for share in SHARES:
                 rows = steps(searched, whole_s * (1 - share), whole_s * share / 2, folder)
-                found = [
-                    f"{k}B {slope(rows, k, measured=False) * 1e3:.1f} ms a token ({slope(rows, k, measured=True) * 1e3:.1f} measured)"
-                    for k in (7, 34)
-                ]
-                print(f"  collectives {share:.0%}: searched plans {', '.join(found)}", flush=True)
+                token_s, measured_s = slope(rows, size, measured=False), slope(rows, size, measured=True)
+                print(
+                    f"  collectives {share:.0%} of that: searched plans {token_s * 1e3:.1f} ms a token, "
+                    f"measured {measured_s * 1e3:.1f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
