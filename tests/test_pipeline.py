@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from rlsim.cost.calibration import HostFit
+from rlsim.cost.calibration import HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.host import longer
 from rlsim.cost.pipeline import Boundaries, Pipelined, pipelined_step_cost
@@ -183,6 +183,25 @@ def test_sampling_takes_its_time_on_the_last_stage() -> None:
         for n in (4, 5)
     )
     assert slower.decode(128).step_s(9e4) - slow.decode(128).step_s(9e4) == pytest.approx(128 * 20e-6, rel=1e-9)
+
+
+def test_without_graphs_an_iteration_takes_at_least_its_launches() -> None:
+    eager = load_calibration("h100-sxm-sglang").eager
+    host = load_calibration("h100-sxm-sglang").host
+    one, two, staged = (
+        pipelined_step_cost(LLAMA, tp, pp, H100, "h100-sxm-sglang", graphs=False) for tp, pp in ((1, 1), (2, 1), (2, 2))
+    )
+    launches = LLAMA.num_hidden_layers * eager.layer_s
+    assert one.decode(1).step_s(1000) == pytest.approx(launches + host.step_s + host.sequence_s, rel=1e-9)
+    both = launches + LLAMA.num_hidden_layers * 2 * eager.collective_s
+    assert two.decode(4).step_s(4000) == pytest.approx(both + host.step_s + 4 * host.sequence_s, rel=1e-9)
+    # One sequence waits for both stages, each with half of the launches.
+    assert staged.decode(1).step_s(1000) == pytest.approx(both + host.step_s + host.sequence_s, rel=0.02)
+    # A prefill that takes longer than its launches is as with graphs.
+    chunks = [Chunk(2048, 0)] * 8
+    graphs = pipelined_step_cost(LLAMA, 1, 1, H100, "h100-sxm-sglang")
+    assert graphs.prefill_s(chunks) > launches
+    assert one.prefill_s(chunks) == pytest.approx(graphs.prefill_s(chunks), rel=1e-9)
 
 
 def test_prefill_without_decoding_sequences_is_the_limit_of_mixed() -> None:

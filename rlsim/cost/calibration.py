@@ -254,6 +254,26 @@ class HostFit(Fitted):
     source: str = Field(description="what it is fitted to")
 
 
+class EagerFit(Fitted):
+    """The host's time to launch what an iteration runs, where no CUDA graph was captured."""
+
+    layer_s: KernelSeconds = Field(description="per transformer layer")
+    collective_s: KernelSeconds = Field(description="per tensor-parallel collective")
+    source: str = Field(description="what it is fitted to")
+
+    def iteration_s(self, layers: int, tp: int) -> float:
+        """Seconds to launch an iteration of so many layers; under tensor parallelism with two collectives each."""
+        return layers * (self.layer_s + 2 * self.collective_s * (tp > 1))
+
+
+#: Of the host, not of the GPU: every calibration has it that says nothing else. Fitted by `scripts/fit_eager.py`.
+EAGER = EagerFit(
+    layer_s=0.805e-3,
+    collective_s=0.247e-3,
+    source="measured PPO steps of ReaLHF on A800 (LLaMA-2 7B, heuristic and searched plans)",
+)
+
+
 class RuntimeFit(Fitted):
     """What changing the parallel layout costs besides moving bytes."""
 
@@ -326,6 +346,7 @@ class Calibration(Fitted):
     operators: OperatorFits
     collectives: CollectiveFits
     host: HostFit
+    eager: EagerFit = Field(default=EAGER, description="without CUDA graphs")
     runtime: RuntimeFit
     training: TrainingFit
     residuals: dict[str, Residual] = Field(description="by operator, on held-out shapes")

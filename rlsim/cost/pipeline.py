@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlsim.cost.calibration import Calibration, HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.groups import CollectiveTime, Groups
-from rlsim.cost.host import longer
+from rlsim.cost.host import HostedStep, longer
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16
@@ -186,16 +186,18 @@ def pipelined_step_cost(
     dp: int = 1,
     first_gpu: int = 0,
     sampling_s_per_logit: float = 0.0,
+    graphs: bool = True,
 ) -> StepCost:
     """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs each; with `pp` 1 that of `step_cost`.
 
     Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. `sampling_s_per_logit`
     is what the GPU takes for each entry of a sampled token's vocabulary, after the head and on the last stage: nothing
     for the fused kernels of serving engines, much for a framework that sorts all logits of one sequence after another.
-    With several stages, or sampling, the kernels decide, even where the calibration has a profile of whole decode steps
-    at this `tp`: that does not tell head and host time. Raises `ConfigError` if the model cannot be cut that way,
-    `CapacityError` if `tp` exceeds a node or the replicas the cluster, `CalibrationError` if the calibration was made
-    for another GPU.
+    Without `graphs` an iteration takes at least as long as the host needs to launch its kernels (`EagerFit`).
+    With several stages, sampling, or no graphs, the kernels decide, even where the calibration has a profile of whole
+    decode steps at this `tp`: that does not tell head and host time. Raises `ConfigError` if the model cannot be cut
+    that way, `CapacityError` if `tp` exceeds a node or the replicas the cluster, `CalibrationError` if the calibration
+    was made for another GPU.
     """
     if isinstance(calibration, str):
         calibration = load_calibration(calibration)
@@ -204,25 +206,33 @@ def pipelined_step_cost(
         raise CapacityError(
             f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
         )
-    if pp == 1 and not sampling_s_per_logit:
+    if pp == 1 and not sampling_s_per_logit and graphs:
         return alone
     # Sampling takes its time per sequence, as the host does, but on the GPU: the kernels get it in the host's place.
     sampling_s = sampling_s_per_logit * model.vocab_size
     on_gpu = calibration.host.model_copy(update={"step_s": 0.0, "sequence_s": sampling_s, "prefill_s": 0.0})
-    kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": on_gpu}))
+    roofline = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": on_gpu}))
+    kernels = roofline if graphs else _launched(roofline, model, tp, calibration)
     layout = Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)
-    inside, across = Groups(kernels.collectives, cluster, layout).boundaries
+    inside, across = Groups(roofline.collectives, cluster, layout).boundaries
     boundaries = Boundaries(
         hidden_bytes=BF16 * model.hidden_size,
         inside=inside,
         across=across,
-        collectives=kernels.collectives,
+        collectives=roofline.collectives,
     )
     return Pipelined(
         kernels,
         pp,
         layers=model.num_hidden_layers,
-        head_s=lambda rows: kernels.head_s(rows) + sampling_s * rows,
+        head_s=lambda rows: roofline.head_s(rows) + sampling_s * rows,
         boundaries=boundaries,
         host=calibration.host,
     )
+
+
+def _launched(kernels: StepCost, model: Model, tp: int, calibration: Calibration) -> StepCost:
+    """The kernels as the host launches them one by one: whichever of the two takes longer."""
+    launch_s = calibration.eager.iteration_s(model.num_hidden_layers, tp)
+    host = HostFit(step_s=launch_s, sequence_s=0.0, overlapped=True, source=calibration.eager.source)
+    return HostedStep(kernels, host)

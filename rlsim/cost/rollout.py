@@ -24,8 +24,7 @@ class RolloutCostModel:
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
     memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). `gpus` are
     those of the cluster that generate (default: all). With `pp` stages a replica of n GPUs has TP n / pp, and what
-    follows calls n its degree. `sampling_s_per_logit` as in
-    `pipelined_step_cost`.
+    follows calls n its degree. `sampling_s_per_logit` and `graphs` as in `pipelined_step_cost`.
     """
 
     def __init__(
@@ -42,6 +41,7 @@ class RolloutCostModel:
         gpus: Sequence[int] | None = None,
         pp: int = 1,
         sampling_s_per_logit: float = 0.0,
+        graphs: bool = True,
     ) -> None:
         self.model, self.cluster, self.calibration = model, cluster, calibration
         self.page_tokens = page_tokens
@@ -49,7 +49,7 @@ class RolloutCostModel:
         self._resident_bytes = resident_bytes
         self._gpus = range(cluster.gpus) if gpus is None else gpus
         self._pp = pp
-        self._sampling_s_per_logit = sampling_s_per_logit
+        self._sampling_s_per_logit, self._graphs = sampling_s_per_logit, graphs
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
         self._steps: list[StepCost] = []
         self.step = cache(self._step)
@@ -70,6 +70,7 @@ class RolloutCostModel:
             dp=dp,
             first_gpu=self._gpus[0],
             sampling_s_per_logit=self._sampling_s_per_logit,
+            graphs=self._graphs,
         )
         self._steps.append(step)
         return step

@@ -62,6 +62,7 @@ def rollout_costs(
     *,
     memory_share: float | None = None,
     pp: int = 1,
+    graphs: bool = True,
     resident_bytes: float = 0.0,
 ) -> RolloutCostModel:
     """The rollout engine on these GPUs; `memory_share`: what it has of each, by default what the experiment says."""
@@ -75,6 +76,7 @@ def rollout_costs(
         max_sequences=engine.max_num_seqs,
         memory_utilization=loaded.experiment.memory_utilization if memory_share is None else memory_share,
         sampling_s_per_logit=engine.sampling_per_logit,
+        graphs=engine.graphs and graphs,
         gpus=gpus,
         pp=pp,
         resident_bytes=resident_bytes,

@@ -273,6 +273,7 @@ class PlacedExperiment:
             self.loaded,
             self.generation.gpus,
             memory_share=share,
+            graphs=self.generation.graphs,
             pp=1 if strategy is None else strategy.pp,
             resident_bytes=resident_bytes if share is None else 0.0,  # the share is there, or the plan does not fit
         )

@@ -30,8 +30,10 @@ class _StaticTP(Schema, Composition):
 class TRL(_StaticTP):
     """TRL's PPO as OPPO's authors ran it: all GPUs but one generate and train, the last one scores."""
 
+    vllm: bool = Field(default=True, description="vLLM generates; if not, Hugging Face's `generate`, no CUDA graphs")
+
     def parts(self) -> Sequence[Part]:
-        return ScorerApart(), VeRL(tp=self.tp)
+        return ScorerApart(graphs=self.vllm), VeRL(tp=self.tp)
 
 
 class OpenRLHF(_StaticTP):
@@ -57,10 +59,13 @@ class NeMoAligner(_StaticTP):
 
 
 class DeepSpeedChat(_StaticTP):
-    """DeepSpeed-Chat (Yao et al. 2023): ZeRO-3 over all GPUs for every model, its hybrid engine generates under TP."""
+    """DeepSpeed-Chat (Yao et al. 2023): ZeRO-3 over all GPUs for every model, its hybrid engine generates under TP.
+
+    Its engine runs Hugging Face's `generate`, which launches every kernel anew.
+    """
 
     def parts(self) -> Sequence[Part]:
-        return ZeroEverywhere(), VeRL(tp=self.tp)
+        return ZeroEverywhere(graphs=False), VeRL(tp=self.tp)
 
 
 class Megatron(Schema, Placing):
@@ -105,11 +110,14 @@ class Megatron(Schema, Placing):
 class ScorerApart(Schema, Placing):
     """Reward model on the last GPU, everything else on the others."""
 
+    graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
+
     def plan(self, context: PlanContext) -> Plan:
         gpus = context.gpus
         if len(gpus) < 2:
             raise ConfigError("a reward model on the last GPU is a placement of two GPUs or more")
-        return _groups(context, [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], _any)])
+        plan = _groups(context, [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], _any)])
+        return plan if self.graphs else _eager(plan, context.workflow)
 
 
 class ThreeGroups(Schema, Placing):
@@ -146,8 +154,11 @@ class TwoGroups(Schema, Placing):
 class ZeroEverywhere(Schema, Placing):
     """Every call on all GPUs, under ZeRO-3."""
 
+    graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
+
     def plan(self, context: PlanContext) -> Plan:
-        return _groups(context, [(context.gpus, _any)], zero_stage=3)
+        plan = _groups(context, [(context.gpus, _any)], zero_stage=3)
+        return plan if self.graphs else _eager(plan, context.workflow)
 
 
 class CriticPipelining(Schema, Rewiring):
@@ -160,6 +171,12 @@ class CriticPipelining(Schema, Rewiring):
 
 def _any(call: Call) -> bool:  # noqa: ARG001
     return True
+
+
+def _eager(plan: Plan, workflow: Workflow) -> Plan:
+    """The plan, its generation without CUDA graphs."""
+    generating = {call.name for call in workflow.calls if call.kind == "generate"}
+    return Plan({name: replace(at, graphs=False) if name in generating else at for name, at in plan.placements.items()})
 
 
 def _groups(

@@ -17,6 +17,9 @@ from rlsim.units import Tokens
 from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Placement, Plan, with_transfers
 
+#: What the plan of a generating call may say.
+_GENERATION = ("gpus", "tp", "pp", "dp", "memory_share", "graphs")
+
 
 class CallPlan(Schema):
     """Where one call runs, and how it is spread there. What is not given is as the experiment's `training` says."""
@@ -37,6 +40,7 @@ class CallPlan(Schema):
     memory_share: float | None = Field(
         default=None, gt=0, le=1, description="of each GPU, for the engine of generate; default: what others leave"
     )
+    graphs: bool = Field(default=True, description="whether the engine of generate decodes from CUDA graphs")
     zero_stage: Literal[0, 1, 2, 3] | None = Field(default=None, description="ZeRO stage")
     recompute: Recompute | None = Field(default=None, description="activation recomputation")
     offload: bool | None = Field(default=None, description="states in host memory between the call's runs")
@@ -73,7 +77,9 @@ class ExplicitPlan(Schema, Placing):
                     counted = strategy.micro_batches is not None
                     key = "micro_batches" if counted else "micro_batch_tokens"
                     given[key] = getattr(strategy, key)
-                calls[call.name] = CallPlan(gpus=gpus, memory_share=placement.memory_share, **given)
+                calls[call.name] = CallPlan(
+                    gpus=gpus, memory_share=placement.memory_share, graphs=placement.graphs, **given
+                )
         return cls(calls=calls)
 
     def plan(self, context: PlanContext) -> Plan:
@@ -89,9 +95,10 @@ class ExplicitPlan(Schema, Placing):
             gpus = _gpus(name, call.gpus, context.gpus)
             if placed[name].kind == "generate":
                 strategy = _generation(name, call, len(gpus))
-                found[name] = Placement(gpus, strategy, memory_share=call.memory_share)
-            elif call.memory_share is not None:
-                raise ConfigError(f"plan: {name}: memory_share is for generation")
+                found[name] = Placement(gpus, strategy, memory_share=call.memory_share, graphs=call.graphs)
+            elif call.memory_share is not None or not call.graphs:
+                key = "graphs" if call.memory_share is None else "memory_share"
+                raise ConfigError(f"plan: {name}: {key} is for generation")
             else:
                 found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
         return with_transfers(context.workflow, found, context.reward)
@@ -118,11 +125,9 @@ def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:
 def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
     """The rollout engine's degrees; None if the system's layout says them. It knows nothing of training's switches."""
     given = call.model_dump(exclude_defaults=True).keys()
-    senseless = sorted(given - {"gpus", "tp", "pp", "dp", "memory_share"})
+    senseless = sorted(given - set(_GENERATION))
     if senseless:
-        raise ConfigError(
-            f"plan: {name}: {', '.join(senseless)}: generation has only gpus, tp, pp, dp and memory_share"
-        )
+        raise ConfigError(f"plan: {name}: {', '.join(senseless)}: generation has only {', '.join(_GENERATION)}")
     if call.tp is None:
         if call.pp > 1 or call.dp is not None:
             raise ConfigError(f"plan: {name}: pp and dp need a tp beside them; without one the system's layout decides")
@@ -136,7 +141,7 @@ def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> Tra
     dp = call.dp or max(gpus // share, 1)
     if dp * share != gpus:
         raise ConfigError(f"plan: {name}: DP {dp} × TP {tp} × PP {call.pp} × CP {call.cp} are not its {gpus} GPUs")
-    given = call.model_dump(exclude={"gpus", "tp", "pp", "cp", "dp", "memory_share"}, exclude_none=True)
+    given = call.model_dump(exclude={"cp", *_GENERATION}, exclude_none=True)
     if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
         given["zero_stage"] = 1  # the other stages do not go with a pipeline
     return replace(style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=tp > 1, **given)

@@ -27,6 +27,11 @@ class EngineConfig(Schema):
         description="whether decode graphs of a step's first layout survive a switch; if not, the next step begins by "
         "capturing them again, with the pause of a switch",
     )
+    graphs: bool = Field(
+        default=True,
+        description="whether decode steps run from CUDA graphs; if not, an iteration takes at least the time to launch "
+        "its kernels one by one, as under Hugging Face's `generate`",
+    )
     sampling_per_logit: Seconds = Field(
         default=0.0,
         ge=0,

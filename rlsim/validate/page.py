@@ -22,6 +22,7 @@ TITLES = {
     "rollpacker": "Published figures: RollPacker and RLHFuse",
     "oppo": "Published figures: OPPO",
     "real": "Published figures: REAL",
+    "steps": "Measured steps of real runs",
     "sensitivity": "What the published figures depend on",
 }
 

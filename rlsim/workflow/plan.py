@@ -17,13 +17,15 @@ class Placement:
 
     A `generate` call without a strategy uses its GPUs as the rollout control decides while the clock runs. A call holds
     its GPUs alone unless it is `shared`: then it runs beside whatever else is on them. `memory_share`: of each GPU's
-    memory, what a `generate` call's engine takes while it runs (default: what others leave).
+    memory, what a `generate` call's engine takes while it runs (default: what others leave). `graphs`: whether that
+    engine decodes from CUDA graphs, if the experiment's engines do.
     """
 
     gpus: tuple[int, ...]
     strategy: TrainStrategy | None = None
     shared: bool = False
     memory_share: float | None = None
+    graphs: bool = True
 
     def replicas(self, gpus: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Neighbouring GPUs for every data-parallel replica of the strategy, or for replicas of so many GPUs."""

@@ -1,0 +1,76 @@
+"""Part `steps`: measured steps of real RL runs, by framework and plan, beside rlsim's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pandas as pd
+from scipy.stats import spearmanr
+
+from rlsim.experiment.run import run
+from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.published import published_section
+from rlsim.validate.rows import Row
+
+REALHF = "rl_timings/realhf_steps.csv"
+#: Of ReaLHF's runs: actor by billions of parameters.
+ACTORS = {7: "llama-2-7b", 34: "llama-2-34b"}
+CLUSTERS = {1: "8xa800", 4: "4x8xa800"}
+PROMPT_TOKENS = 128
+MINI_BATCHES = 4
+_CALLS = ("reward_score", "ref_log_prob", "values", "train_critic", "train")
+
+row = partial(Row, "steps")
+
+
+def section(options: Options) -> Section | Skipped:
+    """Every measured step (about three minutes, most of it the search for plans)."""
+    if options.data is None:
+        return Skipped("there are no measured tables here")
+    found = list(realhf_rows(pd.read_csv(options.data / REALHF), options))
+    order = spearmanr([one.reference for one in found], [one.simulated for one in found])[0]
+    return published_section("steps", found, realhf_order=f"{order:.2f}")
+
+
+def realhf_rows(table: pd.DataFrame, options: Options, calibration: str | Path = "a100-sglang") -> Iterator[Row]:
+    """ReaLHF's steps, by actor, batch and plan; those of a searched plan with the plan that rlsim finds."""
+    setting = ["model_b_parameters", "nodes_of_8_a800", "batch", "generated_tokens"]
+    for numbers, runs in table.groupby(setting, sort=False):
+        size, nodes, batch, tokens = map(int, cast(tuple[int, ...], numbers))
+        options.progress(f"ReaLHF, {size}B on {nodes * 8} GPUs, {tokens} tokens")
+        plans = [plan.split()[0] for plan in runs["plan"]]
+        steps = realhf_experiment(size, nodes, batch, tokens, plans, calibration)
+        seconds = run(steps).summary().set_index("system")["step_time_s"]
+        for plan, measured in zip(plans, runs["step_s"], strict=True):
+            yield row(f"realhf/llama-2-{size}b/{plan}/{batch}x{tokens}", "step_time_s", measured, seconds[plan])
+
+
+def realhf_experiment(
+    size: int, nodes: int, batch: int, tokens: int, plans: Sequence[str], calibration: str | Path = "a100-sglang"
+) -> dict[str, Any]:
+    """PPO as ReaLHF ran it: `tokens` new tokens of each of `batch` prompts, an actor of `size` billion parameters.
+
+    Generation runs without CUDA graphs. The heuristic's stages go over the nodes; twice as many micro-batches as stages
+    are assumed.
+    """
+    layout = {"gpus": "all", "tp": 8, "pp": nodes}
+    calls = {"generate": layout} | {name: layout | {"micro_batches": 2 * nodes} for name in _CALLS}
+    systems = {"heuristic": {"plan": {"calls": calls}}, "searched": "real"}
+    return {
+        "name": f"realhf-{size}b",
+        "cluster": CLUSTERS[nodes],
+        "model": ACTORS[size],
+        "models": {"critic": ACTORS[7], "reward": ACTORS[7]},
+        "calibration": str(calibration),
+        "engine": {"graphs": False},
+        "trace": {"fixed": tokens, "cap": tokens, "default_prompt_tokens": PROMPT_TOKENS},
+        "workflow": {
+            "algorithm": "ppo", "prompts": batch, "responses": 1, "steps": 3, "reward": {"order": "beside_log_probs"},
+        },
+        "training": {"backend": "megatron", "mini_batches": MINI_BATCHES},
+        "seeds": 1,
+        "systems": [{"name": plan, "use": [systems[plan]]} for plan in plans],
+    }  # fmt: skip
