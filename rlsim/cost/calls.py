@@ -12,6 +12,7 @@ from rlsim.cost.reallocation import DataTransfer, Reallocation
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.cost.transfer import weight_sync_s
+from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
@@ -41,6 +42,7 @@ class CallCosts:
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._efficiency = TrainEfficiency(flop=efficiency or known[backend])
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
+        self._engine = calibration.engine
         self._moved: dict[str, Reallocation] = {}
         self._made: dict[tuple[str, TrainStrategy, int], TrainCost] = {}
 
@@ -57,8 +59,19 @@ class CallCosts:
             )
         return self._made[key]
 
+    def weight_sync(self, role: str, method: SyncMethod, *, offload: bool) -> WeightSync:
+        """Seconds of bringing updated weights into the rollout engine; `offload`: they wait in host memory."""
+        return WeightSync(
+            model=self.models[role],
+            cluster=self.cluster,
+            collectives=self.collectives,
+            engine=self._engine,
+            method=method,
+            offload=offload,
+        )
+
     def sync_s(self, role: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int = 0) -> float:
-        """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs."""
+        """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs, in place."""
         return weight_sync_s(self.models[role], self.collectives, self.cluster, strategy, rollout_tp, first_gpu)
 
     def reallocation(self, role: str) -> Reallocation:

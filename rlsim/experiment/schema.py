@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlsim.cost.strategy import Recompute
+from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import ConfigError, shown
 from rlsim.schema import Name, Schema, name_of, placed
 from rlsim.sim.request import EngineConfig
@@ -270,6 +271,13 @@ class Experiment(Schema):
     memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory for the rollout engine")
     routing: Literal["contiguous", "round_robin"] = Field(
         default="contiguous", description="how a step's responses are dealt to the replicas; veRL: contiguous"
+    )
+    weight_sync: SyncMethod = Field(
+        default="bucketed",
+        description="how new weights reach the rollout engine. naive: tensor by tensor; bucketed: in buckets, by CUDA "
+        "IPC on the same GPUs, by an NCCL broadcast of one GPU elsewhere; multi_sender: that broadcast by all ports of "
+        "the sender's node; checkpoint_engine: buckets by way of the trainers' host memory; reshard: every GPU takes "
+        "what it lacks from where it is, without an engine that loads it (REAL; generation in the trainer's process)",
     )
     trace: TraceSpec
     workflow: WorkflowSpec

@@ -61,10 +61,10 @@ class ExperimentTimes:
         for name in targets:
             target = plan.of(name)
             if target.strategy is None and (target.gpus == source.gpus or not self._placed.has_placing):
-                total += self._calls.sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
-            elif not same_weights(source, target):
+                total += self._placed.colocated_sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
+            elif self._placed.loads(name) or not same_weights(source, target):
                 both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
-                total += self._calls.reallocation(call.model).time_s(*both)
+                total += self._placed.moving(call.model, name)(*both)
         return total
 
     def _data_s(self, call: Call, tokens: float, rollout_tp: int) -> float:

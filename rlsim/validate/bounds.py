@@ -138,6 +138,8 @@ BOUNDS: tuple[Bound, ...] = (
     Bound("rollout", "*", "makespan_s", "mean", 0.07),
     Bound("rollout", "*", "step_median_error", "mean", 0.10),
     Bound("rollout", "*", "throughput_mean_error", "mean", 0.05),
+    # Weight syncs that no constant was fitted to.
+    Bound("weight_sync", "*", "sync_s", "mean", 0.30, kind="output"),
     Bound("rollpacker", "32b-planner", "speedup", "mean", 0.33, _LARGER_TP),
     Bound("rollpacker", "32b-rollpacker", "speedup", "mean", 0.52, _STREAM),
     Bound("rollpacker", "7b-over-rlhfuse-plus", "speedup", "mean", 0.28, "20%: what was strengthened is open"),

@@ -18,6 +18,7 @@ TITLES = {
     "kernels": "Kernels at shapes that no fit has seen",
     "serving": "Whole engines: closed-loop serving",
     "rollout": "Real rollouts",
+    "weight_sync": "Published weight syncs",
     "pat": "Published figures: PAT",
     "rollpacker": "Published figures: RollPacker and RLHFuse",
     "oppo": "Published figures: OPPO",

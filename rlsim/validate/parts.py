@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: In the order in which they build on each other: kernels make steps, steps make engines, engines make rollouts, and
 #: rollouts make the systems whose figures papers print. The last measures nothing.
-PARTS = ("kernels", "serving", "rollout", "pat", "rollpacker", "oppo", "real", "steps", "sensitivity")
+PARTS = ("kernels", "serving", "rollout", "weight_sync", "pat", "rollpacker", "oppo", "real", "steps", "sensitivity")
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = tuple(name for name in PARTS if name != "rollout")
 _SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one
