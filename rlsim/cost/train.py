@@ -183,7 +183,7 @@ class TrainCost:
 
     def forward_s(self, lengths: npt.ArrayLike) -> TrainTime:
         """An inference call: log-probabilities (or a critic's values) of every token, no gradient."""
-        micro = self._micro_batches(np.asarray(lengths, dtype=np.float64), 1)
+        micro = self._micro_batches(np.asarray(lengths, dtype=np.float64), 1, backward=False)
         time = self._mini_batch(micro[0], _FORWARD)
         return time + TrainTime(offload_s=self._offload_s(BF16))
 
@@ -198,7 +198,7 @@ class TrainCost:
         passes = self._training_passes()
         total = TrainTime()
         update = self.update_time()
-        for micro in self._micro_batches(np.asarray(lengths, dtype=np.float64), mini_batches):
+        for micro in self._micro_batches(np.asarray(lengths, dtype=np.float64), mini_batches, backward=True):
             total += self._mini_batch(micro, passes) + update
         return total * epochs + TrainTime(offload_s=self._offload_s(BF16 + 3 * FP32))
 
@@ -211,7 +211,7 @@ class TrainCost:
         """
         sizes = np.asarray(lengths, dtype=np.float64)
         pairs = 0.5 * sizes * (sizes + 1.0)
-        count = self._within_budget(sizes)
+        count = self._within_budget(sizes, backward)
         bins = self._bins(sizes * self._linear_pairs + pairs, count)
         tokens = np.bincount(bins, sizes, count).astype(np.float64)[None, :]
         micro = tokens, np.bincount(bins, pairs, count).astype(np.float64)[None, :]
@@ -239,7 +239,7 @@ class TrainCost:
             backward=True,
         )
 
-    def _micro_batches(self, lengths: Floats, mini_batches: int) -> list[tuple[Floats, Floats]]:
+    def _micro_batches(self, lengths: Floats, mini_batches: int, *, backward: bool) -> list[tuple[Floats, Floats]]:
         """Tokens and query-key pairs of every micro-batch: per mini-batch two arrays (ranks, micro-batches).
 
         All ranks run as many micro-batches as the one that needs most (veRL's rule; ZeRO-3 could not do otherwise), but
@@ -259,7 +259,7 @@ class TrainCost:
             elif strategy.micro_batch_sequences:
                 count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
             else:
-                count = max(self._within_budget(lengths[part]) for part in parts)
+                count = max(self._within_budget(lengths[part], backward) for part in parts)
             tokens, pair_sums = np.zeros((strategy.dp, count)), np.zeros((strategy.dp, count))
             for rank, part in enumerate(parts):
                 bins = self._bins(work[part], count)
@@ -268,9 +268,10 @@ class TrainCost:
             result.append((tokens, pair_sums))
         return result
 
-    def _within_budget(self, tokens: Floats) -> int:
+    def _within_budget(self, tokens: Floats, backward: bool) -> int:
         """Micro-batches of one rank's sequences by token budget, no more than sequences (`rearrange_micro_batches`)."""
-        return max(min(math.ceil(float(tokens.sum()) / self.strategy.micro_batch_tokens), len(tokens)), 1)
+        budget = self.strategy.budget(backward=backward)
+        return max(min(math.ceil(float(tokens.sum()) / budget), len(tokens)), 1)
 
     def _bins(self, work: Floats, count: int) -> npt.NDArray[np.intp]:
         """The micro-batch of each sequence: balanced, or every so many in their order if that is what is asked for."""
@@ -289,7 +290,7 @@ class TrainCost:
         compute, exposed = self._layer_s(tokens, pairs, passes)
         busy = layers * compute + tokens * (self._head_s * passes.head)
         communication = layers * exposed
-        if strategy.zero_stage == 3 and strategy.shards > 1:
+        if strategy.zero_stage == 3 and strategy.sharded_over > 1:
             # The ranks meet at every layer: each micro-batch takes as long as its slowest rank.
             slowest_s = float((busy + communication).max(axis=0).sum())
             late_s = self._late_gathers_s(tokens, pairs, compute + exposed, passes)
@@ -363,8 +364,8 @@ class TrainCost:
 
     def _shard_collective(self, op: str, size: float) -> float:
         strategy = self.strategy
-        nodes = self.cluster.nodes_of(strategy.shards, stride=strategy.tp)
-        return self._collectives.time_s(op, size, strategy.shards, nodes)
+        nodes = self.cluster.nodes_of(strategy.sharded_over, stride=strategy.tp)
+        return self._collectives.time_s(op, size, strategy.sharded_over, nodes)
 
     def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
         """Sends of activations (and gradients): all micro-batches over one boundary, the largest over the others."""
@@ -381,11 +382,18 @@ class TrainCost:
     # Updates ---------------------------------------------------------------------------------------------------------
 
     def _reduce_s(self) -> float:
-        """Gradient reduction of one optimizer step; under ZeRO-3 it has happened layer by layer."""
+        """Gradient reduction of one optimizer step.
+
+        Under ZeRO-3 it has happened layer by layer within a group of `shard_gpus`; replicas of the group add theirs up.
+        """
         strategy = self.strategy
-        if strategy.shards == 1 or strategy.zero_stage == 3:
+        local, group = stage_parameters(self.model, strategy), strategy.sharded_over
+        if strategy.shards == 1 or (strategy.zero_stage == 3 and group == strategy.shards):
             return 0.0
-        local = stage_parameters(self.model, strategy)
+        if strategy.zero_stage == 3:
+            replicas = strategy.shards // group
+            nodes = self.cluster.nodes_of(replicas, stride=strategy.tp * group)
+            return self._collectives.time_s("all_reduce", local / group * FP32, replicas, nodes)
         if strategy.zero_stage == 0:
             return self._shard_collective("all_reduce", local * FP32)
         return self._shard_collective("reduce_scatter", local * FP32) + self._shard_collective(
@@ -395,7 +403,7 @@ class TrainCost:
     def _optimizer_s(self) -> float:
         """One Adam step over this GPU's share, bound by memory."""
         strategy = self.strategy
-        share = strategy.shards if strategy.zero_stage >= 1 else 1
+        share = strategy.sharded_over if strategy.zero_stage >= 1 else 1
         return OPTIMIZER_BYTES * stage_parameters(self.model, strategy) / share / self._memory_bytes_per_s
 
     def _offload_s(self, bytes_per_parameter: float) -> float:
@@ -404,6 +412,6 @@ class TrainCost:
         if not strategy.offload:
             return 0.0
         local = stage_parameters(self.model, strategy)
-        parameters = BF16 * local / (strategy.shards if strategy.zero_stage == 3 else 1)
-        optimizer = (bytes_per_parameter - BF16) * local / (strategy.shards if strategy.zero_stage >= 1 else 1)
+        parameters = BF16 * local / (strategy.sharded_over if strategy.zero_stage == 3 else 1)
+        optimizer = (bytes_per_parameter - BF16) * local / (strategy.sharded_over if strategy.zero_stage >= 1 else 1)
         return 2 * host_copy_s(parameters + optimizer, self.cluster.host)

@@ -55,9 +55,9 @@ def weight_sync_s(
     """
     model.check_tp(rollout_tp)
     strategy.check_model(model)
-    tp, shards, pp = strategy.tp, strategy.shards, strategy.pp
+    tp, shards, pp = strategy.tp, strategy.sharded_over, strategy.pp
     shard_nodes = cluster.nodes_of(shards, stride=tp)
-    pipe_nodes = cluster.nodes_of(pp, stride=tp * shards)
+    pipe_nodes = cluster.nodes_of(pp, stride=tp * strategy.shards)
     tp_nodes = cluster.nodes_of(tp)
 
     def unit_s(size: float) -> float:
