@@ -64,6 +64,7 @@ def nemo_experiment(
             "backend": "megatron",
             **degrees,
             "micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["train_mbs"]),
+            "log_prob_micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["logprob_bs"]),
             "recompute": "full" if recipe["act_ckpt"] else "none",
             "offload": not asynchronous,
             "mini_batches": samples // int(recipe["train_gbs"]),

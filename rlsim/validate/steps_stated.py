@@ -31,9 +31,11 @@ def scaled(model: LengthModel, mean_tokens: float, cap_tokens: int) -> LengthMod
     return times(float(brentq(lambda x: times(x).mean(cap_tokens) - mean_tokens, 1e-4, 1e4)))
 
 
-def write_lengths(path: Path, mean_tokens: float, cap_tokens: int, prompts: int, responses: int) -> None:
-    """A trace of lengths with that mean under that cap, of `SHAPE`'s form and with its correlation within prompts."""
-    recipe = validate(dict(read_trace(find_trace(SHAPE, Path())).meta.recipe or {}), Recipe)
+def write_lengths(
+    path: Path, mean_tokens: float, cap_tokens: int, prompts: int, responses: int, shape: str = SHAPE
+) -> None:
+    """A trace of lengths with that mean under that cap, of the form of a shipped one and its correlation in prompts."""
+    recipe = validate(dict(read_trace(find_trace(shape, Path())).meta.recipe or {}), Recipe)
     model = scaled(length_model(recipe), mean_tokens, cap_tokens)
     lengths = recipe.lengths.model_copy(update={"model": model, "fit": None, "facts": ()})
     size = {"prompts": prompts, "responses": responses, "cap_tokens": cap_tokens}
@@ -47,15 +49,15 @@ def cluster_of(name: str, nodes: int) -> dict[str, Any]:
     return cluster.model_dump(mode="json") | {"gpu": cluster.gpu.name}
 
 
-def seconds(experiment: Mapping[str, Any], mean_response: float) -> dict[str, float]:
-    """Mean seconds of a step (`step`) and of each call of an experiment's only system, lengths of that mean.
+def seconds(experiment: Mapping[str, Any], mean_response: float, shape: str = SHAPE) -> dict[str, float]:
+    """Mean seconds of a step (`step`) and of each call of an experiment's only system, lengths of that mean and form.
 
     The experiment's trace has no path: that is made here.
     """
     workflow, cap = experiment["workflow"], int(experiment["trace"]["cap"])
     with TemporaryDirectory() as folder:
         path = Path(folder) / "lengths.parquet"
-        write_lengths(path, mean_response, cap, workflow["prompts"] * workflow["steps"], workflow["responses"])
+        write_lengths(path, mean_response, cap, workflow["prompts"] * workflow["steps"], workflow["responses"], shape)
         result = run({**experiment, "trace": {**experiment["trace"], "path": str(path)}})
     steady = result.steps[result.steps["steady"]]
     calls = result.calls[result.calls["step"].isin(steady["step"])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,67 +13,91 @@ import pandas as pd
 
 from rlsim.validate.parts import Options
 from rlsim.validate.rows import Row
-from rlsim.validate.steps_stated import cluster_of, seconds
+from rlsim.validate.steps_stated import SHAPE, cluster_of, seconds
 
 STEPS = "rl_timings/verl_steps.csv"
 #: Tokens, where a row states none. The response: of the same model on the same prompts elsewhere (AsyncFlow's runs).
 GUESSED_RESPONSE = 1024
 GUESSED_PROMPT = 150
-#: Of a phase: its column, and the call that it is.
-PHASES = {"gen_s": "generate", "old_logprob_s": "old_log_prob", "update_actor_s": "train", "step_s": "step"}
+#: Of a phase: its column, the call that it is, and what it is called here.
+PHASES = (
+    ("gen_s", "generate", "generate_s"),
+    ("old_logprob_s", "old_log_prob", "old_log_prob_s"),
+    ("update_actor_s", "train", "train_s"),
+    ("step_s", "step", "step_time_s"),
+)
+#: The link that all rows of one machine are explained best by (`scripts/fit_training.py`): its bus rate of 18 GB/s, which
+#: is that of PCIe, over the 240 GB/s that the calibration's 300 GB/s links give.
+PCIE = {"name": "pcie4x16", "bytes_per_s": 22.5e9, "latency_s": 1e-6}
 
 row = partial(Row, "steps")
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What a row's script says beyond the table, and what is guessed (see texts/steps.md)."""
+    """What a row's script says beyond the table, and what is guessed (see texts/steps.md).
 
-    cluster: str
-    calibration: str
-    tp: int  # of generation
+    `sequences`: of a micro-batch in training. `batch`: prompts and responses to each, where the table has none.
+    `driver_us`: of the single controller, per padded token, fitted to the other rows. `fitted`: columns that another
+    number is fitted to.
+    """
+
     training: Mapping[str, Any]
-    sequences: tuple[int, int] | None = None  # of a micro-batch: training, log-probs
-    responses: tuple[int, int] | None = None  # prompts and responses to each, where the table has none
-    memory_utilization: float = 0.78
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    missing: str = ""
+    calibration: str = "h20-vllm"
+    cluster: str = "4x8xh20"
+    tp: int = 4
+    sequences: int | None = None
+    batch: tuple[int, int] | None = None
+    driver_us: float = 0.185
+    shape: str = "dapo-growing"
+    memory_utilization: float = 0.8
+    fitted: tuple[str, ...] = ()
+    note: str = "guessed: mean response 1,024 tokens"
 
 
-def _dapo(cap: int, mini_batches: int, **training: Any) -> dict[str, Any]:
-    whole = 2048 + cap
-    return {"backend": "fsdp", "cp": 4, "offload": True, "micro_batch_tokens": 2 * whole * 4,
-            "mini_batches": mini_batches, **training}  # fmt: skip
+def _a100(*fitted: str, **training: Any) -> Stack:
+    sequences = 4 if training else 16
+    chosen = training or {"backend": "fsdp"}
+    return Stack({**chosen, "mini_batches": 4}, "a100-vllm", "8xa800", 2, sequences, shape=SHAPE,
+                 memory_utilization=0.78, fitted=fitted, note="guessed: PCIe between the GPUs")  # fmt: skip
 
 
-_FSDP = {"backend": "fsdp", "mini_batches": 4}
-_H20 = {"chunked_prefill": True}
-_LENGTHS = "mean response not stated: 1,024 guessed"
+def _fsdp2(max_tokens: int, shard: int) -> dict[str, Any]:
+    """Of the scripts: Ulysses 4, token budgets of twice (log-probs: three times) the longest sequence a GPU."""
+    return {"backend": "fsdp", "cp": 4, "shard_gpus": shard, "offload": True, "mini_batches": 16,
+            "micro_batch_tokens": 8 * max_tokens, "log_prob_micro_batch_tokens": 12 * max_tokens}  # fmt: skip
+
+
+_MEGATRON = {"backend": "megatron", "tp": 2, "pp": 2, "recompute": "none"}
+_PHASES = ("old_logprob_s", "update_actor_s")
 STACKS = {
-    2: Stack("8xa800", "a100-vllm", 2, _FSDP, (16, 16), missing="interconnect"),
-    3: Stack("8xa800", "a100-vllm", 2, _FSDP, (16, 16), missing="interconnect"),
-    4: Stack("8xa800", "a100-vllm", 2, {"backend": "megatron", "tp": 2, "pp": 2, "mini_batches": 4, "recompute": "none"},
-             (4, 4), missing="interconnect"),
-    10: Stack("4x8xh20", "h20-vllm", 4, _dapo(28672, 16), memory_utilization=0.8, engine=_H20, missing=_LENGTHS),
-    11: Stack("4x8xh20", "h20-vllm", 4, _dapo(28672, 16), memory_utilization=0.8, engine=_H20, missing=_LENGTHS),
-    12: Stack("4x8xh20", "h20-vllm", 4, _dapo(28672, 16), memory_utilization=0.8, engine=_H20, missing=_LENGTHS),
-    28: Stack("4x8xh20", "h20-vllm", 2, _dapo(20480, 16), None, (512, 12), 0.8, _H20, _LENGTHS),
-    29: Stack("4x8xh20", "h20-vllm", 2, {"backend": "megatron", "tp": 2, "pp": 2, "mini_batches": 16,
-                                         "recompute": "none", "offload": True}, (2, 4), (512, 16), 0.8, _H20, _LENGTHS),
-}  # fmt: skip
+    2: _a100(*_PHASES),
+    3: _a100(*_PHASES),
+    4: _a100(**_MEGATRON),
+    10: Stack(_fsdp2(30720, 8), driver_us=0.172),
+    11: Stack(_fsdp2(30720, 8), driver_us=0.190),
+    12: Stack(_fsdp2(30720, 8), driver_us=0.196),
+    28: Stack(_fsdp2(10240, 2), tp=2, batch=(512, 12), driver_us=0.187),
+    29: Stack({**_MEGATRON, "mini_batches": 16, "offload": True}, tp=2, sequences=2, batch=(512, 16), driver_us=0.184),
+}
+#: Rows that are not run.
+MISSING = {22: "mean response, expert parallelism"}
+#: Seconds of a step that are none of its phases: row 3's mean holds a test of 175 s every five steps.
+OUTSIDE_S = {3: 175 / 5}
 
 
 def verl_rows(data: Path, options: Options) -> Iterator[Row]:
-    """Every phase of every row that can be run."""
+    """Every phase, and the step, of every row that can be run."""
     table = pd.read_csv(data / STEPS).set_index("id")
     for number, stack in STACKS.items():
         options.progress(f"veRL, row {number}")
         run = table.loc[number].to_dict()
+        run["step_s"] -= OUTSIDE_S.get(number, 0.0)
         experiment, mean = verl_experiment(run, stack)
-        found = seconds(experiment, mean)
-        for column, call in PHASES.items():
-            name = f"verl/row-{number}"
-            yield row(name, f"{call}_s" if call != "step" else "step_time_s", run[column], found[call], stack.missing)
+        found = seconds(experiment, mean, stack.shape)
+        for column, call, quantity in PHASES:
+            kind = "input" if column in stack.fitted else "output"
+            yield row(f"verl/row-{number}", quantity, run[column], found[call], stack.note, kind)
 
 
 def verl_experiment(run: Mapping[str, Any], stack: Stack) -> tuple[dict[str, Any], float]:
@@ -82,17 +106,18 @@ def verl_experiment(run: Mapping[str, Any], stack: Stack) -> tuple[dict[str, Any
     def stated(key: str, otherwise: float) -> float:
         return otherwise if math.isnan(run[key]) else run[key]
 
-    prompts, responses = stack.responses or (int(run["prompts_per_step"]), int(run["n"]))
+    prompts, responses = stack.batch or (int(run["prompts_per_step"]), int(run["n"]))
     prompt, response = stated("mean_prompt", GUESSED_PROMPT), stated("mean_response", GUESSED_RESPONSE)
-    training = dict(stack.training)
+    training = {**stack.training, "driver_per_token": stack.driver_us * 1e-6}
     if stack.sequences:
-        training["micro_batch_tokens"] = round(stack.sequences[0] * (prompt + response))
+        training["micro_batch_tokens"] = round(stack.sequences * (prompt + response))
+    cluster = cluster_of(stack.cluster, int(run["n_gpus"]) // 8)
     experiment = {
         "name": "verl",
-        "cluster": cluster_of(stack.cluster, int(run["n_gpus"]) // 8),
+        "cluster": {**cluster, "intra": PCIE} if stack.cluster == "8xa800" else cluster,
         "model": "qwen2.5-7b",
         "calibration": stack.calibration,
-        "engine": dict(stack.engine),
+        "engine": {"chunked_prefill": stack.cluster != "8xa800"},
         "memory_utilization": stack.memory_utilization,
         "trace": {"cap": int(run["max_response"]), "default_prompt_tokens": round(prompt)},
         "workflow": {"prompts": prompts, "responses": responses, "steps": 2, "reference": False},
