@@ -119,6 +119,7 @@ def simulation(
         cluster=costs.cluster,
         control=control(),
         initial_tp=1,
+        feasible_tps=(1,),
         feed=PromptFeed(prompts, 8),
         requests=requests,
         costs=costs,
@@ -166,8 +167,7 @@ def run_token_by_token(costs: RolloutCostModel, lengths: Lengths) -> RefResult:
     """The reference's answer, on all nodes of `costs`."""
     return step_token_by_token(
         [RefRequest(i, i // 8, prompt, tokens) for i, (prompt, tokens) in enumerate(lengths)],
-        nodes=costs.cluster.nodes,
-        gpus_per_node=costs.cluster.gpus_per_node,
+        node_gpus=[costs.cluster.gpus_per_node] * costs.cluster.nodes,
         tp=1,
         costs=costs,
         engine=RefEngine(

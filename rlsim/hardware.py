@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from rlsim import catalogue
-from rlsim.errors import RlsimError, unknown_name
+from rlsim.errors import CatalogueError, RlsimError, shown, unknown_name
 from rlsim.schema import Name, Schema, load, validate
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
 #: GPUs of a cluster: more than any training run has had.
 MOST_GPUS = 65_536
+
+_CLUSTER_NAME = re.compile(r"(?:(?P<nodes>[1-9][0-9]{0,5})x)?(?P<gpus>[1-9][0-9]{0,3})x(?P<gpu>[a-z].*)")
 
 
 class Gpu(Schema):
@@ -78,11 +80,6 @@ class Cluster(Schema):
         """The node that GPU number `gpu` sits in."""
         return gpu // self.gpus_per_node
 
-    def nodes_of(self, gpus: int, stride: int = 1) -> int:
-        """Nodes that GPUs number 0, `stride`, 2·`stride`, … sit in; rounded up until `gpus` spread evenly over them."""
-        nodes = min(math.ceil(gpus * stride / self.gpus_per_node), gpus)
-        return next(n for n in range(nodes, gpus + 1) if gpus % n == 0)
-
 
 def load_gpu(name: str) -> Gpu:
     """The GPU of that name in the catalogue, e.g. `h100-sxm`; letter case does not matter.
@@ -95,18 +92,37 @@ def load_gpu(name: str) -> Gpu:
     return load(known[name.lower()], Gpu)
 
 
-def load_cluster(cluster: str | Mapping[str, Any], source: str = "") -> Cluster:
-    """A cluster by its name in the catalogue, e.g. `8xh100`, by a `.yaml` path, or spelled out as a mapping (see
-    `Cluster`).
+def node_types() -> dict[str, Cluster]:
+    """The catalogue's nodes by what names of clusters call their GPU (`h100`): a full node, and its link to others.
 
-    `source` is the file that a mapping is from, for error messages. Raises `CatalogueError` for an unknown cluster, and
-    `ConfigError` for a mapping with mistakes (an unknown GPU among them).
+    A node without `inter` is one whose link to others is not known.
+    """
+    return {name.partition("x")[2]: load(path, Cluster) for name, path in catalogue.names("clusters").items()}
+
+
+def load_cluster(cluster: str | Mapping[str, Any], source: str = "") -> Cluster:
+    """A cluster by name, by a `.yaml` path, or spelled out as a mapping (see `Cluster`).
+
+    A name is nodes x GPUs of a node x GPU, the nodes left out if it is one: `4x8xh100`, `2xh100`. Nodes are those of
+    `rlsim list clusters`, or parts of them. `source` is the file that a mapping is from, for error messages. Raises
+    `CatalogueError` for an unknown cluster, and `ConfigError` for a mapping with mistakes (an unknown GPU among them).
     """
     if not isinstance(cluster, str):
         return validate(cluster, Cluster, source)
     if cluster.endswith((".yaml", ".yml")):
         return load(Path(cluster), Cluster)
-    known = catalogue.names("clusters")
-    if cluster.lower() not in known:
-        raise unknown_name("cluster", cluster, known)
-    return load(known[cluster.lower()], Cluster)
+    named, known = _CLUSTER_NAME.fullmatch(cluster.lower()), node_types()
+    nodes = int(named["nodes"] or 1) if named else 1
+    node = known.get(named["gpu"]) if named else None
+    if named is None or node is None or int(named["gpus"]) > node.gpus_per_node:
+        several = f"{nodes}x" if nodes > 1 else ""
+        usual = [several + one.name for one in known.values() if one.inter is not None or not several]
+        raise unknown_name("cluster", cluster, usual)
+    if nodes > 1 and node.inter is None:
+        raise CatalogueError(
+            f"cluster {shown(cluster)}: the catalogue does not know the link between nodes of {named['gpu']}, only of "
+            f"{', '.join(gpu for gpu in known if known[gpu].inter)}; spell the cluster out, with `inter`"
+        )
+    name = cluster.lower() if nodes > 1 else f"{named['gpus']}x{named['gpu']}"
+    size = {"name": name, "nodes": nodes, "gpus_per_node": int(named["gpus"])}
+    return validate({**node.model_dump(), **size, **({} if nodes > 1 else {"inter": None})}, Cluster, name)

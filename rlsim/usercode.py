@@ -7,6 +7,7 @@ running it is refused first: modules of Python's standard library hold no parts 
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import os
 import sys
 import traceback
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlsim.errors import ConfigError, PolicyError, RlsimError, printable
 
@@ -27,7 +28,7 @@ def load_module(name: str, what: str) -> ModuleType:
     if name.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(f"{what}: {name} is a module of Python's standard library")
     try:
-        if not _ours(name):
+        if not is_ours(name):
             _FOREIGN.update(_roots(name))
         return importlib.import_module(name)
     except RlsimError:
@@ -52,46 +53,92 @@ def load_object(name: str, what: str) -> Any:
 def blamed(what: str, kind: type = object) -> Iterator[None]:
     """Turns errors of a user's code in the block into `PolicyError`s that begin with `what`, and so attempts to exit.
 
-    Errors that no line of such code took part in are left as they are. Where the block does nothing but make an object
-    of the class `kind`, and that class is not rlsim's own, every error counts as the user's.
+    `PolicyError`s get that beginning too; the exception of the user's code is their `__cause__`. Errors that no line of
+    such code took part in are left as they are. Where the block does nothing but make an object of the class `kind`,
+    and that class is not rlsim's own, every error counts as the user's.
     """
     try:
         yield
+    except PolicyError as error:
+        if str(error).startswith(what):
+            raise
+        raise PolicyError(f"{what}: {error}") from origin(error)
     except RlsimError:
         raise
     except (Exception, SystemExit) as error:
-        others = kind is not object and not _ours(kind.__module__)
-        if isinstance(error, SystemExit) or others or _place(error):
+        if kind is not object and not is_ours(kind.__module__):
+            raise PolicyError(f"{what}: {kind.__name__}(): {told(error, vars(kind).get('__init__'))}") from error
+        if isinstance(error, SystemExit) or _line(error):
             raise PolicyError(f"{what}: {told(error)}") from error
         raise
 
 
-def told(error: BaseException) -> str:
-    """What went wrong, with file and line of the code outside rlsim that raised it."""
+class Line(NamedTuple):
+    """A line of a user's code: the file as messages have it, the line's number, and its text."""
+
+    file: str
+    number: int | None
+    text: str
+
+    def put(self, what: str) -> str:
+        """`file:line: what (line 6: text)`."""
+        text = f" (line {self.number}: {self.text})" if self.text else ""
+        return printable(f"{self.file}:{self.number}: {what}{text}")
+
+
+def told(error: BaseException, function: Any = None) -> str:
+    """What went wrong, with file, line and text of the code outside rlsim that raised it.
+
+    `function` is what was called: its file is a user's, and its definition is named if no line of it was reached.
+    """
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_foreign(error.filename) or error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        file = _foreign(error.filename) or error.filename
+        return Line(file, error.lineno, (error.text or "").strip()).put(f"{type(error).__name__}: {error.msg}")
     text = str(error) if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}".rstrip(": ")
     if isinstance(error, SystemExit):
         text = f"it leaves Python (exit code {error.code})"
-    return printable(f"{_place(error)}{text}")
+    line = _line(error, getattr(getattr(function, "__code__", None), "co_filename", ""))
+    return line.put(text) if line else defined(function, text)
 
 
-def _ours(module: str) -> bool:
+def defined(function: Any, what: str) -> str:
+    """`what`, with file, line and text of the definition of a function of a user's; alone if it is none."""
+    code = getattr(function, "__code__", None)
+    if code is None or is_ours(function.__module__):
+        return printable(what)
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return Line(_named(code.co_filename), code.co_firstlineno, text).put(what)
+
+
+def is_ours(module: str) -> bool:
     """Whether a module is a part of rlsim."""
     return module.partition(".")[0] == "rlsim"
 
 
-def _place(error: BaseException | None) -> str:
-    """`file:line: ` of the innermost line of a user's code that an error, or what caused it, passed; else empty."""
-    place = ""
+def origin(error: BaseException) -> BaseException | None:
+    """What a `PolicyError` was made of: the first cause that is none; another error is its own."""
+    cause: BaseException | None = error
+    while isinstance(cause, PolicyError):
+        cause = cause.__cause__
+    return cause
+
+
+def _line(error: BaseException | None, own: str = "") -> Line | None:
+    """The innermost line of a user's code, or of the file `own`, that an error, or what caused it, passed."""
+    line = None
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame in traceback.extract_tb(error.__traceback__):
-            if name := _foreign(frame.filename):
-                place = f"{name}:{frame.lineno}: "
+            if frame.filename == own or _foreign(frame.filename):
+                line = Line(_named(frame.filename), frame.lineno, frame.line or "")
         error = error.__cause__  # the engine's processes raise a copy
-    return place
+    return line
+
+
+def _named(file: str) -> str:
+    """A file of a user's code in messages: the same on any machine."""
+    return _foreign(file) or Path(file).name
 
 
 def _foreign(file: str) -> str:

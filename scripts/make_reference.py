@@ -25,6 +25,8 @@ from rlsim import units
 from rlsim.experiment.columns import TABLES, Column
 from rlsim.experiment.schema import Experiment
 from rlsim.hardware import Cluster
+from rlsim.hooks import hooks as hooks_of
+from rlsim.policies.parts import KINDS, ChunkStreaming
 from rlsim.policies.registry import BUILTIN, load_policy
 from rlsim.sim import control
 from rlsim.sweeps.schema import SweepSpec
@@ -237,6 +239,23 @@ def actions() -> str:
     return table(("action", "meaning"), rows)
 
 
+def hooks() -> str:
+    """Every method that the author of a part may override, by the kind of part."""
+    parts = []
+    for kind in dict.fromkeys((*KINDS, ChunkStreaming)):
+        rows = []
+        for name, hook in ((name, hook) for name, hook in hooks_of(kind).items() if name in vars(kind)):
+            member = inspect.getattr_static(kind, name)
+            shown = name if isinstance(member, property) else call(member, name, bound=True)
+            meaning = " ".join((inspect.getdoc(member) or "").split())
+            rows.append((f"`{shown}`", meaning, hook.expected))
+        parts += [
+            f"**`{kind.__name__}`**: {_first_line(kind)}",
+            table(("method", "when, and what it gets", "returns"), rows),
+        ]
+    return "\n\n".join(parts)
+
+
 def _field_names(record: Any) -> list[str]:
     known = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
     return [*known, *(name for name, member in vars(record).items() if isinstance(member, property))]
@@ -257,6 +276,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "view": view,
     "context": context,
     "actions": actions,
+    "hooks": hooks,
     "cli": cli,
     "api": api,
 }

@@ -27,7 +27,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
     "Actions": ("rlsim", ("Abort", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
-    "Testing a policy": ("rlsim.testing", ("check_policy", "ContractError")),
+    "Testing a policy": ("rlsim.testing", ("check_policy", "Checked", "ContractError")),
 }
 
 

@@ -120,8 +120,7 @@ Launcher = Callable[[Launch, int], Sequence[RefRequest]]  # of an action and the
 def simulate(
     requests: Sequence[RefRequest],
     *,
-    nodes: int,
-    gpus_per_node: int,
+    node_gpus: Sequence[int],
     tp: int,
     costs: RolloutCosts,
     engine: RefEngine,
@@ -133,12 +132,13 @@ def simulate(
     chunk_tokens: int = 0,
     handover_s: float = 0.0,
 ) -> RefResult:
-    """One rollout from its start to its end. The requests given are not changed; `launcher` makes those launched.
+    """One rollout from its start to its end, on so many GPUs of every node.
 
-    `resumed` are dealt after the others. With `chunk_tokens` above 0, a response is handed over whenever it reaches a
-    multiple of it, and at its end; that takes `handover_s`.
+    The requests given are not changed; `launcher` makes those launched. `resumed` are dealt after the others. With
+    `chunk_tokens` above 0, a response is handed over whenever it reaches a multiple of it, and at its end; that
+    takes `handover_s`.
     """
-    rollout = _Rollout([*requests, *resumed], nodes, gpus_per_node, tp, costs, engine, cap_tokens, control, launcher)
+    rollout = _Rollout([*requests, *resumed], node_gpus, tp, costs, engine, cap_tokens, control, launcher)
     rollout.chunk_tokens, rollout.handover_s = chunk_tokens, handover_s
     rollout.deal(routing, len(requests))
     rollout.run()
@@ -252,10 +252,6 @@ class _View:
         return self._rollout.now
 
     @property
-    def gpus_per_node(self) -> int:
-        return self._rollout.gpus_per_node
-
-    @property
     def cap_tokens(self) -> int:
         return self._rollout.cap_tokens
 
@@ -294,6 +290,9 @@ class _View:
     def context_tokens(self, node: int) -> int:
         return sum(r.context_tokens for replica in self.replicas(node) for r in replica.requests)
 
+    def gpus(self, node: int) -> int:
+        return self._rollout.node_gpus[node]
+
     def tp(self, node: int) -> int:
         return self._rollout.tps[node]
 
@@ -325,8 +324,7 @@ class _Rollout:
     def __init__(
         self,
         requests: Sequence[RefRequest],
-        nodes: int,
-        gpus_per_node: int,
+        node_gpus: Sequence[int],
         tp: int,
         costs: RolloutCosts,
         engine: RefEngine,
@@ -336,12 +334,12 @@ class _Rollout:
     ) -> None:
         self.now, self.launcher = 0.0, launcher
         self.chunk_tokens, self.handover_s = 0, 0.0
-        self.gpus_per_node, self.costs, self.engine = gpus_per_node, costs, engine
+        self.node_gpus, self.costs, self.engine = node_gpus, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
         self.requests = [_Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
         self.by_id = {r.id: r for r in self.requests}
-        self.tps = dict.fromkeys(range(nodes), tp)
-        self.used_tps = {node: {tp} for node in range(nodes)}
+        self.tps = dict.fromkeys(range(len(node_gpus)), tp)
+        self.used_tps = {node: {tp} for node in range(len(node_gpus))}
         self.replicas: list[_Replica] = []  # all there have been, by index
         self.moves: list[_Move] = []
         self.switches: list[_Switch] = []  # not ended
@@ -356,7 +354,7 @@ class _Rollout:
                 raise ValueError(f"request {r.id} has nothing to generate")
             if self.pages_of(r.prompt_tokens + r.response_tokens) > costs.capacity_pages(tp):
                 raise ValueError(f"request {r.id} does not fit an empty replica")
-        for node in range(nodes):
+        for node in range(len(node_gpus)):
             self.create_replicas(node)
 
     # --- simple questions
@@ -379,11 +377,11 @@ class _Rollout:
     # --- replicas and dealing
 
     def create_replicas(self, node: int) -> list[_Replica]:
-        tp = self.tps[node]
-        if self.gpus_per_node % tp:
-            raise ValueError(f"a node of {self.gpus_per_node} GPUs cannot be divided into replicas of {tp}")
+        tp, before, gpus = self.tps[node], sum(self.node_gpus[:node]), self.node_gpus[node]
+        if gpus % tp:
+            raise ValueError(f"a node of {gpus} GPUs cannot be divided into replicas of {tp}")
         new = []
-        for first in range(node * self.gpus_per_node, (node + 1) * self.gpus_per_node, tp):
+        for first in range(before, before + gpus, tp):
             new.append(_Replica(len(self.replicas), node, tp, tuple(range(first, first + tp))))
             self.replicas.append(new[-1])
         return new
@@ -569,10 +567,10 @@ class _Rollout:
             case Reconfigure(node, tp, kv):
                 # Choice: a node that has given up replicas (or is about to) cannot be laid out anew.
                 old = [replica for replica in self.active() if replica.node == node]
-                if not old or self.switching(node) or len(old) * self.tps[node] < self.gpus_per_node:
+                if not old or self.switching(node) or len(old) * self.tps[node] < self.node_gpus[node]:
                     return False
-                if self.gpus_per_node % tp:
-                    raise ValueError(f"a node of {self.gpus_per_node} GPUs cannot be divided into replicas of {tp}")
+                if self.node_gpus[node] % tp:
+                    raise ValueError(f"{self.node_gpus[node]} GPUs cannot be divided into replicas of {tp}")
                 for replica in old:
                     replica.stopping = "switch"
                 self.switches.append(_Switch(node, tp, kv, old))
@@ -727,7 +725,8 @@ class _Rollout:
             from_tp = self.tps[switch.node]
             first_use = switch.to_tp not in self.used_tps[switch.node]
             sequences = sum(len(replica.requests()) for replica in switch.old)
-            cost = self.costs.switch(from_tp, switch.to_tp, contexts, sequences, switch.kv, first_use)
+            gpus = self.node_gpus[switch.node]
+            cost = self.costs.switch(gpus, from_tp, switch.to_tp, contexts, sequences, switch.kv, first_use)
             for replica in switch.old:
                 for r in replica.requests():
                     self.end_stay(r, "switched", replica.stopped_at)

@@ -48,11 +48,11 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
 
     recorder = Recorder()
     engine = work.engine
-    gpus = work.gpus_per_node
+    ends = itertools.accumulate(work.node_gpus)
     rollout = Rollout(
         env,
         GenerationStage(
-            mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(work.nodes)],
+            mesh=[tuple(range(end - gpus, end)) for end, gpus in zip(ends, work.node_gpus, strict=True)],
             tp=work.tp,
             requests=made(work.requests),
             resumed=made(work.resumed),
@@ -100,12 +100,18 @@ def check_stays(recorder: Recorder, expected: RefResult) -> None:
             stay = {name: column[i] for name, column in columns.items()}
             stays.append(RefStay(id=stay.pop("response"), gpus=at_replica.gpus, **stay))
 
+    def lasts(stay: RefStay) -> bool:
+        """Not so where a move takes no time and ends as everything stops: the request is there, or on its way."""
+        return stay.left != "stopped" or stay.arrived_at < stay.left_at
+
+    stays, known = list(filter(lasts, stays)), list(filter(lasts, expected.stays))
+
     def key(stay: RefStay) -> tuple[int, float, float]:
         return stay.id, stay.arrived_at, stay.left_at
 
-    assert len(stays) == len(expected.stays)
+    assert len(stays) == len(known)
     times = ("arrived_at", "admitted_at", "decoding_at", "left_at")
-    for ours, theirs in zip(sorted(stays, key=key), sorted(expected.stays, key=key), strict=True):
+    for ours, theirs in zip(sorted(stays, key=key), sorted(known, key=key), strict=True):
         for name in times:
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=CLOSE, abs=0, nan_ok=True), ours
         same_times = {name: getattr(theirs, name) for name in times}
@@ -218,8 +224,7 @@ def test_a_stop_breaks_off_a_switch() -> None:
     step = LinearStep(a=1.0)
     work = Workload(
         requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
-        nodes=2,
-        gpus_per_node=2,
+        node_gpus=(2, 2),
         tp=1,
         costs=StubCosts(steps=dict.fromkeys((1, 2), step), pages=dict.fromkeys((1, 2), 10_000), weights_s=40.0),
         engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
@@ -249,8 +254,7 @@ def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -
     step = LinearStep(a=1e-2, b=1e-4, t=1e-6, p=1e-4, q=1e-8)
     work = Workload(
         requests=tuple(RefRequest(i, i, *size) for i, size in enumerate(sizes)),
-        nodes=1,
-        gpus_per_node=4,
+        node_gpus=(4,),
         tp=1,
         costs=StubCosts(steps=dict.fromkeys((1, 2, 4), step), pages=dict.fromkeys((1, 2, 4), 10_000)),
         engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),

@@ -6,7 +6,7 @@ import pytest
 
 from rlsim import catalogue
 from rlsim.errors import CatalogueError, ConfigError
-from rlsim.hardware import Cluster, load_cluster, load_gpu
+from rlsim.hardware import Cluster, load_cluster, load_gpu, node_types
 
 LINK = {"name": "pcie4x16", "bytes_per_s": "31.5 GB/s", "latency_s": "1 us"}
 INLINE = {"gpu": "a40", "nodes": 1, "gpus_per_node": 4, "intra": LINK, "host": LINK}
@@ -21,12 +21,22 @@ def test_every_gpu_loads_under_its_file_name(name: str) -> None:
     assert 30 < gpu.bf16_flop_per_s / gpu.memory_bytes_per_s < 500
 
 
-@pytest.mark.parametrize("name", catalogue.names("clusters"))
-def test_every_cluster_loads_under_its_file_name(name: str) -> None:
-    cluster = load_cluster(name)
-    assert cluster.name == name
-    assert (cluster.inter is not None) == (cluster.nodes > 1)
-    assert name.startswith(f"{cluster.nodes}x8x" if cluster.nodes > 1 else f"{cluster.gpus_per_node}x")
+@pytest.mark.parametrize("kind", node_types())
+def test_clusters_are_made_of_the_nodes_of_the_catalogue(kind: str) -> None:
+    node = node_types()[kind]
+    assert (node.name, node.nodes, node.gpus_per_node) == (f"8x{kind}", 1, 8)
+    assert load_cluster(node.name) == node.model_copy(update={"inter": None})
+    assert load_cluster(f"1x4x{kind.upper()}") == node.model_copy(
+        update={"name": f"4x{kind}", "gpus_per_node": 4, "inter": None}
+    )
+    if node.inter is None:
+        with pytest.raises(CatalogueError, match=f"link between nodes of {kind}, only of a100, .*with `inter`"):
+            load_cluster(f"2x8x{kind}")
+    else:
+        several = load_cluster(f"128x4x{kind}")
+        size = {"name": f"128x4x{kind}", "nodes": 128, "gpus_per_node": 4}
+        assert several == node.model_copy(update=size)
+        assert Cluster.model_validate(several.model_dump()) == several
 
 
 def test_figures_of_the_data_sheets() -> None:
@@ -39,14 +49,8 @@ def test_figures_of_the_data_sheets() -> None:
     assert h800.inter.bytes_per_s == pytest.approx(50e9)
 
 
-def test_node_of_and_nodes_of() -> None:
-    cluster = load_cluster("2x8xh100")
-    assert [cluster.node_of(g) for g in (0, 7, 8, 15)] == [0, 0, 1, 1]
-    assert cluster.nodes_of(8) == 1
-    assert cluster.nodes_of(16) == 2
-    assert cluster.nodes_of(2, stride=8) == 2
-    assert cluster.nodes_of(4, stride=4) == 2
-    assert cluster.nodes_of(3, stride=4) == 3  # three ranks do not spread evenly over two nodes
+def test_node_of() -> None:
+    assert [load_cluster("2x8xh100").node_of(g) for g in (0, 7, 8, 15)] == [0, 0, 1, 1]
 
 
 def test_a_cluster_spelled_out() -> None:
@@ -63,6 +67,13 @@ def test_unknown_names() -> None:
         load_gpu("h10")
     with pytest.raises(CatalogueError, match=r"^unknown cluster '9xh100'; did you mean '8xh100'"):
         load_cluster("9xh100")
+    with pytest.raises(CatalogueError, match=r"^unknown cluster '2x8xb200'; did you mean '2x8xh200'"):
+        load_cluster("2x8xb200")
+    for name in ("h100", "0x8xh100", "x8xh100", "1x1x8xh100", "8xh100-sxm", "٢x8xh100"):
+        with pytest.raises(CatalogueError, match=r"^unknown cluster .*; did you mean '(1x)?8xh100"):
+            load_cluster(name)
+    with pytest.raises(ConfigError, match=r"^20000x8xh100: 20,000 nodes of 8 GPUs: at most 65,536 GPUs"):
+        load_cluster("20000x8xh100")
     with pytest.raises(ConfigError, match=r"^run.yaml: gpu: unknown GPU 'a4O'; did you mean 'a40'"):
         load_cluster({**INLINE, "gpu": "a4O"}, source="run.yaml")
 

@@ -15,6 +15,7 @@ from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
+from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import find_cluster, find_model, nearest_trace
 from rlsim.init.starter import starter
@@ -471,15 +472,12 @@ def test_a_hugging_face_config_is_a_model(tmp_path: Path, kind: str) -> None:
         starter("mine", folder=tmp_path, model=str(folder))
 
 
-def test_clusters_of_the_catalogue_or_spelled_out() -> None:
-    assert find_cluster("h800", 2, 8)[0] == "2x8xh800"
-    written, cluster, said = find_cluster("h100", 1, 4)
-    assert isinstance(written, dict)
-    assert cluster.gpus == 4
-    assert "links as those of" in said
-    _, cluster, said = find_cluster("h200", 4, 8)
-    assert cluster.inter is not None
-    assert "the link between nodes is assumed" in said
+def test_clusters_of_the_catalogue() -> None:
+    assert find_cluster("h800", 2, 8).name == "2x8xh800"
+    assert find_cluster("h100", 1, 4) == load_cluster("4xh100")
+    assert find_cluster("h200-sxm", 4, 8) == load_cluster("4x8xh200")
+    with pytest.raises(CatalogueError, match="does not know the link between nodes of l40s"):
+        find_cluster("l40s", 2, 8)
     with pytest.raises(CatalogueError, match="h100-sxm"):
         find_cluster("h1000", 1, 8)
 

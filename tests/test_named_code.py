@@ -35,8 +35,12 @@ CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
     ("name", "text", "message"),
     [
         ("p_raises", "x = 1\nraise KeyError('gone')\n", "p_raises.py:2: KeyError: 'gone'"),
-        ("p_divides", "def f():\n    return 1 / 0\n\n\nf()\n", "p_divides.py:2: ZeroDivisionError: division by zero"),
-        ("p_syntax", "class Mine(:\n", "p_syntax.py:1: SyntaxError: invalid syntax"),
+        (
+            "p_divides",
+            "def f():\n    return 1 / 0\n\n\nf()\n",
+            "p_divides.py:2: ZeroDivisionError: division by zero (line 2: return 1 / 0)",
+        ),
+        ("p_syntax", "class Mine(:\n", "p_syntax.py:1: SyntaxError: invalid syntax (line 1: class Mine(:)"),
         ("p_exits", "import sys\nsys.exit(3)\n", "p_exits.py:2: it leaves Python (exit code 3)"),
         ("p_needs", "import nowhere_at_all\n", "p_needs.py:1: No module named 'nowhere_at_all'"),
         ("p_lacks", "x = 1\n", "AttributeError: module 'p_lacks' has no attribute 'Mine'"),
@@ -45,10 +49,14 @@ CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
         (
             "p_makes",
             CLASS + "    def __init__(self):\n        raise KeyError('made')\n",
-            "base.yaml:10:5: system 'mine': p_makes.py:6: KeyError: 'made'",
+            "base.yaml:10:5: system 'mine': Mine(): p_makes.py:6: KeyError: 'made' (line 6: raise KeyError('made'))",
         ),
         ("p_quits", CLASS + "    def __init__(self):\n        quit()\n", "p_quits.py:6: it leaves Python (exit code"),
-        ("p_needs_more", CLASS + "    def __init__(self, x):\n        pass\n", "TypeError"),
+        (
+            "p_needs_more",
+            CLASS + "    def __init__(self, x):\n        pass\n",
+            "Mine(): p_needs_more.py:5: TypeError: Mine.__init__() missing 1 required positional argument: 'x'",
+        ),
         (
             "p_sets_up",
             CLASS + "    def setup(self, context):\n        return context.nothing\n",
@@ -165,12 +173,12 @@ class _Made(Composition):
 )
 def test_a_composition_of_anything_else_than_parts(made: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Made, "made", made)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(PolicyError, match=message):
         list(flattened([_Made()]))
     with pytest.raises(ContractError, match=message):
         check_policy(_Made)
     monkeypatch.setattr("rlsim.experiment.systems.load_policy", lambda _: _Made)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(PolicyError, match=f"system 'made': _Made.parts: test_named_code.py:.*{message}"):
         parse_systems(["made"])
 
 

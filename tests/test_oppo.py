@@ -136,6 +136,7 @@ def play(
         cluster=load_cluster("8xh100").model_copy(update={"gpus_per_node": gpus + 1}),
         control=Controls([listening, control]) if control else listening,
         initial_tp=1,
+        feasible_tps=(1,),
         feed=PromptFeed(prompts, responses),
         requests=requests,
         costs=StubCosts({1: step}, {1: PAGES}),
@@ -456,10 +457,6 @@ class Partial(Batching):
         self.kept: list[Prompt] = []
         self.back: list[Prompt] = []
         self.seen: list[Unfinished] = []
-
-    @property
-    def pauses(self) -> bool:
-        return True
 
     def launch(self, feed: PromptFeed) -> Launch:
         again, self.back = tuple(self.back), []

@@ -252,11 +252,6 @@ def test_a_layout_that_contradicts_the_plan_is_refused(layout: Any) -> None:
     assert rlsim.run(experiment(systems=planned(changed(generate={}), layout))).steps["initial_tp"].gt(0).all()
 
 
-def test_a_mesh_is_part_of_a_node_or_whole_nodes() -> None:
-    assert "call train has GPUs 4-11" in refusal(changed(train={"gpus": "4-11"}), cluster="2x8xh100")
-    assert "call train has GPUs 0-11" in refusal(changed(train={"gpus": "0-11", "dp": 12}), cluster="2x8xh100")
-
-
 def test_a_plan_beyond_a_gpu_is_refused_by_run() -> None:
     message = refusal(APART, model="llama-3-34b")
     assert "llama-3-34b: call train (DP 2, TP 2, PP 1, ZeRO 1) does not fit on GPU 0: parameters 35.32 GB + " in message

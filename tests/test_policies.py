@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -58,20 +60,20 @@ def machine(cluster: str, calibration: str) -> PlacedExperiment:
 
 
 def context(
-    placed: PlacedExperiment, requests: int, cap: int = 16384, nodes: int = 1, costs: Any = None
+    placed: PlacedExperiment, requests: int, cap: int = 16384, node_gpus: tuple[int, ...] = (8,), costs: Any = None
 ) -> ControlContext:
-    known = dataclasses.replace(placed.context, requests=requests, prompt_tokens=PROMPT, cap_tokens=cap, nodes=nodes)
-    return known if costs is None else dataclasses.replace(known, costs=costs)
+    known = dataclasses.replace(placed.context, requests=requests, prompt_tokens=PROMPT, cap_tokens=cap)
+    return dataclasses.replace(known, node_gpus=node_gpus, costs=known.costs if costs is None else costs)
 
 
 def generate(control: RolloutControl, known: ControlContext, lengths: Sequence[int]) -> Rollout:
     """One generation stage under a control."""
     control.setup(known)
-    env, gpus = simpy.Environment(), known.gpus_per_node
+    env, ends = simpy.Environment(), itertools.accumulate(known.node_gpus)
     rollout = Rollout(
         env,
         GenerationStage(
-            mesh=[tuple(range(node * gpus, (node + 1) * gpus)) for node in range(known.nodes)],
+            mesh=[tuple(range(end - gpus, end)) for end, gpus in zip(ends, known.node_gpus, strict=True)],
             tp=control.initial_tp(known),
             requests=[Request(i, i // 8, PROMPT, int(length)) for i, length in enumerate(lengths)],
             costs=known.costs,
@@ -184,9 +186,16 @@ class Priced:
         return getattr(self.machine, name)
 
     def switch(
-        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+        self,
+        gpus: int,
+        from_tp: int,
+        to_tp: int,
+        contexts: Sequence[int],
+        sequences: int,
+        kv: KvHandling,
+        first_use: bool,
     ) -> SwitchCost:
-        cost: SwitchCost = self.machine.switch(from_tp, to_tp, contexts, sequences, kv, first_use)
+        cost: SwitchCost = self.machine.switch(gpus, from_tp, to_tp, contexts, sequences, kv, first_use)
         return dataclasses.replace(cost, kv_s=cost.kv_s * self.kv_times)
 
 
@@ -220,7 +229,7 @@ def test_pat_compares_migration_and_recomputation(cluster: str, calibration: str
     for action, requests in SEEN:
         held = [r.context_tokens for r in requests if r.has_kv]
         each = [Chunk(round(rms_context_tokens(held)), 0)] * -(-len(held) * action.tp // 8)
-        moved_s = known.costs.switch(2, action.tp, held, len(held), "migrate", False).kv_s
+        moved_s = known.costs.switch(8, 2, action.tp, held, len(held), "migrate", False).kv_s
         again_s = known.costs.step(action.tp).prefill_s(each)
         if not 0.9 < moved_s / again_s < 1.1:  # the profile of prefills interpolates
             assert action.kv == ("migrate" if moved_s < again_s else "recompute")
@@ -247,17 +256,20 @@ def test_groups_are_created_once() -> None:
     assert paid == [runtime.switch_control_s + runtime.group_create_s, *[runtime.switch_control_s] * 2]
 
 
-def test_each_node_decides_on_its_own() -> None:
-    """Two nodes do what each does alone with its half of the batch, at its own moments."""
+@pytest.mark.parametrize("node_gpus", [(8, 8), (8, 4), (4, 8)])
+def test_each_node_decides_on_its_own(node_gpus: tuple[int, int]) -> None:
+    """Two nodes do what each does alone with its share of the batch, at its own moments."""
     placed = machine("8xa40", "a40-sglang")
-    halves = [long_tail(128, 16384, 3), long_tail(128, 9000, 4)]
-    both_nodes = generate(PAT(), context(placed, 256, nodes=2), [*halves[0], *halves[1]])
+    pat = partial(PAT, start_tp=2, candidates=[tp for tp in (1, 2, 4, 8) if math.gcd(*node_gpus) % tp == 0])
+    shares = [long_tail(16 * gpus, cap, cap) for gpus, cap in zip(node_gpus, (16384, 9000), strict=True)]
+    both_nodes = generate(pat(), context(placed, 16 * sum(node_gpus), node_gpus=node_gpus), [*shares[0], *shares[1]])
     when = []
-    for node, half in enumerate(halves):
-        alone = generate(PAT(), context(placed, 128), half)
+    for node, (gpus, share) in enumerate(zip(node_gpus, shares, strict=True)):
+        alone = generate(pat(), context(placed, len(share), node_gpus=(gpus,)), share)
         mine = [(at, a, b) for at, n, a, b, _ in both_nodes.switches if n == node]
         assert mine == [(pytest.approx(at, rel=1e-9), a, b) for at, _, a, b, _ in alone.switches]
-        finished = [r.finished_at for r in both_nodes.requests[128 * node : 128 * (node + 1)]]
+        first = node * len(shares[0])
+        finished = [r.finished_at for r in both_nodes.requests[first : first + len(share)]]
         assert finished == pytest.approx([r.finished_at for r in alone.requests], rel=1e-9)
         when += mine
     assert len({at for at, _, _ in when}) == len(when) >= 2
@@ -269,13 +281,13 @@ def test_the_predictor_follows_a_real_trajectory(cluster: str, calibration: str,
     """Given the lengths that it never sees, PAT's predictor comes close to the engine (published: 4.04% and 3.07%)."""
     lengths = [max(length, 2) for length in long_tail(32, 4096, 5)]
     # A node of one replica, so that the dealing of requests plays no part.
-    known = dataclasses.replace(context(machine(cluster, calibration), len(lengths), cap=4096), gpus_per_node=tp)
+    known = context(machine(cluster, calibration), len(lengths), cap=4096, node_gpus=(tp,))
     rollout = generate(VeRL(tp=tp), known, lengths)
     began = max(r.first_token_at for r in rollout.requests)
     pat = PAT(candidates=(tp,))
     pat.setup(known)
     batch = [Alike(left, PROMPT + 1.0, 1) for left in sorted((length - 1 for length in lengths), reverse=True)]
-    predicted_s = pat._remaining_s(tp, batch, ())
+    predicted_s = pat._remaining_s(tp, tp, batch, ())
     error = predicted_s / (rollout.env.now - began) - 1
     assert abs(error) < 0.03
 

@@ -78,8 +78,7 @@ def plain(lengths: Sequence[int], pages: int, tp: int = 1, gpus: int = 1, seed: 
     step = {d: LinearStep(a, b, t, p=2 * b, q=t, scale=0.3 + 0.7 / d, tp=d) for d in (1, 2, 4, 8) if d <= gpus}
     return Workload(
         requests=tuple(RefRequest(i, i, prompt, int(length), 0) for i, length in enumerate(lengths)),
-        nodes=1,
-        gpus_per_node=gpus,
+        node_gpus=(gpus,),
         tp=tp,
         costs=StubCosts(steps=step, pages=dict.fromkeys(step, pages)),
         engine=RefEngine(

@@ -11,10 +11,10 @@ import pytest
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.groups import CollectiveTime
 from rlsim.cost.layout import Layout, PairTimes
 from rlsim.cost.reallocation import DataTransfer, Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.transfer import CollectiveTime
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model
@@ -136,7 +136,8 @@ def loop_s(cluster: Cluster, collectives: CollectiveTime, source: Layout, target
                         messages[chosen, piece, float(f"{size:.12g}")].append(gpu)
     gather = 0.0
     if source.zero3:
-        nodes = cluster.nodes_of(source.shards, stride=source.tp)
+        assert cluster.gpus_per_node % source.tp == 0
+        nodes = len({cluster.node_of(source.first_gpu + source.tp * rank) for rank in range(source.shards)})
         for size in parameters(source, 0).values():
             gather += collectives.time_s("all_gather", 2 * size / source.tp, source.shards, nodes)
     return gather + messages_s(cluster, collectives, messages, copies)

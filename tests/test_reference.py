@@ -60,11 +60,13 @@ class At(Scripted):
         return self.script.get(view.finished)
 
 
-def run(sizes: list[tuple[int, int]], *, gpus: int = 1, tp: int = 1, **settings: Any) -> RefResult:
-    """A rollout of requests 0, 1, ... with these (prompt, response) tokens."""
-    usual: dict[str, Any] = {"nodes": 1, "costs": COSTS, "engine": PLAIN, "control": Nothing()}
+def run(
+    sizes: list[tuple[int, int]], *, gpus: int = 1, nodes: tuple[int, ...] = (), tp: int = 1, **settings: Any
+) -> RefResult:
+    """A rollout of requests 0, 1, ... with these (prompt, response) tokens; `nodes`: the GPUs of each, if not one."""
+    usual: dict[str, Any] = {"costs": COSTS, "engine": PLAIN, "control": Nothing()}
     requests = [RefRequest(i, i, prompt, response) for i, (prompt, response) in enumerate(sizes)]
-    return simulate(requests, gpus_per_node=gpus, tp=tp, cap_tokens=1000, **(usual | settings))
+    return simulate(requests, node_gpus=nodes or (gpus,), tp=tp, cap_tokens=1000, **(usual | settings))
 
 
 def capacity(pages: int, tp: int = 1) -> StubCosts:
@@ -94,7 +96,7 @@ def test_a_response_of_one_token_is_its_prefill() -> None:
 def test_a_resumed_request_computes_its_context_again() -> None:
     result = simulate(
         [RefRequest(7, 0, 4, 3, generated=1)],
-        nodes=1, gpus_per_node=1, tp=1, costs=COSTS, engine=PLAIN, cap_tokens=10, control=Nothing(),
+        node_gpus=(1,), tp=1, costs=COSTS, engine=PLAIN, cap_tokens=10, control=Nothing(),
     )  # fmt: skip
     assert result.first_token_at == {7: 1 + 5 / 8}
     assert result.finish_at == {7: 1 + 5 / 8 + 1.25 + 6 / 64}
@@ -192,7 +194,7 @@ def test_joiners_with_kv_take_nothing_of_the_budget_at_first() -> None:
         [(4, 1), (9, 2), (8, 2), (5, 1)], gpus=2, engine=engine, costs=costs, control=At({1: Reconfigure(0, 2)})
     )
     # 8 tokens of budget at 0: request 0 has 4, request 1 does not fit (4 + 9 pages). Request 3 does not fit beside 2.
-    start = 2 + 1 / 2 + 9 / 8 + 1 / 4 + 2
+    start = 2 + 1 / 2 + 9 / 8 / 2 + 1 / 4 + 2
     # The new replica admits 2 with its KV, then 1 with all of 8 tokens, though 2 runs; 3 must wait.
     first = start + (1 + 1 / 4 + 9 / 64 + 8 / 8) / 2
     # Request 2 is finished; nobody runs: 1 token of request 1, and all 5 of request 3.
@@ -237,7 +239,7 @@ def test_contiguous_and_round_robin() -> None:
 
 def test_replicas_and_gpus_are_numbered_over_nodes() -> None:
     control = At()
-    run([(8, 1)], nodes=2, gpus=4, tp=2, control=control)
+    run([(8, 1)], nodes=(4, 4), tp=2, control=control)
     [(now, replicas)] = control.seen
     assert now == (1 + 8 / 8) / 2
     assert [(r.index, r.node, r.tp, r.gpus) for r in replicas] == [
@@ -263,7 +265,7 @@ def test_the_control_sees_the_tokens_of_the_start_of_an_iteration() -> None:
 
 def test_a_switch_with_migration() -> None:
     result = run(PAIR, gpus=2, control=At({1: Reconfigure(0, 2)}))
-    switch = 1 / 2 + 10 / 8 + 1 / 4 + 2  # weights, 10 tokens of KV, capture, communication groups
+    switch = 1 / 2 + 10 / 8 / 2 + 1 / 4 + 2  # weights, 10 tokens of KV, capture, communication groups
     assert result.actions == [(T0, Reconfigure(0, 2))]
     assert result.switches[0].begun_at == T1
     assert result.switches[0].cost.total_s == switch
@@ -289,7 +291,7 @@ def test_a_degree_used_before_has_its_communication_groups() -> None:
 def test_an_iteration_only_just_begun_does_not_delay_a_switch() -> None:
     result = run([(4, 2), (4, 5)], gpus=2, control=At({1: Reconfigure(0, 2)}))
     assert result.switches[0].begun_at == T0  # both replicas are at a boundary then
-    switch = 1 / 2 + 6 / 8 + 1 / 4 + 2
+    switch = 1 / 2 + 6 / 8 / 2 + 1 / 4 + 2
     assert result.finish_at[1] == T0 + switch + 0.5 * (3 * 1.25 + (6 + 7 + 8) / 64)
 
 
@@ -347,7 +349,7 @@ def test_kv_that_finds_no_room_is_dropped() -> None:
 
 
 def test_kv_arrives_at_an_idle_replica_of_another_node() -> None:
-    result = run([(4, 2), (8, 5)], nodes=2, control=At({1: Migrate((1,), 0)}))
+    result = run([(4, 2), (8, 5)], nodes=(1, 1), control=At({1: Migrate((1,), 0)}))
     arrival = T1 + 3 * (1 / 4 + 10 / 8)
     assert result.finish_at[1] == arrival + 3 * 1.25 + (10 + 11 + 12) / 64
 
@@ -386,10 +388,10 @@ def test_kv_that_arrives_at_a_replica_that_is_gone() -> None:
 
 
 def test_kv_that_arrives_while_all_replicas_are_gone() -> None:
-    # Request 1 leaves replica 0 for replica 1, and at once the node is given one replica of two GPUs (at M1 + 4.125).
+    # Request 1 leaves replica 0 for replica 1, and at once the node is given one replica of two GPUs (at M1 + 3.4375).
     control = At({1: [Migrate((1,), 1), Reconfigure(0, 2)]})
     result = run(TRIPLE, gpus=2, control=control, costs=replace(COSTS, transfer_base_s=1.25))
-    start = M1 + 1 / 2 + 11 / 8 + 1 / 4 + 2
+    start = M1 + 1 / 2 + 11 / 8 / 2 + 1 / 4 + 2
     assert M1 < M0 + 1.25 + 6 / 8 < start
     # Both are taken in at the same boundary: 2 with its KV, 1 to be computed again while 2 pauses.
     both = start + (1 + 6 / 8) / 2 + (1.5 + (11 + 7) / 64) / 2
@@ -398,7 +400,7 @@ def test_kv_that_arrives_while_all_replicas_are_gone() -> None:
 
 def test_a_node_with_nothing_left_does_not_switch() -> None:
     # Two nodes of one GPU: 0 | 1, the second switches though its request finishes at the boundary where it stops.
-    result = run([(4, 2), (8, 2)], nodes=2, control=At({1: [Reconfigure(0, 1), Reconfigure(1, 1)]}))
+    result = run([(4, 2), (8, 2)], nodes=(1, 1), control=At({1: [Reconfigure(0, 1), Reconfigure(1, 1)]}))
     assert len(result.actions) == 2
     assert result.switches == []
     assert result.end_at == T1

@@ -23,7 +23,7 @@ def test_every_policy_keeps_the_contract(name: str) -> None:
 
 def test_parameters_are_passed_on() -> None:
     check_policy(load_policy("pat"), start_tp=2, candidates=(8,))
-    with pytest.raises(ContractError, match="'a long tail': ConfigError: tp 3 does not divide the 8 GPUs of a node"):
+    with pytest.raises(ContractError, match="'a long tail': tp 3 does not divide the 8 GPUs of a node"):
         check_policy(load_policy("verl"), tp=3)
 
 
@@ -46,8 +46,25 @@ class Fine(Base):
 
 
 def test_a_policy_that_stops_and_releases() -> None:
-    check_policy(Fine)
-    check_policy(lambda: Fine())
+    checked = check_policy(Fine)
+    assert {kind for kind, count in checked.actions.items() if count} == {"Reconfigure", "Release", "Stop"}
+    assert checked.answers > sum(checked.actions.values())
+    assert checked.not_checked == ("Fine.on_finish never returned Migrate or Abort",)
+    assert check_policy(lambda: Fine()) == checked
+
+
+def test_what_was_checked_is_told() -> None:
+    tuned = check_policy(load_policy("verl"))
+    assert tuned.parameters == ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8})
+    assert tuned.rollouts == 10 * 8 * 4  # twice two, then six other futures; batches; choices
+    assert str(tuned).startswith("VeRL keeps the contract in 320 rollouts")
+    assert "on_finish" not in str(tuned)  # nobody overrides on_finish
+    sampling = check_policy(load_policy("dynamic_sampling"))
+    assert sampling.prompts["dropped"] > 0
+    assert sampling.not_checked == ()
+    assert "one request" not in sampling.batches  # a single response has no variance
+    timeouts = check_policy(load_policy("adaptive_timeout"))
+    assert str(timeouts).endswith("only a run of an experiment calls timeout_s and observe")
 
 
 class Peeks(Base):
@@ -131,16 +148,22 @@ class Wide(Base):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (Peeks, r"batch 'a long tail': the policy reached for `view._rollout`; a RolloutView offers: cap_tokens, "),
+        (
+            Peeks,
+            r"batch 'a long tail': Peeks.on_finish: test_testing.py:\d+: .* reached for `view._rollout`; a Rollout",
+        ),
         (Clairvoyant, r"it knows lengths in advance: it answered \[.*\] at .* s but .* other lengths"),
         (KnowsBefore, "it knows lengths in advance: it begins at TP 2 or 4"),
         (Random, r"it is not deterministic: it answered \[.*\] at .* s, the second time \["),
         (Remembers, "it is not deterministic"),
-        (Chatty, "on_finish returned 'switch to 8'; it returns actions"),
-        (Absent, r"PolicyError: Absent returned Reconfigure\(node=7, .*there is no node 7"),
-        (Frail, "ZeroDivisionError: division by zero"),
+        (Chatty, r"Chatty.on_finish: test_testing.py:\d+: returned 'switch to 8', expected actions \(Reconfigure, "),
+        (Absent, r"Absent.on_finish: test_testing.py:\d+: returned Reconfigure\(node=7, .*there is no node 7"),
+        (
+            Frail,
+            r"Frail.on_finish: .* ZeroDivisionError: division by zero \(line \d+: return None if view.finished > 1",
+        ),
         (Tampers, "the policy set `view.total`: it is read-only"),
-        (Wide, "initial_tp returned 16; feasible are 1, 2, 4, 8"),
+        (Wide, "Wide.initial_tp: .* returned 16, expected a tensor-parallel degree that divides the GPUs of a node"),
         (dict, "makes a dict, which is none of RolloutControl, Batching"),
     ],
 )

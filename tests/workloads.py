@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ class LinearStep(StepCost):
 class StubCosts:
     """A machine for tests (a `RolloutCosts`).
 
-    A switch takes `weights_s` shared by the new degree, `capture_s`, `kv_per_token_s` shared by the old degree for each
-    token that migrates, and `first_use_s` where the degree is new to the node.
+    A switch takes `weights_s` shared by the new degree, `capture_s`, `kv_per_token_s` shared by the GPUs for each token
+    that migrates, and `first_use_s` where the degree is new to the node.
     """
 
     steps: Mapping[int, LinearStep]
@@ -96,9 +97,16 @@ class StubCosts:
         return self.pages[tp]
 
     def switch(
-        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+        self,
+        gpus: int,
+        from_tp: int,
+        to_tp: int,
+        contexts: Sequence[int],
+        sequences: int,
+        kv: KvHandling,
+        first_use: bool,
     ) -> SwitchCost:
-        kv_s = self.kv_per_token_s * sum(contexts) / from_tp if kv == "migrate" else 0.0
+        kv_s = self.kv_per_token_s * sum(contexts) / gpus if kv == "migrate" else 0.0
         return SwitchCost(self.weights_s / to_tp, kv_s, self.capture_s, self.first_use_s if first_use else 0.0)
 
     def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
@@ -114,7 +122,7 @@ class Scripted(RolloutControl):
     """Base of the controls here: not used by workflows, so without an initial layout."""
 
     def initial_tp(self, context: ControlContext) -> int:
-        return context.gpus_per_node
+        return math.gcd(*context.node_gpus)
 
 
 def load(replica: ReplicaView) -> int:
@@ -277,8 +285,7 @@ class Workload:
     """All that `reference.simulate` needs."""
 
     requests: tuple[RefRequest, ...]
-    nodes: int
-    gpus_per_node: int
+    node_gpus: tuple[int, ...]
     tp: int
     costs: StubCosts
     engine: RefEngine
@@ -298,8 +305,7 @@ class Workload:
         """The reference's answer."""
         return simulate(
             self.requests,
-            nodes=self.nodes,
-            gpus_per_node=self.gpus_per_node,
+            node_gpus=self.node_gpus,
             tp=self.tp,
             costs=self.costs,
             engine=self.engine,
@@ -314,8 +320,12 @@ class Workload:
 
 
 def degrees(gpus: int) -> list[int]:
-    """All tensor-parallel degrees of a node."""
-    return [tp for tp in (1, 2, 4, 8) if tp <= gpus]
+    """All tensor-parallel degrees that divide a number of GPUs."""
+    return [tp for tp in (1, 2, 4, 8) if gpus % tp == 0]
+
+
+#: GPUs of every node: the same of all, or more of some.
+MESHES = ((2,), (4,), (8,), (2, 2), (4, 4), (8, 8), (8, 4), (4, 8), (5,), (6, 2), (2, 6, 4), (3, 1))
 
 
 def _steps(draw: st.DrawFn, gpus: int, ties: bool) -> dict[int, LinearStep]:
@@ -428,7 +438,8 @@ def workloads(
         done = draw(st.integers(0, length - 1)) if resumed else 0
         requests.append(RefRequest(i, i // samples, draw(prompts), length, done))
 
-    nodes, gpus = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([2, 4, 8]))
+    node_gpus = draw(st.sampled_from(MESHES))
+    gpus = math.gcd(*node_gpus)
     tp = draw(st.sampled_from(degrees(gpus)))
     engine = RefEngine(
         page_tokens=draw(st.sampled_from([1, 4, 16])),
@@ -467,8 +478,7 @@ def workloads(
         resumed=tuple(requests[n - paused :]),
         chunk_tokens=chunk_tokens,
         handover_s=handover_s,
-        nodes=nodes,
-        gpus_per_node=gpus,
+        node_gpus=node_gpus,
         tp=tp,
         costs=costs,
         engine=engine,

@@ -1,11 +1,11 @@
-"""`rlsim advise` from Python: what fits, why GPUs idle, what to take and how many GPUs pay, for one experiment."""
+"""`rlsim advise` from Python: what to do, what fits, why GPUs idle, and how many GPUs pay, for one experiment."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,29 @@ import pandas as pd
 from pydantic import Field
 
 from rlsim.advise.conclusions import conclusions
+from rlsim.advise.headline import Headline, headline
 from rlsim.advise.idle import idle_causes, idle_shares, tail_seconds, waits
 from rlsim.advise.memory import memory_by_call, memory_by_tp
+from rlsim.advise.plans import PLAN, WITHOUT_BARRIERS, found_plans, plan_file
+from rlsim.advise.quick import contenders, left_out, quick_settings
 from rlsim.advise.ranking import candidates, ranking
-from rlsim.advise.scaling import WORTH, best_doublings, resized, scaling, scaling_rows, sizes
-from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
+from rlsim.advise.runs import Runner, as_entry, scaled
+from rlsim.advise.scaling import WORTH, best_doublings, scaling, sizes
+from rlsim.errors import CapacityError, ConfigError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.directory import check_target
+from rlsim.experiment.job import remembering
 from rlsim.experiment.load import load_experiment, parse_overrides
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.result import Result, open_results
-from rlsim.experiment.run import Progress, run
+from rlsim.experiment.run import Progress
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.systems import parse_systems
+from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.hardware import Cluster
 from rlsim.records import Record, file_sha256, read_record
+from rlsim.sweeps.jobs import in_processes
+from rlsim.verl.overrides import overrides_of
 
 ADVICE = "advice.json"
 #: Systems that are tried on other numbers of GPUs, beside the baseline; and the most times the GPUs.
@@ -43,6 +50,8 @@ SECTIONS = (
     ("idle", "Idle time of every GPU", "shares of GPU time under the baseline, by cause; tail: share of its busy time"),
     ("idle_waits", "What stage barriers wait for", "share of GPU time"),
     ("ranking", "Systems, the fastest first", "speedup in responses trained on per second, 95% intervals over seeds"),
+    ("screened", "All systems, one seed", "what the systems above were chosen from (--quick)"),
+    ("plan", "The plan that was searched for", "GPUs and degrees of each call; plan.yaml has it as an experiment"),
     ("scaling", "Number of GPUs", "the best systems on other numbers of GPUs"),
     ("scaling_best", "Doublings", "the fastest system at each number against the fastest at half"),
 )
@@ -51,6 +60,9 @@ SECTIONS = (
 class _Recorded(Record):
     """What advice.json must hold, beside its sections."""
 
+    headline: str
+    how: str
+    changes: list[str]
     conclusions: list[str] = Field(min_length=1)
     memory: list[dict[str, str | float | bool | None]]
 
@@ -62,17 +74,20 @@ class Advice:
     - `memory`, `memory_calls`: `rlsim.advise.memory`;
     - `idle`: shares of every GPU's time under the baseline, `idle_waits`: what its stage barriers wait for
       (`rlsim.advise.idle`);
-    - `ranking`: `rlsim.advise.ranking`;
+    - `ranking`: `rlsim.advise.ranking`; `screened` the same of one seed, where a quick advice chose from it;
+    - `plan`: `rlsim.advise.plans`;
     - `scaling`, `scaling_best`: `rlsim.advise.scaling`.
     """
 
     result: Result
     tables: Mapping[str, pd.DataFrame]
     baseline: str
+    headline: Headline
     conclusions: tuple[str, ...]
     notes: tuple[str, ...]
     not_applicable: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)  # beside the tables, by name
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the result's own tables, as JSON knows it; what is missing is null."""
@@ -81,6 +96,9 @@ class Advice:
             "experiment": self.result.manifest["experiment"]["name"],
             "baseline": self.baseline,
             "settings": dict(self.settings),
+            "headline": self.headline.text,
+            "how": self.headline.how,
+            "changes": list(self.headline.changes),
             "conclusions": list(self.conclusions),
             "notes": list(self.notes),
             "not_applicable": dict(self.not_applicable),
@@ -88,8 +106,8 @@ class Advice:
         }
 
     def write(self, directory: str | Path) -> Path:
-        """The ranking's result as `rlsim run` writes it, with advice.json beside its tables; returns the directory."""
-        return self.result.write(directory, {ADVICE: json.dumps(self.as_json(), indent=2) + "\n"})
+        """The ranking's result as `rlsim run` writes it, with advice.json and plan.yaml; returns the directory."""
+        return self.result.write(directory, {ADVICE: json.dumps(self.as_json(), indent=2) + "\n", **self.files})
 
 
 def advise(
@@ -103,6 +121,8 @@ def advise(
     top: int = TOP,
     most: int = MOST,
     skip: Collection[str] = (),
+    quick: bool = False,
+    workers: int | None = 1,
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Advice:
@@ -110,38 +130,95 @@ def advise(
 
     `case` names one of the experiment's cases; `seeds` and `steps` go before its own, of which at most `SEEDS` seeds
     are taken. The `top` systems and the baseline are also run on half to `most` times the GPUs; a doubling pays if it
-    is `worth` times as fast. `skip` are shipped policies to leave out. With `out` the results are written there.
-    Raises `RlsimError` for whatever does not exist or fit.
+    is `worth` times as fast. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. `workers` is
+    the number of processes (None: one a core), of which the advice does not depend. With `out` the results are written
+    there. Raises `RlsimError` for whatever does not exist or fit.
     """
     if not worth > 1.0:
         raise ConfigError(f"worth {worth:g}: expected more than 1, as twice the GPUs are at best twice as fast")
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers: expected 1 or more, got {workers}")
     if out is not None:
-        check_target(out, (ADVICE,))
-    settings = _settings(source, overrides, case, seeds, steps)
-    experiment, shown, folder = load_experiment(source, settings)
-    simulator = Simulator(LoadedExperiment.of(experiment, folder, shown))
-    cluster, tables = simulator.loaded.cluster, _memory(simulator.placed(), shown)
-    own, run_here = parse_systems(experiment.systems, shown), _Runner(source, settings, progress)
-    more, refused = candidates(simulator, own, skip)
-    baseline, entries = experiment.baseline or own[0].name, [*experiment.systems, *more]
-    with _told_what_fits(tables["memory"], cluster):
-        result = run_here("ranking", {"systems": entries, "baseline": baseline})
-    tables |= _idle(result, baseline, cluster.gpus) | {"ranking": ranking(result)}
-    chosen = _chosen(tables["ranking"], baseline, top)
-    rows, assumed = _scaled(run_here, cluster, result, chosen, entries, most)
-    tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
-    advice = Advice(
-        result,
-        tables,
-        baseline,
-        conclusions(tables, baseline, worth),
-        tuple(dict.fromkeys([*_held_back_notes(tables["ranking"]), *result.notes, *assumed])),
-        refused,
-        {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth},
-    )
+        check_target(out, (ADVICE, PLAN))
+    if progress:
+        progress(0, 1, "what fits")
+    settings = _settings(source, overrides, case, seeds, steps, quick)
+    execute = in_processes(workers)
+    runner = Runner(source, settings, remembering(execute) if quick else execute, progress)
+    advice = _advice(runner, worth, top, most, skip, quick)
     if out is not None:
         advice.write(out)
     return advice
+
+
+def _advice(runner: Runner, worth: float, top: int, most: int, skip: Collection[str], quick: bool) -> Advice:
+    experiment, shown, folder = load_experiment(runner.source, runner.settings)
+    simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
+    cluster, memory = simulator.loaded.cluster, _memory(simulator.placed(), shown)
+    own = parse_systems(experiment.systems, shown)
+    more, refused = candidates(simulator, own, skip, quick=quick)
+    entries, baseline = [*experiment.systems, *more], experiment.baseline or own[0].name
+    with _told_what_fits(memory["memory"], cluster):
+        first = {"seeds": list(experiment.seed_list[:1])} if quick else {}
+        settings = {"systems": entries, "baseline": baseline, **first}
+        result = runner("all systems", settings, [entry["name"] for entry in more])
+    tables = {**memory, "ranking": ranking(result), "screened": pd.DataFrame(), "plan": found_plans(result)}
+    specs = _came_out(simulator, entries, result)
+    found = [specs[name] for name in result.manifest["plans"].get("", {}) if specs[name].parts[0].policy == "plan"]
+    files = plan_file(found, experiment, folder)
+    in_verl = {name: overrides_of((p.policy, p.parameters) for p in spec.parts) for name, spec in specs.items()}
+    notes = list[str]()
+    if quick:
+        result, notes = _second_pass(runner, tables, baseline, specs, in_verl)
+    tables |= _idle(result, baseline, cluster.gpus)
+    chosen = _chosen(tables["ranking"], baseline, top)
+    tried = [spec for spec in parse_systems(entries, shown) if spec.name in chosen]
+    rows, assumed = scaled(runner, cluster, result, tried, () if quick else sizes(cluster, most))
+    tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
+    return Advice(
+        result,
+        tables,
+        baseline,
+        headline(tables["ranking"], baseline, in_verl),
+        conclusions(tables, baseline, worth, cluster),
+        tuple(dict.fromkeys([*notes, *_held_back_notes(tables["ranking"]), *result.notes, *assumed])),
+        refused,
+        {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth, "quick": quick},
+        files,
+    )
+
+
+def _came_out(simulator: Simulator, entries: Sequence[Any], result: Result) -> dict[str, SystemSpec]:
+    """The systems that ran, by name: tuned ones with what they chose, searched ones with the plan that was found."""
+    tuned, plans = (result.manifest[key].get("", {}) for key in ("tuned", "plans"))
+    found: dict[str, SystemSpec] = {}
+    for spec in parse_systems(entries):
+        if spec.name in plans and {part.policy for part in spec.parts} <= {"real", "verl"}:  # no part beside REAL's own
+            (again,) = parse_systems([{"name": spec.name, "use": [plans[spec.name], WITHOUT_BARRIERS]}])
+            found[spec.name] = again
+        elif spec.name in tuned:
+            alternatives = spec.alternatives(simulator.placed(spec.make()).context)
+            found[spec.name] = next(one for one, chose in alternatives if chose == tuned[spec.name])
+        else:
+            found[spec.name] = spec
+    return found
+
+
+def _second_pass(
+    runner: Runner, tables: dict[str, pd.DataFrame], baseline: str, specs: Mapping[str, SystemSpec],
+    in_verl: Mapping[str, Any],
+) -> tuple[Result, list[str]]:  # fmt: skip
+    """The contenders of a quick advice under all seeds; puts their ranking in place of that of one seed."""
+    screened = tables["screened"] = tables["ranking"]
+    kept = contenders(screened, baseline, [name for name, settings in in_verl.items() if settings is not None])
+    systems = {"systems": [as_entry(specs[name]) for name in kept], "baseline": baseline}
+    final = runner("the best", systems, ())
+    tuned = dict(zip(screened["system"], screened["tuned"], strict=True))
+    ranked = ranking(final)
+    tables["ranking"] = ranked.assign(tuned=ranked["system"].map(tuned))
+    experiment = final.manifest["experiment"]
+    steps = int(experiment["workflow"]["steps"])
+    return final, [left_out(screened, kept, len(final.manifest["seeds"]), steps)]
 
 
 def _settings(
@@ -150,12 +227,16 @@ def _settings(
     case: str | None,
     seeds: int | None,
     steps: int | None,
+    quick: bool,
 ) -> dict[str, Any]:
     """All settings of the one case that is looked at."""
     settings = dict(overrides) if isinstance(overrides, Mapping) else parse_overrides(overrides)
     shown = str(source) if isinstance(source, str | Path) else ""
     settings |= _one_case(load_experiment(source, settings)[0], case, shown)
-    planned = load_experiment(source, settings)[0].seed_list
+    experiment = load_experiment(source, settings)[0]
+    planned = experiment.seed_list
+    if quick:
+        return settings | quick_settings(seeds, steps, experiment.workflow.warmup)
     asked = {"seeds": seeds or (SEEDS if len(planned) > SEEDS else None), "workflow.steps": steps}
     return settings | {key: value for key, value in asked.items() if value is not None}
 
@@ -196,22 +277,6 @@ def _one_case(experiment: Experiment, case: str | None, shown: str) -> dict[str,
     return {**experiment.cases[case], "cases": {}}
 
 
-class _Runner:
-    """Runs the experiment with other systems or another cluster, on the same responses."""
-
-    def __init__(
-        self, source: str | Path | Mapping[str, Any], settings: Mapping[str, Any], progress: Progress | None
-    ) -> None:
-        self._source, self._settings, self._progress = source, settings, progress
-
-    def __call__(self, what: str, settings: Mapping[str, Any]) -> Result:
-        def told(done: int, total: int, name: str) -> None:
-            if self._progress:
-                self._progress(done, total, f"{what}: {name}")
-
-        return run(self._source, overrides={**self._settings, **settings}, progress=told)
-
-
 def _idle(result: Result, baseline: str, gpus: int) -> dict[str, pd.DataFrame]:
     own = {table: getattr(result, table) for table in ("steps", "spans", "responses", "stays", "calls")}
     own = {table: frame[frame["system"] == baseline] for table, frame in own.items()}
@@ -243,7 +308,10 @@ def read_tables(directory: str | Path) -> dict[str, pd.DataFrame]:
 
 
 def read_advice(directory: str | Path) -> tuple[dict[str, pd.DataFrame], list[str]] | None:
-    """The same, and the conclusions; None if the directory holds no advice. Raises `ConfigError` if it is damaged."""
+    """The same, and the headline with the conclusions; None if the directory holds no advice.
+
+    Raises `ConfigError` if it is damaged.
+    """
     path = Path(directory) / ADVICE
     if not path.is_file():
         return None
@@ -252,27 +320,7 @@ def read_advice(directory: str | Path) -> tuple[dict[str, pd.DataFrame], list[st
         if ADVICE in files and file_sha256(path) != files[ADVICE]:
             raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
         data = read_record(path, _Recorded)
-        return {name: pd.DataFrame(data[name]) for name, _, _ in SECTIONS}, list(data["conclusions"])
+        said = [data["headline"], " ".join([data["how"], *data["changes"]]), *data["conclusions"]]
+        return {name: pd.DataFrame(data[name]) for name, _, _ in SECTIONS}, [text for text in said if text]
     except (ValueError, KeyError) as error:
         raise ConfigError(f"{path}: the advice is damaged: {error}") from None
-
-
-def _scaled(
-    run_here: _Runner, cluster: Cluster, result: Result, chosen: list[str], entries: list[Any], most: int
-) -> tuple[pd.DataFrame, list[str]]:
-    """The chosen systems on other numbers of GPUs, and what was assumed or left out."""
-    named = {spec.name: spec for spec in parse_systems(entries)}
-    here = result.steps[result.steps["system"].isin(chosen)]
-    rows = [scaling_rows(replace(result, steps=here), cluster.gpus)]
-    notes: list[str] = []
-    for size in sizes(cluster, most):
-        spelled, assumed = resized(cluster, size)
-        notes += [assumed] if assumed else []
-        for name in chosen:
-            system = {"name": name, "use": [{part.policy: dict(part.parameters)} for part in named[name].parts]}
-            settings = {"cluster": spelled, "baseline": None, "systems": [system]}
-            try:
-                rows.append(scaling_rows(run_here(f"{size} GPUs", settings), size))
-            except RlsimError as error:
-                notes.append(f"{name} on {size} GPUs left out: {error}")
-    return pd.concat(rows, ignore_index=True), notes

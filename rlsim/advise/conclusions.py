@@ -8,20 +8,22 @@ from typing import Any
 import pandas as pd
 
 from rlsim.advise.idle import CAUSES, tail_of
-from rlsim.advise.scaling import enough
+from rlsim.advise.scaling import enough, shape
 from rlsim.formats import number, with_interval
+from rlsim.hardware import Cluster
+from rlsim.verl.overrides import gpus_of
 
 #: Names in a sentence.
 MOST_NAMES = 4
 
 
-def conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float) -> tuple[str, ...]:
-    """What fits, why GPUs are idle, what is fastest, and how many GPUs pay."""
+def conclusions(tables: Mapping[str, pd.DataFrame], baseline: str, worth: float, cluster: Cluster) -> tuple[str, ...]:
+    """What fits, why GPUs are idle, what is fastest, and how many GPUs pay, with veRL's settings for fewer of them."""
     return (
         _fits(tables["memory"]),
         _idle(tables["idle"], baseline),
         _fastest(tables["ranking"], baseline),
-        _pays(tables["scaling_best"], worth),
+        _pays(tables["scaling_best"], worth, cluster),
     )
 
 
@@ -70,11 +72,17 @@ def _fastest(ranked: pd.DataFrame, baseline: str) -> str:
     return text
 
 
-def _pays(best: pd.DataFrame, worth: float) -> str:
+def _pays(best: pd.DataFrame, worth: float, cluster: Cluster) -> str:
+    if len(best) == 1:
+        return f"GPUs: no other number than {cluster.gpus} was tried"
     gpus, beyond = enough(best, worth)
     if beyond:
         fewest = ", the fewest tried," if gpus == best["gpus"].min() else ""
-        return f"GPUs: more than {gpus}{fewest} do not pay (twice as many are less than {worth:g} times as fast)"
+        text = f"GPUs: more than {gpus}{fewest} do not pay (twice as many are less than {worth:g} times as fast)"
+        if gpus >= cluster.gpus:
+            return text
+        settings = gpus_of(*shape(cluster, gpus))
+        return f"{text}; in veRL {' '.join(f'{key}={value}' for key, value in settings.items())}"
     tried = int(best["gpus"].max())
     return f"GPUs: every doubling up to {tried} pays (at least {worth:g} times as fast); more were not tried"
 

@@ -7,6 +7,7 @@ import sys
 import pandas as pd
 
 from rlsim.cost.memory import RESERVED_BYTES, RolloutMemory
+from rlsim.cost.rollout import powers_of_two
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import engine_memory
@@ -26,16 +27,18 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
     `waits` whether a step's sequences of mean length are more than the cache or the engine takes at once.
     """
     try:
-        plan, cluster, unplaced = placed.plan, placed.rollout_cluster, ""
+        plan, unplaced = placed.plan, ""
     except CapacityError as error:  # other calls do not fit: what generation needs is known nonetheless
-        plan, cluster, unplaced = placed.unchecked_plan, placed.cluster, str(error)
-    beside_bytes, whole = placed.memory.resident_bytes(plan, placed.gpus), placed.loaded.cluster.gpus_per_node
+        plan, unplaced = placed.unchecked_plan, str(error)
+    cluster, gpus = placed.loaded.cluster, len(placed.generation.gpus)
+    left = len(placed.generation.nodes(cluster)[0])  # of a node; as many of each
+    beside_bytes = placed.memory.resident_bytes(plan, placed.gpus)
     rows = []
-    for tp in (1 << i for i in range(whole.bit_length()) if whole % (1 << i) == 0):
-        row: dict[str, object] = {"tp": tp, "replicas": cluster.gpus // tp, "fits": False, "waits": False}
-        if cluster.gpus_per_node % tp:
-            left = f"the {cluster.gpus_per_node} GPUs of a node that workflow.reward.judge leaves"
-            rows.append({**row, "why_not": f"TP {tp} does not divide {left}"})
+    for tp in powers_of_two(cluster.gpus_per_node):
+        row: dict[str, object] = {"tp": tp, "replicas": gpus // tp, "fits": False, "waits": False}
+        if left % tp:
+            why_not = f"TP {tp} does not divide the {left} GPUs of a node that workflow.reward.judge leaves"
+            rows.append({**row, "why_not": why_not})
             continue
         try:
             memory = engine_memory(
@@ -44,7 +47,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
         except ConfigError as error:
             rows.append({**row, "why_not": str(error)})
             continue
-        row |= {"resident_gb": beside_bytes / GB, **_engine_row(placed.loaded, memory, tp, cluster.gpus)}
+        row |= {"resident_gb": beside_bytes / GB, **_engine_row(placed.loaded, memory, tp, gpus)}
         rows.append({**row, "fits": False, "why_not": unplaced} if unplaced else row)
     return pd.DataFrame(rows, columns=[*_COLUMNS])
 

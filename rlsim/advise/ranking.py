@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 
+from rlsim.advise.quick import REAL, SEARCHED_GPUS
 from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.backlog import backlog, comparable
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.placed import SearchAheadError
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
 from rlsim.experiment.simulator import Simulator
@@ -26,34 +29,40 @@ _START_TP = ("pat", "planner")
 
 
 def candidates(
-    simulator: Simulator, own: Sequence[SystemSpec], skip: Collection[str] = ()
+    simulator: Simulator, own: Sequence[SystemSpec], skip: Collection[str] = (), *, quick: bool = False
 ) -> tuple[list[Any], dict[str, str]]:
     """Entries of `systems` for every shipped policy that applies, and why each of the others does not.
 
-    Static TP at every feasible degree, PAT and the planner from each, every other policy as it ships (tuned where it
-    has something to tune). Those that behave like one of `own` are left out, and policies in `skip`. Raises
-    `CatalogueError` if one of these does not exist.
+    Static TP at every feasible degree, PAT and the planner from each (`quick`: from the one that they choose), every
+    other policy as it ships (tuned where it has something to tune; `quick`: with a smaller search). Those that behave
+    like one of `own` are left out, and policies in `skip`. Raises `CatalogueError` if one of these does not exist.
     """
     for name in skip:
         if name not in BUILTIN:
             raise unknown_name("policy", name, BUILTIN)
     degrees = list(simulator.placed().context.feasible_tps)
     entries: list[Any] = [{"verl": {"tp": tp}} for tp in degrees]
-    entries += [{part: {"start_tp": tp}} for part in _START_TP for tp in degrees[:-1]]
-    entries += [name for name in BUILTIN if name not in (*_START_TP, "verl")]
-    taken, known, refused = list[Any](), {spec.key for spec in own}, dict[str, str]()
+    if quick:
+        entries += [*_START_TP, {"real": REAL}]
+    else:
+        entries += [{part: {"start_tp": tp}} for part in _START_TP for tp in degrees[:-1]]
+    entries += [name for name in BUILTIN if name not in (*_START_TP, "verl", *(("real",) if quick else ()))]
+    taken, known, refused = list[Any](), {_key(spec, simulator) for spec in own}, dict[str, str]()
+    known |= {spec.key for spec in own}
     names = {spec.name for spec in own}
     for entry in entries:
         policy, name = (entry, entry) if isinstance(entry, str) else (next(iter(entry)), _name(entry))
         why = "left out, as asked" if policy in skip else _ALONE.get(name) or _pointless(name, simulator.loaded)
+        if quick and policy == "real" and simulator.loaded.cluster.gpus > SEARCHED_GPUS:
+            why = f"--quick searches no plan for more than {SEARCHED_GPUS} GPUs; rlsim plan does"
         if why is None:
             named = {"name": _free(name, names), "use": [entry]}
             (spec,) = parse_systems([named])
-            if spec.key in known:
+            if known & {spec.key, _key(spec, simulator)}:
                 continue
             why = _unfit(simulator, spec)
         if why is None:
-            known.add(spec.key)
+            known |= {spec.key, _key(spec, simulator)}
             names.add(spec.name)
             taken.append(named)
         else:
@@ -61,18 +70,35 @@ def candidates(
     return taken, refused
 
 
+def _key(spec: SystemSpec, simulator: Simulator) -> str:
+    """What a system is known by: parts that choose a TP to start from behave as if they were given it."""
+    if len(spec.parts) != 1 or spec.parts[0].policy not in _START_TP:
+        return spec.key
+    system = spec.make()
+    try:
+        context = simulator.placed(system).context
+        system.control.setup(context)
+        start = {"start_tp": system.initial_tp(context)}
+    except RlsimError:  # what it is, a check says
+        return spec.key
+    (part,) = spec.parts
+    return replace(part, parameters={**part.parameters, **start}).key
+
+
 def _unfit(simulator: Simulator, spec: SystemSpec) -> str | None:
     """Why a system cannot run; None if it can."""
     try:
         check_system(simulator, spec)
+    except SearchAheadError:
+        return None  # as far as is known before the search
     except RlsimError as error:
         return str(error).removeprefix(f"{spec.shown}: ")
     return None
 
 
-def _name(entry: Mapping[str, Mapping[str, int]]) -> str:
+def _name(entry: Mapping[str, Mapping[str, Any]]) -> str:
     ((policy, parameters),) = entry.items()
-    return f"{policy}-tp{next(iter(parameters.values()))}"
+    return policy if parameters is REAL else f"{policy}-tp{next(iter(parameters.values()))}"
 
 
 def _free(name: str, taken: Iterable[str]) -> str:

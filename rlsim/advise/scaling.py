@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from rlsim.experiment.result import Result
-from rlsim.experiment.summary import means, paired_ratio
-from rlsim.hardware import Cluster, load_cluster
+from rlsim.experiment.summary import mean_ratio, means, paired_ratio
+from rlsim.hardware import Cluster, load_cluster, node_types
 
 #: A doubling of the GPUs pays while it is at least so many times as fast: the added ones do half of what the others do.
 WORTH = 1.5
-#: Whose link joins nodes where the cluster has one node only.
-LENDER = "2x8xh100"
+#: Whose nodes' link joins those of a GPU of which the catalogue knows no link between nodes.
+LENDER = "h100"
 
 
 def sizes(cluster: Cluster, most: int) -> list[int]:
@@ -26,18 +27,22 @@ def sizes(cluster: Cluster, most: int) -> list[int]:
     return [*([half] if fits else []), *(cluster.gpus << i for i in range(1, most.bit_length()))]
 
 
-def resized(cluster: Cluster, gpus: int) -> tuple[dict[str, Any], str]:
-    """The cluster with so many GPUs, as an experiment spells it, and what was assumed.
+def shape(cluster: Cluster, gpus: int) -> tuple[int, int]:
+    """Nodes and GPUs per node: nodes stay as they are while at least one is full; fewer GPUs are one smaller node."""
+    return max(gpus // cluster.gpus_per_node, 1), min(gpus, cluster.gpus_per_node)
 
-    Nodes stay as they are while at least one is full; fewer GPUs are one smaller node.
-    """
-    nodes, per_node = max(gpus // cluster.gpus_per_node, 1), min(gpus, cluster.gpus_per_node)
+
+def resized(cluster: Cluster, gpus: int) -> tuple[dict[str, Any], str]:
+    """The cluster with so many GPUs, as an experiment spells it, and what was assumed."""
+    nodes, per_node = shape(cluster, gpus)
     spelled: dict[str, Any] = {"name": f"{nodes}x{per_node}x{cluster.gpu.name}", "gpu": cluster.gpu.model_dump()}
     spelled |= {"nodes": nodes, "gpus_per_node": per_node}
     inter, assumed = cluster.inter, ""
     if nodes > 1 and inter is None:
-        inter = load_cluster(LENDER).inter
-        assumed = f"{cluster.name} has one node: the link between several is taken from {LENDER}"
+        kinds = [kind for kind, node in node_types().items() if node.gpu.name == cluster.gpu.name and node.inter]
+        lender = load_cluster(f"2x8x{kinds[0] if kinds else LENDER}")
+        inter = lender.inter
+        assumed = f"{cluster.name} has one node: the link between several is taken from {lender.name}"
     for key, link in (("intra", cluster.intra), ("inter", inter if nodes > 1 else None), ("host", cluster.host)):
         if link is not None:
             spelled[key] = link.model_dump()
@@ -63,14 +68,15 @@ def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
     for (system, gpus), own in groups.items():
         rate, half = own["responses_per_s"], groups.get((system, gpus / 2))
         doubling, low, high = paired_ratio(rate, rate.iloc[:0] if half is None else half["responses_per_s"])
-        step_s, tokens_per_s = float(own["step_time_s"].mean()), float(own["tokens_per_s"].mean())
+        whole = _of_all_seeds(own)
+        step_s, tokens_per_s = whole["step_time_s"], whole["tokens_per_s"]
         found.append(
             {
                 "gpus": gpus,
                 "system": system,
                 "step_time_s": step_s,
                 "gpu_s_per_step": gpus * step_s,
-                "responses_per_s": float(rate.mean()),
+                "responses_per_s": whole["responses_per_s"],
                 "tokens_per_s": tokens_per_s,
                 "tokens_per_gpu_s": tokens_per_s / gpus,
                 "doubling": doubling,
@@ -85,13 +91,31 @@ def scaling(rows: pd.DataFrame, worth: float = WORTH) -> pd.DataFrame:
     return table
 
 
+def _of_all_seeds(own: pd.DataFrame) -> dict[str, float]:
+    """What `rlsim.experiment.summary.means` makes of all steps of a system: rates are what was done over the time.
+
+    All seeds have as many steps, so that is the mean over seeds, weighted with their time.
+    """
+    times = own["step_time_s"]
+    rates = {name: float(np.average(own[name], weights=times)) for name in ("responses_per_s", "tokens_per_s")}
+    return {"step_time_s": float(times.mean()), **rates}
+
+
 def best_doublings(rows: pd.DataFrame) -> pd.DataFrame:
-    """The fastest system at each number of GPUs against the fastest at half: gpus, system, doubling, marginal."""
-    mean = rows.groupby(["gpus", "system"])["responses_per_s"].mean().unstack()
-    best = mean.max(axis=1)
-    doubling = best / best.reindex(best.index / 2).to_numpy()
-    found = {"system": mean.idxmax(axis=1), "doubling": doubling, "marginal": doubling - 1.0}
-    return pd.DataFrame(found).rename_axis("gpus").reset_index()
+    """The fastest system at each number of GPUs against the fastest at half: gpus, system, doubling, marginal.
+
+    Fastest by the geometric mean over seeds, and `doubling` that of the seeds' ratios, as rankings and speedups are.
+    """
+    rates = rows.set_index("seed").groupby(["gpus", "system"])["responses_per_s"]
+    typical = rates.agg(lambda own: mean_ratio(own.tolist())[0]).unstack()
+    fastest: dict[Any, Any] = typical.idxmax(axis=1).to_dict()
+    best = {gpus: (name, rates.get_group((gpus, name))) for gpus, name in fastest.items()}
+    found = []
+    for gpus, (system, own) in best.items():
+        half = best[gpus // 2][1] if gpus / 2 in best else own.iloc[:0]
+        doubling = paired_ratio(own, half)[0]
+        found.append({"gpus": gpus, "system": system, "doubling": doubling, "marginal": doubling - 1.0})
+    return pd.DataFrame(found)
 
 
 def enough(best: pd.DataFrame, worth: float = WORTH) -> tuple[int, bool]:

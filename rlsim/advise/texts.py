@@ -13,7 +13,7 @@ from rlsim.advise.idle import CAUSES, tail_of
 from rlsim.formats import number, rate, share, with_interval
 
 #: Columns that hold words.
-WORDS = ("system", "system (* fastest)", "call", "why not", "")
+WORDS = ("system", "system (* fastest)", "call", "why not", "offload", "")
 
 #: With more GPUs than these, those of a node are shown together.
 MOST_GPUS = 16
@@ -123,6 +123,24 @@ def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     return ["system", "responses/s", "speedup", "by tokens", "step s", "idle", "tail", ""], rows
 
 
+def _plan(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    columns = {
+        "gpus": "GPUs",
+        "tp": "TP",
+        "pp": "PP",
+        "dp": "DP",
+        "micro_batches": "micro-batches",
+        "zero_stage": "ZeRO",
+    }
+    rows = []
+    for row in frame.to_dict("records"):
+        counts = ["–" if pd.isna(row[key]) else f"{row[key]:.0f}" for key in list(columns)[1:]]
+        kept = "" if pd.isna(row["memory_share"]) else share(row["memory_share"], 1)
+        offload = "yes" if row["offload"] is True else ""
+        rows.append([str(row["system"]), str(row["call"]), str(row["gpus"]), *counts, offload, kept])
+    return ["system", "call", *columns.values(), "offload", "engine's memory"], rows
+
+
 def _scaling(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     rows = [
         [
@@ -155,5 +173,7 @@ _SHOWN: dict[str, Callable[[pd.DataFrame], tuple[list[str], list[list[str]]]]] =
     "idle": _idle,
     "idle_waits": _waits,
     "ranking": _ranking,
+    "screened": _ranking,
+    "plan": _plan,
     "scaling": _scaling,
 }

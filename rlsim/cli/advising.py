@@ -35,32 +35,32 @@ def advise(
         list[str] | None,
         typer.Option(help="Shipped policy to leave out, such as real; repeatable.", autocompletion=complete.policies),
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One step of every system, then a few seeds of the best; no other GPU counts."),
+    ] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the conclusions only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the headline and the conclusions only.")] = False,
 ) -> None:
-    """Say what fits, why GPUs are idle, which system and TP to take, and how many GPUs pay.
+    """Say what to run and which settings of veRL to change, what fits, why GPUs are idle, and how many GPUs pay.
 
-    Example: rlsim advise experiments/pat_vs_static.yaml --seeds 3
+    Example: rlsim advise experiments/pat_vs_static.yaml --quick
     """
     from rlsim.advise.advice import advise as find_advice
     from rlsim.report.write import write_report
 
     add_code_folders(experiment)
     target = _target(experiment, settings, out)
-    with progress_bar(quiet or as_json) as progress:
-        advice = find_advice(
-            experiment,
-            overrides=settings or (),
-            case=case,
-            seeds=seeds,
-            steps=steps,
-            worth=worth,
-            top=top,
-            most=most,
-            skip=skip or (),
-            out=target,
-            progress=progress,
-        )
+    try:
+        with progress_bar(quiet or as_json) as progress:
+            advice = find_advice(
+                experiment, overrides=settings or (), case=case, seeds=seeds, steps=steps, worth=worth, top=top,
+                most=most, skip=skip or (), quick=quick, workers=workers, out=target, progress=progress,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        typer.echo("rlsim: interrupted; nothing was written", err=True)
+        raise typer.Exit(130) from None
     page = write_report(target)
     if as_json:
         typer.echo(json.dumps(advice.as_json(), indent=2))
@@ -85,9 +85,15 @@ def _print(advice: Advice, target: Path, quiet: bool) -> None:
     from rlsim.advise.texts import texts
     from rlsim.cli.terminal import Console
 
-    if not quiet:
-        print_tables(map(_table, texts(advice.tables)))
     console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(advice.headline.text, style="bold")
+    if advice.headline.how:
+        console.print(advice.headline.how)
+    for change in advice.headline.changes:
+        console.print(f"    {change}")
+    if not quiet:
+        console.print()
+        print_tables(map(_table, texts(advice.tables)))
     for sentence in advice.conclusions:
         console.print(sentence, style="bold")
     if not quiet:

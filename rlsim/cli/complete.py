@@ -31,11 +31,17 @@ def _of_catalogue(*kinds: str, suffix: str = ".yaml") -> Completer:
 
 experiments = _of_catalogue("experiments")
 sweeps = _of_catalogue("sweeps", "experiments")  # a sweep is made of either
-clusters = _of_catalogue("clusters")
 models = _of_catalogue("models")
 gpus = _of_catalogue("gpus")
 calibrations = _of_catalogue("calibration")
 traces = _of_catalogue("traces", suffix=".parquet")
+
+
+def clusters(incomplete: str) -> list[str]:
+    """Nodes of the catalogue, and so many of them as have been typed."""
+    nodes, several, _ = incomplete.partition("x")
+    names = list(catalogue.names("clusters"))
+    return _fitting([*names, *(f"{nodes}x{name}" for name in names if several and nodes.isdecimal())], incomplete)
 
 
 def verl_versions(incomplete: str) -> list[str]:

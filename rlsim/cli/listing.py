@@ -31,17 +31,21 @@ def gpus() -> None:
 
 @app.command()
 def clusters() -> None:
-    """Clusters: nodes, GPUs and links.
+    """Nodes of clusters: GPUs and links. Any number of nodes, or part of one, is known by its name.
 
     Example: rlsim list clusters
     """
-    from rlsim.hardware import load_cluster
+    from rlsim.hardware import node_types
 
     rows = [
-        (c.name, str(c.nodes), f"{c.gpus_per_node} x {c.gpu.name}", c.intra.name, c.inter.name if c.inter else "")
-        for c in _loaded("clusters", load_cluster)
+        (node.name, f"{node.gpus_per_node} x {node.gpu.name}", node.intra.name, node.inter.name if node.inter else "-")
+        for node in node_types().values()
     ]
-    _print(("name", "nodes", "GPUs each", "inside a node", "between nodes"), rows)
+    _print(("name", "a node", "inside a node", "between nodes"), rows)
+    typer.echo(
+        "Several nodes, or part of one: nodes x GPUs of a node x GPU, such as 2x8xh100, 16x8xh100, 4x4xa100, 2xh100.\n"
+        "-: the link between nodes is not known; spell out a cluster of several nodes."
+    )
 
 
 @app.command()

@@ -42,18 +42,24 @@ class CallCosts:
         self._efficiency = TrainEfficiency(flop=efficiency or known[backend])
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._moved: dict[str, Reallocation] = {}
-        self._made: dict[tuple[str, TrainStrategy], TrainCost] = {}
+        self._made: dict[tuple[str, TrainStrategy, int], TrainCost] = {}
 
-    def of(self, role: str, strategy: TrainStrategy) -> TrainCost:
-        """Calls on the model of that role; raises `ConfigError` if the strategy suits neither model nor cluster."""
-        key = self._shapes[role], strategy  # roles with models of one shape share it
+    def of(self, role: str, strategy: TrainStrategy, first_gpu: int = 0) -> TrainCost:
+        """Calls on the model of that role, on the GPUs from `first_gpu` on.
+
+        Raises `ConfigError` if the strategy suits neither model nor cluster.
+        """
+        first_gpu %= self.cluster.gpus_per_node  # which nodes does not matter
+        key = self._shapes[role], strategy, first_gpu  # roles with models of one shape share it
         if key not in self._made:
-            self._made[key] = TrainCost(self.models[role], self.cluster, self.collectives, strategy, self._efficiency)
+            self._made[key] = TrainCost(
+                self.models[role], self.cluster, self.collectives, strategy, self._efficiency, first_gpu
+            )
         return self._made[key]
 
-    def sync_s(self, role: str, strategy: TrainStrategy, rollout_tp: int) -> float:
+    def sync_s(self, role: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int = 0) -> float:
         """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs."""
-        return weight_sync_s(self.models[role], self.collectives, self.cluster, strategy, rollout_tp)
+        return weight_sync_s(self.models[role], self.collectives, self.cluster, strategy, rollout_tp, first_gpu)
 
     def reallocation(self, role: str) -> Reallocation:
         """Seconds of moving that model's parameters between placements."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from rlsim.cost.calibration import Calibration, HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.host import HostedStep, longer
+from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import pack
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.cost.transfer import CollectiveTime
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
@@ -184,12 +184,13 @@ def pipelined_step_cost(
     calibration: Calibration | str,
     *,
     dp: int = 1,
+    first_gpu: int = 0,
     sampling_s_per_logit: float = 0.0,
     graphs: bool = True,
 ) -> StepCost:
     """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs each; with `pp` 1 that of `step_cost`.
 
-    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from the start of a node on. `sampling_s_per_logit`
+    Stages lie tp · dp GPUs apart (TP innermost, then DP, then PP), from `first_gpu` on. `sampling_s_per_logit`
     is what the GPU takes for each entry of a sampled token's vocabulary, after the head and on the last stage: nothing
     for the fused kernels of serving engines, much for a framework that sorts all logits of one sequence after another.
     Without `graphs` an iteration takes at least as long as the host needs to launch its kernels (`EagerFit`).
@@ -212,11 +213,11 @@ def pipelined_step_cost(
     on_gpu = calibration.host.model_copy(update={"step_s": 0.0, "sequence_s": sampling_s, "prefill_s": 0.0})
     roofline = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": on_gpu}))
     kernels = roofline if graphs else _launched(roofline, model, tp, calibration)
-    nodes = [cluster.node_of(stage * tp * dp) for stage in range(pp)]
-    across = sum(a != b for a, b in pairwise(nodes))
+    layout = Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)
+    inside, across = Groups(roofline.collectives, cluster, layout).boundaries
     boundaries = Boundaries(
         hidden_bytes=BF16 * model.hidden_size,
-        inside=pp - 1 - across,
+        inside=inside,
         across=across,
         collectives=roofline.collectives,
     )

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Integers, Layout, canonical
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import Floats
-from rlsim.cost.transfer import CollectiveTime
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
@@ -84,11 +84,10 @@ class Reallocation:
         """All-gathering what ZeRO-3 shards: layer by layer, the embedding, the head with the final norm."""
         if not source.zero3:
             return 0.0
-        model = self.model
-        nodes = self.cluster.nodes_of(source.shards, stride=source.tp)
+        model, groups = self.model, Groups(self._collectives, self.cluster, source)
 
         def unit_s(parameters: float) -> float:
-            return self._collectives.time_s("all_gather", BF16 * parameters / source.tp, source.shards, nodes)
+            return groups.time_s("all_gather", BF16 * parameters / source.tp, "shards")
 
         ends_s = unit_s(model.vocab_size * model.hidden_size) + unit_s(model.head_parameters + model.hidden_size)
         return model.num_hidden_layers * unit_s(model.layer_parameters) + ends_s

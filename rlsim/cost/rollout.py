@@ -22,9 +22,9 @@ class RolloutCostModel:
     """Times and sizes of a rollout: decoding, prefill, KV cache, TP switches. The same question has the same answer.
 
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
-    memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). With `pp`
-    stages a replica of n GPUs has TP n / pp, and what follows calls n its degree. `sampling_s_per_logit` and
-    `graphs` as in `pipelined_step_cost`.
+    memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). `gpus` are
+    those of the cluster that generate (default: all). With `pp` stages a replica of n GPUs has TP n / pp, and what
+    follows calls n its degree. `sampling_s_per_logit` and `graphs` as in `pipelined_step_cost`.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class RolloutCostModel:
         max_sequences: int = 1024,
         memory_utilization: float = 0.9,
         resident_bytes: float = 0.0,
+        gpus: Sequence[int] | None = None,
         pp: int = 1,
         sampling_s_per_logit: float = 0.0,
         graphs: bool = True,
@@ -46,6 +47,7 @@ class RolloutCostModel:
         self.page_tokens = page_tokens
         self._collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._resident_bytes = resident_bytes
+        self._gpus = range(cluster.gpus) if gpus is None else gpus
         self._pp = pp
         self._sampling_s_per_logit, self._graphs = sampling_s_per_logit, graphs
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
@@ -58,7 +60,7 @@ class RolloutCostModel:
         return self._collectives.lookups.merge(step.lookups() for step in self._steps)
 
     def _step(self, tp: int) -> StepCost:
-        pp, dp = self._pp, max(self.cluster.gpus // tp, 1)
+        pp, dp = self._pp, max(len(self._gpus) // tp, 1)
         step = pipelined_step_cost(
             self.model,
             tp // pp,
@@ -66,6 +68,7 @@ class RolloutCostModel:
             self.cluster,
             self.calibration,
             dp=dp,
+            first_gpu=self._gpus[0],
             sampling_s_per_logit=self._sampling_s_per_logit,
             graphs=self._graphs,
         )
@@ -88,13 +91,15 @@ class RolloutCostModel:
             min_tokens=min_tokens,
         ).pages
 
-    def feasible_tps(self, sequence_tokens: int, only: int | None = None) -> tuple[tuple[int, ...], dict[int, str]]:
-        """Power-of-two degrees in a node whose replica holds one sequence of so many tokens; the others and why not.
+    def feasible_tps(
+        self, sequence_tokens: int, degrees: Iterable[int] | None = None
+    ) -> tuple[tuple[int, ...], dict[int, str]]:
+        """Degrees whose replica holds one sequence of so many tokens; the others and why not.
 
-        `only` that degree, if it is given.
+        Of `degrees`, by default the powers of two that divide a whole node.
         """
         feasible, infeasible = [], {}
-        for tp in _degrees(self.cluster.gpus_per_node) if only is None else (only,):
+        for tp in powers_of_two(self.cluster.gpus_per_node) if degrees is None else degrees:
             try:
                 self.capacity_pages(tp, sequence_tokens)
                 feasible.append(tp)
@@ -103,16 +108,16 @@ class RolloutCostModel:
         return tuple(feasible), infeasible
 
     def switch(
-        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: str, first_use: bool
+        self, gpus: int, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: str, first_use: bool
     ) -> SwitchCost:
-        """Pause of a node that goes to another TP with `sequences` unfinished requests, some holding `contexts` of KV.
+        """Pause of `gpus` GPUs of a node, going to another TP with `sequences` unfinished requests.
 
-        Weights are resharded layer by layer. KV migrates (`kv` = "migrate") inside groups of max(from, to) GPUs side by
-        side, each moving its share, or is left to be recomputed by the engine (then it costs nothing here). Decode
-        graphs are captured for the batch sizes up to a target replica's share of the requests only. Communication
-        groups are created at their first use.
+        Weights are resharded layer by layer. The KV of `contexts` migrates (`kv` = "migrate") inside groups of
+        max(from, to) GPUs side by side, each moving its share, or is left to be recomputed by the engine (then it costs
+        nothing here). Decode graphs are captured for the batch sizes up to a target replica's share of the requests
+        only. Communication groups are created at their first use.
         """
-        runtime, gpus = self.calibration.runtime, self.cluster.gpus_per_node
+        runtime = self.calibration.runtime
         graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), runtime.graph_batch_sizes)
         moved_s = 0.0
         if kv == "migrate":
@@ -138,5 +143,6 @@ class RolloutCostModel:
         return self._collectives.time_s("send_recv", per_rank, 2, 1 if same_node else 2) if per_rank else 0.0
 
 
-def _degrees(gpus: int) -> Iterable[int]:
-    return (1 << i for i in range(gpus.bit_length()) if gpus % (1 << i) == 0)
+def powers_of_two(gpus: int) -> list[int]:
+    """Those that divide a number of GPUs, in ascending order."""
+    return [1 << i for i in range(gpus.bit_length()) if gpus % (1 << i) == 0]

@@ -8,15 +8,19 @@ with FSDP's prefetching of one layer; micro-batching by token budget as in veRL.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.cost.groups import CollectiveTime, Groups
+from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, stage_parameters
 from rlsim.cost.packing import Floats, deal, pack
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.transfer import CollectiveTime, host_copy_s
+from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
@@ -136,7 +140,8 @@ class TrainCost:
     """Cost of one model's training and inference calls under one strategy.
 
     `lengths` are tokens of prompt and response together, one per sequence, in the order in which they are trained on.
-    Raises `ConfigError` if the strategy suits neither model nor cluster.
+    `first_gpu` is the GPU at which its mesh begins: it decides how groups lie over nodes. Raises `ConfigError` if the
+    strategy suits neither model nor cluster.
     """
 
     def __init__(
@@ -146,12 +151,14 @@ class TrainCost:
         collectives: CollectiveTime,
         strategy: TrainStrategy,
         efficiency: TrainEfficiency,
+        first_gpu: int = 0,
     ) -> None:
         strategy.check_model(model)
         if strategy.gpus > cluster.gpus:
             raise ConfigError(f"training strategy needs {strategy.gpus} GPUs; {cluster.name} has {cluster.gpus}")
         self.model, self.cluster, self.strategy, self.efficiency = model, cluster, strategy, efficiency
         self._collectives = collectives
+        self._groups = Groups(collectives, cluster, Layout.of(first_gpu, strategy), strategy.sharded_over)
         gpu = cluster.gpu
         split = strategy.tp * strategy.cp
         self._layers = math.ceil(model.num_hidden_layers / strategy.pp)
@@ -335,48 +342,39 @@ class TrainCost:
         exposed = np.zeros_like(tokens)
         local = tokens / strategy.cp
         if strategy.tp > 1:
-            nodes = self.cluster.nodes_of(strategy.tp)
             ops = ("all_gather", "reduce_scatter") if strategy.sequence_parallel else ("all_reduce",)
             for op in ops:
-                time = self._interpolated(op, local * (model.hidden_size * BF16), strategy.tp, nodes)
+                time = _interpolated(partial(self._groups.time_s, op, group="tp"), local * (model.hidden_size * BF16))
                 exposed += 2 * passes.tensor_parallel * time
         if strategy.cp > 1:
-            nodes = self.cluster.nodes_of(strategy.cp, stride=strategy.tp)
             size = tokens * (2 * model.kv_dim * BF16 / strategy.tp)
-            exchange = self._interpolated("all_gather", size, strategy.cp, nodes) * passes.tensor_parallel
-            exposed += np.maximum(exchange - attention, 0.0)
+            exchange = _interpolated(partial(self._groups.time_s, "all_gather", group="cp"), size)
+            exposed += np.maximum(exchange * passes.tensor_parallel - attention, 0.0)
         return compute, exposed
-
-    def _interpolated(self, op: str, sizes: Floats, gpus: int, nodes: int) -> Floats:
-        """Seconds of `op` for every size, interpolated between 16 that span them (a look-up for each would be slow)."""
-        low, high = float(sizes[sizes > 0].min()), float(sizes.max())
-        grid = np.geomspace(low, high, 16) if high > low else np.array([high])
-        times = [self._collectives.time_s(op, float(size), gpus, nodes) for size in grid]
-        return np.where(sizes > 0, np.interp(sizes, grid, times), 0.0)
 
     def _gather_s(self, parameters: float) -> float:
         """ZeRO-3: gathering one unit of the model in bf16."""
-        return self._shard_collective("all_gather", parameters / self.strategy.tp * BF16)
+        return self._groups.time_s("all_gather", parameters / self.strategy.tp * BF16, "sharded")
 
     def _scatter_s(self, parameters: float) -> float:
         """ZeRO-3: reducing one unit's gradient in fp32 to its shards."""
-        return self._shard_collective("reduce_scatter", parameters / self.strategy.tp * FP32)
-
-    def _shard_collective(self, op: str, size: float) -> float:
-        strategy = self.strategy
-        nodes = self.cluster.nodes_of(strategy.sharded_over, stride=strategy.tp)
-        return self._collectives.time_s(op, size, strategy.sharded_over, nodes)
+        return self._groups.time_s("reduce_scatter", parameters / self.strategy.tp * FP32, "sharded")
 
     def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
-        """Sends of activations (and gradients): all micro-batches over one boundary, the largest over the others."""
+        """Sends of activations (and gradients): all micro-batches over a slowest boundary, the largest over others."""
         strategy = self.strategy
         if strategy.pp == 1:
             return 0.0
-        stride = strategy.tp * strategy.shards
-        nodes = 2 if stride >= self.cluster.gpus_per_node else 1
         width = self.model.hidden_size * BF16 / (strategy.tp if strategy.sequence_parallel else 1)
-        sends = self._interpolated("send_recv", tokens * (width / strategy.cp), 2, nodes)
-        way_s = sends.sum(axis=1) + (strategy.pp - 2) * sends.max(axis=1)
+        sizes, (inside, across) = tokens * (width / strategy.cp), self._groups.boundaries
+        (most, slowest), *others = [
+            (count, _interpolated(partial(self._collectives.time_s, "send_recv", gpus=2, nodes=nodes), sizes))
+            for count, nodes in ((across, 2), (inside, 1))
+            if count
+        ]
+        way_s = slowest.sum(axis=1) + (most - 1) * slowest.max(axis=1)
+        for count, sends in others:
+            way_s += count * sends.max(axis=1)
         return float(way_s.mean()) * (2 if passes.backward else 1)
 
     # Updates ---------------------------------------------------------------------------------------------------------
@@ -391,14 +389,11 @@ class TrainCost:
         if strategy.shards == 1 or (strategy.zero_stage == 3 and group == strategy.shards):
             return 0.0
         if strategy.zero_stage == 3:
-            replicas = strategy.shards // group
-            nodes = self.cluster.nodes_of(replicas, stride=strategy.tp * group)
-            return self._collectives.time_s("all_reduce", local / group * FP32, replicas, nodes)
+            return self._groups.time_s("all_reduce", local / group * FP32, "replicas")
         if strategy.zero_stage == 0:
-            return self._shard_collective("all_reduce", local * FP32)
-        return self._shard_collective("reduce_scatter", local * FP32) + self._shard_collective(
-            "all_gather", local * BF16
-        )
+            return self._groups.time_s("all_reduce", local * FP32, "shards")
+        scatter_s = self._groups.time_s("reduce_scatter", local * FP32, "shards")
+        return scatter_s + self._groups.time_s("all_gather", local * BF16, "shards")
 
     def _optimizer_s(self) -> float:
         """One Adam step over this GPU's share, bound by memory."""
@@ -415,3 +410,10 @@ class TrainCost:
         parameters = BF16 * local / (strategy.sharded_over if strategy.zero_stage == 3 else 1)
         optimizer = (bytes_per_parameter - BF16) * local / (strategy.sharded_over if strategy.zero_stage >= 1 else 1)
         return 2 * host_copy_s(parameters + optimizer, self.cluster.host)
+
+
+def _interpolated(time_s: Callable[[float], float], sizes: Floats) -> Floats:
+    """Seconds for messages of these sizes, interpolated between 16 that span them: a look-up for each would be slow."""
+    low, high = float(sizes[sizes > 0].min()), float(sizes.max())
+    grid = np.geomspace(low, high, 16) if high > low else np.array([high])
+    return np.where(sizes > 0, np.interp(sizes, grid, [time_s(float(size)) for size in grid]), 0.0)

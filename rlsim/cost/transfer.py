@@ -10,23 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlsim.cost.groups import CollectiveTime, Groups
+from rlsim.cost.layout import Layout
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.hardware import Cluster, Link
 from rlsim.models import Model
-
-
-class CollectiveTime(Protocol):
-    """What these functions need of `rlsim.cost.collectives.Collectives`."""
-
-    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
-        """Seconds of one collective among `gpus` ranks spread over `nodes` nodes.
-
-        `op` is all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send_recv; `message_bytes` the whole
-        gathered tensor of an all_gather or reduce_scatter, else the tensor each rank holds or sends.
-        """
-        ...
-
 
 # Host memory --------------------------------------------------------------------------------------------------------
 
@@ -45,29 +34,28 @@ def weight_sync_s(
     cluster: Cluster,
     strategy: TrainStrategy,
     rollout_tp: int,
+    first_gpu: int = 0,
 ) -> float:
     """Training weights to rollout weights on the same GPUs, layer by layer: gather a layer, keep the rollout's slice.
 
     As in veRL's hybrid engine. Under ZeRO-3 each layer (and the embedding and head) is all-gathered over the
-    data-parallel ranks; with PP it is broadcast from its stage to the others; with a training TP other than the
+    ranks that share it; with PP it is broadcast from its stage to the others; with a training TP other than the
     rollout's it is all-gathered over that TP group. Then every GPU writes its slice (read + write at memory bandwidth).
     Raises `ConfigError` if a TP degree does not split the model.
     """
     model.check_tp(rollout_tp)
     strategy.check_model(model)
-    tp, shards, pp = strategy.tp, strategy.sharded_over, strategy.pp
-    shard_nodes = cluster.nodes_of(shards, stride=tp)
-    pipe_nodes = cluster.nodes_of(pp, stride=tp * strategy.shards)
-    tp_nodes = cluster.nodes_of(tp)
+    tp, pp = strategy.tp, strategy.pp
+    groups = Groups(collectives, cluster, Layout.of(first_gpu, strategy), strategy.sharded_over)
 
     def unit_s(size: float) -> float:
         total = 0.0
-        if strategy.zero_stage == 3 and shards > 1:
-            total += collectives.time_s("all_gather", size / tp, shards, shard_nodes)
+        if strategy.zero_stage == 3 and strategy.sharded_over > 1:
+            total += groups.time_s("all_gather", size / tp, "sharded")
         if pp > 1:
-            total += collectives.time_s("broadcast", size / tp, pp, pipe_nodes)
+            total += groups.time_s("broadcast", size / tp, "pp")
         if tp > 1 and tp != rollout_tp:
-            total += collectives.time_s("all_gather", size, tp, tp_nodes)
+            total += groups.time_s("all_gather", size, "tp")
         return total
 
     copy_s = 2 * rollout_weight_bytes(model, rollout_tp) / cluster.gpu.memory_bytes_per_s

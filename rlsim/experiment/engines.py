@@ -11,7 +11,6 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, judge_bytes
 from rlsim.errors import CapacityError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.hardware import Cluster
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming
 from rlsim.sim.server import RewardModelEngine
@@ -59,7 +58,7 @@ def engine_memory(
 
 def rollout_costs(
     loaded: LoadedExperiment,
-    cluster: Cluster,
+    gpus: Sequence[int],
     *,
     memory_share: float | None = None,
     pp: int = 1,
@@ -70,7 +69,7 @@ def rollout_costs(
     engine = loaded.experiment.engine
     return RolloutCostModel(
         loaded.model,
-        cluster,
+        loaded.cluster,
         loaded.calibration,
         page_tokens=engine.page_tokens,
         max_batched_tokens=engine.max_num_batched_tokens,
@@ -78,6 +77,7 @@ def rollout_costs(
         memory_utilization=loaded.experiment.memory_utilization if memory_share is None else memory_share,
         sampling_s_per_logit=engine.sampling_per_logit,
         graphs=engine.graphs and graphs,
+        gpus=gpus,
         pp=pp,
         resident_bytes=resident_bytes,
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from math import gcd
 
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.rollout import RolloutCostModel
+from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.sharing import Crowded
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy, logits_of
@@ -25,10 +26,10 @@ from rlsim.sim.control import ControlContext
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.memory import PlanMemory
-from rlsim.workflow.plan import check_meshes
+from rlsim.workflow.plan import check_meshes, check_tp_groups
 
-#: Searches for the best plan of an experiment: the experiment, the name of a method, evaluations, seed.
-Planner = Callable[["PlacedExperiment", str, int, int], Plan]
+#: Searches for the best plan of an experiment: the experiment, and what `PlanContext.search` is given.
+Planner = Callable[["PlacedExperiment", str, int, int, bool], Plan]
 
 
 class SearchAheadError(RlsimError):
@@ -57,7 +58,7 @@ class PlacedExperiment:
         self.loaded, self.workflow = loaded, workflow
         self._judge_beside, self._placing, self._streaming, self._planner = judge, placing, streaming, planner
         self._streamed = streamed_calls(workflow) if streaming else ()
-        self._searched = False
+        self.searched = False
         self._crowded_steps: dict[int, StepCost] = {}
 
     @property
@@ -168,7 +169,7 @@ class PlacedExperiment:
 
     def _remedies(self) -> str:
         """Settings under which the call that needs most needs less; none where a search chose the plan."""
-        if self._searched:
+        if self.searched:
             return ""
         needs, parts = self._needs(), (self.workflow, self._judge_beside, self._placing, self._streaming)
         call = max(needs, key=needs.__getitem__)
@@ -192,6 +193,8 @@ class PlacedExperiment:
             strategy, kept = self.training_strategy(len(self.gpus)), self._judge.gpus if self._judge else ()
             generating = tuple(gpu for gpu in self.gpus if gpu not in kept)
             plan = colocated(workflow, self.gpus, strategy, self.reward_placement, generating)
+            for call in workflow.calls:
+                check_tp_groups(call.name, plan.of(call.name), self.loaded.cluster)
         else:
             plan = self._placing.plan(self.plan_context)
             check_meshes(workflow, plan, self._placeable)
@@ -241,11 +244,11 @@ class PlacedExperiment:
             search=self._search,
         )
 
-    def _search(self, method: str, evaluations: int, seed: int) -> Plan:
+    def _search(self, method: str, evaluations: int, seed: int, pipelined: bool) -> Plan:
         if self._planner is None:
             raise SearchAheadError
-        self._searched = True
-        return self._planner(self, method, evaluations, seed)
+        self.searched = True
+        return self._planner(self, method, evaluations, seed, pipelined)
 
     @cached_property
     def memory(self) -> PlanMemory:
@@ -260,15 +263,7 @@ class PlacedExperiment:
     @cached_property
     def generation(self) -> Placement:
         generate = self._generate_calls
-        return self.plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
-
-    @cached_property
-    def rollout_cluster(self) -> Cluster:
-        groups = self.generation.nodes(self.loaded.cluster)
-        sizes = {len(group) for group in groups}
-        if len(sizes) > 1:
-            raise ConfigError(f"generation has {sizes} GPUs on different nodes; as many of each node are needed")
-        return self.loaded.cluster.model_copy(update={"nodes": len(groups), "gpus_per_node": sizes.pop()})
+        return self.unchecked_plan.of(generate[0]) if generate else Placement(self.gpus)  # none: responses are given
 
     @cached_property
     def rollout_costs(self) -> RolloutCostModel:
@@ -277,7 +272,7 @@ class PlacedExperiment:
         resident_bytes = self.memory.resident_bytes(self.plan, self.generation.gpus) + self._beside_bytes(self.plan)
         return rollout_costs(
             self.loaded,
-            self.rollout_cluster,
+            self.generation.gpus,
             memory_share=share,
             graphs=self.generation.graphs,
             pp=1 if strategy is None else strategy.pp,
@@ -289,16 +284,16 @@ class PlacedExperiment:
         experiment, workflow = self.loaded.experiment, self.loaded.experiment.workflow
         planned = self.generation.strategy
         replica = None if planned is None else planned.tp * planned.pp
+        node_gpus = tuple(map(len, self.generation.rollout_mesh(self.loaded.cluster)))
         if self._generate_calls:
-            feasible, infeasible = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, replica)
+            degrees = powers_of_two(gcd(*node_gpus)) if replica is None else (replica,)
+            feasible, infeasible = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, degrees)
         else:
             feasible, infeasible = (1,), {}  # responses are given: one layout is as good as another
-        mesh = self.generation.rollout_mesh(self.loaded.cluster)
-        left, whole = len(mesh[0]), self.loaded.cluster.gpus_per_node
-        for tp in (1 << i for i in range(whole.bit_length())):
-            if whole % tp == 0 and left % tp and planned is None:
+        for tp in powers_of_two(self.loaded.cluster.gpus_per_node) if replica is None else ():
+            if odd := [gpus for gpus in node_gpus if gpus % tp]:
                 who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
-                infeasible[tp] = f"TP {tp} does not divide the {left} GPUs of a node that {who}"
+                infeasible[tp] = f"TP {tp} does not divide the {odd[0]} GPUs of a node that {who}"
         if not feasible and replica is not None:
             gpu = self.memory.fullest_resident(self.plan, self.generation.gpus)
             raise CapacityError(f"call generate does not fit on GPU {gpu}: {infeasible[replica]}")
@@ -310,8 +305,7 @@ class PlacedExperiment:
             costs=self.rollout_costs,
             feasible_tps=feasible,
             infeasible=infeasible,
-            gpus_per_node=left,
-            nodes=len(mesh),
+            node_gpus=node_gpus,
             cap_tokens=experiment.trace.cap,
             page_tokens=experiment.engine.page_tokens,
             requests=workflow.prompts * workflow.responses,
@@ -323,9 +317,8 @@ class PlacedExperiment:
     @cached_property
     def bound(self) -> GenerationBound:
         steps = {tp: self.rollout_costs.step(tp) for tp in self.context.feasible_tps}
-        return GenerationBound(
-            steps, self.rollout_cluster.gpus, min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
-        )
+        batch = min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
+        return GenerationBound(steps, len(self.generation.gpus), batch)
 
     @cached_property
     def reward_placement(self) -> Placement:

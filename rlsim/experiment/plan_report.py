@@ -18,7 +18,7 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.policies.plan import ExplicitPlan
+from rlsim.policies.plan import part_of
 from rlsim.search import Budget, Found, Improvement, find_plan
 from rlsim.search.greedy import start
 from rlsim.workflow import Plan
@@ -39,8 +39,7 @@ class PlanReport:
     @property
     def as_part(self) -> dict[str, Any]:
         """The plan as a part of a system: `{plan: {calls: …}}`."""
-        written = ExplicitPlan.of(self.plan, self.space.workflow)
-        return {"plan": written.model_dump(mode="json", exclude_none=True, exclude_defaults=True)}
+        return part_of(self.plan, self.space.workflow)
 
     @cached_property
     def start_cost_s(self) -> float:

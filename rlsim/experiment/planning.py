@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_costs
-from rlsim.experiment.placed import PlacedExperiment
+from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
 from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
@@ -60,11 +61,13 @@ class PlanSpace:
     """All plans of an experiment's workflow on its GPUs, costed on the lengths of its first step.
 
     Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside a node, every GPU of a
-    mesh is used, DP is no larger than a mini-batch. Of strategies that differ in micro-batches or offload only, those
-    worse in both time and memory are left out. Raises `CapacityError` if a call fits nowhere.
+    mesh is used, DP is no larger than a mini-batch; generation has PP 1 unless `pipelined`. Of strategies that differ
+    in micro-batches or offload only, those worse in both time and memory are left out. Raises `CapacityError` if a call
+    fits nowhere.
     """
 
-    def __init__(self, placed: PlacedExperiment) -> None:
+    def __init__(self, placed: PlacedExperiment, pipelined: bool = True) -> None:
+        self._pipelined = pipelined
         self._loaded = loaded = placed.loaded
         self._placed, self._cluster = placed, placed.cluster
         self.workflow, self.gpu = placed.workflow, loaded.cluster.gpu
@@ -178,7 +181,8 @@ class PlanSpace:
             if self._suits(call, tp, pp) and gpus // tp // pp <= share
         ]
         if call.kind == "generate":
-            yield from self._generation([TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread])
+            kept = [TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread if self._pipelined or pp == 1]
+            yield from self._generation(kept)
             return
         for dp, tp, pp in spread:
             yield from undominated(self._variants(call, dp, tp, pp, share // dp))
@@ -248,11 +252,9 @@ class PlanSpace:
 
     def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
-        nodes = Placement(tuple(range(strategy.gpus)), strategy).nodes(self._cluster)
-        cluster = self._cluster.model_copy(update={"nodes": len(nodes), "gpus_per_node": len(nodes[0])})
-        costs = rollout_costs(self._loaded, cluster, memory_share=memory_share, pp=strategy.pp)
+        costs = rollout_costs(self._loaded, range(strategy.gpus), memory_share=memory_share, pp=strategy.pp)
         replica = strategy.tp * strategy.pp
-        if costs.feasible_tps(self._loaded.longest_sequence, replica)[0]:
+        if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.
             time_s = max(self._rollout_s(lengths, costs, replica) for lengths in self._dealt(strategy))
             active_bytes = memory_share * self.gpu.memory_bytes - RESERVED_BYTES
@@ -273,10 +275,24 @@ class PlanSpace:
         return rollout.env.now
 
 
-def best_plan(placed: PlacedExperiment, method: str, evaluations: int, seed: int) -> Plan:
-    """The best plan for a placed experiment that a search method finds; raises `RlsimError` as `find_plan`."""
-    space = PlanSpace(placed)
-    return space.plan(find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed).plan)
+class Plans:
+    """The plans that one experiment's systems leave to a search: none is searched for twice, and those found elsewhere
+    may be put into `found`. Unless `search`, one that is not there raises `SearchAheadError`."""
+
+    def __init__(self, search: bool) -> None:
+        self.search = search
+        self.found: dict[tuple[Any, ...], Plan] = {}  # by workflow, and what `PlanContext.search` is given
+
+    def __call__(self, placed: PlacedExperiment, method: str, evaluations: int, seed: int, pipelined: bool) -> Plan:
+        """The best plan that a search method finds; raises `RlsimError` as `find_plan`."""
+        key = (repr(placed.workflow), method, evaluations, seed, pipelined)
+        if key not in self.found:
+            if not self.search:
+                raise SearchAheadError
+            space = PlanSpace(placed, pipelined)
+            found = find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed)
+            self.found[key] = space.plan(found.plan)
+        return self.found[key]
 
 
 def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:

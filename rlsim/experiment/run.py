@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any
 import pandas as pd
 
 from rlsim.cost.lookups import Lookups
-from rlsim.errors import CapacityError, ConfigError, unknown_name
+from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment, placing
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.directory import check_target
-from rlsim.experiment.frames import Frames, check_steps, frames_of, named
+from rlsim.experiment.frames import Frames, named
+from rlsim.experiment.job import Execute, Job, Ran, simulated
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.notes import preemption_notes, rate_notes, steady_note
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
@@ -26,7 +27,9 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
+from rlsim.policies.plan import part_of
 from rlsim.schema import place_of
+from rlsim.sim.control import RolloutControl
 from rlsim.usercode import blamed
 from rlsim.version import __version__
 
@@ -63,39 +66,77 @@ def run(
 
 
 def run_loaded(
-    experiment: Experiment, shown: str, folder: Path, *, strict: bool = False, progress: Progress | None = None
+    experiment: Experiment,
+    shown: str,
+    folder: Path,
+    *,
+    strict: bool = False,
+    progress: Progress | None = None,
+    execute: Execute | None = None,
+    optional: Collection[str] = (),
 ) -> Result:
-    """Run an experiment as `load_experiment` gave it; the rest as in `run`."""
-    cases = checked_cases(experiment, folder, shown)
-    for case in cases:
-        case.search()
+    """Run an experiment as `load_experiment` gave it; the rest as in `run`.
+
+    With `execute` the runs are jobs, each with a simulator of its own: results do not depend on who does them, and
+    shapes are counted as looked up once for each job that did. Systems named in `optional` are left out with a note
+    where they do not fit.
+    """
+    cases = checked_cases(experiment, folder, shown, optional)
+    told: Progress = progress or (lambda *_: None)
+    if execute is None:
+        _simulate(cases, told)
+    else:
+        _execute(cases, told, execute)
     _settle_baseline(cases)
-    total = sum(len(case.pending()) for case in cases)
-    done = 0
     collected: list[Frames] = []
     for case in cases:
-        for spec, seed in case.pending():
-            if progress:
-                progress(done, total, f"{case.name} {spec.name}".strip())
-            case.simulate(spec, seed)
-            done += 1
         collected += case.tables()
         if strict:
             case.lookups().refuse_extrapolated(case.loaded.calibration.name)
-    if progress:
-        progress(done, total, "")
     if not collected:
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
     return Result(**tables, manifest=_manifest(experiment, cases, collected))
 
 
-def checked_cases(experiment: Experiment, folder: Path, shown: str = "experiment") -> list[_Case]:
+def _simulate(cases: Sequence[_Case], told: Progress) -> None:
+    """All runs one after the other; those of a case share what they look up."""
+    for case in cases:
+        if case.searched:
+            told(0, len(case.pending()), f"{case.name} plan of {', '.join(case.searched)}".strip())
+        case.search()
+    runs = [(case, spec, seed) for case in cases for spec, seed in case.pending()]
+    for done, (case, spec, seed) in enumerate(runs):
+        told(done, len(runs), f"{case.name} {spec.name}".strip())
+        case.simulate(spec, seed)
+    told(len(runs), len(runs), "")
+
+
+def _execute(cases: Sequence[_Case], told: Progress, execute: Execute) -> None:
+    """All runs as jobs; what they come to is taken in the order of the jobs, whoever is done first."""
+    owner, done = dict[Job, _Case](), dict[Job, Ran | RlsimError]()
+    for case in cases:
+        owner |= dict.fromkeys(case.jobs(len(owner)), case)
+    # Plans are searched for first and layouts that change while they run come next, as these take longest.
+    order = sorted(owner, key=lambda job: (not owner[job].waits(job), not owner[job].decides(job.system)))
+    for job, answer in execute(order, lambda job: told(len(done), len(owner), job.name)):
+        if isinstance(answer, RlsimError) and not (owner[job].waits(job) and owner[job].left_out(job.system, answer)):
+            raise answer
+        done[job] = answer
+        told(len(done), len(owner), job.name)
+    for case in cases:
+        case.take({job: done[job] for job in owner if owner[job] is case})
+
+
+def checked_cases(
+    experiment: Experiment, folder: Path, shown: str = "experiment", optional: Collection[str] = ()
+) -> list[_Case]:
     """All cases of an experiment, each with everything checked that can be before a search or simulation.
 
-    Relative paths of the experiment start at `folder`. Raises `RlsimError` for whatever does not exist or fit.
+    Relative paths of the experiment start at `folder`; systems named in `optional` are left out where they do not fit.
+    Raises `RlsimError` for whatever does not exist or fit.
     """
-    cases = [_Case(name, case, folder, shown) for name, case in cases_of(experiment, shown)]
+    cases = [_Case(name, case, folder, shown, optional) for name, case in cases_of(experiment, shown)]
     _settle_baseline(cases)
     if not any(case.systems for case in cases):
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
@@ -150,9 +191,12 @@ def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experime
 class _Case:
     """One case: what it loaded, its systems, and the runs so far. Nothing is searched for before `search`."""
 
-    def __init__(self, name: str, experiment: Experiment, folder: Path, shown: str) -> None:
+    def __init__(
+        self, name: str, experiment: Experiment, folder: Path, shown: str, optional: Collection[str] = ()
+    ) -> None:
         self.name = name
         self.experiment = experiment
+        self._place, self._optional = (shown, folder), optional
         with placing(shown, name):
             self.loaded = LoadedExperiment.of(experiment, folder, shown)
         self.simulator = Simulator(self.loaded, search=False)
@@ -165,12 +209,14 @@ class _Case:
         self._samplers = {seed: self.loaded.sampler(seed) for seed in experiment.seed_list}
         self._done: dict[tuple[str, int], Frames] = {}
         self._ran: dict[str, str] = {}  # by system: the key of what it came out as
+        self._missed: dict[str, RlsimError] = {}  # by key: why no plan was found
+        self._looked_up: list[Lookups] = []  # of jobs
         self._settle()
 
     def search(self) -> None:
         """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
         if self.searched:
-            self.simulator = Simulator(self.loaded)
+            self.simulator.plans.search = True
             self._settle()
 
     def _settle(self) -> None:
@@ -188,13 +234,53 @@ class _Case:
         return [(spec, seed) for spec in needed.values() for seed in self._samplers]
 
     def simulate(self, spec: SystemSpec, seed: int) -> None:
-        sampler, system = self._samplers[seed], spec.make()
-        with blamed(spec.shown):
-            outcome = self.simulator.simulate(system, sampler)
-        bound = self.simulator.placed(system).bound
-        frames = frames_of(outcome, sampler, bound, self.loaded.cluster.gpus, self.steady)
-        check_steps(frames, spec.shown)
-        self._done[spec.key, seed] = frames
+        self._done[spec.key, seed] = simulated(self.simulator, spec, self._samplers[seed], self.steady)
+
+    def jobs(self, first: int) -> list[Job]:
+        """The same as jobs, numbered from `first`: one a run, but all of a system whose plan is to be searched for."""
+        runs: list[tuple[SystemSpec, tuple[int, ...]]] = []
+        for spec, seed in self.pending():
+            if spec.name not in self.searched:
+                runs.append((spec, (seed,)))
+            elif seed == self.experiment.seed_list[0]:
+                runs.append((spec, self.experiment.seed_list))
+        return [
+            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady)
+            for n, (spec, seeds) in enumerate(runs, first)
+        ]
+
+    def take(self, done: Mapping[Job, Ran | RlsimError]) -> None:
+        """Take what jobs came to."""
+        for job, answer in done.items():
+            if isinstance(answer, RlsimError):
+                self._missed[job.key] = answer
+            else:
+                self.simulator.plans.found |= answer.plans
+                self._looked_up.append(answer.lookups)
+        searched = set(self.searched)
+        if searched:
+            self._settle()
+        stands_for = {spec.name: [s.key for s, _ in found] for spec, found in self.systems.items()}
+        for job, answer in done.items():
+            if isinstance(answer, Ran):
+                keys = stands_for[job.system.name] if job.system.name in searched else [job.key]
+                for key, own in zip(keys, answer.frames, strict=True):
+                    self._done |= {(key, seed): frames for seed, frames in zip(job.seeds, own, strict=True)}
+
+    def left_out(self, spec: SystemSpec, error: RlsimError) -> bool:
+        """Whether a system is left out with a note because of this: it does not fit, and is one variant of several or
+        optional."""
+        if spec.name in self._optional:
+            return isinstance(error, CapacityError | ConfigError)
+        return isinstance(error, CapacityError) and spec.variant
+
+    def waits(self, job: Job) -> bool:
+        """Whether the job begins with a search."""
+        return job.system.name in self.searched
+
+    def decides(self, spec: SystemSpec) -> bool:
+        """Whether a system decides on layouts or places each time that responses finish."""
+        return type(spec.make().control).on_finish is not RolloutControl.on_finish
 
     def tables(self) -> list[Frames]:
         collected = []
@@ -219,18 +305,18 @@ class _Case:
         return list(spec.alternatives(self.simulator.placed(spec.make()).context))
 
     def _fits(self, spec: SystemSpec) -> bool:
-        """Whether the system can run. A variant that does not fit is left out with a note; else it is an error."""
+        """Whether the system can run; if not, it is left out with a note or that is an error (`left_out`)."""
         try:
+            if spec.key in self._missed:
+                raise self._missed[spec.key]
             check_system(self.simulator, spec)
         except SearchAheadError:
             self.searched.append(spec.name)
-        except CapacityError as error:
-            if not spec.variant:
-                raise CapacityError(f"{spec.shown}: {error}") from None
+        except (CapacityError, ConfigError) as error:
+            if not self.left_out(spec, error):
+                raise type(error)(f"{spec.shown}: {error}") from None
             self.notes.append(f"{spec.name} left out: {error}")
             return False
-        except ConfigError as error:
-            raise ConfigError(f"{spec.shown}: {error}") from None
         return True
 
     @cached_property
@@ -264,7 +350,13 @@ class _Case:
         return {", ".join(names): placed for placed, names in found.values()}
 
     def lookups(self) -> Lookups:
-        return Lookups().merge(placed.lookups() for placed in self.experiments().values())
+        own = (placed.lookups() for placed in self.experiments().values())
+        return Lookups().merge(self._looked_up or own)
+
+    def plans(self) -> dict[str, Any]:
+        """The plans that were searched for, by system, as parts of systems."""
+        places = {spec.name: self.simulator.placed(spec.make()) for spec in self.systems}
+        return {name: part_of(placed.plan, placed.workflow) for name, placed in places.items() if placed.searched}
 
     def all_notes(self) -> list[str]:
         """Everything worth knowing about this case's numbers."""
@@ -303,6 +395,7 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
         "baseline": cases[0].baseline,
         "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
         "tuned": {case.name: case.chosen for case in cases},
+        "plans": {case.name: case.plans() for case in cases},
         "judge": {
             case.name: {names: placed.record() for names, placed in case.experiments().items()} for case in cases
         },

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlsim.cost.lookups import Lookups
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
 from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.planning import best_plan
+from rlsim.experiment.planning import Plans
 from rlsim.experiment.system import System
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.sim.batching import PromptFeed
@@ -31,7 +32,7 @@ class Simulator:
 
     def __init__(self, loaded: LoadedExperiment, *, search: bool = True) -> None:
         self.loaded = loaded
-        self._planner = best_plan if search else None
+        self.plans = Plans(search)
         self._placed: dict[str, PlacedExperiment] = {}
 
     def workflow(self, system: System) -> Workflow:
@@ -68,10 +69,12 @@ class Simulator:
         placing, streaming = (system.placing, system.streaming) if system else (None, None)
         key = repr((judge, placing, streaming, workflow))
         if key not in self._placed:
-            self._placed[key] = PlacedExperiment(
-                self.loaded, workflow, judge, placing, streaming, planner=self._planner
-            )
+            self._placed[key] = PlacedExperiment(self.loaded, workflow, judge, placing, streaming, planner=self.plans)
         return self._placed[key]
+
+    def lookups(self) -> Lookups:
+        """The shapes whose costs were looked up so far, wherever systems ran."""
+        return Lookups().merge(placed.lookups() for placed in self._placed.values())
 
     def scorers(self, system: System) -> dict[str, RewardModelEngine]:
         """The engines of the calls that take responses by the chunk; raises `CapacityError` if one does not fit."""
@@ -93,6 +96,7 @@ class Simulator:
             cluster=loaded.cluster,
             control=system.control,
             initial_tp=system.initial_tp(placed.context),
+            feasible_tps=placed.context.feasible_tps,
             feed=PromptFeed(spec.prompts, loaded.launched_responses),
             requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
             costs=placed.rollout_costs,

@@ -139,7 +139,8 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
 
 
 def _with_layout(parts: tuple[PartSpec, ...], shown: str) -> tuple[PartSpec, ...]:
-    every = flattened(part.make(shown) for part in parts)
+    with blamed(shown):
+        every = list(flattened(part.make(shown) for part in parts))
     return parts if any(is_layout(part) for part in every) else (*parts, DEFAULT_LAYOUT)
 
 

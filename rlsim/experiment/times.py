@@ -31,7 +31,7 @@ class ExperimentTimes:
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
         assert placement.strategy is not None
-        cost = self._calls.of(call.model, placement.strategy)
+        cost = self._calls.of(call.model, placement.strategy, placement.gpus[0])
         taken = responses.trained | responses.baseline if call.model == "reward" else responses.trained
         lengths = responses.total_tokens[taken]
         if call.kind == "train":
@@ -43,9 +43,10 @@ class ExperimentTimes:
         return [*_named(time), *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:
-        strategy = self._placed.plan.of(call.name).strategy
+        placement = self._placed.plan.of(call.name)
+        strategy = placement.strategy
         assert strategy is not None
-        cost, train = self._calls.of(call.model, strategy), call.kind == "train"
+        cost, train = self._calls.of(call.model, strategy, placement.gpus[0]), call.kind == "train"
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
         tokens = strategy.budget(backward=train) * (1 if strategy.pp == 1 else 4 * strategy.pp)
         load_s = cost.load_s(backward=train)
@@ -61,7 +62,7 @@ class ExperimentTimes:
         for name in targets:
             target = plan.of(name)
             if target.strategy is None and (target.gpus == source.gpus or not self._placed.has_placing):
-                total += self._calls.sync_s(call.model, source.strategy, rollout_tp)
+                total += self._calls.sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
             elif not same_weights(source, target):
                 both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
                 total += self._calls.reallocation(call.model).time_s(*both)

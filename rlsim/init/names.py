@@ -8,13 +8,13 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rlsim import catalogue
 from rlsim.cost.calibration import Engine, calibration_names, load_calibration
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.build import beside
-from rlsim.hardware import Cluster, load_cluster, load_gpu
+from rlsim.hardware import Cluster, load_cluster, load_gpu, node_types
 from rlsim.models import Model, load_model
 from rlsim.reading import is_file
 from rlsim.trace import Trace, read_trace
@@ -87,38 +87,24 @@ def _from_folder(path: Path, folder: Path) -> str:
 # ---- clusters and calibrations --------------------------------------------------------------------------------------
 
 
-def find_cluster(gpu: str | None, nodes: int, per_node: int) -> tuple[str | dict[str, Any], Cluster, str]:
-    """A cluster of `nodes` × `per_node` such GPUs: one of the catalogue, else spelled out after the nearest of it.
+def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
+    """The cluster of `nodes` × `per_node` such GPUs; an experiment writes its name.
 
-    Returns how an experiment writes it, the cluster itself and what was assumed. Raises `ConfigError` if no GPU is
-    named, and `CatalogueError` for an unknown one.
+    Raises `ConfigError` if no GPU is named, and `CatalogueError` if the catalogue has no such GPU, nodes or link.
     """
-    known = [load_cluster(name) for name in catalogue.names("clusters")]
+    kinds = node_types()
+    size = f"{nodes}x{per_node}" if nodes > 1 else f"{per_node}"
     if gpu is None:
-        fitting = [c.name for c in known if (c.nodes, c.gpus_per_node) == (nodes, per_node)]
-        shown = ", ".join(fitting or (c.name for c in known))
+        usual = ", ".join(f"{size}x{kind}" for kind, node in kinds.items() if nodes == 1 or node.inter)
         raise ConfigError(
             "which GPUs are they? veRL's configuration does not say: give --gpu "
-            f"({', '.join(catalogue.names('gpus'))}) or --cluster ({shown})"
+            f"({', '.join(catalogue.names('gpus'))}) or --cluster ({usual})"
         )
     described = _gpu(gpu)
-    own = [c for c in known if c.gpu.name == described]
-    for one in own:
-        if (one.nodes, one.gpus_per_node) == (nodes, per_node):
-            return one.name, one, ""
-    if not own:
+    kind = next((kind for kind, node in kinds.items() if node.gpu.name == described), None)
+    if kind is None:
         raise ConfigError(f"the catalogue has no cluster of {described}: spell one out in YAML and give --cluster FILE")
-    base = min(own, key=lambda c: (c.gpus_per_node < per_node, c.nodes == 1 and nodes > 1, c.nodes))
-    inter, assumed = base.inter, ""
-    if nodes > 1 and inter is None:
-        lender = load_cluster("2x8xh100")
-        inter, assumed = lender.inter, f"the link between nodes is assumed to be that of {lender.name}"
-    spelled: dict[str, Any] = {"gpu": described, "nodes": nodes, "gpus_per_node": per_node}
-    for key, link in (("intra", base.intra), ("inter", inter if nodes > 1 else None), ("host", base.host)):
-        if link is not None:
-            spelled[key] = link.model_dump(exclude_defaults=True)
-    cluster = load_cluster(spelled)
-    return spelled, cluster, "; ".join(part for part in (f"links as those of {base.name}", assumed) if part)
+    return load_cluster(f"{size}x{kind}")
 
 
 def _gpu(name: str) -> str:

@@ -11,10 +11,6 @@ from rlsim.sim.batching import Batching
 class DynamicSampling(Schema, Batching):
     """Drop prompts without variance in their rewards, and keep launching until the batch is full."""
 
-    @property
-    def needs_rewards(self) -> bool:
-        return True
-
     def counts(self, rewards: Sequence[float]) -> bool:
         """Only prompts whose rewards differ."""
         return max(rewards) > min(rewards)

@@ -114,8 +114,8 @@ class ScorerApart(Schema, Placing):
 
     def plan(self, context: PlanContext) -> Plan:
         gpus = context.gpus
-        if len(gpus) < 2 or len({context.cluster.node_of(gpu) for gpu in gpus}) > 1:
-            raise ConfigError("a reward model on the last GPU is a placement of one node of two GPUs or more")
+        if len(gpus) < 2:
+            raise ConfigError("a reward model on the last GPU is a placement of two GPUs or more")
         plan = _groups(context, [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], _any)])
         return plan if self.graphs else _eager(plan, context.workflow)
 

@@ -151,10 +151,6 @@ class Overcommit(Schema, Batching):
         self._delta = self.delta_start if self.delta == "adaptive" else self.delta
         return self
 
-    @property
-    def pauses(self) -> bool:
-        return True
-
     def launch(self, feed: PromptFeed) -> Launch:
         """All that wait, and new prompts up to B + Δ."""
         size = feed.prompts + self._delta

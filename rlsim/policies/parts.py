@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from typing import Literal, Union
 
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import ConfigError, shown
+from rlsim.errors import shown
 from rlsim.hardware import Cluster
+from rlsim.hooks import Hooked, hook, is_number, misused
 from rlsim.models import Model
 from rlsim.sim.batching import Batching
-from rlsim.sim.control import ControlContext, RolloutControl
+from rlsim.sim.control import CHOICES, ControlContext, RolloutControl, are_parameters
 from rlsim.sim.reward import RewardControl
 from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Placement, Plan
 
 
-class Rewiring:
+class Rewiring(Hooked):
     """Changes the workflow: the grain of its edges, and which of its calls wait for others."""
 
+    @hook("a rlsim.workflow.Workflow", lambda made, *_: isinstance(made, Workflow))
     def rewired(self, workflow: Workflow) -> Workflow:
-        """The workflow as this part wants it."""
+        """Before the run: the workflow as this part wants it, made from the one that the experiment names."""
         raise NotImplementedError
 
 
@@ -29,23 +31,26 @@ class ChunkStreaming(Rewiring):
     """Gives edges the grain `chunk`, and says what streaming costs."""
 
     @property
+    @hook("seconds: a number, 0 or more", is_number)
     def handover_s(self) -> float:
         """Seconds that a generating replica takes for each chunk it hands over."""
         raise NotImplementedError
 
     @property
+    @hook("a number, 1 or more", lambda factor: is_number(factor, 1.0))
     def slowdown(self) -> float:
         """How many times as long an iteration takes while generation and a scoring model work on the same GPU."""
         raise NotImplementedError
 
 
-class JudgePlacement:
+class JudgePlacement(Hooked):
     """Puts an LLM judge on the GPUs of the other calls, instead of keeping GPUs for it."""
 
     #: Share of the judge's layers in host memory; `auto`: as many as a prefill iteration hides the copying of.
     offload: Literal["auto"] | float
 
     @property
+    @hook("a number, 1 or more", lambda factor: is_number(factor, 1.0))
     def slowdown(self) -> float:
         """How many times as long an iteration takes while the other has work on the same GPU."""
         raise NotImplementedError
@@ -63,33 +68,37 @@ class PlanContext:
     style: TrainStrategy  # the same without the degrees: micro-batches, ZeRO stage, recomputation, offload
     reward: Placement  # of reward calls
     check: Callable[[Plan], None]  # raises `CapacityError` for a plan that does not fit
-    search: Callable[[str, int, int], Plan]  # the best plan that a method finds: its name, evaluations, seed
+    #: The best plan that a method finds: its name, evaluations, seed, whether generation may be pipelined.
+    search: Callable[[str, int, int, bool], Plan]
 
 
-class Placing:
+class Placing(Hooked):
     """Says on which GPUs each call runs and how it is spread over them. Without one, all calls share all GPUs."""
 
+    @hook("a rlsim.workflow.plan.Plan", lambda made, *_: isinstance(made, Plan))
     def plan(self, context: PlanContext) -> Plan:
-        """The placement of every call; raises `ConfigError` or `CapacityError` if there is none."""
+        """Before the run: the placement of every call; raises `ConfigError` or `CapacityError` if there is none."""
         raise NotImplementedError
 
 
-class Composition:
+class Composition(Hooked):
     """Several parts under one name: a published system."""
 
+    @hook("a list of parts")  # checked in `flattened`, which says what is none
     def parts(self) -> Sequence[Part]:
-        """The parts, each as a line of YAML would make it."""
+        """When an experiment is read, and for every run: the parts, each as a line of YAML would make it."""
         raise NotImplementedError
 
+    @hook(CHOICES, are_parameters)
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
-        """Parameters to try where the system is to be tuned, as `RolloutControl.alternatives`."""
+        """Before the run: parameters to try where the system is to be tuned, as `RolloutControl.alternatives`."""
         return ()
 
 
 def flattened(parts: Iterable[Part]) -> Iterator[Part]:
     """The parts, every composition replaced by what it is made of.
 
-    Raises `ConfigError` for a composition that is made of anything else than parts, or of itself.
+    Raises `PolicyError` for a composition that is made of anything else than parts, or of itself.
     """
     for part in parts:
         if isinstance(part, Composition):
@@ -99,16 +108,18 @@ def flattened(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def _inner(composition: Composition, around: tuple[type, ...]) -> Iterator[Part]:
-    name, found = f"{type(composition).__name__}.parts()", composition.parts()
+    found = composition.parts()
     if type(composition) in around:
-        raise ConfigError(f"{name}: it is made of itself")
+        raise misused(composition, "parts", "it is made of itself")
     if not isinstance(found, Sequence) or isinstance(found, str):
-        raise ConfigError(f"{name} returned {shown(found)}, expected a list of parts")
+        raise misused(composition, "parts", f"returned {shown(found)}, expected a list of parts")
     for part in found:
         if isinstance(part, type) and issubclass(part, KINDS):
-            raise ConfigError(f"{name} returned the class {part.__name__}, expected parts: {part.__name__}(…)")
+            what = f"returned the class {part.__name__}, expected parts: {part.__name__}(…)"
+            raise misused(composition, "parts", what)
         if not isinstance(part, KINDS):
-            raise ConfigError(f"{name} returned {shown(part)}, which is no part of a system: none of {KIND_NAMES}")
+            what = f"returned {shown(part)}, which is no part of a system: none of {KIND_NAMES}"
+            raise misused(composition, "parts", what)
         if isinstance(part, Composition):
             yield from _inner(part, (*around, type(composition)))
         else:

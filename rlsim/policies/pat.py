@@ -76,7 +76,7 @@ class PAT(Schema, RolloutControl):
             )
 
         def step_s(tp: int) -> float:
-            batch = math.ceil(context.requests * tp / (context.gpus_per_node * context.nodes))
+            batch = math.ceil(context.requests * tp / context.gpus)
             return self._profiles[tp].decode(batch).step_s(batch * context.prompt_tokens)
 
         return min(self._profiles, key=step_s)
@@ -86,7 +86,7 @@ class PAT(Schema, RolloutControl):
         return [action for node in view.finished_nodes if (action := self._decide(view, node)) is not None]
 
     def _decide(self, view: RolloutView, node: int) -> Action | None:
-        now_tp, generated = view.tp(node), view.generated(node)
+        gpus, now_tp, generated = view.gpus(node), view.tp(node), view.generated(node)
         if not generated or now_tp not in self._profiles:
             return None
         shortest, longest = view.finished_tokens
@@ -96,16 +96,16 @@ class PAT(Schema, RolloutControl):
         mean_tokens = view.context_tokens(node) / sequences
         batch = [Alike(view.cap_tokens - tokens, mean_tokens, generated[tokens]) for tokens in sorted(generated)]
         # 1. The remaining time if the layout stays.
-        best, best_s = None, self._remaining_s(now_tp, batch, self._spread_out(view, node, None))
+        best, best_s = None, self._remaining_s(gpus, now_tp, batch, self._spread_out(view, node, None))
         held: list[int] | None = None
         # 2. For every candidate: the unfinished sequences merged over its replicas, and the switch paid for once.
         for tp in self.candidates:
             if tp == now_tp or tp not in self._profiles:
                 continue
-            remaining_s = self._remaining_s(tp, batch, self._spread_out(view, node, tp))
+            remaining_s = self._remaining_s(gpus, tp, batch, self._spread_out(view, node, tp))
             if remaining_s < best_s:
                 held = _held(view, node) if held is None else held
-                switch_s, kv = self._switch_s(now_tp, tp, held, sequences, tp not in view.used_tps(node))
+                switch_s, kv = self._switch_s(gpus, now_tp, tp, held, sequences, tp not in view.used_tps(node))
                 # 3. The cheapest, and only if it beats staying.
                 if remaining_s + switch_s < best_s:
                     best, best_s = Reconfigure(node, tp, kv), remaining_s + switch_s
@@ -119,9 +119,9 @@ class PAT(Schema, RolloutControl):
             [Alike(view.cap_tokens - r.generated_tokens, float(r.context_tokens), 1) for r in replica.requests]
             for replica in view.replicas(node)
         ]
-        return replicas if tp is None else _dealt([one for own in replicas for one in own], view.gpus_per_node // tp)
+        return replicas if tp is None else _dealt([one for own in replicas for one in own], view.gpus(node) // tp)
 
-    def _remaining_s(self, tp: int, batch: Sequence[Alike], replicas: Sequence[Sequence[Alike]]) -> float:
+    def _remaining_s(self, gpus: int, tp: int, batch: Sequence[Alike], replicas: Sequence[Sequence[Alike]]) -> float:
         """Predicted time until every sequence of `batch` (longest way to go first) has run to the length limit.
 
         With `spread: actual` the slowest of the `replicas` decides. With `even`, layouts are compared as such: n
@@ -131,7 +131,7 @@ class PAT(Schema, RolloutControl):
         """
         if replicas:
             return max(self._drain_s(tp, sorted(own, reverse=True)) for own in replicas)
-        count = self._context.gpus_per_node // tp
+        count = gpus // tp
         fullest = _every(count, batch)
         time_s = self._drain_s(tp, fullest)
         sequences = sum(alike.sequences for alike in batch)
@@ -157,15 +157,14 @@ class PAT(Schema, RolloutControl):
         return time_s
 
     def _switch_s(
-        self, from_tp: int, to_tp: int, held: Sequence[int], sequences: int, first_use: bool
+        self, gpus: int, from_tp: int, to_tp: int, held: Sequence[int], sequences: int, first_use: bool
     ) -> tuple[float, KvHandling]:
         """Cost of the switch, KV handled the cheaper way: migrated, or recomputed under the target."""
         switch = self._context.costs.switch
-        migrate_s = switch(from_tp, to_tp, held, sequences, "migrate", first_use).total_s
+        migrate_s = switch(gpus, from_tp, to_tp, held, sequences, "migrate", first_use).total_s
         # One prefill of as many sequences of the RMS context, over the target's replicas.
-        replicas = self._context.gpus_per_node // to_tp
-        prefill = [Chunk(round(rms_context_tokens(held)), 0)] * math.ceil(len(held) / replicas)
-        recompute_s = switch(from_tp, to_tp, held, sequences, "recompute", first_use).total_s
+        prefill = [Chunk(round(rms_context_tokens(held)), 0)] * math.ceil(len(held) / (gpus // to_tp))
+        recompute_s = switch(gpus, from_tp, to_tp, held, sequences, "recompute", first_use).total_s
         recompute_s += self._profiles[to_tp].prefill_s(prefill) if held else 0.0
         return (migrate_s, "migrate") if migrate_s <= recompute_s else (recompute_s, "recompute")
 

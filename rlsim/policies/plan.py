@@ -104,6 +104,12 @@ class ExplicitPlan(Schema, Placing):
         return with_transfers(context.workflow, found, context.reward)
 
 
+def part_of(plan: Plan, workflow: Workflow) -> dict[str, Any]:
+    """A plan as a part of a system: `{plan: {calls: …}}`."""
+    written = ExplicitPlan.of(plan, workflow)
+    return {"plan": written.model_dump(mode="json", exclude_none=True, exclude_defaults=True)}
+
+
 def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:
     if text == "all":
         return known

@@ -105,7 +105,7 @@ class Planner(Schema, RolloutControl):
         Responses are spread evenly. Where the unfinished ones of a replica do not fit into its KV cache together, they
         take turns.
         """
-        replicas = self._context.gpus_per_node * self._context.nodes // tp
+        replicas = self._context.gpus // tp
         batch = sorted(loads, key=lambda load: load[1], reverse=True)[::replicas]
         if not batch:
             return 0.0

@@ -27,10 +27,14 @@ class REAL(Schema, Placing, Rewiring):
         default=500_000, ge=1, le=1_000_000_000, description="plans that descent or mcmc may judge"
     )
     seed: int = Field(default=0, ge=0, description="of the search")
+    pipelined_generation: bool = Field(
+        default=True,
+        description="whether generation may run in pipeline stages; without, the search takes far less time",
+    )
 
     def rewired(self, workflow: Workflow) -> Workflow:
         """Edges that carry data or parameters only."""
         return workflow.without_barriers()
 
     def plan(self, context: PlanContext) -> Plan:
-        return context.search(self.method, self.evaluations, self.seed)
+        return context.search(self.method, self.evaluations, self.seed, self.pipelined_generation)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
+import numpy as np
+
 from rlsim.errors import PolicyError
-from rlsim.sim.control import Abort, Action, Launch, Prompt, RolloutControl, RolloutView, Stop
+from rlsim.hooks import Hooked, hook, is_whole
+from rlsim.sim.control import Abort, Action, Launch, Prompt, RolloutControl, RolloutView, Stop, is_launch
 from rlsim.sim.request import Request
 
 #: A step that launches so many times the prompts it needs, because their rewards do not count, is given up.
@@ -40,54 +43,90 @@ class Unfinished(NamedTuple):
     staleness: tuple[int, ...]  # weight updates between the oldest token of each and this step's generation
 
 
-class Batching:
-    """Base of all batchings: launches exactly a batch, and every response belongs to it."""
+def _are_of(kept: object, unfinished: Sequence[Unfinished]) -> bool:
+    """Whether these are prompts of the unfinished ones."""
+    asked = {one.prompt.position for one in unfinished}
+    return isinstance(kept, Sequence) and all(isinstance(p, Prompt) and p.position in asked for p in kept)
+
+
+_LAUNCH = "a Launch of different Prompts, such as Launch(feed.take(feed.prompts), feed.responses)"
+
+
+class Batching(Hooked):
+    """Base of all batchings: launches exactly a batch, and every response belongs to it.
+
+    A batching serves all steps of a run, one after the other: `launch` begins a step, then come `counts` and `more`
+    while responses are scored, and at its end `keep`, `put_back`, `waiting` and `upcoming`, in this order.
+    """
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether `counts` looks at rewards, so that a prompt is settled only once its responses are scored."""
-        return False
+        """Whether a prompt is settled only once its responses are scored: where `counts` is overridden."""
+        return type(self).counts is not Batching.counts
 
     @property
     def launches_its_own(self) -> bool:
-        """Whether it launches anything but exactly a batch."""
+        """Whether it launches anything but exactly a batch: where `launch` is overridden."""
         return type(self).launch is not Batching.launch
-
-    def launch(self, feed: PromptFeed) -> Launch:
-        """What the step starts with."""
-        return Launch(feed.take(feed.prompts), feed.responses)
-
-    def upcoming(self, feed: PromptFeed) -> str:  # noqa: ARG002
-        """The kind of round that the next launch begins, as its `label` will say."""
-        return ""
-
-    def counts(self, rewards: Sequence[float]) -> bool:  # noqa: ARG002
-        """Whether a prompt whose responses got these rewards belongs to the batch; if not, it is dropped for good."""
-        return True
-
-    def more(self, missing: int, feed: PromptFeed) -> Launch | None:
-        """What to launch when so many prompts were dropped that the batch cannot become complete; None ends the step.
-
-        Asked of batchings that need rewards.
-        """
-        return Launch(feed.take(missing), feed.responses)
 
     @property
     def pauses(self) -> bool:
-        """Whether `keep` is asked."""
-        return False
+        """Whether responses may go on in a later step: where `keep` is overridden."""
+        return type(self).keep is not Batching.keep
 
+    @property
+    def launcher(self) -> Batching:
+        """The batching that says what to launch, for messages."""
+        return self
+
+    @hook(_LAUNCH, is_launch)
+    def launch(self, feed: PromptFeed) -> Launch:
+        """A step begins: the prompts and the number of responses to each that it starts with.
+
+        The step's batch is `feed.prompts` prompts with `feed.responses` responses each; `feed.take(n)` gives the next
+        n prompts of the training set, each of them once. What is launched beyond the batch is aborted, or kept, when
+        the batch is complete. `resume` names prompts that `keep` returned in an earlier step.
+        """
+        return Launch(feed.take(feed.prompts), feed.responses)
+
+    @hook("the name of a kind of round: text", lambda label, *_: isinstance(label, str))
+    def upcoming(self, feed: PromptFeed) -> str:  # noqa: ARG002
+        """A step is over: the kind of round that the next launch begins, as its `label` will say."""
+        return ""
+
+    @hook("True or False", lambda value, *_: isinstance(value, bool | np.bool_))
+    def counts(self, rewards: Sequence[float]) -> bool:  # noqa: ARG002
+        """A prompt's `feed.responses` responses are finished and scored: whether it belongs to the batch.
+
+        If not, it is dropped for good. `rewards` stand in the order in which the responses finished.
+        """
+        return True
+
+    @hook(f"{_LAUNCH}, without resume, or None", lambda more, *_: more is None or (is_launch(more) and not more.resume))
+    def more(self, missing: int, feed: PromptFeed) -> Launch | None:
+        """So many prompts were dropped that `missing` more are needed: what to launch in their place, or None to train
+        on those that are there. Asked of batchings that override `counts`.
+        """
+        return Launch(feed.take(missing), feed.responses)
+
+    @hook("some of the unfinished prompts: [one.prompt for one in unfinished if …]", _are_of)
     def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:  # noqa: ARG002
-        """The step is over: those of its unfinished prompts whose responses keep their tokens, until a launch resumes
-        them. Asked of batchings that pause.
+        """A step is over: those of its unfinished prompts whose responses keep their tokens (not their KV cache) until
+        a launch resumes them. The others are aborted and go to `put_back`.
         """
         return ()
 
+    @hook()
     def put_back(self, unfinished: Sequence[Prompt]) -> None:
-        """The step is over, and these prompts are not finished, dropped or kept; what they generated is gone."""
+        """A step is over, and these prompts are not finished, dropped or kept; what they generated is gone.
 
+        Remember them to launch them again; each names the samples that it has had (`first_sample`), so that it gets
+        others. A batching that does not drops them.
+        """
+
+    @hook("a whole number of prompts", lambda prompts, *_: is_whole(prompts, 0))
     def waiting(self) -> int:
-        """Prompts that were kept or put back and wait to be launched again."""
+        """A step is over: how many prompts that were kept or put back wait to be launched again, for the results."""
         return 0
 
 
@@ -100,6 +139,10 @@ class Batchings(Batching):
     @property
     def launches_its_own(self) -> bool:
         return self.parts[0].launches_its_own
+
+    @property
+    def launcher(self) -> Batching:
+        return self.parts[0]
 
     @property
     def needs_rewards(self) -> bool:

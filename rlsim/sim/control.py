@@ -7,13 +7,14 @@ effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import CapacityError, ConfigError, PolicyError
+from rlsim.hooks import Hooked, hook, is_whole
 
 KvHandling = Literal["migrate", "recompute"]
 
@@ -115,9 +116,16 @@ class RolloutCosts(Protocol):
         """KV pages of a replica at this TP."""
 
     def switch(
-        self, from_tp: int, to_tp: int, contexts: Sequence[int], sequences: int, kv: KvHandling, first_use: bool
+        self,
+        gpus: int,
+        from_tp: int,
+        to_tp: int,
+        contexts: Sequence[int],
+        sequences: int,
+        kv: KvHandling,
+        first_use: bool,
     ) -> SwitchCost:
-        """Pause of a node with `sequences` unfinished requests, some of which hold `contexts` tokens of KV each.
+        """Pause of so many GPUs of a node with `sequences` unfinished requests, some holding `contexts` tokens of KV.
 
         With `kv` "recompute" the KV costs nothing here: the engine prefills it again. `first_use`: this run has not
         used `to_tp` on this node before, so its communication groups must be created.
@@ -137,10 +145,6 @@ class RolloutView(Protocol):
     @property
     def label(self) -> str:
         """The kind of round, as the step's batching calls it."""
-
-    @property
-    def gpus_per_node(self) -> int:
-        """GPUs of a node of this mesh."""
 
     @property
     def cap_tokens(self) -> int:
@@ -178,6 +182,9 @@ class RolloutView(Protocol):
     def context_tokens(self, node: int) -> int:
         """Prompt and generated tokens of all unfinished requests of the node. Cheap."""
 
+    def gpus(self, node: int) -> int:
+        """How many of the node's GPUs generate; they all have one layout."""
+
     def tp(self, node: int) -> int:
         """The node's present tensor-parallel degree."""
 
@@ -200,27 +207,32 @@ class ControlContext:
     """What a control learns once, before the run: the machine and the limits, no lengths."""
 
     costs: RolloutCosts
-    feasible_tps: tuple[int, ...]  # degrees that divide the node and fit the model with room for one full sequence
-    infeasible: Mapping[int, str]  # the other degrees that divide the node, and why they do not fit
-    gpus_per_node: int
-    nodes: int
-    cap_tokens: int
-    page_tokens: int
+    feasible_tps: tuple[int, ...]  # degrees that divide `node_gpus` and fit the model with room for one full sequence
+    infeasible: Mapping[int, str]  # the other degrees that divide a whole node, and why they are not feasible
+    node_gpus: tuple[int, ...]  # of every node, how many GPUs generate
+    cap_tokens: int  # the longest a response can get
+    page_tokens: int  # of a KV page
     requests: int  # responses launched per step
     prompt_tokens: int  # longest prompt of the trace
     max_num_seqs: int = 1024  # responses that a replica runs at once
     replica_gpus: int | None = None  # of a rollout replica (TP × PP), where the plan says it
 
+    @property
+    def gpus(self) -> int:
+        """GPUs that generate."""
+        return sum(self.node_gpus)
+
     def check_tp(self, tp: int) -> int:
-        """`tp` if a node can run it; else `CapacityError` (too small), or `ConfigError`: the plan says another degree,
-        or it does not divide the node.
+        """`tp` if every node can run it; else `CapacityError` (too small), or `ConfigError`: the plan says another
+        degree, or it does not divide the GPUs of a node.
         """
         if self.replica_gpus not in (None, tp):
             raise ConfigError(f"{PLANNED.format(self.replica_gpus)}; the system's layout would begin with {tp}")
         if tp in self.infeasible:
             raise CapacityError(self.infeasible[tp])
-        if tp < 1 or self.gpus_per_node % tp:
-            raise ConfigError(f"tp {tp} does not divide the {self.gpus_per_node} GPUs of a node")
+        for gpus in self.node_gpus:
+            if tp < 1 or gpus % tp:
+                raise ConfigError(f"tp {tp} does not divide the {gpus} GPUs of a node")
         if tp not in self.feasible_tps:
             raise CapacityError(self.infeasible.get(tp, f"tp {tp} is not feasible"))
         return tp
@@ -230,7 +242,7 @@ class ControlContext:
 class RolloutReport:
     """What a control learns when a generation stage is over."""
 
-    step: int
+    step: int  # from 0
     tp: int  # that it began with
     gen_time_s: float
     preemptions: int
@@ -238,6 +250,7 @@ class RolloutReport:
     label: str  # the kind of round, see `Launch`
     next_label: str = ""  # the kind that comes next
     loads: tuple[tuple[int, int], ...] = ()  # prompt and generated tokens of all responses, finished or not
+    feasible_tps: tuple[int, ...] = ()  # degrees that the next step may begin with
 
 
 @dataclass(frozen=True)
@@ -250,39 +263,108 @@ class ScoringReport:
     response_tokens: int  # generated in the step
 
 
-class RolloutControl:
+def actions_of(answer: Action | Iterable[Action] | None) -> list[Action]:
+    """What a control answered, as a list."""
+    if answer is None:
+        return []
+    return list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
+
+
+def is_launch(launch: object, *_: object) -> bool:
+    """Whether it is a launch of prompts, none of them twice, and of at least one response to each."""
+    if not isinstance(launch, Launch) or not is_whole(launch.samples):
+        return False
+    if not (isinstance(launch.prompts, Sequence) and isinstance(launch.resume, Sequence)):
+        return False
+    prompts = [*launch.prompts, *launch.resume]
+    proper = all(isinstance(p, Prompt) and is_whole(p.position, 0) and is_whole(p.first_sample, 0) for p in prompts)
+    return proper and len({prompt.position for prompt in prompts}) == len(prompts)
+
+
+def is_action(action: object) -> bool:
+    """Whether it is an action with fields of the right types; the engine says whether what they name is there."""
+    match action:
+        case Reconfigure(node, tp, kv):
+            return is_whole(node, 0) and is_whole(tp, 0) and kv in get_args(KvHandling)
+        case Migrate(ids, to, kv):
+            return _are_numbers(ids) and is_whole(to, 0) and kv in get_args(KvHandling)
+        case Release(ids) | Abort(ids):
+            return _are_numbers(ids)
+    return isinstance(action, Stop) or is_launch(action)
+
+
+def _are_numbers(ids: object) -> bool:
+    return isinstance(ids, Collection) and all(is_whole(number, 0) for number in ids)
+
+
+def are_parameters(choices: object, *_: object) -> bool:
+    """Whether it is a list of sets of parameters, each by name."""
+    return isinstance(choices, Sequence) and all(isinstance(choice, Mapping) for choice in choices)
+
+
+CHOICES = "a list of mappings such as {'tp': 2}"
+_ACTIONS = "actions (" + ", ".join(kind.__name__ for kind in get_args(Action)) + ") or None"
+
+
+class RolloutControl(Hooked):
     """Base of all rollout controls: never changes anything. Override what the system decides."""
 
+    @hook(CHOICES, are_parameters)
     def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
-        """Parameters to try where the system is to be tuned: the fastest of them is run. None if it needs no tuning."""
+        """Before the run: parameters to try where the system is to be tuned, as `[{"tp": 2}, {"tp": 4}]`.
+
+        Every choice is made and run as a system of its own, and the one with the highest throughput stands for it. An
+        empty list means that nothing is to be tuned.
+        """
         return ()
 
+    @hook()
     def setup(self, context: ControlContext) -> None:
-        """Called once before the first step: the place to profile."""
+        """Called once, before the first step: the place to profile the machine (`context.costs`)."""
 
+    @hook(
+        "a tensor-parallel degree that divides the GPUs of every node",
+        lambda tp, context: is_whole(tp) and not any(gpus % tp for gpus in context.node_gpus),
+    )
     def initial_tp(self, context: ControlContext) -> int:  # noqa: ARG002
-        """The layout of the first step, and of every one unless `next_tp` says otherwise."""
+        """Called once, after `setup`: the tensor-parallel degree of every replica when a step begins, one of
+        `context.feasible_tps`. It holds for all steps unless `next_tp` says otherwise. Defining it makes the control a
+        layout, of which a system has exactly one.
+        """
         raise PolicyError(f"{type(self).__name__} does not say which layout it starts with: define initial_tp")
 
+    @hook(_ACTIONS, lambda answer, *_: all(map(is_action, actions_of(answer))))
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
-        """Some responses have just finished: return actions, or None to go on."""
+        """Some responses have just finished, all of this moment together: return one action, several, or None.
+
+        Where a batching decides by rewards, it is also asked when one comes; `view.finished_nodes` is empty then.
+        """
         return None
 
+    @hook(
+        "one of report.feasible_tps, or None",
+        lambda tp, report: tp is None or (is_whole(tp) and tp in report.feasible_tps),
+    )
     def next_tp(self, report: RolloutReport) -> int | None:  # noqa: ARG002
-        """A generation stage is over: the layout that the next one starts with, or None to leave that as it is."""
+        """A step's generation is over: the tensor-parallel degree that the next one starts with, or None to leave that
+        as it is.
+        """
         return None
 
+    @hook("a whole number of tokens, 1 or more", lambda tokens, *_: is_whole(tokens))
     def chunk_tokens(self, planned: int) -> int:
-        """A rollout begins whose responses go on by the chunk: the length of one; `planned`: what the workflow says."""
+        """A rollout begins whose responses go on by the chunk: the tokens of a chunk; `planned`: what the workflow or
+        the control before says.
+        """
         return planned
 
+    @hook()
     def on_scored(self, report: ScoringReport) -> None:
-        """The calls that took a step's responses by the chunk are done."""
+        """The calls that took a step's responses by the chunk are done with the step."""
 
-    @property
-    def label(self) -> str:
-        """The control's name in messages."""
-        return type(self).__name__
+    def author(self, action: Action) -> RolloutControl:  # noqa: ARG002
+        """The control that asked for an action in its last answer, for messages."""
+        return self
 
 
 class Controls(RolloutControl):
@@ -291,20 +373,21 @@ class Controls(RolloutControl):
     def __init__(self, parts: Sequence[RolloutControl]) -> None:
         self.parts = tuple(parts)
         self._deciding = [part for part in self.parts if decides(part)]
-        self._asked: RolloutControl = self
+        self._wanted: list[tuple[Action, RolloutControl]] = []  # the last answer, and who gave it
 
     def setup(self, context: ControlContext) -> None:
         for part in self.parts:
             part.setup(context)
 
-    def on_finish(self, view: RolloutView) -> Iterator[Action]:
+    def on_finish(self, view: RolloutView) -> list[Action]:
         """The actions of all, those of the first first; none after a `Stop`."""
+        self._wanted = []
         for part in self._deciding:
-            self._asked, answer = part, part.on_finish(view)
-            for action in answer if isinstance(answer, Iterable) else () if answer is None else (answer,):
-                yield action
+            for action in actions_of(part.on_finish(view)):
+                self._wanted.append((action, part))
                 if isinstance(action, Stop):
-                    return
+                    return [wanted for wanted, _ in self._wanted]
+        return [wanted for wanted, _ in self._wanted]
 
     def next_tp(self, report: RolloutReport) -> int | None:
         """What the last of those that have an opinion says."""
@@ -321,10 +404,8 @@ class Controls(RolloutControl):
         for part in self.parts:
             part.on_scored(report)
 
-    @property
-    def label(self) -> str:
-        """The part that was asked last."""
-        return type(self._asked).__name__
+    def author(self, action: Action) -> RolloutControl:
+        return next(part.author(action) for wanted, part in self._wanted if wanted is action)
 
 
 def decides(control: RolloutControl) -> bool:

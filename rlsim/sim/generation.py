@@ -8,6 +8,7 @@ from typing import Any
 import simpy
 
 from rlsim.errors import PolicyError
+from rlsim.hooks import misused
 from rlsim.sim.batching import Batching, Settled, StepBatch
 from rlsim.sim.control import Controls, Launch, RolloutReport
 from rlsim.sim.flow import BATCH
@@ -154,7 +155,8 @@ class Generation:
                 request.baseline = i % launch.samples >= launch.samples - baselines
         for prompt in launch.resume:
             if prompt.position not in self._paused:
-                raise PolicyError(f"the prompt at position {prompt.position} was not kept: it cannot be resumed")
+                what = f"the prompt at position {prompt.position} was not kept: it cannot be resumed"
+                raise misused(self._what.batching.launcher, "launch", what)
             began, kept = self._paused.pop(prompt.position)
             requests += [r.resume(state.ids + len(requests) + i, began, state.version) for i, r in enumerate(kept)]
         state.ids += len(requests)
@@ -203,7 +205,8 @@ class Generation:
         lengths = tuple(r.generated for r in rollout.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests)
         coming = self._what.batching.upcoming(self._what.feed)
-        report = RolloutReport(step, self._tp, end - start, preemptions, lengths, settled.label, coming, loads)
+        tps = self._what.feasible_tps
+        report = RolloutReport(step, self._tp, end - start, preemptions, lengths, settled.label, coming, loads, tps)
         wanted = self._what.control.next_tp(report)
         self.planned_tp = self._tp if wanted is None else wanted
 
@@ -218,7 +221,8 @@ class Generation:
             last_tp = self._last_tp.get(node, self._tp)
             if last_tp != self._tp and (planned or not what.config.first_layout_kept):
                 first_use = self._tp not in self._used_tps.get(node, ())
-                cost = what.costs.switch(last_tp, self._tp, (), -(-requests // len(mesh)), "recompute", first_use)
+                share = -(-requests * len(gpus) // sum(map(len, mesh)))
+                cost = what.costs.switch(len(gpus), last_tp, self._tp, (), share, "recompute", first_use)
                 record = SwitchRecord(step, start, node, last_tp, self._tp, 0.0, 0.0, cost.graph_s, cost.control_s)
                 self._outcome.switches.append(record)
                 pause_s = cost.graph_s + cost.control_s

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import simpy
 
+from rlsim.hooks import Hooked, hook, is_number
 from rlsim.sim.request import Request
 from rlsim.sim.server import InferenceServer
 
@@ -27,15 +28,22 @@ class RewardJob(NamedTuple):
     judge_tokens: int = 0
 
 
-class RewardControl:
+class RewardControl(Hooked):
     """Base of all reward controls: every run may take as long as the system's limit says."""
 
+    @hook("seconds: a number, 0 or more", lambda seconds, *_: is_number(seconds))
     def timeout_s(self, kind: RewardKind, prompt: int, test: int, limit_s: float) -> float:  # noqa: ARG002
-        """How long a test case of a prompt may run."""
+        """A worker begins test case `test` (from 0) of a response: how long it may run, in seconds.
+
+        `kind` is "rule" (one check, test 0) or "sandbox" (test cases); where a judge scores, this is not asked.
+        `prompt` is the prompt's number in the trace, the same in every epoch; `limit_s` is the limit of the experiment.
+        A longer run is ended there, and with it the job: the response gets no reward.
+        """
         return limit_s
 
+    @hook()
     def observe(self, kind: RewardKind, prompt: int, run_s: Sequence[float], correct: bool) -> None:
-        """A response to the prompt has been scored: the run time of each of its test cases that ran."""
+        """A response to the prompt has been checked: the run time of each of its test cases that ran, in seconds."""
 
 
 class RewardFunction(Protocol):

@@ -16,7 +16,8 @@ import simpy
 
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
-from rlsim.errors import PolicyError, RlsimError
+from rlsim.errors import RlsimError
+from rlsim.hooks import misused
 from rlsim.sim.control import (
     Abort,
     Action,
@@ -27,6 +28,7 @@ from rlsim.sim.control import (
     Release,
     RolloutView,
     Stop,
+    actions_of,
     decides,
 )
 from rlsim.sim.moment import ASK, at_end, rest_of
@@ -81,7 +83,7 @@ class Rollout(RolloutState):
     # ---- requests and replicas --------------------------------------------------------------------------------------
 
     def _start_node(self, node: int, tp: int) -> list[Replica]:
-        gpus = self._stage.mesh[node]
+        gpus = self.mesh[node]
         pages = self._stage.costs.capacity_pages(tp)
         started = []
         for first in range(0, len(gpus), tp):
@@ -202,9 +204,8 @@ class Rollout(RolloutState):
         if self.done.triggered or self._stopping:
             return
         view: RolloutView = LiveView(self)
-        answer = self._stage.control.on_finish(view)
         # All of it before anything is done, and while the view still shows this moment: it may be a generator.
-        actions = [] if answer is None else list(answer) if isinstance(answer, Iterable) else [answer]
+        actions = actions_of(self._stage.control.on_finish(view))
         self._just_finished.clear()
         for action in actions:
             if not self._stopping:
@@ -214,8 +215,9 @@ class Rollout(RolloutState):
         match action:
             case Reconfigure(node, tp, kv):
                 self._check(node in self._active, action, f"there is no node {node}")
-                divides = isinstance(tp, int) and tp >= 1 and self.gpus_per_node % tp == 0
-                self._check(divides, action, f"{tp} does not divide the {self.gpus_per_node} GPUs of a node")
+                gpus = len(self.mesh[node])
+                divides = isinstance(tp, int) and tp >= 1 and gpus % tp == 0
+                self._check(divides, action, f"{tp} does not divide the {gpus} GPUs of a node")
                 self._check(tp != self._tp[node], action, "the node has that layout already")
                 self._check_room(tp, action)
                 old = self._active[node]
@@ -242,8 +244,6 @@ class Rollout(RolloutState):
             case Stop():
                 self._stopping = True
                 self.env.process(self._stop())
-            case _:
-                raise PolicyError(f"{self._stage.control.label} returned {action!r}, which is not an action")
 
     def _check_room(self, tp: int, action: Action) -> None:
         """A layout must be able to hold every unfinished response at its full length."""
@@ -259,7 +259,7 @@ class Rollout(RolloutState):
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:
-            raise PolicyError(f"{self._stage.control.label} returned {action!r}: {why}")
+            raise misused(self._stage.control.author(action), "on_finish", f"returned {action!r}: {why}")
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,8 @@ class Rollout(RolloutState):
             return
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)
-        cost = self._stage.costs.switch(old_tp, tp, contexts, sequences, kv, tp not in self._used_tps[node])
+        first_use = tp not in self._used_tps[node]
+        cost = self._stage.costs.switch(len(self.mesh[node]), old_tp, tp, contexts, sequences, kv, first_use)
         self._used_tps[node].add(tp)
         self.switches.append((self.env.now, node, old_tp, tp, cost))
         self._pauses[node] = self.env.now, tp, f"TP{old_tp} to TP{tp}"
@@ -382,7 +383,7 @@ class Rollout(RolloutState):
     def _end_pause(self, node: int) -> None:
         """Note down a switch that ends, or is broken off, now."""
         start, tp, label = self._pauses.pop(node)
-        self._stage.recorder.add(self._stage.mesh[node], start, self.env.now, "switch", tp, label)
+        self._stage.recorder.add(self.mesh[node], start, self.env.now, "switch", tp, label)
 
     def _where(self, ids: Sequence[int]) -> list[tuple[Replica, frozenset[int]]]:
         """The active replicas that hold some of these requests, and which."""

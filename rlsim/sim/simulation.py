@@ -48,6 +48,7 @@ class Simulation:
     cluster: Cluster
     control: RolloutControl
     initial_tp: int
+    feasible_tps: tuple[int, ...]  # degrees that a step may begin with
     feed: PromptFeed
     requests: Callable[[Sequence[Prompt], int, int], list[Request]]
     costs: RolloutCosts

@@ -22,7 +22,7 @@ class GenerationStage:
     """One generation stage: what is generated, on which GPUs, and who decides and is told."""
 
     requests: Sequence[Request]
-    mesh: Sequence[tuple[int, ...]]  # the GPUs of each node
+    mesh: Sequence[tuple[int, ...]]  # the GPUs of each node, on some perhaps more than on others
     tp: int  # that every node starts with
     costs: RolloutCosts
     config: EngineConfig
@@ -51,7 +51,7 @@ class RolloutState:
         self.requests = [*stage.requests, *stage.resumed]
         self.cap_tokens = stage.cap_tokens
         self.label = stage.label
-        self.gpus_per_node = len(stage.mesh[0])
+        self.mesh = stage.mesh
         self.finished = 0  # responses finished so far
         self.finished_lengths: list[int] = []  # of these, where a control is asked
         self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them

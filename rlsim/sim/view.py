@@ -24,10 +24,6 @@ class LiveView:
         return self._rollout.label
 
     @property
-    def gpus_per_node(self) -> int:
-        return self._rollout.gpus_per_node
-
-    @property
     def cap_tokens(self) -> int:
         return self._rollout.cap_tokens
 
@@ -65,6 +61,9 @@ class LiveView:
 
     def context_tokens(self, node: int) -> int:
         return sum(replica.context_tokens() for replica in self._rollout.active(node))
+
+    def gpus(self, node: int) -> int:
+        return len(self._rollout.mesh[node])
 
     def tp(self, node: int) -> int:
         return self._rollout._tp[node]

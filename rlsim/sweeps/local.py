@@ -11,17 +11,20 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
+from typing import Any
 
 from rlsim.errors import RlsimError
-from rlsim.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Failed, Task
+from rlsim.sweeps.task import MOST_ATTEMPTS, POINTS_OF_A_WORKER, Answer, Failed, Work
 
 
-def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, None]:
-    """Run tasks in so many processes; answers come as they are ready.
+def run_locally(
+    tasks: Sequence[Work], workers: int, begun: Callable[[Any], None] = lambda _: None
+) -> Generator[Answer, None, None]:
+    """Run tasks in so many processes; answers come as they are ready, and `begun` is told of each task that is sent.
 
     A task whose process dies is run again, and after `MOST_ATTEMPTS` the answer is that it failed. When the iterator
     is closed, the processes are ended. Raises `RlsimError` if processes cannot be started.
@@ -45,6 +48,7 @@ def run_locally(tasks: Sequence[Task], workers: int) -> Generator[Answer, None, 
                     else:
                         answer = Answer(task, worker.failure(deaths[task.point]), worker.elapsed_s)
                 if waiting and not worker.spent:
+                    begun(waiting[0])
                     worker.send(waiting.popleft())  # before the answer is stored: it does not wait for the disk
                 else:
                     pool.remove(worker)
@@ -67,7 +71,7 @@ class _Worker:
         with _interrupts_ignored():  # the child inherits that: an interrupt is for the parent to handle
             self._process.start()
         theirs.close()
-        self.task: Task | None = None
+        self.task: Work | None = None
         self.dead = False
         self.ready = False
         self._answered = 0
@@ -81,7 +85,7 @@ class _Worker:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._sent_at
 
-    def send(self, task: Task) -> None:
+    def send(self, task: Work) -> None:
         self.task, self._sent_at = task, time.monotonic()
         with suppress(OSError):  # it has died meanwhile: `receive` will find that out
             self.connection.send(task)
@@ -127,6 +131,11 @@ def _serve(connection: Connection) -> None:
     with suppress(EOFError, OSError):
         while True:
             connection.send(connection.recv().run())
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _end_with_parent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -83,14 +82,9 @@ def _answers(
         from rlsim.sweeps.on_ray import run_on_ray
 
         return run_on_ray(tasks, workers, address)
-    from rlsim.sweeps.local import run_locally
+    from rlsim.sweeps.local import cores, run_locally
 
-    return run_locally(tasks, workers or _cores())
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return run_locally(tasks, workers or cores())
 
 
 def _keep(answers: Iterable[Answer], store: Store, done: int, total: int, progress: Progress | None) -> None:

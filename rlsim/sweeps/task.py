@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rlsim.errors import ConfigError, PolicyError, RlsimError
 from rlsim.reading import plain
@@ -88,11 +88,22 @@ class Task:
         return {"point": self.point, **manifest, **own}
 
 
-class Answer(NamedTuple):
-    """What became of a task, and how long that took (s)."""
+class Work(Protocol):
+    """What processes can be given to do."""
 
-    task: Task
-    result: Done | Failed
+    @property
+    def point(self) -> str:
+        """Its name among all."""
+
+    def run(self) -> Any:
+        """Do it. Never raises: what goes wrong is the answer."""
+
+
+class Answer(NamedTuple):
+    """What became of a task (`Failed` if its process died), and how long that took (s)."""
+
+    task: Any
+    result: Any
     elapsed_s: float
 
 

@@ -64,7 +64,7 @@ def _inputs() -> Iterator[Row]:
     lengths = trace.frame["response_tokens"].to_numpy()
     for above, published in ((8192, 0.1085), (16384, 0.0218)):
         yield row("trace", f"share above {above} tokens", published, float((lengths > above).mean()), kind="input")
-    switch = costs.switch(2, 8, SWITCH_CONTEXTS, len(SWITCH_CONTEXTS), "migrate", first_use=False)
+    switch = costs.switch(8, 2, 8, SWITCH_CONTEXTS, len(SWITCH_CONTEXTS), "migrate", first_use=False)
     for name, published, simulated in (
         ("weights_s", 1.03, switch.weights_s),
         ("kv_s", 2.36, switch.kv_s),

@@ -44,6 +44,7 @@ class MeasuredCosts:
 
     def switch(
         self,
+        gpus: int,  # noqa: ARG002
         from_tp: int,
         to_tp: int,  # noqa: ARG002 - measured from 1 to 2 only
         contexts: Sequence[int],

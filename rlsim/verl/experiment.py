@@ -22,6 +22,7 @@ from rlsim.verl import notes
 from rlsim.verl.config import read_config
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS, WITHOUT_DEFAULT
 from rlsim.verl.log import METRICS, VerlLog
+from rlsim.verl.overrides import FILTER, GPUS_PER_NODE, NODES, REWARD_ASYNC, TP
 from rlsim.verl.run import RunSettings, settings_of
 from rlsim.verl.settings import STRATEGY, Settings
 from rlsim.verl.training import add_engine, add_memory, add_training
@@ -39,8 +40,7 @@ _ALGORITHMS = {
     "remax": "remax",
 }  # fmt: skip
 STEPS, SEEDS = 5, 5
-_ESTIMATOR, _REWARD_ASYNC = "algorithm.adv_estimator", "reward_model.launch_reward_fn_async"
-_MODEL, _CRITIC, _FILTER = MODEL + "path", "critic.model.path", "algorithm.filter_groups.enable"
+_ESTIMATOR, _MODEL, _CRITIC = "algorithm.adv_estimator", MODEL + "path", "critic.model.path"
 #: What switches a reward model on, and the key that names it.
 _REWARD_MODEL = {
     "reward_model.enable": "reward_model.model.path",
@@ -48,7 +48,7 @@ _REWARD_MODEL = {
 }
 #: Further keys that a misspelt one may have meant.
 _MORE_KEYS = (
-    _MODEL, _CRITIC, _REWARD_ASYNC, *_REWARD_MODEL, *_REWARD_MODEL.values(), *WITHOUT_DEFAULT,
+    _MODEL, _CRITIC, REWARD_ASYNC, *_REWARD_MODEL, *_REWARD_MODEL.values(), *WITHOUT_DEFAULT,
     ACTOR + "megatron.override_transformer_config.recompute_granularity",
     ROLLOUT + "log_prob_micro_batch_size", ROLLOUT + "log_prob_use_dynamic_bsz",
     MODEL + "enable_activation_offloading", MODEL + "use_fused_kernels",
@@ -125,11 +125,10 @@ def _joined(*parts: str) -> str:
 
 
 def _cluster(config: Settings, draft: Draft, gpu: str | None, named: str | None) -> Cluster:
-    keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
+    keys = (NODES, GPUS_PER_NODE)
     if named is None:
-        written, found, assumed = find_cluster(gpu, *(config.get(key) for key in keys))
-        where = (config.where(key) for key in keys)
-        draft.entries["cluster"] = Entry(written, _joined(f"--gpu {gpu}", *where, assumed))
+        found = find_cluster(gpu, *(config.get(key) for key in keys))
+        draft.entries["cluster"] = Entry(found.name, _joined(f"--gpu {gpu}", *map(config.where, keys)))
         return found
     found = load_cluster(named)
     told = [config.given.get(key) for key in keys]
@@ -145,7 +144,7 @@ def _cluster(config: Settings, draft: Draft, gpu: str | None, named: str | None)
 
 def _settings(config: Settings, machines: Cluster) -> RunSettings:
     """The configuration as `rlsim calibrate from-run` reads it."""
-    strategy, key = config.get(STRATEGY), ROLLOUT + "tensor_model_parallel_size"
+    strategy, key = config.get(STRATEGY), TP
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ConfigError(f"{config.where(STRATEGY)}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
     if machines.gpus_per_node % config.get(key):
@@ -188,7 +187,7 @@ def _calibration(config: Settings, draft: Draft, machines: Cluster, given: str |
 def _trace(
     config: Settings, draft: Draft, actor: Model, settings: RunSettings, given: str | None, folder: Path
 ) -> Trace:
-    filters, prompt_key = bool(config.get(_FILTER)), "data.max_prompt_length"
+    filters, prompt_key = bool(config.get(FILTER)), "data.max_prompt_length"
     if given is None:
         path, trace, why = nearest_trace(actor, settings.cap, rewards=filters)
         draft.notes.append(f"response lengths: {path}, {why}")
@@ -197,7 +196,7 @@ def _trace(
         path, comment = given, "as given"
         trace = read_trace(find_trace(given, folder))
         if filters and not {"correct", "reward"} & set(trace.frame.columns):
-            raise ConfigError(f"--trace {given}: {_FILTER} drops prompts by their rewards, but the trace has neither "
+            raise ConfigError(f"--trace {given}: {FILTER} drops prompts by their rewards, but the trace has neither "
                               "the column reward nor correct")  # fmt: skip
     cut = trace.meta.cap_tokens
     if cut is not None and cut < settings.cap:
@@ -238,8 +237,8 @@ def _workflow(config: Settings, draft: Draft, settings: RunSettings) -> None:
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
-    if config.given.get(_REWARD_ASYNC):
-        workflow["reward"] = Entry({"order": "beside_log_probs"}, config.where(_REWARD_ASYNC))
+    if config.given.get(REWARD_ASYNC):
+        workflow["reward"] = Entry({"order": "beside_log_probs"}, config.where(REWARD_ASYNC))
     draft.entries["workflow"] = workflow
 
 
@@ -273,9 +272,9 @@ def _models(config: Settings, draft: Draft, folder: Path, reward_model: str | No
 
 def _systems(config: Settings, draft: Draft, settings: RunSettings) -> None:
     more, mode = [], ROLLOUT + "mode"
-    if config.get(_FILTER):
+    if config.get(FILTER):
         more = ["dynamic_sampling"]
-        draft.notes.append(f"{config.where(_FILTER)}: dynamic_sampling in every system")
+        draft.notes.append(f"{config.where(FILTER)}: dynamic_sampling in every system")
 
     def system(name: str, part: Any, comment: str) -> Entry:
         return Entry({"name": name, "use": [part, *more]}, comment)
@@ -285,7 +284,7 @@ def _systems(config: Settings, draft: Draft, settings: RunSettings) -> None:
         draft.entries["routing"] = Entry("round_robin", where)
     draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
     draft.entries["baseline"] = Entry("as-configured")
-    where = config.where(ROLLOUT + "tensor_model_parallel_size")
+    where = config.where(TP)
     draft.entries["systems"] = Entry(
         (
             system("as-configured", {"verl": {"tp": settings.rollout_tp}}, where),

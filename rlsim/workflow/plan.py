@@ -112,28 +112,30 @@ def same_weights(one: Placement, other: Placement) -> bool:
 
 
 def check_meshes(workflow: Workflow, plan: Plan, cluster: Cluster) -> None:
-    """Raises `ConfigError` for a call whose GPUs the costs cannot price, or whose weights nothing brings.
-
-    A mesh is part of one node, or whole nodes: costs take it that a mesh begins where a node does.
-    """
+    """Raises `ConfigError` for a call whose TP groups lie across nodes, or whose weights nothing brings."""
     trained = {call.model: plan.of(call.name) for call in workflow.calls if call.kind == "train"}
     synced = {name for call in workflow.calls if call.kind == "sync" for name in workflow.beside(call.name)[1]}
     for call in workflow.calls:
         placement = plan.of(call.name)
-        nodes = placement.nodes(cluster)
-        if call.kind in ("generate", "inference", "train") and len(nodes) > 1:
-            part = next((node for node in nodes if len(node) < cluster.gpus_per_node), None)
-            if part is not None:
-                raise ConfigError(
-                    f"call {call.name} has GPUs {placement.gpus[0]}-{placement.gpus[-1]}, of one node only {len(part)} "
-                    f"of {cluster.gpus_per_node}: a call has part of one node, or whole nodes"
-                )
+        check_tp_groups(call.name, placement, cluster)
         source = trained.get(call.model)
         waits = call.kind in ("generate", "inference") and call.name not in synced
         if waits and source is not None and not same_weights(source, placement):
             raise ConfigError(
                 f"call {call.name} has other GPUs or another layout than training of its model, and no sync call "
                 f"of workflow {workflow.name} brings it new weights"
+            )
+
+
+def check_tp_groups(call: str, placement: Placement, cluster: Cluster) -> None:
+    """Raises `ConfigError` for a TP group of a call that lies on more nodes than so many GPUs need."""
+    tp = 1 if placement.strategy is None else placement.strategy.tp
+    for group in placement.replicas(tp):
+        nodes = sorted({cluster.node_of(gpu) for gpu in group})
+        if len(nodes) > -(-tp // cluster.gpus_per_node):
+            raise ConfigError(
+                f"call {call} has a TP {tp} group on GPUs {group[0]}-{group[-1]}, on nodes {nodes[0]} and {nodes[-1]} "
+                f"of {cluster.gpus_per_node} GPUs each: a TP group needs GPUs of one node"
             )
 
 

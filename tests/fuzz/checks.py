@@ -97,7 +97,7 @@ def costs(calibration: Calibration) -> None:
             found[f"prefill of {len(chunks)} at TP {tp}"] = step.prefill_s(chunks)
             found[f"prefill of {len(chunks)} beside decodes at TP {tp}"] = step.mixed_s(4, 3000, chunks)
     for first in (True, False):
-        switch = costs.switch(2, 8, [500, 9000], 40, "migrate", first)
+        switch = costs.switch(8, 2, 8, [500, 9000], 40, "migrate", first)
         found |= {f"switch: {name}": getattr(switch, name) for name in ("weights_s", "kv_s", "graph_s", "control_s")}
     found["transfer"] = costs.transfer_s([400, 9000], 2, 4, same_node=True)
     found["transfer across nodes"] = costs.transfer_s([400, 9000], 2, 4, same_node=False)

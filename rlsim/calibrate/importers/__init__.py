@@ -6,7 +6,6 @@ import datetime
 from pathlib import Path
 from typing import get_args
 
-from rlsim import catalogue
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests, vidur
@@ -15,7 +14,7 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, load_calibration
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster, Gpu, load_cluster, load_gpu
+from rlsim.hardware import Cluster, Gpu, load_gpu, node_types
 from rlsim.output import check_own_file
 
 FORMATS = ("aiconfigurator", "vidur", "nccl-tests")
@@ -102,7 +101,5 @@ def read_format(
 
 
 def _node_of(gpu: Gpu) -> Cluster | None:
-    """The catalogue's smallest cluster of several such GPUs: its nodes are taken as the measured one."""
-    clusters = [load_cluster(name) for name in catalogue.names("clusters")]
-    own = [one for one in clusters if one.gpu.name == gpu.name and one.gpus_per_node > 1]
-    return min(own, key=lambda one: one.nodes, default=None)
+    """The catalogue's node of such GPUs: it is taken as the measured one."""
+    return next((node for node in node_types().values() if node.gpu.name == gpu.name), None)

@@ -1,0 +1,71 @@
+"""The runs that an advice rests on: all systems here, and the best on other numbers of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim.advise.scaling import resized, scaling_rows
+from rlsim.errors import PolicyError, RlsimError
+from rlsim.experiment.job import Execute
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.result import Result
+from rlsim.experiment.run import Progress, run_loaded
+from rlsim.experiment.systems import SystemSpec
+from rlsim.hardware import Cluster
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs the experiment with other settings, on the same responses."""
+
+    source: str | Path | Mapping[str, Any]
+    settings: Mapping[str, Any]
+    execute: Execute
+    progress: Progress | None
+
+    def __call__(self, what: str, settings: Mapping[str, Any], optional: Collection[str]) -> Result:
+        """The results; systems named in `optional` are left out with a note where they do not fit."""
+
+        def told(done: int, total: int, name: str) -> None:
+            if self.progress:
+                self.progress(done, total, f"{what}: {name}" if name else what)
+
+        loaded = load_experiment(self.source, {**self.settings, **settings})
+        return run_loaded(*loaded, execute=self.execute, progress=told, optional=optional)
+
+
+def as_entry(spec: SystemSpec) -> dict[str, Any]:
+    """A system as an experiment spells it."""
+    return {"name": spec.name, "use": [{part.policy: dict(part.parameters)} for part in spec.parts]}
+
+
+def scaled(
+    runner: Runner, cluster: Cluster, result: Result, chosen: Sequence[SystemSpec], gpus: Sequence[int]
+) -> tuple[pd.DataFrame, list[str]]:
+    """`scaling_rows` of the chosen systems here and on other numbers of GPUs, and what was assumed or left out."""
+    names = [spec.name for spec in chosen]
+    here = result.steps[result.steps["system"].isin(names)]
+    rows, notes = [scaling_rows(replace(result, steps=here), cluster.gpus)], list[str]()
+    cases: dict[str, dict[str, Any]] = {}
+    for size in gpus:
+        spelled, assumed = resized(cluster, size)
+        notes += [assumed] if assumed else []
+        cases[f"{size} GPUs"] = {"cluster": spelled}
+    if not cases:
+        return rows[0], notes
+    settings = {"baseline": None, "systems": [as_entry(spec) for spec in chosen], "cases": cases}
+    try:
+        found = runner("other numbers of GPUs", settings, names)
+    except PolicyError:
+        raise
+    except RlsimError as error:
+        return rows[0], [*notes, f"other numbers of GPUs left out: {error}"]
+    for case, steps in found.steps.groupby("case", sort=False):
+        rows.append(scaling_rows(replace(found, steps=steps), int(str(case).split()[0])))
+    notes += [note for note in found.notes if " left out: " in note]
+    return pd.concat(rows, ignore_index=True), notes

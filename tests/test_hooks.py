@@ -1,0 +1,187 @@
+"""Whatever a policy's hooks raise or return amiss ends in one message: the system, the hook, the file and its line."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_errors import LENGTHS, Failing, edited, failing, folder  # noqa: F401
+from test_errors import rlsim as command
+
+import rlsim
+from rlsim.errors import PolicyError
+from rlsim.hooks import hooks, overridden
+from rlsim.policies.parts import KINDS, ChunkStreaming
+from rlsim.sim.batching import Batching, PromptFeed
+from rlsim.sim.control import Reconfigure, RolloutControl
+from rlsim.testing import ContractError, check_policy
+
+#: Hooks that a plain run calls: the kind of part, the hook with its parameters, and what else the part needs.
+CALLED = [
+    ("RolloutControl", "alternatives(self, context)", ""),
+    ("RolloutControl", "setup(self, context)", ""),
+    ("RolloutControl", "initial_tp(self, context)", ""),
+    ("RolloutControl", "on_finish(self, view)", ""),
+    ("RolloutControl", "next_tp(self, report)", ""),
+    ("Batching", "launch(self, feed)", ""),
+    ("Batching", "upcoming(self, feed)", ""),
+    ("Batching", "counts(self, rewards)", ""),
+    ("Batching", "more(self, missing, feed)", "def counts(self, rewards): return False"),
+    ("Batching", "keep(self, unfinished)", "def launch(self, feed): return Launch(feed.take(feed.prompts + 4), 4)"),
+    ("Batching", "put_back(self, unfinished)", "def launch(self, feed): return Launch(feed.take(feed.prompts + 4), 4)"),
+    ("Batching", "waiting(self)", ""),
+    ("RewardControl", "timeout_s(self, kind, prompt, test, limit_s)", ""),
+    ("RewardControl", "observe(self, kind, prompt, run_s, correct)", ""),
+    ("Rewiring", "rewired(self, workflow)", ""),
+    ("Placing", "plan(self, context)", ""),
+    ("Composition", "parts(self)", ""),
+    ("Composition", "alternatives(self, context)", "def parts(self): return []"),
+]
+NO_VALUE = {"setup", "put_back", "observe"}  # their values do not matter
+
+
+def write(folder: Path, name: str, kind: str, hook: str, body: str, rest: str = "") -> str:  # noqa: F811
+    """A policy `Mine` whose hook stands in line 6, and an experiment with it."""
+    text = f"from rlsim.policies.parts import *\nfrom rlsim import *\n\n\nclass Mine({kind}):\n"
+    text += textwrap.indent(f"def {hook}:\n    {body}\n{rest}\n", "    ")
+    (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    head, *rows = LENGTHS.splitlines()
+    (folder / "lengths.csv").write_text("\n".join([f"{head},reward", *(f"{row},1" for row in rows), ""]))
+    return edited(("  - pat", f"  - {name}:Mine"), ("steps: 1", "steps: 2"))
+
+
+@pytest.mark.parametrize(("kind", "hook", "rest"), CALLED)
+def test_a_hook_that_raises(failing: Failing, kind: str, hook: str, rest: str) -> None:  # noqa: F811
+    name = hook.partition("(")[0]
+    module = f"raises_{kind}_{name}".lower()
+    message = failing(base=write(failing.folder, module, kind, hook, "return {}['gone']", rest))
+    line = f"{module}.py:7: KeyError: 'gone' (line 7: return {{}}['gone'])"
+    assert message == f"base.yaml:10:5: system 'mine': Mine.{name}: {line}"
+
+
+@pytest.mark.parametrize(("kind", "hook", "rest"), [one for one in CALLED if one[1].partition("(")[0] not in NO_VALUE])
+def test_a_hook_that_returns_nonsense(failing: Failing, kind: str, hook: str, rest: str) -> None:  # noqa: F811
+    name = hook.partition("(")[0]
+    module = f"nonsense_{kind}_{name}".lower()
+    message = failing(base=write(failing.folder, module, kind, hook, "return 1j", rest))
+    assert message.startswith(f"base.yaml:10:5: system 'mine': Mine.{name}: {module}.py:6: returned 1j, expected ")
+    assert message.endswith(f" (line 6: def {hook}:)")
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook", "body", "message"),
+    [
+        ("RolloutControl", "initial_tp(self, context)", "return None", "returned None, expected a tensor-parallel"),
+        ("RolloutControl", "initial_tp(self, context)", "return 3", "returned 3, expected a tensor-parallel"),
+        ("RolloutControl", "initial_tp(self)", "return 2", "Mine.initial_tp() takes 1 positional argument but 2 were"),
+        ("RolloutControl", "next_tp(self, report)", "return 3", "returned 3, expected one of report.feasible_tps"),
+        ("RolloutControl", "next_tp(self, report)", "return 16", "returned 16, expected one of report.feasible_tps"),
+        ("RolloutControl", "on_finish(self, view)", "yield 1 / 0", "ZeroDivisionError: division by zero (line 7: "),
+        ("RolloutControl", "on_finish(self, view)", "return Abort((99,))", "Abort(requests=(99,)): there is no such"),
+        ("RolloutControl", "on_finish(self, view)", "return Abort(99)", "returned Abort(requests=99), expected"),
+        ("RolloutControl", "on_finish(self, view)", "return Reconfigure(0, 8, 'copy')", "kv='copy'), expected actions"),
+        ("RolloutControl", "on_finish(self, view)", "return Stop", "<class 'rlsim.sim.control.Stop'>, expected"),
+        ("RolloutControl", "on_finish(self, view)", "return view.nothing", "'LiveView' object has no attribute"),
+        ("RolloutControl", "on_finish(self, view)", "raise StopIteration", "StopIteration (line 7: raise"),
+        ("RolloutControl", "on_finish(self, view)", "exit(3)", "it leaves Python (exit code 3) (line 7: exit(3))"),
+        ("Batching", "launch(self, feed)", "return None", "returned None, expected a Launch of different"),
+        ("Batching", "launch(self, feed)", "return Launch(2, 4)", "expected a Launch of different Prompts"),
+        ("Batching", "launch(self, feed)", "return Launch(2 * feed.take(2), 4)", "a Launch of different Prompts"),
+        ("Batching", "launch(self, feed)", "return Launch(feed.take(2), 4, resume=(Prompt(9),))", "9 was not kept"),
+        ("Batching", "launch(self, feed)", "return Launch(feed.take(2), 4, resume=9)", "a Launch of different Prompts"),
+        ("Batching", "counts(self, rewards)", "pass", "returned None, expected True or False"),
+        ("RewardControl", "timeout_s(self, kind, prompt, test, limit_s)", "return -1", "returned -1, expected seconds"),
+    ],
+)  # fmt: skip
+def test_more_nonsense(failing: Failing, kind: str, hook: str, body: str, message: str) -> None:  # noqa: F811
+    module = f"more_{abs(hash((hook, body)))}"
+    told = failing(base=write(failing.folder, module, kind, hook, body))
+    assert told.startswith(f"base.yaml:10:5: system 'mine': Mine.{hook.partition('(')[0]}: {module}.py:")
+    assert message in told
+
+
+def test_the_part_that_wanted_an_action_is_named(failing: Failing) -> None:  # noqa: F811
+    text = write(failing.folder, "blamed_first", "RolloutControl", "on_finish(self, view)", "return Abort((99,))")
+    write(failing.folder, "innocent", "RolloutControl", "on_finish(self, view)", "return None")
+    both = text.replace("  - blamed_first:Mine", "  - {name: both, use: ['blamed_first:Mine', 'innocent:Mine']}")
+    assert "system 'both': Mine.on_finish: blamed_first.py:6: returned Abort" in failing(base=both)
+
+
+def test_other_commands_tell_it_too(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = write(folder, "elsewhere", "RolloutControl", "on_finish(self, view)", "return {}['gone']")
+    (folder / "base.yaml").write_text(base)
+    before = sorted(folder.rglob("*"))
+    message = "Mine.on_finish: elsewhere.py:7: KeyError: 'gone' (line 7: return {}['gone'])"
+    assert command(monkeypatch, "advise", "base.yaml", "--out", "out") == 2
+    printed = capsys.readouterr()
+    assert printed.err.count(message) == 1
+    assert "Traceback" not in printed.err
+    assert sorted(folder.rglob("*")) == before
+    assert command(monkeypatch, "sweep", "base.yaml", "--grid", "seeds=[1]", "--out", "out", "--workers", "1") == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert not list((folder / "out").rglob("steps*"))
+
+
+class Breaks(RolloutControl):
+    def on_finish(self, view: Any) -> Any:
+        return {}["gone"]
+
+
+def test_the_original_exception_is_reachable() -> None:
+    experiment = {
+        "name": "x", "cluster": "8xh100", "model": "llama-3.1-8b", "calibration": "h100-vllm",
+        "trace": {"path": "rollpacker-math", "cap": 512}, "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+        "seeds": 1, "systems": [f"{__name__}:Breaks"],
+    }  # fmt: skip
+    with pytest.raises(PolicyError, match=r"test_hooks.py:\d+: KeyError: 'gone' \(line \d+: return") as told:
+        rlsim.run(experiment)
+    assert isinstance(told.value.__cause__, KeyError)
+    with pytest.raises(ContractError, match=r"Breaks.on_finish: test_hooks.py:\d+: KeyError: 'gone'") as broken:
+        check_policy(Breaks)
+    assert isinstance(broken.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(k, name) for k in (*KINDS, ChunkStreaming) for name in hooks(k)])
+def test_every_hook_of_every_kind_is_guarded(kind: type, name: str) -> None:
+    def fails(self: Any, *_: Any) -> Any:
+        raise LookupError("no")
+
+    member = property(fails) if isinstance(vars(kind).get(name), property) else fails
+    mine: Any = type("Mine", (kind,), {name: member, "__module__": __name__})
+    assert overridden(mine) == [name]
+    arguments = [None] * (hooks(kind)[name].fits.__code__.co_argcount or 1)
+    with pytest.raises(PolicyError, match=f"Mine.{name}: test_hooks.py:.*LookupError: no"):
+        getattr(mine(), name)(*arguments)
+
+
+def test_mixins_and_what_is_inherited_are_guarded_once() -> None:
+    class Mixin:
+        def launch(self, feed: Any) -> Any:
+            return 1 / 0
+
+    class Mine(Mixin, Batching):
+        pass
+
+    class Ours(Mine):
+        pass
+
+    for kind in (Mine, Ours):
+        assert kind().launches_its_own
+        with pytest.raises(PolicyError, match=rf"{kind.__name__}.launch: .*division by zero \(line \d+: return 1 / 0"):
+            kind().launch(PromptFeed(1, 1))
+
+
+def test_what_is_right_passes_unchanged() -> None:
+    class Mine(RolloutControl):
+        def on_finish(self, view: Any) -> Any:
+            yield Reconfigure(0, 8)
+
+    assert Mine().on_finish(None) == [Reconfigure(0, 8)]
