@@ -11,7 +11,7 @@ import pandas as pd
 
 from rlsim.validate.parts import Options
 from rlsim.validate.rows import Row
-from rlsim.validate.steps_stated import cluster_of, seconds
+from rlsim.validate.steps_stated import seconds
 
 PERFORMANCE = "rl_timings/nemo_perf.csv"
 RECIPES = "rl_timings/nemo_recipes.csv"
@@ -37,7 +37,7 @@ def nemo_rows(data: Path, options: Options, calibration: str | Path = "h100-vllm
     table = pd.read_csv(data / PERFORMANCE).query(f"release == '{RELEASE}'")
     for run in table[table["model"].isin(MODELS)].to_dict("records"):
         options.progress(f"NeMo-RL, {run['recipe']}")
-        recipe = recipes.loc[str(run["recipe"])].to_dict()
+        recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
         prompt = run["tokens_per_sample_implied"] - run["mean_len"]
         found = seconds(nemo_experiment(recipe, MODELS[run["model"]], round(prompt), calibration), run["mean_len"])
         kind = "one-step-off" if recipe["async_on"] else "on-policy"
@@ -54,7 +54,7 @@ def nemo_experiment(
     samples = batch["prompts"] * batch["responses"]
     return {
         "name": str(model),
-        "cluster": cluster_of("2x8xh100", int(recipe["nodes"])),
+        "cluster": f"{recipe['nodes']}x8xh100",
         "model": model,
         "calibration": str(calibration),
         "memory_utilization": float(recipe["gpu_mem_util"]),
@@ -89,5 +89,5 @@ def _split(recipe: dict[str, Any], degrees: dict[str, int]) -> dict[str, Any]:
     rollout, total = int(recipe["rollout_gpus"]), int(recipe["total_gpus"])
     others = {"gpus": f"{rollout}-{total - 1}", **degrees}
     calls = {"generate": {"gpus": f"0-{rollout - 1}", "tp": int(recipe["gen_tp"])}}
-    calls |= {name: others for name in ("old_log_prob", "train")} | {"ref_log_prob": {**others, "offload": True}}
+    calls |= dict.fromkeys(("old_log_prob", "train"), others) | {"ref_log_prob": {**others, "offload": True}}
     return {"name": "split", "use": [{"plan": {"calls": calls}}]}

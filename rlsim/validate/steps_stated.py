@@ -1,4 +1,4 @@
-"""What measured steps have in common: lengths from a stated mean, clusters of stated size, and seconds by call."""
+"""What measured steps have in common: lengths from a stated mean, and seconds by call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from scipy.optimize import brentq
 
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.run import run
-from rlsim.hardware import load_cluster
 from rlsim.schema import validate
 from rlsim.trace import read_trace, write_trace
 from rlsim.trace.generate import Recipe, draw_trace, length_model
@@ -41,12 +40,6 @@ def write_lengths(
     size = {"prompts": prompts, "responses": responses, "cap_tokens": cap_tokens}
     unknown = {"rewards": None, "prompt_tokens": None, "growth": None, "groups": None}
     write_trace(draw_trace(recipe.model_copy(update={"lengths": lengths, **size, **unknown})), path)
-
-
-def cluster_of(name: str, nodes: int) -> dict[str, Any]:
-    """A cluster of the catalogue with so many of its nodes."""
-    cluster = load_cluster(name).model_copy(update={"nodes": nodes, "name": f"{nodes} nodes of {name}"})
-    return cluster.model_dump(mode="json") | {"gpu": cluster.gpu.name}
 
 
 def seconds(experiment: Mapping[str, Any], mean_response: float, shape: str = SHAPE) -> dict[str, float]:

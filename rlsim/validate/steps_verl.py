@@ -11,9 +11,10 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.hardware import load_cluster
 from rlsim.validate.parts import Options
-from rlsim.validate.rows import Row
-from rlsim.validate.steps_stated import SHAPE, cluster_of, seconds
+from rlsim.validate.rows import Kind, Row
+from rlsim.validate.steps_stated import SHAPE, seconds
 
 STEPS = "rl_timings/verl_steps.csv"
 #: Tokens, where a row states none. The response: of the same model on the same prompts elsewhere (AsyncFlow's runs).
@@ -26,8 +27,8 @@ PHASES = (
     ("update_actor_s", "train", "train_s"),
     ("step_s", "step", "step_time_s"),
 )
-#: The link that all rows of one machine are explained best by (`scripts/fit_training.py`): its bus rate of 18 GB/s, which
-#: is that of PCIe, over the 240 GB/s that the calibration's 300 GB/s links give.
+#: Between the GPUs of rows 2 to 4, which name no link: the one whose bus rate is the 18 GB/s that their FSDP calls fit
+#: (`scripts/fit_training.py`), as the A100's 300 GB/s give 240. PCIe 4 has such a rate.
 PCIE = {"name": "pcie4x16", "bytes_per_s": 22.5e9, "latency_s": 1e-6}
 
 row = partial(Row, "steps")
@@ -44,7 +45,7 @@ class Stack:
 
     training: Mapping[str, Any]
     calibration: str = "h20-vllm"
-    cluster: str = "4x8xh20"
+    gpu: str = "h20"
     tp: int = 4
     sequences: int | None = None
     batch: tuple[int, int] | None = None
@@ -58,7 +59,7 @@ class Stack:
 def _a100(*fitted: str, **training: Any) -> Stack:
     sequences = 4 if training else 16
     chosen = training or {"backend": "fsdp"}
-    return Stack({**chosen, "mini_batches": 4}, "a100-vllm", "8xa800", 2, sequences, shape=SHAPE,
+    return Stack({**chosen, "mini_batches": 4}, "a100-vllm", "a800", 2, sequences, shape=SHAPE,
                  memory_utilization=0.78, fitted=fitted, note="guessed: PCIe between the GPUs")  # fmt: skip
 
 
@@ -91,13 +92,13 @@ def verl_rows(data: Path, options: Options) -> Iterator[Row]:
     table = pd.read_csv(data / STEPS).set_index("id")
     for number, stack in STACKS.items():
         options.progress(f"veRL, row {number}")
-        run = table.loc[number].to_dict()
+        run: dict[str, Any] = {str(column): value for column, value in table.loc[number].items()}
         run["step_s"] -= OUTSIDE_S.get(number, 0.0)
         experiment, mean = verl_experiment(run, stack)
         found = seconds(experiment, mean, stack.shape)
         for column, call, quantity in PHASES:
-            kind = "input" if column in stack.fitted else "output"
-            yield row(f"verl/row-{number}", quantity, run[column], found[call], stack.note, kind)
+            kind: Kind = "input" if column in stack.fitted else "output"
+            yield row(f"verl/row-{number}", quantity, float(run[column]), found[call], stack.note, kind)
 
 
 def verl_experiment(run: Mapping[str, Any], stack: Stack) -> tuple[dict[str, Any], float]:
@@ -111,13 +112,15 @@ def verl_experiment(run: Mapping[str, Any], stack: Stack) -> tuple[dict[str, Any
     training = {**stack.training, "driver_per_token": stack.driver_us * 1e-6}
     if stack.sequences:
         training["micro_batch_tokens"] = round(stack.sequences * (prompt + response))
-    cluster = cluster_of(stack.cluster, int(run["n_gpus"]) // 8)
+    cluster: Any = f"{int(run['n_gpus']) // 8}x8x{stack.gpu}"
+    if stack.gpu == "a800":
+        cluster = {**load_cluster(cluster).model_dump(mode="json"), "gpu": "a100-sxm-80gb", "intra": PCIE}
     experiment = {
         "name": "verl",
-        "cluster": {**cluster, "intra": PCIE} if stack.cluster == "8xa800" else cluster,
+        "cluster": cluster,
         "model": "qwen2.5-7b",
         "calibration": stack.calibration,
-        "engine": {"chunked_prefill": stack.cluster != "8xa800"},
+        "engine": {"chunked_prefill": stack.gpu != "a800"},
         "memory_utilization": stack.memory_utilization,
         "trace": {"cap": int(run["max_response"]), "default_prompt_tokens": round(prompt)},
         "workflow": {"prompts": prompts, "responses": responses, "steps": 2, "reference": False},

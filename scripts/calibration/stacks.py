@@ -5,10 +5,10 @@ element-wise kernels; gaps between kernels count as such). It is added to the GP
 a GPU with much bandwidth for its FLOPs, such as H20, comes nearer to its peak than one with little.
 `driver_s`: a single controller's seconds per token of the padded batch, for each call.
 
-Fitted to: veRL rows 2 and 3 (FSDP, A100 or A800) and NeMo-RL v0.3 on H100 (rows 49 to 52; of DTensor the log-probs
-only: whether it recomputed is not known). The interconnect of veRL's machine is not named: its bus rate is fitted beside
-them. The driver's time is fitted to veRL on H20 (rows 10 to 12, 28, 29), whose mean lengths are not stated: 1,024 tokens
-are assumed, the mean of the same model on the same prompts elsewhere (AsyncFlow).
+The traffic is fitted to veRL rows 2 and 3 (FSDP, A100 or A800) and NeMo-RL v0.3 on H100 (rows 49 to 52; of DTensor the
+log-probs only: whether it recomputed is not known). The interconnect of veRL's machine is not named: its bus rate is
+fitted beside it. The driver's time is fitted to veRL on H20 (rows 10 to 12, 28, 29), whose mean lengths are not stated:
+1,024 tokens are assumed, the mean of the same model on the same prompts elsewhere (AsyncFlow).
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ def nemo_stacks(data: Path) -> list[Stack]:
         logits="fp32",
     )  # fmt: skip
     table, found = pd.read_csv(data / "rl_timings/rl_steps_async.csv").set_index("id"), []
-    for number, strategy, known in ((49, megatron, True), (50, megatron, True), (51, dtensor, False), (52, dtensor, False)):
+    for number, strategy in ((49, megatron), (50, megatron), (51, dtensor), (52, dtensor)):
         row = table.loc[number]
         batch = lengths(NEMO_BATCH, PROMPTS["nemo"], row.mean_response, NEMO_CAP - PROMPTS["nemo"], SPREADS["math"])
         found.append(Stack(f"NeMo-RL row {number}: {row.train_backend}", f"NeMo-RL {row.train_backend}", "llama-3.1-8b",
                            load_cluster("8xh100"), strategy, batch, NEMO_CAP, 4, row.old_logprob_s, row.update_actor_s,
-                           passes=2, update_fits=known))  # fmt: skip
+                           passes=2, update_fits=strategy is megatron))  # fmt: skip
     return found
 
 
@@ -147,18 +147,19 @@ def h20_stacks(data: Path) -> list[Stack]:
     """veRL on H20: rows 10 to 12 and 28 with FSDP2 (HSDP, Ulysses 4), 29 with Megatron; layouts of their scripts."""
     table, found = pd.read_csv(data / "rl_timings/verl_steps.csv").set_index("id"), []
     megatron = TrainStrategy(
-        dp=4, tp=2, pp=2, zero_stage=1, micro_batch_sequences=2, sequence_parallel=True, recompute="none", logits="fp32",
-        offload=True,
+        dp=4, tp=2, pp=2, zero_stage=1, micro_batch_sequences=2, sequence_parallel=True, recompute="none",
+        logits="fp32", offload=True,
     )  # fmt: skip
     for number, responses, shard in ((10, 16, 8), (11, 16, 8), (12, 16, 8), (28, 12, 2), (29, 16, 0)):
         row = table.loc[number]
         gpus, cap, count = int(row.n_gpus), int(row.max_response), 512 * responses
         fsdp = TrainStrategy(dp=gpus // 4, cp=4, zero_stage=3, shard_gpus=shard or None, offload=True,
                              micro_batch_tokens=8 * (cap + 2048))  # fmt: skip
-        cluster = load_cluster("4x8xh20").model_copy(update={"nodes": gpus // 8})
+        cluster = load_cluster(f"{gpus // 8}x8xh20")
         batch = lengths(count, PROMPTS["verl"], H20_RESPONSE, cap, SPREADS["dapo"])
-        found.append(Stack(f"veRL row {number}: {gpus} H20", f"row {number}", "qwen2.5-7b", cluster,
-                           fsdp if shard else megatron, batch, cap, 16, row.old_logprob_s, row.update_actor_s))  # fmt: skip
+        strategy, times = fsdp if shard else megatron, (row.old_logprob_s, row.update_actor_s)
+        label = f"veRL row {number}: {gpus} H20"
+        found.append(Stack(label, f"row {number}", "qwen2.5-7b", cluster, strategy, batch, cap, 16, *times))
     return found
 
 

@@ -11,11 +11,11 @@ FRAMEWORKS = ("fsdp", "megatron")
 
 #: The only place where these numbers are written: the outcome of `scripts/fit_training.py`; a test holds them and the
 #: errors quoted here against it. Bytes for each FLOP of a linear layer, and seconds per token of veRL's padded batch.
-TRAFFIC = 2.36e-3
+TRAFFIC = 2.35e-3
 DRIVER_S = 0.185e-6
 FITTED = (
-    "veRL rows 2 and 3 (Qwen2-7B, FSDP on 8xA100/A800, at a bus rate of 18 GB/s fitted beside it) and NeMo-RL v0.3 rows "
-    "49 to 52 (LLaMA-3.1-8B, Megatron and DTensor on 8 H100), one number for both frameworks"
+    "veRL rows 2 and 3 (Qwen2-7B, FSDP on 8xA100/A800, at a bus rate of 18 GB/s fitted beside it) and NeMo-RL v0.3 "
+    "rows 49 to 52 (LLaMA-3.1-8B, Megatron and DTensor on 8 H100), one number for both frameworks"
 )
 OTHERS = (
     "each of the three left out, -16% to +27%; veRL row 4 (Megatron, micro-batches of 1,000 tokens) -57% and -44%; "
@@ -47,7 +47,8 @@ def training_fit(gemm_share: float, reference: Reference, table: str) -> Trainin
     return TrainingFit(
         flop_efficiency=dict.fromkeys(FRAMEWORKS, efficiency),
         source=f"large GEMMs reach {gemm_share:.3f} of peak ({LARGE_GEMMS}; {table}); beside them {TRAFFIC * 1e3:.2f} "
-        f"bytes are moved for every thousand of their FLOPs, fitted to {FITTED}; not fitted: {OTHERS} (docs/calibration.md)",
+        f"bytes are moved for every thousand of their FLOPs, fitted to {FITTED}; not fitted: {OTHERS} "
+        "(docs/calibration.md)",
     )
 
 
