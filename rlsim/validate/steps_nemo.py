@@ -17,7 +17,8 @@ PERFORMANCE = "rl_timings/nemo_perf.csv"
 RECIPES = "rl_timings/nemo_recipes.csv"
 RELEASE = "v0.4"
 MODELS = {"LLAMA3.1_8B": "llama-3.1-8b", "Qwen3-32B": "qwen3-32b"}
-#: GRPO one step off policy: generation may use weights of the step before the last.
+#: GRPO one step off policy: generation may use weights of the step before the last. Log-probs begin when the new weights
+#: are on their way, the policy's first.
 OFF_POLICY = (
     "generate -> reward",
     "generate -> old_log_prob",
@@ -80,8 +81,12 @@ def _off_policy() -> dict[str, Any]:
         "ref_log_prob": ("inference", "reference"), "train": ("train", "actor"), "weight_sync": ("sync", "actor"),
     }  # fmt: skip
     calls = [{"name": name, "kind": kind, "model": model} for name, (kind, model) in kinds.items()]
-    late = {"source": "weight_sync", "target": "generate", "lag": 2}
-    return {"algorithm": "custom", "calls": calls, "edges": [*OFF_POLICY, late], "group_advantage": True, "steps": 7}
+    syncs = [
+        {"source": "weight_sync", "target": call, "lag": lag} for call, lag in (("generate", 2), ("old_log_prob", 1))
+    ]
+    order = {"source": "old_log_prob", "target": "ref_log_prob", "barrier": True}
+    edges = [*OFF_POLICY, *syncs, order]
+    return {"algorithm": "custom", "calls": calls, "edges": edges, "group_advantage": True, "steps": 7}
 
 
 def _split(recipe: dict[str, Any], degrees: dict[str, int]) -> dict[str, Any]:
