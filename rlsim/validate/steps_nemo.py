@@ -17,8 +17,8 @@ PERFORMANCE = "rl_timings/nemo_perf.csv"
 RECIPES = "rl_timings/nemo_recipes.csv"
 RELEASE = "v0.4"
 MODELS = {"LLAMA3.1_8B": "llama-3.1-8b", "Qwen3-32B": "qwen3-32b"}
-#: GRPO one step off policy: generation may use weights of the step before the last. Log-probs begin when the new weights
-#: are on their way, the policy's first.
+#: GRPO one step off policy: generation may use weights of the step before the last. Log-probs begin when those of the
+#: last one are on their way, the policy's first.
 OFF_POLICY = (
     "generate -> reward",
     "generate -> old_log_prob",
