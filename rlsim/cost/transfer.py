@@ -44,25 +44,31 @@ def weight_sync_s(
     model.check_tp(rollout_tp)
     strategy.check_model(model)
     copy_s = 2 * rollout_weight_bytes(model, rollout_tp) / cluster.gpu.memory_bytes_per_s
-    source = Layout.of(first_gpu, strategy)
-    return gather_s(model, collectives, cluster, source, over_tp=strategy.tp != rollout_tp) + copy_s
+    source, over_tp = Layout.of(first_gpu, strategy), strategy.tp != rollout_tp
+    return gather_s(model, collectives, cluster, source, strategy.sharded_over, over_tp=over_tp) + copy_s
 
 
 def gather_s(
-    model: Model, collectives: CollectiveTime, cluster: Cluster, source: Layout, *, over_tp: bool = True
+    model: Model,
+    collectives: CollectiveTime,
+    cluster: Cluster,
+    source: Layout,
+    sharded_over: int | None = None,
+    *,
+    over_tp: bool = True,
 ) -> float:
     """Making whole tensors of a trainer's shards, layer by layer (and the embedding and head).
 
-    Under ZeRO-3 all-gathered over the data-parallel ranks; with PP broadcast from a layer's stage to the others; with
-    `over_tp` all-gathered over the TP group.
+    Under ZeRO-3 all-gathered over the ranks that share it, `sharded_over` under HSDP (default: all data-parallel ones);
+    with PP broadcast from a layer's stage to the others; with `over_tp` all-gathered over the TP group.
     """
     tp, pp = source.tp, source.pp
-    groups = Groups(collectives, cluster, source)
+    groups = Groups(collectives, cluster, source, sharded_over)
 
     def unit_s(size: float) -> float:
         total = 0.0
-        if source.zero3:
-            total += groups.time_s("all_gather", size / tp, "shards")
+        if source.zero3 and sharded_over != 1:
+            total += groups.time_s("all_gather", size / tp, "sharded")
         if pp > 1:
             total += groups.time_s("broadcast", size / tp, "pp")
         if tp > 1 and over_tp:

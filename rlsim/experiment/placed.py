@@ -140,10 +140,11 @@ class PlacedExperiment:
     def style(self) -> TrainStrategy:
         """The switches of training: micro-batches, ZeRO stage, recomputation, offload; no degrees."""
         training = self.loaded.experiment.training
-        default_zero = 3 if training.backend == "fsdp" else 1
         return TrainStrategy(
             micro_batch_tokens=training.micro_batch_tokens,
-            zero_stage=default_zero if training.zero_stage is None else training.zero_stage,
+            log_prob_micro_batch_tokens=training.log_prob_micro_batch_tokens,
+            shard_gpus=training.shard_gpus,
+            zero_stage=training.stage,
             recompute=training.recompute,
             offload=training.offload,
             logits=logits_of(training.backend, training.fused_kernels),

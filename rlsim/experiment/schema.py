@@ -236,13 +236,42 @@ class TrainingSpec(Schema):
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] = Field(
         default=16384, description="token budget of a micro-batch on one data-parallel rank"
     )
+    log_prob_micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
+        default=None, description="the same of log-prob calls; default: as of training"
+    )
+    shard_gpus: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="HSDP (veRL's `fsdp_size`): neighbouring GPUs that share the states of training; default: all",
+    )
     recompute: Recompute = Field(default="full", description="activation recomputation")
     fused_kernels: bool = Field(
         default=False, description="veRL's `use_fused_kernels`: log-probs by chunks of tokens, never all logits at once"
     )
+    driver_per_token: Seconds = Field(
+        default=0.0,
+        ge=0,
+        le=1e-3,
+        description="time that a single controller takes for each log-prob and training call to hand its batch to the "
+        "ranks and take the outputs back, s per token of the padded batch (every sequence as long as the longest "
+        "prompt and the cap together); veRL: 0.2 us",
+    )
     offload: bool = Field(default=False, description="keep weights and optimizer states in host memory between calls")
     mini_batches: int = Field(default=1, ge=1, le=10_000, description="optimizer steps per training step")
     epochs: int = Field(default=1, ge=1, le=1000, description="passes over a step's batch")
+
+    @model_validator(mode="after")
+    def _hsdp_shards(self) -> TrainingSpec:
+        if self.shard_gpus is not None and self.stage != 3:
+            raise ValueError("shard_gpus (HSDP) goes with ZeRO stage 3")
+        return self
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage: as given, or the backend's own."""
+        default = 3 if self.backend == "fsdp" else 1
+        return default if self.zero_stage is None else self.zero_stage
 
 
 def _numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, float]]:

@@ -38,7 +38,8 @@ class ExperimentTimes:
             time = cost.train_s(lengths, self._training.mini_batches, self._training.epochs)
         else:
             time = cost.forward_s(lengths)
-        data_s = self._data_s(call, float(lengths.sum()), rollout_tp)
+        padded = len(lengths) * self._placed.loaded.longest_sequence
+        data_s = self._data_s(call, float(lengths.sum()), rollout_tp) + self._training.driver_per_token * padded
         return [*_named(time), *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:
@@ -47,7 +48,7 @@ class ExperimentTimes:
         assert strategy is not None
         cost, train = self._calls.of(call.model, strategy, placement.gpus[0]), call.kind == "train"
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
-        tokens = strategy.micro_batch_tokens * (1 if strategy.pp == 1 else 4 * strategy.pp)
+        tokens = strategy.budget(backward=train) * (1 if strategy.pp == 1 else 4 * strategy.pp)
         load_s = cost.load_s(backward=train)
         finish = [*(_named(cost.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]
         return Pieces(lambda lengths: _named(cost.part_time(lengths, backward=train)), tokens, load_s, finish)

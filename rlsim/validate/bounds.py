@@ -110,6 +110,9 @@ _PUBLISHED: tuple[tuple[str, str, str, float], ...] = (
     ("real", "heuristic", "generate_s", 0.74),
     ("real", "heuristic", "*_s", 0.53),
     ("real", "weak-scaling", "*", 0.21),
+    ("steps", "nemo-rl", "step_time_s", 0.12),
+    ("steps", "verl", "step_time_s", 0.2),
+    ("steps", "verl", "*_s", 0.3),
 )
 
 #: Why RollPacker's largest speedups are beyond their target.

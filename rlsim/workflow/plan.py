@@ -112,7 +112,7 @@ def same_weights(one: Placement, other: Placement) -> bool:
     a, b = one.strategy, other.strategy
     if one.gpus != other.gpus or a is None or b is None:
         return False
-    sharded = [s.zero_stage == 3 and s.shards > 1 for s in (a, b)]
+    sharded = [s.sharded_over if s.zero_stage == 3 else 1 for s in (a, b)]
     return (a.shards, a.tp, a.pp) == (b.shards, b.tp, b.pp) and sharded[0] == sharded[1]
 
 

@@ -122,4 +122,5 @@ def _described(residuals: Mapping[str, Residual]) -> dict[str, Residual]:
 
 def _training(data: Path, gpu: Gpu, ref: Reference) -> TrainingFit:
     """The same for every engine: the large GEMMs come from SGLang's tables."""
-    return training_fit(large_gemm_share(all_gemms(data, gpu, "sglang"), ref.bf16_flop_per_s), gpu.gemm("sglang"))
+    share = large_gemm_share(all_gemms(data, gpu, "sglang"), ref.bf16_flop_per_s)
+    return training_fit(share, ref, gpu.gemm("sglang"))
