@@ -242,8 +242,8 @@ FAULTS = (
         "sampling",
         "once, not for each sequence",
         _COST + "pipeline.py",
-        "kernels.head_s(rows) + sampling_s * rows",
-        "kernels.head_s(rows) + sampling_s",
+        "roofline.head_s(rows) + sampling_s * rows",
+        "roofline.head_s(rows) + sampling_s",
     ),
     Fault(
         "sampling",
