@@ -132,6 +132,8 @@ BOUNDS: tuple[Bound, ...] = (
     # Whole engines on runs that were not fitted.
     Bound("serving", "*", "tpot_s", "mean", 0.06, kind="output"),
     Bound("serving", "*", "ttft_s", "mean", 0.25, kind="output"),
+    # Measured steps of real runs.
+    Bound("steps", "realhf", "step_time_s", "mean", 0.15),
     # Real rollouts, calibrated at other shapes than those run.
     Bound("rollout", "*", "makespan_s", "mean", 0.07),
     Bound("rollout", "*", "step_median_error", "mean", 0.10),
