@@ -105,7 +105,7 @@ def test_keys_of_an_experiment_and_the_names_they_take() -> None:
     assert "trace.cap=" in complete.settings("trace.")
     assert "workflow.prompts=" in complete.settings("w")
     assert complete.settings("cluster=2x8xh1") == ["cluster=2x8xh100"]
-    assert complete.settings("cluster=8xa") == ["cluster=8xa100", "cluster=8xa40"]
+    assert complete.settings("cluster=8xa") == ["cluster=8xa100", "cluster=8xa40", "cluster=8xa800"]
     assert "trace.path=deepscaler-llama-3.1-8b" in complete.settings("trace.path=")
     assert complete.settings("trace.cap=") == []
 

@@ -651,7 +651,7 @@ def test_a_worker_that_dies_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list(tmp_path.glob("died-2-*"))) == 3
     killed, broken = found.failed.values()
     assert killed == "its worker process was killed by signal 9 (out of memory?), 3 times"
-    assert broken.endswith("system 'broken': deadly_policy.py:19: KeyError: 'a mistake in the policy'")
+    assert "system 'broken': Broken.initial_tp: deadly_policy.py:19: KeyError: 'a mistake in the policy'" in broken
     failure = Store(tmp_path / "out").failure(found.points["point"][3])
     assert failure is not None
     assert failure.details.endswith("initial_tp")

@@ -374,8 +374,7 @@ def test_what_replicas_hold_is_compared() -> None:
     step = LinearStep(a=0.01, b=1e-3, t=1e-5, p=1e-3)
     work = Workload(
         requests=tuple(RefRequest(i, i, 20 + i, 15 + 5 * i) for i in range(9)),
-        nodes=1,
-        gpus_per_node=2,
+        node_gpus=(2,),
         tp=1,
         costs=StubCosts(steps={1: step, 2: replace(step, scale=0.6, tp=2)}, pages={1: 150, 2: 330}, weights_s=0.1),
         engine=RefEngine(1, 16, 16, chunked_prefill=True, watermark_pages=2),

@@ -114,6 +114,7 @@ class Manifest(Record):
     hashes: dict[str, str]
     versions: dict[str, str]
     setups: dict[str, SetupRecord] = Field(default={})
+    plans: dict[str, dict[str, Any]] = Field(default={})
     #: SHA-256 of every file beside the manifest, by name.
     files: dict[str, str] = Field(default={})
 
