@@ -9,6 +9,8 @@ from rlsim import run
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.systems import parse_systems
 from rlsim.trace import read_trace
 from rlsim.validate.steps_nemo import nemo_experiment
 from rlsim.validate.steps_stated import seconds, write_lengths
@@ -76,6 +78,20 @@ def test_the_driver_takes_its_time_for_every_padded_token() -> None:
     longer = (paid["end_at"] - paid["start_at"]).to_numpy() - (free["end_at"] - free["start_at"]).to_numpy()
     assert longer == pytest.approx(2e-6 * 16 * (100 + 512), rel=1e-6)
     assert paid["data_s"].to_numpy() - free["data_s"].fillna(0.0).to_numpy() == pytest.approx(longer)
+
+
+def test_a_plans_own_budget_of_a_log_prob_call_holds() -> None:
+    calls = {"generate": {"tp": 1}, "old_log_prob": {}, "train": {}}
+    training = {"log_prob_micro_batch_tokens": 8192, "micro_batch_tokens": 2048}
+    for given, budget in (({}, 8192), ({"micro_batch_tokens": 4096}, 4096)):
+        plan = {"plan": {"calls": calls | {"old_log_prob": given}}}
+        trace = {"fixed": 256, "cap": 512}
+        experiment = {**SMALL, "trace": trace, "training": training, "systems": [{"name": "planned", "use": [plan]}]}
+        loaded = LoadedExperiment.of(*load_experiment(experiment)[::2])
+        system = parse_systems(loaded.experiment.systems)[0].make()
+        strategy = Simulator(loaded).placed(system).plan.of("old_log_prob").strategy
+        assert strategy is not None
+        assert strategy.budget(backward=False) == budget
 
 
 def test_hsdp_is_for_fsdp() -> None:

@@ -294,6 +294,12 @@ class TrainingFit(Fitted):
     """Training efficiency, fitted elsewhere (see its source)."""
 
     flop_efficiency: dict[str, Share] = Field(description="framework -> share of peak bf16 FLOP/s in GEMMs")
+    forward_efficiency: dict[str, Share] = Field(
+        default={}, description="framework -> the same of calls without gradient, where it is another one"
+    )
+    call_s: dict[str, LongSeconds] = Field(
+        default={}, description="framework -> time of each call that neither tokens nor GPUs change; default: none"
+    )
     source: str
 
 

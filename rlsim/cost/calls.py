@@ -22,7 +22,8 @@ class CallCosts:
     """The `TrainCost` of every model under every strategy, each made once.
 
     `models` are named by their roles (`actor`, `critic`, …); `backend` names the training framework whose efficiency
-    the calibration gives, unless `efficiency` (share of the peak) does. Raises `ConfigError` for an unknown one.
+    the calibration gives, unless `efficiency` (share of the peak) does. `call_s`: what each call takes beside that.
+    Raises `ConfigError` for an unknown one.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class CallCosts:
             )
         self.models, self.cluster = models, cluster
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
-        self._efficiency = TrainEfficiency(flop=efficiency or known[backend])
+        forward = None if efficiency else calibration.training.forward_efficiency.get(backend)
+        self._efficiency = TrainEfficiency(flop=efficiency or known[backend], forward=forward)
+        self.call_s = calibration.training.call_s.get(backend, 0.0)
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine
         self._moved: dict[str, Reallocation] = {}

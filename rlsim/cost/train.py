@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -44,21 +44,22 @@ class TrainEfficiency:
     """What share of the data-sheet peaks the kernels of a training framework reach.
 
     `flop` is that of the linear layers and absorbs what the model leaves out (gaps between kernels, unfused
-    element-wise kernels); it is the one number fitted per framework. `attention` is flash attention's on long
-    sequences, and `overhead_tokens` the length at which half of that is reached: measured A100 0.66 and 290, H100 0.62
-    and 600 tokens (aiconfigurator commit 095f58a, context_attention, SGLang 0.5.10, forward). `memory` is that of
-    memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak bandwidth on A100 and H100 (Vidur
-    commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
+    element-wise kernels); `forward` the same of calls without gradient, if a run showed another one. `attention` is
+    flash attention's on long sequences, and `overhead_tokens` the length at which half of that is reached: measured
+    A100 0.66 and 290, H100 0.62 and 600 tokens (aiconfigurator commit 095f58a, context_attention, SGLang 0.5.10,
+    forward). `memory` is that of memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak
+    bandwidth on A100 and H100 (Vidur commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
     """
 
     flop: float
+    forward: float | None = None
     attention: float = 0.62
     overhead_tokens: float = 400.0
     memory: float = 0.55
 
     def __post_init__(self) -> None:
-        for key in ("flop", "attention", "memory"):
-            if not 0 < getattr(self, key) <= 1:
+        for key in ("flop", "forward", "attention", "memory"):
+            if getattr(self, key) is not None and not 0 < getattr(self, key) <= 1:
                 raise ConfigError(f"training efficiency: {key} must lie in (0, 1], got {getattr(self, key)}")
 
 
@@ -191,7 +192,7 @@ class TrainCost:
     def forward_s(self, lengths: npt.ArrayLike) -> TrainTime:
         """An inference call: log-probabilities (or a critic's values) of every token, no gradient."""
         micro = self._micro_batches(np.asarray(lengths, dtype=np.float64), 1, backward=False)
-        time = self._mini_batch(micro[0], _FORWARD)
+        time = self._mini_batch(micro[0], self._passes(backward=False))
         return time + TrainTime(offload_s=self._offload_s(BF16))
 
     def train_s(self, lengths: npt.ArrayLike, mini_batches: int = 1, epochs: int = 1) -> TrainTime:
@@ -202,7 +203,7 @@ class TrainCost:
         """
         if mini_batches < 1 or epochs < 1:
             raise ValueError("mini_batches and epochs must be at least 1")
-        passes = self._training_passes()
+        passes = self._passes(backward=True)
         total = TrainTime()
         update = self.update_time()
         for micro in self._micro_batches(np.asarray(lengths, dtype=np.float64), mini_batches, backward=True):
@@ -222,7 +223,7 @@ class TrainCost:
         bins = self._bins(sizes * self._linear_pairs + pairs, count)
         tokens = np.bincount(bins, sizes, count).astype(np.float64)[None, :]
         micro = tokens, np.bincount(bins, pairs, count).astype(np.float64)[None, :]
-        return self._mini_batch(micro, self._training_passes() if backward else _FORWARD)
+        return self._mini_batch(micro, self._passes(backward=backward))
 
     def update_time(self) -> TrainTime:
         """Reducing the accumulated gradients and one optimizer step."""
@@ -234,7 +235,10 @@ class TrainCost:
 
     # Work ------------------------------------------------------------------------------------------------------------
 
-    def _training_passes(self) -> _Passes:
+    def _passes(self, *, backward: bool) -> _Passes:
+        if not backward:
+            slower = self.efficiency.flop / (self.efficiency.forward or self.efficiency.flop)
+            return replace(_FORWARD, linear=slower, head=slower)
         again = 1 if self.strategy.recompute == "full" else 0
         elementwise = 0 if self.strategy.recompute == "none" else 1
         return _Passes(

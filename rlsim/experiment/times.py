@@ -39,7 +39,8 @@ class ExperimentTimes:
         else:
             time = cost.forward_s(lengths)
         padded = len(lengths) * self._placed.loaded.longest_sequence
-        data_s = self._data_s(call, float(lengths.sum()), rollout_tp) + self._training.driver_per_token * padded
+        data_s = self._data_s(call, float(lengths.sum()), rollout_tp)
+        data_s += self._training.driver_per_token * padded + self._calls.call_s
         return [*_named(time), *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:

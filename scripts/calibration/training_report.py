@@ -47,8 +47,9 @@ Seconds are predicted / measured; NeMo-RL's log-probs are those of policy and re
   beside it: {found.bus_bytes_per_s / 1e9:.0f} GB/s, which is PCIe's. The rate takes part in the case without veRL, so
   its rows are not wholly unseen there. Generation of rows 3 and 4, which nothing is fitted to, agrees with PCIe
   ([steps](validation.md)).
-- **veRL row 4** (Megatron, micro-batches of 1,000 tokens; log-probs take half as long as the update) is off by half:
-  ring collectives at a bus rate leave out what many small messages cost. It is not fitted.
+- **veRL row 4** (Megatron, micro-batches of 1,000 tokens) is off by half and not fitted: its log has 20 to 36 s in
+  every call that no tokens change ([from a run](calibrating-from-a-run.md)), and ring collectives at a bus rate leave
+  out what many small messages cost.
 - **On H20 no row states its mean response**: 1,024 tokens are assumed for all. The run on 32 GPUs grew longer than the
   others (its steps 200 to 400 took twice as long as those before), so the rows scatter around the fit.
 - Row 22 (a mixture of experts) states no lengths. Nothing here is checked on L40S, H200, A40, GH200 or H800.
