@@ -135,7 +135,7 @@ def _serving(fits: TransferFits) -> str:
             found = ", ".join(f"{_value(fit, name) * factor:.3g} ({fit.left_out.split('/')[-1]})" for fit in others)
             shown = f"{_value(whole, name) * factor:.3g} {unit}"
             rows.append((f"{engine} {version}", what, shown, f"{low:.3g} to {high:.3g}", found))
-    return f"""## Whole engines: host time and front end, fitted through the closed loop
+    return f"""## Whole engines: host time, fitted through the closed loop
 
 Each measured serving run is repeated on rlsim's own engine in the same closed loop, and the times below are fitted to
 TPOT and TTFT of all runs of an engine (`scripts/fit_serving.py`), and once more without each TP. TensorRT-LLM's host
