@@ -41,6 +41,7 @@ TERMS: dict[Engine, dict[str, float]] = {
 ABLATIONS: dict[Engine, dict[str, tuple[str, ...]]] = {
     "trtllm": {
         "the front end's work": ("token_s", "prompt_token_s"),
+        "time to launch a prefill": ("prefill_s",),
     },
     "vllm": {
         "the client's delay": ("client_s",),
@@ -52,7 +53,7 @@ ABLATIONS: dict[Engine, dict[str, tuple[str, ...]]] = {
     },
 }
 SCALE = {"tpot_s": 0.06, "ttft_s": 0.25}  # errors that weigh alike; beyond them, soft
-ROUNDS = Protocol(simulated_rounds=5)  # of the 10 or 20 measured ones: enough for a fit
+ROUNDS = Protocol(simulated_rounds=8)  # of the 10 or 20 measured ones: enough for a fit
 _EVALUATIONS, _EVALUATIONS_FROM_A_FIT = 5, 3
 _NOTHING = 1e-4  # of the start; less is none
 
