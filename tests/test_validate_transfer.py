@@ -63,7 +63,9 @@ def test_the_part_is_told_by_settings(fits: TransferFits, data: Path) -> None:
     assert (SETTINGS[1], "tpot_s", "left-out", 2) in told
     assert ("vllm", "ttft_s", "fitted", 4) in told
     (tp8,) = (s for s in found.summaries if s.group == SETTINGS[1] and s.quantity == "tpot_s" and s.kind == "left-out")
-    errors = [r.error for r in found.rows if r.case.startswith(SETTINGS[1]) and r.quantity == "tpot_s" and r.kind == tp8.kind]
+    errors = [
+        r.error for r in found.rows if r.case.startswith(SETTINGS[1]) and r.quantity == "tpot_s" and r.kind == tp8.kind
+    ]
     record = tp8.record()
     assert record["case"] == SETTINGS[1]
     assert record["error"] == pytest.approx(sum(map(abs, errors)) / 2, rel=1e-5)
