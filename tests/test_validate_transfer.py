@@ -1,4 +1,4 @@
-"""Part `transfer` of the validation: each run under the fit that has not seen its setting, and under the one that has."""
+"""Part `transfer` of the validation: each run under the fit that has not seen its setting, and the one that has."""
 
 from __future__ import annotations
 

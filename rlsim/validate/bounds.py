@@ -14,8 +14,8 @@ Statistic = Literal["mean", "median", "p90", "bias"]
 
 @dataclass(frozen=True)
 class Bound:
-    """An upper limit of a statistic of the absolute errors of a group and quantity (shell patterns), or of the size of
-    their bias.
+    """An upper limit of a statistic of the absolute errors of one group and quantity (shell patterns); of the bias, its
+    size counts.
 
     `missed`: the target that the limit stands in for, and why.
     """

@@ -14,9 +14,9 @@ from rlsim.errors import ConfigError, unknown_name
 if TYPE_CHECKING:
     from rlsim.validate.rows import Row, Summary
 
-#: First what decides whether to trust the rest: settings that no fit has seen. Then as they build on each other: kernels
-#: make steps, steps make engines, engines make rollouts, and rollouts make the systems whose figures papers print. The
-#: last measures nothing.
+#: First what decides whether to trust the rest: settings that no fit has seen. Then in the order in which they build on
+#: each other: kernels make steps, steps engines, engines rollouts, and rollouts the systems whose figures papers print.
+#: The last measures nothing.
 PARTS = ("transfer", "kernels", "serving", "rollout", "pat", "rollpacker", "oppo", "real", "sensitivity")
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = tuple(name for name in PARTS if name != "rollout")
