@@ -204,7 +204,7 @@ def test_host_fit_finds_what_made_its_data(monkeypatch: pytest.MonkeyPatch) -> N
         assert found.host.sequence_s == pytest.approx(8e-5, rel=0.05)
         low, high = found.intervals["sequence_s"]
         assert low <= found.host.sequence_s <= high
-    without = serving.fit("vllm/qwen3-32b/tp8", "host time per step", found)
+    without = serving.fit("vllm/qwen3-32b/tp8", "host time per step")
     assert without.host.step_s == 0.0
     assert "step_s" not in without.intervals
 

@@ -23,12 +23,13 @@ OVERLAPPED: dict[Engine, bool] = {"trtllm": True, "vllm": False, "sglang": False
 CLIENT_S = 1e-3
 HELD_PREFILLS: dict[Engine, int] = {"trtllm": 0, "vllm": 0, "sglang": 1}
 #: What is fitted, and where the search begins: names of `HostFit` and `FrontEndFit`, in seconds. A term stands here if
-#: it makes errors on settings that no fit has seen smaller. Time per step of vLLM, per sequence of SGLang and per
-#: prefill iteration of any do not: they fit some kernels' errors at one TP, not at the next.
+#: it makes errors on settings that no fit has seen smaller. Time per step of vLLM and per sequence of SGLang do not:
+#: they fit some kernels' errors at one TP, not at the next.
 TERMS: dict[Engine, dict[str, float]] = {
     "trtllm": {
         "step_s": 2.2e-3,
         "sequence_s": 6e-5,
+        "prefill_s": 16e-3,
         "token_s": 1.05e-4,
         "prompt_token_s": 3e-6,
         "delay_s": 20e-3,
@@ -40,7 +41,7 @@ TERMS: dict[Engine, dict[str, float]] = {
 ABLATIONS: dict[Engine, dict[str, tuple[str, ...]]] = {
     "trtllm": {
         "the front end's work": ("token_s", "prompt_token_s"),
-        "host time per sequence": ("sequence_s",),
+        "time to launch a prefill": ("prefill_s",),
     },
     "vllm": {
         "the client's delay": ("client_s",),
@@ -53,7 +54,7 @@ ABLATIONS: dict[Engine, dict[str, tuple[str, ...]]] = {
 }
 SCALE = {"tpot_s": 0.06, "ttft_s": 0.25}  # errors that weigh alike; beyond them, soft
 ROUNDS = Protocol(simulated_rounds=8)  # of the 10 or 20 measured ones: enough for a fit
-_EVALUATIONS, _EVALUATIONS_FROM_A_FIT = 5, 3
+_EVALUATIONS = 5
 _NOTHING = 1e-4  # of the start; less is none
 
 _CALIBRATIONS: dict[str, Calibration] = {}  # of a worker process, by engine
@@ -93,23 +94,17 @@ class Serving:
     def fits(self) -> Iterator[SettingFit]:
         """To all runs, then without each setting; then the same without each term."""
         settings = [WHOLE, *dict.fromkeys(run.setting for run in self.runs)]
-        whole = {}
         for left_out in settings:
-            whole[left_out] = self.fit(left_out)
-            yield whole[left_out]
+            yield self.fit(left_out)
         for term in ABLATIONS[self.engine]:
             for left_out in settings[1:]:
-                yield self.fit(left_out, term, whole[left_out])
+                yield self.fit(left_out, term)
 
-    def fit(self, left_out: str, without: str = WHOLE, start: SettingFit | None = None) -> SettingFit:
-        """Least squares of log ratios over `SCALE` with a soft-L1 loss, none below zero; from `start` on if given."""
+    def fit(self, left_out: str, without: str = WHOLE) -> SettingFit:
+        """Least squares of log ratios over `SCALE` with a soft-L1 loss, none below zero."""
         runs = [run for run in self.runs if run.setting != left_out]
         absent = ABLATIONS[self.engine][without] if without else ()
-        begin = dict(TERMS[self.engine])
-        if start is not None:
-            known = start.host.model_dump() | start.front_end.model_dump()
-            begin = {name: max(known[name], 0.1 * value) for name, value in begin.items()}
-        free = {name: value for name, value in begin.items() if name not in absent}
+        free = {name: value for name, value in TERMS[self.engine].items() if name not in absent}
         units = np.array(list(free.values()))
         scale = np.tile([SCALE[name] for name in QUANTITIES], len(runs))
         models = ", ".join(dict.fromkeys(f"{run.model} at TP{run.tp}" for run in runs))
@@ -126,10 +121,9 @@ class Serving:
 
         if not free:
             return self._named(left_out, without, *self._records({}, absent, source))
-        most = _EVALUATIONS_FROM_A_FIT if start is not None else _EVALUATIONS
         # Steps of the order of the unknowns: the loop's events change order, so it is not smooth in the small.
         found = least_squares(
-            residuals, np.ones(len(free)), bounds=(0.0, np.inf), loss="soft_l1", diff_step=0.08, max_nfev=most
+            residuals, np.ones(len(free)), bounds=(0.0, np.inf), loss="soft_l1", diff_step=0.08, max_nfev=_EVALUATIONS
         )
         intervals = dict(zip(free, _intervals(found, units), strict=True))
         return self._named(left_out, without, *records(found.x), intervals)
