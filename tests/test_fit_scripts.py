@@ -2,7 +2,10 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +21,7 @@ sys.path.insert(0, str(SCRIPTS))
 from calibration.catalogue import Catalogue  # noqa: E402
 from calibration.derived import derive  # noqa: E402
 from calibration.gpus import DERIVED  # noqa: E402
+from calibration.host import ABLATIONS, CLIENT_S, ROUNDS, TERMS, Serving, _begin  # noqa: E402
 from calibration.real import check_real  # noqa: E402
 from calibration.stacks import Fit, fit_stacks  # noqa: E402
 from calibration.tables import DATA  # noqa: E402
@@ -30,6 +34,8 @@ from rlsim.calibrate.fit.gemm import kernel_gemm  # noqa: E402
 from rlsim.calibrate.fit.kernels import operators_with  # noqa: E402
 from rlsim.calibrate.points import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
+from rlsim.cost.calibration import FrontEndFit, HostFit  # noqa: E402
+from rlsim.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 
 NAMES = sorted(calibration_names())
 tables = pytest.mark.skipif(
@@ -169,6 +175,39 @@ def test_gemm_fit_finds_what_made_its_data() -> None:
     assert "few-constant" not in fitted.residuals["gemm"].note
     assert fitted.residuals["gemm"].median < 0.02
     assert fitted.residuals["gemm"].p90 < 0.06
+
+
+class Serial:
+    """A pool of no processes."""
+
+    def map(self, work: Callable[..., Any], tasks: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
+        return map(work, tasks)
+
+
+def test_host_fit_finds_what_made_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that the closed loop itself made: the same host time comes back, from two settings or from one."""
+    monkeypatch.setitem(TERMS, "vllm", {"step_s": 3e-4, "sequence_s": 5e-5})
+    monkeypatch.setitem(ABLATIONS, "vllm", {"host time per step": ("step_s",)})
+    calibration = load_calibration("h100-vllm")
+    _begin({"vllm": calibration})
+    host = HostFit(step_s=1e-3, sequence_s=8e-5, source="test")
+    runs = []
+    for tp in (2, 8):
+        for users in (2, 16, 48):
+            run = ServingRun("vllm", "qwen3-32b", tp, 512, 32, users, 1.0, 1.0)
+            bare = kernels_of(calibration, run.model, tp)
+            served = simulate(run, bare, host, FrontEndFit(client_s=CLIENT_S), ROUNDS)
+            runs.append(replace(run, ttft_s=served.ttft_s, tpot_s=served.tpot_s))
+    serving = Serving("vllm", runs, Serial())  # type: ignore[arg-type]
+    for left_out in ("", "vllm/qwen3-32b/tp8"):
+        found = serving.fit(left_out)
+        assert found.host.step_s == pytest.approx(1e-3, rel=0.05)
+        assert found.host.sequence_s == pytest.approx(8e-5, rel=0.05)
+        low, high = found.intervals["sequence_s"]
+        assert low <= found.host.sequence_s <= high
+    without = serving.fit("vllm/qwen3-32b/tp8", "host time per step")
+    assert without.host.step_s == 0.0
+    assert "step_s" not in without.intervals
 
 
 @tables

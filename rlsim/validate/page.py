@@ -15,6 +15,7 @@ from rlsim.validate.published import filled_text
 from rlsim.validate.rows import markdown
 
 TITLES = {
+    "transfer": "Trust that transfers: settings that no fit has seen",
     "kernels": "Kernels at shapes that no fit has seen",
     "serving": "Whole engines: closed-loop serving",
     "rollout": "Real rollouts",

@@ -95,6 +95,7 @@ def under_engine(a40: Calibration, donor: Calibration) -> Calibration:
         "provenance": a40.provenance.model_copy(update={"notes": notes}),
         "operators": a40.operators.model_copy(update={"prefill_attention": prompt}),
         "host": donor.host,
+        "front_end": donor.front_end,
         "runtime": runtime_of(donor.engine, PAT_RESHARD, PAT_MIGRATE),
     }
     return a40.model_copy(update=update)
