@@ -16,6 +16,8 @@ from rlsim.validate.published import published_section
 from rlsim.validate.rows import Row
 
 REALHF = "rl_timings/realhf_steps.csv"
+#: Of ReaLHF's actors, in billions of parameters: the one that launch times are fitted to (`scripts/fit_eager.py`).
+FITTED = 7
 #: Of ReaLHF's runs: actor by billions of parameters.
 ACTORS = {7: "llama-2-7b", 34: "llama-2-34b"}
 CLUSTERS = {1: "8xa800", 4: "4x8xa800"}
@@ -45,7 +47,8 @@ def realhf_rows(table: pd.DataFrame, options: Options, calibration: str | Path =
         steps = realhf_experiment(size, nodes, batch, tokens, plans, calibration)
         seconds = run(steps).summary().set_index("system")["step_time_s"]
         for plan, measured in zip(plans, runs["step_s"], strict=True):
-            yield row(f"realhf/llama-2-{size}b/{plan}/{batch}x{tokens}", "step_time_s", measured, seconds[plan])
+            case, kind = f"realhf/llama-2-{size}b/{plan}/{batch}x{tokens}", "input" if size == FITTED else "output"
+            yield row(case, "step_time_s", measured, seconds[plan], kind=kind)
 
 
 def realhf_experiment(
