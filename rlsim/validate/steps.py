@@ -13,7 +13,7 @@ from scipy.stats import spearmanr
 from rlsim.experiment.run import run
 from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import published_section
-from rlsim.validate.rows import Row
+from rlsim.validate.rows import Kind, Row
 
 REALHF = "rl_timings/realhf_steps.csv"
 #: Of ReaLHF's actors, in billions of parameters: the one that launch times are fitted to (`scripts/fit_eager.py`).
@@ -47,7 +47,8 @@ def realhf_rows(table: pd.DataFrame, options: Options, calibration: str | Path =
         steps = realhf_experiment(size, nodes, batch, tokens, plans, calibration)
         seconds = run(steps).summary().set_index("system")["step_time_s"]
         for plan, measured in zip(plans, runs["step_s"], strict=True):
-            case, kind = f"realhf/llama-2-{size}b/{plan}/{batch}x{tokens}", "input" if size == FITTED else "output"
+            case = f"realhf/llama-2-{size}b/{plan}/{batch}x{tokens}"
+            kind: Kind = "input" if size == FITTED else "output"
             yield row(case, "step_time_s", measured, seconds[plan], kind=kind)
 
 
