@@ -384,22 +384,18 @@ MIXTURES = (
     ("switch", "abort", "stop"),
     ("launch", "abort"),
     ("launch", "switch"),
+    ("launch", "shrink"),
 )
-#: Settled but where both are asked for at one moment at which several replicas are done: in which order the released
-#: ones stop, and so where what they held goes, depends on which was idle when a request was launched on it.
-UNTIED = ("launch", "shrink")
 
 
 def controls(
-    requests: int, gpus: int, kinds: Sequence[str] = ALONE, mixtures: bool = True, ties: bool = False
+    requests: int, gpus: int, kinds: Sequence[str] = ALONE, mixtures: bool = True
 ) -> st.SearchStrategy[Scripted]:
     """One control of these kinds, or a mixture of several."""
     kind = _kinds(requests, gpus)
     strategies: list[st.SearchStrategy[Scripted]] = [kind[name] for name in kinds]
     if mixtures:
-        strategies += [
-            st.tuples(*(kind[name] for name in names)).map(Together) for names in (*MIXTURES, *[UNTIED][ties:])
-        ]
+        strategies += [st.tuples(*(kind[name] for name in names)).map(Together) for names in MIXTURES]
     return st.one_of(strategies)
 
 
@@ -487,7 +483,7 @@ def workloads(
         costs=costs,
         engine=engine,
         cap_tokens=max(r.response_tokens for r in requests),
-        control=draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures, ties)),
+        control=draw(any_controls(n, gpus) if everything else controls(n, gpus, kinds, mixtures)),
         routing=draw(st.sampled_from(["contiguous", "round_robin"])),
     )
 

@@ -11,8 +11,9 @@ from simpy.events import NORMAL, EventPriority
 from rlsim.cost.curve import REACHED
 
 #: Priorities of the end of a moment; SimPy's own are 0 (urgent) and 1 (normal).
-ASK = EventPriority(2)  # decisions
-SETTLE = EventPriority(3)  # what starts after all decisions
+DEAL = EventPriority(2)  # what released replicas held, once all that stop at this moment are known
+ASK = EventPriority(3)  # decisions
+SETTLE = EventPriority(4)  # what starts after all decisions
 
 
 def at_end(

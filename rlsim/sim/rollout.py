@@ -31,7 +31,7 @@ from rlsim.sim.control import (
     actions_of,
     decides,
 )
-from rlsim.sim.moment import ASK, at_end, rest_of
+from rlsim.sim.moment import ASK, DEAL, at_end, rest_of
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage, RolloutState, Routing
@@ -58,6 +58,7 @@ class Rollout(RolloutState):
         self._shared: Counter[int] = Counter()  # by GPU: how many other things run there too
         self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
+        self._released: list[Replica] = []  # stopped at this moment
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._requests = {r.id: r for r in self.requests}
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
@@ -234,7 +235,7 @@ class Rollout(RolloutState):
                 leaving = [self.replicas[i] for i in sorted(set(replicas)) if self.replicas[i].stopped is None]
                 if len(leaving) < len(self.active()):
                     for replica in leaving:
-                        self.env.process(self._release(replica, replica.stop()))
+                        replica.stop().callbacks.append(lambda _, r=replica: self._release(r))  # type: ignore[misc]
             case Abort(requests):
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
                 for replica, ids in self._where(requests):
@@ -339,15 +340,22 @@ class Rollout(RolloutState):
         else:
             self._deal_to_active(arrivals)
 
-    def _release(self, replica: Replica, stopped: simpy.Event) -> Generator[simpy.Event, Any, None]:
-        yield stopped
+    def _release(self, replica: Replica) -> None:
+        """It has stopped: when all that stop at this moment have, what they hold is dealt out, by index."""
+        if not self._released:
+            at_end(self.env, DEAL, self._deal_released)
+        self._released.append(replica)
+
+    def _deal_released(self, _: simpy.Event) -> None:
+        released, self._released = sorted(self._released, key=attrgetter("index")), []
         if self._stopping or self.done.triggered:  # who waits for the rollout has its GPUs already
             return
-        self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
-        if self._stage.on_release:
-            self._stage.on_release(replica.gpus)
-        running, others = self._take(replica, "released")
-        self._deal_to_active([*running, *others])
+        for replica in released:
+            self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
+            if self._stage.on_release:
+                self._stage.on_release(replica.gpus)
+            running, others = self._take(replica, "released")
+            self._deal_to_active([*running, *others])
 
     def _launch(self, launch: Launch) -> None:
         self._check(self._stage.launcher is not None, launch, "nothing can be launched here")
