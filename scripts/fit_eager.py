@@ -4,8 +4,9 @@
 
 Two numbers of ReaLHF's runs: seconds to launch a layer, and each of its two collectives under tensor parallelism. The
 steps of the heuristic, TP8, give their sum. Those of searched plans, which prefer lower degrees, tell the two apart:
-they are predicted with the plan that rlsim finds. Each model is fitted alone; `rlsim.cost.calibration.EAGER` holds the
-fit to the smaller one. Takes ten minutes, most of it searches for plans.
+they are predicted with the plan that rlsim finds for each of a few shares of the collectives, and the share in between
+that meets the measured steps is taken. Each model is fitted alone; `rlsim.cost.calibration.EAGER` holds the fit to the
+smaller one. Takes ten minutes, most of it searches for plans.
 """
 
 from __future__ import annotations
@@ -62,14 +63,21 @@ def main() -> None:
             whole_s = float(brentq(excess, 0.5e-3, 3e-3, xtol=5e-6))
             print(f"{size}B, heuristic: {whole_s * 1e3:.3f} ms a layer with its collectives at TP8", flush=True)
             searched = table[(table["plan"] == "searched") & (table["model_b_parameters"] == size)]
+            measured_s, tokens_s = 0.0, []
             for share in SHARES:
                 rows = steps(searched, whole_s * (1 - share), whole_s * share / 2, folder)
-                token_s, measured_s = slope(rows, size, measured=False), slope(rows, size, measured=True)
+                measured_s = slope(rows, size, measured=True)
+                tokens_s.append(slope(rows, size, measured=False))
                 print(
-                    f"  collectives {share:.0%} of that: searched plans {token_s * 1e3:.1f} ms a token, "
-                    f"measured {measured_s * 1e3:.1f}",
-                    flush=True,
+                    f"  collectives {share:.0%} of that: searched plans {tokens_s[-1] * 1e3:.1f} ms a token", flush=True
                 )
+            # The larger the share of collectives, the less a token takes under low degrees.
+            share = float(np.interp(measured_s, tokens_s[::-1], SHARES[::-1]))
+            print(
+                f"  measured {measured_s * 1e3:.1f} ms a token: collectives {share:.0%}, layer_s "
+                f"{whole_s * (1 - share) * 1e3:.3f}e-3, collective_s {whole_s * share / 2 * 1e3:.3f}e-3",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

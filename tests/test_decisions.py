@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from workloads import LinearStep, StubCosts
@@ -15,7 +16,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
 from rlsim.policies.frameworks import Megatron
 from rlsim.policies.oppo import Overcommit
-from rlsim.policies.pat import PAT, Alike
+from rlsim.policies.pat import PAT
 from rlsim.policies.plan import CallPlan
 from rlsim.policies.planner import Planner
 from rlsim.policies.reward_scheduler import AdaptiveTimeout
@@ -138,7 +139,7 @@ def test_pats_remaining_time_by_hand(tp: int, left: Sequence[int], expected_s: f
     pat = PAT(start_tp=1, candidates=TPS)
     pat.setup(context())
     groups = sorted(Counter(left).items(), reverse=True)
-    batch = [Alike(tokens, 100.0, count) for tokens, count in groups]
+    batch = np.array([(tokens, 100.0, count) for tokens, count in groups])
     assert pat._remaining_s(4, tp, batch, []) == pytest.approx(expected_s)
 
 

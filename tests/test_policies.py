@@ -22,7 +22,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.policies.pat import PAT, Alike
+from rlsim.policies.pat import PAT
 from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
 from rlsim.sim.control import Action, ControlContext, KvHandling, Reconfigure, RolloutControl, RolloutView
@@ -286,7 +286,7 @@ def test_the_predictor_follows_a_real_trajectory(cluster: str, calibration: str,
     began = max(r.first_token_at for r in rollout.requests)
     pat = PAT(candidates=(tp,))
     pat.setup(known)
-    batch = [Alike(left, PROMPT + 1.0, 1) for left in sorted((length - 1 for length in lengths), reverse=True)]
+    batch = np.array([(left, PROMPT + 1.0, 1) for left in sorted((length - 1 for length in lengths), reverse=True)])
     predicted_s = pat._remaining_s(tp, tp, batch, ())
     error = predicted_s / (rollout.env.now - began) - 1
     assert abs(error) < 0.03

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from rlsim.cost.calibration import Calibration, DecodeProfile, MemoryOpFit, load_calibration
@@ -268,3 +269,17 @@ def test_a_mixed_iteration_pays_for_the_attention_of_both(tp: int) -> None:
     alike = [Chunk(1, 0)] * 9 + [Chunk(767, 0)]
     alike_s = step.prefill_s(alike) - 32 * step.operators.prefill_attention_s(alike, 32 // tp, 8 // tp, 128)
     assert one == pytest.approx(alike_s + attention_s)
+
+
+@pytest.mark.parametrize("groups", [1, 5, 31, 32, 33, 200])
+def test_a_drain_is_the_sum_of_its_decode_steps(groups: int) -> None:
+    """One step after the other; 32 groups and more are drained in columns, long ways to go cross several knots."""
+    rng = np.random.default_rng(groups)
+    left = np.sort(rng.integers(0, 4000, groups))[::-1]
+    batch = np.column_stack([left, rng.integers(1, 9000, groups), rng.integers(1, 4, groups)]).astype(float)
+    profile = profile_of(roofline(2), (1, 4, 32, 128), (1, 128, 1024, 4096, 16384), 1e6)
+    waited_s, unfinished = 0.0, [(int(n), int(c), int(k)) for n, c, k in batch]
+    for step in range(int(left[0])):
+        active = [(c + step, k) for n, c, k in unfinished if n > step]
+        waited_s += profile.decode(sum(k for _, k in active)).step_s(sum(c * k for c, k in active))
+    assert profile.drain_s(batch) == pytest.approx(waited_s, rel=1e-9)

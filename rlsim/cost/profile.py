@@ -6,11 +6,17 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlsim.cost.calibration import DecodeProfile
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import DecodeCurve, StackedCurves
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError
+
+#: From so many groups of sequences on, columns of numbers are faster than one number after the other.
+MANY_GROUPS = 32
 
 
 def _segment(knots: Sequence[float], x: float) -> tuple[int, float]:
@@ -57,6 +63,7 @@ class ProfileStep(StepCost):
         self._lengths = [float(x) for x in prefill_lengths]
         self._prefill = [[float(y) for y in row] for row in prefill_s]
         self._used: dict[int, DecodeCurve] = {}
+        self._stacked = StackedCurves(self.decode)
 
     @classmethod
     def from_record(cls, record: DecodeProfile, *, skew: float = 0.0) -> ProfileStep:
@@ -89,6 +96,37 @@ class ProfileStep(StepCost):
         curve = _rising(batch, knots, times)
         self._used[batch] = curve
         return curve
+
+    def drain_s(self, batch: NDArray[np.float64]) -> float:
+        """Seconds of one replica until each of its sequences has generated what is left of it.
+
+        `batch` has a row for each group of sequences, most tokens left first: tokens left, context tokens, sequences.
+        """
+        if len(batch) < MANY_GROUPS:
+            return self._drain_few_s(batch.tolist())
+        left, context, sequences = batch[::-1].T  # those with the fewest tokens left leave first
+        tokens = (context * sequences).sum()
+        steps = left.copy()
+        steps[1:] -= left[:-1]
+        active = sequences[::-1].cumsum()[::-1]
+        before = np.empty(len(batch))
+        before[0] = tokens
+        before[1:] = tokens + (active * steps - sequences * (context + left)).cumsum()[:-1]
+        on = steps > 0
+        return float(self._stacked.steps_s(active[on].astype(int), before[on], steps[on]).sum())
+
+    def _drain_few_s(self, batch: list[tuple[float, float, float]]) -> float:
+        active = int(sum(sequences for *_, sequences in batch))
+        tokens = sum(context * sequences for _, context, sequences in batch)
+        time_s, done = 0.0, 0.0
+        for left, context, sequences in reversed(batch):
+            if left > done:
+                time_s += self.decode(active).steps_s(tokens, int(left - done))
+                tokens += active * (left - done)
+                done = left
+            tokens -= sequences * (context + left)
+            active -= int(sequences)
+        return time_s
 
     def lookups(self) -> Lookups:
         """Prefills, and every batch size decoded so far: measured itself, between two that were, or outside in its

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heapreplace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, PrivateAttr
 
 from rlsim.cost.profile import ProfileStep, profile_of
@@ -27,12 +29,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (1, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 65536, 131072)
 
 
-class Alike(NamedTuple):
-    """Sequences that the predictor does not tell apart."""
-
-    left_tokens: int  # to the length limit
-    context_tokens: float
-    sequences: int
+#: Unfinished sequences, a row for those that the predictor does not tell apart, longest way to go first: tokens left to
+#: the length limit, context tokens, how many sequences.
+Batch = NDArray[np.float64]
 
 
 class PAT(Schema, RolloutControl):
@@ -94,7 +93,9 @@ class PAT(Schema, RolloutControl):
             return None  # all lengths seen are equal, and nobody is beyond them: there is no tail to switch for
         sequences = sum(generated.values())
         mean_tokens = view.context_tokens(node) / sequences
-        batch = [Alike(view.cap_tokens - tokens, mean_tokens, generated[tokens]) for tokens in sorted(generated)]
+        left_tokens = view.cap_tokens - np.array(list(generated))
+        batch = np.array([left_tokens, np.full(len(generated), mean_tokens), list(generated.values())])
+        batch = batch[:, np.argsort(-left_tokens)].T
         # 1. The remaining time if the layout stays.
         best, best_s = None, self._remaining_s(gpus, now_tp, batch, self._spread_out(view, node, None))
         held: list[int] | None = None
@@ -111,50 +112,39 @@ class PAT(Schema, RolloutControl):
                     best, best_s = Reconfigure(node, tp, kv), remaining_s + switch_s
         return best
 
-    def _spread_out(self, view: RolloutView, node: int, tp: int | None) -> list[list[Alike]]:
+    def _spread_out(self, view: RolloutView, node: int, tp: int | None) -> list[Batch]:
         """With `spread: actual`, what each replica holds now, or would be dealt at `tp`; else nothing."""
         if self.spread == "even":
             return []
         replicas = [
-            [Alike(view.cap_tokens - r.generated_tokens, float(r.context_tokens), 1) for r in replica.requests]
+            [(view.cap_tokens - r.generated_tokens, r.context_tokens, 1) for r in replica.requests]
             for replica in view.replicas(node)
         ]
-        return replicas if tp is None else _dealt([one for own in replicas for one in own], view.gpus(node) // tp)
+        if tp is not None:
+            replicas = _dealt([one for own in replicas for one in own], view.gpus(node) // tp)
+        return [np.array(sorted(own, reverse=True), dtype=float) for own in replicas if own]
 
-    def _remaining_s(self, gpus: int, tp: int, batch: Sequence[Alike], replicas: Sequence[Sequence[Alike]]) -> float:
-        """Predicted time until every sequence of `batch` (longest way to go first) has run to the length limit.
+    def _remaining_s(self, gpus: int, tp: int, batch: Batch, replicas: Sequence[Batch]) -> float:
+        """Predicted time until every sequence of `batch` has run to the length limit.
 
         With `spread: actual` the slowest of the `replicas` decides. With `even`, layouts are compared as such: n
         sequences on d replicas count as n / d on each, linearly between the whole numbers but never less than one, all
         with the mean context. An imbalance of the moment is then no merit of another layout; it would be back a few
         finishes after a switch.
         """
+        profile = self._profiles[tp]
         if replicas:
-            return max(self._drain_s(tp, sorted(own, reverse=True)) for own in replicas)
+            return max(profile.drain_s(own) for own in replicas)
         count = gpus // tp
         fullest = _every(count, batch)
-        time_s = self._drain_s(tp, fullest)
-        sequences = sum(alike.sequences for alike in batch)
+        time_s = profile.drain_s(fullest)
+        sequences = int(batch[:, 2].sum())
         beyond = sequences % count
         if beyond == 0 or sequences < count:
             return time_s
-        share, last = beyond / count, fullest[-1]
-        fewer = [*fullest[:-1], last._replace(sequences=last.sequences - 1)]
-        return share * time_s + (1 - share) * self._drain_s(tp, fewer)
-
-    def _drain_s(self, tp: int, sequences: Sequence[Alike]) -> float:
-        """Time of one replica until each of its sequences, longest way to go first, is at the limit."""
-        profile = self._profiles[tp]
-        time_s, steps, active = 0.0, 0, sum(alike.sequences for alike in sequences)
-        tokens = sum(alike.context_tokens * alike.sequences for alike in sequences)
-        for left, context, count in reversed(sequences):  # those nearest to their limit leave first
-            if left > steps:
-                time_s += profile.decode(active).steps_s(tokens, left - steps)
-                tokens += active * (left - steps)
-                steps = left
-            tokens -= count * (context + steps)
-            active -= count
-        return time_s
+        share = beyond / count
+        fullest[-1, 2] -= 1
+        return share * time_s + (1 - share) * profile.drain_s(fullest)
 
     def _switch_s(
         self, gpus: int, from_tp: int, to_tp: int, held: Sequence[int], sequences: int, first_use: bool
@@ -174,23 +164,20 @@ def _held(view: RolloutView, node: int) -> list[int]:
     return [r.context_tokens for replica in view.replicas(node) for r in replica.requests if r.has_kv]
 
 
-def _every(replicas: int, batch: Sequence[Alike]) -> list[Alike]:
+def _every(replicas: int, batch: Batch) -> Batch:
     """What the fullest of `replicas` holds if they are dealt the sequences in turn, the longest way to go first."""
-    found, before = [], 0
-    for left, context, count in batch:
-        mine = -(-(before + count) // replicas) - -(-before // replicas)
-        if mine:
-            found.append(Alike(left, context, mine))
-        before += count
-    return found
+    fullest = batch.copy()
+    dealt = fullest[:, 2] = np.ceil(batch[:, 2].cumsum() / replicas)
+    fullest[1:, 2] -= dealt[:-1]
+    return fullest[fullest[:, 2] > 0]
 
 
-def _dealt(batch: Sequence[Alike], replicas: int) -> list[list[Alike]]:
+def _dealt(sequences: Sequence[tuple[int, int, int]], replicas: int) -> list[list[tuple[int, int, int]]]:
     """As the engine deals after a switch: longest context first, each to the replica with the least so far."""
-    loads = [(0.0, index) for index in range(replicas)]
-    shares: list[list[Alike]] = [[] for _ in range(replicas)]
-    for alike in sorted(sorted(batch, reverse=True), key=lambda one: -one.context_tokens):
+    loads = [(0, index) for index in range(replicas)]
+    shares: list[list[tuple[int, int, int]]] = [[] for _ in range(replicas)]
+    for sequence in sorted(sorted(sequences, reverse=True), key=lambda one: -one[1]):
         load, index = loads[0]
-        shares[index].append(alike)
-        heapreplace(loads, (load + alike.context_tokens, index))
+        shares[index].append(sequence)
+        heapreplace(loads, (load + sequence[1], index))
     return shares

@@ -57,7 +57,10 @@ class LiveView:
         return rollout._left if node is None else rollout._left_on[node]
 
     def generated(self, node: int) -> Mapping[int, int]:
-        return sum((replica.generated() for replica in self._rollout.active(node)), Counter())
+        first, *others = [replica.generated() for replica in self._rollout.active(node)] or [Counter()]
+        for found in others:
+            first.update(found)
+        return first
 
     def context_tokens(self, node: int) -> int:
         return sum(replica.context_tokens() for replica in self._rollout.active(node))
