@@ -177,6 +177,15 @@ class Model(Schema):
         """KV cache of one token over all GPUs of a replica: 2 · layers · kv_dim · bytes (no replicated heads)."""
         return 2 * self.num_hidden_layers * self.kv_dim * self.dtype_bytes
 
+    def tensors(self, *, stacked: bool = False) -> int:
+        """Weights and biases that have a name of their own in a checkpoint; `stacked`: experts of a layer are two."""
+        attention = 4 + 3 * self.qkv_bias + self.attention_bias
+        norms = 4 if self.model_type.startswith("qwen3") else 2
+        mlp = 3 * (1 + self.mlp_bias)
+        if self.num_experts:
+            mlp = 1 + (2 if stacked else 3 * self.num_experts)
+        return self.num_hidden_layers * (attention + norms + mlp) + 2 + (self.head_parameters > 0)
+
     def supports_tp(self, tp: int) -> bool:
         """Whether heads and MLP split evenly over `tp` GPUs (KV heads are replicated when there are too few)."""
         kv = self.num_key_value_heads

@@ -1,4 +1,4 @@
-"""Fit the one free training efficiency per framework to measured veRL steps, and print predicted against measured.
+"""Fit the numbers of training stacks to measured runs of veRL and NeMo-RL, and print predicted against measured.
 
     python scripts/fit_training.py [--data DIR]
 
@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from calibration.tables import DATA, training_runs
-from calibration.training_report import own_gemm_share, real_table, verl_table
-from calibration.verl import fit_training
+from calibration.stacks import fit_stacks
+from calibration.tables import DATA
+from calibration.training import efficiency_of
+from calibration.training_report import gemm_shares, real_table, stacks_table
+
+from rlsim.hardware import load_gpu
 
 
 def main() -> None:
@@ -21,13 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
     data = parser.parse_args().data
-    found = fit_training(training_runs(data))
-    fsdp, megatron = (share / own_gemm_share(data, "a100-sxm-80gb") for share in (found.fsdp, found.megatron))
-    print(f"share of the GPU's own large-GEMM rate: fsdp {fsdp:.2f}, megatron {megatron:.2f}")
-    print(f"veRL rows, predicted / measured\n\n{verl_table(found)}\n")
-    efficiency = round(megatron, 2) * own_gemm_share(data, "h100-sxm")
-    print(f"REAL, H100, Megatron-like calls, efficiency {efficiency:.2f}: the share of row 4 carried over\n")
-    print(real_table(efficiency))
+    shares, gpu = gemm_shares(data), load_gpu("h100-sxm")
+    found = fit_stacks(data, shares)
+    print(f"{found.traffic * 1e3:.2f} bytes for a thousand FLOPs, {found.driver_s * 1e6:.3f} us a padded token\n")
+    print(f"predicted / measured\n\n{stacks_table(found)}\n")
+    efficiency = efficiency_of(shares[gpu.name], gpu.bf16_flop_per_s / gpu.memory_bytes_per_s, found.traffic)
+    print(f"REAL, H100, Megatron-like calls, efficiency {efficiency:.2f}\n\n{real_table(efficiency)}")
 
 
 if __name__ == "__main__":

@@ -342,6 +342,34 @@ def test_they_are_recovered_from_reconstructed_lengths(fitted: FromRun) -> None:
     assert host.step_s + batch * host.sequence_s == pytest.approx(TRUE_STEP_S + batch * TRUE_SEQUENCE_S, rel=0.05)
 
 
+def test_log_probs_slower_than_training_and_a_time_of_every_call_are_told_apart(
+    rows: dict[int, Metrics], tmp_path: Path
+) -> None:
+    true, calls = (
+        CallCosts({"actor": load_model(MODEL)}, load_cluster(CLUSTER), load_calibration(BASE), "fsdp", efficiency)
+        for efficiency in (TRUE_EFFICIENCY, 0.15)
+    )
+    slow = {step: dict(row) for step, row in rows.items()}
+    fixed_s = 0.5 * rows[1]["timing_s/old_log_prob"]
+    for step, row in slow.items():
+        total = lengths_of(step) + 120
+        slower_s = calls.of("actor", FSDP).forward_s(total).total_s
+        ratio = slower_s / true.of("actor", FSDP).forward_s(total).total_s
+        row["timing_s/old_log_prob"] = row["timing_s/old_log_prob"] * ratio + fixed_s
+        row["timing_s/update_actor"] += fixed_s
+    result = from_run(save(tmp_path, as_console(slow)), **RUN)
+    training = result.calibration.training
+    assert training.flop_efficiency["fsdp"] == pytest.approx(TRUE_EFFICIENCY, rel=0.05)
+    assert training.forward_efficiency["fsdp"] == pytest.approx(0.15, rel=0.1)
+    assert training.call_s["fsdp"] == pytest.approx(fixed_s, rel=0.3)
+    assert error_of(result, "old_log_prob_s", "median") < 0.03
+    assert error_of(result, "update_actor_s", "median") < 0.03
+    again = CallCosts({"actor": load_model(MODEL)}, load_cluster(CLUSTER), result.calibration, "fsdp")
+    cost, total = again.of("actor", FSDP), lengths_of(20) + 120
+    assert cost.forward_s(total).total_s + again.call_s == pytest.approx(slow[20]["timing_s/old_log_prob"], rel=0.1)
+    assert cost.train_s(total).total_s + again.call_s == pytest.approx(slow[20]["timing_s/update_actor"], rel=0.1)
+
+
 def test_errors_on_steps_not_fitted_are_near_the_noise(fitted: FromRun) -> None:
     assert not set(fitted.used) & set(fitted.held_out)
     assert len(fitted.used) + len(fitted.held_out) + sum(fitted.excluded.values()) == STEPS

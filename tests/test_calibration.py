@@ -102,7 +102,7 @@ def test_short_names() -> None:
 def test_training_shares_are_below_what_gemms_reach(name: str) -> None:
     training = load_calibration(name).training
     assert set(training.flop_efficiency) == {"fsdp", "megatron"}
-    assert 0.2 < training.flop_efficiency["megatron"] < training.flop_efficiency["fsdp"] < 0.6
+    assert 0.3 < training.flop_efficiency["megatron"] == training.flop_efficiency["fsdp"] < 0.75
     assert "placeholder" not in training.source
 
 

@@ -31,6 +31,7 @@ def placed() -> PlacedExperiment:
             "trace": {"fixed": 64, "cap": 64},
             "workflow": {"prompts": 4, "responses": 1, "steps": 1},
             "training": {"tp": 2, "backend": "megatron", "mini_batches": 2, "epochs": 3, "offload": True},
+            "weight_sync": "reshard",
             "systems": ["verl"],
         }
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlsim.cost.calibration import HostFit, load_calibration
+from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.host import HostedStep, at_least
 from rlsim.cost.roofline import step_cost
@@ -19,8 +19,7 @@ from rlsim.models import load_model
 from rlsim.sim.closed_loop import Load, Served, closed_loop
 from rlsim.sim.request import EngineConfig
 from rlsim.validate.parts import Options, Section, Skipped, data_folder
-from rlsim.validate.rows import Row
-from rlsim.validate.serving import SERVED, TABLE, Protocol, ServingRun, read_runs, section, serving_rows
+from rlsim.validate.serving import SERVED, TABLES, Protocol, ServingRun, has_runs, read_runs, run_rows, section
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
 HEADINGS = "model,gpu,backend,backend_version,tp,prompt_tokens,response_tokens,concurrency,ttft_ms,tpot_ms"
@@ -42,10 +41,10 @@ class FixedTimes(StepCost):
         return MIXED_S
 
 
-def loop(load: Load, *, pages: int = 100, front_end_s: float = 0.0, **engine: object) -> Served:
+def loop(load: Load, front_end: FrontEndFit | None = None, *, pages: int = 100, **engine: object) -> Served:
     """A closed loop with fixed times."""
     settings = {"page_tokens": 1, "watermark": 0.0, "max_num_batched_tokens": 100, **engine}
-    return closed_loop(FixedTimes(), pages, EngineConfig.model_validate(settings), load, front_end_s=front_end_s)
+    return closed_loop(FixedTimes(), pages, EngineConfig.model_validate(settings), load, front_end)
 
 
 # ---- the loop, by hand ----------------------------------------------------------------------------------------------
@@ -80,10 +79,56 @@ def test_a_user_without_a_place_waits_for_a_response() -> None:
 
 
 def test_front_end_handles_one_request_at_a_time() -> None:
-    """Arrivals at 0.5 and 1.0 s: each is alone in the engine."""
-    served = loop(Load(10, 3, concurrency=2, requests=2), front_end_s=0.5)
+    """Prompts of 10 tokens at 0.05 s each: arrivals at 0.5 and 1.0 s, each alone in the engine."""
+    served = loop(Load(10, 3, concurrency=2, requests=2), FrontEndFit(prompt_token_s=0.05))
     assert served.ttft_s == pytest.approx((0.6 + 1.1) / 2)
     assert served.tpot_s == pytest.approx(0.01)
+
+
+def test_a_delay_is_the_requests_own() -> None:
+    """Both prompts come to the engine at 0.5 s and run in one iteration."""
+    served = loop(Load(10, 3, concurrency=2, requests=2), FrontEndFit(delay_s=0.5))
+    assert (served.ttft_s, served.tpot_s) == (pytest.approx(0.6), pytest.approx(0.01))
+
+
+@pytest.mark.parametrize(("client_s", "last_s"), [(0.0, 0.3 - 0.15), (1e-3, 0.4 - 0.151)])
+def test_a_client_that_takes_time_misses_the_next_iteration(client_s: float, last_s: float) -> None:
+    """Budget 10, prompts and decodes together: A's prompt to 0.1, its last token and 9 of B's to 0.15, B's last one to
+    0.25, with 9 of C's if C comes at once. Then B's last token to 0.3, with C's last one or with 9 of C's, whose last
+    one then takes to 0.4."""
+    load, front_end = Load(10, 2, concurrency=2, requests=3), FrontEndFit(client_s=client_s)
+    served = loop(load, front_end, max_num_batched_tokens=10, chunked_prefill=True)
+    assert served.ttft_s == pytest.approx((0.1 + 0.25 + last_s) / 3)
+    assert served.tpot_s == pytest.approx((0.05 + 0.05 + 0.01) / 3)
+
+
+def test_first_tokens_come_one_prefill_later() -> None:
+    """Prefills end at 0.1 and 0.2 s. The first one's token is handed out when the second has run, the second one's at
+    once: the decode that follows starts at 0.2 s."""
+    served = loop(Load(10, 3, concurrency=2, requests=2), FrontEndFit(held_prefills=1), max_num_batched_tokens=10)
+    assert served.ttft_s == pytest.approx(0.2)
+    assert served.tpot_s == pytest.approx(0.01)
+
+
+def test_requests_wait_for_the_work_that_tokens_leave() -> None:
+    """One user, three tokens at 0.1, 0.11 and 0.12 s, each 0.05 s of work: the thread is free at 0.25 s. The second
+    request, sent at 0.12 s, comes to the engine then, its first token 0.1 s later. Tokens themselves are in time."""
+    served = loop(Load(10, 3, concurrency=1, requests=2), FrontEndFit(token_s=0.05))
+    assert served.ttft_s == pytest.approx((0.1 + 0.25 - 0.12 + 0.1) / 2)
+    assert served.tpot_s == pytest.approx(0.01)
+
+
+def test_a_thread_that_keeps_up_delays_nobody() -> None:
+    """0.009 s of work for each token every 0.01 s: only the last token's is left when the response ends."""
+    served = loop(Load(10, 50, concurrency=1, requests=2), FrontEndFit(token_s=0.009))
+    assert served.ttft_s == pytest.approx((0.1 + 0.009 + 0.1) / 2)
+
+
+def test_fewer_requests_stand_for_all() -> None:
+    """Every round is alike here: three simulated ones give the means of forty."""
+    load = Load(10, 3, concurrency=2, requests=80)
+    assert loop(Load(10, 3, 2, 80, simulated=6)) == Served(*(pytest.approx(x) for x in (0.1, 0.01)), 0)
+    assert loop(load).ttft_s == pytest.approx(0.1)
 
 
 def test_scarce_kv_makes_a_queue() -> None:
@@ -156,7 +201,7 @@ def test_overlapped_host_shows_only_where_the_gpu_is_faster() -> None:
 
 def write(folder: Path, *lines: str, headings: str = HEADINGS) -> Path:
     """A table of serving runs in `folder`."""
-    path = folder / TABLE
+    path = folder / TABLES[0]
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join((headings, *lines)) + "\n", encoding="utf-8")
     return folder
@@ -167,18 +212,17 @@ def line(backend: str, tp: int, prompt: int, response: int, users: int, ttft: ob
     return f"{model},h100_sxm,{backend},1,{tp},{prompt},{response},{users},{ttft},{tpot}"
 
 
-def test_every_second_run_is_fitted_in_a_checkerboard(tmp_path: Path) -> None:
-    lines = [line("vllm", 2, prompt, 8, users) for prompt in (64, 128) for users in (1, 2, 4)]
-    runs = read_runs(write(tmp_path, *reversed(lines)))
-    assert [(r.prompt_tokens, r.concurrency, r.fitted) for r in runs] == [
-        (64, 1, True),
-        (64, 2, False),
-        (64, 4, True),
-        (128, 1, False),
-        (128, 2, True),
-        (128, 4, False),
+def test_runs_of_both_tables_in_order(tmp_path: Path) -> None:
+    write(tmp_path, line("vllm", 8, 64, 8, 2), line("vllm", 2, 128, 8, 1), line("vllm", 2, 64, 8, 4))
+    (tmp_path / TABLES[1]).write_text("\n".join((HEADINGS, line("sglang", 4, 64, 8, 1))) + "\n", encoding="utf-8")
+    runs = read_runs(tmp_path)
+    assert [run.case for run in runs] == [
+        "sglang/qwen3-32b/tp4/64+8x1",
+        "vllm/qwen3-32b/tp2/64+8x4",
+        "vllm/qwen3-32b/tp2/128+8x1",
+        "vllm/qwen3-32b/tp8/64+8x2",
     ]
-    assert runs[0].case == "vllm/qwen3-32b/tp2/64+8x1"
+    assert runs[0].setting == "sglang/qwen3-32b/tp4"
     assert (runs[0].ttft_s, runs[0].tpot_s) == (pytest.approx(0.05), pytest.approx(0.008))
 
 
@@ -213,7 +257,7 @@ def test_no_table(tmp_path: Path) -> None:
 
 
 def a_run(engine: str, users: int, prompt: int = 1024) -> ServingRun:
-    return ServingRun(engine, "qwen3-32b", 4, prompt, 512, users, 1.0, 1.0, True)  # type: ignore[arg-type]
+    return ServingRun(engine, "qwen3-32b", 4, prompt, 512, users, 1.0, 1.0)  # type: ignore[arg-type]
 
 
 def test_protocol() -> None:
@@ -226,7 +270,9 @@ def test_protocol() -> None:
     assert trtllm.max_num_seqs == 63
     assert Protocol(idle_slots=0).config(a_run("trtllm", 64)).max_num_seqs == 64
     budgets = [protocol.config(a_run("sglang", 64, prompt)).max_num_batched_tokens for prompt in (1024, 2048, 4096)]
-    assert budgets == [3 * 1024, 2 * 2048, 2 * 4096]
+    assert budgets == [1024 + 1500, 2048 + 1500, 4096 + 1500]
+    whole = [protocol.config(a_run("trtllm", 64, prompt)).max_num_batched_tokens for prompt in (1024, 2048)]
+    assert whole == [64 + 2 * 1024, 64 + 2048]
     assert not protocol.config(a_run("sglang", 64)).chunked_prefill
 
 
@@ -237,53 +283,38 @@ def test_part_on_a_small_table(tmp_path: Path) -> None:
     assert isinstance(found, Section)
     case = "vllm/qwen3-32b/tp2/64+8x"
     assert [(row.part, row.case, row.quantity, row.kind) for row in found.rows] == [
-        ("serving", f"{case}{users}", quantity, kind)
-        for users, kind in ((1, "input"), (4, "output"))
-        for quantity in ("tpot_s", "ttft_s")
+        ("serving", f"{case}{users}", quantity, "input") for users in (1, 4) for quantity in ("tpot_s", "ttft_s")
     ]
     assert [(s.group, s.quantity, s.kind, s.count) for s in found.summaries] == [
-        ("vllm/qwen3-32b", quantity, kind, 1) for kind in ("input", "output") for quantity in ("tpot_s", "ttft_s")
+        ("vllm/qwen3-32b", quantity, "input", 2) for quantity in ("tpot_s", "ttft_s")
     ]
     assert found.chart is not None
     assert case in found.text
-    none = HostFit(step_s=0.0, sequence_s=0.0, source="test")
-    later = HostFit(step_s=2e-3, sequence_s=0.0, source="test")
-    (fast, *_), (slow, *_) = (serving_rows(data, {"vllm": host}) for host in (none, later))
+    (run, _), none = read_runs(data), FrontEndFit()
+    bare = HostFit(step_s=0.0, sequence_s=0.0, source="test")
+    (fast, _), (slow, _) = (
+        run_rows("serving", run, "input", host, none) for host in (bare, bare.model_copy(update={"step_s": 2e-3}))
+    )
     assert slow.simulated - fast.simulated == pytest.approx(2e-3, rel=1e-6)  # one user: pure decode steps
 
 
 DATA = data_folder(None)
 
 
-@pytest.mark.skipif(DATA is None or not (DATA / TABLE).is_file(), reason="no measured serving runs here")
+needs_runs = pytest.mark.skipif(not has_runs(DATA), reason="no measured serving runs here")
+
+
+@needs_runs
 def test_measured_runs() -> None:
-    """48 runs in halves that each have every concurrency; the numbers of requests agree with the means' digits:
-    N times a mean of N whole nanoseconds is whole."""
+    """The numbers of requests agree with the means' digits: N times a mean of N whole nanoseconds is whole."""
     assert DATA is not None
     runs = read_runs(DATA)
-    assert len(runs) == 48
+    assert len(runs) in (48, 147)
     for engine in SERVED:
         own = [r for r in runs if r.engine == engine]
-        users = [{r.concurrency for r in own if r.fitted == half} for half in (True, False)]
-        assert users[0] == users[1]
         whole = 0
         for r in own:
             for measured_s in (r.ttft_s, r.tpot_s):
                 total_ns = measured_s * 1e9 * Protocol().load(r).requests
                 whole += abs(total_ns - round(total_ns)) < 0.02
         assert whole > 0.5 * 2 * len(own)  # by chance 4%; runs with failed requests have a few fewer
-
-
-@pytest.mark.skipif(DATA is None or not (DATA / TABLE).is_file(), reason="no measured serving runs here")
-def test_kernels_alone_come_near() -> None:
-    """Without any host time at all the loop gives TPOT within 10% and TTFT within 30% on average, engine by engine."""
-    assert DATA is not None
-    rows = serving_rows(DATA, dict.fromkeys(SERVED, HostFit(step_s=0.0, sequence_s=0.0, source="none")))
-
-    def mean(engine: str, quantity: str) -> float:
-        own: list[Row] = [r for r in rows if r.case.startswith(f"{engine}/") and r.quantity == quantity]
-        return float(np.mean([abs(r.error) for r in own]))
-
-    for engine in SERVED:
-        assert mean(engine, "tpot_s") < 0.10
-        assert mean(engine, "ttft_s") < 0.30

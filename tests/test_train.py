@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsim.cost.memory import training_memory
 from rlsim.cost.packing import deal, pack
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency, TrainTime, forward_flops
@@ -253,6 +254,46 @@ def test_measured_verl_step() -> None:
     )
     assert train.train_s(lengths, 4).total_s == pytest.approx(row.update_actor_s, rel=0.2)
     assert train.forward_s(lengths).total_s == pytest.approx(row.old_logprob_s, rel=0.2)
+
+
+# HSDP and log-probs ---------------------------------------------------------------------------------------------------
+
+
+class Asked(Free):
+    """Notes the collectives that are asked for."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, float, int, int]] = set()
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        self.seen.add((op, message_bytes, gpus, nodes))
+        return 0.0
+
+
+def test_hsdp_shards_inside_a_group_and_reduces_over_the_groups() -> None:
+    two, asked = load_cluster("2x8xh100"), Asked()
+    cost(collectives=asked, cluster=two, dp=16, zero_stage=3, shard_gpus=8).train_s(uneven(64))
+    shard = LLAMA.parameters / 8 * 4
+    assert {(gpus, nodes) for op, _, gpus, nodes in asked.seen if op != "all_reduce"} == {(8, 1)}
+    ((_, size, gpus, nodes),) = [seen for seen in asked.seen if seen[0] == "all_reduce"]
+    assert (size, gpus, nodes) == (pytest.approx(shard, rel=0.01), 2, 2)
+    whole = Asked()
+    cost(collectives=whole, cluster=two, dp=16, zero_stage=3).train_s(uneven(64))
+    assert {(op, gpus) for op, _, gpus, _ in whole.seen} == {("all_gather", 16), ("reduce_scatter", 16)}
+
+
+def test_hsdp_keeps_more_on_a_gpu() -> None:
+    alone, shared = (training_memory(LLAMA, TrainStrategy(dp=16, zero_stage=3, shard_gpus=gpus)) for gpus in (4, None))
+    assert alone.state_bytes == pytest.approx(4 * shared.state_bytes)
+    with pytest.raises(ConfigError, match="shard_gpus 3 does not divide 16"):
+        TrainStrategy(dp=16, zero_stage=3, shard_gpus=3)
+
+
+def test_log_probs_have_micro_batches_of_their_own() -> None:
+    lengths = np.full(32, 1024.0)
+    own = cost(dp=2, zero_stage=3, micro_batch_tokens=2048, log_prob_micro_batch_tokens=8192)
+    assert own.train_s(lengths) == cost(dp=2, zero_stage=3, micro_batch_tokens=2048).train_s(lengths)
+    assert own.forward_s(lengths) == cost(dp=2, zero_stage=3, micro_batch_tokens=8192).forward_s(lengths)
 
 
 # Micro-batches --------------------------------------------------------------------------------------------------------

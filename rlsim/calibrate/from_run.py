@@ -18,7 +18,7 @@ import pandas as pd
 
 from rlsim.calibrate.fit.common import Array, as_written, percent
 from rlsim.calibrate.points import join, point_rows, residual_of
-from rlsim.calibrate.run_fit import HostTimes, Run, check_mfu, fit_host, fit_training
+from rlsim.calibrate.run_fit import HostTimes, Run, TrainingShares, check_mfu, fit_host, fit_training
 from rlsim.calibrate.run_rollout import Progress, RolloutTimes, host_fit, rollout_times
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Calibration, Residual, Source, load_calibration
@@ -133,15 +133,15 @@ def _fitted(
 ) -> FromRun:
     notes = [*run.log.notes, *run.settings.notes, lengths_note, *_odd(run)]
     mfu, about_mfu = check_mfu(run)
-    efficiency = fit_training(run)
+    training = fit_training(run)
     times = rollout_times(run.model, run.cluster, run.base, run.settings, dealt, progress)
     host = fit_host(run, times)
-    points, errors, more = _report(run, efficiency, times, host)
-    notes += [*about_mfu, f"host time: {host.how}", *times.notes, *more]
+    points, errors, more = _report(run, training, times, host)
+    notes += [*about_mfu, f"training efficiency: {training.how}", f"host time: {host.how}", *times.notes, *more]
     used = np.asarray(run.used)
     fitted, held_out = (tuple(int(step) for step in run.steps.index[rows]) for rows in (used, ~used))
     result = FromRun(run.base, errors, fitted, held_out, excluded, points, tuple(dict.fromkeys(notes)))
-    return replace(result, calibration=_calibration(result, run, efficiency, host, mfu, name))
+    return replace(result, calibration=_calibration(result, run, training, host, mfu, name))
 
 
 def write(result: FromRun, out: str | Path) -> Path:
@@ -253,22 +253,31 @@ def _lengths_note(trace: str | Path | None) -> str:
 # Report --------------------------------------------------------------------------------------------------------------
 
 
-def _predicted(run: Run, efficiency: float | None, gen_s: Array) -> dict[str, Array]:
+def _predicted(run: Run, training: TrainingShares | None, gen_s: Array) -> dict[str, Array]:
     """Seconds by step of the calls that are logged; those of training only if there is an efficiency."""
     found = {"gen_s": gen_s}
-    if efficiency is not None:
-        log_prob = run.log_prob_s(efficiency)
-        found |= {"old_log_prob_s": log_prob, "ref_log_prob_s": log_prob, "update_actor_s": run.update_s(efficiency)}
+    if training is not None:
+        log_prob = run.log_prob_s(training.forward) + training.call_s
+        update = run.update_s(training.flop) + training.call_s
+        found |= {"old_log_prob_s": log_prob, "ref_log_prob_s": log_prob, "update_actor_s": update}
     return {name: values for name, values in found.items() if run.measured_s(name) is not None}
 
 
+def _before(run: Run) -> TrainingShares | None:
+    """What the base calibration says of the run's framework; None if it knows none such."""
+    base, backend = run.base.training, run.settings.backend
+    flop = base.flop_efficiency.get(backend)
+    if flop is None:
+        return None
+    return TrainingShares(flop, base.forward_efficiency.get(backend, flop), base.call_s.get(backend, 0.0))
+
+
 def _report(
-    run: Run, efficiency: float, times: RolloutTimes, host: HostTimes
+    run: Run, training: TrainingShares, times: RolloutTimes, host: HostTimes
 ) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     """Points and errors of every logged quantity, and what has to be said about them."""
-    base = run.base
-    fitted = _predicted(run, efficiency, times.total_s(host.step_s, host.sequence_s))
-    before = _predicted(run, base.training.flop_efficiency.get(run.settings.backend), times.before_s)
+    fitted = _predicted(run, training, times.total_s(host.step_s, host.sequence_s))
+    before = _predicted(run, _before(run), times.before_s)
     used, notes = np.asarray(run.used), []
     step = run.measured_s("step_s")
     if step is not None:
@@ -303,7 +312,7 @@ def _report(
     badly = errors[errors.quantity.isin(("old_log_prob_s", "update_actor_s")) & (errors.p90 > BAD_FIT)]
     if len(badly):
         notes.append(
-            f"one efficiency does not suit all training calls ({', '.join(badly.quantity)}: 90th percentile "
+            f"no efficiency suits all training calls ({', '.join(badly.quantity)}: 90th percentile "
             f"{percent(float(badly.p90.max()))}): the cluster's links, the training strategy or offloading may not be "
             "the run's"
         )
@@ -317,7 +326,7 @@ def _logged(run: Run, name: str) -> Array:
 
 
 def _calibration(
-    result: FromRun, run: Run, efficiency: float, host: HostTimes, mfu: float, name: str | None
+    result: FromRun, run: Run, shares: TrainingShares, host: HostTimes, mfu: float, name: str | None
 ) -> Calibration:
     """The base with the fitted numbers, and where they are from."""
     base, settings, log = run.base, run.settings, run.log.path.name
@@ -331,7 +340,9 @@ def _calibration(
     )
     training = base.training.model_copy(
         update={
-            "flop_efficiency": {**base.training.flop_efficiency, settings.backend: efficiency},
+            "flop_efficiency": {**base.training.flop_efficiency, settings.backend: shares.flop},
+            "forward_efficiency": {**base.training.forward_efficiency, settings.backend: shares.forward},
+            "call_s": {**base.training.call_s, settings.backend: shares.call_s},
             "source": f"{settings.backend}: {whence}, MFU {mfu:.2f}; others, of {base.name}: {base.training.source}",
         }
     )

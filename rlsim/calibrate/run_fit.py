@@ -95,34 +95,65 @@ def check_mfu(run: Run) -> tuple[float, list[str]]:
     return mfu, []
 
 
-def fit_training(run: Run) -> float:
-    """The efficiency at which log-prob passes and updates of the used steps come out best (log errors, robust).
+@dataclass(frozen=True)
+class TrainingShares:
+    """Shares of the peak of training and of log-prob calls, and the seconds of each call beside; `how` says which are
+    fitted."""
 
-    Times fall smoothly with the efficiency: they are worked out at 13 values and interpolated in between. Raises
-    `CalibrationError` if the calls are faster than the peak or slower than a hundredth of it allows.
+    flop: float
+    forward: float
+    call_s: float = 0.0
+    how: str = ""
+
+
+def fit_training(run: Run) -> TrainingShares:
+    """The efficiencies at which updates and log-prob passes of the used steps come out best (log errors, robust).
+
+    Time that no tokens change is told from them only where it makes the errors clearly smaller. Times fall smoothly
+    with the efficiency: they are worked out at 13 values and interpolated in between. Raises `CalibrationError` if the
+    calls are faster than the peak or slower than a hundredth of it allows.
     """
     some = [batch for batch, use in zip(run.batches, run.used, strict=True) if use]
     curves, shown = [], []
-    for quantity, times in (("old_log_prob_s", run.log_prob_s), ("update_actor_s", run.update_s)):
+    for quantity, times in (("update_actor_s", run.update_s), ("old_log_prob_s", run.log_prob_s)):
         measured = run.measured_s(quantity)
         if measured is not None:
             table = np.array([times(float(efficiency), some) for efficiency in _EFFICIENCIES])
             curves.append(PchipInterpolator(np.log(_EFFICIENCIES), np.log(table), axis=0))
-            shown.append(np.log(measured[np.asarray(run.used)]))
+            shown.append(measured[np.asarray(run.used)])
+    shortest_s, count = float(min(np.median(seconds) for seconds in shown)), len(curves)
+
+    def errors(x: Array) -> list[Array]:
+        fixed_s = shortest_s * (x[count] if len(x) > count else 0.0)
+        return [
+            np.log((np.exp(curve(at)) + fixed_s) / seconds)
+            for curve, at, seconds in zip(curves, x, shown, strict=False)
+        ]
 
     def error(x: Array) -> Array:
-        return np.concatenate([curve(x[0]) - y for curve, y in zip(curves, shown, strict=True)])
+        return np.concatenate(errors(x))
 
-    low, high = float(np.log(_EFFICIENCIES[0])), float(np.log(_EFFICIENCIES[-1]))
-    found = _robust_fit(error, [[np.log(0.2)], [np.log(0.5)]], [low], [high])
-    off = float(np.median(error(found)))
-    if (found[0] > high - 1e-3 and off > 0.05) or (found[0] < low + 1e-3 and off < -0.05):
-        way = "faster than the GPUs' peak allows" if off > 0 else "slower than a hundredth of the GPUs' peak"
-        raise CalibrationError(
-            f"{run.log.path}: the training calls are {way} ({percent(abs(float(np.expm1(off))))} off at the bound); "
-            "check the model, the cluster, the training strategy and the unit of the times"
-        )
-    return float(np.exp(found[0]))
+    low, high = [float(np.log(_EFFICIENCIES[0]))] * count, [float(np.log(_EFFICIENCIES[-1]))] * count
+    starts = [[float(np.log(start))] * count for start in (0.2, 0.5)]
+    found, how = _robust_fit(error, starts, low, high), "no time of a call beside"
+    _check_bounds(run, found, [float(np.median(off)) for off in errors(found)], low[0], high[0])
+    more = _robust_fit(error, [[*start, 0.2] for start in starts], [*low, 0.0], [*high, 0.9])
+    if _spread(error(more), count + 1) < CLEARLY_BETTER * _spread(error(found), count):
+        found, how = more, f"and {more[count] * shortest_s:.3g} s a call beside"
+    call_s = shortest_s * float(found[count]) if len(found) > count else 0.0
+    flop, forward = float(np.exp(found[0])), float(np.exp(found[count - 1]))
+    return TrainingShares(flop, forward, call_s, f"{flop:.3f} (updates), {forward:.3f} (log-probs), {how}")
+
+
+def _check_bounds(run: Run, found: Array, medians: Sequence[float], low: float, high: float) -> None:
+    for at, off in zip(found, medians, strict=True):
+        if (at > high - 1e-3 and off > 0.05) or (at < low + 1e-3 and off < -0.05):
+            way = "faster than the GPUs' peak allows" if off > 0 else "slower than a hundredth of the GPUs' peak"
+            by = percent(abs(float(np.expm1(off))))
+            raise CalibrationError(
+                f"{run.log.path}: the training calls are {way} ({by} off at the bound); check the model, the cluster, "
+                "the training strategy and the unit of the times"
+            )
 
 
 # Host time -----------------------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def _run(wanted: Iterable[str], options: Options) -> tuple[dict[str, Section], b
 def _write_json(path: Path, sections: Iterable[Section]) -> None:
     from rlsim.output import atomic_path
 
-    records = [row.record() for section in sections for row in section.rows]
+    shown = (section.summaries if section.summarised else section.rows for section in sections)
+    records = [row.record() for rows in shown for row in rows]
     lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
     with atomic_path(path) as temporary:
         temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
@@ -114,7 +115,7 @@ def _print(name: str, section: Section) -> bool:
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     table = Table(box=None, pad_edge=False, header_style="bold", title=f"{name}", title_justify="left")
-    few = len(section.rows) <= _ROWS_SHOWN
+    few = len(section.rows) <= _ROWS_SHOWN and not section.summarised
     headings = ("measured", "rlsim", "error") if few else ("rows", "mean |error|", "median", "p90", "bias")
     for heading in ("what", "quantity", "kind"):
         table.add_column(heading)

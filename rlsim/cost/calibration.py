@@ -274,6 +274,23 @@ EAGER = EagerFit(
 )
 
 
+class FrontEndFit(Fitted):
+    """What stands between the client of a serving benchmark and the engine; a rollout has neither.
+
+    One thread does the server's work outside the engine. Tokens are handed on as they come; new requests wait until the
+    thread has done the work that tokens leave behind (detokenizing, streaming).
+    """
+
+    delay_s: KernelSeconds = Field(default=0.0, description="added to every request, however busy the server is")
+    prompt_token_s: KernelSeconds = Field(default=0.0, description="the thread's time for each token of a prompt")
+    token_s: KernelSeconds = Field(default=0.0, description="the thread's time for each generated token")
+    client_s: KernelSeconds = Field(default=0.0, description="from a response's end to the client's next request")
+    held_prefills: int = Field(
+        default=0, ge=0, le=1000, description="prefills that start before the first tokens of one are handed out"
+    )
+    source: str = Field(default="none", description="what it is fitted to")
+
+
 class RuntimeFit(Fitted):
     """What changing the parallel layout costs besides moving bytes."""
 
@@ -294,6 +311,12 @@ class TrainingFit(Fitted):
     """Training efficiency, fitted elsewhere (see its source)."""
 
     flop_efficiency: dict[str, Share] = Field(description="framework -> share of peak bf16 FLOP/s in GEMMs")
+    forward_efficiency: dict[str, Share] = Field(
+        default={}, description="framework -> the same of calls without gradient, where it is another one"
+    )
+    call_s: dict[str, LongSeconds] = Field(
+        default={}, description="framework -> time of each call that neither tokens nor GPUs change; default: none"
+    )
     source: str
 
 
@@ -347,6 +370,7 @@ class Calibration(Fitted):
     collectives: CollectiveFits
     host: HostFit
     eager: EagerFit = Field(default=EAGER, description="without CUDA graphs")
+    front_end: FrontEndFit = FrontEndFit()
     runtime: RuntimeFit
     training: TrainingFit
     residuals: dict[str, Residual] = Field(description="by operator, on held-out shapes")

@@ -12,6 +12,7 @@ from rlsim.cost.reallocation import DataTransfer, Reallocation
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.cost.transfer import weight_sync_s
+from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
@@ -21,7 +22,8 @@ class CallCosts:
     """The `TrainCost` of every model under every strategy, each made once.
 
     `models` are named by their roles (`actor`, `critic`, …); `backend` names the training framework whose efficiency
-    the calibration gives, unless `efficiency` (share of the peak) does. Raises `ConfigError` for an unknown one.
+    the calibration gives, unless `efficiency` (share of the peak) does. `call_s`: what each call takes beside that.
+    Raises `ConfigError` for an unknown one.
     """
 
     def __init__(
@@ -39,8 +41,11 @@ class CallCosts:
             )
         self.models, self.cluster = models, cluster
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
-        self._efficiency = TrainEfficiency(flop=efficiency or known[backend])
+        forward = None if efficiency else calibration.training.forward_efficiency.get(backend)
+        self._efficiency = TrainEfficiency(flop=efficiency or known[backend], forward=forward)
+        self.call_s = calibration.training.call_s.get(backend, 0.0)
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
+        self._engine = calibration.engine
         self._moved: dict[str, Reallocation] = {}
         self._made: dict[tuple[str, TrainStrategy, int], TrainCost] = {}
 
@@ -57,8 +62,19 @@ class CallCosts:
             )
         return self._made[key]
 
+    def weight_sync(self, role: str, method: SyncMethod, *, offload: bool) -> WeightSync:
+        """Seconds of bringing updated weights into the rollout engine; `offload`: they wait in host memory."""
+        return WeightSync(
+            model=self.models[role],
+            cluster=self.cluster,
+            collectives=self.collectives,
+            engine=self._engine,
+            method=method,
+            offload=offload,
+        )
+
     def sync_s(self, role: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int = 0) -> float:
-        """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs."""
+        """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs, in place."""
         return weight_sync_s(self.models[role], self.collectives, self.cluster, strategy, rollout_tp, first_gpu)
 
     def reallocation(self, role: str) -> Reallocation:

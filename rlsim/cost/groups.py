@@ -10,8 +10,9 @@ import numpy as np
 from rlsim.cost.layout import Integers, Layout
 from rlsim.hardware import Cluster
 
-#: The GPUs that talk to each other: TP, CP and PP groups, and `shards`, the DP × CP ranks with the same parameters.
-Group = Literal["tp", "cp", "shards", "pp"]
+#: The GPUs that talk to each other: TP, CP and PP groups; `shards`, the DP × CP ranks with the same parameters; under
+#: HSDP `sharded`, those of them that share the states, and `replicas`, those that hold the same part of them.
+Group = Literal["tp", "cp", "shards", "sharded", "replicas", "pp"]
 
 
 class CollectiveTime(Protocol):
@@ -27,10 +28,16 @@ class CollectiveTime(Protocol):
 
 
 class Groups:
-    """Times of collectives inside the groups of `layout` on `cluster`; `collectives` gives those of even groups."""
+    """Times of collectives inside the groups of `layout` on `cluster`; `collectives` gives those of even groups.
 
-    def __init__(self, collectives: CollectiveTime, cluster: Cluster, layout: Layout) -> None:
+    `sharded_over`: the ranks that share the states under HSDP; default: all of `shards`.
+    """
+
+    def __init__(
+        self, collectives: CollectiveTime, cluster: Cluster, layout: Layout, sharded_over: int | None = None
+    ) -> None:
         self._collectives, self._layout = collectives, layout
+        self._sharded_over = sharded_over or layout.shards
         self._per_node = cluster.gpus_per_node
         self._spreads: dict[Group, list[tuple[int, int, int]]] = {}
 
@@ -73,5 +80,10 @@ class Groups:
                 return np.moveaxis(mesh, 2, 3).reshape(-1, layout.cp)
             case "shards":
                 return np.moveaxis(mesh.reshape(layout.pp, layout.shards, layout.tp), 1, 2).reshape(-1, layout.shards)
+            case "sharded":
+                return self._nodes("shards").reshape(-1, self._sharded_over)
+            case "replicas":
+                rows = self._nodes("shards").reshape(-1, layout.shards // self._sharded_over, self._sharded_over)
+                return np.moveaxis(rows, 1, 2).reshape(-1, layout.shards // self._sharded_over)
             case "pp":
                 return mesh.reshape(layout.pp, -1).T

@@ -253,8 +253,8 @@ def training_memory(
     `resident_bytes` is what changes. Raises `ConfigError` if the strategy does not suit the model.
     """
     strategy.check_model(model)
-    tokens = (strategy.micro_batch_tokens if micro_batch_tokens is None else micro_batch_tokens) / strategy.cp
-    local, shards = stage_parameters(model, strategy), strategy.shards
+    tokens = (micro_batch_tokens or strategy.budget(backward=True)) / strategy.cp
+    local, shards = stage_parameters(model, strategy), strategy.sharded_over
     zero = strategy.zero_stage
     unit = max(model.layer_parameters, model.vocab_size * model.hidden_size) / strategy.tp
     gathered = (2 * BF16 + gradient_dtype_bytes) * unit if zero == 3 and shards > 1 else 0.0
@@ -288,8 +288,8 @@ def inference_memory(
     not suit the model.
     """
     strategy.check_model(model)
-    tokens = (strategy.micro_batch_tokens if micro_batch_tokens is None else micro_batch_tokens) / strategy.cp
-    sharded = strategy.shards if strategy.zero_stage == 3 else 1
+    tokens = (micro_batch_tokens or strategy.budget(backward=False)) / strategy.cp
+    sharded = strategy.sharded_over if strategy.zero_stage == 3 else 1
     unit = max(model.layer_parameters, model.vocab_size * model.hidden_size) / strategy.tp
     _, everything = activation_bytes_per_token(model, strategy)
     return TrainMemory(

@@ -25,10 +25,14 @@ class TrainStrategy:
 
     - `micro_batch_tokens`: most tokens in one micro-batch of one data-parallel rank, summed over its sequences
       (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
+    - `log_prob_micro_batch_tokens`: the same for calls without gradient, if it is another one (veRL's
+      `log_prob_max_token_len_per_gpu`, NeMo-RL's `logprob_batch_size` of packed sequences).
     - `micro_batch_sequences`: if given, micro-batches of that many sequences instead (veRL without dynamic batch size).
     - `micro_batches`: if given, so many micro-batches of each rank's share, balanced by work; at most its sequences.
     - `zero_stage`: what is sharded over data-parallel ranks: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters
       (3 is FSDP's full sharding).
+    - `shard_gpus`: HSDP: neighbouring GPUs that share the states (veRL's `fsdp_size`); the groups are replicas of each
+      other, which reduce their gradients once an optimizer step. Default: all ranks are one group.
     - `recompute`: `full` keeps each layer's input only; `selective` recomputes norms and the MLP's activation function,
       which costs next to no time. Attention is a flash kernel: its score matrix is never stored.
     - `offload`: weights and optimizer states live in host memory between calls (veRL's `param_offload` and
@@ -46,9 +50,11 @@ class TrainStrategy:
     pp: int = 1
     cp: int = 1
     micro_batch_tokens: int = 16384
+    log_prob_micro_batch_tokens: int | None = None
     micro_batch_sequences: int | None = None
     micro_batches: int | None = None
     zero_stage: int = 0
+    shard_gpus: int | None = None
     recompute: Recompute = "full"
     offload: bool = False
     sequence_parallel: bool = False
@@ -60,8 +66,11 @@ class TrainStrategy:
                 raise ConfigError(f"training strategy: {key} must be at least 1, got {getattr(self, key)}")
         if self.micro_batch_sequences is not None and self.micro_batch_sequences < 1:
             raise ConfigError("training strategy: micro_batch_sequences must be at least 1")
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ConfigError("training strategy: micro_batches must be at least 1")
+        for key in ("micro_batches", "log_prob_micro_batch_tokens", "shard_gpus"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ConfigError(f"training strategy: {key} must be at least 1")
+        if self.shards % self.sharded_over:
+            raise ConfigError(f"training strategy: shard_gpus {self.shard_gpus} does not divide {self.shards} ranks")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"training strategy: zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
         if self.recompute not in ("none", "selective", "full"):
@@ -78,6 +87,15 @@ class TrainStrategy:
     def shards(self) -> int:
         """GPUs that hold the same part of the model but for ZeRO, and reduce its gradients."""
         return self.dp * self.cp
+
+    @property
+    def sharded_over(self) -> int:
+        """GPUs over which ZeRO shards: `shards`, or fewer under HSDP, which is for stage 3."""
+        return min(self.shard_gpus or self.shards, self.shards) if self.zero_stage == 3 else self.shards
+
+    def budget(self, *, backward: bool) -> int:
+        """Tokens of a micro-batch of a training call, or of one without gradient."""
+        return self.micro_batch_tokens if backward else self.log_prob_micro_batch_tokens or self.micro_batch_tokens
 
     def check_model(self, model: Model) -> None:
         """Raises `ConfigError` if `model` cannot be cut that way."""

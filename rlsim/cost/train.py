@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -44,21 +44,22 @@ class TrainEfficiency:
     """What share of the data-sheet peaks the kernels of a training framework reach.
 
     `flop` is that of the linear layers and absorbs what the model leaves out (gaps between kernels, unfused
-    element-wise kernels); it is the one number fitted per framework. `attention` is flash attention's on long
-    sequences, and `overhead_tokens` the length at which half of that is reached: measured A100 0.66 and 290, H100 0.62
-    and 600 tokens (aiconfigurator commit 095f58a, context_attention, SGLang 0.5.10, forward). `memory` is that of
-    memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak bandwidth on A100 and H100 (Vidur
-    commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
+    element-wise kernels); `forward` the same of calls without gradient, if a run showed another one. `attention` is
+    flash attention's on long sequences, and `overhead_tokens` the length at which half of that is reached: measured
+    A100 0.66 and 290, H100 0.62 and 600 tokens (aiconfigurator commit 095f58a, context_attention, SGLang 0.5.10,
+    forward). `memory` is that of memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak
+    bandwidth on A100 and H100 (Vidur commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
     """
 
     flop: float
+    forward: float | None = None
     attention: float = 0.62
     overhead_tokens: float = 400.0
     memory: float = 0.55
 
     def __post_init__(self) -> None:
-        for key in ("flop", "attention", "memory"):
-            if not 0 < getattr(self, key) <= 1:
+        for key in ("flop", "forward", "attention", "memory"):
+            if getattr(self, key) is not None and not 0 < getattr(self, key) <= 1:
                 raise ConfigError(f"training efficiency: {key} must lie in (0, 1], got {getattr(self, key)}")
 
 
@@ -158,7 +159,7 @@ class TrainCost:
             raise ConfigError(f"training strategy needs {strategy.gpus} GPUs; {cluster.name} has {cluster.gpus}")
         self.model, self.cluster, self.strategy, self.efficiency = model, cluster, strategy, efficiency
         self._collectives = collectives
-        self._groups = Groups(collectives, cluster, Layout.of(first_gpu, strategy))
+        self._groups = Groups(collectives, cluster, Layout.of(first_gpu, strategy), strategy.sharded_over)
         gpu = cluster.gpu
         split = strategy.tp * strategy.cp
         self._layers = math.ceil(model.num_hidden_layers / strategy.pp)
@@ -190,8 +191,8 @@ class TrainCost:
 
     def forward_s(self, lengths: npt.ArrayLike) -> TrainTime:
         """An inference call: log-probabilities (or a critic's values) of every token, no gradient."""
-        micro = self._micro_batches(np.asarray(lengths, dtype=np.float64), 1)
-        time = self._mini_batch(micro[0], _FORWARD)
+        micro = self._micro_batches(np.asarray(lengths, dtype=np.float64), 1, backward=False)
+        time = self._mini_batch(micro[0], self._passes(backward=False))
         return time + TrainTime(offload_s=self._offload_s(BF16))
 
     def train_s(self, lengths: npt.ArrayLike, mini_batches: int = 1, epochs: int = 1) -> TrainTime:
@@ -202,10 +203,10 @@ class TrainCost:
         """
         if mini_batches < 1 or epochs < 1:
             raise ValueError("mini_batches and epochs must be at least 1")
-        passes = self._training_passes()
+        passes = self._passes(backward=True)
         total = TrainTime()
         update = self.update_time()
-        for micro in self._micro_batches(np.asarray(lengths, dtype=np.float64), mini_batches):
+        for micro in self._micro_batches(np.asarray(lengths, dtype=np.float64), mini_batches, backward=True):
             total += self._mini_batch(micro, passes) + update
         return total * epochs + TrainTime(offload_s=self._offload_s(BF16 + 3 * FP32))
 
@@ -218,11 +219,11 @@ class TrainCost:
         """
         sizes = np.asarray(lengths, dtype=np.float64)
         pairs = 0.5 * sizes * (sizes + 1.0)
-        count = self._within_budget(sizes)
+        count = self._within_budget(sizes, backward)
         bins = self._bins(sizes * self._linear_pairs + pairs, count)
         tokens = np.bincount(bins, sizes, count).astype(np.float64)[None, :]
         micro = tokens, np.bincount(bins, pairs, count).astype(np.float64)[None, :]
-        return self._mini_batch(micro, self._training_passes() if backward else _FORWARD)
+        return self._mini_batch(micro, self._passes(backward=backward))
 
     def update_time(self) -> TrainTime:
         """Reducing the accumulated gradients and one optimizer step."""
@@ -234,7 +235,10 @@ class TrainCost:
 
     # Work ------------------------------------------------------------------------------------------------------------
 
-    def _training_passes(self) -> _Passes:
+    def _passes(self, *, backward: bool) -> _Passes:
+        if not backward:
+            slower = self.efficiency.flop / (self.efficiency.forward or self.efficiency.flop)
+            return replace(_FORWARD, linear=slower, head=slower)
         again = 1 if self.strategy.recompute == "full" else 0
         elementwise = 0 if self.strategy.recompute == "none" else 1
         return _Passes(
@@ -246,7 +250,7 @@ class TrainCost:
             backward=True,
         )
 
-    def _micro_batches(self, lengths: Floats, mini_batches: int) -> list[tuple[Floats, Floats]]:
+    def _micro_batches(self, lengths: Floats, mini_batches: int, *, backward: bool) -> list[tuple[Floats, Floats]]:
         """Tokens and query-key pairs of every micro-batch: per mini-batch two arrays (ranks, micro-batches).
 
         All ranks run as many micro-batches as the one that needs most (veRL's rule; ZeRO-3 could not do otherwise), but
@@ -266,7 +270,7 @@ class TrainCost:
             elif strategy.micro_batch_sequences:
                 count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
             else:
-                count = max(self._within_budget(lengths[part]) for part in parts)
+                count = max(self._within_budget(lengths[part], backward) for part in parts)
             tokens, pair_sums = np.zeros((strategy.dp, count)), np.zeros((strategy.dp, count))
             for rank, part in enumerate(parts):
                 bins = self._bins(work[part], count)
@@ -275,9 +279,10 @@ class TrainCost:
             result.append((tokens, pair_sums))
         return result
 
-    def _within_budget(self, tokens: Floats) -> int:
+    def _within_budget(self, tokens: Floats, backward: bool) -> int:
         """Micro-batches of one rank's sequences by token budget, no more than sequences (`rearrange_micro_batches`)."""
-        return max(min(math.ceil(float(tokens.sum()) / self.strategy.micro_batch_tokens), len(tokens)), 1)
+        budget = self.strategy.budget(backward=backward)
+        return max(min(math.ceil(float(tokens.sum()) / budget), len(tokens)), 1)
 
     def _bins(self, work: Floats, count: int) -> npt.NDArray[np.intp]:
         """The micro-batch of each sequence: balanced, or every so many in their order if that is what is asked for."""
@@ -296,7 +301,7 @@ class TrainCost:
         compute, exposed = self._layer_s(tokens, pairs, passes)
         busy = layers * compute + tokens * (self._head_s * passes.head)
         communication = layers * exposed
-        if strategy.zero_stage == 3 and strategy.shards > 1:
+        if strategy.zero_stage == 3 and strategy.sharded_over > 1:
             # The ranks meet at every layer: each micro-batch takes as long as its slowest rank.
             slowest_s = float((busy + communication).max(axis=0).sum())
             late_s = self._late_gathers_s(tokens, pairs, compute + exposed, passes)
@@ -353,11 +358,11 @@ class TrainCost:
 
     def _gather_s(self, parameters: float) -> float:
         """ZeRO-3: gathering one unit of the model in bf16."""
-        return self._groups.time_s("all_gather", parameters / self.strategy.tp * BF16, "shards")
+        return self._groups.time_s("all_gather", parameters / self.strategy.tp * BF16, "sharded")
 
     def _scatter_s(self, parameters: float) -> float:
         """ZeRO-3: reducing one unit's gradient in fp32 to its shards."""
-        return self._groups.time_s("reduce_scatter", parameters / self.strategy.tp * FP32, "shards")
+        return self._groups.time_s("reduce_scatter", parameters / self.strategy.tp * FP32, "sharded")
 
     def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
         """Sends of activations (and gradients): all micro-batches over a slowest boundary, the largest over others."""
@@ -379,11 +384,16 @@ class TrainCost:
     # Updates ---------------------------------------------------------------------------------------------------------
 
     def _reduce_s(self) -> float:
-        """Gradient reduction of one optimizer step; under ZeRO-3 it has happened layer by layer."""
+        """Gradient reduction of one optimizer step.
+
+        Under ZeRO-3 it has happened layer by layer within a group of `shard_gpus`; replicas of the group add theirs up.
+        """
         strategy = self.strategy
-        if strategy.shards == 1 or strategy.zero_stage == 3:
+        local, group = stage_parameters(self.model, strategy), strategy.sharded_over
+        if strategy.shards == 1 or (strategy.zero_stage == 3 and group == strategy.shards):
             return 0.0
-        local = stage_parameters(self.model, strategy)
+        if strategy.zero_stage == 3:
+            return self._groups.time_s("all_reduce", local / group * FP32, "replicas")
         if strategy.zero_stage == 0:
             return self._groups.time_s("all_reduce", local * FP32, "shards")
         scatter_s = self._groups.time_s("reduce_scatter", local * FP32, "shards")
@@ -392,7 +402,7 @@ class TrainCost:
     def _optimizer_s(self) -> float:
         """One Adam step over this GPU's share, bound by memory."""
         strategy = self.strategy
-        share = strategy.shards if strategy.zero_stage >= 1 else 1
+        share = strategy.sharded_over if strategy.zero_stage >= 1 else 1
         return OPTIMIZER_BYTES * stage_parameters(self.model, strategy) / share / self._memory_bytes_per_s
 
     def _offload_s(self, bytes_per_parameter: float) -> float:
@@ -401,8 +411,8 @@ class TrainCost:
         if not strategy.offload:
             return 0.0
         local = stage_parameters(self.model, strategy)
-        parameters = BF16 * local / (strategy.shards if strategy.zero_stage == 3 else 1)
-        optimizer = (bytes_per_parameter - BF16) * local / (strategy.shards if strategy.zero_stage >= 1 else 1)
+        parameters = BF16 * local / (strategy.sharded_over if strategy.zero_stage == 3 else 1)
+        optimizer = (bytes_per_parameter - BF16) * local / (strategy.sharded_over if strategy.zero_stage >= 1 else 1)
         return 2 * host_copy_s(parameters + optimizer, self.cluster.host)
 
 

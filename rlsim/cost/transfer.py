@@ -36,30 +36,46 @@ def weight_sync_s(
     rollout_tp: int,
     first_gpu: int = 0,
 ) -> float:
-    """Training weights to rollout weights on the same GPUs, layer by layer: gather a layer, keep the rollout's slice.
+    """Training weights to rollout weights on the same GPUs where no engine loads them: gather a layer, keep the slice.
 
-    As in veRL's hybrid engine. Under ZeRO-3 each layer (and the embedding and head) is all-gathered over the
-    data-parallel ranks; with PP it is broadcast from its stage to the others; with a training TP other than the
-    rollout's it is all-gathered over that TP group. Then every GPU writes its slice (read + write at memory bandwidth).
-    Raises `ConfigError` if a TP degree does not split the model.
+    Gathers are those of `gather_s`, over TP only if the rollout's degree is another. Then every GPU writes its slice
+    (read + write at memory bandwidth). Raises `ConfigError` if a TP degree does not split the model.
     """
     model.check_tp(rollout_tp)
     strategy.check_model(model)
-    tp, shards, pp = strategy.tp, strategy.shards, strategy.pp
-    groups = Groups(collectives, cluster, Layout.of(first_gpu, strategy))
+    copy_s = 2 * rollout_weight_bytes(model, rollout_tp) / cluster.gpu.memory_bytes_per_s
+    source, over_tp = Layout.of(first_gpu, strategy), strategy.tp != rollout_tp
+    return gather_s(model, collectives, cluster, source, strategy.sharded_over, over_tp=over_tp) + copy_s
+
+
+def gather_s(
+    model: Model,
+    collectives: CollectiveTime,
+    cluster: Cluster,
+    source: Layout,
+    sharded_over: int | None = None,
+    *,
+    over_tp: bool = True,
+) -> float:
+    """Making whole tensors of a trainer's shards, layer by layer (and the embedding and head).
+
+    Under ZeRO-3 all-gathered over the ranks that share it, `sharded_over` under HSDP (default: all data-parallel ones);
+    with PP broadcast from a layer's stage to the others; with `over_tp` all-gathered over the TP group.
+    """
+    tp, pp = source.tp, source.pp
+    groups = Groups(collectives, cluster, source, sharded_over)
 
     def unit_s(size: float) -> float:
         total = 0.0
-        if strategy.zero_stage == 3 and shards > 1:
-            total += groups.time_s("all_gather", size / tp, "shards")
+        if source.zero3 and sharded_over != 1:
+            total += groups.time_s("all_gather", size / tp, "sharded")
         if pp > 1:
             total += groups.time_s("broadcast", size / tp, "pp")
-        if tp > 1 and tp != rollout_tp:
+        if tp > 1 and over_tp:
             total += groups.time_s("all_gather", size, "tp")
         return total
 
-    copy_s = 2 * rollout_weight_bytes(model, rollout_tp) / cluster.gpu.memory_bytes_per_s
-    return _over_units(model, unit_s) + copy_s
+    return _over_units(model, unit_s)
 
 
 def reshard_s(

@@ -15,6 +15,7 @@ from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.sharing import Crowded
 from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy, logits_of
+from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
@@ -139,10 +140,11 @@ class PlacedExperiment:
     def style(self) -> TrainStrategy:
         """The switches of training: micro-batches, ZeRO stage, recomputation, offload; no degrees."""
         training = self.loaded.experiment.training
-        default_zero = 3 if training.backend == "fsdp" else 1
         return TrainStrategy(
             micro_batch_tokens=training.micro_batch_tokens,
-            zero_stage=default_zero if training.zero_stage is None else training.zero_stage,
+            log_prob_micro_batch_tokens=training.log_prob_micro_batch_tokens,
+            shard_gpus=training.shard_gpus,
+            zero_stage=training.stage,
             recompute=training.recompute,
             offload=training.offload,
             logits=logits_of(training.backend, training.fused_kernels),
@@ -218,9 +220,9 @@ class PlacedExperiment:
                 sources, targets = workflow.beside(call.name)
                 ends = [plan.of(name) for name in (*sources, *targets)]
                 if all(end.strategy is not None for end in ends):
-                    time_s = self.calls.reallocation(call.model).time_s
                     source, *others = (layout_of(end) for end in ends)
-                    if not any(time_s(source, other) for other in others):
+                    moving = (self.moving(call.model, name) for name in targets)
+                    if not any(time_s(source, other) for time_s, other in zip(moving, others, strict=True)):
                         placements[call.name] = Placement(())
         return Plan(placements)
 
@@ -258,6 +260,26 @@ class PlacedExperiment:
     def calls(self) -> CallCosts:
         loaded, training = self.loaded, self.loaded.experiment.training
         return CallCosts(loaded.models, self.cluster, loaded.calibration, training.backend, training.efficiency)
+
+    def loads(self, call: str) -> bool:
+        """Whether a call generates in an engine that loads new weights, be they on its GPUs already or not."""
+        method = self.loaded.experiment.weight_sync
+        return self.loaded.algorithm.call(call).kind == "generate" and method != "reshard"
+
+    def moving(self, model: str, call: str) -> Callable[[Layout, Layout], float]:
+        """Seconds of a model's new weights from the layout of its training to one of the call."""
+        return self._weight_sync(model).time_s if self.loads(call) else self.calls.reallocation(model).time_s
+
+    def colocated_sync_s(self, model: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int) -> float:
+        """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on."""
+        if self.loaded.experiment.weight_sync == "reshard":
+            return self.calls.sync_s(model, strategy, rollout_tp, first_gpu)
+        target = Layout(first_gpu=first_gpu, tp=rollout_tp)
+        return self._weight_sync(model).time_s(Layout.of(first_gpu, strategy), target)
+
+    def _weight_sync(self, model: str) -> WeightSync:
+        experiment = self.loaded.experiment
+        return self.calls.weight_sync(model, experiment.weight_sync, offload=experiment.training.offload)
 
     @cached_property
     def generation(self) -> Placement:

@@ -109,7 +109,7 @@ class PlanSpace:
                 sources, targets = workflow.beside(call.name)
                 for target in targets:
                     pair = self._layouts(sources[0]), self._layouts(target)
-                    time_s = self._placed.calls.reallocation(call.model).time_s
+                    time_s = self._placed.moving(call.model, target)
                     reallocations.append(
                         Reallocation(
                             sources[0], target, PairTimes(time_s, self._cluster, *pair), self._copy_bytes(target, pair)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rlsim.cost.strategy import Recompute
+from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import ConfigError, shown
 from rlsim.schema import Name, Schema, name_of, placed
 from rlsim.sim.request import EngineConfig
@@ -235,13 +236,42 @@ class TrainingSpec(Schema):
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] = Field(
         default=16384, description="token budget of a micro-batch on one data-parallel rank"
     )
+    log_prob_micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(
+        default=None, description="the same of log-prob calls; default: as of training"
+    )
+    shard_gpus: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="HSDP (veRL's `fsdp_size`): neighbouring GPUs that share the states of training; default: all",
+    )
     recompute: Recompute = Field(default="full", description="activation recomputation")
     fused_kernels: bool = Field(
         default=False, description="veRL's `use_fused_kernels`: log-probs by chunks of tokens, never all logits at once"
     )
+    driver_per_token: Seconds = Field(
+        default=0.0,
+        ge=0,
+        le=1e-3,
+        description="time that a single controller takes for each log-prob and training call to hand its batch to the "
+        "ranks and take the outputs back, s per token of the padded batch (every sequence as long as the longest "
+        "prompt and the cap together); veRL: 0.2 us",
+    )
     offload: bool = Field(default=False, description="keep weights and optimizer states in host memory between calls")
     mini_batches: int = Field(default=1, ge=1, le=10_000, description="optimizer steps per training step")
     epochs: int = Field(default=1, ge=1, le=1000, description="passes over a step's batch")
+
+    @model_validator(mode="after")
+    def _hsdp_shards(self) -> TrainingSpec:
+        if self.shard_gpus is not None and self.stage != 3:
+            raise ValueError("shard_gpus (HSDP) goes with ZeRO stage 3")
+        return self
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage: as given, or the backend's own."""
+        default = 3 if self.backend == "fsdp" else 1
+        return default if self.zero_stage is None else self.zero_stage
 
 
 def _numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
@@ -270,6 +300,13 @@ class Experiment(Schema):
     memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory for the rollout engine")
     routing: Literal["contiguous", "round_robin"] = Field(
         default="contiguous", description="how a step's responses are dealt to the replicas; veRL: contiguous"
+    )
+    weight_sync: SyncMethod = Field(
+        default="bucketed",
+        description="how new weights reach the rollout engine. naive: tensor by tensor; bucketed: in buckets, by CUDA "
+        "IPC on the same GPUs, by an NCCL broadcast of one GPU elsewhere; multi_sender: that broadcast by all ports of "
+        "the sender's node; checkpoint_engine: buckets by way of the trainers' host memory; reshard: every GPU takes "
+        "what it lacks from where it is, without an engine that loads it (REAL; generation in the trainer's process)",
     )
     trace: TraceSpec
     workflow: WorkflowSpec

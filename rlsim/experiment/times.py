@@ -38,7 +38,9 @@ class ExperimentTimes:
             time = cost.train_s(lengths, self._training.mini_batches, self._training.epochs)
         else:
             time = cost.forward_s(lengths)
+        padded = len(lengths) * self._placed.loaded.longest_sequence
         data_s = self._data_s(call, float(lengths.sum()), rollout_tp)
+        data_s += self._training.driver_per_token * padded + self._calls.call_s
         return [*_named(time), *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:
@@ -47,7 +49,7 @@ class ExperimentTimes:
         assert strategy is not None
         cost, train = self._calls.of(call.model, strategy, placement.gpus[0]), call.kind == "train"
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
-        tokens = strategy.micro_batch_tokens * (1 if strategy.pp == 1 else 4 * strategy.pp)
+        tokens = strategy.budget(backward=train) * (1 if strategy.pp == 1 else 4 * strategy.pp)
         load_s = cost.load_s(backward=train)
         finish = [*(_named(cost.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]
         return Pieces(lambda lengths: _named(cost.part_time(lengths, backward=train)), tokens, load_s, finish)
@@ -61,10 +63,10 @@ class ExperimentTimes:
         for name in targets:
             target = plan.of(name)
             if target.strategy is None and (target.gpus == source.gpus or not self._placed.has_placing):
-                total += self._calls.sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
-            elif not same_weights(source, target):
+                total += self._placed.colocated_sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
+            elif self._placed.loads(name) or not same_weights(source, target):
                 both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
-                total += self._calls.reallocation(call.model).time_s(*both)
+                total += self._placed.moving(call.model, name)(*both)
         return total
 
     def _data_s(self, call: Call, tokens: float, rollout_tp: int) -> float:

@@ -74,9 +74,10 @@ class ExplicitPlan(Schema, Placing):
                         given["cp"] = strategy.cp
                 if strategy is not None and call.kind != "generate":
                     given |= {"zero_stage": strategy.zero_stage, "offload": strategy.offload}
-                    counted = strategy.micro_batches is not None
-                    key = "micro_batches" if counted else "micro_batch_tokens"
-                    given[key] = getattr(strategy, key)
+                    if strategy.micro_batches is not None:
+                        given["micro_batches"] = strategy.micro_batches
+                    else:
+                        given["micro_batch_tokens"] = strategy.budget(backward=call.kind == "train")
                 calls[call.name] = CallPlan(
                     gpus=gpus, memory_share=placement.memory_share, graphs=placement.graphs, **given
                 )
@@ -142,6 +143,8 @@ def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> Tra
     if dp * share != gpus:
         raise ConfigError(f"plan: {name}: DP {dp} × TP {tp} × PP {call.pp} × CP {call.cp} are not its {gpus} GPUs")
     given = call.model_dump(exclude={"cp", *_GENERATION}, exclude_none=True)
+    if call.micro_batch_tokens is not None:
+        given["log_prob_micro_batch_tokens"] = None  # the call's own budget holds, whatever its kind
     if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
         given["zero_stage"] = 1  # the other stages do not go with a pipeline
     return replace(style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=tp > 1, **given)

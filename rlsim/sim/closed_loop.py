@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import simpy
 
+from rlsim.cost.calibration import FrontEndFit
 from rlsim.cost.step import StepCost
 from rlsim.errors import CapacityError
 from rlsim.sim.recorder import Recorder
@@ -17,12 +18,16 @@ from rlsim.sim.request import EngineConfig, Request
 
 @dataclass(frozen=True)
 class Load:
-    """What a benchmark's client sends: `requests` in all, never more than `concurrency` unanswered, all alike."""
+    """What a benchmark's client sends: `requests` in all, never more than `concurrency` unanswered, all alike.
+
+    With `simulated` only so many of them run; the others are taken to go like those after the first `concurrency`.
+    """
 
     prompt_tokens: int
     response_tokens: int
     concurrency: int
     requests: int
+    simulated: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,49 +40,132 @@ class Served:
 
 
 def closed_loop(
-    cost: StepCost, capacity_pages: int, engine: EngineConfig, load: Load, *, front_end_s: float = 0.0
+    cost: StepCost, capacity_pages: int, engine: EngineConfig, load: Load, front_end: FrontEndFit | None = None
 ) -> Served:
-    """Serve `load` on one replica with `capacity_pages` of KV cache.
+    """Serve `load` on one replica with `capacity_pages` of KV cache, through `front_end` (none: it takes no time).
 
-    The client sends `concurrency` requests at once, then one whenever a response ends. Between client and engine a
-    front end handles one request at a time, for `front_end_s` each (HTTP, tokenizing), in the order sent.
-
-    Raises `CapacityError` if the replica could not hold one request alone.
+    The client sends `concurrency` requests at once, then one whenever a response ends. Raises `CapacityError` if the
+    replica could not hold one request alone.
     """
     pages = -(-(load.prompt_tokens + load.response_tokens) // engine.page_tokens)
     if pages > capacity_pages:
         raise CapacityError(f"one request needs {pages} KV pages, the replica has {capacity_pages}")
-    env = simpy.Environment()
-    requests: list[Request] = []
-    sent_at: list[float] = []
-    front_end_free_at = 0.0
+    run = _Run(cost, capacity_pages, engine, load, front_end or FrontEndFit())
+    run.env.run()
+    return run.served()
 
-    def send(number: int) -> Generator[simpy.Event, None, None]:
-        nonlocal front_end_free_at
-        first, now = len(requests), env.now
-        arrivals = []
-        for i in range(first, first + number):
-            requests.append(Request(i, i, load.prompt_tokens, load.response_tokens))
-            sent_at.append(now)
-            front_end_free_at = max(front_end_free_at, now) + front_end_s
-            arrivals.append(front_end_free_at)
-        for i, arrives_at in enumerate(arrivals, first):
-            if arrives_at > env.now:
-                yield env.timeout(arrives_at - env.now)
-            replica.receive([requests[i]])
 
-    def finished(_: Replica, done: list[Request]) -> None:
-        number = min(len(done), load.requests - len(requests))
+class _Run:
+    """One benchmark: its client and its front end, beside the engine's replica."""
+
+    def __init__(
+        self, cost: StepCost, capacity_pages: int, engine: EngineConfig, load: Load, front_end: FrontEndFit
+    ) -> None:
+        self.env = simpy.Environment()
+        self._load, self._front_end = load, front_end
+        self._number = load.requests if load.simulated is None else min(load.simulated, load.requests)
+        self._requests: list[Request] = []
+        self._sent_at: list[float] = []
+        self._first_at: dict[int, float] = {}
+        self._held: list[Sequence[Request]] = []  # those of each prefill whose first tokens are not handed out yet
+        self._free_at = 0.0  # when the front end's thread has done all work that has come to it
+        self._seen_step, self._seen_at = 0, 0.0  # of the engine, whose tokens until then are known
+        self._replica = _Observed(self, capacity_pages, engine, cost)
+        self.env.process(self._send(min(load.concurrency, self._number), 0.0))
+
+    def served(self) -> Served:
+        """The means, once all is over."""
+        load, requests = self._load, self._requests
+        later, burst = load.response_tokens - 1, min(load.concurrency, len(requests))
+        each = (load.requests - burst) / max(len(requests) - burst, 1)  # requests that one after the burst stands for
+
+        def mean(values: Sequence[float]) -> float:
+            return (sum(values[:burst]) + each * sum(values[burst:])) / load.requests
+
+        ttft_s = mean([self._first_at[request.id] - at for request, at in zip(requests, self._sent_at, strict=True)])
+        decoded_s = mean([request.finished_at - self._first_at[request.id] for request in requests])
+        return Served(ttft_s, decoded_s / later if later else float("nan"), self._replica.preemptions)
+
+    # ---- client and front end ---------------------------------------------------------------------------------------
+
+    def _send(self, number: int, after_s: float) -> Generator[simpy.Event, None, None]:
+        """So many requests, `after_s` from now: each waits for its turn in the front end."""
+        env, load, first = self.env, self._load, len(self._requests)
+        sent = [Request(i, i, load.prompt_tokens, load.response_tokens) for i in range(first, first + number)]
+        self._requests += sent
+        self._sent_at += [env.now + after_s] * number
+        if after_s + self._front_end.delay_s:
+            yield env.timeout(after_s + self._front_end.delay_s)
+        self._look()
+        for request in sent:
+            self._work(self._front_end.prompt_token_s * load.prompt_tokens)
+            env.process(self._arrive(request, self._free_at))
+
+    def _arrive(self, request: Request, at: float) -> Generator[simpy.Event, None, None]:
+        if at > self.env.now:
+            yield self.env.timeout(at - self.env.now)
+        self._replica.receive([request])
+
+    def _work(self, work_s: float) -> None:
+        """Work comes to the thread now."""
+        self._free_at = max(self._free_at, self.env.now) + work_s
+
+    def _look(self) -> None:
+        """Take over the work of the tokens that the engine has made by now, a burst of them with each iteration."""
+        step, now = self._replica.progress(), self.env.now
+        steps = step - self._seen_step
+        if steps > 0:
+            burst_s = self._replica.running * self._front_end.token_s
+            first_at = self._seen_at + (now - self._seen_at) / steps
+            # Either the thread has kept up with all bursts but the last, or it has been behind since the first.
+            self._free_at = max(max(self._free_at, first_at) + steps * burst_s, now + burst_s)
+        self._seen_step, self._seen_at = step, now
+
+    # ---- what the engine tells --------------------------------------------------------------------------------------
+
+    def boundary(self, kind: str, start: float, tokens: int, prefilled: Sequence[Request]) -> None:
+        """Iterations of one kind that began at `start` have ended; a prefill or mixed one has made `tokens` tokens."""
+        held = self._front_end.held_prefills
+        if kind == "decode":
+            self._seen_at = max(self._seen_at, start)
+            self._look()
+            self._hand_out(len(self._held), start)
+            return
+        self._seen_step, self._seen_at = self._replica.progress(), self.env.now
+        self._work(tokens * self._front_end.token_s)
+        if prefilled:
+            self._held.append(prefilled)
+        self._hand_out(len(self._held) - held, self.env.now)
+
+    def _hand_out(self, prefills: int, at: float) -> None:
+        for _ in range(prefills):
+            self._first_at.update({request.id: at for request in self._held.pop(0)})
+
+    def finished(self, _: Replica, done: Sequence[Request]) -> None:
+        """Responses are complete: the client sends as many requests."""
+        for request in done:
+            self._first_at.setdefault(request.id, self.env.now)
+        number = min(len(done), self._number - len(self._requests))
         if number:
-            env.process(send(number))
+            self.env.process(self._send(number, self._front_end.client_s))
 
-    gpus = tuple(range(cost.tp))
-    replica = Replica(env, 0, 0, gpus, cost, capacity_pages, engine, Recorder(), finished, count(1))
-    env.process(send(min(load.concurrency, load.requests)))
-    env.run()
-    waited_s = sum(request.first_token_at - sent for request, sent in zip(requests, sent_at, strict=True))
-    decoded_s = sum(request.finished_at - request.first_token_at for request in requests)
-    later = load.response_tokens - 1
-    number = len(requests)
-    tpot_s = decoded_s / (number * later) if later else float("nan")
-    return Served(waited_s / number, tpot_s, replica.preemptions)
+
+class _Observed(Replica):
+    """A replica that tells its benchmark of every iteration."""
+
+    __slots__ = ("_run_of",)
+
+    def __init__(self, run: _Run, capacity_pages: int, engine: EngineConfig, cost: StepCost) -> None:
+        self._run_of = run
+        gpus = tuple(range(cost.tp))
+        super().__init__(run.env, 0, 0, gpus, cost, capacity_pages, engine, Recorder(), run.finished, count(1))
+
+    @property
+    def running(self) -> int:
+        """Sequences that decode."""
+        return self._batch.size
+
+    def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
+        tokens = len(prefilled) if kind == "prefill" else self._batch.size
+        self._run_of.boundary(kind, start, tokens, prefilled)
+        super()._finish(kind, start, prefilled)

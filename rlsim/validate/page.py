@@ -15,9 +15,11 @@ from rlsim.validate.published import filled_text
 from rlsim.validate.rows import markdown
 
 TITLES = {
+    "transfer": "Trust that transfers: settings that no fit has seen",
     "kernels": "Kernels at shapes that no fit has seen",
     "serving": "Whole engines: closed-loop serving",
     "rollout": "Real rollouts",
+    "weight_sync": "Published weight syncs",
     "pat": "Published figures: PAT",
     "rollpacker": "Published figures: RollPacker and RLHFuse",
     "oppo": "Published figures: OPPO",

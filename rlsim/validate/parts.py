@@ -14,9 +14,13 @@ from rlsim.errors import ConfigError, unknown_name
 if TYPE_CHECKING:
     from rlsim.validate.rows import Row, Summary
 
-#: In the order in which they build on each other: kernels make steps, steps make engines, engines make rollouts, and
-#: rollouts make the systems whose figures papers print. The last measures nothing.
-PARTS = ("kernels", "serving", "rollout", "pat", "rollpacker", "oppo", "real", "steps", "sensitivity")
+#: First what decides whether to trust the rest: settings that no fit has seen. Then in the order in which they build on
+#: each other: kernels make steps, steps engines, engines rollouts, and rollouts the systems whose figures papers print.
+#: The last measures nothing.
+PARTS = (
+    "transfer", "kernels", "serving", "rollout", "weight_sync",
+    "pat", "rollpacker", "oppo", "real", "steps", "sensitivity",
+)  # fmt: skip
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = tuple(name for name in PARTS if name != "rollout")
 _SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one
@@ -34,12 +38,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Section:
-    """What a part found: every comparison, their summaries, the part of the page, and its chart (altair)."""
+    """What a part found: every comparison, their summaries, the part of the page, and its chart (altair).
+
+    Where its means are what counts (`summarised`), it is shown and recorded by its summaries.
+    """
 
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...]
     text: str
     chart: Any = None
+    summarised: bool = False
 
 
 @dataclass(frozen=True)

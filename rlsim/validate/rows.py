@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-#: An input may be used to calibrate; an output is predicted, never fitted.
-Kind = Literal["input", "output"]
+#: An input may be used to calibrate; an output is predicted, never fitted. Where fits were made with and without a
+#: setting: what the one that has seen all gives (fitted), or the one that has seen nothing of the setting (left-out).
+Kind = Literal["input", "output", "fitted", "left-out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,12 @@ class Summary:
         """The summary in a table."""
         sizes = (f"{value:.1%}" for value in (self.mean, self.median, self.p90))
         return (self.group, self.quantity, self.kind, f"{self.count:,}", *sizes, f"{self.bias:+.1%}")
+
+    def record(self) -> dict[str, Any]:
+        """The summary as JSON has it: `error` is the mean of |error|."""
+        texts = {"part": self.part, "case": self.group, "quantity": self.quantity, "kind": self.kind}
+        numbers = {"error": self.mean, "median": self.median, "p90": self.p90, "bias": self.bias}
+        return texts | {"rows": self.count} | {name: float(f"{value:.6g}") for name, value in numbers.items()}
 
 
 def summarise(rows: Iterable[Row], depth: int) -> list[Summary]:

@@ -1,8 +1,8 @@
 """Part `serving`: TTFT and TPOT of measured serving runs on H100 against rlsim's own engine in the same closed loop.
 
 What the runs' source does not say is taken from the generator of benchmark configurations of the project that collected
-them (aiconfigurator: `generator/rule_plugin/benchmark/*.rule`, `backend_templates/benchmark/bench_run.sh.j2`, and
-`eval/benchmarks/genai_perf_runner.py`):
+them (aiconfigurator: `generator/rule_plugin/benchmark/*.rule`, `backend_templates`, `eval/benchmarks`), and from the
+engines' own code:
 
 - A warm-up comes first, so the measured part begins with all `concurrency` requests at once on an idle engine.
 - Each run's number of requests can be read off its means: a mean of N whole nanoseconds, times N, is a whole number.
@@ -10,15 +10,17 @@ them (aiconfigurator: `generator/rule_plugin/benchmark/*.rule`, `backend_templat
 - The token budget of an iteration is not the engines' default of 8,192 but written for each run: concurrency + prompt +
   1,500 (`max_num_tokens`, `max-num-batched-tokens`), for SGLang prompt + 1,500 (`max-prefill-tokens`). At most
   `concurrency` sequences run.
-- vLLM and TensorRT-LLM run prompts and decodes in one iteration, SGLang prompts first (its mixed chunks are off by
-  default).
+- vLLM runs chunks of prompts and decodes in one iteration. TensorRT-LLM does too, but takes whole prompts only
+  (`enable_chunked_prefill` is off). SGLang runs prompts first, as many whole ones as the budget holds.
 - TensorRT-LLM's first tokens come late by the time of one response over the number of users, at 1 and 4 GPUs and both
   prompt lengths: one request is always waiting for a place. Why is not known.
+- SGLang's overlapped loop hands out a prefill's first tokens once the next prefill is launched (until its pull request
+  11856, after this release).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,9 +28,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from rlsim.cost.calibration import Engine, HostFit, load_calibration
+from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit, load_calibration
 from rlsim.cost.host import HostedStep
-from rlsim.cost.memory import rollout_memory
+from rlsim.cost.memory import RESERVED_BYTES, rollout_memory
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.errors import CalibrationError
@@ -41,7 +43,7 @@ from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table, table
 
-TABLE = "engine/h100_serving.csv"
+TABLES = ("engine/h100_serving.csv", "engine/h100_serving_more.csv")
 CLUSTER = "8xh100"
 GPU = "h100-sxm"
 MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
@@ -49,9 +51,7 @@ MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "ll
 #: Releases that were measured, in the order in which they are reported.
 SERVED: dict[Engine, str] = {"trtllm": "1.0.0rc3", "vllm": "0.12.0", "sglang": "0.5.1.post1"}
 QUANTITIES = ("tpot_s", "ttft_s")
-
-#: Mean absolute errors to reach on runs that were not fitted.
-TARGET = {"tpot_s": 0.06, "ttft_s": 0.25}
+NO_HOST = HostFit(step_s=0.0, sequence_s=0.0, source="none")
 
 #: What else could be true of the runs, to see what the results hang on.
 VARIANTS: dict[str, dict[str, float | int]] = {
@@ -59,16 +59,22 @@ VARIANTS: dict[str, dict[str, float | int]] = {
     "token budget 8,192, the engines' default": {"batched_tokens": 8192},
     "5 requests a user": {"rounds": 5},
     "40 requests a user": {"rounds": 40},
-    "1 ms in the front end for each request": {"front_end_s": 1e-3},
     "a place for every user": {"idle_slots": 0},
     "a place for all users but one": {"idle_slots": 1},
+    "KV cache of the usual reserve": {"reserved_bytes": RESERVED_BYTES},
 }
+
+#: Bytes of a GPU that are neither weights, activations nor KV cache, at 90% of its memory. vLLM's is what its runs that
+#: queue for KV leave. SGLang's own rule keeps 12 GiB and more for activations and graphs (1.5 MiB for each of 8,192
+#: tokens of a chunk, 2 MiB for each graph's batch size), its runs leave a little less.
+RESERVED: dict[Engine, float] = {"vllm": 5.5 * 2**30, "sglang": 8.0 * 2**30, "trtllm": RESERVED_BYTES}
+#: TensorRT-LLM's KV cache is a share of what is free once weights and activations are there; as the generator sets it.
+SHARE_OF_FREE = {"trtllm": 0.8}
 
 
 @dataclass(frozen=True)
 class ServingRun:
-    """One measured run: lengths in tokens, means over its requests in seconds; `fitted` if host time may be fitted to
-    it."""
+    """One measured run: lengths in tokens, means over its requests in seconds."""
 
     engine: Engine
     model: str
@@ -78,23 +84,28 @@ class ServingRun:
     concurrency: int
     ttft_s: float
     tpot_s: float
-    fitted: bool
 
     @property
     def case(self) -> str:
         """`vllm/qwen3-32b/tp2/1024+512x64`."""
         lengths = f"{self.prompt_tokens}+{self.response_tokens}x{self.concurrency}"
-        return f"{self.engine}/{self.model}/tp{self.tp}/{lengths}"
+        return f"{self.setting}/{lengths}"
+
+    @property
+    def setting(self) -> str:
+        """`vllm/qwen3-32b/tp2`."""
+        return f"{self.engine}/{self.model}/tp{self.tp}"
 
 
 @dataclass(frozen=True)
 class Protocol:
     """What is assumed of the benchmark (see the module's text); None stands for what is said there."""
 
-    front_end_s: float = 0.0  # that the server's front end is busy with a request before the engine has it
     rounds: int | None = None  # requests per user
     batched_tokens: int | None = None  # token budget of an iteration
     idle_slots: int | None = None  # users that find no place in the engine
+    reserved_bytes: float | None = None  # of a GPU, beside weights, activations and KV cache
+    simulated_rounds: int | None = None  # of those; the others are taken to go like all but the first
 
     def load(self, run: ServingRun) -> Load:
         users = run.concurrency
@@ -102,7 +113,8 @@ class Protocol:
             requests = self.rounds * users
         else:
             requests = 10 * users if run.engine == "vllm" else min(20 * users, 2000)
-        return Load(run.prompt_tokens, run.response_tokens, users, requests)
+        simulated = None if self.simulated_rounds is None else self.simulated_rounds * users
+        return Load(run.prompt_tokens, run.response_tokens, users, requests, simulated)
 
     def config(self, run: ServingRun) -> EngineConfig:
         """The engine's settings. vLLM's V1 scheduler and the other two keep no pages free when admitting."""
@@ -110,8 +122,10 @@ class Protocol:
         idle = self.idle_slots if self.idle_slots is not None else int(run.engine == "trtllm")
         if self.batched_tokens is not None:
             budget = self.batched_tokens
-        elif run.engine == "sglang":  # takes prompts until the limit is passed, at most 8,192 tokens (a chunk)
-            budget = min(-(-(prompt + 1500) // prompt) * prompt, 8192)
+        elif run.engine == "sglang":
+            budget = prompt + 1500
+        elif run.engine == "trtllm":
+            budget = users + (prompt + 1500) // prompt * prompt
         else:
             budget = users + prompt + 1500
         return EngineConfig(
@@ -121,6 +135,21 @@ class Protocol:
             watermark=0.0,
         )
 
+    def pages(self, run: ServingRun) -> int:
+        """KV pages of the engine."""
+        config, of_free = self.config(run), SHARE_OF_FREE.get(run.engine)
+        memory = rollout_memory(
+            load_model(run.model),
+            load_cluster(CLUSTER).gpu,
+            run.tp,
+            page_tokens=config.page_tokens,
+            memory_utilization=1.0 if of_free else 0.9,
+            max_batched_tokens=config.max_num_batched_tokens,
+            max_sequences=config.max_num_seqs,
+            reserved_bytes=RESERVED[run.engine] if self.reserved_bytes is None else self.reserved_bytes,
+        )
+        return int(memory.pages * (of_free or 1.0))
+
 
 #: Columns of the table of runs: names, whole numbers, and other numbers.
 _NAMES, _WHOLE = ["model", "backend"], ["tp", "prompt_tokens", "response_tokens", "concurrency"]
@@ -128,28 +157,22 @@ _NUMBERS = [*_WHOLE, "ttft_ms", "tpot_ms"]
 
 
 def read_runs(data: Path) -> list[ServingRun]:
-    """The measured runs below folder `data`, by engine, TP, lengths and concurrency.
+    """The measured runs below folder `data`, by engine, TP, lengths and concurrency; of the tables that are there.
 
-    Host time may be fitted to every second run of a group (same engine, TP and lengths), beginning with the first in
-    every second group and with the second in the others: a checkerboard, so each half has every length and concurrency.
-
-    Raises `CalibrationError` for a table that is missing or damaged, with the row.
+    Raises `CalibrationError` if there is none, or one is damaged, with the row.
     """
-    runs: list[ServingRun] = []
-    groups = _read_table(data / TABLE).groupby(["backend", *_WHOLE[:-1]])
-    for group, (_, rows) in enumerate(groups):
-        for place, row in enumerate(rows.sort_values("concurrency").to_dict("records")):
-            runs.append(
-                ServingRun(
-                    engine=row["backend"],
-                    model=MODELS[row["model"]],
-                    **{name: int(row[name]) for name in _WHOLE},
-                    ttft_s=row["ttft_ms"] * 1e-3,
-                    tpot_s=row["tpot_ms"] * 1e-3,
-                    fitted=(group + place) % 2 == 0,
-                )
-            )
-    return runs
+    paths = [data / name for name in TABLES if (data / name).is_file()] or [data / TABLES[0]]
+    table = pd.concat([_read_table(path) for path in paths], ignore_index=True)
+    return [
+        ServingRun(
+            engine=row["backend"],
+            model=MODELS[row["model"]],
+            **{name: int(row[name]) for name in _WHOLE},
+            ttft_s=row["ttft_ms"] * 1e-3,
+            tpot_s=row["tpot_ms"] * 1e-3,
+        )
+        for row in table.sort_values(["backend", *_WHOLE]).to_dict("records")
+    ]
 
 
 def _read_table(path: Path) -> pd.DataFrame:
@@ -183,49 +206,59 @@ def _read_table(path: Path) -> pd.DataFrame:
 @cache
 def kernels(engine: Engine, model: str, tp: int) -> StepCost:
     """The shipped H100 calibration's step cost without host time."""
-    calibration = load_calibration(f"{GPU}-{engine}")
-    bare = calibration.model_copy(update={"host": HostFit(step_s=0.0, sequence_s=0.0, source="none")})
-    return step_cost(load_model(model), tp, load_cluster(CLUSTER), bare)
+    return kernels_of(load_calibration(f"{GPU}-{engine}"), model, tp)
 
 
-def simulate(run: ServingRun, cost: StepCost, protocol: Protocol | None = None) -> Served:
-    """The run on rlsim's engine, with the KV cache that `rollout_memory` leaves at 90% of the GPU's memory."""
+def kernels_of(calibration: Calibration, model: str, tp: int) -> StepCost:
+    """A calibration's step cost on the GPUs of the runs, without host time."""
+    return step_cost(load_model(model), tp, load_cluster(CLUSTER), calibration.model_copy(update={"host": NO_HOST}))
+
+
+def simulate(
+    run: ServingRun, bare: StepCost, host: HostFit, front_end: FrontEndFit, protocol: Protocol | None = None
+) -> Served:
+    """The run on rlsim's engine, whose kernels take the times of `bare`."""
     protocol = protocol or Protocol()
-    config = protocol.config(run)
-    memory = rollout_memory(
-        load_model(run.model),
-        load_cluster(CLUSTER).gpu,
-        run.tp,
-        page_tokens=config.page_tokens,
-        max_batched_tokens=config.max_num_batched_tokens,
-        max_sequences=config.max_num_seqs,
-    )
-    return closed_loop(cost, memory.pages, config, protocol.load(run), front_end_s=protocol.front_end_s)
+    cost = HostedStep(bare, host)
+    return closed_loop(cost, protocol.pages(run), protocol.config(run), protocol.load(run), front_end)
 
 
-def serving_rows(
-    data: Path, hosts: Mapping[Engine, HostFit] | None = None, protocol: Protocol | None = None
+def run_rows(
+    part: str, run: ServingRun, kind: Kind, host: HostFit, front_end: FrontEndFit, protocol: Protocol | None = None
 ) -> list[Row]:
-    """Two rows a run, `tpot_s` and `ttft_s`: inputs for runs that host time was fitted to, outputs for the others.
+    """Two rows of a run, `tpot_s` and `ttft_s`, with the shipped kernels."""
+    served = simulate(run, kernels(run.engine, run.model, run.tp), host, front_end, protocol)
+    note = f"{served.preemptions} preemptions" if served.preemptions else ""
+    return [Row(part, run.case, name, getattr(run, name), getattr(served, name), note, kind) for name in QUANTITIES]
 
-    `hosts` stands for the host times of the shipped calibrations. Raises `CalibrationError` for a missing or damaged
+
+def serving_rows(data: Path, protocol: Protocol | None = None, *, hosted: bool = True) -> list[Row]:
+    """The rows of every run, with the host time of the shipped calibrations, or without any and without a front end.
+
+    They are inputs: the shipped host time is fitted to all of them. Raises `CalibrationError` for a missing or damaged
     table.
     """
     rows = []
     for run in read_runs(data):
-        host = hosts[run.engine] if hosts is not None else load_calibration(f"{GPU}-{run.engine}").host
-        served = simulate(run, HostedStep(kernels(run.engine, run.model, run.tp), host), protocol)
-        kind: Kind = "input" if run.fitted else "output"
-        note = f"{served.preemptions} preemptions" if served.preemptions else ""
-        rows.append(Row("serving", run.case, "tpot_s", run.tpot_s, served.tpot_s, note, kind))
-        rows.append(Row("serving", run.case, "ttft_s", run.ttft_s, served.ttft_s, note, kind))
+        calibration = load_calibration(f"{GPU}-{run.engine}")
+        fits = (calibration.host, calibration.front_end) if hosted else (NO_HOST, FrontEndFit())
+        rows += run_rows("serving", run, "input", *fits, protocol)
     return rows
 
 
+NO_RUNS = "the measured serving runs are not here (they are no part of rlsim); --data FOLDER says where"
+
+
+def has_runs(data: Path | None) -> bool:
+    """Whether folder `data` holds a table of serving runs."""
+    return data is not None and any((data / name).is_file() for name in TABLES)
+
+
 def section(options: Options) -> Section | Skipped:
-    """Every measured run on rlsim's engine, and once for each other assumption about the runs (half a minute)."""
-    if options.data is None or not (options.data / TABLE).is_file():
-        return Skipped("the measured serving runs are not here (they are no part of rlsim); --data FOLDER says where")
+    """Every measured run on rlsim's engine, and once for each other assumption about the runs (minutes)."""
+    if not has_runs(options.data):
+        return Skipped(NO_RUNS)
+    assert options.data is not None
     options.progress("serving")
     rows = serving_rows(options.data)
     summaries = tuple(summarise(rows, depth=2))
@@ -243,9 +276,8 @@ def _variants(data: Path, progress: Callable[[str], None]) -> str:
     cells = []
     for name, changes in VARIANTS.items():
         progress(f"serving: {name}")
-        cells.append((name, *_means(serving_rows(data, protocol=Protocol(**changes)))))  # type: ignore[arg-type]
-    bare = HostFit(step_s=0.0, sequence_s=0.0, source="none")
-    cells.append(("no host time", *_means(serving_rows(data, dict.fromkeys(SERVED, bare)))))
+        cells.append((name, *_means(serving_rows(data, Protocol(**changes)))))  # type: ignore[arg-type]
+    cells.append(("no host time, no front end", *_means(serving_rows(data, hosted=False))))
     return "Mean absolute errors of all runs, TPOT / TTFT:\n\n" + markdown(("assumption", *SERVED), cells)
 
 

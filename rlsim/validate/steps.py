@@ -14,6 +14,8 @@ from rlsim.experiment.run import run
 from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Kind, Row
+from rlsim.validate.steps_nemo import nemo_rows
+from rlsim.validate.steps_verl import verl_rows
 
 REALHF = "rl_timings/realhf_steps.csv"
 #: Of ReaLHF's actors, in billions of parameters: the one that launch times are fitted to (`scripts/fit_eager.py`).
@@ -32,8 +34,9 @@ def section(options: Options) -> Section | Skipped:
     """Every measured step (about three minutes, most of it the search for plans)."""
     if options.data is None:
         return Skipped("there are no measured tables here")
-    found = list(realhf_rows(pd.read_csv(options.data / REALHF), options))
-    order = spearmanr([one.reference for one in found], [one.simulated for one in found])[0]
+    realhf = list(realhf_rows(pd.read_csv(options.data / REALHF), options))
+    order = spearmanr([one.reference for one in realhf], [one.simulated for one in realhf])[0]
+    found = [*realhf, *nemo_rows(options.data, options), *verl_rows(options.data, options)]
     return published_section("steps", found, realhf_order=f"{order:.2f}")
 
 

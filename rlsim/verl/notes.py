@@ -32,7 +32,6 @@ _UNLIKE: tuple[tuple[str, str, str], ...] = (
     (MODEL + "lora_rank", "set", "LoRA: here all weights are trained"),
     (MODEL + "enable_activation_offload", "on", "activations in host memory"),
     (ACTOR + "entropy_coeff", "set", "training computes the entropy of every token"),
-    (ACTOR + "fsdp_config.fsdp_size", "above 1", "weights sharded over some of the GPUs: here over all"),
     (ACTOR + "fsdp_config.reshard_after_forward", "off", "weights stay gathered between forward and backward"),
     (ACTOR + "fsdp_config.offload_policy", "on", "weights come from host memory while training runs"),
     (ACTOR + "megatron.virtual_pipeline_model_parallel_size", "above 1", "interleaved pipeline stages"),

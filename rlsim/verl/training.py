@@ -54,7 +54,13 @@ def add_training(config: Settings, draft: Draft, settings: RunSettings, trace: T
             add("zero_stage", 0, sharded)
     elif strategy.cp > 1:
         add("cp", strategy.cp, *(f"{ACTOR}{part}ulysses_sequence_parallel_size" for part in ("fsdp_config.", "")))
+    shard = config.get(ACTOR + "fsdp_config.fsdp_size")
+    if not megatron and shard and 0 < shard < strategy.shards:
+        add("shard_gpus", shard, ACTOR + "fsdp_config.fsdp_size")
     entries["micro_batch_tokens"] = _micro_batch(config, draft, settings, trace)
+    if settings.inference != strategy:
+        entries["log_prob_micro_batch_tokens"] = _log_prob_micro_batch(config, settings, trace)
+    entries["driver_per_token"] = Entry("0.185 us", "veRL's single controller, as on H20 (docs/calibration.md)")
     granularity = [ACTOR + "megatron.override_transformer_config.recompute_granularity"] if megatron else []
     add("recompute", strategy.recompute, *granularity, MODEL + "enable_gradient_checkpointing")
     if strategy.logits == "fused":
@@ -71,9 +77,6 @@ def add_training(config: Settings, draft: Draft, settings: RunSettings, trace: T
     if settings.epochs != default.epochs:
         add("epochs", settings.epochs, ACTOR + "ppo_epochs")
     draft.entries["training"] = entries
-    if settings.inference != settings.train:
-        where = config.where(ROLLOUT + "log_prob_max_token_len_per_gpu", ROLLOUT + "log_prob_micro_batch_size_per_gpu")
-        draft.missing.append(f"{where}: other micro-batches for log-probs than for training")
     if not megatron and config.given.get(REFERENCE_OFFLOAD) and not strategy.offload:
         draft.missing.append(f"{config.where(REFERENCE_OFFLOAD)}: the reference's weights stay on the GPUs here")
 
@@ -91,9 +94,22 @@ def _micro_batch(config: Settings, draft: Draft, settings: RunSettings, trace: T
             draft.notes.append("no micro-batch size is given, without which veRL does not start: its token budget is "
                                "taken")  # fmt: skip
         return Entry(strategy.micro_batch_tokens, config.where(ACTOR + "ppo_max_token_len_per_gpu") + per)
+    return _of_sequences(sequences, config.where(key), settings, trace)
+
+
+def _log_prob_micro_batch(config: Settings, settings: RunSettings, trace: Trace) -> Entry:
+    """The same of log-probs, where it is another one."""
+    strategy, keys = settings.inference, ("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu")
+    tokens, sequences = (config.where(ROLLOUT + key) for key in keys)
+    if strategy.micro_batch_sequences is not None:
+        return _of_sequences(strategy.micro_batch_sequences, sequences, settings, trace)
+    return Entry(strategy.micro_batch_tokens, tokens + (f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""))
+
+
+def _of_sequences(sequences: int, where: str, settings: RunSettings, trace: Trace) -> Entry:
     prompts = trace.frame["prompt_tokens"].mean() if "prompt_tokens" in trace.frame else 0.0
     mean = round(float(prompts) + float(trace.response_tokens.clip(max=settings.cap).mean()))
-    return Entry(sequences * mean, f"{config.where(key)} = {sequences} sequences of the trace's mean {mean:,} tokens")
+    return Entry(sequences * mean, f"{where} = {sequences} sequences of the trace's mean {mean:,} tokens")
 
 
 def add_memory(config: Settings, draft: Draft, settings: RunSettings, folder: Path) -> None:

@@ -34,7 +34,8 @@ class BatchSize:
         shares = strategy.dp * (self.mini_batches if call.kind == "train" else 1)
         if strategy.micro_batches is None:
             most = sequences if as_they_come else math.ceil(sequences / shares)
-            return min(max(strategy.micro_batch_tokens, self.longest_tokens), most * self.longest_tokens)
+            budget = strategy.budget(backward=call.kind == "train")
+            return min(max(budget, self.longest_tokens), most * self.longest_tokens)
         share = sequences / shares / strategy.micro_batches
         return math.ceil(max(self.longest_tokens, share * self.mean_tokens))
 

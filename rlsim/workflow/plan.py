@@ -86,7 +86,8 @@ def grouped(
 def with_transfers(workflow: Workflow, placed: Mapping[str, Placement], reward: Placement | None = None) -> Plan:
     """A plan from the placements of its generate, inference and train calls.
 
-    New weights go over the GPUs of the calls on both sides; where these hold the same weights there is nothing to do.
+    New weights go over the GPUs of the calls on both sides; where these hold the same weights there is nothing to do,
+    unless an engine has to load them.
     Reward calls run on CPUs, or where `reward` says.
     """
     placements = dict(placed)
@@ -96,7 +97,11 @@ def with_transfers(workflow: Workflow, placed: Mapping[str, Placement], reward: 
         elif call.kind == "sync":
             sources, targets = workflow.beside(call.name)
             source = placed[sources[0]]
-            moved = [end for end in (placed[name] for name in targets) if not same_weights(source, end)]
+            moved = [
+                placed[name]
+                for name in targets
+                if workflow.call(name).kind == "generate" or not same_weights(source, placed[name])
+            ]
             gpus = {gpu for end in (source, *moved) for gpu in end.gpus} if moved else ()
             placements[call.name] = Placement(tuple(sorted(gpus)))
     return Plan(placements)
@@ -107,7 +112,7 @@ def same_weights(one: Placement, other: Placement) -> bool:
     a, b = one.strategy, other.strategy
     if one.gpus != other.gpus or a is None or b is None:
         return False
-    sharded = [s.zero_stage == 3 and s.shards > 1 for s in (a, b)]
+    sharded = [s.sharded_over if s.zero_stage == 3 else 1 for s in (a, b)]
     return (a.shards, a.tp, a.pp) == (b.shards, b.tp, b.pp) and sharded[0] == sharded[1]
 
 

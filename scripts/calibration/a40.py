@@ -77,7 +77,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
         host=NO_HOST,
         runtime=runtime_of(donor.engine, PAT_RESHARD, PAT_MIGRATE),
         training=training_fit(
-            large_gemm_share(gemms, ref.bf16_flop_per_s), "Vidur's a40 mlp.csv, 4,096 tokens, other software"
+            large_gemm_share(gemms, ref.bf16_flop_per_s), ref, "Vidur's a40 mlp.csv, 4,096 tokens, other software"
         ),
         residuals={**gemm.residuals, **memory.residuals},
     )
@@ -95,6 +95,7 @@ def under_engine(a40: Calibration, donor: Calibration) -> Calibration:
         "provenance": a40.provenance.model_copy(update={"notes": notes}),
         "operators": a40.operators.model_copy(update={"prefill_attention": prompt}),
         "host": donor.host,
+        "front_end": donor.front_end,
         "runtime": runtime_of(donor.engine, PAT_RESHARD, PAT_MIGRATE),
     }
     return a40.model_copy(update=update)

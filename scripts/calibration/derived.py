@@ -28,6 +28,6 @@ def derive(source: Calibration, gpu: str) -> Calibration:
         "reference": reference.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s}),
         "provenance": source.provenance.model_copy(update={"notes": notes}),
         "residuals": residuals,
-        "training": carried_over(source.training, source.gpu, gpu),
+        "training": carried_over(source.training, source.reference, gpu, reference),
     }
     return source.model_copy(update=update)

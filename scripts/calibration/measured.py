@@ -14,9 +14,9 @@ from calibration.tables import all_gemms, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.fit import decode, gemm
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
-from rlsim.calibrate.fit.decode import decode_rows, fit_decode_attention, kernel_decode_attention
+from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
-from rlsim.calibrate.fit.gemm import fit_gemm, gemm_rows, kernel_gemm
+from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
 from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
 from rlsim.calibrate.fit.kernels import predict
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
@@ -89,17 +89,6 @@ def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str
     }
 
 
-def with_hot_rows(data: Path, gpu: Gpu, cold: Calibration) -> Calibration:
-    """`cold` with kernels fitted to all rows, L2-hot ones included: the treatment that rlsim does not use."""
-    measured, ref = operator_tables(data, gpu, cold.engine), cold.reference
-    attention = _usual_heads(measured.table("decode_attention"))
-    update = {
-        "gemm": fit_gemm(measured.table("gemm"), ref, include_hot=True),
-        "decode_attention": fit_decode_attention(attention, ref, skew=0.0, include_hot=True),
-    }
-    return cold.model_copy(update={"operators": cold.operators.model_copy(update=update)})
-
-
 def _usual_heads(table: pd.DataFrame) -> pd.DataFrame:
     return usual_groups(table[table.head_dim == HEAD_DIM], "decode_attention")
 
@@ -122,4 +111,5 @@ def _described(residuals: Mapping[str, Residual]) -> dict[str, Residual]:
 
 def _training(data: Path, gpu: Gpu, ref: Reference) -> TrainingFit:
     """The same for every engine: the large GEMMs come from SGLang's tables."""
-    return training_fit(large_gemm_share(all_gemms(data, gpu, "sglang"), ref.bf16_flop_per_s), gpu.gemm("sglang"))
+    share = large_gemm_share(all_gemms(data, gpu, "sglang"), ref.bf16_flop_per_s)
+    return training_fit(share, ref, gpu.gemm("sglang"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calibration.verl import Ring, Timing
+from calibration.stacks import Ring, Timing
 from rlsim.cost.strategy import Recompute, TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.hardware import load_cluster

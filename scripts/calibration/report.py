@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 
 from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
 from calibration.catalogue import Catalogue
 from calibration.gpus import DERIVED
-from calibration.host import Serving
+from calibration.host import CLIENT_S
 from calibration.markdown import table
 from calibration.provenance import SCRIPT
 from calibration.tables import cpu_overheads, decode_sums
 from calibration.training_report import training_section
-from rlsim.calibrate.fit.common import Array, percent
+from rlsim.calibrate.fit.common import percent
 from rlsim.calibrate.steps import NO_HOST
-from rlsim.cost.calibration import Calibration, Engine, HostFit, Residual
+from rlsim.cost.calibration import Calibration, HostFit, Residual
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
+from rlsim.validate.serving import SERVED
+from rlsim.validate.transfer import SettingFit, TransferFits, shipped_fits
 
 INTRO = f"""# Calibration: what the kernel costs are fitted to, and how far off they are
 
@@ -112,53 +113,46 @@ three times slower than PAT's figures allow; their all-reduce of small messages 
 """
 
 
-def _serving(serving: dict[Engine, Serving], variants: dict[Engine, Serving]) -> str:
-    hosts, errors, compare = [], [], []
-    for engine, item in serving.items():
-        other_way = item.fit([run for run in item.runs if run.fitted], "", overlapped=not item.host.overlapped)
-        for name, host in (("", item.host), (", halves swapped", item.swapped), (", the other way", other_way)):
-            hosts.append(
-                (
-                    f"{engine} {item.version}{name}",
-                    "beside the GPU" if host.overlapped else "after the GPU",
-                    f"{host.step_s * 1e3:.2f}",
-                    f"{host.sequence_s * 1e6:.1f}",
-                    f"{host.prefill_s * 1e3:.1f}",
-                )
-            )
-        for name, host, fitted in (
-            ("none", NO_HOST, False),
-            ("as shipped", item.host, False),
-            ("as shipped, on its own half", item.host, True),
-            ("halves swapped", item.swapped, True),
-            ("the other way", other_way, False),
-        ):
-            errors.append((engine, name, *_two(item.errors(host, fitted=fitted))))
-        for label, one in (("cold", item), ("hot rows included", variants[engine])):
-            compare.append((engine, label, *_two(one.errors(one.host, fitted=False))))
-    quantities = ["TPOT error", "bias", "TTFT error", "bias"]
+#: What is fitted to whole engines: its unit, and how many of them a second has.
+_UNITS = {
+    "step_s": ("host, per step", "ms", 1e3),
+    "sequence_s": ("host, per sequence and step", "us", 1e6),
+    "prefill_s": ("host, per prefill iteration", "ms", 1e3),
+    "token_s": ("front end, per generated token", "us", 1e6),
+    "prompt_token_s": ("front end, per token of a prompt", "us", 1e6),
+    "delay_s": ("delay of each request", "ms", 1e3),
+}
+
+
+def _serving(fits: TransferFits) -> str:
+    rows = []
+    for engine, version in SERVED.items():
+        own = [fit for fit in fits.fits if fit.engine == engine and not fit.without]
+        whole, *others = own
+        for name in whole.intervals:
+            what, unit, factor = _UNITS[name]
+            low, high = (value * factor for value in whole.intervals[name])
+            found = ", ".join(f"{_value(fit, name) * factor:.3g} ({fit.left_out.split('/')[-1]})" for fit in others)
+            shown = f"{_value(whole, name) * factor:.3g} {unit}"
+            rows.append((f"{engine} {version}", what, shown, f"{low:.3g} to {high:.3g}", found))
     return f"""## Whole engines: host time, fitted through the closed loop
 
-Each of 48 measured serving runs is repeated on rlsim's own engine in the same closed loop, and the host's time per
-step, per sequence and per prefill iteration is fitted to TPOT and TTFT of one half of the runs. Mean absolute errors
-and mean signed errors are on the other half unless the row says so; [validation.md](validation.md) has every run and
-what the results hang on. *The other way*: TensorRT-LLM with host and GPU one after the other, the other two with the
-longer of both. Precision of these runs is not stated; bf16 is assumed.
+Each measured serving run is repeated on rlsim's own engine in the same closed loop, and the times below are fitted to
+TPOT and TTFT of all runs of an engine (`scripts/fit_serving.py`), and once more without each TP. TensorRT-LLM's host
+works beside the GPU (the longer of the two counts), the other engines' host after it. The front end and the delays
+belong to the server and its client, not to the engine: rollouts have none of them. How far a fit is off on the setting
+that it has not seen is in [validation.md](validation.md). Precision of these runs is not stated; bf16 is assumed.
 
-{table(["engine", "host works", "per step, ms", "per sequence, us", "per prefill iteration, ms"], hosts)}
+{table(["engine", "time", "all runs", "95% interval", "fitted without"], rows)}
 
-{table(["engine", "host time", *quantities], errors)}
-
-With each treatment of L2:
-
-{table(["engine", "kernels", *quantities], compare)}
+Not fitted: a client sends its next request {CLIENT_S * 1e3:g} ms after a response (whatever is below the time of a step
+makes it miss the iteration that begins at that moment), and SGLang's first tokens come one prefill later, as its code
+has it.
 """
 
 
-def _two(errors: Array) -> list[str]:
-    """Mean absolute and mean signed error of each column."""
-    pairs = ((percent(float(np.abs(column).mean())), percent(float(column.mean()))) for column in errors.T)
-    return [cell for pair in pairs for cell in pair]
+def _value(fit: SettingFit, name: str) -> float:
+    return float(getattr(fit.host if name in HostFit.model_fields else fit.front_end, name))
 
 
 def _host_check(measured: list[tuple[str, str, int, float, float]], vllm: HostFit) -> str:
@@ -166,9 +160,9 @@ def _host_check(measured: list[tuple[str, str, int, float, float]], vllm: HostFi
     rows = [(gpu, model, tp, f"{step * 1e3:.2f}", f"{seq * 1e3:.3f}") for gpu, model, tp, step, seq in measured]
     return f"""## Is it host time? An independent look
 
-The vLLM rows above are all Qwen3-32B at TP2, the SGLang rows Qwen3-32B at TP4, the TensorRT-LLM rows LLaMA-3.1-8B at
-TP1 and TP4. What they leave over the kernels is taken as host time and carried over to every model and TP of the
-engine. That it scales with the sequences, not with the model's layers, is an assumption which those rows cannot test.
+Each engine ran one model. What its runs leave over the kernels is taken as host time and carried over to every model
+and TP of the engine. That it scales with the sequences, not with the model's layers, is an assumption which those runs
+cannot test.
 Vidur measured the CPU work of a vLLM-like engine by itself (scheduling, preparing inputs, processing outputs; 2024,
 older code): it does grow with the sequences, hardly with the model's size; fitted above for vLLM is
 {vllm.step_s * 1e3:.2f} ms + {vllm.sequence_s * 1e3:.3f} ms a sequence. A part of that is not the host's: Qwen3's own
@@ -211,8 +205,8 @@ def report(catalogue: Catalogue) -> str:
         "## Against L2-hot rows (not fitted)\n\n" + _residuals(catalogue.hot()),
         _a40(made["a40-sglang"]),
         _sums(made, decode_sums(catalogue.data)),
-        _serving(catalogue.servings(), catalogue.servings_hot()),
-        _host_check(cpu_overheads(catalogue.data), catalogue.serving("vllm").host),
+        _serving(shipped_fits()),
+        _host_check(cpu_overheads(catalogue.data), shipped_fits().of("vllm").host),
         training_section(catalogue.data, made),
         _derived(made),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -68,25 +67,3 @@ def cpu_overheads(data: Path) -> list[tuple[str, str, int, float, float]]:
             sequence_s, step_s = np.polyfit(group.batch_size, group.host_s, 1)
             found.append((gpu, str(model), int(tp), float(step_s), float(sequence_s)))
     return found
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """One measured veRL run: batch in responses, lengths in tokens (nan: not stated), seconds of two phases a step."""
-
-    row: int
-    responses: float
-    mean_prompt: float
-    mean_response: float
-    max_response: float
-    old_log_prob_s: float
-    update_actor_s: float
-
-
-def training_runs(data: Path) -> dict[int, TrainingRun]:
-    """The veRL runs by row number."""
-    table = pd.read_csv(data / "rl_timings/verl_steps.csv")
-    table = table.assign(row=table.id, responses=table.responses_per_step, old_log_prob_s=table.old_logprob_s)
-    rows = table[list(TrainingRun.__annotations__)].to_dict("records")
-    runs = [TrainingRun(**{str(key): value for key, value in row.items()}) for row in rows]
-    return {run.row: run for run in runs}

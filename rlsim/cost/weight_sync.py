@@ -1,0 +1,146 @@
+"""Seconds of bringing new weights from a trainer into the rollout engine, as RL frameworks do it.
+
+Three stages, one after another (measured syncs show no overlap beyond their buckets):
+
+1. **Export.** The trainer makes whole tensors of its shards: all-gathers over ZeRO ranks and TP, broadcasts over stages
+   (`rlsim.cost.transfer.gather_s`), and some time for every tensor that ZeRO-3 gathers. Shards that wait in host memory
+   come from there first, tensor by tensor.
+2. **Transport.** On the same GPUs CUDA IPC: one copy in GPU memory. Elsewhere in the node an NCCL broadcast over
+   NVLink. To other nodes a broadcast of one sender, which has no more than its own network port.
+3. **Load.** The engine finds the place of every tensor by its name (each expert of a mixture has its own tensors) and
+   copies its slice.
+
+What no measurement tells apart is one constant: see `SyncFit`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rlsim.cost.calibration import Engine
+from rlsim.cost.groups import CollectiveTime
+from rlsim.cost.layout import Layout
+from rlsim.cost.memory import rollout_weight_bytes
+from rlsim.cost.transfer import gather_s, host_copy_s
+from rlsim.errors import CalibrationError
+from rlsim.hardware import Cluster, Link
+from rlsim.models import Model
+
+#: How new weights reach the rollout engine. naive: tensor by tensor. bucketed: in buckets, by CUDA IPC on the same GPUs
+#: and by an NCCL broadcast from one GPU elsewhere. multi_sender: that broadcast uses the ports of all GPUs of the
+#: sender's node. checkpoint_engine: bucketed by way of the trainers' host memory. reshard: every GPU takes the pieces
+#: that it lacks from where they are, with no engine to load them (`Reallocation`, or `weight_sync_s` on the same GPUs).
+SyncMethod = Literal["naive", "bucketed", "multi_sender", "checkpoint_engine", "reshard"]
+
+#: ZeRO-3 shards of FSDP are fp32 master weights.
+_SHARD_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncFit:
+    """The constants of a sync, each read off measured syncs."""
+
+    network_share: float  # of the rate of the sender's port, in a broadcast to other nodes
+    stored_tensor_s: float  # for each tensor that ZeRO-3 gathers
+    named_tensor_s: float  # for each tensor by name that is put into a bucket and loaded from it
+    lone_tensor_s: float  # for each tensor that goes alone: gather, broadcast and load call
+    staging_bytes_per_s: float  # of a GPU that takes its ZeRO-3 shards from host memory tensor by tensor
+    sglang_s: float  # for each sync into SGLang
+    sglang_bytes_per_s: float  # of what gets into SGLang, beside the time for tensors
+
+
+#: Printed by `scripts/fit_weight_sync.py`, from veRL's published syncs: which row gives which is in
+#: `rlsim.validate.weight_sync`.
+FITTED = SyncFit(
+    network_share=0.460,  # GH200, 4 to 4 GPUs
+    stored_tensor_s=0.224e-3,  # FSDP, 2 to 30 H100, experts apart
+    named_tensor_s=0.0851e-3,  # Megatron to vLLM by way of host memory, H20
+    lone_tensor_s=0.695e-3,  # Megatron to vLLM, H20
+    staging_bytes_per_s=2.21e9,  # FSDP2 to SGLang, H100, with and without offload
+    sglang_s=0.310,  # inside a node of A100
+    sglang_bytes_per_s=6.22e9,  # FSDP2 to SGLang, H100
+)
+
+
+@dataclass(frozen=True)
+class SyncTime:
+    """Seconds of the stages of one sync."""
+
+    export_s: float
+    transport_s: float
+    load_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.export_s + self.transport_s + self.load_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSync:
+    """Syncs of one model's weights into a rollout engine by `method`, which is not reshard.
+
+    `offload`: the trainer's shards wait in host memory. `stacked`: the trainer keeps the experts of a layer in one
+    tensor, as transformers does from version 5 on. `engine` None: the weights are only received.
+    """
+
+    model: Model
+    cluster: Cluster
+    collectives: CollectiveTime
+    engine: Engine | None
+    method: SyncMethod = "bucketed"
+    offload: bool = False
+    stacked: bool = True
+    fit: SyncFit = FITTED
+
+    def time_s(self, source: Layout, target: Layout) -> float:
+        """Seconds until every GPU of `target`, a rollout engine, has the weights that training has at `source`.
+
+        Raises `ConfigError` if a TP degree does not split the model, and `CalibrationError` if the two are on several
+        nodes of a cluster without a link between them.
+        """
+        return self.parts(source, target).total_s
+
+    def parts(self, source: Layout, target: Layout) -> SyncTime:
+        """`time_s` by its stages."""
+        self.model.check_tp(target.tp)
+        return SyncTime(self._export_s(source), self._transport_s(source, target), self._load_s())
+
+    def _export_s(self, source: Layout) -> float:
+        fit, model = self.fit, self.model
+        total = gather_s(model, self.collectives, self.cluster, source)
+        if source.zero3 and self.method != "naive":
+            total += fit.stored_tensor_s * model.tensors(stacked=self.stacked)
+        if self.offload and source.zero3:
+            total += _SHARD_BYTES * model.parameters / source.gpus / fit.staging_bytes_per_s
+        elif self.offload:
+            total += host_copy_s(model.weight_bytes / (source.tp * source.pp), self.cluster.host)
+        if self.method == "checkpoint_engine":  # into host memory and out of it, each GPU its share
+            total += 2 * host_copy_s(model.weight_bytes / source.gpus, self.cluster.host)
+        return total
+
+    def _transport_s(self, source: Layout, target: Layout) -> float:
+        if source.first_gpu <= target.first_gpu and target.end_gpu <= source.end_gpu:
+            return 2 * rollout_weight_bytes(self.model, target.tp, target.pp) / self.cluster.gpu.memory_bytes_per_s
+        first = self.cluster.node_of(min(source.first_gpu, target.first_gpu))
+        if first == self.cluster.node_of(max(source.first_gpu, target.end_gpu - 1)):
+            return self.collectives.time_s("broadcast", self.model.weight_bytes, 1 + target.gpus)
+        link = self.cluster.inter
+        if link is None:
+            raise CalibrationError(f"cluster {self.cluster.name!r} has no inter-node link for a weight sync")
+        ports = self._ports(link, min(source.gpus, target.gpus)) if self.method == "multi_sender" else 1
+        return link.latency_s + self.model.weight_bytes / (ports * link.bytes_per_s * self.fit.network_share)
+
+    def _ports(self, link: Link, gpus: int) -> int:
+        return math.ceil(min(gpus, self.cluster.gpus_per_node) / link.shared_by_gpus)
+
+    def _load_s(self) -> float:
+        if self.engine is None:
+            return 0.0
+        fit, model = self.fit, self.model
+        tensor_s = fit.lone_tensor_s if self.method == "naive" else fit.named_tensor_s
+        total = tensor_s * model.tensors()
+        if self.engine == "sglang":
+            total += fit.sglang_s + model.weight_bytes / fit.sglang_bytes_per_s
+        return total

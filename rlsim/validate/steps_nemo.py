@@ -1,0 +1,98 @@
+"""Measured steps of NeMo-RL v0.4 on H100: its dense models, on policy and one step off policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim.validate.parts import Options
+from rlsim.validate.rows import Row
+from rlsim.validate.steps_stated import seconds
+
+PERFORMANCE = "rl_timings/nemo_perf.csv"
+RECIPES = "rl_timings/nemo_recipes.csv"
+RELEASE = "v0.4"
+MODELS = {"LLAMA3.1_8B": "llama-3.1-8b", "Qwen3-32B": "qwen3-32b"}
+#: GRPO one step off policy: generation may use weights of the step before the last. Log-probs begin when those of the
+#: last one are on their way, the policy's first.
+OFF_POLICY = (
+    "generate -> reward",
+    "generate -> old_log_prob",
+    "generate -> ref_log_prob",
+    "reward -> train",
+    "old_log_prob -> train",
+    "ref_log_prob -> train",
+    "train -> weight_sync",
+)
+
+row = partial(Row, "steps")
+
+
+def nemo_rows(data: Path, options: Options, calibration: str | Path = "h100-vllm") -> Iterator[Row]:
+    """The dense rows of the release, each as its recipe says."""
+    recipes = pd.read_csv(data / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
+    table = pd.read_csv(data / PERFORMANCE).query(f"release == '{RELEASE}'")
+    for run in table[table["model"].isin(MODELS)].to_dict("records"):
+        options.progress(f"NeMo-RL, {run['recipe']}")
+        recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
+        prompt = run["tokens_per_sample_implied"] - run["mean_len"]
+        found = seconds(nemo_experiment(recipe, MODELS[run["model"]], round(prompt), calibration), run["mean_len"])
+        kind = "one-step-off" if recipe["async_on"] else "on-policy"
+        yield row(f"nemo-rl/{MODELS[run['model']]}/{kind}", "step_time_s", run["step_s"], found["step"])
+
+
+def nemo_experiment(
+    recipe: dict[str, Any], model: str, prompt_tokens: int, calibration: str | Path = "h100-vllm"
+) -> dict[str, Any]:
+    """A recipe as an experiment, without the trace's path."""
+    asynchronous = bool(recipe["async_on"])
+    batch = {"prompts": int(recipe["prompts_per_step"]), "responses": int(recipe["n"])}
+    degrees = {name: int(recipe[f"train_{name}"]) for name in ("tp", "pp", "cp")}
+    samples = batch["prompts"] * batch["responses"]
+    return {
+        "name": str(model),
+        "cluster": f"{recipe['nodes']}x8xh100",
+        "model": model,
+        "calibration": str(calibration),
+        "memory_utilization": float(recipe["gpu_mem_util"]),
+        "trace": {"cap": int(recipe["max_total_len"]) - prompt_tokens, "default_prompt_tokens": prompt_tokens},
+        "workflow": {**batch, **(_off_policy() if asynchronous else {"steps": 3})},
+        "training": {
+            "backend": "megatron",
+            **degrees,
+            "micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["train_mbs"]),
+            "log_prob_micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["logprob_bs"]),
+            "recompute": "full" if recipe["act_ckpt"] else "none",
+            "offload": not asynchronous,
+            "mini_batches": samples // int(recipe["train_gbs"]),
+        },
+        "seeds": 1,
+        "systems": [_split(recipe, degrees) if asynchronous else {"verl": {"tp": int(recipe["gen_tp"])}}],
+    }
+
+
+def _off_policy() -> dict[str, Any]:
+    kinds = {
+        "generate": ("generate", "actor"), "reward": ("reward", "reward"), "old_log_prob": ("inference", "actor"),
+        "ref_log_prob": ("inference", "reference"), "train": ("train", "actor"), "weight_sync": ("sync", "actor"),
+    }  # fmt: skip
+    calls = [{"name": name, "kind": kind, "model": model} for name, (kind, model) in kinds.items()]
+    syncs = [
+        {"source": "weight_sync", "target": call, "lag": lag} for call, lag in (("generate", 2), ("old_log_prob", 1))
+    ]
+    order = {"source": "old_log_prob", "target": "ref_log_prob", "barrier": True}
+    edges = [*OFF_POLICY, *syncs, order]
+    return {"algorithm": "custom", "calls": calls, "edges": edges, "group_advantage": True, "steps": 7}
+
+
+def _split(recipe: dict[str, Any], degrees: dict[str, int]) -> dict[str, Any]:
+    """Generation on the first GPUs, the rest on the others."""
+    rollout, total = int(recipe["rollout_gpus"]), int(recipe["total_gpus"])
+    others = {"gpus": f"{rollout}-{total - 1}", **degrees}
+    calls = {"generate": {"gpus": f"0-{rollout - 1}", "tp": int(recipe["gen_tp"])}}
+    calls |= dict.fromkeys(("old_log_prob", "train"), others) | {"ref_log_prob": {**others, "offload": True}}
+    return {"name": "split", "use": [{"plan": {"calls": calls}}]}

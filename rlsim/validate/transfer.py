@@ -1,0 +1,136 @@
+"""Part `transfer`: host time fitted to some settings of an engine, against the runs of one that no fit has seen.
+
+A setting is an engine, a model and a TP. The fits are made by `scripts/fit_serving.py` and shipped with rlsim
+(`transfer_fits.yaml`): one to all runs of an engine, one without each of its TPs, and all of these once more for each
+structural term left out. This part simulates the runs with them; nothing is fitted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from pydantic import Field
+
+from rlsim.cost.calibration import Engine, Fitted, FrontEndFit, HostFit
+from rlsim.schema import load
+from rlsim.validate.charts import error_panels
+from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.published import filled_text
+from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
+from rlsim.validate.serving import NO_RUNS, QUANTITIES, SERVED, ServingRun, has_runs, read_runs, run_rows
+
+FITS = Path(__file__).with_name("transfer_fits.yaml")
+WHOLE = ""  # the left-out setting or term of a fit that leaves out none
+
+
+class SettingFit(Fitted):
+    """Host time and front end of an engine, fitted to its runs but those of one setting."""
+
+    engine: Engine
+    left_out: str = Field(default=WHOLE, description="setting whose runs the fit has not seen, vllm/qwen3-32b/tp8")
+    without: str = Field(default=WHOLE, description="term that the model lacks")
+    host: HostFit
+    front_end: FrontEndFit
+    intervals: dict[str, tuple[float, float]] = Field(default={}, description="95% interval of what is fitted, by name")
+
+
+class TransferFits(Fitted):
+    """The fits, and where they come from."""
+
+    date: str
+    script: str
+    source: str
+    fits: tuple[SettingFit, ...]
+
+    def of(self, engine: Engine, left_out: str = WHOLE, without: str = WHOLE) -> SettingFit:
+        """One fit; raises `KeyError` if there is none."""
+        wanted = (engine, left_out, without)
+        for fit in self.fits:
+            if (fit.engine, fit.left_out, fit.without) == wanted:
+                return fit
+        raise KeyError(wanted)
+
+    def terms(self, engine: Engine) -> list[str]:
+        """The terms that fits of an engine were made without."""
+        return list(dict.fromkeys(fit.without for fit in self.fits if fit.engine == engine and fit.without))
+
+
+@cache
+def shipped_fits() -> TransferFits:
+    """The fits that come with rlsim."""
+    return load(FITS, TransferFits)
+
+
+def section(options: Options) -> Section | Skipped:
+    """Every run with the fit that has not seen its setting, and with the one that has (a minute or two)."""
+    if not has_runs(options.data):
+        return Skipped(NO_RUNS)
+    assert options.data is not None
+    fits = shipped_fits()
+    runs = read_runs(options.data)
+    options.progress("transfer")
+    rows = [row for kind in ("left-out", "fitted") for row in kind_rows(runs, fits, kind)]
+    summaries = tuple(summarise(rows, depth=3))
+    text = filled_text(
+        "transfer",
+        engines=summary_table(summarise(rows, depth=1)),
+        settings=summary_table(summaries),
+        ablation="" if options.quick else _ablation(runs, fits, options.progress),
+    )
+    engines = tuple(item for item in summarise(rows, depth=1))
+    return Section(tuple(rows), (*summaries, *engines), text, _chart(rows), summarised=True)
+
+
+def kind_rows(runs: Sequence[ServingRun], fits: TransferFits, kind: Kind, without: str = WHOLE) -> list[Row]:
+    """The rows of runs under the fits that left their setting out, or saw it (`fitted`); those with such a fit."""
+    rows = []
+    for run in runs:
+        left_out = run.setting if kind == "left-out" else WHOLE
+        try:
+            fit = fits.of(run.engine, left_out, without)
+        except KeyError:
+            continue
+        rows += run_rows("transfer", run, kind, fit.host, fit.front_end)
+    return rows
+
+
+def _ablation(runs: Sequence[ServingRun], fits: TransferFits, progress: Callable[[str], None]) -> str:
+    """Errors on left-out settings without each term, the others fitted anew."""
+    cells = []
+    for engine in SERVED:
+        own = [run for run in runs if run.engine == engine]
+        for term in (WHOLE, *fits.terms(engine)):
+            progress(f"transfer: {engine} without {term or 'nothing'}")
+            rows = kind_rows(own, fits, "left-out", term)
+            if rows:
+                cells.append((engine, term or "nothing", *_means(rows)))
+    headings = ("engine", "without", "TPOT mean error", "bias", "worst TP", "TTFT mean error", "bias", "worst TP")
+    return markdown(headings, cells)
+
+
+def _means(rows: Sequence[Row]) -> list[str]:
+    """Mean absolute and signed error of TPOT and TTFT, and the mean of the worst setting."""
+    cells = []
+    for quantity in QUANTITIES:
+        own = [row for row in rows if row.quantity == quantity]
+        worst = max(item.mean for item in summarise(own, depth=3))
+        errors = np.array([row.error for row in own])
+        cells += [f"{np.abs(errors).mean():.1%}", f"{errors.mean():+.1%}", f"{worst:.1%}"]
+    return cells
+
+
+def _chart(rows: Sequence[Row]) -> object:
+    left_out = [row for row in rows if row.kind == "left-out"]
+    frame = pd.DataFrame(
+        {
+            "measured": [row.reference * 1e3 for row in left_out],
+            "simulated": [row.simulated * 1e3 for row in left_out],
+            "quantity": [row.quantity.removesuffix("_s").upper() for row in left_out],
+            "engine": [row.case.split("/")[0] for row in left_out],
+        }
+    )
+    return error_panels(frame, "Runs of settings that no fit has seen", facet="quantity", colour="engine", unit="ms")

@@ -1,0 +1,213 @@
+"""Weight syncs into a rollout engine: stages by hand, methods in an experiment, and published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import rlsim
+from rlsim.cost.layout import Layout
+from rlsim.cost.weight_sync import FITTED, SyncFit, SyncTime, WeightSync
+from rlsim.errors import CalibrationError, ConfigError
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+from rlsim.validate import weight_sync as published
+from rlsim.validate.parts import Options, Skipped
+
+QWEN = load_model("qwen2.5-7b")  # 15,231,233,024 bytes, 339 tensors
+MIXTURE = load_model("qwen3-30b-a3b")
+#: Round numbers instead of the fitted ones.
+FIT = SyncFit(
+    network_share=0.5,
+    stored_tensor_s=1e-3,
+    named_tensor_s=1e-4,
+    lone_tensor_s=1e-2,
+    staging_bytes_per_s=1e9,
+    sglang_s=2.0,
+    sglang_bytes_per_s=1e10,
+)
+FSDP = Layout(first_gpu=0, dp=8, zero3=True)
+
+
+class PerByte:
+    """Every collective takes one second per 100 GB of its message."""
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        return message_bytes * 1e-11
+
+
+def sync(**changes: Any) -> WeightSync:
+    settings: dict[str, Any] = {"model": QWEN, "cluster": load_cluster("2x8xh100"), "engine": "vllm", "fit": FIT}
+    return WeightSync(collectives=PerByte(), **settings | changes)
+
+
+def test_tensors_are_counted_by_their_names() -> None:
+    assert QWEN.tensors() == 28 * (4 + 3 + 3 + 2) + 3
+    assert load_model("qwen3-0.6b").tensors() == 28 * 11 + 2, "the head is the embedding"
+    assert MIXTURE.tensors() == 48 * (4 + 4 + 1 + 3 * 128) + 3
+    assert MIXTURE.tensors(stacked=True) == 48 * (4 + 4 + 1 + 2) + 3
+
+
+def test_buckets_to_another_node_by_hand() -> None:
+    parts = sync().parts(FSDP, Layout(first_gpu=8, tp=4, dp=2))
+    gathered = QWEN.weight_bytes - 2 * QWEN.hidden_size  # all but the final norm
+    assert parts.export_s == pytest.approx(gathered * 1e-11 + 339e-3, rel=1e-6)
+    assert parts.transport_s == pytest.approx(15.231233024e9 / 25e9, rel=1e-4), "half of one GPU's 50 GB/s port"
+    assert parts.load_s == pytest.approx(339e-4)
+    assert parts.total_s == pytest.approx(parts.export_s + parts.transport_s + parts.load_s)
+
+
+def test_on_the_same_gpus_nothing_crosses_a_link() -> None:
+    cluster = load_cluster("2x8xh100")
+    here = sync().parts(FSDP, Layout(first_gpu=4, tp=4))
+    slice_bytes = 15.231233024e9 / 4
+    assert here.transport_s == pytest.approx(2 * slice_bytes / cluster.gpu.memory_bytes_per_s, rel=0.01)
+    beside = sync().parts(Layout(first_gpu=0, dp=4, zero3=True), Layout(first_gpu=4, dp=4))
+    assert beside.transport_s == pytest.approx(0.15231233024), "a broadcast inside the node"
+
+
+def test_every_sender_has_its_port() -> None:
+    target = Layout(first_gpu=8, dp=8)
+    one, all_of_them = sync().parts(FSDP, target), sync(method="multi_sender").parts(FSDP, target)
+    assert one.transport_s == pytest.approx(8 * all_of_them.transport_s, rel=1e-3)
+    few = sync(method="multi_sender").parts(FSDP, Layout(first_gpu=8, dp=2))
+    assert few.transport_s == pytest.approx(one.transport_s / 2, rel=1e-3), "two GPUs receive through two ports"
+    shared = sync(method="multi_sender", cluster=load_cluster("2x8xa40"))
+    assert shared.parts(FSDP, target).transport_s == pytest.approx(15.231233024 / 12.5 * 2, rel=1e-3)
+
+
+def test_tensors_alone_cost_more_than_buckets_above_all_in_a_mixture() -> None:
+    source, target = Layout(first_gpu=0, tp=8), Layout(first_gpu=8, tp=8)
+    by = {m: sync(model=MIXTURE, method=m).parts(source, target) for m in ("naive", "bucketed")}
+    assert by["naive"].load_s == pytest.approx(188.67)
+    assert by["bucketed"].load_s == pytest.approx(1.8867)
+    assert by["naive"].transport_s == by["bucketed"].transport_s
+
+
+def test_experts_that_are_stored_apart_are_gathered_one_by_one() -> None:
+    target = Layout(first_gpu=8, dp=8)
+    apart, stacked = (sync(model=MIXTURE, stacked=s).parts(FSDP, target) for s in (False, True))
+    assert apart.export_s - stacked.export_s == pytest.approx((18867 - 531) * 1e-3)
+
+
+def test_shards_come_from_host_memory_first() -> None:
+    target = Layout(first_gpu=8, dp=8)
+    more = sync(offload=True).parts(FSDP, target).export_s - sync().parts(FSDP, target).export_s
+    assert more == pytest.approx(4 * QWEN.parameters / 8 / 1e9), "fp32, an eighth of them"
+    megatron = Layout(first_gpu=0, tp=2, dp=4)
+    more = sync(offload=True).parts(megatron, target).export_s - sync().parts(megatron, target).export_s
+    assert more == pytest.approx(QWEN.weight_bytes / 2 / 63e9, rel=1e-3), "bf16, half of them, at once"
+    engine = sync(method="checkpoint_engine").parts(FSDP, target).export_s - sync().parts(FSDP, target).export_s
+    assert engine == pytest.approx(2 * QWEN.weight_bytes / 8 / 63e9, rel=1e-3)
+
+
+def test_an_engine_that_only_receives_loads_nothing() -> None:
+    target = Layout(first_gpu=8, dp=8)
+    assert sync(engine=None).parts(FSDP, target).load_s == 0.0
+    more = sync(engine="sglang").parts(FSDP, target).load_s - sync().parts(FSDP, target).load_s
+    assert more == pytest.approx(2.0 + 1.5231233024)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="TP 3"):
+        sync().time_s(FSDP, Layout(first_gpu=8, tp=3))
+    with pytest.raises(CalibrationError, match="no inter-node link"):
+        sync(cluster=load_cluster("8xh100")).time_s(FSDP, Layout(first_gpu=8, dp=8))
+
+
+# Experiments ---------------------------------------------------------------------------------------------------------
+
+APART = {"generate": {"gpus": "0-3"}, "ref_log_prob": {"gpus": "4-7"}, "old_log_prob": {"gpus": "4-7"}}
+ALIKE: dict[str, Any] = {name: {"gpus": "all", "tp": 2, "zero_stage": 1} for name in (*APART, "train")}
+ALIKE["generate"] = {"gpus": "all", "tp": 2}
+EXPERIMENT: dict[str, Any] = {
+    "name": "sync",
+    "cluster": "8xh100",
+    "model": "llama-3.1-8b",
+    "calibration": "h100-vllm",
+    "trace": {"fixed": 64, "cap": 64},
+    "workflow": {"prompts": 8, "responses": 1, "steps": 2},
+    "seeds": 1,
+    "systems": [
+        {"verl": {"tp": 2}},
+        {"name": "apart", "use": [{"verl": {"tp": 2}}, {"plan": {"calls": APART | {"train": {"gpus": "4-7"}}}}]},
+        {
+            "name": "planned",
+            "use": [{"plan": {"calls": ALIKE}}],
+        },
+    ],
+}
+
+
+def weights_s(method: str) -> dict[str, float]:
+    found = rlsim.run(EXPERIMENT, overrides={"weight_sync": method}).calls
+    found = found[(found["call"] == "weight_sync") & (found["step"] == 0)]
+    return dict(zip(found["system"], found["weights_s"], strict=True))
+
+
+def test_the_method_of_an_experiment_decides_in_every_placement() -> None:
+    reshard, buckets, naive = (weights_s(method) for method in ("reshard", "bucketed", "naive"))
+    assert reshard.get("planned", 0.0) == 0.0, "generation is laid out as training is"
+    llama = load_model("llama-3.1-8b")
+    for system in ("verl", "apart", "planned"):
+        load_s = llama.tensors() * FITTED.named_tensor_s
+        assert load_s < buckets[system] < 1.0
+        assert naive[system] > buckets[system]
+        assert buckets[system] > reshard.get(system, 0.0)
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight_sync"):
+        rlsim.run(EXPERIMENT, overrides={"weight_sync": "bucket"})
+
+
+# Published syncs -----------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_used_or_left_out_for_a_reason() -> None:
+    assert not published.USED.keys() & published.LEFT_OUT.keys()
+    assert len(published.USED) + len(published.LEFT_OUT) == 35
+    assert len({setting.case for setting in published.USED.values()}) == len(published.USED)
+
+
+def made_up() -> dict[int, float]:
+    return {row: published.seconds(setting) for row, setting in published.USED.items()}
+
+
+def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
+    inputs = [row for row, setting in published.USED.items() if setting.kind == "input"]
+    found = published.fitted({row: 2 * time for row, time in made_up().items()}, inputs)
+    assert found.lone_tensor_s > 1.9 * FITTED.lone_tensor_s
+    same = published.fitted(made_up(), inputs)
+    assert vars(same) == pytest.approx(vars(FITTED), rel=1e-3)
+
+
+def test_a_row_that_alone_settles_a_constant_is_open_without_it() -> None:
+    without = dict(published.left_out(made_up()))
+    assert {row for row, time in without.items() if time is None} == {3, 4, 10, 12}
+    assert without[8] == pytest.approx(made_up()[8], rel=1e-3)
+
+
+def test_the_table_is_checked(tmp_path: Path) -> None:
+    assert isinstance(published.section(Options()), Skipped)
+    path = tmp_path / published.TABLE
+    path.parent.mkdir()
+    frame = pd.DataFrame({"id": list(published.USED), "model": "m", "gpu": "g", "method": "x", "sync_s": 1.0})
+    frame.to_csv(path, index=False)
+    assert published.read_syncs(tmp_path)[3] == ("m, g, x", 1.0)
+    for change, message in (
+        (frame[1:], "no row with id 3"),
+        (pd.concat([frame, frame[:1].assign(id=99)]), "nothing is known of: id 99"),
+        (frame.assign(sync_s=0.0), "id 3: sync_s is not a positive number"),
+        (frame.drop(columns="gpu"), "cannot be read"),
+    ):
+        change.to_csv(path, index=False)
+        with pytest.raises(CalibrationError, match=message):
+            published.read_syncs(tmp_path)
+
+
+def test_stages_add_up() -> None:
+    assert SyncTime(1.0, 2.0, 4.0).total_s == 7.0
