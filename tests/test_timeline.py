@@ -343,7 +343,8 @@ def check_held(work: Workload) -> int:
     def moments(name: str, stays: pd.DataFrame) -> set[tuple[int, int]]:
         return {(r, round(at * 1e6)) for r, at in zip(stays["replica"], stays[name], strict=True) if at == at}
 
-    own = frame["left"].isin(["finished", "preempted"])  # others leave after what stepping notes down
+    # Others leave after what stepping notes down, or in the middle of their prefill, between two known moments.
+    own = frame["left"].isin(["finished", "preempted"]) & frame["decoding_at"].notna()
     exact = (moments("decoding_at", frame) | moments("left_at", frame)) - moments("left_at", frame[~own])
     compared = 0
     for replica, at, active, waiting, kv in zip(
