@@ -707,7 +707,7 @@ def test_import_refuses_and_writes_nothing(systems: Path, tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def real() -> Built:
     """The H100 under vLLM, straight from the project's folder."""
-    read, reference = read_format("aiconfigurator", [DATA / "aiconfigurator"], load_gpu("h100-sxm"), "vllm", "0.14.0")
+    read, reference = read_format("aiconfigurator", [DATA / "aiconfigurator"], load_gpu("h100-sxm"), "vllm", "0.24.0")
     return build_calibration(
         read,
         name="imported",

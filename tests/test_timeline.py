@@ -43,7 +43,7 @@ def pat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rlsim.run(
         "pat_vs_static",
         seeds=2,
-        overrides={**SMALL, "systems": [{"verl": {"tp": [2, 4]}}, "pat"], "baseline": None},
+        overrides={**SMALL, "calibration": "h100-vllm", "systems": [{"verl": {"tp": [2, 4]}}, "pat"], "baseline": None},
         out=folder,
     )
     return folder

@@ -86,8 +86,8 @@ FAULTS = (
         "call times",
         "inference: priced as training",
         _COST + "train.py",
-        "time = self._mini_batch(micro[0], _FORWARD)",
-        "time = self._mini_batch(micro[0], self._training_passes())",
+        "time = self._mini_batch(micro[0], self._passes(backward=False))",
+        "time = self._mini_batch(micro[0], self._passes(backward=True))",
     ),
     Fault("call times", "training: one epoch", _COST + "train.py", "return total * epochs + ", "return total + "),
     Fault(
