@@ -159,7 +159,7 @@ def _advice(runner: Runner, worth: float, top: int, most: int, skip: Collection[
     more, refused = candidates(simulator, own, skip, quick=quick)
     entries, baseline = [*experiment.systems, *more], experiment.baseline or own[0].name
     with _told_what_fits(memory["memory"], cluster):
-        first = {"seeds": list(experiment.seed_list[:1])} if quick else {}
+        first = {"seeds": list(experiment.seed_list[:1]), "certainty": 0} if quick else {}
         settings = {"systems": entries, "baseline": baseline, **first}
         result = runner("all systems", settings, [entry["name"] for entry in more])
     tables = {**memory, "ranking": ranking(result), "screened": pd.DataFrame(), "plan": found_plans(result)}

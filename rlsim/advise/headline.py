@@ -28,8 +28,10 @@ def headline(ranked: pd.DataFrame, baseline: str, settings: Mapping[str, dict[st
     if own is None:
         return Headline(f"Nothing to advise yet: {baseline} holds back prompts; ask with more --steps", "", ())
     if not _gains(rows[0]):
+        doubt = "chance" if is_missing(rows[0]["speedup_model_low"]) else "chance and the calibration's errors"
         close = "" if rows[0] is own else f", not even {_gain(rows[0], own)}"
-        return Headline(f"Keep {baseline}: nothing that was tried gains on its throughput beyond chance{close}", "", ())
+        keep = f"Keep {baseline}: nothing that was tried gains on its throughput beyond {doubt}{close}"
+        return Headline(keep, "", ())
     best, now = rows[0], settings.get(baseline) or {}
     name = f"{best['system']} ({best['tuned']})" if best["tuned"] else str(best["system"])
     text = f"Run {name}: {_gain(best, own)}"
@@ -47,13 +49,17 @@ def headline(ranked: pd.DataFrame, baseline: str, settings: Mapping[str, dict[st
 
 
 def _gains(row: Mapping[Any, Any]) -> bool:
-    """Whether a system is faster than the baseline beyond chance; with one seed, whether it is faster."""
-    return bool((row["speedup"] if is_missing(row["speedup_low"]) else row["speedup_low"]) > 1.0)
+    """Whether a system is faster than the baseline beyond chance and the calibration's errors, as far as these are
+    known; with one seed and no draws, whether it is faster."""
+    lowest = [row[end] for end in ("speedup_low", "speedup_model_low") if not is_missing(row[end])]
+    return bool(min(lowest, default=row["speedup"]) > 1.0)
 
 
 def _gain(row: Mapping[Any, Any], own: Mapping[Any, Any]) -> str:
     """How many times the baseline's throughput, and from what to what."""
     low, high = row["speedup_low"], row["speedup_high"]
     interval = "" if is_missing(low) else f", 95% interval {low:.2f} to {high:.2f}"
+    least, most = row["speedup_model_low"], row["speedup_model_high"]
+    interval += "" if is_missing(least) else f", {least:.2f} to {most:.2f} over the calibration's errors"
     rates = f"{rate(row['responses_per_s'])} against {rate(own['responses_per_s'])} responses trained on per second"
     return f"{row['speedup']:.2f} times the throughput of {own['system']} ({rates}{interval})"

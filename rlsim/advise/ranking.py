@@ -17,7 +17,7 @@ from rlsim.experiment.placed import SearchAheadError
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import check_system
 from rlsim.experiment.simulator import Simulator
-from rlsim.experiment.summary import mean_ratio, means, paired_ratio, ratios
+from rlsim.experiment.summary import mean_ratio, means, model_interval, paired_ratio, ratios
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.policies.registry import BUILTIN
 
@@ -124,7 +124,8 @@ def ranking(result: Result) -> pd.DataFrame:
     One row per system: `rank`, `system`, `tuned` (what a tuned one came out as); of `rlsim.experiment.summary.means`
     `responses_per_s`, `tokens_per_s`, `step_time_s`, `gen_time_s`, and its shares as `idle` (of GPU time) and `tail`
     (of busy GPU time); `speedup` (in responses per second) and `token_speedup` over the baseline with their 95%
-    intervals `…_low` to `…_high`; `behind_best` (the best's responses per second over its own) with `behind_low` and
+    intervals `…_low` to `…_high`, of `speedup` also over the calibration's errors (`speedup_model_low` and `…_high`,
+    missing without draws); `behind_best` (the best's responses per second over its own) with `behind_low` and
     `behind_high`, `with_best` (the interval includes 1, so the difference may be chance; missing with one seed),
     `same_as` (a system above that is just as fast), `staleness` (weight updates, the most of any step), `held_back`
     (prompts put off to after the run, as a share of those trained on, below 0 if it came back to more than it put
@@ -135,6 +136,7 @@ def ranking(result: Result) -> pd.DataFrame:
     found = means(steps, ["system"])
     by_seed = means(steps, ["system", "seed"]).sort_index()
     seeds = {str(system): own.droplevel("system") for system, own in by_seed.groupby("system")}
+    worlds: Mapping[str, Sequence[float]] = next(iter(result.manifest.get("worlds", {}).values()), {})
     responses = int(result.manifest["experiment"]["workflow"]["responses"])
     found["held_back"] = [backlog(steps[steps["system"] == system], responses)[1] for system in found.index]
     found["comparable"] = comparable(found["held_back"])
@@ -154,7 +156,8 @@ def ranking(result: Result) -> pd.DataFrame:
                 "system": system,
                 "tuned": tuned.get(system, ""),
                 **{name: row[name] for name in ("responses_per_s", "tokens_per_s", "step_time_s", "gen_time_s")},
-                **ratios(own, reference, ("speedup", "token_speedup")),
+                **(speedups := ratios(own, reference, ("speedup", "token_speedup"))),
+                **model_interval(speedups["speedup"], worlds.get(system, ())),
                 **dict(zip(("behind_best", "behind_low", "behind_high"), behind, strict=True)),
                 "with_best": None if math.isnan(behind[1]) else system == best or behind[1] <= 1.0,
                 "same_as": "" if fastest == system else fastest,

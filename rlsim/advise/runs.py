@@ -58,7 +58,7 @@ def scaled(
         cases[f"{size} GPUs"] = {"cluster": spelled}
     if not cases:
         return rows[0], notes
-    settings = {"baseline": None, "systems": [as_entry(spec) for spec in chosen], "cases": cases}
+    settings = {"baseline": None, "certainty": 0, "systems": [as_entry(spec) for spec in chosen], "cases": cases}
     try:
         found = runner("other numbers of GPUs", settings, names)
     except PolicyError:

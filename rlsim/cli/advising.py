@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Experiment, Settings, add_code_folders, progress_bar
+from rlsim.cli.common import Certainty, Experiment, Settings, add_code_folders, progress_bar, with_options
 from rlsim.cli.tables import print_tables
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def advise(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to simulate (default: the experiment's).")] = None,
     case: Annotated[str | None, typer.Option(help="Which of the experiment's cases.")] = None,
     settings: Settings = None,
+    certainty: Certainty = None,
     worth: Annotated[float, typer.Option(help="Twice the GPUs pay if they are so many times as fast.")] = 1.5,
     top: Annotated[int, typer.Option(min=1, help="Systems that are tried on other numbers of GPUs.")] = 3,
     most: Annotated[int, typer.Option(min=1, help="Try up to so many times the GPUs.")] = 4,
@@ -51,11 +52,12 @@ def advise(
     from rlsim.report.write import write_report
 
     add_code_folders(experiment)
+    settings = with_options(settings, certainty=certainty)
     target = _target(experiment, settings, out)
     try:
         with progress_bar(quiet or as_json) as progress:
             advice = find_advice(
-                experiment, overrides=settings or (), case=case, seeds=seeds, steps=steps, worth=worth, top=top,
+                experiment, overrides=settings, case=case, seeds=seeds, steps=steps, worth=worth, top=top,
                 most=most, skip=skip or (), quick=quick, workers=workers, out=target, progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:

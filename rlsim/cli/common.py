@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,9 +38,18 @@ Warmup = Annotated[
 ]
 
 
-def warmup_setting(warmup: int | None) -> list[str]:
-    """The option `--warmup` as a setting."""
-    return [] if warmup is None else [f"workflow.warmup={warmup}"]
+Certainty = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Draw so many worlds from the calibration's errors: speedups get an interval of the model."
+    ),
+]
+
+
+def with_options(settings: Sequence[str] | None, *, warmup: int | None = None, certainty: int | None) -> list[str]:
+    """Settings, and those that options of their own stand for."""
+    options = {"workflow.warmup": warmup, "certainty": certainty}
+    return [*(settings or ()), *(f"{key}={value}" for key, value in options.items() if value is not None)]
 
 
 def add_code_folders(file: str) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, warmup_setting
-from rlsim.cli.tables import late_legend, print_tables, speedup_text, stale, table
+from rlsim.cli.common import Certainty, Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
+from rlsim.cli.tables import MODEL_LEGEND, late_legend, model_text, print_tables, speedup_text, stale, table
 from rlsim.formats import is_missing, number, rate, share
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def run(
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     settings: Settings = None,
     warmup: Warmup = None,
+    certainty: Certainty = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse costs of shapes outside what the calibration was measured at.")
     ] = False,
@@ -76,7 +77,7 @@ def run(
 
     add_code_folders(experiment)
     target = out or results_folder(load_experiment(experiment, settings or ())[0].name)
-    settings = [*(settings or ()), *warmup_setting(warmup)]
+    settings = with_options(settings, warmup=warmup, certainty=certainty)
     run_and_print(experiment, settings, target, seeds=seeds, strict=strict, quiet=quiet)
 
 
@@ -113,19 +114,22 @@ def _tables(result: Result) -> Iterator[Table]:
     baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
     for case, rows in result.summary().groupby("case", sort=False):
         tuned = result.manifest["tuned"].get(case, {})
+        worlds = bool(rows["speedup_model_low"].notna().any())
         texts = []
         for row in rows.to_dict("records"):
             name = str(row["system"])
-            ratios = [speedup_text(row, baseline), "" if name == baseline else number(row["token_speedup"])]
+            ratios = [speedup_text(row, baseline), *([model_text(row, baseline)] if worlds else [])]
+            ratios.append("" if name == baseline else number(row["token_speedup"]))
             shares = [share(row["bubble_fraction"], 1), share(row["tail_fraction"])]
             shown = f"{name} ({tuned[name]})" if name in tuned else name
             texts.append([shown, rate(row["responses_per_s"]), *ratios, number(row["step_time_s"], 1), *shares])
         yield table(
-            ["system", "responses/s", "speedup", "by tokens", "step s", "bubble", "tail"],
+            ["system", "responses/s", "speedup", *["model"] * worlds, "by tokens", "step s", "bubble", "tail"],
             texts,
             title=" · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part),
             caption=f"{f'means of {seeds} seeds with 95% intervals' if seeds > 1 else 'one seed'}; responses/s: trained"
             f" on, per second\nspeedup: responses/s over those of {baseline}; by tokens: the same of trained tokens\n"
+            f"{MODEL_LEGEND * worlds}"
             f"tail: busy GPU time that decodes at under half of the full batch's throughput{late_legend(rows)}",
         )
         yield _parts(rows)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Settings, Warmup, add_code_folders, echo, progress_bar, warmup_setting
+from rlsim.cli.common import Certainty, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
 from rlsim.cli.tables import late_legend, print_tables, setting_texts, speedup_text, stale, table
 from rlsim.formats import number, rate, share
 
@@ -52,6 +52,7 @@ def sweep(
     settings: Settings = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds, instead of the experiment's.")] = None,
     warmup: Warmup = None,
+    certainty: Certainty = None,
     workers: Annotated[int | None, typer.Option(min=1, help=WORKERS)] = None,
     executor: Annotated[str, typer.Option(help="local, or ray (needs the extra `ray`).")] = "local",
     address: Annotated[str | None, typer.Option(help=ADDRESS)] = None,
@@ -73,7 +74,7 @@ def sweep(
     from rlsim.sweeps.tables import COLUMNS
 
     add_code_folders(file)
-    overrides = [*(settings or ()), *warmup_setting(warmup)]
+    overrides = with_options(settings, warmup=warmup, certainty=certainty)
     definition = load_sweep(file, overrides=overrides, seeds=seeds, axes=_axes(grid or ()))
     if dry_run:
         _list(definition, as_json)

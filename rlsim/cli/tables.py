@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsim.experiment.backlog import MOST_HELD_BACK
-from rlsim.formats import with_interval
+from rlsim.formats import is_missing, number, with_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +39,15 @@ def speedup_text(row: Mapping[Any, Any], baseline: str = "") -> str:
     """A summary row's speedup with its interval, `baseline` for that, and a mark if it is not comparable yet."""
     text = "baseline" if row["system"] == baseline else with_interval(row, "speedup")
     return text + (" †" if abs(row["held_back"]) > MOST_HELD_BACK else "")
+
+
+MODEL_LEGEND = "model: 95% interval of speedup over the calibration's errors where no fit has seen the setting\n"
+
+
+def model_text(row: Mapping[Any, Any], baseline: str) -> str:
+    """The interval of a summary row's speedup over the calibration's errors; nothing for the baseline itself."""
+    low, high = row["speedup_model_low"], row["speedup_model_high"]
+    return "" if row["system"] == baseline or is_missing(low) else f"[{number(low)}, {number(high)}]"
 
 
 def late_legend(summary: pd.DataFrame) -> str:

@@ -13,9 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from rlsim import catalogue
+from rlsim.cost.draw import Draw
 from rlsim.errors import CalibrationError, ConfigError, unknown_name
 from rlsim.hardware import Cluster
 from rlsim.schema import Schema, load
@@ -375,6 +376,18 @@ class Calibration(Fitted):
     training: TrainingFit
     residuals: dict[str, Residual] = Field(description="by operator, on held-out shapes")
     decode_profile: tuple[DecodeProfile, ...] = ()
+    _draw: Draw = PrivateAttr(default=Draw())
+
+    @property
+    def draw(self) -> Draw:
+        """The world that costs are for: not as fitted, but as far off as `Draw` says."""
+        return self._draw
+
+    def drawn(self, number: int) -> Calibration:
+        """This calibration in the world of a number; 0 is as it was fitted."""
+        found = self.model_copy()
+        found._draw = Draw(number)
+        return found
 
     def profile(self, model: str, tp: int) -> DecodeProfile | None:
         """The measured decode profile of `model` at `tp`, if the file carries one."""

@@ -41,8 +41,13 @@ class CallCosts:
             )
         self.models, self.cluster = models, cluster
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
+        flop = efficiency or known[backend]
         forward = None if efficiency else calibration.training.forward_efficiency.get(backend)
-        self._efficiency = TrainEfficiency(flop=efficiency or known[backend], forward=forward)
+        self._draw = calibration.draw
+        if self._draw.number:
+            forward = min((forward or flop) / self._draw.call("inference"), 1.0)
+            flop = min(flop / self._draw.call("train"), 1.0)
+        self._efficiency = TrainEfficiency(flop=flop, forward=forward)
         self.call_s = calibration.training.call_s.get(backend, 0.0)
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine
@@ -71,6 +76,7 @@ class CallCosts:
             engine=self._engine,
             method=method,
             offload=offload,
+            factor=self._draw.sync(),
         )
 
     def sync_s(self, role: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int = 0) -> float:

@@ -14,7 +14,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import pack
-from rlsim.cost.roofline import RooflineStep, step_cost
+from rlsim.cost.roofline import RooflineStep, drawn, step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
@@ -221,7 +221,7 @@ def pipelined_step_cost(
         across=across,
         collectives=roofline.collectives,
     )
-    return Pipelined(
+    cost = Pipelined(
         kernels,
         pp,
         layers=model.num_hidden_layers,
@@ -229,6 +229,7 @@ def pipelined_step_cost(
         boundaries=boundaries,
         host=calibration.host,
     )
+    return drawn(cost, calibration)
 
 
 def _launched(kernels: StepCost, model: Model, tp: int, calibration: Calibration) -> StepCost:

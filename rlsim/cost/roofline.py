@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlsim.cost.calibration import Calibration, load_calibration
@@ -12,6 +13,7 @@ from rlsim.cost.host import HostedStep
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
 from rlsim.cost.profile import ProfileStep
+from rlsim.cost.sharing import Scaled
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError
 from rlsim.hardware import Cluster
@@ -204,11 +206,17 @@ def step_cost(model: Model, tp: int, cluster: Cluster, calibration: Calibration 
             f"calibration {calibration.name!r} is for GPU {calibration.gpu!r}, "
             f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
         )
-    profile = calibration.profile(model.name, tp)
+    profile, host = calibration.profile(model.name, tp), calibration.host
     if profile is not None:
-        return ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew)
-    host = calibration.host
-    if host.overlapped:
-        alone = host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
-        return HostedStep(RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": alone})), host)
-    return RooflineStep(model, tp, cluster, calibration)
+        return drawn(ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew), calibration)
+    if not host.overlapped:
+        return drawn(RooflineStep(model, tp, cluster, calibration), calibration)
+    alone = host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
+    kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": alone}))
+    return drawn(HostedStep(kernels, host), calibration)
+
+
+def drawn(cost: StepCost, calibration: Calibration) -> StepCost:
+    """The step cost in the world that the calibration is drawn for."""
+    draw = calibration.draw
+    return Scaled(cost, partial(draw.iteration, cost.tp)) if draw.number else cost

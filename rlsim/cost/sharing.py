@@ -1,9 +1,9 @@
-"""Step costs of an engine that does not have its GPU, or its weights, to itself."""
+"""Step costs made of others: all iterations longer, beside other work on the GPU, or with weights in host memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.host import at_least
@@ -15,31 +15,38 @@ from rlsim.hardware import Link
 from rlsim.models import Model
 
 
-class Crowded(StepCost):
+class Scaled(StepCost):
+    """`cost`, but every iteration takes `factor` times as long, which may depend on the number of its sequences."""
+
+    def __init__(self, cost: StepCost, factor: Callable[[int], float]) -> None:
+        self.tp, self.skew = cost.tp, cost.skew
+        self._cost, self._factor = cost, factor
+        self._curves: dict[int, DecodeCurve] = {}
+
+    def decode(self, batch: int) -> DecodeCurve:
+        if batch not in self._curves:
+            curve, factor = self._cost.decode(batch), self._factor(batch)
+            knots = [*curve.knots, curve.knots[-1] + 1e6]  # one more, to keep the last slope
+            self._curves[batch] = DecodeCurve(batch, knots, [curve.step_s(knot) * factor for knot in knots])
+        return self._curves[batch]
+
+    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
+        return self._cost.prefill_s(chunks) * self._factor(len(chunks))
+
+    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+        return self._cost.mixed_s(batch, context_tokens, chunks) * self._factor(batch + len(chunks))
+
+    def lookups(self) -> Lookups:
+        return _passed_on(self._curves, self._cost)
+
+
+class Crowded(Scaled):
     """`alone` beside other work on the same GPU: every iteration takes `factor` ≥ 1 times as long."""
 
     def __init__(self, alone: StepCost, factor: float) -> None:
         if factor < 1:
             raise ValueError("other work on a GPU speeds nothing up")
-        self.tp, self.skew = alone.tp, alone.skew
-        self._alone, self._factor = alone, factor
-        self._curves: dict[int, DecodeCurve] = {}
-
-    def decode(self, batch: int) -> DecodeCurve:
-        if batch not in self._curves:
-            curve = self._alone.decode(batch)
-            knots = [*curve.knots, curve.knots[-1] + 1e6]  # one more, to keep the last slope
-            self._curves[batch] = DecodeCurve(batch, knots, [curve.step_s(knot) * self._factor for knot in knots])
-        return self._curves[batch]
-
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self._alone.prefill_s(chunks) * self._factor
-
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
-        return self._alone.mixed_s(batch, context_tokens, chunks) * self._factor
-
-    def lookups(self) -> Lookups:
-        return _passed_on(self._curves, self._alone)
+        super().__init__(alone, lambda _: factor)
 
 
 class Streamed(StepCost):

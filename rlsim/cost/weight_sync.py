@@ -93,6 +93,7 @@ class WeightSync:
     offload: bool = False
     stacked: bool = True
     fit: SyncFit = FITTED
+    factor: float = 1.0  # of the time of the whole sync
 
     def time_s(self, source: Layout, target: Layout) -> float:
         """Seconds until every GPU of `target`, a rollout engine, has the weights that training has at `source`.
@@ -100,7 +101,7 @@ class WeightSync:
         Raises `ConfigError` if a TP degree does not split the model, and `CalibrationError` if the two are on several
         nodes of a cluster without a link between them.
         """
-        return self.parts(source, target).total_s
+        return self.factor * self.parts(source, target).total_s
 
     def parts(self, source: Layout, target: Layout) -> SyncTime:
         """`time_s` by its stages."""

@@ -59,7 +59,7 @@ class LoadedExperiment:
             experiment,
             load_cluster(experiment.cluster, source=f"{shown}: cluster"),
             actor,
-            load_calibration(beside(experiment.calibration, folder)),
+            load_calibration(beside(experiment.calibration, folder)).drawn(experiment.draw),
             mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment),
             paths,
             _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),

@@ -187,6 +187,8 @@ SUMMARY: tuple[Column, ...] = (
     *_RUN[:2],
     Column("responses_per_s", "float64", "1/s", "responses trained on per second of step time"),
     *_ratio("speedup", "responses trained on per second"),
+    _figure("speedup_model_low", "lower end of its 95% interval over the calibration's errors; missing without draws"),
+    _figure("speedup_model_high", "upper end of the same"),
     *_ratio("token_speedup", "tokens trained on per second"),
     *_ratio("gen_speedup", "responses trained on per second of generation"),
     _figure("trained", "mean number of responses that a step trains on"),

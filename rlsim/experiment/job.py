@@ -58,6 +58,7 @@ class Job:
             "systems": ["verl"],
             "baseline": None,
             "cases": {},
+            "certainty": 0,
             "seeds": list(experiment.seed_list[:1]),
         }
         config = json.dumps({**experiment.model_dump(mode="json"), **bare})  # of the seeds, searches take the first

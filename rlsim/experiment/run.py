@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
+from rlsim.experiment.worlds import in_worlds
 from rlsim.policies.plan import part_of
 from rlsim.schema import place_of
 from rlsim.sim.control import RolloutControl
@@ -96,7 +98,20 @@ def run_loaded(
     if not collected:
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
-    return Result(**tables, manifest=_manifest(experiment, cases, collected))
+    result = Result(**tables, manifest=_manifest(experiment, cases, collected))
+    if not experiment.certainty:
+        return result
+    settled = with_settings(experiment, {"baseline": cases[0].baseline, "certainty": 0}, shown)
+
+    def in_world(number: int, seed: int) -> Result:
+        def told_of(done: int, runs: int, what: str) -> None:
+            told(done, runs, f"world {number} of {experiment.certainty}: {what}")
+
+        world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
+        return run_loaded(world, shown, folder, progress=told_of, execute=execute, optional=optional)
+
+    worlds = in_worlds(experiment.certainty, experiment.seed_list, result, in_world)
+    return replace(result, manifest={**result.manifest, "worlds": worlds})
 
 
 def _simulate(cases: Sequence[_Case], told: Progress) -> None:

@@ -314,6 +314,16 @@ class Experiment(Schema):
     seeds: Annotated[int, Field(le=MOST_SEEDS)] | tuple[Annotated[int, Field(le=LARGEST_SEED)], ...] = Field(
         default=5, description=f"number of seeds, or the seeds themselves (at most {MOST_SEEDS:,})"
     )
+    certainty: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="worlds to draw from the calibration's errors on settings that no fit has seen; every system runs "
+        "a seed in each, which gives speedups an interval of the model beside that of the seeds (2 or more)",
+    )
+    draw: int = Field(
+        default=0, ge=0, le=1_000_000, description="the world to run in, by number; 0: the calibration as it was fitted"
+    )
     baseline: str | None = Field(default=None, description="system that speedups refer to; default: the first")
     systems: tuple[Any, ...] = Field(min_length=1, description="what is compared; see docs/experiments.md")
     cases: dict[str, Any] = Field(

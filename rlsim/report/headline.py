@@ -12,7 +12,7 @@ from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
 from rlsim.formats import is_missing, rate
 from rlsim.report.choice import best_other, fastest
-from rlsim.report.speedups import verdicts
+from rlsim.report.speedups import intervals, verdict, verdicts
 
 _MOST_CASES = 6
 _SPEEDUP = ("speedup", "speedup_low", "speedup_high")
@@ -70,6 +70,9 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
         if is_missing(low)
         else f"95% interval {low:.{digits}f} to {high:.{digits}f}, {seeds} seeds"
     )
+    least, most = intervals(row)["calibration"]
+    if not is_missing(least):
+        interval += f"; {least:.{digits}f} to {most:.{digits}f} over the calibration's errors"
     over = _named(baseline, tuned)
     by = (
         f"{speedup:.{digits}f} times the responses per second of {over} ({interval}), and "
@@ -86,7 +89,9 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
         case "slower":
             return f"No system is faster than {over}. {_named(best, tuned)} comes next: {by}."
         case _:
-            return f"{_named(best, tuned)} and {over} cannot be told apart by these seeds: {by}."
+            by_seeds = verdict(speedup, (low, high)) == "not told apart"
+            why = "by these seeds" if by_seeds else "within the calibration's errors"
+            return f"{_named(best, tuned)} and {over} cannot be told apart {why}: {by}."
 
 
 def late_sentence(rows: pd.DataFrame) -> str:

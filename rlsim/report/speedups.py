@@ -35,17 +35,26 @@ _COLUMNS = (
 )
 
 
-def verdict(speedup: float, low: float, high: float) -> str:
-    """`faster` or `slower` than the baseline, `not told apart` where the interval includes 1, `equal` in every seed.
+def verdict(speedup: float, *intervals: tuple[float, float]) -> str:
+    """`faster` or `slower` than the baseline, `equal` in every seed, `not told apart` where an interval includes 1.
 
-    Without an interval (one seed) the speedup alone decides; `no speedup` where there is none.
+    Of the seeds and of the calibration's errors, those that are there: without any (one seed, no draws) the speedup
+    alone decides. `no speedup` where there is none.
     """
     if pd.isna(speedup):
         return "no speedup"
-    low, high = (speedup, speedup) if pd.isna(low) else (low, high)
-    if low == high == 1:
+    ends = [end for interval in intervals for end in interval if not pd.isna(end)] or [speedup]
+    if min(ends) == max(ends) == 1:
         return "equal"
-    return "faster" if low > 1 else "slower" if high < 1 else "not told apart"
+    return "faster" if min(ends) > 1 else "slower" if max(ends) < 1 else "not told apart"
+
+
+def intervals(row: Mapping[Any, Any]) -> dict[str, tuple[float, float]]:
+    """The intervals of a summary row's speedup, NaN where missing: over seeds, over the calibration's errors."""
+    return {
+        "seeds": (row["speedup_low"], row["speedup_high"]),
+        "calibration": (row["speedup_model_low"], row["speedup_model_high"]),
+    }
 
 
 def verdicts(summary: pd.DataFrame, baseline: str) -> dict[str, str]:
@@ -56,7 +65,7 @@ def verdicts(summary: pd.DataFrame, baseline: str) -> dict[str, str]:
     late = set(summary["system"][~comparable(summary["held_back"])])
     found = {baseline: "baseline"}
     for row in summary.to_dict("records"):
-        told = verdict(row["speedup"], row["speedup_low"], row["speedup_high"])
+        told = verdict(row["speedup"], *intervals(row).values())
         found.setdefault(row["system"], "not comparable yet" if {row["system"], baseline} & late else told)
     return found
 

@@ -18,6 +18,7 @@ from pydantic import Field
 from rlsim.cost.calibration import Engine, Fitted, FrontEndFit, HostFit
 from rlsim.schema import load
 from rlsim.validate.charts import error_panels
+from rlsim.validate.coverage import errors_by_setting, inside
 from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
@@ -79,10 +80,22 @@ def section(options: Options) -> Section | Skipped:
         "transfer",
         engines=summary_table(summarise(rows, depth=1)),
         settings=summary_table(summaries),
+        coverage=coverage_table([row for row in rows if row.kind == "left-out"]),
         ablation="" if options.quick else _ablation(runs, fits, options.progress),
     )
     engines = tuple(item for item in summarise(rows, depth=1))
     return Section(tuple(rows), (*summaries, *engines), text, _chart(rows), summarised=True)
+
+
+def coverage_table(left_out: Sequence[Row]) -> str:
+    """How many runs lie inside the 90% interval that the errors of the other settings allow."""
+    errors = {quantity: errors_by_setting(left_out, quantity) for quantity in QUANTITIES}
+    shares = {quantity: inside(errors[quantity]) for quantity in QUANTITIES}
+    runs = {setting: len(own) for setting, own in errors[QUANTITIES[0]].items()}
+    cells = [(name, str(runs[name]), *(f"{shares[q][name]:.0%}" for q in QUANTITIES)) for name in runs]
+    means = [np.average([shares[q][name] for name in runs], weights=list(runs.values())) for q in QUANTITIES]
+    cells.append(("all", str(sum(runs.values())), *(f"{mean:.0%}" for mean in means)))
+    return markdown(("setting", "runs", "TPOT inside", "TTFT inside"), cells)
 
 
 def kind_rows(runs: Sequence[ServingRun], fits: TransferFits, kind: Kind, without: str = WHOLE) -> list[Row]:

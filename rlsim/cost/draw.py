@@ -1,0 +1,68 @@
+"""Worlds that a calibration's errors allow: by what factors times may differ where no fit has seen the setting.
+
+A world is drawn as a whole: all systems and seeds run in the same one, so that what two systems share cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+#: Sequences around which the error of a rollout's iterations turns, and the batch sizes that were measured.
+MIDDLE_BATCH = 16
+SMALLEST_BATCH, LARGEST_BATCH = 1, 128
+
+Family = Literal["rollout", "tilt", "inference", "train", "sync"]
+_FAMILIES: tuple[Family, ...] = ("rollout", "tilt", "inference", "train", "sync")
+
+
+@dataclass(frozen=True)
+class TransferErrors:
+    """Standard deviations, over settings that no fit has seen, of log(simulated / measured)."""
+
+    rollout: float  # iterations of an engine at one TP, with `MIDDLE_BATCH` sequences
+    tilt: float  # what that grows by with each doubling of the sequences
+    calls: float  # training calls, and inference calls on their own
+    sync: float  # weight syncs into an engine
+
+
+#: Printed by `scripts/fit_transfer.py`; `rlsim validate transfer` says how many left-out measurements lie inside.
+MEASURED = TransferErrors(rollout=0.027, tilt=0.024, calls=0.120, sync=0.157)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The world of a number; 0 is the calibration as it was fitted.
+
+    Every TP has a rollout error of its own, drawn from the same distribution; it does not depend on the GPU, the engine
+    or the model, so that a number stands for one world in all experiments.
+    """
+
+    number: int = 0
+    errors: TransferErrors = MEASURED
+
+    def iteration(self, tp: int, sequences: int) -> float:
+        """How many times as long as calibrated an iteration of so many sequences takes at a TP."""
+        level, tilt = self._normal("rollout", tp), self._normal("tilt", tp)
+        doublings = math.log2(min(max(sequences, SMALLEST_BATCH), LARGEST_BATCH) / MIDDLE_BATCH)
+        return math.exp(level * self.errors.rollout + tilt * self.errors.tilt * doublings)
+
+    def call(self, kind: Literal["inference", "train"]) -> float:
+        """How many times as long as calibrated the computation of inference or training calls takes."""
+        return math.exp(self._normal(kind) * self.errors.calls)
+
+    def sync(self) -> float:
+        """How many times as long as calibrated a weight sync into an engine takes."""
+        return math.exp(self._normal("sync") * self.errors.sync)
+
+    def _normal(self, family: Family, tp: int = 0) -> float:
+        return _normal(self.number, _FAMILIES.index(family), tp) if self.number else 0.0
+
+
+@cache
+def _normal(number: int, family: int, tp: int) -> float:
+    return float(np.random.default_rng([number, family, tp]).standard_normal())

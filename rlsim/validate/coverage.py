@@ -1,0 +1,68 @@
+"""Whether stated intervals hold: how many measurements lie inside the interval that others allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+from rlsim.cost.draw import MIDDLE_BATCH
+from rlsim.cost.packing import Floats
+from rlsim.validate.rows import Row
+
+CONFIDENCE = 0.9
+
+
+class Line(NamedTuple):
+    """Log errors of a setting's runs over doublings of their users: at `MIDDLE_BATCH`, the slope, and around them."""
+
+    level: float
+    tilt: float
+    noise: float
+
+
+def errors_by_setting(rows: Iterable[Row], quantity: str) -> dict[str, Floats]:
+    """Of serving runs, by setting: an array of (doublings of `MIDDLE_BATCH` users, log error), one run a row."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.quantity == quantity:
+            setting, _, run = row.case.rpartition("/")
+            doublings = np.log2(int(run.rpartition("x")[2]) / MIDDLE_BATCH)
+            found.setdefault(setting, []).append((doublings, np.log1p(row.error)))
+    return {setting: np.array(errors) for setting, errors in found.items()}
+
+
+def line(errors: Floats) -> Line:
+    """The straight line through the errors of one setting."""
+    tilt, level = np.polyfit(errors[:, 0], errors[:, 1], 1)
+    rest = errors[:, 1] - level - tilt * errors[:, 0]
+    return Line(float(level), float(tilt), float(np.sqrt((rest**2).sum() / (len(rest) - 2))))
+
+
+def spread(lines: Iterable[Line]) -> Line:
+    """Standard deviations over settings, around no error."""
+    return Line(*np.sqrt((np.array(list(lines)) ** 2).mean(axis=0)).tolist())
+
+
+def inside(errors: Mapping[str, Floats]) -> dict[str, float]:
+    """By setting: the share of its runs inside the 90% interval that the *other* settings' errors allow."""
+    lines = {setting: line(own) for setting, own in errors.items()}
+    found = {}
+    for setting, own in errors.items():
+        others = [other for name, other in lines.items() if name != setting]
+        level, tilt, noise = spread(others)
+        half = quantile(len(others)) * np.sqrt(level**2 + (tilt * own[:, 0]) ** 2 + noise**2)
+        found[setting] = float((np.abs(own[:, 1]) <= half).mean())
+    return found
+
+
+def inside_of(errors: Sequence[float], deviation: float, settings: int) -> float:
+    """The share of log errors inside the 90% interval of a standard deviation that so many settings gave."""
+    return float((np.abs(errors) <= quantile(settings) * deviation).mean())
+
+
+def quantile(settings: int) -> float:
+    """Of Student's t: how many standard deviations from so many settings are half of the 90% interval."""
+    return float(stdtrit(settings, 0.5 + CONFIDENCE / 2))
