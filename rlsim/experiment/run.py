@@ -411,6 +411,7 @@ def _manifest(experiment: Experiment, cases: list[_Case], collected: list[Frames
         "systems": {case.name: [spec.name for spec in case.systems] for case in cases},
         "tuned": {case.name: case.chosen for case in cases},
         "plans": {case.name: case.plans() for case in cases},
+        "worlds": {},
         "judge": {
             case.name: {names: placed.record() for names, placed in case.experiments().items()} for case in cases
         },
