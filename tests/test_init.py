@@ -292,6 +292,9 @@ def test_training(tmp_path: Path) -> None:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     ).data()["training"]
+    assert "gradients" not in counted
+    reduced = draft_of(tmp_path, "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=bf16")
+    assert reduced.data()["training"]["gradients"] == "bf16"
     assert 4 * 800 < counted["micro_batch_tokens"] < 4 * 1800
     assert counted["recompute"] == "none"
 

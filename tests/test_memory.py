@@ -114,7 +114,7 @@ def test_rollout_that_does_not_fit() -> None:
 @pytest.mark.parametrize(("stage", "per_parameter"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
 def test_zero_stages_as_in_its_paper(stage: int, per_parameter: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 16, 4.19, 2.22 and 0.25 bytes per parameter on 64 GPUs."""
-    memory = training_memory(LLAMA, TrainStrategy(dp=64, zero_stage=stage), gradient_dtype_bytes=2)
+    memory = training_memory(LLAMA, TrainStrategy(dp=64, zero_stage=stage, gradients="bf16"))
     states = memory.parameter_bytes + memory.gradient_bytes + memory.optimizer_bytes
     assert states == pytest.approx(per_parameter * LLAMA.parameters)
     assert (memory.gathered_bytes > 0) == (stage == 3)

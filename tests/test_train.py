@@ -181,6 +181,23 @@ def test_gradient_reduction_by_stage() -> None:
     assert times[1] == times[2]
 
 
+def test_gradients_in_bf16_are_half_as_many_bytes() -> None:
+    """All reduced at once, or scattered and weights gathered, which stay in bf16; ZeRO-3 within and between groups."""
+
+    def reduced_s(gradients: str, **strategy: object) -> float:
+        return cost(gradients=gradients, **strategy).update_time().communication_s
+
+    assert reduced_s("bf16", dp=8) == pytest.approx(reduced_s("fp32", dp=8) / 2)
+    sharded = [reduced_s(kind, dp=8, zero_stage=1) for kind in ("fp32", "bf16")]
+    assert sharded[1] / sharded[0] == pytest.approx((2 + 2) / (4 + 2))
+    hsdp = [reduced_s(kind, dp=8, zero_stage=3, shard_gpus=4) for kind in ("fp32", "bf16")]
+    assert hsdp[1] == pytest.approx(hsdp[0] / 2)
+    memory = [training_memory(LLAMA, TrainStrategy(gradients=kind)) for kind in ("fp32", "bf16")]  # type: ignore[arg-type]
+    assert memory[1].gradient_bytes == memory[0].gradient_bytes / 2 == 2 * LLAMA.parameters
+    with pytest.raises(ConfigError, match="gradients must be fp32 or bf16, got 'fp8'"):
+        TrainStrategy(gradients="fp8")  # type: ignore[arg-type]
+
+
 def test_offload_moves_the_shard_in_and_out() -> None:
     lengths = np.full(8, 1024.0)
     time = cost(dp=8, zero_stage=3, offload=True).train_s(lengths)

@@ -240,15 +240,14 @@ def training_memory(
     strategy: TrainStrategy,
     micro_batch_tokens: int | None = None,
     *,
-    gradient_dtype_bytes: int = FP32,
     reserved_bytes: float = RESERVED_BYTES,
 ) -> TrainMemory:
     """Peak bytes on the fullest GPU of one training call with micro-batches of `micro_batch_tokens` tokens.
 
-    Per parameter: 2 bytes of bf16 weight, `gradient_dtype_bytes` of gradient (4 where it is accumulated in fp32, as
-    Megatron and veRL's FSDP do), 12 of fp32 master and Adam moments; ZeRO stages 1, 2, 3 divide optimizer, gradients,
-    parameters by the data-parallel ranks. Stage 3 gathers two layers (one in use, one prefetched), or the embedding,
-    and holds that unit's whole gradient. A 1F1B pipeline keeps PP micro-batches on its first stage. Logits are those
+    Per parameter: 2 bytes of bf16 weight, 4 or 2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam
+    moments; ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the data-parallel ranks. Stage 3 gathers two
+    layers (one in use, one prefetched), or the embedding, and holds that unit's whole gradient. A 1F1B pipeline keeps
+    PP micro-batches on its first stage. Logits are those
     of `logits_bytes`. Host offload empties the GPU between calls, not while one runs: the peak is the same,
     `resident_bytes` is what changes. Raises `ConfigError` if the strategy does not suit the model.
     """
@@ -257,14 +256,14 @@ def training_memory(
     local, shards = stage_parameters(model, strategy), strategy.sharded_over
     zero = strategy.zero_stage
     unit = max(model.layer_parameters, model.vocab_size * model.hidden_size) / strategy.tp
-    gathered = (2 * BF16 + gradient_dtype_bytes) * unit if zero == 3 and shards > 1 else 0.0
+    gathered = (2 * BF16 + strategy.gradient_bytes) * unit if zero == 3 and shards > 1 else 0.0
     kept, everything = activation_bytes_per_token(model, strategy)
     layers = math.ceil(model.num_hidden_layers / strategy.pp)
     working = everything if strategy.recompute != "none" else 0.0
     logits = logits_bytes(model, strategy, tokens, backward=True)
     return TrainMemory(
         parameter_bytes=BF16 * local / (shards if zero == 3 else 1),
-        gradient_bytes=gradient_dtype_bytes * local / (shards if zero >= 2 else 1),
+        gradient_bytes=strategy.gradient_bytes * local / (shards if zero >= 2 else 1),
         optimizer_bytes=3 * FP32 * local / (shards if zero >= 1 else 1),
         gathered_bytes=gathered,
         reserved_bytes=reserved_bytes,

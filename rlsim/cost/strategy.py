@@ -9,6 +9,7 @@ from rlsim.errors import ConfigError
 from rlsim.models import Model
 
 Recompute = Literal["none", "selective", "full"]
+GradientType = Literal["fp32", "bf16"]
 Logits = Literal["bf16", "fp32", "fused"]
 
 
@@ -33,6 +34,8 @@ class TrainStrategy:
       (3 is FSDP's full sharding).
     - `shard_gpus`: HSDP: neighbouring GPUs that share the states (veRL's `fsdp_size`); the groups are replicas of each
       other, which reduce their gradients once an optimizer step. Default: all ranks are one group.
+    - `gradients`: the type in which they are accumulated and reduced: `fp32`, as Megatron and veRL's FSDP do by
+      default, or `bf16`.
     - `recompute`: `full` keeps each layer's input only; `selective` recomputes norms and the MLP's activation function,
       which costs next to no time. Attention is a flash kernel: its score matrix is never stored.
     - `offload`: weights and optimizer states live in host memory between calls (veRL's `param_offload` and
@@ -55,6 +58,7 @@ class TrainStrategy:
     micro_batches: int | None = None
     zero_stage: int = 0
     shard_gpus: int | None = None
+    gradients: GradientType = "fp32"
     recompute: Recompute = "full"
     offload: bool = False
     sequence_parallel: bool = False
@@ -73,6 +77,8 @@ class TrainStrategy:
             raise ConfigError(f"training strategy: shard_gpus {self.shard_gpus} does not divide {self.shards} ranks")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"training strategy: zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
+        if self.gradients not in ("fp32", "bf16"):
+            raise ConfigError(f"training strategy: gradients must be fp32 or bf16, got {self.gradients!r}")
         if self.recompute not in ("none", "selective", "full"):
             raise ConfigError(f"training strategy: recompute must be none, selective or full, got {self.recompute!r}")
         if self.zero_stage >= 2 and self.pp > 1:
@@ -87,6 +93,11 @@ class TrainStrategy:
     def shards(self) -> int:
         """GPUs that hold the same part of the model but for ZeRO, and reduce its gradients."""
         return self.dp * self.cp
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one gradient."""
+        return 4 if self.gradients == "fp32" else 2
 
     @property
     def sharded_over(self) -> int:

@@ -361,8 +361,9 @@ class TrainCost:
         return self._groups.time_s("all_gather", parameters / self.strategy.tp * BF16, "sharded")
 
     def _scatter_s(self, parameters: float) -> float:
-        """ZeRO-3: reducing one unit's gradient in fp32 to its shards."""
-        return self._groups.time_s("reduce_scatter", parameters / self.strategy.tp * FP32, "sharded")
+        """ZeRO-3: reducing one unit's gradient to its shards."""
+        size = parameters / self.strategy.tp * self.strategy.gradient_bytes
+        return self._groups.time_s("reduce_scatter", size, "sharded")
 
     def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
         """Sends of activations (and gradients): all micro-batches over a slowest boundary, the largest over others."""
@@ -393,10 +394,10 @@ class TrainCost:
         if strategy.shards == 1 or (strategy.zero_stage == 3 and group == strategy.shards):
             return 0.0
         if strategy.zero_stage == 3:
-            return self._groups.time_s("all_reduce", local / group * FP32, "replicas")
+            return self._groups.time_s("all_reduce", local / group * strategy.gradient_bytes, "replicas")
         if strategy.zero_stage == 0:
-            return self._groups.time_s("all_reduce", local * FP32, "shards")
-        scatter_s = self._groups.time_s("reduce_scatter", local * FP32, "shards")
+            return self._groups.time_s("all_reduce", local * strategy.gradient_bytes, "shards")
+        scatter_s = self._groups.time_s("reduce_scatter", local * strategy.gradient_bytes, "shards")
         return scatter_s + self._groups.time_s("all_gather", local * BF16, "shards")
 
     def _optimizer_s(self) -> float:

@@ -144,6 +144,7 @@ class PlacedExperiment:
             micro_batch_tokens=training.micro_batch_tokens,
             log_prob_micro_batch_tokens=training.log_prob_micro_batch_tokens,
             shard_gpus=training.shard_gpus,
+            gradients=training.gradients,
             zero_stage=training.stage,
             recompute=training.recompute,
             offload=training.offload,

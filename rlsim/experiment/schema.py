@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlsim.cost.strategy import Recompute
+from rlsim.cost.strategy import GradientType, Recompute
 from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import ConfigError, shown
 from rlsim.schema import Name, Schema, name_of, placed
@@ -244,6 +244,9 @@ class TrainingSpec(Schema):
         ge=1,
         le=1_000_000,
         description="HSDP (veRL's `fsdp_size`): neighbouring GPUs that share the states of training; default: all",
+    )
+    gradients: GradientType = Field(
+        default="fp32", description="type in which gradients are accumulated and reduced over GPUs"
     )
     recompute: Recompute = Field(default="full", description="activation recomputation")
     fused_kernels: bool = Field(

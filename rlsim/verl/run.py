@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from rlsim.cost.strategy import Recompute, TrainStrategy, logits_of
+from rlsim.cost.strategy import GradientType, Recompute, TrainStrategy, logits_of
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 from rlsim.schema import Schema, validate
@@ -17,7 +17,7 @@ from rlsim.sim.request import EngineConfig
 from rlsim.units import Tokens
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.log import VerlLog
-from rlsim.verl.settings import STRATEGY
+from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY
 
 T = TypeVar("T")
 #: Of training and of log-prob passes: whether micro-batches have a token budget, that budget, or their sequences.
@@ -230,6 +230,7 @@ def _strategies(
         "recompute": find.prefer("train.recompute", given.recompute, _recompute(backend, find)) or "full",
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
+        "gradients": _gradients(backend, find),
         "logits": logits_of(backend, bool(find.logged(MODEL + "use_fused_kernels"))),
     }
     train = _micro_batches(find, "ppo", cp, given.micro_batch_tokens, given.micro_batch_sequences)
@@ -253,6 +254,12 @@ def _recompute(backend: str, find: _Finder) -> Recompute | None:
         ACTOR + "megatron.override_transformer_config.recompute_granularity",
     )
     return level if level in ("full", "selective") else "none"
+
+
+def _gradients(backend: str, find: _Finder) -> GradientType:
+    """fp32, unless FSDP's mixed precision or Megatron's DDP says otherwise."""
+    key = FSDP_REDUCES if backend == "fsdp" else MEGATRON_REDUCES
+    return "bf16" if find.logged(key) in ("bf16", "bfloat16", False) else "fp32"
 
 
 def _offload(given: TrainingArguments, find: _Finder) -> bool:

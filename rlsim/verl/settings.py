@@ -13,6 +13,9 @@ from rlsim.verl.defaults import ACTOR, KINDS, ROLLOUT
 from rlsim.verl.variables import Unknown
 
 STRATEGY = ACTOR + "strategy"
+#: The type in which FSDP reduces gradients, and whether Megatron's DDP does in fp32.
+FSDP_REDUCES = ACTOR + "fsdp_config.mixed_precision.reduce_dtype"
+MEGATRON_REDUCES = ACTOR + "megatron.override_ddp_config.grad_reduce_in_fp32"
 #: Beyond it no number of tokens, sequences or GPUs can be meant.
 MOST = 10**12
 #: Sections with keys like those that bear on time.

@@ -16,7 +16,7 @@ from rlsim.trace import Trace
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.notes import REFERENCE_OFFLOAD
 from rlsim.verl.run import RunSettings
-from rlsim.verl.settings import STRATEGY, Settings
+from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY, Settings
 
 _OFFLOADED = ("param", "optimizer")
 
@@ -57,6 +57,8 @@ def add_training(config: Settings, draft: Draft, settings: RunSettings, trace: T
     shard = config.get(ACTOR + "fsdp_config.fsdp_size")
     if not megatron and shard and 0 < shard < strategy.shards:
         add("shard_gpus", shard, ACTOR + "fsdp_config.fsdp_size")
+    if strategy.gradients != default.gradients:
+        add("gradients", strategy.gradients, MEGATRON_REDUCES if megatron else FSDP_REDUCES)
     entries["micro_batch_tokens"] = _micro_batch(config, draft, settings, trace)
     if settings.inference != strategy:
         entries["log_prob_micro_batch_tokens"] = _log_prob_micro_batch(config, settings, trace)
