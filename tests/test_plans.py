@@ -319,6 +319,26 @@ def random_plans(space: PlanSpace, count: int, rng: np.random.Generator) -> list
     return plans
 
 
+def test_a_search_over_context_parallelism_has_all_it_had_and_more() -> None:
+    """Training and inference split sequences, inside a node; the engine takes as long as the estimator says."""
+    given = experiment(workflow={"steps": 5})
+    loaded, _, folder = load_experiment(given)
+    placed = Simulator(LoadedExperiment.of(loaded, folder)).placed()
+    without, within = PlanSpace(placed), PlanSpace(placed, context_parallel=True)
+    for name, options in within.options.items():
+        strategies = [candidate.strategy for _, candidate in options]
+        assert set(without.options[name]) <= set(options)
+        assert ({s.cp for s in strategies} == {1}) == (name == "generate")
+        assert max(s.cp * s.tp for s in strategies) <= 8
+    split = [i for i, (_, option) in enumerate(within.options["train"]) if option.strategy.cp > 1]
+    at = [call.name for call in within.calls].index("train")
+    (plan,) = random_plans(within, 1, np.random.default_rng(1))
+    plan[at] = next(i for i in split if fits(within.problem, [[*plan[:at], i, *plan[at + 1 :]]])[0])
+    spelled = ExplicitPlan.of(within.plan(plan), within.workflow).model_dump(exclude_none=True)
+    steps = rlsim.run({**given, "systems": [{"name": "own", "use": [{"plan": spelled}]}]}).steps
+    assert steps["step_time_s"].to_numpy()[1:-1] == pytest.approx(within.problem.cost_s([plan])[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
     given = experiment(**{"workflow": {"steps": 5}, **SETTINGS[setting]})

@@ -22,15 +22,15 @@ from rlsim.experiment.engines import beside_generation, bytes_beside, rollout_co
 from rlsim.experiment.judge import Judge
 from rlsim.experiment.remedies import advice
 from rlsim.hardware import Cluster
-from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext
+from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
 from rlsim.sim.control import ControlContext
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.memory import PlanMemory
 from rlsim.workflow.plan import check_meshes, check_tp_groups
 
-#: Searches for the best plan of an experiment: the experiment, and what `PlanContext.search` is given.
-Planner = Callable[["PlacedExperiment", str, int, int, bool], Plan]
+#: Searches for the best plan of an experiment.
+Planner = Callable[["PlacedExperiment", PlanSearch], Plan]
 
 
 class SearchAheadError(RlsimError):
@@ -246,11 +246,11 @@ class PlacedExperiment:
             search=self._search,
         )
 
-    def _search(self, method: str, evaluations: int, seed: int, pipelined: bool) -> Plan:
+    def _search(self, how: PlanSearch) -> Plan:
         if self._planner is None:
             raise SearchAheadError
         self.searched = True
-        return self._planner(self, method, evaluations, seed, pipelined)
+        return self._planner(self, how)
 
     @cached_property
     def memory(self) -> PlanMemory:

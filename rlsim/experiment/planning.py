@@ -18,12 +18,13 @@ from rlsim.cost.memory import (
     rollout_activation_bytes,
     rollout_weight_bytes,
 )
-from rlsim.cost.rollout import RolloutCostModel
+from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
+from rlsim.policies.parts import PlanSearch
 from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.request import Request
@@ -61,13 +62,14 @@ class PlanSpace:
     """All plans of an experiment's workflow on its GPUs, costed on the lengths of its first step.
 
     Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside a node, every GPU of a
-    mesh is used, DP is no larger than a mini-batch; generation has PP 1 unless `pipelined`. Of strategies that differ
-    in micro-batches or offload only, those worse in both time and memory are left out. Raises `CapacityError` if a call
-    fits nowhere.
+    mesh is used, DP is no larger than a mini-batch; generation has PP 1 unless `pipelined`. With `context_parallel`
+    training and inference may split sequences over GPUs too (CP, a power of two, in a node with TP). Of strategies that
+    differ in micro-batches or offload only, those worse in both time and memory are left out. Raises `CapacityError` if
+    a call fits nowhere.
     """
 
-    def __init__(self, placed: PlacedExperiment, pipelined: bool = True) -> None:
-        self._pipelined = pipelined
+    def __init__(self, placed: PlacedExperiment, pipelined: bool = True, context_parallel: bool = False) -> None:
+        self._pipelined, self._context_parallel = pipelined, context_parallel
         self._loaded = loaded = placed.loaded
         self._placed, self._cluster = placed, placed.cluster
         self.workflow, self.gpu = placed.workflow, loaded.cluster.gpu
@@ -184,8 +186,15 @@ class PlanSpace:
             kept = [TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread if self._pipelined or pp == 1]
             yield from self._generation(kept)
             return
+        style = self._placed.style
         for dp, tp, pp in spread:
-            yield from undominated(self._variants(call, dp, tp, pp, share // dp))
+            zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
+            most = math.gcd(dp, self._cluster.gpus_per_node // tp) if self._context_parallel else 1
+            for cp in powers_of_two(most):
+                shape = replace(
+                    style, dp=dp // cp, tp=tp, pp=pp, cp=cp, zero_stage=zero, sequence_parallel=tp > 1
+                )  # fmt: skip
+                yield from undominated(self._variants(call, shape, share // shape.dp))
 
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
         model = self._loaded.models[call.model]
@@ -195,18 +204,15 @@ class PlanSpace:
             return False
         return pp <= model.num_hidden_layers
 
-    def _variants(self, call: Call, dp: int, tp: int, pp: int, share: int) -> Iterator[Candidate]:
-        """Every number of micro-batches; a model that is not trained may also wait in host memory."""
-        style, training = self._placed.style, self._loaded.experiment.training
-        zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
-        offloads = (style.offload,) if call.model in self._trained else (False, True)
+    def _variants(self, call: Call, shape: TrainStrategy, share: int) -> Iterator[Candidate]:
+        """Every number of micro-batches of a rank's `share`; a model that is not trained may also wait in host
+        memory."""
+        training = self._loaded.experiment.training
+        offloads = (shape.offload,) if call.model in self._trained else (False, True)
         count = 1
-        while count <= min(share, MICRO_BATCHES_PER_STAGE * pp):
+        while count <= min(share, MICRO_BATCHES_PER_STAGE * shape.pp):
             for offload in offloads:
-                strategy = replace(
-                    style, dp=dp, tp=tp, pp=pp, zero_stage=zero, offload=offload, micro_batches=count,
-                    sequence_parallel=tp > 1,
-                )  # fmt: skip
+                strategy = replace(shape, offload=offload, micro_batches=count)
                 copied = call.model in self._trained and not offload  # whose bytes depend on where training is
                 memory = self._placed.memory.of(call, strategy, holds_weights=copied)
                 cost = self._placed.calls.of(call.model, strategy)
@@ -283,14 +289,14 @@ class Plans:
         self.search = search
         self.found: dict[tuple[Any, ...], Plan] = {}  # by workflow, and what `PlanContext.search` is given
 
-    def __call__(self, placed: PlacedExperiment, method: str, evaluations: int, seed: int, pipelined: bool) -> Plan:
-        """The best plan that a search method finds; raises `RlsimError` as `find_plan`."""
-        key = (repr(placed.workflow), method, evaluations, seed, pipelined)
+    def __call__(self, placed: PlacedExperiment, how: PlanSearch) -> Plan:
+        """The best plan that is found so; raises `RlsimError` as `find_plan`."""
+        key = (repr(placed.workflow), *how)
         if key not in self.found:
             if not self.search:
                 raise SearchAheadError
-            space = PlanSpace(placed, pipelined)
-            found = find_plan(space.problem, method, Budget(evaluations=evaluations), seed=seed)
+            space = PlanSpace(placed, how.pipelined_generation, how.context_parallel)
+            found = find_plan(space.problem, how.method, Budget(evaluations=how.evaluations), seed=how.seed)
             self.found[key] = space.plan(found.plan)
         return self.found[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import Literal, NamedTuple, Union
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import shown
@@ -56,6 +56,16 @@ class JudgePlacement(Hooked):
         raise NotImplementedError
 
 
+class PlanSearch(NamedTuple):
+    """How a plan is searched for, and over which degrees beside data and tensor parallelism."""
+
+    method: str
+    evaluations: int
+    seed: int
+    pipelined_generation: bool
+    context_parallel: bool
+
+
 @dataclass(frozen=True)
 class PlanContext:
     """What a placement learns: the calls, the GPUs and the limits, no lengths."""
@@ -68,8 +78,7 @@ class PlanContext:
     style: TrainStrategy  # the same without the degrees: micro-batches, ZeRO stage, recomputation, offload
     reward: Placement  # of reward calls
     check: Callable[[Plan], None]  # raises `CapacityError` for a plan that does not fit
-    #: The best plan that a method finds: its name, evaluations, seed, whether generation may be pipelined.
-    search: Callable[[str, int, int, bool], Plan]
+    search: Callable[[PlanSearch], Plan]  # the best plan that it finds
 
 
 class Placing(Hooked):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlsim.policies.parts import Placing, PlanContext, Rewiring
+from rlsim.policies.parts import Placing, PlanContext, PlanSearch, Rewiring
 from rlsim.schema import Schema
 from rlsim.workflow.graph import Workflow
 from rlsim.workflow.plan import Plan
@@ -32,9 +32,15 @@ class REAL(Schema, Placing, Rewiring):
         description="whether generation may run in pipeline stages; without, the search takes far less time",
     )
 
+    context_parallel: bool = Field(
+        default=False, description="whether training and inference may split sequences over GPUs (not in REAL's space)"
+    )
+
     def rewired(self, workflow: Workflow) -> Workflow:
         """Edges that carry data or parameters only."""
         return workflow.without_barriers()
 
     def plan(self, context: PlanContext) -> Plan:
-        return context.search(self.method, self.evaluations, self.seed, self.pipelined_generation)
+        return context.search(
+            PlanSearch(self.method, self.evaluations, self.seed, self.pipelined_generation, self.context_parallel)
+        )
