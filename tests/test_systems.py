@@ -431,6 +431,13 @@ def test_a_rise_of_preemptions_doubles_the_choice_for_a_round_and_never_climbs()
         assert tp <= 2
 
 
+@pytest.mark.parametrize(("responses", "fastest", "doubled"), [(24, 2, 4), (8, 4, 8), (1, 8, 8)])
+def test_a_rise_of_preemptions_doubles_any_degree_but_the_largest(responses: int, fastest: int, doubled: int) -> None:
+    """24 responses take 1.1 s a step at TP2 (1.3 at TP1, 1.45 at TP4), 8 take 0.65 s at TP4, one 0.225 s at TP8."""
+    plans = planner()
+    assert [plans.next_tp(played(responses, preemptions, fastest)) for preemptions in (10, 20)] == [fastest, doubled]
+
+
 def test_quiet_rounds_of_one_kind_do_not_halve_the_tp_of_another() -> None:
     plans = planner()
     plans.next_tp(played(8, 50, label="long"))
