@@ -171,6 +171,25 @@ def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyP
         ("training.flop_efficiency.fsdp", 0.0),
         ("training.flop_efficiency.fsdp", math.nan),
         ("reference.link_bytes_per_s", 1e300),
+        ("reference.l2_bytes", 0),
+        ("reference.sm_count", 0),
+        ("operators.decode_attention.skew", -0.01),
+        ("operators.decode_attention.skew", 1.01),
+        ("operators.decode_attention.floor_s", -1e-9),
+        ("operators.gemm.wave_rounding", -0.01),
+        ("operators.gemm.wave_rounding", 1.01),
+        ("operators.gemm.k_overhead", -1),
+        ("operators.gemm.blend", 0.99),
+        ("operators.gemm.memory_efficiency", 1.01),
+        ("operators.gemm.tiles", []),
+        ("operators.gemm.tiles.0.m", 0),
+        ("operators.prefill_attention.overhead_tokens", -1),
+        ("operators.prefill_attention.block_tokens", 0),
+        ("operators.prefill_attention.single_efficiency", 1.01),
+        ("collectives.inter_efficiency", 1.01),
+        ("runtime.switch_control_s", -1e-9),
+        ("runtime.group_create_s", 86_400),
+        ("provenance.sources", []),
     ],
 )
 def test_numbers_that_would_price_nonsense_are_refused(path: str, value: object) -> None:
@@ -180,6 +199,38 @@ def test_numbers_that_would_price_nonsense_are_refused(path: str, value: object)
         data["collectives"]["nccl"]["all_reduce"] = {"8": data["collectives"]["nccl"]["all_reduce"]["8"]}
     with pytest.raises(ConfigError, match=re.escape(path.partition(".")[0])):
         validate(data, Calibration, "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("reference.l2_bytes", 1),
+        ("reference.sm_count", 1),
+        ("operators.decode_attention.skew", 0),
+        ("operators.decode_attention.skew", 1),
+        ("operators.decode_attention.floor_s", 0),
+        ("operators.gemm.wave_rounding", 0),
+        ("operators.gemm.wave_rounding", 1),
+        ("operators.gemm.k_overhead", 0),
+        ("operators.gemm.blend", 1),
+        ("operators.gemm.memory_efficiency", 1),
+        ("operators.gemm.splits.0", 1),
+        ("operators.prefill_attention.overhead_tokens", 0),
+        ("operators.prefill_attention.block_tokens", 1),
+        ("operators.decode_attention.efficiency.0", 1.5),  # what caches hold is faster than memory
+        ("collectives.inter_efficiency", 1),
+        ("runtime.switch_control_s", 0),
+        ("runtime.group_create_s", 600),
+        ("runtime.graph_batch_sizes", [1]),
+    ],
+)
+def test_numbers_at_the_edge_of_what_makes_sense_are_taken(path: str, value: object) -> None:
+    data: Any = load_calibration("a40-vllm").model_dump(mode="json")
+    set_path(data, path, value)
+    found: Any = validate(data, Calibration, "c.yaml").model_dump(mode="json")
+    for key in path.split("."):
+        found = found[int(key) if key.isdigit() else key]
+    assert found == value
 
 
 PROFILE: dict[str, Any] = {

@@ -104,6 +104,8 @@ def test_rollout_that_does_not_fit() -> None:
         CapacityError, match=r"^llama-3-70b rollout at TP 1 does not fit: weights 141.11 GB \+ .*on a40"
     ):
         rollout_memory(big, A40, 1)
+    with pytest.raises(CapacityError, match=r"> 43\.48 GB \(0\.9 of 48\.31 GB on a40\)$"):  # 46,068 MiB
+        rollout_memory(big, A40, 1)
     assert rollout_memory(big, A40, 8).pages > 0
     with pytest.raises(CapacityError, match=r"KV cache of 10000000 tokens 1310\.72 GB"):
         rollout_memory(LLAMA, A40, 1, min_tokens=10_000_000)

@@ -182,6 +182,23 @@ def test_profile_prefill_is_bilinear_and_counts_extrapolation() -> None:
     assert profile.lookups().table()["prefill profile"]["extrapolated"] == 1
 
 
+def test_profile_prefill_between_the_nearest_points_of_many() -> None:
+    """2,500 tokens in sequences of 250 lie between 2,000 and 4,000, and between 200 and 400, a quarter of the way."""
+    axes = [1000, 2000, 4000, 8000], [100, 200, 400, 800]
+    grid = [[10.0 * i**2 + j**2 for j in range(4)] for i in range(4)]
+    profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], *axes, grid)
+    assert profile.prefill_s([Chunk(250, 0)] * 10) == pytest.approx((10 + 30 / 4) + (1 + 3 / 4))
+    assert profile.prefill_s([Chunk(400, 0)] * 5) == 10.0 + 4.0
+    # beyond the last points their slopes go on: 50 s and 5 s for as much more as there is between the last two
+    assert profile.prefill_s([Chunk(1000, 0)] * 12) == pytest.approx(90 + 50 + 9 + 5 / 2)
+
+
+def test_a_profile_of_one_prefill_is_no_slower_for_less_and_no_faster_for_more() -> None:
+    profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100], [100], [[0.5]])
+    assert [profile.prefill_s([Chunk(100, 0)] * n) for n in (1, 2, 9)] == [0.5] * 3
+    assert profile.prefill_s([Chunk(50, 50)]) <= 0.5
+
+
 def test_profile_mixed_adds_the_contexts_of_the_decodes() -> None:
     step = roofline(2)
     profile = profile_of(step, BATCHES, CONTEXTS, kv_budget_tokens=512 * 1024)
