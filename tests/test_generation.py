@@ -191,7 +191,7 @@ class Asked(RolloutControl):
 
 
 def test_who_has_stopped_the_rollout_is_not_asked_again() -> None:
-    """One replica has its response after 1.25 + 1 s; the other is then in a prefill of 3.25 s, which ends a response."""
+    """One replica has its response after 1.25 + 1 s; the other is in a prefill of 3.25 s then, which ends another."""
     slow = StubCosts({1: LinearStep(a=1.0, q=0.5)}, {1: 40})
     control = Asked()
     outcome = generate(control, [(1, 2), (3, 1)], costs=slow)
