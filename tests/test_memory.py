@@ -56,7 +56,7 @@ def test_capacity_by_hand() -> None:
 
 
 def test_working_memory_of_an_iteration_by_hand() -> None:
-    """A layer's residual, normed input and three MLP widths, or the logits in bf16 and twice in fp32, if that is more."""
+    """A layer's residual, normed input and three MLP widths, or logits in bf16 and twice in fp32, if these are more."""
     assert rollout_activation_bytes(LLAMA, 8, 8192, 128) == 8192 * (2 * 4096 + 3 * 14_336 / 8) * 2
     assert rollout_activation_bytes(LLAMA, 1, 8192, 1024) == 1024 * 128_256 * (2 + 4 + 4)
     assert rollout_activation_bytes(LLAMA.as_critic(), 1, 8192, 1024) == 8192 * (2 * 4096 + 3 * 14_336) * 2
@@ -69,10 +69,10 @@ def test_a_replica_holds_a_page_at_least() -> None:
     unused = 0.9 * A40.memory_bytes - free.weight_bytes - free.activation_bytes - free.reserved_bytes
     page = 131_072 * 16
     assert rollout_memory(LLAMA, A40, 1, resident_bytes=unused - page - 1).pages == 1
-    with pytest.raises(CapacityError, match="KV cache of 1 tokens 0.00 GB"):
+    with pytest.raises(CapacityError, match=r"KV cache of 1 tokens 0\.00 GB"):
         rollout_memory(LLAMA, A40, 1, resident_bytes=unused - page + 1)
     assert rollout_memory(LLAMA, A40, 1, resident_bytes=unused - 2 * page - 1, min_tokens=32).pages == 2
-    with pytest.raises(CapacityError, match="KV cache of 33 tokens 0.01 GB"):  # three pages
+    with pytest.raises(CapacityError, match=r"KV cache of 33 tokens 0\.01 GB"):  # three pages
         rollout_memory(LLAMA, A40, 1, resident_bytes=unused - 2 * page - 1, min_tokens=33)
 
 
