@@ -171,6 +171,39 @@ def test_profile_blends_neighbouring_batches_at_the_same_total() -> None:
     assert profile.lookups().table()["decode profile"]["extrapolated"] == 2
 
 
+def test_a_profile_beyond_its_batches_takes_no_smaller_share_and_no_less_time() -> None:
+    """Two of four sequences at least half of their time, sixteen no less than eight: measured slopes are noisy."""
+
+    def step_s(batch: int, four: list[float], eight: list[float]) -> list[float]:
+        """Without context and with ten tokens, from the times of four and eight sequences at these."""
+        curves = [DecodeCurve(4, [0, 10], four), DecodeCurve(8, [0, 10], eight)]
+        curve = ProfileStep(1, curves, [1], [1], [[1.0]]).decode(batch)
+        return [curve.step_s(0), curve.step_s(10)]
+
+    assert step_s(2, [1.0, 2.0], [4.0, 5.0]) == pytest.approx([0.5, 1.0])  # not 1 - 3 / 2
+    assert step_s(2, [2.0, 2.0], [3.0, 3.0]) == pytest.approx([1.5, 1.5])
+    assert step_s(16, [2.0, 2.0], [3.0, 3.0]) == pytest.approx([5.0, 5.0])
+    assert step_s(16, [4.0, 4.0], [3.0, 3.5]) == pytest.approx([3.0, 3.5])
+
+
+def test_a_measured_curve_never_falls_below_zero_towards_no_context() -> None:
+    record = DecodeProfile(
+        model="llama-3.1-8b", tp=1, batches=(2,), context_tokens=((100.0, 200.0),), step_s=((0.1, 1.0),),
+        prefill_tokens=(1.0,), prefill_lengths=(1.0,), prefill_s=((1.0,),),
+    )  # fmt: skip
+    curve = ProfileStep.from_record(record).decode(2)
+    assert [curve.step_s(tokens) for tokens in (0, 50, 100, 150)] == pytest.approx([0.0, 0.05, 0.1, 0.55])
+
+
+def test_steps_below_the_first_knot_follow_the_first_slope() -> None:
+    """A second at 100 tokens, two at 200, five at 300; three sequences, so each step adds three tokens."""
+    curve = DecodeCurve(3, [100, 200, 300], [1.0, 2.0, 5.0])
+    assert curve.steps_s(50, 3) == pytest.approx(0.50 + 0.53 + 0.56)
+    assert curve.steps_s(95, 4) == pytest.approx(0.95 + 0.98 + 1.01 + 1.04)
+    assert curve.steps_s(197, 3) == pytest.approx(1.97 + 2.0 + 2.09)
+    assert curve.steps_s(400, 2) == pytest.approx(8.0 + 8.09)
+
+
 def test_profile_prefill_is_bilinear_and_counts_extrapolation() -> None:
     grid = [[1.0, 2.0], [3.0, 5.0]]
     profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100, 200], [100, 200], grid)
