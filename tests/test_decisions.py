@@ -18,7 +18,7 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.frameworks import Megatron, OpenRLHF, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
 from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve
 from rlsim.policies.pat import PAT
-from rlsim.policies.plan import CallPlan
+from rlsim.policies.plan import CallPlan, ExplicitPlan
 from rlsim.policies.planner import Planner
 from rlsim.policies.registry import load_policy
 from rlsim.policies.reward_scheduler import AdaptiveTimeout, ColocatedJudge
@@ -333,6 +333,10 @@ def test_the_stream_trainer_releases_half_if_the_rest_can_hold_the_peak() -> Non
     assert not fits(629, per_page=1)
     assert fits(630, per_page=1)
     assert not fits(10**6, history=()), "not without a history"
+    waits = StreamTrainer()
+    waits.setup(context(requests=10))
+    waits.next_tp(RolloutReport(0, 1, 1.0, 0, (100,) * 10, ""))
+    assert waits.on_finish(moment([[], []], 1, finished=2)) is None, "nothing runs: rewards decide what comes next"
 
 
 def test_the_stream_trainer_tries_each_milestone_once_and_releases_once_a_step() -> None:
@@ -546,6 +550,33 @@ def test_deepspeed_chat_runs_every_call_on_all_gpus_under_zero3_and_without_grap
         assert stages == {3}
         assert plan.of("generate").graphs is graphs
         assert plan.of("values").graphs
+
+
+def test_a_plan_spelled_out_fills_its_gpus() -> None:
+    """What it does not say is as training has it, but a pipeline shards no more than the optimizer."""
+    calls = {
+        "generate": CallPlan(), "reward_score": CallPlan(gpus="3"), "ref_log_prob": CallPlan(gpus="2-3"),
+        "values": CallPlan(gpus="0-3", tp=2), "train": CallPlan(gpus="0-3", tp=2, pp=2),
+        "train_critic": CallPlan(gpus="0-3", pp=2, zero_stage=0),
+    }  # fmt: skip
+    known: Any = SimpleNamespace(
+        gpus=(0, 1, 2, 3), workflow=ppo(), reward=None, style=TrainStrategy(zero_stage=3), training=None
+    )
+    plan = ExplicitPlan(calls=calls).plan(known)
+    found = {name: (plan.of(name).gpus, plan.of(name).strategy) for name in calls}
+    shapes = {
+        name: (gpus, s and (s.dp, s.tp, s.pp, s.zero_stage, s.sequence_parallel)) for name, (gpus, s) in found.items()
+    }
+    assert shapes == {
+        "generate": ((0, 1, 2, 3), None),
+        "reward_score": ((3,), (1, 1, 1, 3, False)),
+        "ref_log_prob": ((2, 3), (2, 1, 1, 3, False)),
+        "values": ((0, 1, 2, 3), (2, 2, 1, 3, True)),
+        "train": ((0, 1, 2, 3), (1, 2, 2, 1, True)),
+        "train_critic": ((0, 1, 2, 3), (2, 1, 2, 0, False)),
+    }
+    with pytest.raises(ConfigError, match=r"train: DP 1 × TP 3 × PP 1 × CP 1 are not its 4 GPUs"):
+        ExplicitPlan(calls=calls | {"train": CallPlan(gpus="0-3", tp=3)}).plan(known)
 
 
 @pytest.mark.parametrize("text", ["0:7", "some", "1-", "-3", ""])

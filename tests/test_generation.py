@@ -12,6 +12,7 @@ from workloads import LinearStep, StubCosts
 
 from rlsim.errors import CapacityError, PolicyError
 from rlsim.hardware import load_cluster
+from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed
 from rlsim.sim.control import (
     Abort,
@@ -28,6 +29,7 @@ from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import Simulation
+from rlsim.sim.stage import GenerationStage
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
 GENERATION = Workflow("generation", (Call("generate", "generate", "actor"),), (Edge("generate", "generate", lag=1),))
@@ -197,3 +199,24 @@ def test_who_has_stopped_the_rollout_is_not_asked_again() -> None:
     outcome = generate(control, [(1, 2), (3, 1)], costs=slow)
     assert control.at_s == [2.25]
     assert ends(outcome) == [3.25]
+
+
+def test_a_rollout_that_comes_to_a_halt_says_how_many_are_left() -> None:
+    """An open stage goes on until a `Stop`; a prompt of 41 tokens never fits into 40 pages."""
+
+    def halted(*prompts: int) -> None:
+        requests = [Request(i, i, tokens, 2) for i, tokens in enumerate(prompts)]
+        config = EngineConfig(page_tokens=1, watermark=0.0)
+        stage: dict[str, Any] = {
+            "mesh": [(0,)],
+            "tp": 1,
+            "costs": COSTS,
+            "config": config,
+            "cap_tokens": 2,
+            "open": True,
+        }
+        run_rollout(GenerationStage(requests=requests, **stage))
+
+    for prompts, left in (((1, 1), 0), ((1, 41), 1), ((41, 41, 41), 3)):
+        with pytest.raises(PolicyError, match=f"comes to a halt with {left} requests unfinished"):
+            halted(*prompts)
