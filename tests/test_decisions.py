@@ -17,6 +17,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.frameworks import Megatron, OpenRLHF, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
 from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve
+from rlsim.policies.parts import Composition, Rewiring
 from rlsim.policies.pat import PAT
 from rlsim.policies.plan import CallPlan, ExplicitPlan
 from rlsim.policies.planner import Planner
@@ -28,7 +29,8 @@ from rlsim.policies.searched import REAL
 from rlsim.policies.stream_trainer import StreamTrainer
 from rlsim.policies.tail_batching import TailBatching
 from rlsim.schema import Schema
-from rlsim.sim.control import ControlContext, Migrate, Reconfigure, Release, RolloutReport
+from rlsim.sim.batching import Batching, PromptFeed
+from rlsim.sim.control import ControlContext, Migrate, Reconfigure, Release, RolloutControl, RolloutReport
 from rlsim.sim.request import EngineConfig
 from rlsim.workflow import Workflow, grpo, ppo
 
@@ -406,7 +408,7 @@ NONSENSE: list[tuple[type[Schema], str, list[Any], list[Any]]] = [
     (TailBatching, "eta_responses", [0.99], [1.0]),
     (RollPacker, "eta", [0.99], [1.0, 100.0]),
     (PAT, "candidates", [()], [(1,)]),
-    (PAT, "profile_tokens_per_gpu", [0], [1]),
+    (PAT, "profile_tokens_per_gpu", [0], [128]),
     (Planner, "rise", [0.99], [1.0]),
     (Planner, "quiet_steps", [0], [1]),
     (AdaptiveTimeout, "least", [0.0, -1.0], [1e-3]),
@@ -451,15 +453,53 @@ NONSENSE: list[tuple[type[Schema], str, list[Any], list[Any]]] = [
 ]
 
 
+def used(made: Any) -> None:
+    """Have something with settings do its work once."""
+    known: Any = context()
+    if isinstance(made, Composition):
+        assert made.parts()
+    if isinstance(made, RolloutControl):
+        made.setup(known)
+    if isinstance(made, Batching):
+        launch = made.launch(PromptFeed(2, 2))
+        assert len(launch.prompts) >= 2
+        assert launch.samples >= 2
+    if isinstance(made, Rewiring):
+        assert made.rewired(ppo()).calls
+    if isinstance(made, AdaptiveTimeout):
+        made.observe("sandbox", 0, [1.0], True)
+        assert 0 < made.timeout_s("sandbox", 0, 0, 30.0) <= 30.0
+    if isinstance(made, ColocatedJudge):
+        assert 1.0 <= made.slowdown <= 2.0
+    if isinstance(made, ThreeGroups):
+        assert placed(made, 100, grpo())
+    if isinstance(made, Megatron):
+        known = SimpleNamespace(
+            gpus=(0, 1), cluster=SimpleNamespace(gpus_per_node=2), style=TrainStrategy(), workflow=grpo(), reward=None,
+            check=lambda plan: None,
+        )  # fmt: skip
+        assert made.plan(known).of("train").strategy == TrainStrategy(
+            tp=2, sequence_parallel=True, micro_batches=made.micro_batches
+        )
+    if isinstance(made, REAL):
+        asked = made.plan(SimpleNamespace(search=lambda *how: how))  # type: ignore[arg-type]
+        assert asked == (made.method, made.evaluations, made.seed, True)
+    if isinstance(made, RewardCurve):
+        assert math.isfinite(made.at(7))
+
+
 @pytest.mark.parametrize(("schema", "name", "refused", "taken"), NONSENSE, ids=lambda x: getattr(x, "__name__", None))
-def test_settings_that_make_no_sense_are_refused_and_the_last_that_do_are_not(
+def test_settings_that_make_no_sense_are_refused_and_the_last_that_do_work(
     schema: type[Schema], name: str, refused: list[Any], taken: list[Any]
 ) -> None:
+    given = {"gpus": "all"} if schema is CallPlan else {}
+    for value in taken:
+        made = schema.model_validate({**given, name: value})
+        assert getattr(made, name) == value
+        used(made)
     for value in refused:
         with pytest.raises(ValidationError, match=name):
-            schema.model_validate({name: value})
-    for value in taken:
-        assert getattr(schema.model_validate({name: value}), name) == value
+            schema.model_validate({**given, name: value})
 
 
 @pytest.mark.parametrize("home", ["simpy:Environment", "numpy:array", "numpy:pi"])
