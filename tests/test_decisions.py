@@ -29,8 +29,8 @@ from rlsim.policies.searched import REAL
 from rlsim.policies.stream_trainer import StreamTrainer
 from rlsim.policies.tail_batching import TailBatching
 from rlsim.schema import Schema
-from rlsim.sim.batching import Batching, PromptFeed
-from rlsim.sim.control import ControlContext, Migrate, Reconfigure, Release, RolloutControl, RolloutReport
+from rlsim.sim.batching import Batching, PromptFeed, Unfinished
+from rlsim.sim.control import ControlContext, Migrate, Prompt, Reconfigure, Release, RolloutControl, RolloutReport
 from rlsim.sim.request import EngineConfig
 from rlsim.workflow import Workflow, grpo, ppo
 
@@ -394,6 +394,17 @@ def test_an_engine_is_set_as_vllm_is() -> None:
 def test_overcommit_begins_and_stays_within_its_settings() -> None:
     ways = Overcommit()
     assert (ways.delta_start, ways.delta_min, ways.delta_max, ways.window) == (8, 4, 64, 5)
+
+
+@pytest.mark.parametrize(("waiting", "new"), [(0, 6), (5, 1), (6, 0), (8, 0)])
+def test_overcommit_fills_up_to_the_batch_and_delta(waiting: int, new: int) -> None:
+    """Two prompts and four beyond them, less those that wait; no new one where more than that wait."""
+    ways, feed = Overcommit(delta=4), PromptFeed(2, 1)
+    ways.keep([Unfinished(Prompt(100 + i), (5,), (False,), (0,)) for i in range(waiting)])
+    launch = ways.launch(feed)
+    assert [prompt.position for prompt in launch.resume] == [100 + i for i in range(waiting)]
+    assert [prompt.position for prompt in launch.prompts] == list(range(new))
+    assert ways.waiting() == 0, "they are on their way"
 
 
 def test_a_simulated_reward_begins_at_nothing_and_goes_63_percent_of_the_way_to_one_in_a_hundred_steps() -> None:

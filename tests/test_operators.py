@@ -285,6 +285,19 @@ def test_which_look_ups_are_outside() -> None:
     assert counted("gemm", lambda o: o.gemm_s(4, 10, 10, 8), m=(32, 32)) == inside  # rows of all experts together
 
 
+def test_prefill_attention_moves_q_k_v_and_output_by_hand() -> None:
+    """Where FLOPs cost nothing: q and output of 32 heads for each new token, k and v of eight for each in the context,
+    128 wide, in bf16."""
+    endless = REFERENCE.model_copy(update={"bf16_flop_per_s": 1e20})
+    known = fits()
+    fit = known.prefill_attention.model_copy(update={"launch_s": 0.0, "memory_efficiency": 1.0})
+    made = Operators(known.model_copy(update={"prefill_attention": fit}), endless)
+    moved = 1000 * 2 * 32 + 1000 * 2 * 8
+    assert made.prefill_attention_s([(1000, 0)], 32, 8, 128) == pytest.approx(moved * 128 * 2 / 1e12, rel=1e-3)
+    moved = 1000 * 2 * 32 + 5000 * 2 * 8  # the cached tokens' keys and values too
+    assert made.prefill_attention_s([(1000, 4000)], 32, 8, 128) == pytest.approx(moved * 128 * 2 / 1e12, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("record", "key", "refused", "taken"),
     [
@@ -309,6 +322,8 @@ def test_which_look_ups_are_outside() -> None:
         (fits().prefill_attention, "single_efficiency", [0.0, 1.01], [1.0]),
         (fits().prefill_attention, "keys", [(0.0,), ()], [(0.5,)]),
         (fits().memory_bound, "efficiency", [0.0, 1.01], [1.0]),
+        (Correction.over({"m": [1.0, 2.0]}, [1.0, 2.0]), "axes", [()], []),
+        (Correction.over({"m": [1.0, 2.0]}, [1.0, 2.0]), "factor", [(1.0,), (1.0, 0.0)], [(0.5, 2.0)]),
         (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "count", [-1], [1]),
         (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "median", [-0.01], [0.0]),
         (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "p90", [-0.01], [0.0]),
