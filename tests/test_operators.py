@@ -322,7 +322,7 @@ def test_prefill_attention_moves_q_k_v_and_output_by_hand() -> None:
         (fits().prefill_attention, "single_efficiency", [0.0, 1.01], [1.0]),
         (fits().prefill_attention, "keys", [(0.0,), ()], [(0.5,)]),
         (fits().memory_bound, "efficiency", [0.0, 1.01], [1.0]),
-        (Correction.over({"m": [1.0, 2.0]}, [1.0, 2.0]), "axes", [()], []),
+        (Correction.over({"m": [1.0]}, [1.0]), "axes", [()], []),
         (Correction.over({"m": [1.0, 2.0]}, [1.0, 2.0]), "factor", [(1.0,), (1.0, 0.0)], [(0.5, 2.0)]),
         (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "count", [-1], [1]),
         (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "median", [-0.01], [0.0]),
