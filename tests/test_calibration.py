@@ -171,6 +171,10 @@ def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyP
         ("training.flop_efficiency.fsdp", 0.0),
         ("training.flop_efficiency.fsdp", math.nan),
         ("reference.link_bytes_per_s", 1e300),
+        ("collectives.inter_efficiency", 1.01),
+        ("runtime.switch_control_s", -1e-9),
+        ("runtime.group_create_s", 86_400),
+        ("provenance.sources", []),
     ],
 )
 def test_numbers_that_would_price_nonsense_are_refused(path: str, value: object) -> None:
@@ -180,6 +184,24 @@ def test_numbers_that_would_price_nonsense_are_refused(path: str, value: object)
         data["collectives"]["nccl"]["all_reduce"] = {"8": data["collectives"]["nccl"]["all_reduce"]["8"]}
     with pytest.raises(ConfigError, match=re.escape(path.partition(".")[0])):
         validate(data, Calibration, "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("collectives.inter_efficiency", 1),
+        ("runtime.switch_control_s", 0),
+        ("runtime.group_create_s", 600),
+        ("runtime.graph_batch_sizes", [1]),
+    ],
+)
+def test_numbers_at_the_edge_of_what_makes_sense_are_taken(path: str, value: object) -> None:
+    data: Any = load_calibration("a40-vllm").model_dump(mode="json")
+    set_path(data, path, value)
+    found: Any = validate(data, Calibration, "c.yaml").model_dump(mode="json")
+    for key in path.split("."):
+        found = found[int(key) if key.isdigit() else key]
+    assert found == value
 
 
 PROFILE: dict[str, Any] = {

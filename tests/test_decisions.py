@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -13,18 +14,25 @@ from pydantic import ValidationError
 from workloads import LinearStep, StubCosts
 
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import CapacityError
-from rlsim.policies.frameworks import Megatron
-from rlsim.policies.oppo import Overcommit
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.policies.frameworks import Megatron, OpenRLHF, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
+from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve
+from rlsim.policies.parts import Composition, Rewiring
 from rlsim.policies.pat import PAT
-from rlsim.policies.plan import CallPlan
+from rlsim.policies.plan import CallPlan, ExplicitPlan
 from rlsim.policies.planner import Planner
-from rlsim.policies.reward_scheduler import AdaptiveTimeout
+from rlsim.policies.registry import load_policy
+from rlsim.policies.reward_scheduler import AdaptiveTimeout, ColocatedJudge
+from rlsim.policies.rlhfuse import RLHFuse, TailConsolidation
 from rlsim.policies.rollpacker import RollPacker
+from rlsim.policies.searched import REAL
 from rlsim.policies.stream_trainer import StreamTrainer
 from rlsim.policies.tail_batching import TailBatching
-from rlsim.sim.control import ControlContext, Reconfigure, Release, RolloutReport
-from rlsim.workflow import grpo
+from rlsim.schema import Schema
+from rlsim.sim.batching import Batching, PromptFeed, Unfinished
+from rlsim.sim.control import ControlContext, Migrate, Prompt, Reconfigure, Release, RolloutControl, RolloutReport
+from rlsim.sim.request import EngineConfig
+from rlsim.workflow import Workflow, grpo, ppo
 
 TPS = (1, 2, 4)
 
@@ -56,9 +64,9 @@ def context(**changes: Any) -> ControlContext:
     return ControlContext(**{**given, **changes})
 
 
-def running(generated: int, prompt: int = 10, has_kv: bool = True) -> Any:
+def running(generated: int, prompt: int = 10, has_kv: bool = True, number: int = 0) -> Any:
     return SimpleNamespace(
-        prompt_tokens=prompt, generated_tokens=generated, context_tokens=prompt + generated, has_kv=has_kv
+        id=number, prompt_tokens=prompt, generated_tokens=generated, context_tokens=prompt + generated, has_kv=has_kv
     )
 
 
@@ -81,6 +89,8 @@ def moment(replicas: Sequence[Sequence[Any]], tp: int, **more: Any) -> Any:
         replicas=lambda node=0: shown,
         label=more.get("label", ""),
         finished=more.get("finished", 0),
+        total=more.get("total", 0),
+        unfinished=lambda node=None: len(every),
     )
 
 
@@ -152,7 +162,92 @@ def test_pat_begins_with_the_shortest_step_of_the_full_batch() -> None:
         assert pat.initial_tp(known) == expected
 
 
+def test_pat_may_wait_for_the_replica_that_holds_most() -> None:
+    """Four responses, all on one of four replicas of TP1: 1.4 s a step as they lie, 1.1 s if they were spread.
+
+    At TP4 a step takes 0.65 s, after 2 + 1 s of switching and a prefill of 0.25 s and 1 ms a token. With n tokens to go
+    these are 0.65·n + 3.25 + 4·(1001 − n)/1000 s: less than 1.4·n from ten on, than 1.1·n from sixteen on.
+    """
+    for spread, last in (("actual", 9), ("even", 15)):
+        for left, expected in ((last, []), (last + 1, [Reconfigure(0, 4, "recompute")])):
+            held = [[running(1000 - left, prompt=1)] * 4, [], [], []]
+            assert decided(moment(held, 1, used=(4,)), spread=spread) == expected, (spread, left)
+
+
+def test_pat_deals_as_the_engine_does_after_a_switch() -> None:
+    """Longest context first, each to the replica that has the least so far; of one replica the longest way first."""
+    pat = PAT(start_tp=1, candidates=TPS, spread="actual")
+    pat.setup(context())
+    held = [[running(generated) for generated in own] for own in ((10, 0), (40, 30), (20,), ())]
+    shown: Any = moment(held, 1)
+    two, one = pat._spread_out(shown, 0, 2), pat._spread_out(shown, 0, 4)
+    # contexts of 50, 40, 30, 20 and 10: 50 + 20 + 10 and 40 + 30
+    assert [own.tolist() for own in two] == [
+        [[1000, 10, 1], [990, 20, 1], [960, 50, 1]],
+        [[980, 30, 1], [970, 40, 1]],
+    ]
+    assert [len(own) for own in one] == [5]
+    as_they_are = [own.tolist() for own in pat._spread_out(shown, 0, None)]
+    assert as_they_are == [[[1000, 10, 1], [990, 20, 1]], [[970, 40, 1], [960, 50, 1]], [[980, 30, 1]]]
+
+
+class Bent(LinearStep):
+    """A step that takes longer the larger the batch, more than in proportion."""
+
+    def decode_s(self, batch: int, context_tokens: float) -> float:
+        return super().decode_s(batch, context_tokens) + 1e-3 * batch**2
+
+
+def test_pats_profile_is_exact_where_it_was_taken() -> None:
+    """At batches that are powers of two, and at contexts from 128 to 64K tokens that are one, or halfway between two
+    from 1K to 32K: in between it knows no bend."""
+    powers = [2**n for n in range(7, 17)]
+    halfway = [3 * 2**n for n in range(9, 14)]
+    bends = tuple((float(at), 1e-3) for at in sorted((*powers, *halfway)))
+    costs = StubCosts({1: LinearStep(a=1.0, t=1e-4, kinks=bends)}, {1: 10**6})
+    pat = PAT(start_tp=1, candidates=(1,))
+    pat.setup(context(costs=costs, feasible_tps=(1,)))
+    for tokens, _ in bends:
+        for near in (tokens - 1, tokens, tokens + 1):
+            step_s = pat._remaining_s(4, 1, np.array([(1.0, near, 1.0)]), [])
+            assert step_s == pytest.approx(costs.step(1).decode_s(1, near), rel=1e-9), near
+    costs = StubCosts({4: Bent(a=1.0, b=0.01, t=1e-5, tp=4)}, {4: 10**6})
+    wide = PAT(start_tp=4, candidates=(4,))
+    wide.setup(context(costs=costs, feasible_tps=(4,)))
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        step_s = wide._remaining_s(4, 4, np.array([(1.0, 100.0, batch)]), [])
+        assert step_s == pytest.approx(costs.step(4).decode_s(batch, 100 * batch), rel=1e-9), batch
+
+
 # The planner ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_by_the_profile_by_hand() -> None:
+    """Two replicas of TP2: a step of s sequences with T tokens takes 0.5 + s/10 + T/100 s, a prefilled token 1 ms.
+
+    Of four responses the longest goes with the third longest: 220 + 6 and 240 + 3 tokens of prompt and response.
+    """
+    costs = StubCosts({2: LinearStep(a=0.5, b=0.1, t=0.01, p=1e-3, tp=2)}, {2: 10**6})
+    loads = [(210, 4), (220, 6), (230, 2), (240, 3)]
+
+    def round_s(**changes: Any) -> float:
+        planner = Planner(start_tp=2)
+        planner.setup(context(**{"costs": costs, "feasible_tps": (2,), **changes}))
+        return planner.round_s(2, loads)
+
+    prefill_s = 0.5 + 0.460
+    together_s = sum(0.5 + 0.2 + 0.01 * tokens for tokens in (460, 462, 464))
+    last_s = sum(0.5 + 0.1 + 0.01 * tokens for tokens in (223, 224, 225))
+    assert round_s() == pytest.approx(prefill_s + together_s + last_s)
+    in_turn_s = 2 * sum(0.5 + 0.1 + 0.01 * tokens for tokens in (230, 231, 232))
+    assert round_s(max_num_seqs=1) == pytest.approx(prefill_s + in_turn_s + last_s)
+    for tokens, both in ((466, True), (465, False)):  # 230 tokens each in the mean, and three more
+        room = StubCosts(costs.steps, {2: tokens})
+        expected_s = prefill_s + (together_s if both else in_turn_s) + last_s
+        assert round_s(costs=room, page_tokens=1) == pytest.approx(expected_s)
+    planner = Planner(start_tp=2)
+    planner.setup(context(costs=costs, feasible_tps=(2,)))
+    assert planner.round_s(2, []) == 0.0
 
 
 def test_the_planner_remembers_eight_rounds() -> None:
@@ -164,6 +259,57 @@ def test_the_planner_remembers_eight_rounds() -> None:
     for tokens in range(0, 900, 100):
         planner.next_tp(RolloutReport(0, 1, 1.0, 1, (), "", "", ((10, tokens),)))
     assert seen[-1] == [(10, 500)]
+
+
+# Consolidation of the tail --------------------------------------------------------------------------------------------
+
+
+def gathered(
+    held: Sequence[int], total: int, pages: int = 10**6, step: LinearStep | None = None, **settings: Any
+) -> Any:
+    """What RLHFuse asks for where replicas of TP1 hold so many responses (prompts of 10, up to 1,000 more tokens each).
+
+    They are numbered from 0 on; a page holds 16 tokens.
+    """
+    control = TailConsolidation(**settings)
+    costs = StubCosts({1: step or LinearStep(a=1.0)}, {1: pages})
+    control.setup(context(costs=costs, feasible_tps=(1,)))
+    numbers = iter(range(sum(held)))
+    replicas = [[running(5, number=next(numbers)) for _ in range(count)] for count in held]
+    return control.on_finish(moment(replicas, 1, total=total))
+
+
+def test_the_tail_goes_to_as_few_replicas_as_hold_it_at_full_length() -> None:
+    """Four responses of 1,010 tokens: two in 127 pages, one in 126."""
+    assert gathered([2, 1, 1, 0], 20, 127, max_batch=9) == [Migrate((3,), 1), Release((2, 3))]
+    assert gathered([2, 1, 1, 0], 20, 126, max_batch=9) == [Release((3,))]
+    assert gathered([2, 1, 1, 0], 20, 63, max_batch=9) is None  # 1,008 tokens: five replicas would have to stay
+    assert gathered([2, 1, 1], 20, 126, max_batch=9) is None  # all three stay
+    assert gathered([2, 1, 1, 0], 20, max_batch=9) == [Migrate((2,), 0), Migrate((3,), 0), Release((1, 2, 3))]
+
+
+def test_the_tail_goes_to_the_fullest_replicas_and_there_to_the_emptiest() -> None:
+    assert gathered([0, 1, 2, 1], 20, 127, max_batch=9) == [Migrate((3,), 1), Release((3, 0))]
+    # one more on the second replica, then both have two
+    assert gathered([2, 1, 1, 1], 25, 190, max_batch=9) == [Migrate((3,), 1), Migrate((4,), 0), Release((2, 3))]
+
+
+def test_the_tail_is_what_the_setting_says() -> None:
+    assert gathered([2, 1, 1, 0], 19, max_batch=9) is None  # four of nineteen are more than a fifth
+    assert gathered([2, 1, 1, 0], 19, max_batch=9, remaining=0.25) is not None
+
+
+def test_the_tail_decodes_nearly_as_fast_as_one_sequence() -> None:
+    """A step of one takes 1.1 s, of two 1.2 s, still less than 1.25 times that, of four 1.4 s.
+
+    Where tokens count, 0.1 ms each, and not sequences, one with half of the cap, 500 tokens, takes 1.05 s, four with
+    2,000 take 1.2 s, and eight 1.4 s.
+    """
+    assert gathered([1] * 4, 20, step=LinearStep(a=1.0, b=0.1))[-1] == Release((2, 3))
+    assert gathered([1] * 4, 20, step=LinearStep(a=1.0, t=1e-4))[-1] == Release((1, 2, 3))
+    assert gathered([1] * 5, 25, step=LinearStep(a=1.0, t=1e-4))[-1] == Release((2, 3, 4))
+    assert gathered([1] * 4, 20, step=LinearStep(b=1.0)) is None  # two take twice as long as one
+    assert gathered([1] * 4, 20, step=LinearStep(a=1.0), max_batch=3)[-1] == Release((2, 3))
 
 
 # The stream trainer ---------------------------------------------------------------------------------------------------
@@ -189,6 +335,10 @@ def test_the_stream_trainer_releases_half_if_the_rest_can_hold_the_peak() -> Non
     assert not fits(629, per_page=1)
     assert fits(630, per_page=1)
     assert not fits(10**6, history=()), "not without a history"
+    waits = StreamTrainer()
+    waits.setup(context(requests=10))
+    waits.next_tp(RolloutReport(0, 1, 1.0, 0, (100,) * 10, ""))
+    assert waits.on_finish(moment([[], []], 1, finished=2)) is None, "nothing runs: rewards decide what comes next"
 
 
 def test_the_stream_trainer_tries_each_milestone_once_and_releases_once_a_step() -> None:
@@ -231,9 +381,142 @@ def test_published_settings() -> None:
     assert PAT().candidates == (1, 2, 4, 8)
 
 
+def test_an_engine_is_set_as_vllm_is() -> None:
+    """Its own defaults: blocks of 16 tokens, 1% of them kept free, 1,024 sequences and 8,192 tokens an iteration on a
+    data-centre GPU, CUDA graphs that a change of layout does not lose, sampling fused."""
+    engine = EngineConfig()
+    assert (engine.page_tokens, engine.watermark) == (16, 0.01)
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (1024, 8192)
+    assert (engine.graphs, engine.first_layout_kept, engine.sampling_per_logit) == (True, True, 0.0)
+    assert [engine.watermark_pages(pages) for pages in (99, 100, 299, 300)] == [0, 1, 2, 3]
+
+
 def test_overcommit_begins_and_stays_within_its_settings() -> None:
     ways = Overcommit()
     assert (ways.delta_start, ways.delta_min, ways.delta_max, ways.window) == (8, 4, 64, 5)
+
+
+@pytest.mark.parametrize(("waiting", "new"), [(0, 6), (5, 1), (6, 0), (8, 0)])
+def test_overcommit_fills_up_to_the_batch_and_delta(waiting: int, new: int) -> None:
+    """Two prompts and four beyond them, less those that wait; no new one where more than that wait."""
+    ways, feed = Overcommit(delta=4), PromptFeed(2, 1)
+    ways.keep([Unfinished(Prompt(100 + i), (5,), (False,), (0,)) for i in range(waiting)])
+    launch = ways.launch(feed)
+    assert [prompt.position for prompt in launch.resume] == [100 + i for i in range(waiting)]
+    assert [prompt.position for prompt in launch.prompts] == list(range(new))
+    assert ways.waiting() == 0, "they are on their way"
+
+
+def test_a_simulated_reward_begins_at_nothing_and_goes_63_percent_of_the_way_to_one_in_a_hundred_steps() -> None:
+    assert RewardCurve().at(0) == pytest.approx(0.0)
+    assert RewardCurve().at(100) == pytest.approx(1 - math.exp(-1))
+
+
+NONSENSE: list[tuple[type[Schema], str, list[Any], list[Any]]] = [
+    # settings: what makes no sense, and the most and least that does
+    (TailBatching, "eta", [0.99, -1.0], [1.0, 100.0]),
+    (TailBatching, "eta_prompts", [0.99], [1.0]),
+    (TailBatching, "eta_responses", [0.99], [1.0]),
+    (RollPacker, "eta", [0.99], [1.0, 100.0]),
+    (PAT, "candidates", [()], [(1,)]),
+    (PAT, "profile_tokens_per_gpu", [0], [128]),
+    (Planner, "rise", [0.99], [1.0]),
+    (Planner, "quiet_steps", [0], [1]),
+    (AdaptiveTimeout, "least", [0.0, -1.0], [1e-3]),
+    (AdaptiveTimeout, "factor", [0.99], [1.0]),
+    (ColocatedJudge, "interference", [-0.01, 1.01], [0.0, 1.0]),
+    (ColocatedJudge, "offload", [-0.01, 1.01], [0.0, 1.0, "auto"]),
+    (OpenRLHF, "rollout", [0.0, 1.0], [0.01, 0.99]),
+    (ThreeGroups, "rollout", [0.0, 1.0], [0.01, 0.99]),
+    (StreamTrainer, "milestones", [(0.0,), (1.0,), ()], [(0.01,), (0.99,)]),
+    (StreamTrainer, "trigger", [0.0, 1.0], [0.01, 0.99, "adaptive"]),
+    (TailConsolidation, "remaining", [0.0, 1.0], [0.01, 0.99]),
+    (RLHFuse, "remaining", [0.0, 1.0], [0.01, 0.99, "best"]),
+    (Overcommit, "delta", [-1], [0]),
+    (Overcommit, "delta_min", [-1], [0]),
+    (Overcommit, "window", [0], [1]),
+    (RewardCurve, "time_constant_steps", [0.0], [1e-3]),
+    (RewardCurve, "noise", [-0.01], [0.0]),
+    (RewardCurve, "seed", [-1], [0]),
+    (Chunked, "size", [0], [1]),
+    (Chunked, "candidates", [(), (0,)], [(1,)]),
+    (Chunked, "handover", [-0.01], [0.0]),
+    (Chunked, "interference", [-0.01], [0.0]),
+    (Chunked, "models", [()], [("reward",)]),
+    (OPPO, "chunk", [0], [1]),
+    (OPPO, "delta", [-1], [0]),
+    (OPPO, "models", [()], [("reward",)]),
+    (REAL, "evaluations", [0], [1]),
+    (REAL, "seed", [-1], [0]),
+    (Megatron, "micro_batches", [0], [1]),
+    (CallPlan, "tp", [0], [1]),
+    (CallPlan, "pp", [0], [1]),
+    (CallPlan, "cp", [0], [1]),
+    (CallPlan, "dp", [0], [1]),
+    (CallPlan, "micro_batches", [0], [1]),
+    (CallPlan, "micro_batch_tokens", [0], [1]),
+    (CallPlan, "memory_share", [0.0, 1.01], [0.01, 1.0]),
+    (EngineConfig, "page_tokens", [0], [1]),
+    (EngineConfig, "max_num_seqs", [0], [1]),
+    (EngineConfig, "max_num_batched_tokens", [0], [1]),
+    (EngineConfig, "sampling_per_logit", [-1e-9], [0.0]),
+    (EngineConfig, "watermark", [-0.01, 1.0], [0.0, 0.99]),
+]
+
+
+def used(made: Any) -> None:
+    """Have something with settings do its work once."""
+    known: Any = context()
+    if isinstance(made, Composition):
+        assert made.parts()
+    if isinstance(made, RolloutControl):
+        made.setup(known)
+    if isinstance(made, Batching):
+        launch = made.launch(PromptFeed(2, 2))
+        assert len(launch.prompts) >= 2
+        assert launch.samples >= 2
+    if isinstance(made, Rewiring):
+        assert made.rewired(ppo()).calls
+    if isinstance(made, AdaptiveTimeout):
+        made.observe("sandbox", 0, [1.0], True)
+        assert 0 < made.timeout_s("sandbox", 0, 0, 30.0) <= 30.0
+    if isinstance(made, ColocatedJudge):
+        assert 1.0 <= made.slowdown <= 2.0
+    if isinstance(made, ThreeGroups):
+        assert placed(made, 100, grpo())
+    if isinstance(made, Megatron):
+        known = SimpleNamespace(
+            gpus=(0, 1), cluster=SimpleNamespace(gpus_per_node=2), style=TrainStrategy(), workflow=grpo(), reward=None,
+            check=lambda plan: None,
+        )  # fmt: skip
+        assert made.plan(known).of("train").strategy == TrainStrategy(
+            tp=2, sequence_parallel=True, micro_batches=made.micro_batches
+        )
+    if isinstance(made, REAL):
+        asked = made.plan(SimpleNamespace(search=lambda *how: how))  # type: ignore[arg-type]
+        assert asked == (made.method, made.evaluations, made.seed, True)
+    if isinstance(made, RewardCurve):
+        assert math.isfinite(made.at(7))
+
+
+@pytest.mark.parametrize(("schema", "name", "refused", "taken"), NONSENSE, ids=lambda x: getattr(x, "__name__", None))
+def test_settings_that_make_no_sense_are_refused_and_the_last_that_do_work(
+    schema: type[Schema], name: str, refused: list[Any], taken: list[Any]
+) -> None:
+    given = {"gpus": "all"} if schema is CallPlan else {}
+    for value in taken:
+        made = schema.model_validate({**given, name: value})
+        assert getattr(made, name) == value
+        used(made)
+    for value in refused:
+        with pytest.raises(ValidationError, match=name):
+            schema.model_validate({**given, name: value})
+
+
+@pytest.mark.parametrize("home", ["simpy:Environment", "numpy:array", "numpy:pi"])
+def test_what_is_no_part_of_a_system_is_refused(home: str) -> None:
+    with pytest.raises(ConfigError, match="is no part of a system"):
+        load_policy(home)
 
 
 # Placements -----------------------------------------------------------------------------------------------------------
@@ -261,6 +544,90 @@ def test_megatron_shards_no_more_than_the_optimizer_over_a_pipeline() -> None:
     assert [(s.dp, s.tp, s.pp, s.zero_stage) for s in piped] == [(1, 2, 2, stage) for stage in (0, 1, 1, 1)]
     with pytest.raises(CapacityError, match="too large"):
         layout(lambda pp: False, 0)
+
+
+PPO = {"generate", "reward_score", "ref_log_prob", "values", "train", "train_critic"}
+
+
+def placed(placing: Any, gpus: int, workflow: Workflow | None = None) -> dict[str, tuple[int, ...]]:
+    """The GPUs of every call but the transfers under PPO with a reward model, or another workflow."""
+    workflow = workflow or ppo()
+    known: Any = SimpleNamespace(
+        gpus=tuple(range(gpus)), workflow=workflow, reward=None, style=TrainStrategy(),
+        training=lambda count: TrainStrategy(dp=count),
+    )  # fmt: skip
+    plan = placing.plan(known)
+    every = {call.name: plan.of(call.name) for call in workflow.calls if call.kind not in ("sync", "reward")}
+    assert all(at.strategy is None or at.strategy.gpus == len(at.gpus) for at in every.values())
+    return {name: at.gpus for name, at in every.items()}
+
+
+def test_trl_scores_on_the_last_gpu() -> None:
+    assert placed(ScorerApart(), 4) == {**dict.fromkeys(PPO, (0, 1, 2)), "reward_score": (3,)}
+    assert placed(ScorerApart(), 2) == {**dict.fromkeys(PPO, (0,)), "reward_score": (1,)}
+    with pytest.raises(ConfigError, match="two GPUs or more"):
+        placed(ScorerApart(), 1)
+
+
+def test_nemo_aligner_halves_the_gpus() -> None:
+    critics = dict.fromkeys(("values", "train_critic", "reward_score"), (3, 4, 5))
+    assert placed(TwoGroups(), 6) == {**dict.fromkeys(PPO, (0, 1, 2)), **critics}
+    assert placed(TwoGroups(), 2)["values"] == (1,)
+    for gpus, workflow in ((1, ppo()), (6, grpo())):
+        with pytest.raises(ConfigError, match="need a critic or a reward model"):
+            placed(TwoGroups(), gpus, workflow)
+
+
+def test_openrlhf_generates_on_its_share_and_halves_the_rest() -> None:
+    critics = dict.fromkeys(("values", "train_critic", "reward_score"), (6, 7))
+    actors = dict.fromkeys(("train", "ref_log_prob"), (4, 5))
+    assert placed(ThreeGroups(), 8) == {"generate": (0, 1, 2, 3), **actors, **critics}
+    assert placed(ThreeGroups(rollout=0.25), 8)["generate"] == (0, 1)
+    assert placed(ThreeGroups(), 4, grpo())["train"] == (2, 3)  # neither critic nor reward model
+    assert placed(ThreeGroups(rollout=0.34), 3)["values"] == (2,)
+    for gpus, rollout, workflow in ((8, 0.05, ppo()), (8, 0.95, ppo()), (2, 0.5, ppo()), (1, 0.4, grpo())):
+        with pytest.raises(ConfigError, match="cannot be cut into the groups"):
+            placed(ThreeGroups(rollout=rollout), gpus, workflow)
+
+
+def test_deepspeed_chat_runs_every_call_on_all_gpus_under_zero3_and_without_graphs() -> None:
+    known: Any = SimpleNamespace(
+        gpus=(0, 1), workflow=ppo(), reward=None, style=TrainStrategy(), training=lambda count: TrainStrategy(dp=count)
+    )
+    for graphs in (True, False):
+        plan = ZeroEverywhere(graphs=graphs).plan(known)
+        assert {plan.of(name).gpus for name in PPO} == {(0, 1)}
+        stages = {at.strategy.zero_stage for name in PPO - {"generate"} if (at := plan.of(name)).strategy is not None}
+        assert stages == {3}
+        assert plan.of("generate").graphs is graphs
+        assert plan.of("values").graphs
+
+
+def test_a_plan_spelled_out_fills_its_gpus() -> None:
+    """What it does not say is as training has it, but a pipeline shards no more than the optimizer."""
+    calls = {
+        "generate": CallPlan(), "reward_score": CallPlan(gpus="3"), "ref_log_prob": CallPlan(gpus="2-3"),
+        "values": CallPlan(gpus="0-3", tp=2), "train": CallPlan(gpus="0-3", tp=2, pp=2),
+        "train_critic": CallPlan(gpus="0-3", pp=2, zero_stage=0),
+    }  # fmt: skip
+    known: Any = SimpleNamespace(
+        gpus=(0, 1, 2, 3), workflow=ppo(), reward=None, style=TrainStrategy(zero_stage=3), training=None
+    )
+    plan = ExplicitPlan(calls=calls).plan(known)
+    found = {name: (plan.of(name).gpus, plan.of(name).strategy) for name in calls}
+    shapes = {
+        name: (gpus, s and (s.dp, s.tp, s.pp, s.zero_stage, s.sequence_parallel)) for name, (gpus, s) in found.items()
+    }
+    assert shapes == {
+        "generate": ((0, 1, 2, 3), None),
+        "reward_score": ((3,), (1, 1, 1, 3, False)),
+        "ref_log_prob": ((2, 3), (2, 1, 1, 3, False)),
+        "values": ((0, 1, 2, 3), (2, 2, 1, 3, True)),
+        "train": ((0, 1, 2, 3), (1, 2, 2, 1, True)),
+        "train_critic": ((0, 1, 2, 3), (2, 1, 2, 0, False)),
+    }
+    with pytest.raises(ConfigError, match=r"train: DP 1 × TP 3 × PP 1 × CP 1 are not its 4 GPUs"):
+        ExplicitPlan(calls=calls | {"train": CallPlan(gpus="0-3", tp=3)}).plan(known)
 
 
 @pytest.mark.parametrize("text", ["0:7", "some", "1-", "-3", ""])

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from test_systems import Checks, Times
 from workloads import LinearStep, StubCosts
 
-from rlsim.errors import PolicyError
+from rlsim.errors import CapacityError, PolicyError
 from rlsim.hardware import load_cluster
+from rlsim.sim.alone import run_rollout
 from rlsim.sim.batching import PromptFeed
-from rlsim.sim.control import Abort, Action, Controls, Prompt, Reconfigure, RolloutControl, RolloutReport, RolloutView
+from rlsim.sim.control import (
+    Abort,
+    Action,
+    Controls,
+    Prompt,
+    Reconfigure,
+    RolloutControl,
+    RolloutReport,
+    RolloutView,
+    Stop,
+)
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import Simulation
+from rlsim.sim.stage import GenerationStage
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
 GENERATION = Workflow("generation", (Call("generate", "generate", "actor"),), (Edge("generate", "generate", lag=1),))
@@ -41,7 +54,13 @@ class Planned(RolloutControl):
 
 
 def generate(
-    control: RolloutControl, sizes: Sequence[tuple[int, int]], steps: int = 1, nodes: int = 1, tp: int = 1
+    control: RolloutControl,
+    sizes: Sequence[tuple[int, int]],
+    steps: int = 1,
+    nodes: int = 1,
+    tp: int = 1,
+    costs: StubCosts = COSTS,
+    **settings: Any,
 ) -> Outcome:
     """Steps of so many prompt and response tokens, on nodes of two GPUs; pages of one token."""
 
@@ -59,11 +78,11 @@ def generate(
             initial_tp=tp,
             feed=PromptFeed(len(sizes), 1),
             requests=requests,
-            costs=COSTS,
+            costs=costs,
             feasible_tps=(1, 2),
             times=Times(),
             scoring=Checks(),
-            config=EngineConfig(page_tokens=1, watermark=0.0),
+            config=EngineConfig(page_tokens=1, watermark=0.0, **settings),
             cap_tokens=max(n for _, n in sizes),
             steps=steps,
         )
@@ -127,3 +146,77 @@ def test_a_layout_must_hold_every_response_that_is_left_at_its_full_length(contr
     assert [(s.from_tp, s.to_tp) for s in outcome.switches] == [(2, 1)]
     with pytest.raises(PolicyError, match="a replica holds 40 tokens of KV, too few for a whole response"):
         generate(control, [over, (1, 2), (1, 3), (1, 40)], tp=2)
+
+
+def test_going_back_to_the_first_layout_is_free_unless_its_graphs_are_lost() -> None:
+    """Responses of 2 and 5 tokens on two replicas of TP1. A step decodes in a second.
+
+    The shorter is there after 2 s. The longer is stopped at TP1, with 3.5 + 3 + 5 s for weights, graphs and groups of
+    TP2 (5 s less in the next step, which has the groups), prefilled again and three more steps long.
+    """
+    up = Once(1, [Reconfigure(0, 2, "recompute")])
+    kept = generate(up, [(1, 2), (1, 5)], steps=2)
+    first_s, second_s = 2 + (3.5 + 3 + 5) + 3, 2 + (3.5 + 3) + 3
+    assert ends(kept) == [first_s, first_s + second_s]
+    assert ends(generate(up, [(1, 2), (1, 5)], steps=2, first_layout_kept=True)) == ends(kept)
+    lost = generate(up, [(1, 2), (1, 5)], steps=2, first_layout_kept=False)
+    assert ends(lost) == [first_s, first_s + 3 + second_s]  # the groups of TP1 are there from the first step
+    assert [(s.step, s.from_tp, s.to_tp) for s in lost.switches] == [(0, 1, 2), (1, 2, 1), (1, 1, 2)]
+
+
+@dataclass(frozen=True)
+class Full(StubCosts):
+    """A machine whose GPUs do not hold the model at TP1."""
+
+    def capacity_pages(self, tp: int) -> int:
+        if tp == 1:
+            raise CapacityError("TP1 is too large for the GPU")
+        return super().capacity_pages(tp)
+
+
+def test_a_switch_to_a_layout_that_the_gpus_do_not_hold_says_why() -> None:
+    costs = Full(COSTS.steps, COSTS.pages)
+    with pytest.raises(PolicyError, match=r"Reconfigure.*TP1 is too large for the GPU"):
+        generate(Once(1, [DOWN]), [(1, 2), (1, 5)], tp=2, costs=costs)
+
+
+@dataclass
+class Asked(RolloutControl):
+    """Stops at the first response; keeps when it was asked."""
+
+    def __post_init__(self) -> None:
+        self.at_s: list[float] = []
+
+    def on_finish(self, view: RolloutView) -> Action:
+        self.at_s.append(view.now_s)
+        return Stop()
+
+
+def test_who_has_stopped_the_rollout_is_not_asked_again() -> None:
+    """One replica has its response after 1.25 + 1 s; the other is in a prefill of 3.25 s then, which ends another."""
+    slow = StubCosts({1: LinearStep(a=1.0, q=0.5)}, {1: 40})
+    control = Asked()
+    outcome = generate(control, [(1, 2), (3, 1)], costs=slow)
+    assert control.at_s == [2.25]
+    assert ends(outcome) == [3.25]
+
+
+def test_a_rollout_that_comes_to_a_halt_says_how_many_are_left() -> None:
+    """An open stage goes on until a `Stop`; a prompt of 41 tokens never fits into 40 pages."""
+
+    def halted(*prompts: int) -> None:
+        requests = [Request(i, i, tokens, 2) for i, tokens in enumerate(prompts)]
+        config = EngineConfig(page_tokens=1, watermark=0.0)
+        stage: dict[str, Any] = {
+            "mesh": [(0,)],
+            "tp": 1,
+            "costs": COSTS,
+            "config": config,
+            "cap_tokens": 2,
+            "open": True,
+        }
+        run_rollout(GenerationStage(requests=requests, **stage))
+
+    for prompts, left in (((1, 1), 0), ((1, 41), 1), ((41, 41, 41), 3)):
+        with pytest.raises(PolicyError, match=f"comes to a halt with {left} requests unfinished"):
+            halted(*prompts)

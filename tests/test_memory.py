@@ -55,6 +55,27 @@ def test_capacity_by_hand() -> None:
     assert memory.kv_bytes <= budget < memory.kv_bytes + memory.page_bytes
 
 
+def test_working_memory_of_an_iteration_by_hand() -> None:
+    """A layer's residual, normed input and three MLP widths, or logits in bf16 and twice in fp32, if these are more."""
+    assert rollout_activation_bytes(LLAMA, 8, 8192, 128) == 8192 * (2 * 4096 + 3 * 14_336 / 8) * 2
+    assert rollout_activation_bytes(LLAMA, 1, 8192, 1024) == 1024 * 128_256 * (2 + 4 + 4)
+    assert rollout_activation_bytes(LLAMA.as_critic(), 1, 8192, 1024) == 8192 * (2 * 4096 + 3 * 14_336) * 2
+    experts = load_model("qwen3-30b-a3b")  # eight experts of width 768 a token
+    assert rollout_activation_bytes(experts, 1, 8192, 1) == 8192 * (2 * 2048 + 3 * 8 * 768) * 2
+
+
+def test_a_replica_holds_a_page_at_least() -> None:
+    free = rollout_memory(LLAMA, A40, 1)
+    unused = 0.9 * A40.memory_bytes - free.weight_bytes - free.activation_bytes - free.reserved_bytes
+    page = 131_072 * 16
+    assert rollout_memory(LLAMA, A40, 1, resident_bytes=unused - page - 1).pages == 1
+    with pytest.raises(CapacityError, match=r"KV cache of 1 tokens 0\.00 GB"):
+        rollout_memory(LLAMA, A40, 1, resident_bytes=unused - page + 1)
+    assert rollout_memory(LLAMA, A40, 1, resident_bytes=unused - 2 * page - 1, min_tokens=32).pages == 2
+    with pytest.raises(CapacityError, match=r"KV cache of 33 tokens 0\.01 GB"):  # three pages
+        rollout_memory(LLAMA, A40, 1, resident_bytes=unused - 2 * page - 1, min_tokens=33)
+
+
 def test_pats_kv_budget_is_plausible() -> None:
     """PAT keeps 128K KV tokens per A40 for LLaMA-3.1-8B: what 70 to 80% of its memory leaves at TP1."""
     tokens = [rollout_memory(LLAMA, A40, 1, memory_utilization=u).capacity_tokens for u in (0.7, 0.8)]
@@ -104,6 +125,8 @@ def test_rollout_that_does_not_fit() -> None:
         CapacityError, match=r"^llama-3-70b rollout at TP 1 does not fit: weights 141.11 GB \+ .*on a40"
     ):
         rollout_memory(big, A40, 1)
+    with pytest.raises(CapacityError, match=r"> 43\.48 GB \(0\.9 of 48\.31 GB on a40\)$"):  # 46,068 MiB
+        rollout_memory(big, A40, 1)
     assert rollout_memory(big, A40, 8).pages > 0
     with pytest.raises(CapacityError, match=r"KV cache of 10000000 tokens 1310\.72 GB"):
         rollout_memory(LLAMA, A40, 1, min_tokens=10_000_000)
@@ -141,6 +164,39 @@ def test_activations_by_hand() -> None:
     assert (critic.activation_bytes, critic.logits_bytes) == (1000 * (32 * 8192 + 2 * width), 0.0)  # inside a layer
     order = [training_memory(LLAMA, TrainStrategy(recompute=r)).activation_bytes for r in ("none", "selective", "full")]
     assert order == sorted(order, reverse=True)
+
+
+def test_what_training_holds_by_hand() -> None:
+    """Weights in bf16, gradients in fp32, three fp32 optimizer states; ZeRO-3 gathers the weights of the embedding, and
+    as much ahead, and holds its gradient."""
+    states = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
+    for stage, sharded in ((0, ()), (1, ("optimizer_bytes",)), (2, ("optimizer_bytes", "gradient_bytes")), (3, states)):
+        memory = training_memory(LLAMA, TrainStrategy(dp=4, zero_stage=stage))
+        for name, each in states.items():
+            assert getattr(memory, name) == each * LLAMA.parameters / (4 if name in sharded else 1), (stage, name)
+        assert memory.gathered_bytes == ((2 + 2 + 4) * 128_256 * 4096 if stage == 3 else 0)
+        assert memory.state_bytes == memory.parameter_bytes + memory.optimizer_bytes
+        parts = (memory.gathered_bytes, memory.activation_bytes, memory.logits_bytes, memory.reserved_bytes)
+        assert memory.total_bytes == memory.state_bytes + memory.gradient_bytes + sum(parts)
+        assert memory.reserved_bytes == 2 * 2**30
+    assert training_memory(LLAMA, TrainStrategy(dp=1, zero_stage=3)).gathered_bytes == 0  # all of it is there
+    halved = training_memory(LLAMA, TrainStrategy(dp=4, tp=2, zero_stage=3))
+    assert halved.gathered_bytes == 8 * 128_256 * 4096 / 2
+
+
+def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+    whole, cut = (training_memory(LLAMA.as_critic(), TrainStrategy(pp=pp, recompute="none"), 1000) for pp in (1, 4))
+    layer = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14_336)
+    assert whole.activation_bytes == 1000 * 32 * layer
+    assert cut.activation_bytes == 1000 * 4 * 8 * layer
+    uneven = training_memory(LLAMA.as_critic(), TrainStrategy(pp=3, recompute="none"), 1000)
+    assert uneven.activation_bytes == 1000 * 3 * 11 * layer  # eleven of 32 layers
+    selective, _ = activation_bytes_per_token(LLAMA, TrainStrategy(recompute="selective"))
+    assert selective == 2 * (2 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)  # neither normed inputs nor the product
+    both, _ = activation_bytes_per_token(LLAMA, TrainStrategy(tp=4, sequence_parallel=True, recompute="selective"))
+    assert both == selective / 4
+    alone, _ = activation_bytes_per_token(LLAMA, TrainStrategy(tp=4, recompute="selective"))
+    assert alone == 2 * (2 * 4096 + (2 * 4096 + 2 * 1024 + 2 * 14_336) / 4)
 
 
 def test_sequence_and_context_parallelism_cut_activations() -> None:

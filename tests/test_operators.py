@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from pydantic import ValidationError
 
 from rlsim.cost.calibration import (
     Correction,
@@ -21,6 +22,7 @@ from rlsim.cost.calibration import (
 from rlsim.cost.operators import Operators, interpolate
 from rlsim.cost.surface import Surface
 from rlsim.errors import CalibrationError
+from rlsim.schema import Schema
 
 REFERENCE = Reference(
     bf16_flop_per_s=100e12, memory_bytes_per_s=1e12, sm_count=100, l2_bytes=40e6, link_bytes_per_s=100e9
@@ -281,3 +283,58 @@ def test_which_look_ups_are_outside() -> None:
         )
         assert found == kind, (batch, context)
     assert counted("gemm", lambda o: o.gemm_s(4, 10, 10, 8), m=(32, 32)) == inside  # rows of all experts together
+
+
+def test_prefill_attention_moves_q_k_v_and_output_by_hand() -> None:
+    """Where FLOPs cost nothing: q and output of 32 heads for each new token, k and v of eight for each in the context,
+    128 wide, in bf16."""
+    endless = REFERENCE.model_copy(update={"bf16_flop_per_s": 1e20})
+    known = fits()
+    fit = known.prefill_attention.model_copy(update={"launch_s": 0.0, "memory_efficiency": 1.0})
+    made = Operators(known.model_copy(update={"prefill_attention": fit}), endless)
+    moved = 1000 * 2 * 32 + 1000 * 2 * 8
+    assert made.prefill_attention_s([(1000, 0)], 32, 8, 128) == pytest.approx(moved * 128 * 2 / 1e12, rel=1e-3)
+    moved = 1000 * 2 * 32 + 5000 * 2 * 8  # the cached tokens' keys and values too
+    assert made.prefill_attention_s([(1000, 4000)], 32, 8, 128) == pytest.approx(moved * 128 * 2 / 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "refused", "taken"),
+    [
+        (REFERENCE, "l2_bytes", [0.0, -1.0, math.inf], [1.0]),
+        (REFERENCE, "sm_count", [0, -1], [1]),
+        (fits().gemm, "launch_s", [-1e-9, 3600.0], [0.0, 1.0]),
+        (fits().gemm, "memory_efficiency", [0.0, 1.01], [0.01, 1.0]),
+        (fits().gemm, "k_overhead", [-1.0, math.nan], [0.0]),
+        (fits().gemm, "split_s", [-1e-9], [0.0]),
+        (fits().gemm, "blend", [0.99], [1.0]),  # p below 1 would be slower than both one after the other
+        (fits().gemm, "wave_rounding", [-0.01, 1.01], [0.0, 1.0]),
+        (fits().gemm, "tiles", [()], []),
+        (fits().gemm, "splits", [(), (0,)], [(1,)]),
+        (fits().gemm.tiles[0], "m", [0], [1]),
+        (fits().gemm.tiles[0], "efficiency", [0.0, 1.01], [1.0]),
+        (fits().decode_attention, "floor_s", [-1e-9], [0.0]),
+        (fits().decode_attention, "skew", [-0.01, 1.01], [0.0, 1.0]),
+        (fits().decode_attention, "efficiency", [(0.0, 0.5)], [(0.5, 1.5)]),  # what caches hold is faster than memory
+        (fits().decode_attention, "parallelism", [(4.0, 0.0), (2.0, 2.0), (0.0,)], []),
+        (fits().prefill_attention, "block_tokens", [0], [1]),
+        (fits().prefill_attention, "overhead_tokens", [-1.0], [0.0]),
+        (fits().prefill_attention, "single_efficiency", [0.0, 1.01], [1.0]),
+        (fits().prefill_attention, "keys", [(0.0,), ()], [(0.5,)]),
+        (fits().memory_bound, "efficiency", [0.0, 1.01], [1.0]),
+        (Correction.over({"m": [1.0]}, [1.0]), "axes", [()], []),
+        (Correction.over({"m": [1.0, 2.0]}, [1.0, 2.0]), "factor", [(1.0,), (1.0, 0.0)], [(0.5, 2.0)]),
+        (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "count", [-1], [1]),
+        (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "median", [-0.01], [0.0]),
+        (Residual(count=0, median=0.0, p90=0.0, bias=-0.5, ranges={}), "p90", [-0.01], [0.0]),
+    ],
+)
+def test_fits_that_would_price_nonsense_are_refused_and_the_last_that_do_not_are_taken(
+    record: Schema, key: str, refused: list[object], taken: list[object]
+) -> None:
+    given = record.model_dump()
+    for value in refused:
+        with pytest.raises(ValidationError):
+            type(record).model_validate({**given, key: value})
+    for value in taken:
+        assert getattr(type(record).model_validate({**given, key: value}), key) == value

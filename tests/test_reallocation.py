@@ -12,7 +12,7 @@ import pytest
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.groups import CollectiveTime
-from rlsim.cost.layout import Layout, PairTimes
+from rlsim.cost.layout import Layout, PairTimes, canonical
 from rlsim.cost.reallocation import DataTransfer, Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
@@ -352,3 +352,36 @@ def test_pairs_on_other_nodes_are_one() -> None:
     # either half of the same node, or of another one
     assert len(asked) == 4
     assert len(np.unique(times)) <= 4
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        # nodes of eight GPUs; with none in common how far apart does not matter, and the source comes first
+        ((8, 8), (24, 8), (0, 8)),
+        ((24, 8), (8, 8), (0, 8)),
+        ((8, 8), (0, 8), (0, 8)),
+        ((0, 8), (8, 8), (0, 8)),
+        ((12, 4), (28, 4), (4, 12)),  # where in its node each begins does
+        ((16, 16), (40, 8), (0, 16)),
+        # a node in common: both keep their distance
+        ((8, 8), (12, 4), (0, 4)),
+        ((12, 4), (8, 4), (4, 0)),
+        ((8, 16), (16, 8), (0, 8)),
+        ((16, 8), (8, 16), (8, 0)),
+    ],
+)
+def test_pairs_are_moved_to_the_first_nodes(
+    source: tuple[int, int], target: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    """Meshes by first GPU and size."""
+    found = canonical(H100, *(at(first, dp=gpus) for first, gpus in (source, target)))
+    assert tuple(layout.first_gpu for layout in found) == expected
+    assert [layout.gpus for layout in found] == [source[1], target[1]]
+
+
+def test_layouts_beyond_the_cluster_are_refused() -> None:
+    canonical(H100, at(120, dp=8), at(0, dp=8))
+    for pair in ((at(121, dp=8), at(0, dp=8)), (at(0, dp=8), at(121, dp=8))):
+        with pytest.raises(ConfigError, match="beyond the 128 GPUs"):
+            canonical(H100, *pair)

@@ -171,6 +171,39 @@ def test_profile_blends_neighbouring_batches_at_the_same_total() -> None:
     assert profile.lookups().table()["decode profile"]["extrapolated"] == 2
 
 
+def test_a_profile_beyond_its_batches_takes_no_smaller_share_and_no_less_time() -> None:
+    """Two of four sequences at least half of their time, sixteen no less than eight: measured slopes are noisy."""
+
+    def step_s(batch: int, four: list[float], eight: list[float]) -> list[float]:
+        """Without context and with ten tokens, from the times of four and eight sequences at these."""
+        curves = [DecodeCurve(4, [0, 10], four), DecodeCurve(8, [0, 10], eight)]
+        curve = ProfileStep(1, curves, [1], [1], [[1.0]]).decode(batch)
+        return [curve.step_s(0), curve.step_s(10)]
+
+    assert step_s(2, [1.0, 2.0], [4.0, 5.0]) == pytest.approx([0.5, 1.0])  # not 1 - 3 / 2
+    assert step_s(2, [2.0, 2.0], [3.0, 3.0]) == pytest.approx([1.5, 1.5])
+    assert step_s(16, [2.0, 2.0], [3.0, 3.0]) == pytest.approx([5.0, 5.0])
+    assert step_s(16, [4.0, 4.0], [3.0, 3.5]) == pytest.approx([3.0, 3.5])
+
+
+def test_a_measured_curve_never_falls_below_zero_towards_no_context() -> None:
+    record = DecodeProfile(
+        model="llama-3.1-8b", tp=1, batches=(2,), context_tokens=((100.0, 200.0),), step_s=((0.1, 1.0),),
+        prefill_tokens=(1.0,), prefill_lengths=(1.0,), prefill_s=((1.0,),),
+    )  # fmt: skip
+    curve = ProfileStep.from_record(record).decode(2)
+    assert [curve.step_s(tokens) for tokens in (0, 50, 100, 150)] == pytest.approx([0.0, 0.05, 0.1, 0.55])
+
+
+def test_steps_below_the_first_knot_follow_the_first_slope() -> None:
+    """A second at 100 tokens, two at 200, five at 300; three sequences, so each step adds three tokens."""
+    curve = DecodeCurve(3, [100, 200, 300], [1.0, 2.0, 5.0])
+    assert curve.steps_s(50, 3) == pytest.approx(0.50 + 0.53 + 0.56)
+    assert curve.steps_s(95, 4) == pytest.approx(0.95 + 0.98 + 1.01 + 1.04)
+    assert curve.steps_s(197, 3) == pytest.approx(1.97 + 2.0 + 2.09)
+    assert curve.steps_s(400, 2) == pytest.approx(8.0 + 8.09)
+
+
 def test_profile_prefill_is_bilinear_and_counts_extrapolation() -> None:
     grid = [[1.0, 2.0], [3.0, 5.0]]
     profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100, 200], [100, 200], grid)
@@ -180,6 +213,23 @@ def test_profile_prefill_is_bilinear_and_counts_extrapolation() -> None:
     assert profile.lookups().table()["prefill profile"] == {"exact": 2, "interpolated": 1, "extrapolated": 0}
     assert profile.prefill_s([Chunk(300, 0)]) > 5.0
     assert profile.lookups().table()["prefill profile"]["extrapolated"] == 1
+
+
+def test_profile_prefill_between_the_nearest_points_of_many() -> None:
+    """2,500 tokens in sequences of 250 lie between 2,000 and 4,000, and between 200 and 400, a quarter of the way."""
+    axes = [1000, 2000, 4000, 8000], [100, 200, 400, 800]
+    grid = [[10.0 * i**2 + j**2 for j in range(4)] for i in range(4)]
+    profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], *axes, grid)
+    assert profile.prefill_s([Chunk(250, 0)] * 10) == pytest.approx((10 + 30 / 4) + (1 + 3 / 4))
+    assert profile.prefill_s([Chunk(400, 0)] * 5) == 10.0 + 4.0
+    # beyond the last points their slopes go on: 50 s and 5 s for as much more as there is between the last two
+    assert profile.prefill_s([Chunk(1000, 0)] * 12) == pytest.approx(90 + 50 + 9 + 5 / 2)
+
+
+def test_a_profile_of_one_prefill_is_no_slower_for_less_and_no_faster_for_more() -> None:
+    profile = ProfileStep(1, [DecodeCurve(1, [0, 1], [1.0, 2.0])], [100], [100], [[0.5]])
+    assert [profile.prefill_s([Chunk(100, 0)] * n) for n in (1, 2, 9)] == [0.5] * 3
+    assert profile.prefill_s([Chunk(50, 50)]) <= 0.5
 
 
 def test_profile_mixed_adds_the_contexts_of_the_decodes() -> None:

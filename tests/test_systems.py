@@ -28,6 +28,7 @@ from rlsim.policies.tail_batching import TailBatching
 from rlsim.policies.verl import VeRL
 from rlsim.sim.batching import Batching, Batchings, PromptFeed
 from rlsim.sim.control import (
+    Abort,
     ControlContext,
     Launch,
     Prompt,
@@ -235,6 +236,45 @@ def test_rewards_that_never_vary_come_to_an_end() -> None:
         train(lengths, 1, 2, batching=DynamicSampling(), scoring=Checks())
 
 
+class Leaves(DynamicSampling):
+    """Trains on the prompts that are left."""
+
+    def more(self, missing: int, feed: PromptFeed) -> None:
+        return None
+
+
+def test_a_batching_may_train_on_the_prompts_that_count() -> None:
+    """Of three prompts one has no variance; the longest response is there after 3 s, six rewards take 3 s more."""
+    lengths = {0: [1, 3], 1: [2, 2], 3: [1, 1], 2: [1, 1]}
+    rewards = {0: FLAT[1], 1: FLAT[0], 2: FLAT[3]}
+    outcome = train(lengths, 3, 2, batching=Leaves(), scoring=Checks(0.5, rewards=rewards))
+    assert outcome.responses[0].position[outcome.responses[0].trained].tolist() == [0, 0, 2, 2]
+    assert outcome.rollouts[0].settled.dropped == 1
+    assert gen_s(outcome) == 3.0 + 6 * 0.5
+
+
+def test_a_batch_that_cannot_become_complete_is_an_error() -> None:
+    """A control aborts a response that the batch waits for."""
+
+    class Drops(OneEach):
+        def on_finish(self, view: RolloutView) -> Abort | None:
+            return Abort((1,)) if view.finished == 1 else None
+
+    with pytest.raises(PolicyError, match="step 0 comes to a halt: its batch cannot become complete"):
+        train({0: [1, 3]}, 1, 2, batching=DynamicSampling(), control=Drops(), scoring=Checks(rewards=FLAT))
+
+
+def test_several_batchings_are_asked_in_turn() -> None:
+    first, second = TailBatching(), DynamicSampling()
+    both, swapped = Batchings([first, second]), Batchings([second, first])
+    assert (both.launches_its_own, swapped.launches_its_own) == (True, False)
+    assert (both.launcher, swapped.launcher) == (first, second)
+    assert both.needs_rewards
+    assert swapped.needs_rewards
+    assert not Batchings([first]).needs_rewards
+    assert not both.pauses
+
+
 # --------------------------------------------------------------------------------------------------------- rewards
 
 
@@ -429,6 +469,13 @@ def test_a_rise_of_preemptions_doubles_the_choice_for_a_round_and_never_climbs()
     for preemptions in (200, 300, 500, 900, 2000, 5000):
         tp = plans.next_tp(played(80, preemptions, tp))
         assert tp <= 2
+
+
+@pytest.mark.parametrize(("responses", "fastest", "doubled"), [(24, 2, 4), (8, 4, 8), (1, 8, 8)])
+def test_a_rise_of_preemptions_doubles_any_degree_but_the_largest(responses: int, fastest: int, doubled: int) -> None:
+    """24 responses take 1.1 s a step at TP2 (1.3 at TP1, 1.45 at TP4), 8 take 0.65 s at TP4, one 0.225 s at TP8."""
+    plans = planner()
+    assert [plans.next_tp(played(responses, preemptions, fastest)) for preemptions in (10, 20)] == [fastest, doubled]
 
 
 def test_quiet_rounds_of_one_kind_do_not_halve_the_tp_of_another() -> None:

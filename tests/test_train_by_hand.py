@@ -8,6 +8,7 @@ from test_train import H100, IDEAL, LLAMA, Free, Ring, cost
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.transfer import host_copy_s
 from rlsim.hardware import load_cluster
 
 PARAMETERS = 8_030_261_248
@@ -190,3 +191,60 @@ def test_a_pipelines_bubble_is_that_of_its_largest_micro_batch() -> None:
     assert time.compute_s == pytest.approx(sum(sums) / 2)
     assert time.bubble_s == pytest.approx((stage_s(300) + stage_s(250)) / 2)
     assert time.total_s == pytest.approx(sums[0] + stage_s(300))
+
+
+def test_states_come_in_from_host_memory_and_go_back_by_hand() -> None:
+    """Training: bf16 weights, and fp32 master weights and two moments, 14 bytes a parameter; inference: the weights."""
+    call = cost(IDEAL, Free(), MEMORY_ONLY, offload=True)
+    assert call.load_s(backward=True) == pytest.approx(host_copy_s(14 * PARAMETERS, H100.host))
+    assert call.load_s(backward=False) == pytest.approx(host_copy_s(2 * PARAMETERS, H100.host))
+    assert call.train_s([100]).offload_s == pytest.approx(2 * call.load_s(backward=True))
+    assert call.forward_s([100]).offload_s == pytest.approx(2 * call.load_s(backward=False))
+    # ZeRO-1 shards the optimizer's twelve bytes, ZeRO-3 all
+    for zero_stage, held in ((0, 14), (1, 2 + 12 / 4), (2, 2 + 12 / 4), (3, 14 / 4)):
+        sharded = cost(IDEAL, Free(), MEMORY_ONLY, offload=True, dp=4, zero_stage=zero_stage)
+        assert sharded.load_s(backward=True) == pytest.approx(host_copy_s(held * PARAMETERS, H100.host))
+    kept = cost(IDEAL, Free(), MEMORY_ONLY)
+    assert (kept.load_s(backward=True), kept.train_s([100]).offload_s) == (0.0, 0.0)
+
+
+def test_gradients_are_reduced_by_hand() -> None:
+    """Over two ranks: in fp32 by an all-reduce; under ZeRO-1 and 2 scattered, and the new bf16 weights gathered."""
+    for zero_stage, expected in (
+        (0, {("all_reduce", 4 * PARAMETERS)}),
+        (1, {("reduce_scatter", 4 * PARAMETERS), ("all_gather", 2 * PARAMETERS)}),
+        (2, {("reduce_scatter", 4 * PARAMETERS), ("all_gather", 2 * PARAMETERS)}),
+        (3, set()),
+    ):
+        talk = Seconds(all_reduce=7.0, reduce_scatter=3.0, all_gather=5.0)
+        update = cost(IDEAL, talk, MEMORY_ONLY, dp=2, zero_stage=zero_stage).update_time()
+        assert {asked[:2] for asked in talk.asked} == expected
+        assert update.communication_s == {0: 7.0, 1: 8.0, 2: 8.0, 3: 0.0}[zero_stage]
+    assert cost(IDEAL, Seconds(all_reduce=7.0), MEMORY_ONLY).update_time().communication_s == 0.0
+
+
+@pytest.mark.parametrize(("size", "last_with"), [(17_300, "two"), (17_700, "one")])
+def test_micro_batches_are_balanced_by_their_flops(size: int, last_with: str) -> None:
+    """Of sequences of 30,000, twice `size` and ten tokens the last goes to the micro-batch with fewer FLOPs.
+
+    Two of 17,300 have 1% fewer than one of 30,000, two of 17,700 have more. The pipeline's bubble shows which it was.
+    """
+
+    def stage_s(*lengths: int) -> float:
+        products = sum(2 * (16 * MATRICES + EMBEDDING) * n for n in lengths)
+        return (products + sum(16 * 4 * 4096 * n * (n + 1) / 2 for n in lengths)) / 1e12
+
+    assert (stage_s(size, size) < stage_s(30_000)) == (last_with == "two")
+    largest_s = stage_s(30_000) if last_with == "two" else stage_s(size, size)  # neither has the last
+    bubble_s = cost(IDEAL, Free(), FLOPS_ONLY, pp=2, micro_batches=2).forward_s([30_000, size, size, 10]).bubble_s
+    assert bubble_s == pytest.approx(largest_s, rel=1e-9)
+
+
+def test_a_rank_without_sequences_says_nothing() -> None:
+    """One sequence for two ranks of TP2: two all-reduces a layer of one of them, and none of the other."""
+    talk = Ring(1e9)
+    alone = cost(IDEAL, talk, MEMORY_ONLY, tp=2).forward_s([1000])
+    beside = cost(IDEAL, talk, MEMORY_ONLY, dp=2, tp=2).forward_s([1000])
+    assert alone.communication_s == pytest.approx(32 * 2 * 1000 * 4096 * 2 / 1e9)
+    assert beside.communication_s == pytest.approx(alone.communication_s / 2)  # in the mean
+    assert beside.total_s == pytest.approx(alone.total_s)
