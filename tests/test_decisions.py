@@ -17,7 +17,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.policies.frameworks import Megatron, OpenRLHF, ScorerApart, ThreeGroups, TwoGroups, ZeroEverywhere
 from rlsim.policies.oppo import OPPO, Chunked, Overcommit, RewardCurve
-from rlsim.policies.parts import Composition, Rewiring
+from rlsim.policies.parts import Composition, PlanSearch, Rewiring
 from rlsim.policies.pat import PAT
 from rlsim.policies.plan import CallPlan, ExplicitPlan
 from rlsim.policies.planner import Planner
@@ -493,8 +493,8 @@ def used(made: Any) -> None:
             tp=2, sequence_parallel=True, micro_batches=made.micro_batches
         )
     if isinstance(made, REAL):
-        asked = made.plan(SimpleNamespace(search=lambda *how: how))  # type: ignore[arg-type]
-        assert asked == (made.method, made.evaluations, made.seed, True)
+        asked = made.plan(SimpleNamespace(search=lambda how: how))  # type: ignore[arg-type]
+        assert asked == PlanSearch(made.method, made.evaluations, made.seed, True, False)
     if isinstance(made, RewardCurve):
         assert math.isfinite(made.at(7))
 

@@ -548,7 +548,7 @@ def test_any_key_that_is_missing_or_of_another_type_is_named(
     copy: Path, call: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
     whole, keys = (copy / "manifest.json").read_text(), list(json.loads((copy / "manifest.json").read_text()))
-    optional = {"setups", "plans", "files", "format", "sha256", "cluster", "model", "calibration", "judge"}
+    optional = {"setups", "plans", "worlds", "files", "format", "sha256", "cluster", "model", "calibration", "judge"}
     for key in [key for key in keys if key not in ("format", "sha256")]:
         for number, value in enumerate(["missing", *BAD]):
             changed(copy / "manifest.json", lambda data, k=key, v=value: _set(data, k, v))

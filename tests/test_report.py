@@ -207,15 +207,21 @@ def test_time_in_which_nothing_runs_is_waiting() -> None:
     }
 
 
+NAN = float("nan")
+
+
 def summary_of(*rows: tuple[str, float, float, float, float]) -> pd.DataFrame:
     columns = ["system", "responses_per_s", "speedup", "speedup_low", "speedup_high"]
     frame = pd.DataFrame(rows, columns=columns)
     return frame.assign(
-        case="", held_back=0.0, bubble_fraction=0.0, tail_fraction=0.0, token_speedup=frame["speedup"] * 0.9
+        case="",
+        speedup_model_low=NAN,
+        speedup_model_high=NAN,
+        held_back=0.0,
+        bubble_fraction=0.0,
+        tail_fraction=0.0,
+        token_speedup=frame["speedup"] * 0.9,
     )
-
-
-NAN = float("nan")
 
 
 @pytest.mark.parametrize(

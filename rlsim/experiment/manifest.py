@@ -115,6 +115,7 @@ class Manifest(Record):
     versions: dict[str, str]
     setups: dict[str, SetupRecord] = Field(default={})
     plans: dict[str, dict[str, Any]] = Field(default={})
+    worlds: dict[str, dict[str, list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]]] = Field(default={})
     #: SHA-256 of every file beside the manifest, by name.
     files: dict[str, str] = Field(default={})
 

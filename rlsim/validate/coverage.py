@@ -38,7 +38,7 @@ def line(errors: Floats) -> Line:
     """The straight line through the errors of one setting."""
     tilt, level = np.polyfit(errors[:, 0], errors[:, 1], 1)
     rest = errors[:, 1] - level - tilt * errors[:, 0]
-    return Line(float(level), float(tilt), float(np.sqrt((rest**2).sum() / (len(rest) - 2))))
+    return Line(float(level), float(tilt), float(np.sqrt((rest**2).sum() / max(len(rest) - 2, 1))))
 
 
 def spread(lines: Iterable[Line]) -> Line:

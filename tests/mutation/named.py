@@ -277,7 +277,7 @@ FAULTS = (
         "training's bubble and gradients",
         "all-reduced in bf16",
         _COST + "train.py",
-        'self._groups.time_s("all_reduce", local * FP32, "shards")',
+        'self._groups.time_s("all_reduce", local * strategy.gradient_bytes, "shards")',
         'self._groups.time_s("all_reduce", local * BF16, "shards")',
     ),
     Fault(
