@@ -74,7 +74,8 @@ def _pat(scratch: Path) -> tuple[str, dict[str, str]]:
 
 def _range(values: Iterable[float]) -> str:
     known = list(values)
-    return f"{min(known):.2f} to {max(known):.2f}"
+    low, high = f"{min(known):.2f}", f"{max(known):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _pat_changes(scratch: Path) -> Changes:
@@ -202,7 +203,7 @@ def _small_changes() -> Changes:
         "tasks: code alone": {"trace.path": "rollpacker-code"},
         "tasks: judged QA alone": {"trace.path": "rollpacker-judge"},
         "lengths: long reasoning (AIME-like), checked in 10 ms": {"trace.path": "aime-r1-distill-like"},
-        "training efficiency: the calibration's 0.371": rollpacker.UNFITTED,
+        "training efficiency: the calibration's 0.490": rollpacker.UNFITTED,
         "CPU workers: 16": {"workflow.reward.workers": 16},
         "CPU workers: 128": {"workflow.reward.workers": 128},
         "sandbox timeout: 10 s": {"workflow.reward.sandbox_timeout": 10},
@@ -219,7 +220,7 @@ _LARGE: Changes = {
     "as shipped": {},
     "engine: SGLang": {"calibration": "h800-sglang"},
     "no response beyond 16K tokens": {"trace.cap": "16K"},
-    "training efficiency: the calibration's 0.371": rollpacker.UNFITTED,
+    "training efficiency: the calibration's 0.490": rollpacker.UNFITTED,
 }
 
 
