@@ -88,10 +88,10 @@ def _pat_changes(scratch: Path) -> Changes:
         "as shipped (SGLang, cap 24K, 128 responses), 4 seeds of 3 steps": {},
         "engine: vLLM": vllm,
         "engine: TensorRT-LLM": {"calibration": "h100-trtllm"},
-        "host time 0": {"calibration": _host_time(scratch, 0.0, 0.0)},
-        "host time doubled": {"calibration": _host_time(scratch, 2.0, 2.0)},
+        "vLLM, host time 0": {"calibration": _host_time(scratch, 0.0, 0.0)},
+        "vLLM, host time per sequence halved": {"calibration": _host_time(scratch, 1.0, 0.5)},
+        "vLLM, host time doubled": {"calibration": _host_time(scratch, 2.0, 2.0)},
         "GPU links at a quarter of the rate": {"cluster": _slow_links(0.25)},
-        "host time per sequence halved": {"calibration": _host_time(scratch, 1.0, 0.5)},
         "PAT recaptures its first layout's graphs each step": {"engine.first_layout_kept": False},
         "PAT predicts with the replicas as they are": {"systems": as_they_are},
         "cap 8K": {"trace.cap": "8K"},
@@ -111,10 +111,10 @@ def _pat_changes(scratch: Path) -> Changes:
 
 
 def _host_time(scratch: Path, step: float, sequence: float) -> str:
-    """The shipped calibration with host time per step and per sequence multiplied, as a file."""
+    """vLLM's calibration with host time per step and per sequence multiplied, as a file; SGLang's has none."""
     from ruamel.yaml import YAML
 
-    calibration = load_calibration("h100-sglang")
+    calibration = load_calibration("h100-vllm")
     host = calibration.host
     changed = {
         "step_s": host.step_s * step,

@@ -73,6 +73,7 @@ def realhf_experiment(
         "models": {"critic": ACTORS[7], "reward": ACTORS[7]},
         "calibration": str(calibration),
         "engine": {"graphs": False},
+        "weight_sync": "reshard",
         "trace": {"fixed": tokens, "cap": tokens, "default_prompt_tokens": PROMPT_TOKENS},
         "workflow": {
             "algorithm": "ppo", "prompts": batch, "responses": 1, "steps": 3, "reward": {"order": "beside_log_probs"},
