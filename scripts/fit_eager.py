@@ -1,12 +1,13 @@
-"""Fits what a decode step without CUDA graphs takes the host to launch, to measured PPO steps.
+"""Fits what a decode step without CUDA graphs takes the host to launch, and training's share of the peak, to PPO steps.
 
     python scripts/fit_eager.py
 
 Two numbers of ReaLHF's runs: seconds to launch a layer, and each of its two collectives under tensor parallelism. The
 steps of the heuristic, TP8, give their sum. Those of searched plans, which prefer lower degrees, tell the two apart:
 they are predicted with the plan that rlsim finds for each of a few shares of the collectives, and the share in between
-that meets the measured steps is taken. Each model is fitted alone; `rlsim.cost.calibration.EAGER` holds the fit to the
-smaller one. Takes ten minutes, most of it searches for plans.
+that meets the measured steps is taken. Then the share of the peak at which the heuristic's steps come out right on
+average. Each model is fitted alone; `rlsim.cost.calibration.EAGER` and `rlsim.validate.steps.EFFICIENCY` hold the fit
+to the smaller one. Takes ten minutes, most of it searches for plans.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import EagerFit, load_calibration
 from rlsim.validate.parts import Options, data_folder
 from rlsim.validate.rows import Row
-from rlsim.validate.steps import REALHF, realhf_rows
+from rlsim.validate.steps import EFFICIENCY, REALHF, realhf_rows
 
 #: Share of a layer's launches under tensor parallelism that its two collectives are.
 SHARES = (0.0, 0.3, 0.6)
 
 
-def steps(table: pd.DataFrame, layer_s: float, collective_s: float, folder: Path) -> list[Row]:
+def steps(
+    table: pd.DataFrame, layer_s: float, collective_s: float, folder: Path, efficiency: float = EFFICIENCY
+) -> list[Row]:
     """The runs of `table` with these launches."""
     eager = EagerFit(layer_s=layer_s, collective_s=collective_s, source="tried")
     calibration = load_calibration("a100-sglang").model_copy(update={"eager": eager})
-    return list(realhf_rows(table, Options(), write_yaml(calibration, folder)))
+    return list(realhf_rows(table, Options(), write_yaml(calibration, folder), efficiency))
 
 
 def slope(rows: Sequence[Row], size: int, *, measured: bool) -> float:
@@ -78,6 +81,12 @@ def main() -> None:
                 f"{whole_s * (1 - share) * 1e3:.3f}e-3, collective_s {whole_s * share / 2 * 1e3:.3f}e-3",
                 flush=True,
             )
+
+            def bias(efficiency: float, mine: pd.DataFrame = mine, whole_s: float = whole_s) -> float:
+                rows = steps(mine, whole_s, 0.0, folder, efficiency)
+                return float(np.mean([np.log1p(row.error) for row in rows]))
+
+            print(f"  training at {brentq(bias, 0.3, 0.9, xtol=1e-3):.3f} of the peak", flush=True)
 
 
 if __name__ == "__main__":

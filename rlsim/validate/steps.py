@@ -20,6 +20,8 @@ from rlsim.validate.steps_verl import verl_rows
 REALHF = "rl_timings/realhf_steps.csv"
 #: Of ReaLHF's actors, in billions of parameters: the one that launch times are fitted to (`scripts/fit_eager.py`).
 FITTED = 7
+#: Share of the peak that its training and inference reach, fitted to the same steps.
+EFFICIENCY = 0.50
 #: Of ReaLHF's runs: actor by billions of parameters.
 ACTORS = {7: "llama-2-7b", 34: "llama-2-34b"}
 CLUSTERS = {1: "8xa800", 4: "4x8xa800"}
@@ -40,14 +42,16 @@ def section(options: Options) -> Section | Skipped:
     return published_section("steps", found, realhf_order=f"{order:.2f}")
 
 
-def realhf_rows(table: pd.DataFrame, options: Options, calibration: str | Path = "a100-sglang") -> Iterator[Row]:
+def realhf_rows(
+    table: pd.DataFrame, options: Options, calibration: str | Path = "a100-sglang", efficiency: float = EFFICIENCY
+) -> Iterator[Row]:
     """ReaLHF's steps, by actor, batch and plan; those of a searched plan with the plan that rlsim finds."""
     setting = ["model_b_parameters", "nodes_of_8_a800", "batch", "generated_tokens"]
     for numbers, runs in table.groupby(setting, sort=False):
         size, nodes, batch, tokens = map(int, cast(tuple[int, ...], numbers))
         options.progress(f"ReaLHF, {size}B on {nodes * 8} GPUs, {tokens} tokens")
         plans = [plan.split()[0] for plan in runs["plan"]]
-        steps = realhf_experiment(size, nodes, batch, tokens, plans, calibration)
+        steps = realhf_experiment(size, nodes, batch, tokens, plans, calibration, efficiency)
         seconds = run(steps).summary().set_index("system")["step_time_s"]
         for plan, measured in zip(plans, runs["step_s"], strict=True):
             case = f"realhf/llama-2-{size}b/{plan}/{batch}x{tokens}"
@@ -56,12 +60,18 @@ def realhf_rows(table: pd.DataFrame, options: Options, calibration: str | Path =
 
 
 def realhf_experiment(
-    size: int, nodes: int, batch: int, tokens: int, plans: Sequence[str], calibration: str | Path = "a100-sglang"
+    size: int,
+    nodes: int,
+    batch: int,
+    tokens: int,
+    plans: Sequence[str],
+    calibration: str | Path = "a100-sglang",
+    efficiency: float = EFFICIENCY,
 ) -> dict[str, Any]:
     """PPO as ReaLHF ran it: `tokens` new tokens of each of `batch` prompts, an actor of `size` billion parameters.
 
-    Generation runs without CUDA graphs. The heuristic's stages go over the nodes; twice as many micro-batches as stages
-    are assumed.
+    Generation runs without CUDA graphs, and new weights go from layout to layout without an engine that loads them. The
+    heuristic's stages go over the nodes; twice as many micro-batches as stages are assumed.
     """
     layout = {"gpus": "all", "tp": 8, "pp": nodes}
     calls = {"generate": layout} | {name: layout | {"micro_batches": 2 * nodes} for name in _CALLS}
@@ -78,7 +88,7 @@ def realhf_experiment(
         "workflow": {
             "algorithm": "ppo", "prompts": batch, "responses": 1, "steps": 3, "reward": {"order": "beside_log_probs"},
         },
-        "training": {"backend": "megatron", "mini_batches": MINI_BATCHES},
+        "training": {"backend": "megatron", "efficiency": efficiency, "mini_batches": MINI_BATCHES},
         "seeds": 1,
         "systems": [{"name": plan, "use": [systems[plan]]} for plan in plans],
     }  # fmt: skip
