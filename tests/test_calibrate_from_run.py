@@ -131,6 +131,48 @@ def as_tensorboard_csv(rows: dict[int, Metrics]) -> str:
     return "\n".join(["run,tag,value,step", *lines]) + "\n"
 
 
+OTHERS: dict[str, Metrics] = {
+    "NeMo-RL": {
+        "timing/train/generation": 60.0,
+        "timing/train/policy_and_reference_logprobs": 18.0,
+        "timing/train/policy_training": 30.0,
+        "timing/train/total_step_time": 115.0,
+        "train/mean_gen_tokens_per_sample": 700.0,
+        "train/mean_prompt_length": 100.0,
+    },
+    "slime": {
+        "perf/rollout_time": 60.0,
+        "perf/log_probs_time": 9.0,
+        "perf/ref_log_probs_time": 9.0,
+        "perf/actor_train_time": 30.0,
+        "perf/step_time": 115.0,
+        "rollout/response_len/mean": 700.0,
+        "rollout/total_lengths": 800.0,
+    },
+    "AReaL": {
+        "timeperf/rollout": 60.0,
+        "timeperf/recompute_logp": 9.0,
+        "timeperf/ref_logp": 9.0,
+        "timeperf/train_step": 30.0,
+        "ppo_actor/seq_len/avg": 800.0,
+        "ppo_actor/prompt_len/avg": 100.0,
+    },
+}
+
+
+@pytest.mark.parametrize("framework", OTHERS)
+@pytest.mark.parametrize("form", [as_jsonl, as_wandb_csv])
+def test_exports_of_other_frameworks_are_read(
+    framework: str, form: Callable[[dict[int, Metrics]], str], tmp_path: Path
+) -> None:
+    log = read_log(save(tmp_path, form(dict.fromkeys((1, 2), OTHERS[framework]))))
+    row = log.steps.loc[2]
+    times = ["gen_s", "old_log_prob_s", "ref_log_prob_s", "update_actor_s", "response_mean", "prompt_mean"]
+    assert row[times].tolist() == [60.0, 9.0, 9.0, 30.0, 700.0, 100.0]
+    assert any("half of that" in note for note in log.notes) == (framework == "NeMo-RL")
+    assert math.isnan(row["step_s"]) == (framework == "AReaL")
+
+
 @pytest.mark.parametrize("form", [as_jsonl, as_wandb_json, as_csv, as_wandb_csv, as_tensorboard_csv])
 def test_every_form_gives_the_same_table(form: Callable[[dict[int, Metrics]], str], tmp_path: Path) -> None:
     rows = {step: metrics_of(LINE.format(step=step, gen=70 + step)) for step in (1, 2, 3)}

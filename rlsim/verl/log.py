@@ -1,8 +1,8 @@
 """Reads veRL's metrics as it writes them: console lines, the `file` logger's JSON Lines, CSV and JSON exports.
 
 Metric names are those of veRL 0.2 to 0.7 (`verl/trainer/ppo/metric_utils.py`, `ray_trainer.py`, `utils/tracking.py`,
-`utils/logger/aggregate_logger.py`), of its first releases (`timing/gen`) and of EasyR1 (`timing_s/old`). Times are in
-seconds.
+`utils/logger/aggregate_logger.py`), of its first releases (`timing/gen`) and of EasyR1 (`timing_s/old`); in exports
+also those of NeMo-RL (`timing/train/…`), slime (`perf/…_time`) and AReaL (`timeperf/…`). Times are in seconds.
 """
 
 from __future__ import annotations
@@ -24,26 +24,43 @@ from rlsim.errors import CalibrationError
 from rlsim.tables import csv_errors, number_of, parse_json
 from rlsim.verl.settings import Settings
 
-#: What is read: our name, and the names that veRL's versions give it, newest first.
+#: What is read: our name, and the names that veRL's versions give it, newest first, then NeMo-RL, slime and AReaL.
 METRICS: Mapping[str, tuple[str, ...]] = {
-    "gen_s": ("timing_s/gen", "timing/gen"),
+    "gen_s": ("timing_s/gen", "timing/gen", "timing/train/generation", "perf/rollout_time", "timeperf/rollout"),
     "reshard_s": ("timing_s/reshard",),  # part of gen where it is logged (hybrid engine, up to 0.6)
-    "old_log_prob_s": ("timing_s/old_log_prob", "timing_s/old", "timing/old_log_prob"),
-    "ref_log_prob_s": ("timing_s/ref", "timing_s/ref_log_prob", "timing/ref"),
-    "update_actor_s": ("timing_s/update_actor", "timing/update_actor"),
+    "old_log_prob_s": (
+        "timing_s/old_log_prob", "timing_s/old", "timing/old_log_prob", "perf/log_probs_time",
+        "timeperf/recompute_logp",
+    ),
+    "ref_log_prob_s": (
+        "timing_s/ref", "timing_s/ref_log_prob", "timing/ref", "perf/ref_log_probs_time", "timeperf/ref_logp",
+    ),
+    "log_probs_s": ("timing/train/policy_and_reference_logprobs",),  # NeMo-RL: both together
+    "update_actor_s": (
+        "timing_s/update_actor", "timing/update_actor", "timing/train/policy_training", "perf/actor_train_time",
+        "timeperf/train_step",
+    ),
     "testing_s": ("timing_s/testing", "timing/testing"),
-    "save_checkpoint_s": ("timing_s/save_checkpoint", "timing/save_checkpoint"),
-    "step_s": ("timing_s/step", "perf/time_per_step", "timing/step"),
-    "response_mean": ("response_length/mean",),
-    "response_max": ("response_length/max",),
+    "save_checkpoint_s": (
+        "timing_s/save_checkpoint", "timing/save_checkpoint", "timing/train/checkpointing", "timeperf/save",
+    ),
+    "step_s": (
+        "timing_s/step", "perf/time_per_step", "timing/step", "timing/train/total_step_time", "perf/step_time",
+    ),
+    "response_mean": (
+        "response_length/mean", "train/mean_gen_tokens_per_sample", "rollout/response_len/mean",
+        "rollout/response_lengths",
+    ),
+    "response_max": ("response_length/max", "train/max_gen_tokens_per_sample", "rollout/response_len/max"),
     "clip_ratio": ("response_length/clip_ratio",),
-    "prompt_mean": ("prompt_length/mean",),
+    "prompt_mean": ("prompt_length/mean", "train/mean_prompt_length", "ppo_actor/prompt_len/avg"),
+    "sequence_mean": ("rollout/total_lengths", "ppo_actor/seq_len/avg"),  # prompt and response together
     "total_tokens": ("perf/total_num_tokens",),
     "throughput": ("perf/throughput",),  # tokens per second and GPU
     "mfu_actor": ("perf/mfu/actor", "mfu/actor"),
     "gen_batches": ("train/num_gen_batches",),  # DAPO: batches generated until enough groups were kept
     "turns": ("num_turns/mean",),
-}
+}  # fmt: skip
 _OURS = {name: (ours, rank) for ours, names in METRICS.items() for rank, name in enumerate(names)}
 _STEP_NAMES = ("training/global_step", "step", "global_step", "_step", "Step")
 
@@ -149,7 +166,14 @@ def _table(path: Path, records: Sequence[_Record], notes: list[str]) -> pd.DataF
     if repeated := int(frame.index.duplicated().sum()):
         notes.append(f"{repeated} steps were logged more than once: the last counts")
     # Validation and metrics of one step may be logged apart: the last value of each metric, sorted by step.
-    return frame.groupby(level="step").last().astype({"line": int})
+    steps = frame.groupby(level="step").last().astype({"line": int})
+    if steps["log_probs_s"].notna().any():
+        notes.append("log-probs of policy and reference are logged together: each is taken to be half of that")
+        for metric in ("old_log_prob_s", "ref_log_prob_s"):
+            steps[metric] = steps[metric].fillna(steps["log_probs_s"] / 2)
+    for metric, other in (("response_mean", "prompt_mean"), ("prompt_mean", "response_mean")):
+        steps[metric] = steps[metric].fillna(steps["sequence_mean"] - steps[other])
+    return steps
 
 
 def _row(path: Path, record: _Record) -> dict[str, float]:
