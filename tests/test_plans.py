@@ -465,6 +465,7 @@ def _systems(given: dict[str, Any]) -> list[Any]:
     return [spec.make() for spec in parse_systems(given["systems"], "test")]
 
 
+@pytest.mark.ci
 def test_real_is_no_slower_than_the_heuristic_and_the_same_seed_finds_the_same_plan() -> None:
     real = {"real": {"evaluations": 2000}}
     given = experiment(**BIG, systems=["megatron", real], workflow={"steps": 4})
@@ -513,6 +514,7 @@ def rlsim_plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return 0
 
 
+@pytest.mark.ci
 def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
