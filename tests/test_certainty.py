@@ -18,6 +18,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import ConfigError
 from rlsim.experiment.summary import model_interval
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
@@ -117,6 +118,11 @@ def test_an_interval_by_hand() -> None:
     assert found["speedup_model_low"] == pytest.approx(1.5 * math.exp(-half), rel=1e-4)
     assert found["speedup_model_high"] == pytest.approx(1.5 * math.exp(half), rel=1e-4)
     assert all(math.isnan(end) for end in model_interval(1.5, [1.1]).values())
+
+
+def test_one_world_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"certainty: .*one world gives no interval"):
+        run(certainty=1)
 
 
 def ends(result: rlsim.Result) -> Mapping[str, tuple[float, float]]:

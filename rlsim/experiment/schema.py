@@ -346,6 +346,13 @@ class Experiment(Schema):
             raise ValueError("a seed is 0 or more")
         return value
 
+    @field_validator("certainty")
+    @classmethod
+    def _an_interval(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("one world gives no interval; expected 2 or more, or 0 for none")
+        return value
+
     @field_validator("systems", mode="before")
     @classmethod
     def _with_places(cls, value: Any) -> Any:
