@@ -467,7 +467,7 @@ def _systems(given: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.ci
 def test_real_is_no_slower_than_the_heuristic_and_the_same_seed_finds_the_same_plan() -> None:
-    real = {"real": {"evaluations": 2000}}
+    real = {"real": {"evaluations": 2000, "pipelined_generation": False}}
     given = experiment(**BIG, systems=["megatron", real], workflow={"steps": 4})
     first, again = rlsim.run(given), rlsim.run(given)
     total = first.steps.groupby("system")["step_time_s"].sum()
