@@ -32,6 +32,7 @@ CONTEXTS = (1, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 1
 #: Unfinished sequences, a row for those that the predictor does not tell apart, longest way to go first: tokens left to
 #: the length limit, context tokens, how many sequences.
 Batch = NDArray[np.float64]
+Alike = tuple[int, int, int]  # a row of it
 
 
 class PAT(Schema, RolloutControl):
@@ -172,12 +173,12 @@ def _every(replicas: int, batch: Batch) -> Batch:
     return fullest[fullest[:, 2] > 0]
 
 
-def _dealt(sequences: Sequence[tuple[int, int, int]], replicas: int) -> list[list[tuple[int, int, int]]]:
+def _dealt(sequences: Sequence[Alike], replicas: int) -> list[list[Alike]]:
     """As the engine deals after a switch: longest context first, each to the replica with the least so far."""
     loads = [(0, index) for index in range(replicas)]
-    shares: list[list[tuple[int, int, int]]] = [[] for _ in range(replicas)]
-    for sequence in sorted(sorted(sequences, reverse=True), key=lambda one: -one[1]):
+    shares: list[list[Alike]] = [[] for _ in range(replicas)]
+    for left, context, count in sorted(sequences, key=lambda one: (-one[1], -one[0])):
         load, index = loads[0]
-        shares[index].append(sequence)
-        heapreplace(loads, (load + sequence[1], index))
+        shares[index].append((left, context, count))
+        heapreplace(loads, (load + context, index))
     return shares

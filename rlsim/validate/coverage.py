@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -56,11 +56,6 @@ def inside(errors: Mapping[str, Floats]) -> dict[str, float]:
         half = quantile(len(others)) * np.sqrt(level**2 + (tilt * own[:, 0]) ** 2 + noise**2)
         found[setting] = float((np.abs(own[:, 1]) <= half).mean())
     return found
-
-
-def inside_of(errors: Sequence[float], deviation: float, settings: int) -> float:
-    """The share of log errors inside the 90% interval of a standard deviation that so many settings gave."""
-    return float((np.abs(errors) <= quantile(settings) * deviation).mean())
 
 
 def quantile(settings: int) -> float:

@@ -268,7 +268,7 @@ def section(options: Options) -> Section | Skipped:
         figures=table(rows, "measured"),
         variants="" if options.quick else _variants(options.data, options.progress),
     )
-    return Section(tuple(rows), summaries, text, _chart(rows))
+    return Section(tuple(rows), summaries, text, runs_chart(rows, "Serving runs"))
 
 
 def _variants(data: Path, progress: Callable[[str], None]) -> str:
@@ -289,7 +289,8 @@ def _means(rows: Sequence[Row]) -> list[str]:
     return means
 
 
-def _chart(rows: Sequence[Row]) -> object:
+def runs_chart(rows: Sequence[Row], title: str) -> object:
+    """The errors of serving runs over what was measured (ms), a panel for each quantity."""
     frame = pd.DataFrame(
         {
             "measured": [row.reference * 1e3 for row in rows],
@@ -298,4 +299,4 @@ def _chart(rows: Sequence[Row]) -> object:
             "engine": [row.case.split("/")[0] for row in rows],
         }
     )
-    return error_panels(frame, "Serving runs", facet="quantity", colour="engine", unit="ms")
+    return error_panels(frame, title, facet="quantity", colour="engine", unit="ms")

@@ -12,17 +12,15 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from pydantic import Field
 
 from rlsim.cost.calibration import Engine, Fitted, FrontEndFit, HostFit
 from rlsim.schema import load
-from rlsim.validate.charts import error_panels
 from rlsim.validate.coverage import errors_by_setting, inside
 from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
-from rlsim.validate.serving import NO_RUNS, QUANTITIES, SERVED, ServingRun, has_runs, read_runs, run_rows
+from rlsim.validate.serving import NO_RUNS, QUANTITIES, SERVED, ServingRun, has_runs, read_runs, run_rows, runs_chart
 
 FITS = Path(__file__).with_name("transfer_fits.yaml")
 WHOLE = ""  # the left-out setting or term of a fit that leaves out none
@@ -75,16 +73,18 @@ def section(options: Options) -> Section | Skipped:
     runs = read_runs(options.data)
     options.progress("transfer")
     rows = [row for kind in ("left-out", "fitted") for row in kind_rows(runs, fits, kind)]
+    left_out = [row for row in rows if row.kind == "left-out"]
     summaries = tuple(summarise(rows, depth=3))
     text = filled_text(
         "transfer",
         engines=summary_table(summarise(rows, depth=1)),
         settings=summary_table(summaries),
-        coverage=coverage_table([row for row in rows if row.kind == "left-out"]),
+        coverage=coverage_table(left_out),
         ablation="" if options.quick else _ablation(runs, fits, options.progress),
     )
     engines = tuple(item for item in summarise(rows, depth=1))
-    return Section(tuple(rows), (*summaries, *engines), text, _chart(rows), summarised=True)
+    chart = runs_chart(left_out, "Runs of settings that no fit has seen")
+    return Section(tuple(rows), (*summaries, *engines), text, chart, summarised=True)
 
 
 def coverage_table(left_out: Sequence[Row]) -> str:
@@ -134,16 +134,3 @@ def _means(rows: Sequence[Row]) -> list[str]:
         errors = np.array([row.error for row in own])
         cells += [f"{np.abs(errors).mean():.1%}", f"{errors.mean():+.1%}", f"{worst:.1%}"]
     return cells
-
-
-def _chart(rows: Sequence[Row]) -> object:
-    left_out = [row for row in rows if row.kind == "left-out"]
-    frame = pd.DataFrame(
-        {
-            "measured": [row.reference * 1e3 for row in left_out],
-            "simulated": [row.simulated * 1e3 for row in left_out],
-            "quantity": [row.quantity.removesuffix("_s").upper() for row in left_out],
-            "engine": [row.case.split("/")[0] for row in left_out],
-        }
-    )
-    return error_panels(frame, "Runs of settings that no fit has seen", facet="quantity", colour="engine", unit="ms")
