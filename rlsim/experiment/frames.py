@@ -15,7 +15,7 @@ from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.columns import CALL_PARTS, TABLES
 from rlsim.experiment.tail import tail_stretches
 from rlsim.sim.outcome import CallRecord, Outcome, RolloutSummary
-from rlsim.sim.recorder import Span
+from rlsim.sim.recorder import NO_STEP, Span
 from rlsim.sim.responses import Responses
 from rlsim.sim.stays import Stays
 from rlsim.trace import StepSampler
@@ -49,7 +49,7 @@ def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gp
     """The tables of one run on `gpus` GPUs, without the columns that name the run; means count the `steady` steps."""
     frames = {
         "responses": _responses(outcome, sampler),
-        "stays": stays_frame(outcome.stays),
+        "stays": stays_frame(outcome.stays, outcome.responses),
         "calls": pd.DataFrame([_call_row(call) for call in sorted(outcome.calls, key=lambda c: (c.start_at, c.step))]),
         "switches": pd.DataFrame(outcome.switches, columns=_own_columns("switches")),
         "spans": pd.DataFrame(list(_span_rows(outcome.spans)), columns=_own_columns("spans")),
@@ -269,8 +269,11 @@ def _responses(outcome: Outcome, sampler: StepSampler) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
-def stays_frame(stays: Iterable[Stays]) -> pd.DataFrame:
-    """The stays at these replicas as a table, step by step."""
+def stays_frame(stays: Sequence[Stays], responses: Sequence[Responses] = ()) -> pd.DataFrame:
+    """The stays at these replicas as a table, step by step; in a rollout for all steps, of the responses' steps."""
+    step_of: dict[int, int] = {}
+    if any(at_replica.step == NO_STEP for at_replica in stays):
+        step_of = {int(id_): step for step, of_step in enumerate(responses) for id_ in of_step.id}
     columns: dict[str, list[np.ndarray[Any, np.dtype[Any]]]] = {name: [] for name in _own_columns("stays")}
     for at_replica in stays:
         if not len(at_replica):
@@ -282,9 +285,12 @@ def stays_frame(stays: Iterable[Stays]) -> pd.DataFrame:
             "gpu": min(at_replica.gpus),
             "gpus": len(at_replica.gpus),
         }
+        own = at_replica.columns()
         for name, value in place.items():
             columns[name].append(np.full(len(at_replica), value))
-        for name, values in at_replica.columns().items():
+        if at_replica.step == NO_STEP:
+            columns["step"][-1] = np.array([step_of[int(id_)] for id_ in own["response"]])
+        for name, values in own.items():
             columns[name].append(values)
     frame = pd.DataFrame({name: np.concatenate(parts) if parts else [] for name, parts in columns.items()})
     return frame.sort_values("step", kind="stable", ignore_index=True)

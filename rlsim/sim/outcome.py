@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rlsim.sim.batching import Settled
-from rlsim.sim.recorder import Span
+from rlsim.sim.recorder import NO_STEP, Span
 from rlsim.sim.responses import Responses
 from rlsim.sim.stays import Stays
 
@@ -63,3 +64,10 @@ class Outcome:
     rollouts: list[RolloutSummary] = field(default_factory=list)
     responses: list[Responses] = field(default_factory=list)  # by step
     step_ends: list[float] = field(default_factory=list)  # moment when all calls of a step are done
+
+    def settle(self) -> None:
+        """The run is over: spans of a rollout for all steps belong to the step in which they begin."""
+        steps = len(self.step_ends) - 1
+        for i, span in enumerate(self.spans):
+            if span.step == NO_STEP:
+                self.spans[i] = span._replace(step=min(bisect_right(self.step_ends, span.start_at), steps))

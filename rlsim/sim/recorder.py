@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from rlsim.sim.stays import Stays
 
+#: Of spans and stays in a rollout for all steps, until the run is over.
+NO_STEP = -1
+
 
 class Span(NamedTuple):
     """GPUs busy with one kind of work from one moment to another (simulated seconds)."""

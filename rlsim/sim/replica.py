@@ -21,7 +21,7 @@ from rlsim.cost.step import Chunk, StepCost
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import at
 from rlsim.sim.recorder import Recorder
-from rlsim.sim.request import NAN, EngineConfig, Request
+from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
 from rlsim.sim.scheduler import Scheduler
 from rlsim.sim.stays import Left
 
@@ -48,7 +48,9 @@ class Replica:
         "_batch",
         "_chunked",
         "_chunks",
+        "_hold",
         "_jump",
+        "_kept",
         "_on_finish",
         "_orders",
         "_owed_s",
@@ -111,6 +113,8 @@ class Replica:
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
         self._stopped_at = NAN
+        self._hold: simpy.Event | None = None  # while it is to stand still: fires when it does
+        self._kept = True  # whether requests keep their KV cache in that pause
         self._asleep = False
         self._process = env.process(self._run())
 
@@ -143,6 +147,21 @@ class Replica:
             self.stopped = self.env.event()
             self._wake()
         return self.stopped
+
+    def pause(self, kv: UpdatedKv) -> simpy.Event:
+        """Stand still from the next boundary on until `resume`; the event fires when it does."""
+        self._hold, self._kept = self.env.event(), kv == "keep"
+        self._wake()
+        return self._hold
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._hold = None
+        self._wake()
+
+    def settle(self) -> None:
+        """Bring the tokens of what is running up to date at a boundary that is not: the run ends here."""
+        self._batch.advance(self.progress() - self._batch.step)
 
     def remove(self, ids: frozenset[int], left: Left) -> tuple[list[Request], list[Request]]:
         """Take requests out, at a boundary: those that were running, in admission order, and those that were not.
@@ -178,6 +197,11 @@ class Replica:
 
     def _not_decoding(self) -> Iterator[Request]:
         return chain(self._scheduler.prefilling, self._scheduler.waiting, self._arrivals)
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests are here."""
+        return self._batch.size + self._scheduler.size + len(self._arrivals)
 
     @property
     def preemptions(self) -> int:
@@ -216,10 +240,13 @@ class Replica:
     def _run(self) -> Generator[simpy.Event, Any, None]:
         env, batch, scheduler = self.env, self._batch, self._scheduler
         while True:
-            if self._orders or self._arrivals or self.stopped is not None:
+            if self._orders or self._arrivals or self.stopped is not None or self._hold is not None:
                 self._look_up()
                 if self.stopped is not None:
                     return
+                if self._hold is not None:
+                    yield from self._stand_still()
+                    continue
             chunks = scheduler.schedule(env.now)
             if chunks:
                 yield from self._prefill(chunks)
@@ -269,6 +296,25 @@ class Replica:
         elif self._arrivals:
             self._scheduler.arrive(self._arrivals)
             self._arrivals.clear()
+
+    def _stand_still(self) -> Generator[simpy.Event, Any, None]:
+        """From a boundary until something is to be done: an order, a stop, the end of the pause."""
+        self.close()
+        if self._hold is not None and not self._hold.triggered:
+            if not self._kept:
+                self._lose_kv()
+            self._hold.succeed()
+        self._asleep = True
+        with suppress(simpy.Interrupt):
+            yield self.env.event()
+
+    def _lose_kv(self) -> None:
+        """What is running or prefilling goes to the front of the queue, in the order of its admission."""
+        admitted = [request for request in self.requests() if request.order]
+        self.remove(frozenset(request.id for request in admitted), "updated")
+        for request in admitted:
+            request.arrived_at = self.env.now
+        self._scheduler.waiting.extendleft(reversed(admitted))
 
     def _only_just(self, start: float) -> bool:
         """Whether an iteration that began at `start` began at this very moment."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isnan
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -11,6 +11,9 @@ from rlsim.schema import Schema
 from rlsim.units import Seconds, Tokens
 
 NAN = float("nan")
+
+#: What becomes of the KV cache of running responses when new weights come between two of their tokens.
+UpdatedKv = Literal["keep", "recompute"]
 
 
 class EngineConfig(Schema):
@@ -45,6 +48,13 @@ class EngineConfig(Schema):
         return int(self.watermark * capacity_pages)
 
 
+class Run(NamedTuple):
+    """Tokens that a response generated one after the other under the same weights."""
+
+    version: int  # updates that these weights have had
+    tokens: int
+
+
 class Resumed(NamedTuple):
     """What a response brought from earlier steps."""
 
@@ -77,6 +87,7 @@ class Request:
         "resumed",
         "reward",
         "row",
+        "runs",
         "score_started_at",
         "scored_at",
         "start_tokens",
@@ -111,6 +122,7 @@ class Request:
         self.aborted = False
         self.baseline = False  # scored to compare with, not trained on
         self.timed_out = False  # in its reward call
+        self.runs: tuple[Run, ...] = ()  # where its tokens may be of several versions: all so far, oldest first
         self.resumed: Resumed | None = None  # if it was begun in an earlier step
         # Of its stay at the replica where it is: when it came to the queue, was admitted, joined the decoding batch.
         self.arrived_at = self.admitted_at = self.decoding_at = NAN

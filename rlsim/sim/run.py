@@ -11,10 +11,12 @@ from typing import Any
 import simpy
 
 from rlsim.errors import PolicyError
+from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import ScoringReport
 from rlsim.sim.elastic import ElasticCall
 from rlsim.sim.flow import Flow
 from rlsim.sim.generation import Generation
+from rlsim.sim.open_generation import OpenGeneration
 from rlsim.sim.outcome import CallRecord, Outcome
 from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import Recorder
@@ -40,8 +42,8 @@ class _Run:
         self.env = simpy.Environment()
         self.pool = GpuPool(self.env)
         self.outcome = Outcome()
-        self.generation = Generation(self.env, what, self.outcome, self.pool.release)
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
+        self.generation = Generation(self.env, what, self.outcome, self.pool.release)
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step
         self.steps = [
             StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
@@ -49,8 +51,12 @@ class _Run:
         self.updating = _updating(what.workflow)
         self.judging = self._judging()
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
-        if not any(call.kind == "generate" for call in what.workflow.calls):
+        self.open: OpenGeneration | None = None
+        generating = [call for call in what.workflow.calls if call.kind == "generate"]
+        if not generating:
             self.generation.take_given(self.steps)
+        elif isinstance(what.batching.launcher, Continuous):
+            self.open = OpenGeneration(self.env, what, self.outcome, self.desk, generating[0])
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
@@ -61,8 +67,11 @@ class _Run:
         for step, state in enumerate(self.steps):
             self._run_until([self.done[call.name, step] for call in self.what.workflow.calls], step)
             self.outcome.step_ends.append(self.env.now)
+            if self.open and step == len(self.steps) - 1:
+                self.open.end(state)
             self.outcome.responses.append(state.responses())
             state.requests, state.rollout = [], None
+        self.outcome.settle()
         self.outcome.spans.sort(key=attrgetter("start_at", "gpus"))
         return self.outcome
 
@@ -87,7 +96,11 @@ class _Run:
         for edge in self.what.workflow.edges:
             if edge.exact and edge.source == call.name:  # the last that may not have these weights yet
                 yield self.done[edge.target, min(step + edge.lag - 1, self.what.steps - 1)]
-        if call.kind == "reward":
+        if self.open and call.kind == "generate":
+            record = yield from self._from_queue(self.open, call, step, placement)
+        elif self.open and call.name in self.updating:
+            record = yield from self._update(self.open, call, step, placement)
+        elif call.kind == "reward":
             record = yield from self._reward(call, step, placement)
         elif any(edge.grain == "chunk" for edge in edges):
             record = yield from self._in_chunks(call, step, placement)
@@ -96,7 +109,7 @@ class _Run:
         else:
             record = yield from self._at_once(call, step, placement)
         self.outcome.calls.append(record)
-        self.generation.version += call.name in self.updating
+        (self.open or self.generation).version += call.name in self.updating
 
     def _at_once(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
         """All of a call, on all its GPUs."""
@@ -120,6 +133,33 @@ class _Run:
         self.pool.release(held)
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
+
+    def _from_queue(
+        self, generation: OpenGeneration, call: Call, step: int, placement: Placement
+    ) -> Generator[simpy.Event, Any, CallRecord]:
+        """A step takes its batch from what a rollout for all steps has generated: it lasts as long as the step waits."""
+        start_at = self.env.now
+        yield from generation.window(call, step, self.steps[step])
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, self.env.now, gpus, ())
+
+    def _update(
+        self, generation: OpenGeneration, call: Call, step: int, placement: Placement
+    ) -> Generator[simpy.Event, Any, CallRecord]:
+        """New weights for a rollout that goes on: the others' GPUs wait until its replicas stand still."""
+        ready_at, state = self.env.now, self.steps[step]
+        rollout = frozenset(gpu for c in self.what.workflow.calls if c.kind == "generate" for gpu in self._gpus_of(c))
+        own = [gpu for gpu in placement.gpus if gpu not in rollout]
+        yield self.pool.acquire(own, call.kind)
+        parts = tuple(self.what.times.parts(call, placement, state.responses(), generation.planned_tp))
+        start_at = yield from generation.update(sum(seconds for _, seconds in parts))
+        Recorder(self.outcome.spans, step).add(placement.gpus, start_at, self.env.now, call.name)
+        self.pool.release(own)
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, self.env.now, gpus, parts)
+
+    def _gpus_of(self, call: Call) -> tuple[int, ...]:
+        return self.what.plan.of(call.name).gpus
 
     def _in_pieces(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
         """A call on samples as they come, then what it does once at the end."""
@@ -237,7 +277,10 @@ class _Run:
 
         def submit(samples: Sequence[Request]) -> None:
             for sample in samples:
-                desk.submit(sample, judge, scored)
+                if self.open and sample.scored:
+                    scored(sample)
+                else:
+                    desk.submit(sample, judge, scored)
 
         inbox.listen(submit)
         yield inbox.closed

@@ -15,6 +15,9 @@ from rlsim.sim.batch import RunningBatch
 from rlsim.sim.request import NAN, EngineConfig, Request
 from rlsim.sim.stays import Stays
 
+#: Admissions that are remembered in any case; beyond, those of requests that have left are dropped now and then.
+FEW = 1024
+
 
 class Scheduler:
     """The requests of a replica that do not decode: those waiting, and those being prefilled.
@@ -29,6 +32,7 @@ class Scheduler:
         "_capacity_pages",
         "_config",
         "_kv_arrived",
+        "_most_admitted",
         "_numbers",
         "_page_tokens",
         "_prefill_pages",
@@ -61,6 +65,12 @@ class Scheduler:
         self._prefill_pages = 0
         self._kv_arrived = False
         self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
+        self._most_admitted = FEW  # entries before the stale ones are dropped
+
+    @property
+    def size(self) -> int:
+        """How many requests wait or are being prefilled."""
+        return len(self.waiting) + len(self.prefilling)
 
     def arrive(self, requests: Sequence[Request]) -> None:
         """Append requests to the waiting queue."""
@@ -110,6 +120,11 @@ class Scheduler:
         """Let go of the requests that were ever admitted."""
         self._admitted = []
 
+    def _forget_stale(self) -> None:
+        """Let go of requests that have left; in a rollout that never ends there would be more and more."""
+        self._admitted = [entry for entry in self._admitted if entry[1].order == entry[0]]
+        self._most_admitted = 2 * len(self._admitted) + FEW
+
     def _stop_prefill(self, request: Request) -> None:
         self.prefilling.remove(request)
         self._prefill_pages -= self._pages_of(request.context)
@@ -158,6 +173,8 @@ class Scheduler:
             used += pages
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))
+            if len(self._admitted) > self._most_admitted:
+                self._forget_stale()
             request.admitted_at, request.start_tokens = now, context
             if isnan(request.started_at):
                 request.started_at = now

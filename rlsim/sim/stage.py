@@ -15,6 +15,9 @@ from rlsim.sim.replica import ChunkListener, Replica
 from rlsim.sim.request import EngineConfig, Request
 
 Routing = Literal["contiguous", "round_robin"]
+#: To which replica a request goes that is launched while others run: each to the one with the least context, or with
+#: the fewest requests.
+Dispatch = Literal["least_context", "fewest_requests"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +32,7 @@ class GenerationStage:
     cap_tokens: int  # the longest a response can get
     control: RolloutControl = field(default_factory=RolloutControl)
     routing: Routing = "contiguous"
+    dispatch: Dispatch = "least_context"
     label: str = ""  # the kind of round
     resumed: Sequence[Request] = ()  # further requests, with tokens from an earlier step
     used_tps: dict[int, set[int]] = field(default_factory=dict)  # by node, degrees of this run; the stage adds its own
@@ -48,7 +52,8 @@ class RolloutState:
     def __init__(self, env: simpy.Environment, stage: GenerationStage) -> None:
         self.env = env
         self.started_at = env.now
-        self.requests = [*stage.requests, *stage.resumed]
+        self.requests = {request.id: request for request in (*stage.requests, *stage.resumed)}
+        self.launched = len(self.requests)  # so far
         self.cap_tokens = stage.cap_tokens
         self.label = stage.label
         self.mesh = stage.mesh
@@ -62,6 +67,11 @@ class RolloutState:
         self._active: dict[int, list[Replica]] = {}
         self._switching: set[int] = set()
         self._just_finished: set[int] = set()
+
+    @property
+    def unfinished(self) -> int:
+        """Requests neither finished nor aborted."""
+        return self._left
 
     def active(self, node: int | None = None) -> list[Replica]:
         """Replicas that have not been told to stop, of one node or of all."""

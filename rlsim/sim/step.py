@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
+
 from rlsim.sim.batching import Batching, StepBatch
 from rlsim.sim.flow import Flow
 from rlsim.sim.request import Request
@@ -21,6 +23,7 @@ class StepState:
         self.batch: StepBatch | None = None
         self.rollout: Rollout | None = None
         self.requests: list[Request] = []
+        self.taken: set[int] | None = None  # those trained on, where a rollout for all steps generates them
         self.ids = 0
         self.offered: set[int] = set()  # responses that reward calls have been given
         self.scorers: dict[str, StreamingScorer] = {}  # by call that takes chunks
@@ -33,12 +36,22 @@ class StepState:
         """The step's responses as columns, as later calls see them."""
         return Responses.of(
             self.requests,
-            self.batch.accepted if self.batch else None,
+            self._accepted,
             self.version,
             self.paused if self.batching.pauses else None,
         )
 
+    def take(self, requests: Sequence[Request]) -> None:
+        """Train on these, which come from a rollout for all steps."""
+        self.requests += requests
+        self.taken = self.taken or set()
+        self.taken.update(request.id for request in requests)
+
+    @property
+    def _accepted(self) -> Set[int] | None:
+        return self.batch.accepted if self.batch else self.taken
+
     def trained_on(self) -> list[Request]:
         """The finished requests that belong to the batch."""
-        accepted = self.batch.accepted if self.batch else None
+        accepted = self._accepted
         return [r for r in self.requests if r.finished and (accepted is None or r.id in accepted)]

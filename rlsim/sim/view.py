@@ -43,7 +43,7 @@ class LiveView:
 
     @property
     def total(self) -> int:
-        return len(self._rollout.requests)
+        return self._rollout.launched
 
     @property
     def finished_tokens(self) -> tuple[int, int]:

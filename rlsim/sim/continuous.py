@@ -1,0 +1,78 @@
+"""What a rollout that stays open for the whole run launches, which responses a step takes, and how new weights come.
+
+docs/engine.md has the rules under "Continuous generation".
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from rlsim.hooks import hook, is_number, is_whole
+from rlsim.sim.batching import Batching
+from rlsim.sim.control import Prompt
+from rlsim.sim.request import UpdatedKv
+
+#: How new weights come: running responses are interrupted and go on under them, or are waited for while none begins.
+Update = Literal["interrupt", "drain"]
+
+
+class OpenView(NamedTuple):
+    """Where continuous generation stands; everything is counted in prompts (groups of responses)."""
+
+    prompts: int  # that a step trains on
+    version: int  # weight updates so far
+    running: int  # some of whose responses are still generated or scored
+    waiting: int  # complete, and not yet taken by a step
+    taken: int  # by steps so far
+    dropped: int  # so far
+    launched_since_update: int
+    left_at_update: int  # were running or waiting when the last update came
+
+    @property
+    def admitted(self) -> int:
+        """Launched so far and not dropped."""
+        return self.running + self.waiting + self.taken
+
+
+class Ready(NamedTuple):
+    """A prompt whose responses are complete, and that waits for a step to take it."""
+
+    prompt: Prompt
+    number: int  # of those that became ready before it
+    version: int  # of the weights that generated its oldest token
+    lengths: tuple[int, ...]  # of its responses (tokens)
+
+
+class Continuous(Batching):
+    """Base of batchings whose rollout never ends: prompts are launched whenever `room` says so, and a step takes the
+    first `feed.prompts` that are ready.
+
+    Between two updates everything is asked at the end of a moment at which responses finished, a step took prompts or
+    an update was over. While an update comes nothing is launched.
+    """
+
+    update: Update = "interrupt"
+    kv: UpdatedKv = "recompute"  # what running responses keep of their KV cache in an update
+
+    @property
+    def launches_its_own(self) -> bool:
+        return True
+
+    @property
+    def pauses(self) -> bool:
+        return True
+
+    @hook("a whole number of prompts", lambda room, *_: is_whole(room, 0))
+    def room(self, view: OpenView) -> int:
+        """How many prompts may begin now, with `feed.responses` responses each."""
+        raise NotImplementedError
+
+    @hook("a number", lambda rank, *_: is_number(rank, float("-inf")))
+    def rank(self, ready: Ready) -> float:
+        """A step takes the prompts of the lowest rank first; by default those that became ready first."""
+        return ready.number
+
+    @hook("True or False", lambda value, *_: isinstance(value, bool))
+    def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
+        """Whether a step may train on a prompt whose oldest token is `staleness` updates old; if not, it is dropped."""
+        return True

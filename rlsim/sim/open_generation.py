@@ -1,0 +1,266 @@
+"""Generation that never stops: one rollout for the whole run, a queue of complete prompts, and the steps that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import simpy
+
+from rlsim.errors import PolicyError
+from rlsim.sim.batching import PromptFeed, Settled
+from rlsim.sim.continuous import Continuous, OpenView, Ready
+from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView
+from rlsim.sim.flow import BATCH
+from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
+from rlsim.sim.recorder import NO_STEP, Recorder
+from rlsim.sim.request import Request, Run
+from rlsim.sim.reward import RewardDesk
+from rlsim.sim.rollout import Rollout
+from rlsim.sim.simulation import Simulation
+from rlsim.sim.stage import GenerationStage
+from rlsim.sim.step import StepState
+from rlsim.workflow.graph import Call
+from rlsim.workflow.plan import Placement
+
+
+class _Group:
+    """The responses to one prompt, from their launch until a step takes them."""
+
+    __slots__ = ("left", "prompt", "requests")
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.requests: list[Request] = []
+        self.left = 0  # responses that are not complete, or not scored where rewards come by the sample
+
+
+class _Window(NamedTuple):
+    """A step that takes prompts."""
+
+    step: int
+    state: StepState
+    call: Call
+    complete: simpy.Event
+
+
+class OpenGeneration(RolloutControl):
+    """Continuous generation. As a control of its rollout it says what is launched; `window` and `update` are for calls.
+
+    Where rewards come by the sample, a response is scored as soon as it is complete, before a step takes it.
+    """
+
+    def __init__(
+        self, env: simpy.Environment, what: Simulation, outcome: Outcome, desk: RewardDesk, call: Call
+    ) -> None:
+        self.version = 0
+        self.planned_tp = what.initial_tp
+        batching = what.batching.launcher
+        assert isinstance(batching, Continuous)
+        self._env, self._what, self._outcome, self._desk, self._batching = env, what, outcome, desk, batching
+        self._feed: PromptFeed = what.feed
+        self._scored_early = any(
+            edge.grain == "sample" and what.workflow.call(edge.target).kind == "reward" for edge in what.workflow.edges
+        )
+        self._groups: dict[int, _Group] = {}  # by prompt position: those that are not ready
+        self._ready_now: list[_Group] = []
+        self._queue: list[tuple[Ready, _Group]] = []
+        self._discarded: list[_Group] = []  # since the last window
+        self._window: _Window | None = None
+        self._missing = 0  # prompts of the window
+        self._updating = False
+        self._drained: simpy.Event | None = None
+        self._ids = self._ready = self._taken = self._dropped = 0
+        self._launched_since_update = self._left_at_update = 0
+        self._noted = [0, 0, 0, 0]  # of the last window: responses launched, prompts dropped, preemptions, switches
+        self._rollout = self._begin(call, what.plan.of(call.name))
+
+    # ---- the rollout ------------------------------------------------------------------------------------------------
+
+    def _begin(self, call: Call, placement: Placement) -> Rollout:
+        what = self._what
+        first = self._feed.take(self._batching.room(self._seen()))
+        stage = GenerationStage(
+            requests=self._launched(Launch(first, self._feed.responses)),
+            mesh=placement.rollout_mesh(what.cluster),
+            tp=what.initial_tp,
+            costs=what.costs,
+            config=what.config,
+            cap_tokens=what.cap_tokens,
+            control=Controls([self, what.control]),
+            routing=what.routing,
+            dispatch="fewest_requests",
+            open=True,
+            launcher=self._launched,
+            on_finish=self._finished,
+            on_drained=self._all_finished,
+            on_release=self._refuse_release,
+            recorder=Recorder(self._outcome.spans, NO_STEP, stays=self._outcome.stays, call=call.name),
+        )
+        return Rollout(self._env, stage)
+
+    def _launched(self, launch: Launch) -> list[Request]:
+        requests = self._what.requests(launch.prompts, launch.samples, self._ids)
+        self._ids += len(requests)
+        self._launched_since_update += len(launch.prompts)
+        for prompt in launch.prompts:
+            self._groups[prompt.position] = _Group(prompt)
+        for request in requests:
+            group = self._groups[request.position]
+            group.requests.append(request)
+            group.left += 1
+        return requests
+
+    def _refuse_release(self, _: Iterable[int]) -> None:
+        raise PolicyError("a part of the system releases GPUs of a rollout that never ends: nothing would bring them back")
+
+    def _finished(self, responses: Sequence[Request]) -> None:
+        for request in responses:
+            self._end_run(request, request.generated)
+            if self._scored_early and not request.scored:
+                self._desk.submit(request, None, self._counted)
+            else:
+                self._counted(request)
+
+    def _counted(self, request: Request) -> None:
+        """This response is complete, and scored where rewards come by the sample."""
+        group = self._groups[request.position]
+        group.left -= 1
+        if not group.left:
+            self._ready_now.append(self._groups.pop(request.position))
+            self._rollout.ask()
+
+    def _end_run(self, request: Request, generated: int) -> None:
+        """What it has generated since the last update is of the present weights."""
+        tokens = generated - sum(run.tokens for run in request.runs)
+        if tokens:
+            request.runs += (Run(self.version, tokens),)
+
+    def on_finish(self, view: RolloutView) -> Iterator[Launch]:  # noqa: ARG002
+        """At the end of a moment: the open window takes what is ready, and prompts begin where there is room."""
+        self._line_up()
+        self._serve()
+        room = 0 if self._updating else self._batching.room(self._seen())
+        if room:
+            yield Launch(self._feed.take(room), self._feed.responses)
+
+    def _seen(self) -> OpenView:
+        return OpenView(
+            self._feed.prompts,
+            self.version,
+            len(self._groups),
+            len(self._queue),
+            self._taken,
+            self._dropped,
+            self._launched_since_update,
+            self._left_at_update,
+        )
+
+    # ---- the queue and the steps that take from it ------------------------------------------------------------------
+
+    def _line_up(self) -> None:
+        """What became ready at this moment joins the queue, by position; what does not count for its rewards does not."""
+        for group in sorted(self._ready_now, key=lambda g: g.prompt.position):
+            self._rollout.forget(group.requests)
+            if self._what.batching.needs_rewards and not self._what.batching.counts([r.reward for r in group.requests]):
+                self._drop(group)
+                continue
+            lengths = tuple(r.generated for r in group.requests)
+            version = min(r.runs[0].version for r in group.requests)
+            self._queue.append((Ready(group.prompt, self._ready, version, lengths), group))
+            self._ready += 1
+        self._ready_now.clear()
+
+    def _drop(self, group: _Group) -> None:
+        self._dropped += 1
+        self._discarded.append(group)
+
+    def _serve(self) -> None:
+        """The step whose window is open takes prompts until it has its batch."""
+        window = self._window
+        if window is None or not self._queue:
+            return
+        usable = []
+        for ready, group in self._queue:
+            if self._batching.usable(ready, window.step - ready.version):
+                usable.append((ready, group))
+            else:
+                self._drop(group)
+        usable.sort(key=lambda one: self._batching.rank(one[0]))
+        taken, self._queue = usable[: self._missing], usable[self._missing :]
+        self._missing -= len(taken)
+        self._taken += len(taken)
+        for _, group in taken:
+            window.state.take(group.requests)
+            window.state.flow.deliver(BATCH, group.requests)
+        if not self._missing:
+            self._window = None
+            window.complete.succeed()
+
+    def window(self, call: Call, step: int, state: StepState) -> Generator[simpy.Event, Any, None]:
+        """A step takes its batch from the queue; over when it has all of it."""
+        state.version = self.version
+        self._window = _Window(step, state, call, self._env.event())
+        self._missing = self._feed.prompts
+        self._rollout.ask()
+        yield self._window.complete
+        if state.flow.wants(call.name):
+            state.flow.deliver(call.name, state.trained_on())
+        state.flow.close(call.name)
+        state.flow.close(BATCH)
+        self._note(step, state)
+
+    # ---- new weights ------------------------------------------------------------------------------------------------
+
+    def update(self, seconds: float) -> Generator[simpy.Event, Any, float]:
+        """Bring new weights, which takes so long once all replicas stand still; returns the moment at which they did."""
+        self._updating = True
+        if self._batching.update == "drain" and self._rollout.unfinished:
+            self._drained = self._env.event()
+            yield self._drained
+        yield self._rollout.pause(self._batching.kv)
+        start = self._env.now
+        for request, generated in self._rollout.generated():
+            self._end_run(request, generated)
+        yield self._env.timeout(seconds)
+        self._rollout.resume()
+        self._updating = False
+        self._launched_since_update, self._left_at_update = 0, len(self._groups) + len(self._queue)
+        self._rollout.ask()
+        return start
+
+    def _all_finished(self) -> None:
+        if self._drained and not self._drained.triggered:
+            self._drained.succeed()
+
+    # ---- what is written down ---------------------------------------------------------------------------------------
+
+    def _note(self, step: int, state: StepState) -> None:
+        """Write down what happened until a step had its batch, and give it what was dropped meanwhile."""
+        rollout, switches = self._rollout, self._rollout.switches
+        discarded, self._discarded = self._discarded, []
+        for group in discarded:
+            state.requests += group.requests
+        so_far = [self._ids, self._dropped, sum(r.preemptions for r in rollout.replicas), len(switches)]
+        launched, dropped, preemptions, _ = (now - before for now, before in zip(so_far, self._noted, strict=True))
+        for at, node, from_tp, to_tp, time in switches[self._noted[3] :]:
+            self._outcome.switches.append(
+                SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
+            )
+        self._noted = so_far
+        peak = max(replica.peak_tokens for replica in rollout.replicas)
+        settled = Settled("", launched, dropped, 0)
+        summary = RolloutSummary(step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), 0.0)
+        self._outcome.rollouts.append(summary)
+
+    def end(self, state: StepState) -> None:
+        """The run is over: its last step has all that is in flight, to go on in a step that does not come."""
+        self._rollout.break_off()
+        left = [*self._groups.values(), *self._ready_now, *(group for _, group in self._queue)]
+        requests = sorted((r for group in left for r in group.requests), key=attrgetter("id"))
+        for request in requests:
+            self._end_run(request, request.generated)
+        state.requests += requests + [r for group in self._discarded for r in group.requests]
+        state.paused = frozenset(request.id for request in requests)
+        self._rollout.close()
