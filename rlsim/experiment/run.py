@@ -337,7 +337,7 @@ class _Case:
     @cached_property
     def overlap(self) -> int:
         """Steps that may run beside another under some system."""
-        return max((self.simulator.workflow(spec.make()).overlap for spec in self.systems), default=0)
+        return max((self.simulator.overlap(spec.make()) for spec in self.systems), default=0)
 
     @cached_property
     def steady(self) -> range:

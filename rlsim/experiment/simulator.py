@@ -13,6 +13,7 @@ from rlsim.experiment.planning import Plans
 from rlsim.experiment.system import System
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.sim.batching import PromptFeed
+from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import Prompt
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
@@ -47,7 +48,16 @@ class Simulator:
                 f"{graph.name}: a batching that trains on the first responses to finish cannot tell the one of each "
                 "prompt that the others are compared with"
             )
-        if streamed and (training.mini_batches > 1 or training.epochs > 1):
+        if graph.windows > 1 and (training.mini_batches % graph.windows or training.epochs > 1):
+            raise ConfigError(
+                f"training on a batch in {graph.windows} parts needs training.epochs: 1 and as many mini-batches in "
+                f"each (got epochs {training.epochs} and mini_batches {training.mini_batches})"
+            )
+        if graph.windows > 1 and loaded.experiment.workflow.prompts % graph.windows:
+            raise ConfigError(
+                f"workflow.prompts {loaded.experiment.workflow.prompts} cannot be cut into {graph.windows} equal parts"
+            )
+        if streamed and graph.windows == 1 and (training.mini_batches > 1 or training.epochs > 1):
             raise ConfigError(
                 "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
                 f"training.epochs: 1 (got {training.mini_batches} and {training.epochs})"
@@ -58,6 +68,11 @@ class Simulator:
                 "launched"
             )
         return graph
+
+    def overlap(self, system: System) -> int:
+        """Steps that may run beside another, or that generation may be ahead of training."""
+        launcher = system.batching.launcher
+        return max(self.workflow(system).overlap, launcher.ahead if isinstance(launcher, Continuous) else 0)
 
     def placed(self, system: System | None = None) -> PlacedExperiment:
         """Where a system runs; systems that connect and place their calls and place the judge alike share it.

@@ -45,7 +45,7 @@ class System:
         controls, batchings = _of_kind(every, RolloutControl), _of_kind(every, Batching)
         rewards, judges = _of_kind(every, RewardControl), _of_kind(every, JudgePlacement)
         placings, streams = _of_kind(every, Placing), _of_kind(every, ChunkStreaming)
-        launching = [part for part in batchings if type(part).launch is not Batching.launch]
+        launching = [part for part in batchings if part.launches_its_own]
         for deciding, what in (
             (launching, "what to launch"),
             (rewards, "timeouts"),

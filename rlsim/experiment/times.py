@@ -27,7 +27,9 @@ class ExperimentTimes:
         self._placed, self._calls = placed, placed.calls
         self._workflow, self._training = placed.loaded.algorithm, placed.loaded.experiment.training
 
-    def parts(self, call: Call, placement: Placement, responses: Responses, rollout_tp: int) -> list[tuple[str, float]]:
+    def parts(
+        self, call: Call, placement: Placement, responses: Responses, rollout_tp: int, windows: int = 1
+    ) -> list[tuple[str, float]]:
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
         assert placement.strategy is not None
@@ -35,7 +37,7 @@ class ExperimentTimes:
         taken = responses.trained | responses.baseline if call.model == "reward" else responses.trained
         lengths = responses.total_tokens[taken]
         if call.kind == "train":
-            time = cost.train_s(lengths, self._training.mini_batches, self._training.epochs)
+            time = cost.train_s(lengths, self._training.mini_batches // windows, self._training.epochs)
         else:
             time = cost.forward_s(lengths)
         padded = len(lengths) * self._placed.loaded.longest_sequence

@@ -1,20 +1,116 @@
-"""Systems whose rollout never stops: AReaL, veRL's fully asynchronous trainer, ROLL Flash, NeMo-RL's asynchronous GRPO.
+"""Systems whose rollout never stops (`rlsim.sim.continuous`), each as its authors state its rule.
 
-Each says how many prompts may be under way; SYSTEMS that combine them with GPUs of their own stand below.
+B is the prompts that a step trains on. A step of rlsim lies between two weight syncs.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 from pydantic import Field
 
+from rlsim.policies.parts import Rewiring
 from rlsim.schema import Schema
-from rlsim.sim.continuous import Continuous, OpenView
+from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
+from rlsim.sim.request import UpdatedKv
+from rlsim.workflow.graph import Workflow
 
 
 class BoundedStaleness(Schema, Continuous):
-    """AReaL (Fu et al. 2025): a prompt begins only while those admitted so far are at most B · (version + η + 1)."""
+    """AReaL's rule (Fu et al. 2025): a prompt begins only while all admitted so far are at most B · (version + η + 1).
 
-    eta: int = Field(default=4, ge=0, le=1000, description="updates by which a response may be old; 0: synchronous")
+    Steps take the prompts with the oldest tokens first. New weights interrupt what is generated; the KV cache is thrown
+    away and computed again under the new weights.
+    """
+
+    eta: int = Field(default=4, ge=0, le=1000, description="updates that a response may be old; 0: synchronous")
+    concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
+    updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
+    drop: bool = Field(default=False, description="drop prompts whose oldest token is more than eta updates old")
+
+    @property
+    def ahead(self) -> int:
+        return self.eta
 
     def room(self, view: OpenView) -> int:
-        return max(view.prompts * (view.version + self.eta + 1) - view.admitted, 0)
+        room = view.prompts * (view.version + self.eta + 1) - view.admitted
+        if self.concurrent is not None:
+            room = min(room, self.concurrent - view.running)
+        return max(room, 0)
+
+    def update(self) -> Update:
+        return Update(kv=self.updated_kv)
+
+    def rank(self, ready: Ready) -> float:
+        return ready.version
+
+    def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
+        return not self.drop or staleness <= self.eta
+
+
+class SyncQuota(Schema, Continuous):
+    """veRL's rule (`fully_async_policy`): between two syncs at most (1 + threshold) · B prompts, less those left over.
+
+    Left over are the prompts that were running or waiting when the last sync came. Without `partial_rollout` a sync
+    waits for the responses under way, and none begins meanwhile.
+    """
+
+    staleness_threshold: float = Field(default=0.5, ge=0, le=1000, description="prompts beyond those of a sync, share")
+    partial_rollout: bool = Field(default=True, description="a sync interrupts responses, which go on after it")
+    updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of their KV cache then")
+
+    def update(self) -> Update:
+        return Update("interrupt" if self.partial_rollout else "drain", self.updated_kv)
+
+    @property
+    def ahead(self) -> int:
+        return math.ceil(self.staleness_threshold)
+
+    def room(self, view: OpenView) -> int:
+        most = math.floor((1 + self.staleness_threshold) * view.prompts + 1e-9)
+        return max(most - view.left_at_update - view.launched_since_update, 0)
+
+
+class AsyncRatio(Schema, Continuous):
+    """ROLL Flash's rule: at most (1 + α) · B prompts in flight or waiting, none staler than α updates."""
+
+    alpha: float = Field(default=2.0, ge=0, le=1000, description="asynchronous ratio; 0: synchronous")
+    order: Literal["ready", "longest", "freshest"] = Field(
+        default="ready", description="which prompts a step takes first"
+    )
+    updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
+
+    def update(self) -> Update:
+        return Update(kv=self.updated_kv)
+
+    @property
+    def ahead(self) -> int:
+        return math.ceil(self.alpha)
+
+    def room(self, view: OpenView) -> int:
+        return max(math.floor((1 + self.alpha) * view.prompts + 1e-9) - view.running - view.waiting, 0)
+
+    def rank(self, ready: Ready) -> float:
+        ranks = {"ready": ready.number, "longest": -max(ready.lengths), "freshest": -ready.version}
+        return ranks[self.order]
+
+    def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
+        return staleness <= self.alpha
+
+
+class Windows(Schema, Rewiring):
+    """Training takes a step's batch in equal parts as they come, each an update or more; a sync ends the step."""
+
+    parts: int = Field(default=4, ge=1, le=100_000, description="parts of a step's batch")
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        return workflow.in_windows(self.parts)
+
+
+class RolloutLogProbs(Schema, Rewiring):
+    """The rollout engine's log-probs serve as those of the old policy: the actor's call for them falls away."""
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        old = [c.name for c in workflow.calls if c.kind == "inference" and c.model == "actor"]
+        return workflow.without(old)

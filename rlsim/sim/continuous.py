@@ -12,8 +12,12 @@ from rlsim.sim.batching import Batching
 from rlsim.sim.control import Prompt
 from rlsim.sim.request import UpdatedKv
 
-#: How new weights come: running responses are interrupted and go on under them, or are waited for while none begins.
-Update = Literal["interrupt", "drain"]
+
+class Update(NamedTuple):
+    """How new weights come: what happens to the responses that are generated at that time."""
+
+    responses: Literal["interrupt", "drain"] = "interrupt"  # go on under the new ones, or are waited for; none begins
+    kv: UpdatedKv = "recompute"  # of those that are interrupted
 
 
 class OpenView(NamedTuple):
@@ -51,8 +55,11 @@ class Continuous(Batching):
     an update was over. While an update comes nothing is launched.
     """
 
-    update: Update = "interrupt"
-    kv: UpdatedKv = "recompute"  # what running responses keep of their KV cache in an update
+    @property
+    @hook("a whole number of steps", lambda ahead: is_whole(ahead, 0))
+    def ahead(self) -> int:
+        """Steps that generation may be ahead of training; so many at the start are not steady."""
+        return 1
 
     @property
     def launches_its_own(self) -> bool:
@@ -66,6 +73,11 @@ class Continuous(Batching):
     def room(self, view: OpenView) -> int:
         """How many prompts may begin now, with `feed.responses` responses each."""
         raise NotImplementedError
+
+    @hook("an Update", lambda update: isinstance(update, Update))
+    def update(self) -> Update:
+        """New weights are there: how they come to the rollout."""
+        return Update()
 
     @hook("a number", lambda rank, *_: is_number(rank, float("-inf")))
     def rank(self, ready: Ready) -> float:

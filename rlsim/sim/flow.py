@@ -18,20 +18,36 @@ class Inbox:
     """
 
     def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
         self.first = env.event()
         self.closed = env.event()
         self.samples: list[Request] = []  # all that ever came
         self.chunks: dict[int, tuple[Request, int]] = {}  # by request: how many tokens have come of it
+        self._awaited: list[tuple[int, simpy.Event]] = []  # how many samples in all, and what fires then
         self.on_samples: Callable[[Sequence[Request]], None] | None = None
         self.on_chunks: Callable[[Sequence[tuple[Request, int]]], None] | None = None
 
     def put(self, samples: Sequence[Request]) -> None:
         """Take samples that have come, and tell the listener of them."""
         self.samples += samples
+        self._tell(len(self.samples))
         if samples and not self.first.triggered:
             self.first.succeed()
         if samples and self.on_samples:
             self.on_samples(samples)
+
+    def at_least(self, samples: int) -> simpy.Event:
+        """Fires once so many samples have come in all, or no more will come."""
+        event = self._env.event()
+        self._awaited.append((samples, event))
+        self._tell(samples if self.closed.triggered else len(self.samples))
+        return event
+
+    def _tell(self, there: int) -> None:
+        for samples, event in self._awaited:
+            if samples <= there:
+                event.succeed()
+        self._awaited = [(samples, event) for samples, event in self._awaited if samples > there]
 
     def put_chunks(self, chunks: Sequence[tuple[Request, int]]) -> None:
         """Take samples of which so many tokens have come, and tell the listener of them."""
@@ -59,6 +75,7 @@ class Inbox:
             self.first.succeed()
         if not self.closed.triggered:
             self.closed.succeed()
+            self._tell(max((samples for samples, _ in self._awaited), default=0))
 
 
 class _Join:

@@ -1,4 +1,4 @@
-"""Generation that never stops: one rollout for the whole run, a queue of complete prompts, and the steps that take them."""
+"""Generation that never stops: one rollout for all steps, a queue of complete prompts, and the steps that take them."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class OpenGeneration(RolloutControl):
     ) -> None:
         self.version = 0
         self.planned_tp = what.initial_tp
+        self.served_at = env.now  # when a step last had its batch
         batching = what.batching.launcher
         assert isinstance(batching, Continuous)
         self._env, self._what, self._outcome, self._desk, self._batching = env, what, outcome, desk, batching
@@ -113,7 +114,9 @@ class OpenGeneration(RolloutControl):
         return requests
 
     def _refuse_release(self, _: Iterable[int]) -> None:
-        raise PolicyError("a part of the system releases GPUs of a rollout that never ends: nothing would bring them back")
+        raise PolicyError(
+            "a part of the system releases GPUs of a rollout that never ends: nothing would bring them back"
+        )
 
     def _finished(self, responses: Sequence[Request]) -> None:
         for request in responses:
@@ -160,7 +163,7 @@ class OpenGeneration(RolloutControl):
     # ---- the queue and the steps that take from it ------------------------------------------------------------------
 
     def _line_up(self) -> None:
-        """What became ready at this moment joins the queue, by position; what does not count for its rewards does not."""
+        """What became ready at this moment joins the queue, by position, unless its rewards do not count."""
         for group in sorted(self._ready_now, key=lambda g: g.prompt.position):
             self._rollout.forget(group.requests)
             if self._what.batching.needs_rewards and not self._what.batching.counts([r.reward for r in group.requests]):
@@ -205,6 +208,8 @@ class OpenGeneration(RolloutControl):
         self._missing = self._feed.prompts
         self._rollout.ask()
         yield self._window.complete
+        self.served_at = self._env.now
+        state.requests.sort(key=attrgetter("id"))  # as they were launched, in whatever order they came
         if state.flow.wants(call.name):
             state.flow.deliver(call.name, state.trained_on())
         state.flow.close(call.name)
@@ -214,12 +219,13 @@ class OpenGeneration(RolloutControl):
     # ---- new weights ------------------------------------------------------------------------------------------------
 
     def update(self, seconds: float) -> Generator[simpy.Event, Any, float]:
-        """Bring new weights, which takes so long once all replicas stand still; returns the moment at which they did."""
+        """Bring new weights, which takes so long once all replicas stand still; returns when they did."""
         self._updating = True
-        if self._batching.update == "drain" and self._rollout.unfinished:
+        how = self._batching.update()
+        if how.responses == "drain" and self._rollout.unfinished:
             self._drained = self._env.event()
             yield self._drained
-        yield self._rollout.pause(self._batching.kv)
+        yield self._rollout.pause(how.kv)
         start = self._env.now
         for request, generated in self._rollout.generated():
             self._end_run(request, generated)

@@ -74,8 +74,7 @@ class Rollout(RolloutState):
         for node, tp in self._tp.items():
             self._used_tps.setdefault(node, set()).add(tp)
             self._start_node(node, tp)
-        for replica, share in zip(self.replicas, dealt(stage.requests, len(self.replicas), stage.routing), strict=True):
-            self._give(replica, share)
+        self._deal_at_start(stage.requests)
         if stage.resumed:
             self._deal_to_active(stage.resumed)
         if not self.requests:
@@ -160,6 +159,15 @@ class Rollout(RolloutState):
         load = {r.index: r.context_tokens() for r in active}
         for index, share in self._deal_out(requests, load).items():
             self._give(self.replicas[index], share)
+
+    def _deal_at_start(self, requests: Sequence[Request]) -> None:
+        """Give new requests to replicas that have none."""
+        active = self.active()
+        if not active:
+            self._homeless.extend(requests)
+            return
+        for replica, share in zip(active, dealt(requests, len(active), self._stage.routing), strict=True):
+            self._give(replica, share)
 
     def _deal_by_number(self, requests: Sequence[Request]) -> None:
         """Give new requests, one by one, to the active replica with the fewest; keep them while there is none."""
@@ -412,10 +420,11 @@ class Rollout(RolloutState):
         for request in requests:
             self.requests[request.id] = request
             heappush(self._longest, (-request.prompt_tokens - request.response_tokens, request.id))
+        idle = not self._left
         self._left += len(requests)
         self.launched += len(requests)
         if self._stage.dispatch == "fewest_requests":
-            self._deal_by_number(requests)
+            self._deal_at_start(requests) if idle else self._deal_by_number(requests)
         else:
             self._deal_to_active(requests)
 

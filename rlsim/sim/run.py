@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from math import isnan
 from operator import attrgetter
 from typing import Any
 
@@ -20,12 +21,13 @@ from rlsim.sim.open_generation import OpenGeneration
 from rlsim.sim.outcome import CallRecord, Outcome
 from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import Recorder
-from rlsim.sim.request import Request
+from rlsim.sim.request import NAN, Request
+from rlsim.sim.responses import Responses
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.scorer import StreamingScorer
 from rlsim.sim.server import InferenceServer
 from rlsim.sim.simulation import Simulation
-from rlsim.sim.step import StepState
+from rlsim.sim.step import Countdown, StepState
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement
 
@@ -48,6 +50,9 @@ class _Run:
         self.steps = [
             StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
         ]
+        trains = sum(call.kind == "train" for call in what.workflow.calls)
+        for state in self.steps:
+            state.trained = [Countdown(self.env, trains) for _ in range(what.workflow.windows)]
         self.updating = _updating(what.workflow)
         self.judging = self._judging()
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
@@ -104,6 +109,8 @@ class _Run:
             record = yield from self._reward(call, step, placement)
         elif any(edge.grain == "chunk" for edge in edges):
             record = yield from self._in_chunks(call, step, placement)
+        elif any(edge.grain == "sample" for edge in edges) and self.what.workflow.windows > 1:
+            record = yield from self._in_windows(call, step, placement)
         elif any(edge.grain == "sample" for edge in edges):
             record = yield from self._in_pieces(call, step, placement)
         else:
@@ -137,8 +144,8 @@ class _Run:
     def _from_queue(
         self, generation: OpenGeneration, call: Call, step: int, placement: Placement
     ) -> Generator[simpy.Event, Any, CallRecord]:
-        """A step takes its batch from what a rollout for all steps has generated: it lasts as long as the step waits."""
-        start_at = self.env.now
+        """A step takes its batch from a rollout for all steps, at work on it since the step before had its own."""
+        start_at = generation.served_at
         yield from generation.window(call, step, self.steps[step])
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, self.env.now, gpus, ())
@@ -193,6 +200,34 @@ class _Run:
         return CallRecord(
             step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, tuple(parts.items()), samples
         )
+
+    def _in_windows(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """A call on equal parts of the batch, one after the other, each whole and on all GPUs."""
+        env, state, windows = self.env, self.steps[step], self.what.workflow.windows
+        inbox, recorder = state.flow.inboxes[call.name], Recorder(self.outcome.spans, step)
+        size = self.what.feed.prompts * self.what.feed.responses // windows
+        yield inbox.at_least(size)
+        ready_at, start_at, parts_s = env.now, NAN, dict[str, float]()
+        for window in range(windows):
+            yield inbox.at_least((window + 1) * size)
+            if window:
+                yield state.trained[window - 1].done
+            samples = inbox.samples[window * size : (window + 1) * size]
+            yield self.pool.acquire(placement.gpus, call.kind)
+            start = env.now
+            start_at = start if isnan(start_at) else start_at
+            parts = self.what.times.parts(call, placement, Responses.of(samples), self.generation.planned_tp, windows)
+            for name, seconds in parts:
+                parts_s[name] = parts_s.get(name, 0.0) + seconds
+            yield env.timeout(sum(seconds for _, seconds in parts))
+            recorder.add(placement.gpus, start, env.now, call.name)
+            self.pool.release(placement.gpus)
+            state.flow.deliver(call.name, samples)
+            if call.kind == "train":
+                state.trained[window].one()
+        state.flow.close(call.name)
+        record = (step, call.name, call.kind, call.model, ready_at, start_at, env.now, len(placement.gpus))
+        return CallRecord(*record, tuple(parts_s.items()))
 
     def _in_chunks(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
         """Prefill responses while they are generated; over when all of the batch are scored."""

@@ -24,9 +24,12 @@ class CallTimes(Protocol):
     """Durations of calls other than generation and reward; rlsim.cost provides them."""
 
     def parts(
-        self, call: Call, placement: Placement, responses: Responses, rollout_tp: int
+        self, call: Call, placement: Placement, responses: Responses, rollout_tp: int, windows: int = 1
     ) -> Sequence[tuple[str, float]]:
-        """What the call spends its time on, one after the other: names and seconds. The rollout goes on at that TP."""
+        """What the call spends its time on, one after the other: names and seconds. The rollout goes on at that TP.
+
+        These are the responses of one of so many windows of a step.
+        """
 
     def pieces(self, call: Call) -> Pieces:
         """The same call done in pieces, as samples come."""

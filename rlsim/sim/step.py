@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+import simpy
+
 from rlsim.sim.batching import Batching, StepBatch
 from rlsim.sim.flow import Flow
 from rlsim.sim.request import Request
 from rlsim.sim.responses import Responses
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.scorer import StreamingScorer
+
+
+class Countdown:
+    """`done` fires when so many have said `one`."""
+
+    def __init__(self, env: simpy.Environment, left: int) -> None:
+        self.done = env.event()
+        self._left = left
+
+    def one(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.done.succeed()
 
 
 class StepState:
@@ -25,6 +40,7 @@ class StepState:
         self.requests: list[Request] = []
         self.taken: set[int] | None = None  # those trained on, where a rollout for all steps generates them
         self.ids = 0
+        self.trained: list[Countdown] = []  # of each window: the train calls that are to work on it
         self.offered: set[int] = set()  # responses that reward calls have been given
         self.scorers: dict[str, StreamingScorer] = {}  # by call that takes chunks
         self.scored: set[str] = set()  # those of these calls that are done

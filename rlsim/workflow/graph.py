@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -53,7 +53,9 @@ class Workflow:
     """The calls of one training step and their edges. Raises `ConfigError` if they do not form a runnable graph.
 
     `group_advantage`: a response can be trained on once all responses to its prompt are scored (GRPO's baseline is
-    their mean). `baseline_responses`: so many more to each prompt, scored but not trained on (ReMax).
+    their mean). `baseline_responses`: so many more to each prompt, scored but not trained on (ReMax). With `windows`
+    above 1 inference and training that take samples as they come take a step's batch in so many equal parts: each is
+    worked on whole, on all GPUs of the call, once it is there and the one before is trained on.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Workflow:
     edges: tuple[Edge, ...]
     group_advantage: bool = False
     baseline_responses: int = 0
+    windows: int = 1
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]
@@ -140,6 +143,19 @@ class Workflow:
     def without_barriers(self) -> Self:
         """The workflow with the edges that carry something: no call waits for one whose results it does not use."""
         return replace(self, edges=tuple(edge for edge in self.edges if not edge.barrier))
+
+    def in_windows(self, windows: int) -> Self:
+        """The workflow that trains on its batch in so many equal parts, the first while the last is generated."""
+        prepared: tuple[CallKind, ...] = ("inference", "train")
+        early = self.streaming(["generate"], ["reward", *prepared]).streaming(["reward", "inference"], prepared)
+        return replace(early.without_barriers(), windows=windows)
+
+    def without(self, names: Collection[str]) -> Self:
+        """The workflow without these calls, and the weight syncs that bring them weights alone."""
+        idle = {c.name for c in self.calls if c.kind == "sync" and set(self.beside(c.name)[1]) <= set(names)}
+        gone = {*names, *idle}
+        edges = tuple(e for e in self.edges if e.source not in gone and e.target not in gone)
+        return replace(self, calls=tuple(call for call in self.calls if call.name not in gone), edges=edges)
 
     def in_chunks(self, models: Sequence[str], chunk_tokens: int) -> Self:
         """The workflow with grain `chunk` on every edge of the step from a generate to an inference call of `models`.
