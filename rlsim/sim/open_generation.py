@@ -11,7 +11,7 @@ import simpy
 from rlsim.errors import PolicyError
 from rlsim.sim.batching import PromptFeed, Settled
 from rlsim.sim.continuous import Continuous, OpenView, Ready
-from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView
+from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView, decides
 from rlsim.sim.flow import BATCH
 from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
 from rlsim.sim.recorder import NO_STEP, Recorder
@@ -90,6 +90,7 @@ class OpenGeneration(RolloutControl):
             config=what.config,
             cap_tokens=what.cap_tokens,
             control=Controls([self, what.control]),
+            asked_at_finish=decides(what.control),
             routing=what.routing,
             dispatch="fewest_requests",
             open=True,

@@ -63,7 +63,7 @@ class Rollout(RolloutState):
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
         self._longest = [(-r.prompt_tokens - r.response_tokens, r.id) for r in self.requests.values()]  # a heap
         heapify(self._longest)
-        self._asks = decides(stage.control)
+        self._asks = stage.asked_at_finish and decides(stage.control)
         #: Nobody decides anything or is told of anything before the end.
         self._quiet = not (self._asks or stage.open or stage.on_finish or stage.chunks or stage.crowded)
         self._bound_for = dict.fromkeys(self._tp, 0)  # requests migrating to the node

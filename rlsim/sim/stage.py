@@ -31,6 +31,7 @@ class GenerationStage:
     config: EngineConfig
     cap_tokens: int  # the longest a response can get
     control: RolloutControl = field(default_factory=RolloutControl)
+    asked_at_finish: bool = True  # each time responses finish; if not, the control is asked at an `ask` alone
     routing: Routing = "contiguous"
     dispatch: Dispatch = "least_context"
     label: str = ""  # the kind of round
