@@ -180,12 +180,7 @@ def check_system(simulator: Simulator, spec: SystemSpec) -> None:
     """
     with blamed(spec.shown):
         for alternative, _ in spec.alternatives(simulator.placed(spec.make()).context):
-            system = alternative.make()
-            placed = simulator.placed(system)
-            _ = placed.judge  # raises if it does not fit
-            simulator.scorers(system)
-            system.control.setup(placed.context)
-            system.initial_tp(placed.context)
+            simulator.check(alternative.make())
 
 
 def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:

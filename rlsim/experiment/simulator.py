@@ -8,6 +8,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
+from rlsim.experiment.open_rollout import check_open, check_open_gpus
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
 from rlsim.experiment.system import System
@@ -67,12 +68,22 @@ class Simulator:
                 f"trace {loaded.trace.meta.name} has neither the column reward nor correct, which decide what is "
                 "launched"
             )
+        check_open(loaded, system, graph)
         return graph
 
     def overlap(self, system: System) -> int:
         """Steps that may run beside another, or that generation may be ahead of training."""
         launcher = system.batching.launcher
         return max(self.workflow(system).overlap, launcher.ahead if isinstance(launcher, Continuous) else 0)
+
+    def check(self, system: System) -> None:
+        """Raises `RlsimError` if the system cannot run or does not fit."""
+        placed = self.placed(system)
+        check_open_gpus(system, placed.workflow, placed.plan)
+        _ = placed.judge  # raises if it does not fit
+        self.scorers(system)
+        system.control.setup(placed.context)
+        system.initial_tp(placed.context)
 
     def placed(self, system: System | None = None) -> PlacedExperiment:
         """Where a system runs; systems that connect and place their calls and place the judge alike share it.
