@@ -26,6 +26,7 @@ class BoundedStaleness(Schema, Continuous):
 
     eta: int = Field(default=4, ge=0, le=1000, description="updates that a response may be old; 0: synchronous")
     concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
+    interrupt: bool = Field(default=True, description="new weights interrupt responses; if not, they wait for them")
     updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
     drop: bool = Field(default=False, description="drop prompts whose oldest token is more than eta updates old")
 
@@ -40,7 +41,7 @@ class BoundedStaleness(Schema, Continuous):
         return max(room, 0)
 
     def update(self) -> Update:
-        return Update(kv=self.updated_kv)
+        return Update("interrupt" if self.interrupt else "drain", self.updated_kv)
 
     def rank(self, ready: Ready) -> float:
         return ready.version

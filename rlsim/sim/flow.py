@@ -116,8 +116,8 @@ class Flow:
     """One step's samples, from the calls that make them to the inboxes of the calls that take them.
 
     Reward calls score whatever their source delivers, so that rewards can decide what is trained on; inference and
-    training work on responses of the batch only. With `Workflow.group_advantage` training takes a prompt's `responses`
-    together. A call that takes chunks is told of every response on its way, and gets those of the batch whole.
+    training work on responses of the batch only. With `Workflow.group_advantage` training, and inference that takes the
+    batch in windows, take a prompt's `responses` together. A call that takes chunks is told of every response on its way, and gets those of the batch whole.
     """
 
     def __init__(self, env: simpy.Environment, workflow: Workflow, responses: int) -> None:
@@ -131,7 +131,8 @@ class Flow:
                     self._chunked.setdefault(edge.source, (edge.chunk_tokens, []))[1].append(call.name)
             sources = {e.source for e in edges if e.grain in ("sample", "chunk")}
             if sources or call.kind == "reward":
-                group = responses if call.kind == "train" and workflow.group_advantage else 1
+                whole = call.kind == "train" or (call.kind == "inference" and workflow.windows > 1)
+                group = responses if whole and workflow.group_advantage else 1
                 inbox = self.inboxes[call.name] = Inbox(env)
                 self._joins.append(_Join(inbox, _sources(workflow, call, sources), group))
 
