@@ -164,7 +164,7 @@ class _Step:
                 what = f"it resumes the prompt at position {prompt.position}, which was not kept"
                 raise misused(self.batching.launcher, "launch", what)
             for old in self.paused.pop(prompt.position):
-                new.append(old.resume(len(self.requests) + len(new), self.step - 1, self.step))
+                new.append(old.resume(len(self.requests) + len(new), self.step - 1))
         self.lengths += [request.response_tokens for request in new]
         self.requests += new
         self.step_batch.launched(new, [*launch.prompts, *launch.resume])

@@ -228,7 +228,7 @@ class StepBatch(RolloutControl):
 
     def launched(self, requests: Sequence[Request], prompts: Iterable[Prompt]) -> None:
         """These requests to these prompts have been launched."""
-        resumed = sum(request.resumed is not None for request in requests) if self._batching.pauses else 0
+        resumed = sum(request.resumed for request in requests) if self._batching.pauses else 0
         self.size += len(requests) - resumed
         self.resumed += resumed
         if self.certain:
@@ -284,7 +284,7 @@ class StepBatch(RolloutControl):
             prompt,
             tuple(r.generated for r in responses),
             tuple(r.finished for r in responses),
-            tuple(self._version - (r.resumed.version if r.resumed else self._version) for r in responses),
+            tuple(self._version - (r.runs[0].version if r.runs else self._version) for r in responses),
         )
 
     @property

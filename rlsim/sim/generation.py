@@ -157,8 +157,8 @@ class Generation:
             if prompt.position not in self._paused:
                 what = f"the prompt at position {prompt.position} was not kept: it cannot be resumed"
                 raise misused(self._what.batching.launcher, "launch", what)
-            began, kept = self._paused.pop(prompt.position)
-            requests += [r.resume(state.ids + len(requests) + i, began, state.version) for i, r in enumerate(kept)]
+            version, kept = self._paused.pop(prompt.position)
+            requests += [r.resume(state.ids + len(requests) + i, version) for i, r in enumerate(kept)]
         state.ids += len(requests)
         state.requests += requests
         if state.batch:

@@ -45,11 +45,11 @@ class EngineConfig(Schema):
         return int(self.watermark * capacity_pages)
 
 
-class Resumed(NamedTuple):
-    """What a response brought from earlier steps."""
+class Run(NamedTuple):
+    """Tokens of a response that weights of one version generated, one after the other."""
 
+    version: int  # updates that the weights had had
     tokens: int
-    version: int  # of the oldest weights that generated any of them (or, without tokens, of the present ones)
 
 
 class Request:
@@ -75,8 +75,10 @@ class Request:
         "replica",
         "response_tokens",
         "resumed",
+        "resumed_tokens",
         "reward",
         "row",
+        "runs",
         "score_started_at",
         "scored_at",
         "start_tokens",
@@ -111,25 +113,29 @@ class Request:
         self.aborted = False
         self.baseline = False  # scored to compare with, not trained on
         self.timed_out = False  # in its reward call
-        self.resumed: Resumed | None = None  # if it was begun in an earlier step
+        self.resumed = False  # begun in an earlier step
+        self.resumed_tokens = 0  # generated in earlier steps
+        self.runs: tuple[Run, ...] = ()  # oldest first; tokens in none of them are of the step's weights (`runs_under`)
         # Of its stay at the replica where it is: when it came to the queue, was admitted, joined the decoding batch.
         self.arrived_at = self.admitted_at = self.decoding_at = NAN
         self.reward = self.started_at = self.first_token_at = self.finished_at = NAN
         self.score_started_at = self.scored_at = NAN
 
-    @property
-    def resumed_tokens(self) -> int:
-        """Those generated in earlier steps."""
-        return self.resumed.tokens if self.resumed else 0
+    def runs_under(self, version: int) -> tuple[Run, ...]:
+        """All tokens so far by the version of the weights that generated them, oldest first.
 
-    def resume(self, id: int, began: int, now: int) -> Request:  # noqa: A002
+        `version` is that of the step's weights, which generated those that stand in no run.
+        """
+        own = self.generated - sum(run.tokens for run in self.runs)
+        return (*self.runs, Run(version, own)) if own else self.runs
+
+    def resume(self, id: int, version: int) -> Request:  # noqa: A002
         """The same response in a later step, under another number: it keeps its tokens, but no KV cache.
 
-        `began` and `now`: versions of the weights that generated in the step it comes from, and that go on with it.
+        `version` is that of the weights in the step that it comes from.
         """
         later = Request(id, self.position, self.prompt_tokens, self.response_tokens, self.generated, self.row)
-        oldest = self.resumed.version if self.resumed else began
-        later.resumed = Resumed(self.generated, oldest if self.generated else now)
+        later.resumed, later.resumed_tokens, later.runs = True, self.generated, self.runs_under(version)
         later.tps, later.timed_out = self.tps, self.timed_out
         later.started_at, later.first_token_at, later.finished_at = (
             self.started_at,

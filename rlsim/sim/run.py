@@ -44,7 +44,8 @@ class _Run:
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step
         self.steps = [
-            StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
+            StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
+            for step in range(what.steps)
         ]
         self.updating = _updating(what.workflow)
         self.judging = self._judging()

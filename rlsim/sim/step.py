@@ -13,9 +13,10 @@ from rlsim.sim.scorer import StreamingScorer
 class StepState:
     """What is under way in one step."""
 
-    def __init__(self, flow: Flow, batching: Batching) -> None:
+    def __init__(self, flow: Flow, batching: Batching, trained_version: int) -> None:
         self.flow = flow
         self.batching = batching
+        self.trained_version = trained_version  # of the weights that the step trains: the updates before it
         self.version = 0  # of the weights that generate: how many updates they have had
         self.paused: frozenset[int] = frozenset()  # requests that go on in a later step
         self.batch: StepBatch | None = None
@@ -36,6 +37,7 @@ class StepState:
             self.batch.accepted if self.batch else None,
             self.version,
             self.paused if self.batching.pauses else None,
+            self.trained_version,
         )
 
     def trained_on(self) -> list[Request]:
