@@ -145,8 +145,8 @@ TABLES: dict[str, tuple[Column, ...]] = {
         _count("iteration", "iterations with decodes that the replica had done at decoding_at, or 0"),
         _text(
             "left",
-            "why: finished, preempted (a new stay begins), migrated, switched, released, aborted, or stopped with "
-            "the stage",
+            "why: finished, preempted (a new stay begins), migrated, switched, released, aborted, stopped with the "
+            "stage, or paused as its budget was used up",
         ),
     ),
     "calls": (

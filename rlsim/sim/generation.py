@@ -133,7 +133,9 @@ class Generation:
             open=batch.open,
             launcher=launch,
             on_finish=(lambda responses: self._finished(call, state, responses)) if listens else None,
-            on_drained=lambda: self._offer(call, state, [r for r in state.requests if r.finished]),
+            on_drained=(lambda: self._offer(call, state, [r for r in state.requests if r.finished]))
+            if what.batching.needs_rewards
+            else None,
             on_release=self._on_release,
             crowded=what.crowded,
             chunks=self._chunks(call, state),
@@ -162,7 +164,7 @@ class Generation:
         state.ids += len(requests)
         state.requests += requests
         if state.batch:
-            state.batch.launched(requests, [*launch.prompts, *launch.resume])
+            state.batch.launched(requests, launch)
         return requests
 
     def _chunks(self, call: Call, state: StepState) -> ChunkListener | None:

@@ -66,6 +66,7 @@ class Request:
         "generated",
         "has_kv",
         "id",
+        "limit_tokens",
         "offset",
         "order",
         "position",
@@ -101,6 +102,7 @@ class Request:
         self.position = position  # of its prompt in training order
         self.prompt_tokens = prompt_tokens
         self.response_tokens = response_tokens  # the truth; no policy sees it
+        self.limit_tokens = response_tokens  # with so many tokens it leaves its replica: complete, or it pauses
         self.generated = generated  # brought up to date when the request leaves the running batch
         self.order = 0  # admission number at its replica; 0 while waiting
         self.offset = 0  # while running: context = offset + the replica's step counter
@@ -160,6 +162,15 @@ class Request:
     def finished(self) -> bool:
         """Whether the whole response is there."""
         return self.generated >= self.response_tokens
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether it has all the tokens that it may generate for now: it is complete, or has used up its budget."""
+        return self.generated >= self.limit_tokens
+
+    def allow(self, tokens: int) -> None:
+        """Let it generate so many tokens from now on, then pause."""
+        self.limit_tokens = min(self.response_tokens, self.generated + tokens)
 
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.generated}/{self.response_tokens})"
