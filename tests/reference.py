@@ -846,11 +846,7 @@ class _Rollout:
         answer = self.control.on_finish(_View(self, finished_on))
         if answer is None or self.over():
             return
-        for action in (
-            [answer]
-            if isinstance(answer, Reconfigure | Migrate | Release | Abort | Launch | Extend | Stop)
-            else list(answer)
-        ):
+        for action in [answer] if isinstance(answer, Action) else list(answer):
             if self.note(action):
                 self.result.actions.append((self.now, action))
 

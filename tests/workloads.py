@@ -282,7 +282,7 @@ class Together(Scripted):
         actions: list[Action] = []
         for control in self.controls:
             answer = control.on_finish(view)
-            if isinstance(answer, Reconfigure | Migrate | Release | Abort | Launch | Extend | Stop):
+            if isinstance(answer, Action):
                 actions.append(answer)
             elif answer is not None:
                 actions += answer

@@ -172,6 +172,7 @@ class CriticPipelining(Schema, Rewiring):
 
 
 def any_call(call: Call) -> bool:  # noqa: ARG001
+    """Whether a group takes the call: it takes all that none before it has taken."""
     return True
 
 

@@ -143,10 +143,11 @@ class RunningBatch:
         return self._final_tokens + self.size * self._padding <= self._capacity_tokens
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
-        """Decode from `now` on until every response is complete (none has a budget): the moment it is, the requests in the order in which
+        """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
         they finish, each with its moment, and the most context tokens.
 
-        The same sums as completion after completion. `decode` gives the curve of a batch size.
+        The same sums as completion after completion. None of the requests may have a budget. `decode` gives the curve
+        of a batch size.
         """
         left = [entry for entry in sorted(self._finishing) if entry[2].order == entry[1]]
         furthest = list(accumulate((request.offset for *_, request in reversed(left)), max))  # of the last 1, 2, …
@@ -214,7 +215,7 @@ class RunningBatch:
         return rounds * self._page_tokens + bisect_right(begun, left)
 
     def steps_ahead(self) -> int:
-        """Decode steps until the first response finishes, pauses or completes a chunk, or the next step's pages are missing."""
+        """Decode steps until the first response leaves or completes a chunk, or the next step's pages are missing."""
         heap = self._finishing
         finish, order, request = heap[0]
         while request.order != order:

@@ -65,7 +65,8 @@ class Batching(Hooked):
     """Base of all batchings: launches exactly a batch, and every response belongs to it.
 
     A batching serves all steps of a run, one after the other: `launch` begins a step, then come `ends` as responses
-    finish, `counts` and `more` while they are scored, and at its end `keep`, `put_back`, `waiting` and `upcoming`, in this order.
+    finish, `counts` and `more` while they are scored, and at its end `keep`, `put_back`, `waiting` and `upcoming`, in
+    this order.
     """
 
     @property

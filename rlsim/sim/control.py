@@ -76,8 +76,8 @@ class Launch:
     """Generate `samples` new responses to each of these prompts. `label` names the kind of round in the results.
 
     `resume`: prompts that the batching kept (`Batching.keep`); their responses go on where they were. Only the first
-    launch of a step may resume. `budget_tokens`: each of the responses, new or resumed, generates at most so many tokens
-    and then pauses, without its KV cache (0: no limit).
+    launch of a step may resume. `budget_tokens`: each response, new or resumed, generates at most so many tokens and
+    then pauses, without its KV cache (0: no limit).
     """
 
     prompts: tuple[Prompt, ...]
@@ -347,7 +347,7 @@ class RolloutControl(Hooked):
 
     @hook(_ACTIONS, lambda answer, *_: all(map(is_action, actions_of(answer))))
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
-        """Some responses have just finished or paused, all of this moment together: return one action, several, or None.
+        """Responses have just finished or paused, all of this moment together: return one action, several, or None.
 
         Where a batching decides by rewards, it is also asked when one comes; `view.finished_nodes` is empty then.
         """
