@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rlsim.sim.batching import Batching as Batching
     from rlsim.sim.control import Abort as Abort
     from rlsim.sim.control import ControlContext as ControlContext
+    from rlsim.sim.control import Extend as Extend
     from rlsim.sim.control import Launch as Launch
     from rlsim.sim.control import Migrate as Migrate
     from rlsim.sim.control import Prompt as Prompt
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _CONTROL = (
     "Abort",
     "ControlContext",
+    "Extend",
     "Launch",
     "Migrate",
     "Prompt",
@@ -79,6 +81,7 @@ __all__ = [
     "Comparison",
     "Composition",
     "ControlContext",
+    "Extend",
     "Launch",
     "Migrate",
     "Prompt",

@@ -164,10 +164,10 @@ class _Step:
                 what = f"it resumes the prompt at position {prompt.position}, which was not kept"
                 raise misused(self.batching.launcher, "launch", what)
             for old in self.paused.pop(prompt.position):
-                new.append(old.resume(len(self.requests) + len(new), self.step - 1, self.step))
+                new.append(old.resume(len(self.requests) + len(new), self.step - 1))
         self.lengths += [request.response_tokens for request in new]
         self.requests += new
-        self.step_batch.launched(new, [*launch.prompts, *launch.resume])
+        self.step_batch.launched(new, launch)
         return new
 
     def finished(self, responses: Sequence[Request]) -> None:
@@ -228,6 +228,6 @@ class _Step:
             if not (request.finished or request.aborted or stopped or not self.step_batch.certain):
                 raise ContractError(f"request {request.id} is lost: neither finished nor aborted, and nothing stopped")
         needed = self.feed.prompts * self.feed.responses
-        interfered = stopped or any(isinstance(action, Abort) for action in actions)
+        interfered = stopped or any(isinstance(action, Abort) for action in actions) or self.step_batch.partial
         if len(self.accepted) != needed and not interfered:
             raise ContractError(f"the step's batch has {len(self.accepted)} responses, not {needed}")

@@ -26,7 +26,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
         ("RolloutControl", "Batching", "RewardControl", "Rewiring", "Composition", "Schema"),
     ),
     "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
-    "Actions": ("rlsim", ("Abort", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
+    "Actions": ("rlsim", ("Abort", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
     "Testing a policy": ("rlsim.testing", ("check_policy", "Checked", "ContractError")),
 }
 

@@ -18,6 +18,7 @@ from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.control import (
     Abort,
     Action,
+    Extend,
     KvHandling,
     Launch,
     Migrate,
@@ -48,6 +49,7 @@ class RefRequest:
     prompt_tokens: int
     response_tokens: int
     generated: int = 0  # above 0: resumed
+    budget_tokens: int = 0  # 0: none
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ class _Request:
     prompt_tokens: int
     response_tokens: int
     generated: int
-    state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving"] = "waiting"
+    limit: int  # tokens with which it finishes, or pauses
+    state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving", "paused"] = "waiting"
     arrived_kv: bool = False  # waiting, and its KV has just arrived with it
     prefilled: int = 0  # prefilling: tokens already in the cache
     stay: RefStay | None = None  # at the replica where it is
@@ -166,10 +169,15 @@ class _Request:
 
     @property
     def left(self) -> bool:
-        return self.state not in ("finished", "aborted")
+        return self.state not in ("finished", "aborted", "paused")
 
     def lose_kv(self) -> None:
         self.state, self.arrived_kv, self.prefilled = "waiting", False, 0
+
+
+def made(r: RefRequest) -> _Request:
+    limit = min(r.response_tokens, r.generated + r.budget_tokens) if r.budget_tokens else r.response_tokens
+    return _Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, limit)
 
 
 @dataclass(eq=False)
@@ -336,7 +344,7 @@ class _Rollout:
         self.chunk_tokens, self.handover_s = 0, 0.0
         self.node_gpus, self.costs, self.engine = node_gpus, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
-        self.requests = [_Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
+        self.requests = [made(r) for r in requests]
         self.by_id = {r.id: r for r in self.requests}
         self.tps = dict.fromkeys(range(len(node_gpus)), tp)
         self.used_tps = {node: {tp} for node in range(len(node_gpus))}
@@ -518,7 +526,7 @@ class _Rollout:
         replica.iteration = None
 
     def end(self, replica: _Replica) -> bool:
-        """Step 5: tokens are there, finished requests leave. Says whether any has finished."""
+        """Step 5: tokens are there, finished requests and those that pause leave. Says whether there are any."""
         iteration = replica.iteration
         assert iteration is not None
         replica.iteration = None
@@ -543,7 +551,8 @@ class _Rollout:
         if self.chunk_tokens:
             for r in generating:
                 last = r.generated == r.response_tokens
-                if last or r.generated % self.chunk_tokens == 0:
+                pauses = r.generated == r.limit and not last
+                if last or (r.generated % self.chunk_tokens == 0 and not pauses):
                     handed_over += 1
                     if not last:
                         result.chunk_at[r.id, r.generated] = self.now
@@ -555,7 +564,18 @@ class _Rollout:
             self.end_stay(r, "finished")
             result.finished.add(r.id)
             result.finish_at[r.id] = self.now
-        return bool(finished)
+        paused = [r for r in replica.admitted if r.generated == r.limit]
+        for r in paused:
+            replica.admitted.remove(r)
+            self.end_stay(r, "paused")
+            r.lose_kv()
+            r.state = "paused"
+            # Choice: what was to take it elsewhere at this boundary is forgotten, whether it goes on later or not.
+            self.aborting.discard(r)
+            for move in self.moves:
+                if r not in move.gone:
+                    move.requests = [other for other in move.requests if other is not r]
+        return bool(finished or paused)
 
     # --- actions: first noted, then settled at the boundaries of the replicas concerned
 
@@ -609,13 +629,21 @@ class _Rollout:
             case Launch():
                 assert self.launcher is not None
                 new = self.launcher(action, len(self.requests))
-                launched = [_Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in new]
+                launched = [made(r) for r in new]
                 self.requests += launched
                 self.by_id |= {r.id: r for r in launched}
                 self.result.preemptions |= {r.id: 0 for r in launched}
                 self.homeless += launched
                 self.house()
                 return bool(launched)
+            case Extend(ids, tokens):
+                further = [r for r in (self.by_id[i] for i in dict.fromkeys(ids)) if r.state == "paused"]
+                for r in further:
+                    r.state = "waiting"
+                    r.limit = min(r.response_tokens, r.generated + tokens)
+                self.homeless += further
+                self.house()
+                return bool(further)
             case Stop():
                 self.stop_asked = True
                 for replica in self.replicas:
@@ -818,9 +846,7 @@ class _Rollout:
         answer = self.control.on_finish(_View(self, finished_on))
         if answer is None or self.over():
             return
-        for action in (
-            [answer] if isinstance(answer, Reconfigure | Migrate | Release | Abort | Launch | Stop) else list(answer)
-        ):
+        for action in [answer] if isinstance(answer, Action) else list(answer):
             if self.note(action):
                 self.result.actions.append((self.now, action))
 
@@ -830,7 +856,7 @@ class _Rollout:
             for r in replica.requests():
                 if r.stay:  # not of a switch that was broken off
                     self.end_stay(r, "stopped", replica.stopped_at)
-        self.result.unfinished = {r.id for r in self.requests if r.left}
+        self.result.unfinished = {r.id for r in self.requests if r.state not in ("finished", "aborted")}
         self.result.generated = {r.id: r.generated for r in self.requests}
 
 

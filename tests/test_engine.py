@@ -43,8 +43,12 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
                 assert (request.id, tokens) not in chunk_at
                 chunk_at[request.id, tokens] = env.now
 
-    def made(requests: Sequence[RefRequest]) -> list[Request]:
-        return [Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in requests]
+    def made(given: Sequence[RefRequest]) -> list[Request]:
+        requests = [Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated) for r in given]
+        for request, r in zip(requests, given, strict=True):
+            if r.budget_tokens:
+                request.allow(r.budget_tokens)
+        return requests
 
     recorder = Recorder()
     engine = work.engine

@@ -56,9 +56,9 @@ def test_steps_that_overlap_keep_every_invariant(
 
 def check_staleness(steps: pd.DataFrame, lag: int, exact: bool) -> None:
     """Weights are never older than the lag allows, and just so old where it is exact."""
-    assert (steps["staleness"] <= lag - 1).all()
+    assert (steps["staleness_max"] <= lag - 1).all()
     if exact:
-        assert (steps["staleness"] == steps["step"].clip(upper=lag - 1)).all()
+        assert (steps["staleness_max"] == steps["step"].clip(upper=lag - 1)).all()
 
 
 def check_order(calls: pd.DataFrame, lag: int, steps: int) -> None:
@@ -99,14 +99,14 @@ def test_one_step_off_with_tail_batching_asynchronous_rewards_and_a_judge() -> N
         for lag in (1, 2)
     )
     assert (two.steps["trained"] == 64).all()
-    assert two.steps["staleness"].tolist() == pytest.approx([0, *[1] * 7])
+    assert two.steps["staleness_max"].tolist() == pytest.approx([0, *[1] * 7])
     assert two.steps["step_time_s"].sum() < one.steps["step_time_s"].sum()
 
 
 def test_every_table_shows_how_stale_a_system_is_and_none_does_where_nothing_is(tmp_path: Path) -> None:
     found = lagged(3, exact=True, workflow={"steps": 6})
     on_policy = lagged(1, workflow={"steps": 6})
-    assert found.summary()["staleness"].tolist() == [2]
+    assert found.summary()["staleness_max"].tolist() == [2]
     for result, shown in ((found, True), (on_policy, False)):
         folder = tmp_path / str(shown)
         result.write(folder)

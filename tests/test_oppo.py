@@ -37,6 +37,7 @@ from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, ScoringR
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.responses import Responses
 from rlsim.sim.run import simulate
 from rlsim.sim.scorer import StreamingScorer
 from rlsim.sim.server import RewardModelEngine
@@ -370,11 +371,21 @@ def test_what_is_left_goes_on_in_the_next_step() -> None:
 
 def test_a_response_is_as_old_as_its_first_token() -> None:
     begun = Request(3, 7, 10, 20, generated=4)
-    later = begun.resume(0, began=2, now=3)
-    last = later.resume(5, began=3, now=4)
-    assert (later.id, later.generated, later.resumed) == (0, 4, (4, 2))
-    assert last.resumed == (4, 2)
-    assert Request(3, 7, 10, 20).resume(0, began=2, now=3).resumed == (0, 3)  # it had only waited
+    later = begun.resume(0, version=2)
+    assert (later.id, later.generated, later.resumed, later.resumed_tokens) == (0, 4, True, 4)
+    assert later.runs == later.runs_under(3) == ((2, 4),)
+    later.generated = 9
+    assert later.runs_under(3) == ((2, 4), (3, 5))
+    last = later.resume(5, version=3)
+    last.generated = 20
+    waited = Request(3, 7, 10, 20).resume(0, version=2)  # it had only waited
+    assert (waited.resumed, waited.resumed_tokens, waited.runs) == (True, 0, ())
+    waited.generated = 6
+    columns = Responses.of([last, waited, Request(4, 8, 10, 5, generated=5)], version=4, trained_version=4, paused=())
+    assert columns.version.tolist() == [2, 4, 4]
+    assert columns.stale_tokens.tolist() == [9, 0, 0]
+    assert columns.resumed_tokens.tolist() == [9, 0, 0]
+    assert Responses.of([waited], version=4, trained_version=5).stale_tokens.tolist() == [6]
 
 
 def conserved(outcome: Outcome) -> None:
@@ -656,19 +667,19 @@ def test_systems_of_an_experiment() -> None:
     steps = result.steps.set_index(["system", "step"])
     assert (steps["trained"] == 24).all()
     for system in ("verl", "intra"):
-        for column in ("staleness", "resumed", "paused", "paused_tokens", "resumed_tokens"):
+        for column in ("staleness_max", "stale_token_share", "resumed", "paused", "paused_tokens", "resumed_tokens"):
             assert (steps.loc[system][column] == 0).all()
     for system in ("inter", "oppo"):
         own = steps.loc[system]
         assert own["paused"].tolist() == [8] * 4
         assert own["resumed"].tolist() == [0, 8, 8, 8]
         assert own["resumed_tokens"].tolist()[1:] == own["paused_tokens"].tolist()[:-1]
-        assert own["staleness"].max() >= 1
+        assert own["staleness_max"].max() >= 1
         assert (own["wasted_tokens"] == 0).all()
         responses = result.responses[(result.responses["system"] == system) & result.responses["trained"]]
         ends = own["paused_tokens"].iloc[-1]
         assert own["response_tokens"].sum() == responses["response_tokens"].sum() + ends
-        assert responses.groupby("step")["staleness"].max().tolist() == own["staleness"].tolist()
+        assert responses.groupby("step")["staleness"].max().tolist() == own["staleness_max"].tolist()
     spans = result.spans[result.spans["kind"] == "ref_log_prob"].groupby("system")["shared"].all()
     assert spans.to_dict() == {"inter": False, "intra": True, "oppo": True, "verl": False}
     calls = result.calls[result.calls["system"] == "intra"].set_index("step")

@@ -347,7 +347,7 @@ def test_the_engine_takes_as_long_as_the_estimator_says(setting: str) -> None:
     found = [ExplicitPlan.of(space.plan(plan), space.workflow) for plan in plans]
     systems = [{"name": str(i), "use": [{"plan": one.model_dump(exclude_none=True)}]} for i, one in enumerate(found)]
     result = rlsim.run({**given, "systems": systems})
-    assert (result.steps["staleness"] == 0).all()
+    assert (result.steps["staleness_max"] == 0).all()
     for i, expected in enumerate(space.problem.cost_s(plans)):
         # The first step fills the overlap of steps and the last one empties it.
         steps = result.steps.loc[result.steps["system"] == str(i), "step_time_s"].to_numpy()[1:-1]
@@ -426,7 +426,7 @@ def test_calls_run_on_the_gpus_of_the_framework_and_no_others(name: str, framewo
     for call, gpus in PLACED[name].items():
         assert busy[call] == set(gpus), call
     steps = result.steps[result.steps["system"] == name]
-    assert (steps["staleness"] == 0).all()
+    assert (steps["staleness_max"] == 0).all()
     assert (steps["trained"] == steps["launched"]).all()
 
 

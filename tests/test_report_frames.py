@@ -198,7 +198,7 @@ def points(axes: dict[str, list[Any]], systems: tuple[str, ...] = ("verl", "pat"
                 "bubble_fraction": 0.1,
                 "tail_fraction": 0.2,
                 "held_back": 0.0,
-                "staleness": 0,
+                "staleness_max": 0,
             }
             rows.append({**point, "system": system, "step_time_s": 100 / speedup, "responses_per_s": speedup, **more})
     return pd.DataFrame(rows)

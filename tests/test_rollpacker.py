@@ -91,7 +91,7 @@ each = pytest.mark.parametrize("name", SYSTEMS)
 def test_every_step_trains_on_exactly_a_batch_of_its_own_weights(name: str) -> None:
     steps, responses = of(result().steps, name), of(result().responses, name)
     assert (steps["trained"] == 64).all()
-    assert (steps["staleness"] == 0).all()
+    assert (steps["staleness_max"] == 0).all()
     trained = responses[responses["trained"]]
     assert trained["scored_at"].notna().all()
     per_prompt = trained.groupby(["step", "position"]).size()

@@ -183,7 +183,7 @@ def test_dpo_generates_nothing_and_takes_one_batch_after_another() -> None:
     assert result.manifest["tuned"] == {"": {}}  # nothing to choose
     assert set(result.calls["call"]) == {"ref_log_prob", "train"}
     assert (result.steps["gen_time_s"] == 0).all()
-    assert (result.steps["staleness"] == 0).all()
+    assert (result.steps["staleness_max"] == 0).all()
     assert result.steps["step_time_s"].std() < 1e-9
     calls = result.calls.set_index(["step", "call"])
     assert calls.loc[(1, "ref_log_prob"), "start_at"] == calls.loc[(0, "train"), "end_at"]
@@ -267,7 +267,7 @@ def test_a_step_gets_shorter_with_the_lag_and_then_stays() -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_a_lag_is_the_most_or_exact(lag: int) -> None:
-    most, exact = (lagged(lag, exact=exact, workflow={"steps": 8}).steps["staleness"] for exact in (False, True))
+    most, exact = (lagged(lag, exact=exact, workflow={"steps": 8}).steps["staleness_max"] for exact in (False, True))
     assert (most <= lag - 1).all()
     assert (most < lag - 1).any() or lag < 3, "training is so fast here that newer weights are there"
     assert (exact[lag:] == lag - 1).all()

@@ -18,6 +18,7 @@ from rlsim.sim.control import (
     Abort,
     Action,
     ControlContext,
+    Extend,
     KvHandling,
     Launch,
     Migrate,
@@ -251,6 +252,17 @@ class LaunchMore(Scripted):
 
 
 @dataclass(frozen=True)
+class ExtendAll(Scripted):
+    """At every `every`-th finish, whoever has paused gets so many tokens more."""
+
+    every: int
+    tokens: int
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        return None if view.finished % self.every else Extend(tuple(range(view.total)), self.tokens)
+
+
+@dataclass(frozen=True)
 class StopAt(Scripted):
     """Stops when `finished` responses are there."""
 
@@ -270,7 +282,7 @@ class Together(Scripted):
         actions: list[Action] = []
         for control in self.controls:
             answer = control.on_finish(view)
-            if isinstance(answer, Reconfigure | Migrate | Release | Abort | Launch | Stop):
+            if isinstance(answer, Action):
                 actions.append(answer)
             elif answer is not None:
                 actions += answer
@@ -295,11 +307,15 @@ class Workload:
     resumed: tuple[RefRequest, ...] = ()
     chunk_tokens: int = 0  # 0: nobody listens
     handover_s: float = 0.0
+    budget_tokens: int = 0  # of every request; 0: none
 
     def launched(self, launch: Launch, first_id: int) -> list[RefRequest]:
         """The requests of a launch: the sizes of the first ones again."""
         sizes = [self.requests[(first_id + i) % len(self.requests)] for i in range(len(launch.prompts))]
-        return [RefRequest(first_id + i, first_id + i, r.prompt_tokens, r.response_tokens) for i, r in enumerate(sizes)]
+        return [
+            RefRequest(first_id + i, first_id + i, r.prompt_tokens, r.response_tokens, budget_tokens=self.budget_tokens)
+            for i, r in enumerate(sizes)
+        ]
 
     def simulate(self) -> RefResult:
         """The reference's answer."""
@@ -368,11 +384,12 @@ def _kinds(requests: int, gpus: int) -> dict[str, st.SearchStrategy[Scripted]]:
         "abort": st.builds(AbortLongest, left, COUNT),
         "stop": st.builds(StopAt, left),
         "launch": st.builds(LaunchMore, COUNT, st.integers(requests, requests + 12)),
+        "extend": st.builds(ExtendAll, COUNT, st.sampled_from([1, 10, 100])),
     }
 
 
 #: Every kind of control alone.
-ALONE = ("nothing", "switch", "unused", "balance", "gather", "shrink", "abort", "stop", "launch")
+ALONE = ("nothing", "switch", "unused", "balance", "gather", "shrink", "abort", "stop", "launch", "extend")
 
 #: Kinds whose mixtures the specification settles: nothing is on its way to a replica that goes away.
 MIXTURES = (
@@ -385,6 +402,10 @@ MIXTURES = (
     ("launch", "abort"),
     ("launch", "switch"),
     ("launch", "shrink"),
+    ("extend", "abort"),
+    ("extend", "switch"),
+    ("extend", "shrink"),
+    ("extend", "balance"),
 )
 
 
@@ -432,11 +453,12 @@ def workloads(
     prompts = st.just(prompt) if ties else st.integers(1, 60)
     samples = draw(st.integers(1, 4))
     resumed = draw(st.sampled_from([False, False, False, True]))
+    budget_tokens = draw(st.sampled_from([0, 0, 0, 1, 16, 100]))
     requests = []
     for i in range(n):
         length = draw(lengths)
         done = draw(st.integers(0, length - 1)) if resumed else 0
-        requests.append(RefRequest(i, i // samples, draw(prompts), length, done))
+        requests.append(RefRequest(i, i // samples, draw(prompts), length, done, budget_tokens))
 
     node_gpus = draw(st.sampled_from(MESHES))
     gpus = math.gcd(*node_gpus)
@@ -478,6 +500,7 @@ def workloads(
         resumed=tuple(requests[n - paused :]),
         chunk_tokens=chunk_tokens,
         handover_s=handover_s,
+        budget_tokens=budget_tokens,
         node_gpus=node_gpus,
         tp=tp,
         costs=costs,

@@ -163,7 +163,7 @@ def ranking(result: Result) -> pd.DataFrame:
                 "same_as": "" if fastest == system else fastest,
                 "idle": row["bubble_fraction"],
                 "tail": row["tail_fraction"],
-                "staleness": int(steps.loc[steps["system"] == system, "staleness"].max()),
+                "staleness": int(steps.loc[steps["system"] == system, "staleness_max"].max()),
                 "held_back": row["held_back"],
                 "comparable": bool(row["comparable"]),
             }

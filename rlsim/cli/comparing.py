@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlsim.cli.tables import print_tables, setting_texts, stale, table
+from rlsim.cli.tables import asynchrony, print_tables, setting_texts, table
 from rlsim.formats import number, rate, share, with_interval
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
     from rlsim.experiment.summary import RATIOS
 
     names = [*(["in"] if letters else []), "system"]
-    stale_heading, stale_cell = stale(rows)
+    relaxed_headings, relaxed_cells, _ = asynchrony(rows)
     means, speedups = [], []
     for row in rows.to_dict("records"):
         tuned = f" ({row['tuned']})" if row["tuned"] else ""
@@ -126,12 +126,12 @@ def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
         times = (number(row[name], 1) for name in ("step_time_s", "gen_time_s", "gen_p90_time_s"))
         shares = (share(row["bubble_fraction"], 1), share(row["tail_fraction"]))
         rates = (rate(row["responses_per_s"]), number(row["tokens_per_s"], 0))
-        means.append([*where, row["system"] + tuned, *rates, *times, *shares, *stale_cell(row)])
+        means.append([*where, row["system"] + tuned, *rates, *times, *shares, *relaxed_cells(row)])
         if row["baseline"] and not row["is_baseline"]:
             star = "" if row["paired"] else "*"
             cells = (with_interval(row, name) for name in RATIOS)
             speedups.append([*where, row["system"], _against(row, letters) + star, *cells])
-    headings = ["responses/s", "tokens/s", "step s", "gen s", "90% by", "bubble", "tail", *stale_heading]
+    headings = ["responses/s", "tokens/s", "step s", "gen s", "90% by", "bubble", "tail", *relaxed_headings]
     yield table([*names, *headings], means, words=len(names))
     if speedups:
         headings = ["against", "speedup", "by tokens", "in gen", "90% by"]

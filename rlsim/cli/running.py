@@ -10,7 +10,7 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
-from rlsim.cli.tables import MODEL_LEGEND, late_legend, model_text, print_tables, speedup_text, stale, table
+from rlsim.cli.tables import MODEL_LEGEND, asynchrony, late_legend, model_text, print_tables, speedup_text, table
 from rlsim.formats import is_missing, number, rate, share
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _parts(rows: pd.DataFrame) -> Table:
     overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
     whole = ["whole gen"] if overlaps else []
     wasted = ["wasted"] if rows["wasted_fraction"].max() > 0 else []
-    stale_heading, stale_cell = stale(rows)
+    relaxed_headings, relaxed_cells, relaxed_legend = asynchrony(rows)
     texts = []
     for row in rows.to_dict("records"):
         gen, *parts = (number(row[column], 1) for column in columns.values())
@@ -153,12 +153,12 @@ def _parts(rows: pd.DataFrame) -> Table:
         times = [gen, *parts, number(row["gen_time_s"], 1) + half] if overlaps else [gen + half, *parts]
         times += [number(row["gen_p90_time_s"], 1), number(row["switch_time_s"], 1)]
         shares = [share(row[column]) for column in (*(f"{name}_fraction" for name in wasted), "bound_share")]
-        figures = [number(row["switches"], 1), number(row["tokens_per_s"], 0), *shares, *stale_cell(row)]
+        figures = [number(row["switches"], 1), number(row["tokens_per_s"], 0), *shares, *relaxed_cells(row)]
         texts.append([str(row["system"]), *times, *figures])
     headings = ["system", *columns, *whole, "90% by", "paused", "switches", "tokens/s", *wasted, "bound"]
-    headings += stale_heading
+    headings += relaxed_headings
     legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
     legend += "; paused: for switches\ntokens/s: trained on, prompts counted"
     legend += "; wasted: of the generated tokens" if wasted else ""
-    legend += "; stale: most weight updates behind" if stale_heading else ""
+    legend += relaxed_legend
     return table(headings, texts, caption=legend + "; bound: lower bound / gen")

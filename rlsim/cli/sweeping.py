@@ -12,7 +12,7 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
-from rlsim.cli.tables import late_legend, print_tables, setting_texts, speedup_text, stale, table
+from rlsim.cli.tables import asynchrony, late_legend, print_tables, setting_texts, speedup_text, table
 from rlsim.formats import number, rate, share
 
 if TYPE_CHECKING:
@@ -189,15 +189,16 @@ def _print(found: SweepResult, definition: Definition) -> None:
         names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
         texts = zip(*(setting_texts(summary[name].tolist()) for name in names), strict=True)
         shown = []
-        stale_heading, stale_cell = stale(summary)
+        relaxed_headings, relaxed_cells, relaxed_legend = asynchrony(summary)
         for text, row in zip(texts, summary.to_dict("records"), strict=True):
             speedups = speedup_text(row), number(row["token_speedup"])
             times = number(row["step_time_s"], 1), number(row["gen_time_s"], 1)
             shares = share(row["bubble_fraction"]), share(row["tail_fraction"])
-            shown.append([*text, rate(row["responses_per_s"]), *speedups, *times, *shares, *stale_cell(row)])
-        headings = [*names, "responses/s", "speedup", "by tokens", "step s", "gen s", "bubble", "tail", *stale_heading]
+            shown.append([*text, rate(row["responses_per_s"]), *speedups, *times, *shares, *relaxed_cells(row)])
+        headings = [*names, "responses/s", "speedup", "by tokens", "step s", "gen s", "bubble", "tail"]
+        headings += relaxed_headings
         caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
-        caption += late_legend(summary)
+        caption += relaxed_legend + late_legend(summary)
         print_tables([table(headings, shown, words=len(names), caption=caption)])
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")

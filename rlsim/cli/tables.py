@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlsim.experiment.backlog import MOST_HELD_BACK
-from rlsim.formats import is_missing, number, with_interval
+from rlsim.formats import is_missing, number, share, with_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,10 +58,26 @@ def late_legend(summary: pd.DataFrame) -> str:
     return text if late else ""
 
 
-def stale(rows: pd.DataFrame) -> tuple[list[str], Callable[[Mapping[Any, Any]], list[str]]]:
-    """Heading and cell of a column of staleness, neither where no step trains on anything stale."""
-    shown = bool(rows["staleness"].max() > 0)
-    return ["stale"] * shown, lambda row: [str(int(row["staleness"]))] * shown
+#: What the columns of `asynchrony` are, for captions.
+STALE_LEGEND = "; stale: weight updates behind, mean and 95th percentile of the responses trained on"
+APART_LEGEND = "; rollout, trainer idle: time in which none of their GPUs did anything"
+
+
+def asynchrony(rows: pd.DataFrame) -> tuple[list[str], Callable[[Mapping[Any, Any]], list[str]], str]:
+    """Headings and cells of what relaxed synchrony costs and leaves idle, and their legend.
+
+    Idle shares only where generation and training have different GPUs, staleness only where something stale is trained
+    on.
+    """
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {}
+    legend = ""
+    if rows["rollout_idle"].notna().any():
+        columns |= {"rollout idle": ("rollout_idle", share), "trainer idle": ("trainer_idle", share)}
+        legend += APART_LEGEND
+    if rows["staleness_max"].max() > 0:
+        columns |= {"stale": ("staleness_mean", number), "stale p95": ("staleness_p95", partial(number, digits=1))}
+        legend += STALE_LEGEND
+    return list(columns), lambda row: [shown(row[name]) for name, shown in columns.values()], legend
 
 
 def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:

@@ -27,7 +27,8 @@ MOST_NOTES = 3
 #: Means that the table has of every run.
 SHOWN = (
     "responses_per_s", "tokens_per_s", "response_tokens_per_s", "generated_tokens_per_s", "trained", "step_time_s",
-    "gen_time_s", "gen_p90_time_s", "bubble_fraction", "tail_fraction", "staleness",
+    "gen_time_s", "gen_p90_time_s", "bubble_fraction", "tail_fraction", "rollout_idle", "trainer_idle",
+    "staleness_mean", "staleness_p95", "staleness_max", "stale_token_share",
 )  # fmt: skip
 #: Times of which the table has the difference for equal work.
 DIFFERENCES = {"step": "step_time_s", "gen": "gen_time_s", "gen_p90": "gen_p90_time_s"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,18 @@ PARTS_OF_A_STEP = {
 }
 
 
-def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gpus: int, steady: range) -> Frames:
-    """The tables of one run on `gpus` GPUs, without the columns that name the run; means count the `steady` steps."""
+def frames_of(
+    outcome: Outcome,
+    sampler: StepSampler,
+    bound: GenerationBound,
+    gpus: int,
+    steady: range,
+    apart: Mapping[str, Iterable[int]],
+) -> Frames:
+    """The tables of one run on `gpus` GPUs, without the columns that name the run; means count the `steady` steps.
+
+    `apart`: for `rollout_idle` and `trainer_idle` their GPUs; none where generation and training share GPUs.
+    """
     frames = {
         "responses": _responses(outcome, sampler),
         "stays": stays_frame(outcome.stays, outcome.responses),
@@ -65,6 +75,9 @@ def frames_of(outcome: Outcome, sampler: StepSampler, bound: GenerationBound, gp
         "steady": [step in steady for step in range(len(rows))],
         "bubble_fraction": np.maximum(1.0 - busy_s / (gpus * durations_s), 0.0),
         "tail_fraction": np.divide(tail_s, busy_s, out=np.zeros(len(rows)), where=busy_s > 0),
+        "rollout_idle": np.nan,
+        "trainer_idle": np.nan,
+        **{name: _idle_share(outcome.spans, frozenset(own), edges) for name, own in apart.items()},
     }
     return {"steps": pd.DataFrame(rows).assign(step_time_s=durations_s, **columns), **frames}
 
@@ -136,7 +149,7 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
                 **_counts(responses, summary),
                 "switches": len(switches),
                 "switch_time_s": sum(s.weights_s + s.kv_s + s.graph_s + s.control_s for s in switches),
-                "staleness": step - int(responses.version[kept].min(initial=step)),
+                **_staleness(responses, step),
             }
         )
     return rows
@@ -200,6 +213,29 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "released_gpu_s": summary.released_gpu_s,
         "kv_peak_tokens": summary.peak_kv_tokens,
     }
+
+
+def _staleness(responses: Responses, step: int) -> dict[str, Any]:
+    """How old the weights are that generated what a step trains on; those it trains have had `step` updates."""
+    kept = responses.trained
+    behind, tokens = step - responses.version[kept], responses.generated_tokens[kept].sum()
+    found = (behind.mean(), np.percentile(behind, 95, method="inverted_cdf")) if len(behind) else (0.0, 0.0)
+    return {
+        "staleness_mean": found[0],
+        "staleness_p95": found[1],
+        "staleness_max": behind.max(initial=0),
+        "stale_token_share": responses.stale_tokens[kept].sum() / max(tokens, 1),
+    }
+
+
+def _idle_share(spans: Iterable[Span], gpus: Set[int], edges: Sequence[float]) -> Floats:
+    """The share of each step in which none of these GPUs did anything."""
+    busy = [(span.start_at, span.end_at) for span in spans if not gpus.isdisjoint(span.gpus)]
+    idle_s = [
+        last - first - _union_s((max(a, first), min(b, last)) for a, b in busy if a < last and b > first)
+        for first, last in itertools.pairwise(edges)
+    ]
+    return np.maximum(np.array(idle_s) / np.diff(edges), 0.0)
 
 
 def _gpu_seconds(held: Iterable[Sequence[float]], edges: Sequence[float]) -> Floats:

@@ -126,7 +126,8 @@ def simulated(simulator: Simulator, spec: SystemSpec, sampler: StepSampler, stea
     system = spec.make()
     with blamed(spec.shown):
         outcome = simulator.simulate(system, sampler)
-    frames = frames_of(outcome, sampler, simulator.placed(system).bound, simulator.loaded.cluster.gpus, steady)
+    placed = simulator.placed(system)
+    frames = frames_of(outcome, sampler, placed.bound, simulator.loaded.cluster.gpus, steady, placed.apart)
     check_steps(frames, spec.shown)
     return frames
 

@@ -282,6 +282,14 @@ class PlacedExperiment:
         experiment = self.loaded.experiment
         return self.calls.weight_sync(model, experiment.weight_sync, offload=experiment.training.offload)
 
+    @property
+    def apart(self) -> dict[str, tuple[int, ...]]:
+        """The GPUs of generation (`rollout_idle`) and of the train calls (`trainer_idle`); none if they share any."""
+        trains = {g for c in self.workflow.calls if c.kind == "train" for g in self.plan.of(c.name).gpus}
+        if not self._generate_calls or not trains.isdisjoint(self.generation.gpus):
+            return {}
+        return {"rollout_idle": self.generation.gpus, "trainer_idle": tuple(sorted(trains))}
+
     @cached_property
     def generation(self) -> Placement:
         generate = self._generate_calls

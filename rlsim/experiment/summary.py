@@ -20,7 +20,10 @@ _TIMES = (
 )  # fmt: skip
 _COUNTS = ("trained", "tokens", "trained_response_tokens", "response_tokens", "wasted_tokens", "switches")
 #: Columns of `steps` that `means` needs.
-MEASURED = ("steady", "staleness", *_TIMES, *_COUNTS, "bubble_fraction", "tail_fraction", "gen_bound_s")
+MEASURED = (
+    "steady", *_TIMES, *_COUNTS, "bubble_fraction", "tail_fraction", "gen_bound_s", "rollout_idle", "trainer_idle",
+    "staleness_mean", "staleness_p95", "staleness_max", "stale_token_share",
+)  # fmt: skip
 #: Ratios that are shown, and the column of `means` whose ratio each is; all of them count trained work per second.
 RATIOS = {
     "speedup": "responses_per_s",
@@ -35,8 +38,10 @@ ENDS = ("", "_low", "_high")
 def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """What the steady ones of these rows of `steps` come to, a row for each value of the columns `by`.
 
-    Times (`…_s`) and `switches` are means over steps, `trained` the responses that a step trains on; `staleness` is the
-    largest of any step; shares (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `bound_share`) are of the sums.
+    Times (`…_s`) and `switches` are means over steps, `trained` the responses that a step trains on; `staleness_max`
+    is the largest of any step, `staleness_mean` that of all responses trained on, `staleness_p95` a mean over steps;
+    shares (`bubble_fraction`, `tail_fraction`, `wasted_fraction`, `stale_token_share`, `rollout_idle`, `trainer_idle`,
+    `bound_share`) are of the sums.
     Rates, per second of step
     time: `responses_per_s` and `tokens_per_s` (prompts counted) trained on, `response_tokens_per_s` of these without
     prompts, `generated_tokens_per_s` whether trained on or not; `responses_per_gen_s` and `responses_per_gen_p90_s` are
@@ -46,12 +51,25 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     held_s = rows["step_time_s"]
     busy_s = (1.0 - rows["bubble_fraction"]) * held_s
     weighted = rows.assign(
-        bubble_s=rows["bubble_fraction"] * held_s, busy_s=busy_s, tail_s=rows["tail_fraction"] * busy_s
+        bubble_s=rows["bubble_fraction"] * held_s,
+        busy_s=busy_s,
+        tail_s=rows["tail_fraction"] * busy_s,
+        rollout_idle=rows["rollout_idle"] * held_s,
+        trainer_idle=rows["trainer_idle"] * held_s,
+        staleness_mean=rows["staleness_mean"] * rows["trained"],
+        stale_token_share=rows["stale_token_share"] * rows["trained_response_tokens"],
     )
     grouped = weighted.groupby(list(by), sort=False)
     sums = grouped[[*_TIMES, *_COUNTS, "bubble_s", "busy_s", "tail_s", "gen_bound_s"]].sum().astype(float)
     found = sums[[*_TIMES, "switches", "trained"]].div(grouped.size(), axis=0)
-    found["staleness"] = grouped["staleness"].max()
+    found["staleness_p95"], found["staleness_max"] = grouped["staleness_p95"].mean(), grouped["staleness_max"].max()
+    for share, whole in (
+        ("staleness_mean", "trained"),
+        ("stale_token_share", "trained_response_tokens"),
+        ("rollout_idle", "step_time_s"),
+        ("trainer_idle", "step_time_s"),
+    ):
+        found[share] = grouped[share].sum(min_count=1) / sums[whole]
     found["bubble_fraction"] = sums["bubble_s"] / sums["step_time_s"]
     found["tail_fraction"] = (sums["tail_s"] / sums["busy_s"]).fillna(0.0)
     found["wasted_fraction"] = sums["wasted_tokens"] / sums["response_tokens"].clip(lower=1.0)

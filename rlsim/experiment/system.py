@@ -56,6 +56,12 @@ class System:
             if len(deciding) > 1:
                 raise ConfigError(f"{shown}: {_names(deciding)} all decide {what}; at most one may")
         batchings.sort(key=lambda part: part not in launching)
+        deciding = [part for part in batchings if part.needs_rewards]
+        if deciding and batchings[0].ends_early:
+            raise ConfigError(
+                f"{shown}: {_names(batchings[:1])} trains on the prompts that are complete when generation ends, and "
+                f"{_names(deciding)} drops prompts by rewards that need not be there by then; they cannot go together"
+            )
         layout = layouts[0]
         assert isinstance(layout, RolloutControl)
         return cls(

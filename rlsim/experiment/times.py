@@ -25,7 +25,7 @@ class ExperimentTimes:
 
     def __init__(self, placed: PlacedExperiment) -> None:
         self._placed, self._calls = placed, placed.calls
-        self._workflow, self._training = placed.loaded.algorithm, placed.loaded.experiment.training
+        self._workflow, self._training = placed.workflow, placed.loaded.experiment.training
 
     def parts(
         self, call: Call, placement: Placement, responses: Responses, rollout_tp: int, windows: int = 1

@@ -18,7 +18,7 @@ from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, grouped, with_transfers
 
 
-class _StaticTP(Schema, Composition):
+class StaticTP(Schema, Composition):
     """A framework whose rollout keeps one TP degree."""
 
     tp: int | Literal["best"] = Field(default="best", description="tensor-parallel degree of generation; see `verl`")
@@ -27,7 +27,7 @@ class _StaticTP(Schema, Composition):
         return VeRL(tp=self.tp).alternatives(context)
 
 
-class TRL(_StaticTP):
+class TRL(StaticTP):
     """TRL's PPO as OPPO's authors ran it: all GPUs but one generate and train, the last one scores."""
 
     vllm: bool = Field(default=True, description="vLLM generates; if not, Hugging Face's `generate`, no CUDA graphs")
@@ -36,7 +36,7 @@ class TRL(_StaticTP):
         return ScorerApart(graphs=self.vllm), VeRL(tp=self.tp)
 
 
-class OpenRLHF(_StaticTP):
+class OpenRLHF(StaticTP):
     """OpenRLHF (Hu et al. 2024): actor and reference, critic and reward model, and the rollout engine, each apart.
 
     Its groups make their experience at the same time: log-probs do not wait for rewards.
@@ -48,7 +48,7 @@ class OpenRLHF(_StaticTP):
         return ThreeGroups(rollout=self.rollout), RewardBeside(), VeRL(tp=self.tp)
 
 
-class NeMoAligner(_StaticTP):
+class NeMoAligner(StaticTP):
     """NeMo-Aligner (Shen et al. 2024): actor and reference on one half, critic and reward model on the other.
 
     The critic's half works on responses as they finish (its pipelining by micro-batches).
@@ -58,7 +58,7 @@ class NeMoAligner(_StaticTP):
         return TwoGroups(), CriticPipelining(), VeRL(tp=self.tp)
 
 
-class DeepSpeedChat(_StaticTP):
+class DeepSpeedChat(StaticTP):
     """DeepSpeed-Chat (Yao et al. 2023): ZeRO-3 over all GPUs for every model, its hybrid engine generates under TP.
 
     Its engine runs Hugging Face's `generate`, which launches every kernel anew.
@@ -116,7 +116,7 @@ class ScorerApart(Schema, Placing):
         gpus = context.gpus
         if len(gpus) < 2:
             raise ConfigError("a reward model on the last GPU is a placement of two GPUs or more")
-        plan = _groups(context, [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], _any)])
+        plan = on_groups(context, [(gpus[:-1], lambda call: call.model != "reward"), (gpus[-1:], any_call)])
         return plan if self.graphs else _eager(plan, context.workflow)
 
 
@@ -136,7 +136,7 @@ class ThreeGroups(Schema, Placing):
             raise ConfigError(f"{len(gpus)} GPUs cannot be cut into the groups of generation, actor and critic")
         actor = (rest[:half], lambda call: call.model in ("actor", "reference"))
         generate = (gpus[:count], lambda call: call.kind == "generate")
-        return _groups(context, [generate, actor, (rest[half:], _any)], zero_stage=3)
+        return on_groups(context, [generate, actor, (rest[half:], any_call)], zero_stage=3)
 
 
 class TwoGroups(Schema, Placing):
@@ -148,7 +148,9 @@ class TwoGroups(Schema, Placing):
             call.model in ("critic", "reward") for call in context.workflow.calls if call.kind != "reward"
         ):
             raise ConfigError("two groups of GPUs need a critic or a reward model for the second one (see `models`)")
-        return _groups(context, [(gpus[:half], lambda call: call.model in ("actor", "reference")), (gpus[half:], _any)])
+        return on_groups(
+            context, [(gpus[:half], lambda call: call.model in ("actor", "reference")), (gpus[half:], any_call)]
+        )
 
 
 class ZeroEverywhere(Schema, Placing):
@@ -157,7 +159,7 @@ class ZeroEverywhere(Schema, Placing):
     graphs: bool = Field(default=True, description="whether generation decodes from CUDA graphs")
 
     def plan(self, context: PlanContext) -> Plan:
-        plan = _groups(context, [(context.gpus, _any)], zero_stage=3)
+        plan = on_groups(context, [(context.gpus, any_call)], zero_stage=3)
         return plan if self.graphs else _eager(plan, context.workflow)
 
 
@@ -169,7 +171,8 @@ class CriticPipelining(Schema, Rewiring):
         return workflow.streaming(["generate"], ["inference"])
 
 
-def _any(call: Call) -> bool:  # noqa: ARG001
+def any_call(call: Call) -> bool:  # noqa: ARG001
+    """Whether a group takes the call: it takes all that none before it has taken."""
     return True
 
 
@@ -179,7 +182,7 @@ def _eager(plan: Plan, workflow: Workflow) -> Plan:
     return Plan({name: replace(at, graphs=False) if name in generating else at for name, at in plan.placements.items()})
 
 
-def _groups(
+def on_groups(
     context: PlanContext,
     groups: Iterable[tuple[tuple[int, ...], Callable[[Call], bool]]],
     zero_stage: int | None = None,

@@ -16,10 +16,11 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 
+from rlsim.policies.keeping import Keeping
 from rlsim.policies.parts import ChunkStreaming, Composition, Part
 from rlsim.policies.verl import VeRL
 from rlsim.schema import Schema
-from rlsim.sim.batching import Batching, PromptFeed, Unfinished
+from rlsim.sim.batching import PromptFeed, Unfinished
 from rlsim.sim.control import ControlContext, Launch, Prompt, RolloutControl, ScoringReport
 from rlsim.units import Seconds, Tokens
 from rlsim.workflow.graph import Workflow
@@ -119,7 +120,7 @@ class RewardCurve(Schema):
         return self.end + (self.start - self.end) * math.exp(-step / self.time_constant_steps) + noise
 
 
-class Overcommit(Schema, Batching):
+class Overcommit(Keeping):
     """Launch Δ prompts more than needed; what is not finished goes on in the next step.
 
     With `delta: adaptive` Δ follows the slope of the reward: d is the mean of the last `window` steps less that of
@@ -139,7 +140,6 @@ class Overcommit(Schema, Batching):
 
     _delta: int = PrivateAttr(default=0)
     _rewards: list[float] = PrivateAttr(default_factory=list)  # of the steps so far
-    _paused: list[Prompt] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
     def _in_range(self) -> Overcommit:
@@ -153,20 +153,14 @@ class Overcommit(Schema, Batching):
 
     def launch(self, feed: PromptFeed) -> Launch:
         """All that wait, and new prompts up to B + Δ."""
-        size = feed.prompts + self._delta
-        resume, self._paused = tuple(self._paused), []
-        return Launch(feed.take(max(size - len(resume), 0)), feed.responses, resume=resume)
+        return self.filled(feed, feed.prompts + self._delta)
 
-    def keep(self, unfinished: Sequence[Unfinished]) -> list[Prompt]:
+    def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
         """All of them; the step is over, so its reward is known and Δ adapts."""
-        self._paused = [one.prompt for one in unfinished]
         self._rewards.append(self.reward.at(len(self._rewards)))
         if self.delta == "adaptive":
             self._delta = adapted(self._delta, self._rewards, self.window, self.delta_min, self.delta_max)
-        return self._paused
-
-    def waiting(self) -> int:
-        return len(self._paused)
+        return super().keep(unfinished)
 
 
 def adapted(delta: int, rewards: Sequence[float], window: int, least: int, most: int) -> int:

@@ -168,8 +168,9 @@ def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> T
     tuned = result.manifest["tuned"].get(setup.case, {})
     wasted = ["wasted"] if (rows["wasted_fraction"] > 0).any() else []
     headings = ["system", "responses/s", "speedup (95%)", "by tokens", "step (s)", "generation (s)"]
-    stale = ["stale"] if (rows["staleness"] > 0).any() else []
-    headings += ["tokens/s", "idle", "tail", *wasted, "switches", "bound", *stale]
+    stale = ["stale", "stale p95"] if (rows["staleness_max"] > 0).any() else []
+    apart = ["rollout idle", "trainer idle"] if rows["rollout_idle"].notna().any() else []
+    headings += ["tokens/s", "idle", "tail", *wasted, "switches", "bound", *apart, *stale]
     texts = []
     for row in rows.to_dict("records"):
         name = str(row["system"])
@@ -180,7 +181,9 @@ def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> T
         cells += [share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
         cells += [share(row["wasted_fraction"], 1) for _ in wasted]
         cells += [number(row["switches"], 1), share(row["bound_share"])]
-        texts.append([*cells, *(number(row["staleness"], 0) for _ in stale)])
+        cells += [share(row["rollout_idle"]), share(row["trainer_idle"])] if apart else []
+        cells += [number(row["staleness_mean"], 2), number(row["staleness_p95"], 1)] if stale else []
+        texts.append(cells)
     return Table(setup.named("Means over steps and seeds"), tuple(headings), texts)
 
 

@@ -211,11 +211,11 @@ def sweep_findings(
 def sweep_table(frame: pd.DataFrame, axes: Sequence[str], most: int = 500) -> Table:
     """The axes' values, system, throughput, speedups and step time of the first `most` rows."""
     rows = []
-    stale = ["stale"] if (frame["staleness"] > 0).any() else []
+    stale = ["stale", "stale p95"] if (frame["staleness_max"] > 0).any() else []
     for row in frame.head(most).to_dict("records"):
         figures = [rate(row[RATE]), number(row[SPEEDUP], 3), number(row["token_speedup"], 3)]
         figures += [number(row["step_time_s"]), share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
-        figures += [number(row["staleness"], 0) for _ in stale]
+        figures += [number(row["staleness_mean"], 2), number(row["staleness_p95"], 1)] if stale else []
         rows.append([*(label(row[axis]) for axis in axes), str(row["system"]), *figures])
     caption = "Points of the sweep" + (f", the first {most:,} of {len(frame):,} rows" if len(frame) > most else "")
     caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"

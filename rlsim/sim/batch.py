@@ -49,13 +49,13 @@ class RunningBatch:
         self.size = 0  # requests
         self.tokens = 0  # sum of their contexts
         self.pages = 0  # KV pages that those fill, each request's last one counted whole
-        self._final_tokens = 0  # the same once each is complete
+        self._final_tokens = 0  # the same once each is complete, or its budget used up
         self._skew = skew
         self._page_tokens = page_tokens
         self._padding = page_tokens - 1  # the most that one request's last page is short of being full
         self._capacity_pages = capacity_pages
         self._capacity_tokens = capacity_pages * page_tokens
-        self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it finishes at, admission number, request)
+        self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
         self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
@@ -80,11 +80,11 @@ class RunningBatch:
             context = request.prompt_tokens + generated
             offset = request.offset = context - step
             tokens += context
-            final += request.prompt_tokens + request.response_tokens
+            final += request.prompt_tokens + request.limit_tokens
             pages += -(-context // page)
             turns[-offset % page] += 1
             ages[generated - step] += 1
-            heappush(finishing, (step + request.response_tokens - generated, order, request))
+            heappush(finishing, (step + request.limit_tokens - generated, order, request))
             if longest is not None:
                 heappush(longest, (-offset, order, request))
         self.tokens += tokens
@@ -95,11 +95,11 @@ class RunningBatch:
             self._await_chunks(requests)
 
     def _await_chunks(self, requests: Sequence[Request]) -> None:
-        """Note down when these requests complete their next chunk, unless they finish by then."""
+        """Note down when these requests complete their next chunk, unless they finish or pause by then."""
         for request in requests:
             generated = request.offset + self.step - request.prompt_tokens
             ahead = self._chunk_tokens - generated % self._chunk_tokens
-            if generated + ahead < request.response_tokens:
+            if generated + ahead < request.limit_tokens:
                 heappush(self._chunks, (self.step + ahead, request.order, request))
 
     def advance(self, steps: int) -> None:
@@ -122,12 +122,12 @@ class RunningBatch:
             request.order = 0
             self.tokens -= offset + step
             self.pages -= -(-(offset + step) // page)
-            self._final_tokens -= request.prompt_tokens + request.response_tokens
+            self._final_tokens -= request.prompt_tokens + request.limit_tokens
             turns[-offset % page] -= 1
         self.size -= len(requests)
 
     def complete(self) -> list[Request]:
-        """Let go of the requests whose response is complete, and return them."""
+        """Let go of the requests that are complete or have used up their budget, and return them."""
         heap, step = self._finishing, self.step
         finished = []
         while heap and heap[0][0] <= step:
@@ -139,14 +139,15 @@ class RunningBatch:
         return finished
 
     def fits_to_the_end(self) -> bool:
-        """Whether all requests fit until they are complete, wherever in their last pages they stand."""
+        """Whether all requests fit until they leave, wherever in their last pages they stand."""
         return self._final_tokens + self.size * self._padding <= self._capacity_tokens
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
         """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
         they finish, each with its moment, and the most context tokens.
 
-        The same sums as completion after completion. `decode` gives the curve of a batch size.
+        The same sums as completion after completion. None of the requests may have a budget. `decode` gives the curve
+        of a batch size.
         """
         left = [entry for entry in sorted(self._finishing) if entry[2].order == entry[1]]
         furthest = list(accumulate((request.offset for *_, request in reversed(left)), max))  # of the last 1, 2, …
@@ -214,7 +215,7 @@ class RunningBatch:
         return rounds * self._page_tokens + bisect_right(begun, left)
 
     def steps_ahead(self) -> int:
-        """Decode steps until the first response finishes or completes a chunk, or the next step's pages are missing."""
+        """Decode steps until the first response leaves or completes a chunk, or the next step's pages are missing."""
         heap = self._finishing
         finish, order, request = heap[0]
         while request.order != order:

@@ -6,14 +6,14 @@ belong to the batch, and what is to be aborted or launched beyond.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 
 from rlsim.errors import PolicyError
 from rlsim.hooks import Hooked, hook, is_whole
-from rlsim.sim.control import Abort, Action, Launch, Prompt, RolloutControl, RolloutView, Stop, is_launch
+from rlsim.sim.control import Abort, Action, Extend, Launch, Prompt, RolloutControl, RolloutView, Stop, is_launch
 from rlsim.sim.request import Request
 
 #: A step that launches so many times the prompts it needs, because their rewards do not count, is given up.
@@ -43,6 +43,15 @@ class Unfinished(NamedTuple):
     staleness: tuple[int, ...]  # weight updates between the oldest token of each and this step's generation
 
 
+class Progress(NamedTuple):
+    """How far a step's generation is."""
+
+    launched: int  # responses that the step generates: new ones, and those that go on
+    finished: int  # of these, whole responses
+    complete: int  # prompts that belong to the batch
+    unfinished: Collection[Prompt]  # those that do not, or not yet
+
+
 def _are_of(kept: object, unfinished: Sequence[Unfinished]) -> bool:
     """Whether these are prompts of the unfinished ones."""
     asked = {one.prompt.position for one in unfinished}
@@ -55,8 +64,9 @@ _LAUNCH = "a Launch of different Prompts, such as Launch(feed.take(feed.prompts)
 class Batching(Hooked):
     """Base of all batchings: launches exactly a batch, and every response belongs to it.
 
-    A batching serves all steps of a run, one after the other: `launch` begins a step, then come `counts` and `more`
-    while responses are scored, and at its end `keep`, `put_back`, `waiting` and `upcoming`, in this order.
+    A batching serves all steps of a run, one after the other: `launch` begins a step, then come `ends` as responses
+    finish, `counts` and `more` while they are scored, and at its end `keep`, `put_back`, `waiting` and `upcoming`, in
+    this order.
     """
 
     @property
@@ -75,6 +85,11 @@ class Batching(Hooked):
         return type(self).keep is not Batching.keep
 
     @property
+    def ends_early(self) -> bool:
+        """Whether generation may end before the batch is complete: where `ends` is overridden."""
+        return type(self).ends is not Batching.ends
+
+    @property
     def launcher(self) -> Batching:
         """The batching that says what to launch, for messages."""
         return self
@@ -85,9 +100,19 @@ class Batching(Hooked):
 
         The step's batch is `feed.prompts` prompts with `feed.responses` responses each; `feed.take(n)` gives the next
         n prompts of the training set, each of them once. What is launched beyond the batch is aborted, or kept, when
-        the batch is complete. `resume` names prompts that `keep` returned in an earlier step.
+        the batch is complete. `resume` names prompts that `keep` returned in an earlier step. With `budget_tokens` a
+        step in which every response is finished or has used up its budget trains on the prompts that are complete;
+        while none is, all get the same budget again.
         """
         return Launch(feed.take(feed.prompts), feed.responses)
+
+    @hook("True or False", lambda value, *_: isinstance(value, bool | np.bool_))
+    def ends(self, progress: Progress) -> bool:  # noqa: ARG002
+        """Responses have just finished: whether generation ends now, though the batch is not complete.
+
+        The step trains on the prompts that are, and all others go to `keep`.
+        """
+        return False
 
     @hook("the name of a kind of round: text", lambda label, *_: isinstance(label, str))
     def upcoming(self, feed: PromptFeed) -> str:  # noqa: ARG002
@@ -164,6 +189,13 @@ class Batchings(Batching):
     def pauses(self) -> bool:
         return self.parts[0].pauses
 
+    @property
+    def ends_early(self) -> bool:
+        return self.parts[0].ends_early
+
+    def ends(self, progress: Progress) -> bool:
+        return self.parts[0].ends(progress)
+
     def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
         return self.parts[0].keep(unfinished)
 
@@ -214,28 +246,36 @@ class StepBatch(RolloutControl):
         self._groups: dict[int, _Group] = {}
         self._of: dict[int, _Group] = {}  # by request
         self._news: dict[int, _Group] = {}
+        self._unfinished: dict[int, Prompt] = {}  # those of the groups that are not settled
         self._complete = self._dropped = 0
+        self._generated = self._finished = 0  # responses that the step generates, and those of them that are whole
         self.size = 0  # new requests launched
         self.resumed = 0  # requests that came from earlier steps
         self.paused: dict[int, list[Request]] = {}  # by prompt position, once the step is over: what it keeps
         self.over = False
         self.first = batching.launch(feed)
         surplus = len(self.first.prompts) > feed.prompts or self.first.samples > feed.responses
-        self.certain = not surplus and not batching.needs_rewards and not batching.pauses
+        #: The step trains on the prompts that are complete when generation ends, be they fewer than a batch.
+        self.partial = batching.ends_early or self.first.budget_tokens > 0
+        self.certain = not (surplus or batching.needs_rewards or batching.pauses or self.partial)
         self._accepted: set[int] = set()
-        #: The rollout goes on when nothing is left to generate: rewards decide what else is launched.
-        self.open = batching.needs_rewards
+        #: The rollout goes on when nothing is left to generate: rewards decide what else is launched, or budgets grow.
+        self.open = batching.needs_rewards or self.first.budget_tokens > 0
 
-    def launched(self, requests: Sequence[Request], prompts: Iterable[Prompt]) -> None:
-        """These requests to these prompts have been launched."""
-        resumed = sum(request.resumed is not None for request in requests) if self._batching.pauses else 0
+    def launched(self, requests: Sequence[Request], launch: Launch) -> None:
+        """These are the requests of a launch, the resumed ones last."""
+        resumed = sum(request.resumed for request in requests) if self._batching.pauses else 0
         self.size += len(requests) - resumed
         self.resumed += resumed
         if self.certain:
             return
-        for prompt in prompts:
+        for prompt in (*launch.prompts, *launch.resume):
             self._groups[prompt.position] = _Group(prompt)
+            self._unfinished[prompt.position] = prompt
         for request in requests:
+            if launch.budget_tokens:
+                request.allow(launch.budget_tokens)
+            self._generated += not request.finished
             group = self._of[request.id] = self._groups[request.position]
             group.left[request.id] = request
             group.samples += 1
@@ -249,6 +289,7 @@ class StepBatch(RolloutControl):
             group = self._of[request.id]
             group.left.pop(request.id, None)
             group.finished.append(request)
+            self._finished += request.generated > request.resumed_tokens
             self._news[request.position] = group
 
     def scored(self, request: Request) -> bool:
@@ -258,9 +299,21 @@ class StepBatch(RolloutControl):
         self._news[request.position] = self._of[request.id]
         return True
 
-    def on_finish(self, view: RolloutView) -> list[Action]:  # noqa: ARG002
-        """Abort what is surplus, launch what is missing, stop when the batch is complete."""
-        return list(self._decide())
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        """Abort what is surplus, launch what is missing, stop when the batch is complete or generation ends."""
+        actions = list(self._decide())
+        if self.partial and not self.over:
+            actions += self._end(view)
+        return actions
+
+    def _end(self, view: RolloutView) -> Iterator[Action]:
+        """Stop before the batch is complete, if it is time; give new budgets if all are used up for nothing."""
+        progress = Progress(self._generated, self._finished, self._complete, self._unfinished.values())
+        budget, idle = self.first.budget_tokens, not view.unfinished()
+        if (budget and idle and self._complete) or self._batching.ends(progress):
+            yield Stop()
+        elif budget and idle:
+            yield Extend(tuple(i for group in self._groups.values() for i in group.left), budget)
 
     def close(self) -> Settled:
         """The rollout is over: settle what its last moment brought; keep or put back what is not finished."""
@@ -284,7 +337,7 @@ class StepBatch(RolloutControl):
             prompt,
             tuple(r.generated for r in responses),
             tuple(r.finished for r in responses),
-            tuple(self._version - (r.resumed.version if r.resumed else self._version) for r in responses),
+            tuple(self._version - (r.runs[0].version if r.runs else self._version) for r in responses),
         )
 
     @property
@@ -305,6 +358,7 @@ class StepBatch(RolloutControl):
             if self._batching.needs_rewards and not all(request.scored for request in batch):
                 continue
             group.settled = True
+            del self._unfinished[group.prompt.position]
             if not self._batching.counts([request.reward for request in batch]):
                 self._dropped += 1
                 continue

@@ -52,6 +52,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Extend:
+    """Let those of these requests that have used up their budget go on, for so many tokens more."""
+
+    requests: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the rollout; what is unfinished is handed back with its tokens."""
 
@@ -68,16 +76,18 @@ class Launch:
     """Generate `samples` new responses to each of these prompts. `label` names the kind of round in the results.
 
     `resume`: prompts that the batching kept (`Batching.keep`); their responses go on where they were. Only the first
-    launch of a step may resume.
+    launch of a step may resume. `budget_tokens`: each response, new or resumed, generates at most so many tokens and
+    then pauses, without its KV cache (0: no limit).
     """
 
     prompts: tuple[Prompt, ...]
     samples: int
     label: str = ""
     resume: tuple[Prompt, ...] = ()
+    budget_tokens: int = 0
 
 
-Action = Reconfigure | Migrate | Release | Abort | Launch | Stop
+Action = Reconfigure | Migrate | Release | Abort | Launch | Extend | Stop
 
 
 class RequestView(NamedTuple):
@@ -156,7 +166,7 @@ class RolloutView(Protocol):
 
     @property
     def finished_nodes(self) -> tuple[int, ...]:
-        """Those of `nodes` on which responses have just finished."""
+        """Those of `nodes` on which responses have just finished, or paused as their budgets are used up."""
 
     @property
     def finished(self) -> int:
@@ -174,7 +184,7 @@ class RolloutView(Protocol):
         """Lengths of the responses finished so far, in that order."""
 
     def unfinished(self, node: int | None = None) -> int:
-        """Requests neither finished nor aborted, on one node or on all. Cheap."""
+        """Requests neither finished, aborted nor paused, on one node or on all. Cheap."""
 
     def generated(self, node: int) -> Mapping[int, int]:
         """How many of the node's unfinished requests have generated how many tokens. Cheap."""
@@ -272,7 +282,7 @@ def actions_of(answer: Action | Iterable[Action] | None) -> list[Action]:
 
 def is_launch(launch: object, *_: object) -> bool:
     """Whether it is a launch of prompts, none of them twice, and of at least one response to each."""
-    if not isinstance(launch, Launch) or not is_whole(launch.samples):
+    if not isinstance(launch, Launch) or not is_whole(launch.samples) or not is_whole(launch.budget_tokens, 0):
         return False
     if not (isinstance(launch.prompts, Sequence) and isinstance(launch.resume, Sequence)):
         return False
@@ -290,6 +300,8 @@ def is_action(action: object) -> bool:
             return _are_numbers(ids) and is_whole(to, 0) and kv in get_args(KvHandling)
         case Release(ids) | Abort(ids):
             return _are_numbers(ids)
+        case Extend(ids, tokens):
+            return _are_numbers(ids) and is_whole(tokens)
     return isinstance(action, Stop) or is_launch(action)
 
 
@@ -335,7 +347,7 @@ class RolloutControl(Hooked):
 
     @hook(_ACTIONS, lambda answer, *_: all(map(is_action, actions_of(answer))))
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
-        """Some responses have just finished, all of this moment together: return one action, several, or None.
+        """Responses have just finished or paused, all of this moment together: return one action, several, or None.
 
         Where a batching decides by rewards, it is also asked when one comes; `view.finished_nodes` is empty then.
         """

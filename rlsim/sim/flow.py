@@ -117,7 +117,8 @@ class Flow:
 
     Reward calls score whatever their source delivers, so that rewards can decide what is trained on; inference and
     training work on responses of the batch only. With `Workflow.group_advantage` training, and inference that takes the
-    batch in windows, take a prompt's `responses` together. A call that takes chunks is told of every response on its way, and gets those of the batch whole.
+    batch in windows, take a prompt's `responses` together. A call that takes chunks is told of every response on its
+    way, and gets those of the batch whole.
     """
 
     def __init__(self, env: simpy.Environment, workflow: Workflow, responses: int) -> None:

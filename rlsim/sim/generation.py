@@ -133,7 +133,9 @@ class Generation:
             open=batch.open,
             launcher=launch,
             on_finish=(lambda responses: self._finished(call, state, responses)) if listens else None,
-            on_drained=lambda: self._offer(call, state, [r for r in state.requests if r.finished]),
+            on_drained=(lambda: self._offer(call, state, [r for r in state.requests if r.finished]))
+            if what.batching.needs_rewards
+            else None,
             on_release=self._on_release,
             crowded=what.crowded,
             chunks=self._chunks(call, state),
@@ -157,12 +159,12 @@ class Generation:
             if prompt.position not in self._paused:
                 what = f"the prompt at position {prompt.position} was not kept: it cannot be resumed"
                 raise misused(self._what.batching.launcher, "launch", what)
-            began, kept = self._paused.pop(prompt.position)
-            requests += [r.resume(state.ids + len(requests) + i, began, state.version) for i, r in enumerate(kept)]
+            version, kept = self._paused.pop(prompt.position)
+            requests += [r.resume(state.ids + len(requests) + i, version) for i, r in enumerate(kept)]
         state.ids += len(requests)
         state.requests += requests
         if state.batch:
-            state.batch.launched(requests, [*launch.prompts, *launch.resume])
+            state.batch.launched(requests, launch)
         return requests
 
     def _chunks(self, call: Call, state: StepState) -> ChunkListener | None:

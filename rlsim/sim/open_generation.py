@@ -137,8 +137,7 @@ class OpenGeneration(RolloutControl):
 
     def _end_run(self, request: Request, generated: int) -> None:
         """What it has generated since the last update is of the present weights."""
-        tokens = generated - sum(run.tokens for run in request.runs)
-        if tokens:
+        if tokens := generated - sum(run.tokens for run in request.runs):
             request.runs += (Run(self.version, tokens),)
 
     def on_finish(self, view: RolloutView) -> Iterator[Launch]:  # noqa: ARG002

@@ -1,7 +1,7 @@
 """One replica of an inference engine: continuous batching over a paged KV cache, jumping from event to event.
 
 docs/engine.md is the specification. `_run` is the loop: at each iteration boundary carry out orders, evict, admit; then
-iterate once (prefill) or as many times as nothing can change (decode), and let go of what has finished.
+iterate once (prefill) or as many times as nothing can change (decode), and let go of what has finished or pauses.
 """
 
 from __future__ import annotations
@@ -350,24 +350,27 @@ class Replica:
     # ---- at a boundary ----------------------------------------------------------------------------------------------
 
     def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
-        """End iterations of one kind that began at `start`: let go of every request whose response is complete."""
+        """End iterations of one kind that began at `start`: let go of every request that is complete or pauses."""
         now, batch = self.env.now, self._batch
         self._extend_span(kind, start)
         if batch.tokens > self.peak_tokens:
             self.peak_tokens = batch.tokens
-        finished = batch.complete()
+        left = batch.complete()
+        finished = [request for request in left if request.finished]
         if finished:
             for request in finished:
                 request.finished_at = now
             self._stays.finished(finished)
+        if len(finished) < len(left):
+            self._stays.add([request for request in left if not request.finished], now, "paused")
         if self._chunks:
             self._hand_over(self._chunks, len(finished), prefilled)
-        if finished:
-            self._on_finish(self, finished)
+        if left:
+            self._on_finish(self, left)
 
     def _hand_over(self, chunks: ChunkListener, finished: int, prefilled: Sequence[Request]) -> None:
         """Tell of responses that have just completed a chunk; of those just prefilled, the batch does not know yet."""
-        reached = [(r, r.generated) for r in prefilled if r.generated % chunks.tokens == 0 and not r.finished]
+        reached = [(r, r.generated) for r in prefilled if r.generated % chunks.tokens == 0 and not r.at_limit]
         reached += self._batch.chunks_complete()
         self._owed_s += chunks.handover_s * (finished + len(reached))
         if reached:

@@ -49,17 +49,10 @@ class EngineConfig(Schema):
 
 
 class Run(NamedTuple):
-    """Tokens that a response generated one after the other under the same weights."""
+    """Tokens of a response that weights of one version generated, one after the other."""
 
-    version: int  # updates that these weights have had
+    version: int  # updates that the weights had had
     tokens: int
-
-
-class Resumed(NamedTuple):
-    """What a response brought from earlier steps."""
-
-    tokens: int
-    version: int  # of the oldest weights that generated any of them (or, without tokens, of the present ones)
 
 
 class Request:
@@ -76,6 +69,7 @@ class Request:
         "generated",
         "has_kv",
         "id",
+        "limit_tokens",
         "offset",
         "order",
         "position",
@@ -85,6 +79,7 @@ class Request:
         "replica",
         "response_tokens",
         "resumed",
+        "resumed_tokens",
         "reward",
         "row",
         "runs",
@@ -110,6 +105,7 @@ class Request:
         self.position = position  # of its prompt in training order
         self.prompt_tokens = prompt_tokens
         self.response_tokens = response_tokens  # the truth; no policy sees it
+        self.limit_tokens = response_tokens  # with so many tokens it leaves its replica: complete, or it pauses
         self.generated = generated  # brought up to date when the request leaves the running batch
         self.order = 0  # admission number at its replica; 0 while waiting
         self.offset = 0  # while running: context = offset + the replica's step counter
@@ -122,26 +118,29 @@ class Request:
         self.aborted = False
         self.baseline = False  # scored to compare with, not trained on
         self.timed_out = False  # in its reward call
-        self.runs: tuple[Run, ...] = ()  # where its tokens may be of several versions: all so far, oldest first
-        self.resumed: Resumed | None = None  # if it was begun in an earlier step
+        self.resumed = False  # begun in an earlier step
+        self.resumed_tokens = 0  # generated in earlier steps
+        self.runs: tuple[Run, ...] = ()  # oldest first; tokens in none of them are of the step's weights (`runs_under`)
         # Of its stay at the replica where it is: when it came to the queue, was admitted, joined the decoding batch.
         self.arrived_at = self.admitted_at = self.decoding_at = NAN
         self.reward = self.started_at = self.first_token_at = self.finished_at = NAN
         self.score_started_at = self.scored_at = NAN
 
-    @property
-    def resumed_tokens(self) -> int:
-        """Those generated in earlier steps."""
-        return self.resumed.tokens if self.resumed else 0
+    def runs_under(self, version: int) -> tuple[Run, ...]:
+        """All tokens so far by the version of the weights that generated them, oldest first.
 
-    def resume(self, id: int, began: int, now: int) -> Request:  # noqa: A002
+        `version` is that of the step's weights, which generated those that stand in no run.
+        """
+        own = self.generated - sum(run.tokens for run in self.runs)
+        return (*self.runs, Run(version, own)) if own else self.runs
+
+    def resume(self, id: int, version: int) -> Request:  # noqa: A002
         """The same response in a later step, under another number: it keeps its tokens, but no KV cache.
 
-        `began` and `now`: versions of the weights that generated in the step it comes from, and that go on with it.
+        `version` is that of the weights in the step that it comes from.
         """
         later = Request(id, self.position, self.prompt_tokens, self.response_tokens, self.generated, self.row)
-        oldest = self.resumed.version if self.resumed else began
-        later.resumed = Resumed(self.generated, oldest if self.generated else now)
+        later.resumed, later.resumed_tokens, later.runs = True, self.generated, self.runs_under(version)
         later.tps, later.timed_out = self.tps, self.timed_out
         later.started_at, later.first_token_at, later.finished_at = (
             self.started_at,
@@ -166,6 +165,15 @@ class Request:
     def finished(self) -> bool:
         """Whether the whole response is there."""
         return self.generated >= self.response_tokens
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether it has all the tokens that it may generate for now: it is complete, or has used up its budget."""
+        return self.generated >= self.limit_tokens
+
+    def allow(self, tokens: int) -> None:
+        """Let it generate so many tokens from now on, then pause."""
+        self.limit_tokens = min(self.response_tokens, self.generated + tokens)
 
     def __repr__(self) -> str:
         return f"Request({self.id}, {self.generated}/{self.response_tokens})"

@@ -21,6 +21,7 @@ from rlsim.hooks import misused
 from rlsim.sim.control import (
     Abort,
     Action,
+    Extend,
     KvHandling,
     Launch,
     Migrate,
@@ -66,6 +67,7 @@ class Rollout(RolloutState):
         self._asks = stage.asked_at_finish and decides(stage.control)
         #: Nobody decides anything or is told of anything before the end.
         self._quiet = not (self._asks or stage.open or stage.on_finish or stage.chunks or stage.crowded)
+        self._quiet &= all(r.limit_tokens == r.response_tokens for r in self.requests.values())
         self._bound_for = dict.fromkeys(self._tp, 0)  # requests migrating to the node
         self._asking = self._stopping = False
         self._paused: UpdatedKv | None = None  # while new weights come: what becomes of the KV cache
@@ -223,16 +225,18 @@ class Rollout(RolloutState):
 
     # ---- asking the control -----------------------------------------------------------------------------------------
 
-    def _finished(self, replica: Replica, finished: list[Request]) -> None:
+    def _finished(self, replica: Replica, left: list[Request]) -> None:
+        """These have left the replica: complete, or with their budgets used up."""
+        finished = [request for request in left if request.finished]
         self.finished += len(finished)
-        if self._asks:
+        if self._asks and finished:
             lengths = [request.generated for request in finished]
             self.finished_lengths += lengths
             shortest, longest = self.finished_tokens
             self.finished_tokens = min(shortest or lengths[0], *lengths), max(longest, *lengths)
-        self._left -= len(finished)
-        self._left_on[replica.node] -= len(finished)
-        if self._stage.on_finish:
+        self._left -= len(left)
+        self._left_on[replica.node] -= len(left)
+        if self._stage.on_finish and finished:
             self._stage.on_finish(finished)
         if self._left == 0:
             self._none_left()
@@ -299,6 +303,9 @@ class Rollout(RolloutState):
                     replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i), urgent=True)  # type: ignore[misc]
             case Launch():
                 self._launch(action)
+            case Extend(requests, tokens):
+                self._check(self.requests.keys() >= set(requests), action, "there is no such request")
+                self._extend([self.requests[i] for i in dict.fromkeys(requests)], tokens)
             case Stop():
                 self._stopping = True
                 self.env.process(self._stop())
@@ -428,6 +435,13 @@ class Rollout(RolloutState):
         else:
             self._deal_to_active(requests)
 
+    def _extend(self, requests: Sequence[Request], tokens: int) -> None:
+        paused = [r for r in requests if r.at_limit and not r.finished]
+        for request in paused:
+            request.allow(tokens)
+        self._left += len(paused)
+        self._deal_to_active(paused)
+
     def _abort(self, replica: Replica, ids: frozenset[int]) -> None:
         running, others = self._take(replica, "aborted", ids)
         for request in (*running, *others):
@@ -459,7 +473,7 @@ class Rollout(RolloutState):
         found: dict[Replica, set[int]] = {}
         for id_ in ids:
             replica = self._at.get(id_)
-            if replica and replica.stopped is None and not self.requests[id_].finished:
+            if replica and replica.stopped is None and not self.requests[id_].at_limit:
                 found.setdefault(replica, set()).add(id_)
         return [(r, frozenset(found[r])) for r in sorted(found, key=attrgetter("node", "index"))]
 

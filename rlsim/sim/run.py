@@ -48,7 +48,8 @@ class _Run:
         self.generation = Generation(self.env, what, self.outcome, self.pool.release)
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step
         self.steps = [
-            StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching) for _ in range(what.steps)
+            StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
+            for step in range(what.steps)
         ]
         trains = sum(call.kind == "train" for call in what.workflow.calls)
         for state in self.steps:

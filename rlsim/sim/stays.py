@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from rlsim.sim.request import NAN, Request
 
 #: Why a response leaves a replica; `preempted`: to the front of its queue; `updated`: the same, as new weights came;
-#: `stopped`: generation was over.
-Left = Literal["finished", "preempted", "migrated", "switched", "released", "aborted", "stopped", "updated"]
+#: `stopped`: generation was over; `paused`: it has used up its budget.
+Left = Literal[
+    "finished", "preempted", "migrated", "switched", "released", "aborted", "stopped", "paused", "updated",
+]  # fmt: skip
 
 LEFT: tuple[Left, ...] = get_args(Left)
 _CODES = {left: code for code, left in enumerate(LEFT)}

@@ -30,9 +30,10 @@ class Countdown:
 class StepState:
     """What is under way in one step."""
 
-    def __init__(self, flow: Flow, batching: Batching) -> None:
+    def __init__(self, flow: Flow, batching: Batching, trained_version: int) -> None:
         self.flow = flow
         self.batching = batching
+        self.trained_version = trained_version  # of the weights that the step trains: the updates before it
         self.version = 0  # of the weights that generate: how many updates they have had
         self.paused: frozenset[int] = frozenset()  # requests that go on in a later step
         self.batch: StepBatch | None = None
@@ -55,6 +56,7 @@ class StepState:
             self._accepted,
             self.version,
             self.paused if self.batching.pauses else None,
+            self.trained_version,
         )
 
     def take(self, requests: Sequence[Request]) -> None:

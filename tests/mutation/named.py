@@ -221,8 +221,8 @@ FAULTS = (
         "lag bound and staleness",
         "of the last pause, not the oldest token",
         _SIM + "request.py",
-        "oldest = self.resumed.version if self.resumed else began",
-        "oldest = began",
+        "return (*self.runs, Run(version, own)) if own else self.runs",
+        "return (Run(version, self.generated),) if own else self.runs",
     ),
     Fault(
         "rewards and judges",

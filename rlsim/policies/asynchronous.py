@@ -1,0 +1,92 @@
+"""Published asynchronous trainers: GPUs for generation, a rule for what may be under way, and how training takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from rlsim.policies.continuous import AsyncRatio, BoundedStaleness, RolloutLogProbs, SyncQuota, Windows
+from rlsim.policies.frameworks import StaticTP
+from rlsim.policies.parts import Part
+from rlsim.policies.relaxed import Lagged, Split
+from rlsim.policies.reward_scheduler import AsyncReward
+from rlsim.policies.verl import VeRL
+from rlsim.sim.request import UpdatedKv
+
+
+class _Apart(StaticTP):
+    """Generation on GPUs of its own, with one TP degree; rewards as responses finish."""
+
+    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: half of all")
+
+    def _common(self) -> tuple[Part, ...]:
+        return VeRL(tp=self.tp), Split(rollout_gpus=self.rollout_gpus), AsyncReward()
+
+
+class VeRLFullyAsync(_Apart):
+    """veRL's `fully_async_policy`. A step is what is trained between two weight syncs: `workflow.prompts` are
+    `trigger_parameter_sync_step` x `require_batches` x `ppo_mini_batch_size`.
+
+    Its modes: on policy (one update a sync, threshold 0), stream (more, threshold 0), with stale samples (threshold
+    above 0), and with partial rollout, where a sync interrupts what is generated.
+    """
+
+    staleness_threshold: float = Field(default=0.5, ge=0, le=1000, description="see `sync_quota`")
+    trigger_parameter_sync_step: int = Field(default=4, ge=1, le=100_000, description="updates between two syncs")
+    partial_rollout: bool = Field(default=True, description="see `sync_quota`")
+    recompute_log_probs: bool = Field(
+        default=False, description="compute old log-probs in training; if not, those of the rollout engine serve"
+    )
+
+    def parts(self) -> Sequence[Part]:
+        quota = SyncQuota(staleness_threshold=self.staleness_threshold, partial_rollout=self.partial_rollout)
+        windows = Windows(parts=self.trigger_parameter_sync_step)
+        log_probs = () if self.recompute_log_probs else (RolloutLogProbs(),)
+        return (*self._common(), *log_probs, windows, quota)
+
+
+class AReaL(_Apart):
+    """AReaL (Fu et al. 2025): bounded staleness, and new weights that interrupt what is generated."""
+
+    eta: int = Field(default=4, ge=0, le=1000, description="see `bounded_staleness`")
+    concurrent: int | None = Field(default=None, ge=1, description="see `bounded_staleness`")
+    interrupt: bool = Field(default=True, description="see `bounded_staleness`")
+
+    def parts(self) -> Sequence[Part]:
+        rule = BoundedStaleness(eta=self.eta, concurrent=self.concurrent, interrupt=self.interrupt)
+        return (*self._common(), rule)
+
+
+class RollFlash(_Apart):
+    """ROLL Flash: an asynchronous ratio, rewards the moment a response ends, the samples of a prompt on any replica."""
+
+    alpha: float = Field(default=2.0, ge=0, le=1000, description="see `async_ratio`")
+
+    def parts(self) -> Sequence[Part]:
+        return (*self._common(), AsyncRatio(alpha=self.alpha))
+
+
+class NeMoAsync(_Apart):
+    """NeMo-RL's asynchronous GRPO: prompts at most so many steps ahead; a weight update waits for them, or does not."""
+
+    max_trajectory_age_steps: int = Field(default=1, ge=0, le=1000, description="updates that a response may be old")
+    in_flight_weight_updates: bool = Field(default=False, description="update while responses are generated")
+    updated_kv: UpdatedKv = Field(default="keep", description="what becomes of their KV cache then")
+
+    def parts(self) -> Sequence[Part]:
+        rule = BoundedStaleness(
+            eta=self.max_trajectory_age_steps, interrupt=self.in_flight_weight_updates, updated_kv=self.updated_kv
+        )
+        return (*self._common(), rule)
+
+
+class StreamRL(_Apart):
+    """StreamRL (Zhong et al. 2025): one step off, each response on its way to training as soon as it is complete."""
+
+    parts_per_step: int = Field(
+        default=4, ge=1, le=100_000, description="mini-batches that training takes as they come"
+    )
+
+    def parts(self) -> Sequence[Part]:
+        return (*self._common(), Lagged(lag=1), Windows(parts=self.parts_per_step))

@@ -1,0 +1,146 @@
+"""Relaxed synchrony, stage by stage: a step may train on what older weights than those it trains have generated.
+
+- `one_step_off` (veRL's recipe, NeMo-RL, AsyncFlow): while a batch is trained on, the next one is generated on GPUs of
+  its own, with the weights from before that update.
+- `colocated_async` (agent-lightning, veRL's `colocate_async`): more groups are under way than a step needs; the others
+  are paused while the first ones are trained on.
+- `partial_rollout` (Kimi k1.5, veRL on NPUs): long responses are generated over several steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from rlsim.errors import ConfigError
+from rlsim.policies.frameworks import StaticTP, any_call, on_groups
+from rlsim.policies.keeping import Keeping
+from rlsim.policies.parts import Part, Placing, PlanContext, Rewiring
+from rlsim.policies.verl import VeRL
+from rlsim.schema import Schema
+from rlsim.sim.batching import Progress, PromptFeed, Unfinished
+from rlsim.sim.control import Launch, Prompt
+from rlsim.units import Tokens
+from rlsim.workflow.graph import Edge, Workflow
+from rlsim.workflow.plan import Plan
+
+
+class Split(Schema, Placing):
+    """Generation on the first GPUs, everything else on the rest, spread there as the experiment's `training` says."""
+
+    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: `rollout` of all")
+    rollout: float | None = Field(
+        default=None, gt=0, lt=1, description="share of the GPUs that generate; by default half"
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Split:
+        if self.rollout_gpus is not None and self.rollout is not None:
+            raise ValueError("rollout_gpus and rollout both say how many GPUs generate; give one of them")
+        return self
+
+    def plan(self, context: PlanContext) -> Plan:
+        gpus = context.gpus
+        count = self.rollout_gpus or round((self.rollout or 0.5) * len(gpus))
+        if not 0 < count < len(gpus):
+            raise ConfigError(
+                f"a split of {len(gpus)} GPUs with {count} for generation leaves no GPU for one side: both need some"
+            )
+        generate = (gpus[:count], lambda call: call.kind == "generate")
+        return on_groups(context, [generate, (gpus[count:], any_call)])
+
+
+class Lagged(Schema, Rewiring):
+    """Every generation uses weights that are older by so many updates than those that its batch trains."""
+
+    lag: int = Field(default=1, ge=0, le=1_000, description="updates (NeMo-RL's `max_trajectory_age_steps`); 0: none")
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        """Generation waits for the weights of so many steps before, and the next weights wait for it to have begun."""
+        syncs = [edge for edge in workflow.edges if self._brings_weights(workflow, edge)]
+        if not syncs:
+            raise ConfigError(f"workflow {workflow.name}: no weight sync goes before generation, so that none can lag")
+        edges = (replace(e, lag=self.lag + 1, exact=True) if e in syncs else e for e in workflow.edges)
+        return replace(workflow, edges=tuple(edges))
+
+    def _brings_weights(self, workflow: Workflow, edge: Edge) -> bool:
+        return (workflow.call(edge.source).kind, workflow.call(edge.target).kind) == ("sync", "generate")
+
+
+class OneStepOff(StaticTP):
+    """Generation and training on GPUs of their own, generation one update behind."""
+
+    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: half of all")
+    lag: int = Field(default=1, ge=0, le=1_000, description="updates that generation is behind")
+
+    def parts(self) -> Sequence[Part]:
+        return VeRL(tp=self.tp), Split(rollout_gpus=self.rollout_gpus), Lagged(lag=self.lag)
+
+
+class ActiveGroups(Keeping):
+    """So many times the prompts that a step needs stay under way; the step trains on the first to finish."""
+
+    active: float = Field(default=2.0, ge=1, le=100, description="prompts under way over those of a step")
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        """All that are paused, and new prompts up to `active` times the batch."""
+        return self.filled(feed, round(self.active * feed.prompts))
+
+
+class ColocatedAsync(StaticTP):
+    """One pool of GPUs: groups beyond the batch are paused while it is trained on, and resumed after that."""
+
+    active: float = Field(default=2.0, ge=1, le=100, description="see `active_groups`")
+
+    def parts(self) -> Sequence[Part]:
+        return VeRL(tp=self.tp), ActiveGroups(active=self.active)
+
+
+class PartialRollout(Keeping):
+    """A step generates until most responses are finished, or all have had their tokens; the rest goes on in the next.
+
+    A batch of prompts stays under way: each step launches as many new ones as the last one trained on. It trains on the
+    prompts that are complete, all their responses, when its generation ends; at least one is.
+    """
+
+    share: float | None = Field(
+        default=None, gt=0, le=1, description="generation ends once this share of its responses is finished (0.8)"
+    )
+    budget: Annotated[Tokens, Field(ge=1)] | None = Field(
+        default=None, description="tokens that a response may generate in a step, instead of `share`"
+    )
+    splits: int | None = Field(
+        default=None,
+        ge=1,
+        description="with `share`: steps that a response may be left unfinished, then it is waited for",
+    )
+
+    _splits: dict[int, int] = PrivateAttr(default_factory=dict)  # by position of a prompt: how often it was kept
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> PartialRollout:
+        if self.budget is not None and (self.share is not None or self.splits is not None):
+            raise ValueError("budget says when a response pauses; share and splits, when all do: give one or the other")
+        return self
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        """All that are not complete yet, and new prompts in the place of those that were."""
+        return replace(self.filled(feed, feed.prompts), budget_tokens=self.budget or 0)
+
+    def ends(self, progress: Progress) -> bool:
+        """By share: enough are finished, a prompt is complete, and none is left that has been split often enough."""
+        if self.budget is not None or not progress.complete:
+            return False
+        enough = progress.finished >= (0.8 if self.share is None else self.share) * progress.launched - 1e-9
+        return enough and not any(map(self._is_waited_for, progress.unfinished))
+
+    def _is_waited_for(self, prompt: Prompt) -> bool:
+        return self.splits is not None and self._splits.get(prompt.position, 0) >= self.splits
+
+    def keep(self, unfinished: Sequence[Unfinished]) -> Sequence[Prompt]:
+        """All of them, split once more."""
+        self._splits = {u.prompt.position: self._splits.get(u.prompt.position, 0) + 1 for u in unfinished}
+        return super().keep(unfinished)
