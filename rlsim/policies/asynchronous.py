@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from rlsim.policies.continuous import AsyncRatio, BoundedStaleness, RolloutLogProbs, SyncQuota, Windows
+from rlsim.policies.continuous import BoundedStaleness, RolloutLogProbs, SyncQuota, Windows
 from rlsim.policies.frameworks import StaticTP
 from rlsim.policies.parts import Part
 from rlsim.policies.relaxed import Lagged, Split
@@ -49,7 +49,7 @@ class VeRLFullyAsync(_Apart):
 class AReaL(_Apart):
     """AReaL (Fu et al. 2025): bounded staleness, and new weights that interrupt what is generated."""
 
-    eta: int = Field(default=4, ge=0, le=1000, description="see `bounded_staleness`")
+    eta: float = Field(default=4, ge=0, le=1000, description="see `bounded_staleness`")
     concurrent: int | None = Field(default=None, ge=1, description="see `bounded_staleness`")
     interrupt: bool = Field(default=True, description="see `bounded_staleness`")
 
@@ -59,12 +59,12 @@ class AReaL(_Apart):
 
 
 class RollFlash(_Apart):
-    """ROLL Flash: an asynchronous ratio, rewards the moment a response ends, the samples of a prompt on any replica."""
+    """ROLL Flash: at most 1 + α batches under way, none staler than α, each response rewarded when it ends."""
 
-    alpha: float = Field(default=2.0, ge=0, le=1000, description="see `async_ratio`")
+    alpha: float = Field(default=2.0, ge=0, le=1000, description="asynchronous ratio; see `eta` of `bounded_staleness`")
 
     def parts(self) -> Sequence[Part]:
-        return (*self._common(), AsyncRatio(alpha=self.alpha))
+        return (*self._common(), BoundedStaleness(eta=self.alpha, stale="wait"))
 
 
 class NeMoAsync(_Apart):

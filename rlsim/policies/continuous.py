@@ -16,26 +16,37 @@ from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
 from rlsim.sim.request import UpdatedKv
 from rlsim.workflow.graph import Workflow
 
+#: Of a share of prompts that is a whole number but for its binary digits.
+ROUNDING = 1e-9
+
+
+#: Of prompts beyond the bound: a step trains on them all the same; or it keeps places for those under way that reach
+#: the bound, and waits for them; or they are dropped. With the last two no step trains on one beyond it.
+Stale = Literal["train", "wait", "drop"]
+Order = Literal["oldest", "ready", "longest", "freshest"]
+
 
 class BoundedStaleness(Schema, Continuous):
-    """AReaL's rule (Fu et al. 2025): a prompt begins only while all admitted so far are at most B · (version + η + 1).
+    """A prompt begins only while all admitted so far are at most B · (version + 1 + η).
 
-    Steps take the prompts with the oldest tokens first. New weights interrupt what is generated; the KV cache is thrown
-    away and computed again under the new weights.
+    That is AReaL's rule (Fu et al. 2025), and ROLL Flash's: with all that are under way, wait or are trained on at most
+    (1 + α) · B. Taken in the order of their launch, prompts are never older than η updates. New weights interrupt what
+    is generated; with `recompute` the KV cache is thrown away and computed again under the new weights.
     """
 
-    eta: int = Field(default=4, ge=0, le=1000, description="updates that a response may be old; 0: synchronous")
+    eta: float = Field(default=4, ge=0, le=1000, description="updates that a response may be old; 0: synchronous")
+    order: Order = Field(default="oldest", description="which prompts a step takes first: by their oldest tokens, …")
+    stale: Stale = Field(default="train", description="what becomes of prompts more than eta updates old")
     concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
     interrupt: bool = Field(default=True, description="new weights interrupt responses; if not, they wait for them")
     updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
-    drop: bool = Field(default=False, description="drop prompts whose oldest token is more than eta updates old")
 
     @property
     def ahead(self) -> int:
-        return self.eta
+        return math.ceil(self.eta)
 
     def room(self, view: OpenView) -> int:
-        room = view.prompts * (view.version + self.eta + 1) - view.admitted
+        room = math.floor(view.prompts * (view.version + 1 + self.eta) + ROUNDING) - view.admitted
         if self.concurrent is not None:
             room = min(room, self.concurrent - view.running)
         return max(room, 0)
@@ -44,10 +55,20 @@ class BoundedStaleness(Schema, Continuous):
         return Update("interrupt" if self.interrupt else "drain", self.updated_kv)
 
     def rank(self, ready: Ready) -> float:
-        return ready.version
+        match self.order:
+            case "oldest":
+                return ready.version
+            case "freshest":
+                return -ready.version
+            case "longest":
+                return -max(ready.lengths)
+        return ready.number
 
     def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
-        return not self.drop or staleness <= self.eta
+        return self.stale == "train" or staleness <= self.eta
+
+    def awaited(self, staleness: int) -> bool:
+        return self.stale == "wait" and staleness + 1 > self.eta
 
 
 class SyncQuota(Schema, Continuous):
@@ -69,35 +90,8 @@ class SyncQuota(Schema, Continuous):
         return math.ceil(self.staleness_threshold)
 
     def room(self, view: OpenView) -> int:
-        most = math.floor((1 + self.staleness_threshold) * view.prompts + 1e-9)
+        most = math.floor((1 + self.staleness_threshold) * view.prompts + ROUNDING)
         return max(most - view.left_at_update - view.launched_since_update, 0)
-
-
-class AsyncRatio(Schema, Continuous):
-    """ROLL Flash's rule: at most (1 + α) · B prompts in flight or waiting, none staler than α updates."""
-
-    alpha: float = Field(default=2.0, ge=0, le=1000, description="asynchronous ratio; 0: synchronous")
-    order: Literal["ready", "longest", "freshest"] = Field(
-        default="ready", description="which prompts a step takes first"
-    )
-    updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
-
-    def update(self) -> Update:
-        return Update(kv=self.updated_kv)
-
-    @property
-    def ahead(self) -> int:
-        return math.ceil(self.alpha)
-
-    def room(self, view: OpenView) -> int:
-        return max(math.floor((1 + self.alpha) * view.prompts + 1e-9) - view.running - view.waiting, 0)
-
-    def rank(self, ready: Ready) -> float:
-        ranks = {"ready": ready.number, "longest": -max(ready.lengths), "freshest": -ready.version}
-        return ranks[self.order]
-
-    def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
-        return staleness <= self.alpha
 
 
 class Windows(Schema, Rewiring):

@@ -13,7 +13,6 @@ BUILTIN = {
     "active_groups": "rlsim.policies.relaxed:ActiveGroups",
     "adaptive_timeout": "rlsim.policies.reward_scheduler:AdaptiveTimeout",
     "areal": "rlsim.policies.asynchronous:AReaL",
-    "async_ratio": "rlsim.policies.continuous:AsyncRatio",
     "async_reward": "rlsim.policies.reward_scheduler:AsyncReward",
     "bounded_staleness": "rlsim.policies.continuous:BoundedStaleness",
     "chunked": "rlsim.policies.oppo:Chunked",

@@ -88,3 +88,10 @@ class Continuous(Batching):
     def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
         """Whether a step may train on a prompt whose oldest token is `staleness` updates old; if not, it is dropped."""
         return True
+
+    @hook("True or False", lambda value, *_: isinstance(value, bool))
+    def awaited(self, staleness: int) -> bool:  # noqa: ARG002
+        """Whether a step that begins to take prompts keeps a place for one under way whose oldest token is so many
+        updates old, until it is ready.
+        """
+        return False

@@ -35,6 +35,10 @@ class _Group:
         self.requests: list[Request] = []
         self.left = 0  # responses that are not complete, or not scored where rewards come by the sample
 
+    def version(self, now: int) -> int:
+        """Of the weights that generated the oldest token; `now`, that of the present ones, if there was no other."""
+        return min(request.runs[0].version if request.runs else now for request in self.requests)
+
 
 class _Window(NamedTuple):
     """A step that takes prompts."""
@@ -43,6 +47,7 @@ class _Window(NamedTuple):
     state: StepState
     call: Call
     complete: simpy.Event
+    awaited: set[int]  # positions of prompts under way for which it keeps places
 
 
 class OpenGeneration(RolloutControl):
@@ -170,8 +175,8 @@ class OpenGeneration(RolloutControl):
                 self._drop(group)
                 continue
             lengths = tuple(r.generated for r in group.requests)
-            version = min(r.runs[0].version for r in group.requests)
-            self._queue.append((Ready(group.prompt, self._ready, version, lengths), group))
+            ready = Ready(group.prompt, self._ready, group.version(self.version), lengths)
+            self._queue.append((ready, group))
             self._ready += 1
         self._ready_now.clear()
 
@@ -189,9 +194,14 @@ class OpenGeneration(RolloutControl):
             if self._batching.usable(ready, window.step - ready.version):
                 usable.append((ready, group))
             else:
+                window.awaited.discard(ready.prompt.position)
                 self._drop(group)
         usable.sort(key=lambda one: self._batching.rank(one[0]))
-        taken, self._queue = usable[: self._missing], usable[self._missing :]
+        awaited = [one for one in usable if one[0].prompt.position in window.awaited][: self._missing]
+        window.awaited.difference_update(ready.prompt.position for ready, _ in awaited)
+        others = [one for one in usable if one not in awaited]
+        free = max(self._missing - len(awaited) - len(window.awaited), 0)
+        taken, self._queue = [*awaited, *others[:free]], others[free:]
         self._missing -= len(taken)
         self._taken += len(taken)
         for _, group in taken:
@@ -204,7 +214,7 @@ class OpenGeneration(RolloutControl):
     def window(self, call: Call, step: int, state: StepState) -> Generator[simpy.Event, Any, None]:
         """A step takes its batch from the queue; over when it has all of it."""
         state.version = self.version
-        self._window = _Window(step, state, call, self._env.event())
+        self._window = _Window(step, state, call, self._env.event(), self._awaited(step))
         self._missing = self._feed.prompts
         self._rollout.ask()
         yield self._window.complete
@@ -215,6 +225,13 @@ class OpenGeneration(RolloutControl):
         state.flow.close(call.name)
         state.flow.close(BATCH)
         self._note(step, state)
+
+    def _awaited(self, step: int) -> set[int]:
+        """Prompts under way that a step keeps places for."""
+        if type(self._batching).awaited is Continuous.awaited:
+            return set()
+        waits = self._batching.awaited
+        return {at for at, group in self._groups.items() if waits(step - group.version(self.version))}
 
     # ---- new weights ------------------------------------------------------------------------------------------------
 
