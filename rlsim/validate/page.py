@@ -25,6 +25,7 @@ TITLES = {
     "oppo": "Published figures: OPPO",
     "real": "Published figures: REAL",
     "steps": "Measured steps of real runs",
+    "asynchronous": "Measured steps of asynchronous trainers",
     "sensitivity": "What the published figures depend on",
 }
 

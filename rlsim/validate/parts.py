@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: The last measures nothing.
 PARTS = (
     "transfer", "kernels", "serving", "rollout", "weight_sync",
-    "pat", "rollpacker", "oppo", "real", "steps", "sensitivity",
+    "pat", "rollpacker", "oppo", "real", "steps", "asynchronous", "sensitivity",
 )  # fmt: skip
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = tuple(name for name in PARTS if name != "rollout")

@@ -10,6 +10,7 @@ from typing import Any
 from scipy.optimize import brentq
 
 from rlsim.experiment.build import find_trace
+from rlsim.experiment.result import Result
 from rlsim.experiment.run import run
 from rlsim.schema import validate
 from rlsim.trace import read_trace, write_trace
@@ -43,16 +44,18 @@ def write_lengths(
 
 
 def seconds(experiment: Mapping[str, Any], mean_response: float, shape: str = SHAPE) -> dict[str, float]:
-    """Mean seconds of a step (`step`) and of each call of an experiment's only system, lengths of that mean and form.
-
-    The experiment's trace has no path: that is made here.
-    """
-    workflow, cap = experiment["workflow"], int(experiment["trace"]["cap"])
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "lengths.parquet"
-        write_lengths(path, mean_response, cap, workflow["prompts"] * workflow["steps"], workflow["responses"], shape)
-        result = run({**experiment, "trace": {**experiment["trace"], "path": str(path)}})
+    """Mean seconds of a step (`step`) and of each call of an experiment's only system; see `run_stated`."""
+    result = run_stated(experiment, mean_response, shape)
     steady = result.steps[result.steps["steady"]]
     calls = result.calls[result.calls["step"].isin(steady["step"])]
     times = (calls["end_at"] - calls["start_at"]).groupby(calls["call"]).mean()
     return {"step": float(steady["step_time_s"].mean()), **{str(call): float(s) for call, s in times.items()}}
+
+
+def run_stated(experiment: Mapping[str, Any], mean_response: float, shape: str = SHAPE) -> Result:
+    """An experiment on lengths of that mean (tokens) and form; its trace has no path, which is made here."""
+    workflow, cap = experiment["workflow"], int(experiment["trace"]["cap"])
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "lengths.parquet"
+        write_lengths(path, mean_response, cap, workflow["prompts"] * workflow["steps"], workflow["responses"], shape)
+        return run({**experiment, "trace": {**experiment["trace"], "path": str(path)}})

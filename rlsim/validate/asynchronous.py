@@ -1,0 +1,169 @@
+"""Part `asynchronous`: measured steps of trainers that relax synchrony, and their gain over synchronous ones.
+
+Of veRL's runs the mean response is not stated: what makes the synchronous run as long as it was is an input, and the
+asynchronous run on the same lengths is predicted. AReaL's mean follows from its table; nothing is fitted there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pandas as pd
+from scipy.optimize import brentq
+
+from rlsim.validate.parts import Options, Section, Skipped
+from rlsim.validate.published import published_section
+from rlsim.validate.rows import Row, markdown
+from rlsim.validate.steps_stated import run_stated, seconds
+from rlsim.validate.steps_verl import STACKS, STEPS, verl_experiment
+
+ASYNCHRONOUS = "rl_timings/rl_steps_async.csv"
+THROUGHPUT = "rl_timings/throughput.csv"
+#: AReaL's runs: the mean response (tokens) is what its throughput and step leave of 2,048 sequences of a step (as in
+#: its recipe), less a prompt of 100; steps after which a run is steady; the bound of the asynchronous one.
+AREAL_BATCH = {"prompts": 128, "responses": 16}
+AREAL_MEAN, AREAL_PROMPT, AREAL_CAP = 9175, 100, 27648
+AREAL_STEPS, AREAL_ETA = 24, 4
+#: Tokens of a training micro-batch: not stated.
+AREAL_MICRO_BATCH = 32768
+#: What veRL's fully asynchronous script says: updates between syncs, and the threshold.
+UPDATES, THRESHOLD = 4, 0.5
+
+row = partial(Row, "asynchronous")
+
+
+def section(options: Options) -> Section | Skipped:
+    """Every pair of a synchronous and an asynchronous run (about two minutes)."""
+    if options.data is None:
+        return Skipped("there are no measured tables here")
+    table = pd.read_csv(options.data / ASYNCHRONOUS).set_index("id")
+    options.progress("AReaL")
+    curve = areal_curve()
+    found = [
+        *areal_rows(table, curve),
+        *interruption_rows(pd.read_csv(options.data / THROUGHPUT).set_index("id")),
+    ]
+    synchronous = pd.read_csv(options.data / STEPS).set_index("id")
+    options.progress("veRL, one step off")
+    found += one_step_off_rows(_record(table, 19), _record(table, 20), _record(synchronous, 28))
+    options.progress("veRL, fully asynchronous")
+    found += fully_async_rows(_record(table, 1), _record(table, 2), _record(synchronous, 10))
+    return published_section("asynchronous", found, curve=_curve_table(curve))
+
+
+def _record(table: pd.DataFrame, number: int) -> dict[str, Any]:
+    return {str(key): value for key, value in table.loc[number].items()}
+
+
+# ---- AReaL ----------------------------------------------------------------------------------------------------------
+
+
+def areal_experiment(gpus: int, systems: list[Any], steps: int, **training: Any) -> dict[str, Any]:
+    """R1-Distill-Qwen-1.5B on H800 without its trace's path; training in two pipeline stages, as its benchmarks run."""
+    return {
+        "name": "areal",
+        "cluster": f"{gpus // 8}x8xh800",
+        "model": "qwen2.5-1.5b",
+        "calibration": "h800-sglang",
+        "trace": {"cap": AREAL_CAP, "default_prompt_tokens": AREAL_PROMPT},
+        "workflow": {**AREAL_BATCH, "steps": steps, "reference": False},
+        "training": {
+            "backend": "megatron", "pp": 2, "mini_batches": 4, "micro_batch_tokens": AREAL_MICRO_BATCH, **training,
+        },
+        "seeds": 1,
+        "certainty": 0,
+        "systems": systems,
+    }  # fmt: skip
+
+
+def areal_curve() -> pd.DataFrame:
+    """The summary of the synchronous run on 128 GPUs, and of the asynchronous one, 96 of them generating, by bound."""
+    colocated = areal_experiment(128, [{"name": "synchronous", "use": [{"verl": {"tp": 1}}]}], 4, offload=True)
+    bounds = [{"name": "bounded", "use": [{"areal": {"tp": 1, "rollout_gpus": 96, "eta": [0, 1, 2, 4, 8]}}]}]
+    parts = [run_stated(colocated, AREAL_MEAN), run_stated(areal_experiment(128, bounds, AREAL_STEPS), AREAL_MEAN)]
+    return pd.concat([part.summary() for part in parts]).set_index("system")
+
+
+def areal_rows(table: pd.DataFrame, curve: pd.DataFrame) -> Iterator[Row]:
+    """Steps of both runs, and the gain."""
+    measured = table["step_s"]
+    steps = curve["step_time_s"]
+    bounded = f"bounded-eta{AREAL_ETA}"
+    yield row("areal/synchronous", "step_time_s", measured[38], steps["synchronous"])
+    yield row("areal/eta4", "step_time_s", measured[39], steps[bounded])
+    yield row("areal/eta4", "gain", measured[38] / measured[39], steps["synchronous"] / steps[bounded])
+
+
+def interruption_rows(table: pd.DataFrame) -> Iterator[Row]:
+    """Generated tokens a second on 32 GPUs with updates that interrupt over those with updates that wait."""
+    system = {"areal": {"tp": 1, "rollout_gpus": 24, "eta": AREAL_ETA, "interrupt": [True, False]}}
+    rates = run_stated(areal_experiment(32, [system], AREAL_STEPS), AREAL_MEAN).summary()["generated_tokens_per_s"]
+    measured = table["tokens_per_s"]
+    note = "guessed: the batch, 24 of the GPUs generate"
+    yield row("areal/interruption", "generation", measured[8] / measured[9], rates.iloc[0] / rates.iloc[1], note)
+
+
+def _curve_table(curve: pd.DataFrame) -> str:
+    names = ("step_time_s", "responses_per_s", "staleness_mean", "staleness_p95", "rollout_idle", "trainer_idle")
+    rows = [[str(system), *(f"{one[name]:.3g}" for name in names)] for system, one in curve.iterrows()]
+    return markdown(("system", *names), rows)
+
+
+# ---- veRL -----------------------------------------------------------------------------------------------------------
+
+
+def one_step_off_rows(sync: Mapping[str, Any], off: Mapping[str, Any], script: Mapping[str, Any]) -> Iterator[Row]:
+    """veRL's one-step-off recipe on 16 H20, 4 of them generating, beside its colocated run on all."""
+    experiment, _ = verl_experiment(script, STACKS[28])
+    phases = {"generate": "gen_s", "old_log_prob": "old_logprob_s", "train": "update_actor_s"}
+    whole = sum(sync[column] for column in phases.values())
+    mean = _mean_for(experiment, whole, tuple(phases))
+    found = seconds(experiment, mean)
+    note = f"mean response {mean:,.0f}, so that the synchronous phases take {whole:,.0f} s"
+    for call, column in phases.items():
+        yield row("verl/synchronous-16", f"{call}_s", sync[column], found[call], note, "input")
+    relaxed = {**experiment, "systems": [{"one_step_off": {"tp": 2, "rollout_gpus": int(off["rollout_gpus"])}}]}
+    predicted = seconds(_on_its_own_gpus(relaxed, steps=8), mean)
+    for call, column in phases.items():
+        yield row("verl/one-step-off-16", f"{call}_s", off[column], predicted[call])
+    yield row("verl/one-step-off-16", "step_time_s", off["step_s"], predicted["step"])
+    gain = (sync["step_s"] - sync["other_s"]) / off["step_s"]
+    yield row("verl/one-step-off-16", "gain", gain, found["step"] / predicted["step"], "without loading and waking")
+
+
+def fully_async_rows(sync: Mapping[str, Any], relaxed: Mapping[str, Any], script: Mapping[str, Any]) -> Iterator[Row]:
+    """veRL's fully asynchronous trainer on 32 H20, half of them generating, over their first 100 steps."""
+    experiment, _ = verl_experiment(script, STACKS[10])
+    first_s, predicted_s = (36.0 * run["total_h_100"] for run in (sync, relaxed))
+    mean = _mean_for(experiment, first_s, ("step",))
+    note = f"mean response {mean:,.0f}, so that the first 100 synchronous steps take as long"
+    found = seconds(experiment, mean)["step"]
+    yield row("verl/synchronous-32", "step_time_s", first_s, found, note, "input")
+    system = {
+        "tp": 4,
+        "rollout_gpus": int(relaxed["rollout_gpus"]),
+        "staleness_threshold": THRESHOLD,
+        "trigger_parameter_sync_step": UPDATES,
+    }
+    asynchronous = _on_its_own_gpus({**experiment, "systems": [{"verl_fully_async": system}]}, steps=12)
+    step_s = seconds(asynchronous, mean)["step"]
+    yield row("verl/fully-async-32", "step_time_s", predicted_s, step_s)
+    yield row("verl/fully-async-32", "gain", first_s / predicted_s, found / step_s)
+
+
+def _on_its_own_gpus(experiment: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Training keeps its states where generation has other GPUs."""
+    workflow, training = {**experiment["workflow"], "steps": steps}, {**experiment["training"], "offload": False}
+    return {**experiment, "workflow": workflow, "training": training}
+
+
+def _mean_for(experiment: Mapping[str, Any], wanted_s: float, calls: tuple[str, ...]) -> float:
+    """The mean response (tokens) with which these calls of a step take so long together."""
+
+    def over(mean: float) -> float:
+        found = seconds(experiment, mean)
+        return sum(found[call] for call in calls) - wanted_s
+
+    return float(brentq(over, 100, 6000, xtol=5))
