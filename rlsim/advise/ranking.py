@@ -23,7 +23,12 @@ from rlsim.policies.registry import BUILTIN
 
 #: Policies that only mean something where there is this to decide about.
 _JUDGE, _SANDBOX = "no response of the trace is judged by an LLM", "no response of the trace runs in a sandbox"
-_ALONE = {"plan": "it is a plan spelled out, which only you can give (rlsim plan searches one)"}
+_STALE = "it trains on what older weights have generated, which only you can allow (name it among the systems)"
+_ALONE = {
+    "plan": "it is a plan spelled out, which only you can give (rlsim plan searches one)",
+    "split": "alone it makes generation and training wait for each other; it is a part of one_step_off",
+    **dict.fromkeys(("active_groups", "colocated_async", "lagged", "one_step_off", "partial_rollout"), _STALE),
+}
 #: Parts that decide on a layout and take the degree that it starts with.
 _START_TP = ("pat", "planner")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isnan
 from operator import attrgetter
@@ -28,7 +28,7 @@ from rlsim.sim.scorer import StreamingScorer
 from rlsim.sim.server import InferenceServer
 from rlsim.sim.simulation import Simulation
 from rlsim.sim.step import Countdown, StepState
-from rlsim.workflow.graph import Call, Workflow
+from rlsim.workflow.graph import Call, Edge, Workflow
 from rlsim.workflow.plan import Placement
 
 
@@ -102,6 +102,8 @@ class _Run:
         for edge in self.what.workflow.edges:
             if edge.exact and edge.source == call.name:  # the last that may not have these weights yet
                 yield self.done[edge.target, min(step + edge.lag - 1, self.what.steps - 1)]
+            if edge.exact and 0 < edge.lag - 1 <= step and call.kind in ("inference", "train") and not _streams(edges):
+                yield self.done[edge.source, step - edge.lag + 1]  # weights go out before the step's responses are used
         if self.open and call.kind == "generate":
             record = yield from self._from_queue(self.open, call, step, placement)
         elif self.open and call.name in self.updating:
@@ -110,9 +112,9 @@ class _Run:
             record = yield from self._reward(call, step, placement)
         elif any(edge.grain == "chunk" for edge in edges):
             record = yield from self._in_chunks(call, step, placement)
-        elif any(edge.grain == "sample" for edge in edges) and self.what.workflow.windows > 1:
+        elif _streams(edges) and self.what.workflow.windows > 1:
             record = yield from self._in_windows(call, step, placement)
-        elif any(edge.grain == "sample" for edge in edges):
+        elif _streams(edges):
             record = yield from self._in_pieces(call, step, placement)
         else:
             record = yield from self._at_once(call, step, placement)
@@ -369,6 +371,11 @@ class _Run:
         )
         self.judges.append((step, service))
         return service
+
+
+def _streams(edges: Iterable[Edge]) -> bool:
+    """Whether a call with these edges takes responses as they come."""
+    return any(edge.grain == "sample" for edge in edges)
 
 
 def _updating(workflow: Workflow) -> frozenset[str]:

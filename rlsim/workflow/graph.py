@@ -30,7 +30,8 @@ class Edge:
     """`target` needs what `source` produces: of the same step (`lag` 0), or of the one `lag` steps before.
 
     Of weights on their way from a sync to generation, `lag` is the most: generation takes newer ones that are there.
-    With `exact` it never does: the sync after waits for the generation that is to have the older weights.
+    With `exact` it never does: the sync after waits for the generation that is to have the older weights. Calls that
+    take all of that generation's responses at once begin after that sync.
 
     `grain`: `stage` is all of it, then go; `sample` is each response as soon as it is done; `chunk` is every
     `chunk_tokens` tokens of each response while it is generated, and what is left of it at its end.

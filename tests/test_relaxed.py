@@ -1,0 +1,345 @@
+"""Relaxed synchrony by stages: which weights generate what, and that nothing changes where nothing is relaxed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_lags import check_gpus
+from test_oppo import conserved, graph, play
+from test_systems import Checks, OneEach, Times, call_of, gen_s
+from workloads import LinearStep, StubCosts
+
+import rlsim
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import ConfigError
+from rlsim.hardware import load_cluster
+from rlsim.policies.relaxed import ActiveGroups, Lagged, PartialRollout, Split
+from rlsim.sim.batching import PromptFeed
+from rlsim.sim.control import Prompt
+from rlsim.sim.outcome import Outcome
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.run import simulate
+from rlsim.sim.simulation import Simulation
+from rlsim.workflow import Call, Placement, Workflow, dpo
+from rlsim.workflow.graph import Edge
+from rlsim.workflow.plan import Plan
+
+TP1 = {"verl": {"tp": 1}}
+EXPERIMENT: dict[str, Any] = {
+    "name": "relaxed",
+    "cluster": "8xh800",
+    "model": "qwen2.5-1.5b",
+    "calibration": "h800-vllm",
+    "trace": {"path": "rollpacker-math", "cap": "2K"},
+    "workflow": {"prompts": 16, "responses": 4, "steps": 6},
+    "training": {"backend": "megatron"},
+    "seeds": 1,
+}
+
+
+def run(*systems: Any, **changes: Any) -> rlsim.Result:
+    workflow = {**EXPERIMENT["workflow"], **changes.pop("workflow", {})}
+    return rlsim.run({**EXPERIMENT, **changes, "workflow": workflow, "systems": list(systems)})
+
+
+def use(name: str, *parts: Any) -> dict[str, Any]:
+    return {"name": name, "use": [TP1, *parts]}
+
+
+# ------------------------------------------------------------------------------------------------------ one step off
+
+STEPS = 6
+
+
+class Given(Times):
+    """Training and syncs take so long, whatever they work on."""
+
+    def __init__(self, train_s: float, sync_s: float) -> None:
+        self.seconds = {"train": train_s, "sync": sync_s}
+
+    def parts(self, call: Call, placement: Placement, responses: Any, rollout_tp: int) -> list[tuple[str, float]]:
+        return [("compute", self.seconds[call.kind])]
+
+
+def apart(tokens: int, train_s: float, sync_s: float, lag: int) -> Outcome:
+    """Generation of a response of so many tokens, a second each, on GPU 0, and training on GPU 1."""
+    calls = (Call("generate", "generate", "actor"), Call("train", "train", "actor"), Call("push", "sync", "actor"))
+    edges = (Edge("generate", "train"), Edge("train", "push"), Edge("push", "generate", lag=1))
+
+    def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+        return [Request(first_id + i, p.position, 1, tokens, row=p.position) for i, p in enumerate(launched)]
+
+    placements = {"generate": Placement((0,)), "train": Placement((1,), TrainStrategy(dp=1)), "push": Placement((0, 1))}
+    what = Simulation(
+        workflow=Lagged(lag=lag).rewired(Workflow("apart", calls, edges)),
+        plan=Plan(placements),
+        cluster=load_cluster("8xh100").model_copy(update={"gpus_per_node": 2}),
+        control=OneEach(),
+        initial_tp=1,
+        feasible_tps=(1,),
+        feed=PromptFeed(1, 1),
+        requests=requests,
+        costs=StubCosts({1: LinearStep(a=1.0)}, {1: 1000}),
+        times=Given(train_s, sync_s),
+        scoring=Checks(),
+        config=EngineConfig(),
+        cap_tokens=tokens,
+        steps=STEPS,
+    )
+    return simulate(what)
+
+
+@pytest.mark.parametrize(("tokens", "train_s"), [(10, 6.0), (10, 15.0), (10, 10.0), (1, 15.0)])
+def test_a_step_takes_as_long_as_the_slower_side_and_the_sync(tokens: int, train_s: float) -> None:
+    """Batches 0 and 1 are generated under the first weights; the rest as the lines of the docstring of `Lagged` say."""
+    outcome = apart(tokens, train_s, 2.0, lag=1)
+    # Generation 0 and 1 follow each other, training 0 begins beside the second; then the first sync.
+    first = max(tokens + train_s, 2 * tokens) + 2.0
+    longer = max(tokens, train_s) + 2.0
+    ends = [first + i * longer for i in range(STEPS - 1)]
+    assert outcome.step_ends[:-1] == pytest.approx(ends)
+    assert outcome.step_ends[-1] == pytest.approx(ends[-1] + train_s + 2.0)  # nothing more is generated beside it
+    begins = [call_of(outcome, "generate", step).start_at for step in range(STEPS)]
+    assert begins == pytest.approx([0.0, tokens, *ends[: STEPS - 2]])
+    staleness = [step - int(r.version[0]) for step, r in enumerate(outcome.responses)]
+    assert staleness == [0, 1, 1, 1, 1, 1]
+    assert [int(r.stale_tokens[0]) for r in outcome.responses] == [0, *[tokens] * 5]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 3])
+def test_staleness_is_the_lag(lag: int) -> None:
+    outcome = apart(10, 6.0, 2.0, lag)
+    assert [step - int(r.version[0]) for step, r in enumerate(outcome.responses)] == [min(i, lag) for i in range(STEPS)]
+    if lag == 0:
+        assert outcome.step_ends == pytest.approx([18.0 * i for i in range(1, STEPS + 1)])
+
+
+def test_one_step_off_in_an_experiment() -> None:
+    result = run(TP1, {"one_step_off": {"tp": 1, "rollout_gpus": 4}}, use("in turn", {"split": {"rollout_gpus": 4}}))
+    steps = result.steps.set_index(["system", "step"])
+    own, turns, plain = steps.loc["one_step_off"], steps.loc["in turn"], steps.loc["verl"]
+    assert own["staleness_max"].tolist() == [0, 1, 1, 1, 1, 1]
+    assert own["staleness_mean"].tolist() == own["staleness_p95"].tolist() == own["stale_token_share"].tolist()
+    assert (turns["staleness_max"] == 0).all()
+    assert own["step_time_s"][2:5].mean() < turns["step_time_s"][2:5].mean()
+    assert plain[["rollout_idle", "trainer_idle"]].isna().all().all()
+    # One after the other: while either side works, the other is idle, and rewards leave both so.
+    assert (turns["rollout_idle"] + turns["trainer_idle"] >= 1 - 1e-9).all()
+    assert (own["rollout_idle"][2:5] < turns["rollout_idle"][2:5]).all()
+    spans = result.spans[result.spans["system"] == "one_step_off"]
+    generating = spans["kind"].isin(["decode", "prefill", "mixed"])
+    assert set(spans["gpu"][generating]) == {0, 1, 2, 3}
+    trained = spans[spans["kind"] == "train"]
+    assert set(zip(trained["gpu"], trained["gpus"], strict=True)) == {(4, 4)}
+
+
+def test_a_split_leaves_both_sides_something() -> None:
+    for size in ({"rollout_gpus": 8}, {"rollout_gpus": 9}, {"rollout": 0.01}):
+        with pytest.raises(ConfigError, match="leaves no GPU for one side"):
+            run(use("split", {"split": size}))
+    with pytest.raises(ValueError, match="give one of them"):
+        Split(rollout_gpus=4, rollout=0.5)
+    with pytest.raises(ConfigError, match="no weight sync goes before generation"):
+        Lagged().rewired(dpo())
+
+
+# ----------------------------------------------------------------------------------------------- nothing is relaxed
+
+
+def test_what_is_not_relaxed_equals_plain_verl_exactly() -> None:
+    """All groups of `active: 1` are needed; a budget of the cap and a share of 1 are never used up."""
+    same = {
+        "active": {"active_groups": {"active": 1}},
+        "share": {"partial_rollout": {"share": 1}},
+        "budget": {"partial_rollout": {"budget": "2K"}},
+        "beyond": {"partial_rollout": {"budget": "100K"}},
+    }
+    result = run(TP1, {"colocated_async": {"tp": 1, "active": 1}}, *(use(name, part) for name, part in same.items()))
+    own = result.steps.set_index(["system", "step"]).drop(columns=["case", "seed"])
+    assert (own["staleness_max"] == 0).all()
+    assert (own[["staleness_mean", "staleness_p95", "stale_token_share"]] == 0).all().all()
+    for system in ("colocated_async", *same):
+        pd.testing.assert_frame_equal(own.loc[system], own.loc["verl"], check_exact=True)
+    responses = result.responses.set_index(["system", "step"]).drop(columns=["case", "seed"])
+    for system in ("colocated_async", *same):
+        pd.testing.assert_frame_equal(responses.loc[system], responses.loc["verl"], check_exact=True)
+
+
+# -------------------------------------------------------------------------------------------------- active groups
+
+
+def test_twice_the_groups_stay_active() -> None:
+    """A prompt of n tokens takes n seconds; two of four prompts are trained on, and the others go on."""
+    lengths = {0: [2], 1: [9], 2: [3], 3: [9], 4: [1], 5: [5], 6: [9], 7: [9]}
+    outcome = play(lengths, 2, workflow=graph(), gpus=4, steps=2, batching=ActiveGroups(active=2)).outcome
+    first, second = outcome.responses
+    assert first.trained.tolist() == [True, False, True, False]
+    assert first.generated_tokens.tolist() == [2, 3, 3, 3]
+    # Prompts 4 and 5 are new and take 1 and 5 s; 1 and 3 lack 6 tokens. The batch is complete after 5 s.
+    assert gen_s(outcome, 1) == pytest.approx(5.0)
+    assert second.position[second.trained].tolist() == [4, 5]
+    assert second.generated_tokens.tolist() == [1, 5, 8, 8]
+    assert second.stale_tokens.tolist() == [0, 0, 3, 3]
+    conserved(outcome)
+
+
+# ------------------------------------------------------------------------------------------------ partial rollout
+
+LENGTHS = {0: [2, 2], 1: [9, 3], 2: [3, 3], 3: [1, 4], 4: [2, 2], 5: [9, 9], 6: [9, 9], 7: [9, 9]}
+
+
+def test_a_response_pauses_when_its_budget_is_used_up() -> None:
+    """Three prompts of two responses, three seconds a step, a replica for each response."""
+    outcome = play(
+        LENGTHS, 3, workflow=graph(), gpus=6, responses=2, steps=3, batching=PartialRollout(budget=3)
+    ).outcome
+    first, second, third = outcome.responses
+    assert [gen_s(outcome, step) for step in range(3)] == pytest.approx([3.0, 3.0, 3.0])
+    assert first.generated_tokens.tolist() == [2, 2, 3, 3, 3, 3]
+    assert first.position[first.trained].tolist() == [0, 0, 2, 2]
+    assert first.paused.tolist() == [False, False, True, True, False, False]
+    # Prompts 3 and 4 are new; 4 is complete, 3 lacks a token, and 1 has 6 of 9.
+    assert second.position[second.trained].tolist() == [4, 4]
+    assert second.position.tolist() == [3, 3, 4, 4, 1, 1]
+    assert sorted(second.generated_tokens.tolist()) == [1, 2, 2, 3, 3, 6]
+    # Prompt 1 has its last three, the other response of 3 its last one; the one new prompt has 3 of 9.
+    assert sorted(set(third.position[third.trained].tolist())) == [1, 3]
+    stale = {(at, n): (2 - v, s) for at, n, v, s in zip(third.position.tolist(), third.generated_tokens.tolist(),
+             third.version.tolist(), third.stale_tokens.tolist(), strict=True)}  # fmt: skip
+    assert stale == {(1, 9): (2, 6), (1, 3): (2, 3), (3, 4): (1, 3), (3, 1): (1, 1), (5, 3): (0, 0)}
+    left = [left for at_replica in outcome.stays for left in at_replica.columns()["left"].tolist()]
+    assert left.count("paused") == 2 + 1 + 2  # of prompt 1 in the first two steps but its short response, then of 5
+    conserved(outcome)
+
+
+def test_a_step_without_a_complete_prompt_goes_on() -> None:
+    """Both prompts pause after two seconds, and again; the third budget of prompt 0 is enough."""
+    outcome = play(
+        {0: [5], 1: [9], 2: [1], 3: [1]}, 2, workflow=graph(), gpus=2, steps=2, batching=PartialRollout(budget=2)
+    ).outcome
+    first, second = outcome.responses
+    assert gen_s(outcome) == 6.0  # the second replica goes on to the end of its budget
+    assert first.generated_tokens.tolist() == [5, 6]
+    assert first.trained.tolist() == [True, False]
+    assert second.trained.tolist() == [True, False]
+    assert second.generated_tokens.tolist() == [1, 8]
+    conserved(outcome)
+
+
+def test_generation_ends_with_the_share_of_its_responses() -> None:
+    """Half of six responses: two of prompt 0 after 2 s, and three more at 3 s, when prompt 2 is complete too."""
+    outcome = play(
+        LENGTHS, 3, workflow=graph(), gpus=6, responses=2, steps=2, batching=PartialRollout(share=0.5)
+    ).outcome
+    first, second = outcome.responses
+    assert gen_s(outcome) == 3.0
+    assert first.position[first.trained].tolist() == [0, 0, 2, 2]
+    # Three of five that are generated: 3's short one and both of 4.
+    assert gen_s(outcome, 1) == pytest.approx(2.0)
+    assert second.position[second.trained].tolist() == [4, 4]
+    conserved(outcome)
+
+
+def test_a_response_is_split_only_so_often() -> None:
+    """Prompt 1 takes 9 s: after one split it is waited for, after two a step later."""
+    ends = []
+    for splits in (1, 2, None):
+        outcome = play(
+            {0: [2], 1: [9], 2: [2], 3: [2], 4: [2], 5: [2], 6: [2]},
+            2, workflow=graph(), gpus=2, steps=3, batching=PartialRollout(share=0.5, splits=splits),
+        ).outcome  # fmt: skip
+        ends.append([gen_s(outcome, step) for step in range(3)])
+        conserved(outcome)
+    assert ends == [pytest.approx(times) for times in ([2.0, 7.0, 2.0], [2.0, 2.0, 5.0], [2.0, 2.0, 2.0])]
+
+
+def test_what_partial_rollout_does_not_go_with() -> None:
+    with pytest.raises(ConfigError, match=r"PartialRollout trains on the prompts that are complete.*DynamicSampling"):
+        run(use("both", "partial_rollout", "dynamic_sampling"))
+    with pytest.raises(ConfigError, match="PartialRollout and ActiveGroups all decide what to launch"):
+        run(use("both", "partial_rollout", "active_groups"))
+    with pytest.raises(ValueError, match="give one or the other"):
+        PartialRollout(budget=8, share=0.5)
+    with pytest.raises(ConfigError, match="remax: a batching that trains on the first responses"):
+        run(use("remax", "partial_rollout"), workflow={"algorithm": "remax"}, models={"reward": "qwen2.5-1.5b"})
+
+
+# ------------------------------------------------------------------------------------------------- whatever is run
+
+
+@st.composite
+def systems(draw: st.DrawFn) -> tuple[list[Any], int, dict[str, Any], dict[str, Any]]:
+    """Parts of a relaxed system, the lag of its weights, the workflow's settings, and the trace."""
+    lag = draw(st.sampled_from([0, 1, 2]))
+    parts: list[Any] = [{"split": {"rollout_gpus": draw(st.sampled_from([2, 4, 6]))}}, {"lagged": {"lag": lag}}]
+    if draw(st.booleans()):
+        parts, lag = [], 0
+    batchings = [
+        "",
+        {"active_groups": {"active": draw(st.sampled_from([1, 1.3, 2, 3]))}},
+        {"partial_rollout": {"share": draw(st.sampled_from([0.1, 0.5, 0.8])), "splits": draw(st.integers(1, 3))}},
+        {"partial_rollout": {"budget": draw(st.sampled_from([16, 200, 1000]))}},
+    ]
+    parts += filter(None, [draw(st.sampled_from(batchings))])
+    parts += [name for name in ("async_reward",) if draw(st.booleans())]
+    partial = any("partial_rollout" in part for part in parts)
+    parts += ["dynamic_sampling"] if not partial and draw(st.sampled_from([False, False, True])) else []
+    layout = draw(st.sampled_from([TP1, {"verl": {"tp": 2}}, "pat"]))
+    sizes = {
+        "prompts": draw(st.integers(1, 10)),
+        "responses": draw(st.integers(2, 4)),
+        "steps": draw(st.integers(2, 6)),
+        "reward": {"workers": draw(st.sampled_from([1, 4, 32]))},
+    }
+    return [layout, *parts], lag, sizes, {"path": "rollpacker-math", "cap": draw(st.sampled_from([128, 1024, 4096]))}
+
+
+@settings(deadline=None, derandomize=True, max_examples=30, suppress_health_check=list(HealthCheck))
+@given(systems())
+def test_relaxed_systems_keep_every_invariant(drawn: tuple[list[Any], int, dict[str, Any], dict[str, Any]]) -> None:
+    parts, lag, sizes, trace = drawn
+    found = run({"name": "own", "use": parts}, workflow=sizes, trace=trace)
+    steps, named = found.steps, {next(iter(part)) if isinstance(part, dict) else part: part for part in parts}
+    check_tokens(steps, found.responses)
+    check_gpus(found.spans)
+    batch = sizes["prompts"] * sizes["responses"]
+    assert (steps["trained"] <= batch).all()
+    assert (steps["trained"] % sizes["responses"] == 0).all()
+    assert (steps["trained"] > 0).all()
+    behind = steps["step"].clip(upper=lag)
+    kept = {"active_groups", "partial_rollout"} & named.keys()
+    if not kept:
+        assert (steps["staleness_max"] == behind).all()
+    if "partial_rollout" not in named:
+        assert (steps["trained"] == batch).all()
+    else:
+        rule = named["partial_rollout"]["partial_rollout"]
+        splits = -(-trace["cap"] // rule["budget"]) - 1 if "budget" in rule else rule["splits"]
+        assert (steps["staleness_max"] <= splits + lag).all()
+    assert (steps["staleness_mean"] <= steps["staleness_max"]).all()
+    assert (steps["staleness_p95"] <= steps["staleness_max"]).all()
+    assert ((steps["stale_token_share"] > 0) <= (steps["staleness_max"] > 0)).all()
+    idle = steps[["rollout_idle", "trainer_idle"]]
+    assert idle.isna().all().all() if "split" not in named else ((idle >= 0) & (idle <= 1)).all().all()
+    trained = found.responses[found.responses["trained"]]
+    assert not trained.duplicated(["position", "step", "response"]).any()
+    assert trained.groupby("position")["step"].nunique().max() == 1, "a prompt is trained on once"
+
+
+def check_tokens(steps: pd.DataFrame, responses: pd.DataFrame) -> None:
+    """Every token that is generated is trained on, wasted, or goes on."""
+    counted = steps["trained_response_tokens"] + steps["wasted_tokens"] + steps["paused_tokens"]
+    assert (steps["response_tokens"] == counted - steps["resumed_tokens"]).all()
+    assert (steps["resumed_tokens"].to_numpy()[1:] == steps["paused_tokens"].to_numpy()[:-1]).all()
+    trained = responses[responses["trained"]]
+    assert (trained["stale_tokens"] <= trained["response_tokens"]).all()
+    assert ((trained["stale_tokens"] > 0) == (trained["staleness"] > 0)).all()
+    share = trained.groupby("step")[["stale_tokens", "response_tokens"]].sum()
+    share_of_steps = steps.set_index("step")["stale_token_share"]
+    np.testing.assert_allclose(share["stale_tokens"] / share["response_tokens"], share_of_steps)
