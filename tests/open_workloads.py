@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
 from reference import RefEngine
@@ -68,7 +68,7 @@ class Rule(Continuous):
         ranks = {"ready": ready.number, "oldest": ready.version, "longest": -max(ready.lengths), "all_equal": 0}
         return ranks[self.order]
 
-    def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
+    def usable(self, ready: Ready, staleness: int) -> bool:
         return self.most_stale is None or staleness <= self.most_stale
 
 
@@ -212,8 +212,12 @@ def rules(most_prompts: int) -> st.SearchStrategy[Rule]:
 MESHES = ((1,), (1,), (2,), (4,), (3,), (2, 2), (3, 1), (4, 2))
 
 
+Clock = Literal["real", "grid", "whole"]
+CLOCKS: tuple[Clock, ...] = get_args(Clock)
+
+
 @st.composite
-def open_workloads(draw: st.DrawFn, clock: Literal["real", "grid", "whole"] = "real") -> OpenWorkload:
+def open_workloads(draw: st.DrawFn, clock: Clock = "real") -> OpenWorkload:
     """Whole runs. Capacities are tight, so that preemption is frequent, but fit the longest response alone.
 
     `clock`: times of the size of real ones, which never tie but by accident; the same as multiples of 2⁻²⁰; or whole
@@ -249,7 +253,7 @@ def open_workloads(draw: st.DrawFn, clock: Literal["real", "grid", "whole"] = "r
     iteration = {tp: LinearStep(a=1.0)} if clock == "whole" else _steps(draw, gpus, ties)
     if clock == "whole":
         whole = st.sampled_from([0, 1, 1, 2, 3, 5, 10, 40])
-        train_s, sync_s = draw(st.lists(st.tuples(whole, whole), min_size=steps, max_size=steps).map(lambda x: zip(*x)))
+        train_s, sync_s = (draw(st.lists(whole, min_size=steps, max_size=steps)) for _ in range(2))
     else:
         once = iteration[tp].decode_s(4, 100.0)
         often = draw(st.sampled_from([0.3, 10.0, 60.0]))

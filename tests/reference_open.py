@@ -23,7 +23,7 @@ from rlsim.sim.control import Prompt, RolloutCosts
 Key = tuple[int, int]
 
 
-class Halted(Exception):
+class HaltedError(Exception):
     """A step waits for prompts, and nothing will ever happen again."""
 
 
@@ -51,6 +51,7 @@ class RefResponse:
     launched_at: float
     generated: int = 0
     preemptions: int = 0
+    nearly: int = 0  # of the times its KV was lost to an update: at boundaries where it would have been preempted
     first_token_at: float = math.nan
     finished_at: float = math.nan
     finished_version: int = -1  # of the rollout at that moment
@@ -81,8 +82,8 @@ def simulate_open(
 ) -> OpenResult:
     """All steps of a run, as many as there are durations.
 
-    `sizes` says for the prompt at a position how long it and each of its responses are, in tokens; `train_s` is the time
-    from the moment at which a step has its batch to the one at which its update is asked for.
+    `sizes` says for the prompt at a position how long it and each of its responses are, in tokens; `train_s` is the
+    time from the moment at which a step has its batch to the one at which its update is asked for.
     """
     run = _Run(node_gpus, tp, costs, engine, batching, prompts, sizes, train_s, sync_s, routing)
     run.to_the_end()
@@ -244,6 +245,8 @@ class _Run(_Rollout):
                 continue
             self.still.add(replica.index)
             if self.update.kv == "recompute":
+                if self.step.asks_at == self.now:
+                    self.note_nearly_preempted(replica)
                 losing, replica.admitted = replica.admitted, []
                 for r in losing:
                     self.end_stay(r, "updated")
@@ -255,6 +258,12 @@ class _Run(_Rollout):
         self.step.sync_starts_at = self.now
         self.phase, self.until = "syncs", self.now + self.sync_s[len(self.open.steps) - 1]
         return True
+
+    def note_nearly_preempted(self, replica: _Replica) -> None:
+        """Choice: what a boundary would evict loses its KV to the update instead, where that is asked for just then."""
+        staying = list(replica.admitted)
+        while sum(self.pages_of(r.context) for r in staying) > self.costs.capacity_pages(replica.tp):
+            self.open.responses[self.keys[staying.pop().id]].nearly += 1
 
     def go_on(self) -> bool:
         """The weights are there: the next version, and the next step."""
@@ -293,8 +302,7 @@ class _Run(_Rollout):
             if (asked or len(self.open.steps) > steps) and self.phase in ("takes", "trains"):
                 self.launch_more()
             asked = False
-        if self.phase != "over":
-            self.begin_all()
+        self.begin_all()
 
     def launch_more(self) -> None:
         idle = not any(r.left for r in self.requests)
@@ -329,7 +337,7 @@ class _Run(_Rollout):
             if self.phase in ("trains", "syncs"):
                 moments.append(self.until)
             if not moments:
-                raise Halted
+                raise HaltedError
             self.now = min(moments)
             finished = False
             for replica in self.replicas:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from open_workloads import OpenRun, OpenWorkload, open_workloads
-from reference_open import Halted, OpenResult
+from hypothesis import strategies as st
+from open_workloads import CLOCKS, OpenRun, OpenWorkload, open_workloads
+from reference_open import HaltedError, OpenResult
 
 from rlsim.errors import PolicyError
 
@@ -45,7 +46,8 @@ def check_equal(run: OpenRun, expected: OpenResult) -> None:
         assert request.finished_at == near(response.finished_at), f"finish of {key}"
         assert request.first_token_at == near(response.first_token_at), f"first token of {key}"
         assert [tuple(r) for r in request.runs] == response.runs, f"versions of {key}"
-        assert request.preemptions == response.preemptions, f"preemptions of {key}"
+        more = request.preemptions - response.preemptions
+        assert 0 <= more <= response.nearly, f"preemptions of {key}"
         if request.generated:  # the engine notes it down when a request is admitted
             assert request.replica == response.replica, f"replica of {key}"
 
@@ -63,10 +65,10 @@ def check_invariants(work: OpenWorkload, run: OpenRun) -> None:
     for number, responses in enumerate(outcome.responses):
         assert responses.trained.sum() == work.prompts * samples
         assert responses.finished[responses.trained].all()
+        batch = set(responses.id[responses.trained].tolist())
+        oldest = [request.runs[0].version for request in run.requests.values() if request.id in batch]
         if rule.most_stale is not None:
-            assert (number - responses.version[responses.trained] <= rule.most_stale).all()
-        if rule.launches == "staleness":
-            assert (number - responses.version[responses.trained] <= rule.much).all() or rule.order != "ready"
+            assert number - min(oldest) <= rule.most_stale
     syncs = np.array([call.end_at for call in outcome.calls if call.call == "weight_sync"])
     for request in run.requests.values():
         versions = [r.version for r in request.runs]
@@ -79,7 +81,7 @@ def check_invariants(work: OpenWorkload, run: OpenRun) -> None:
 def compare(work: OpenWorkload) -> None:
     try:
         expected = work.reference()
-    except Halted:
+    except HaltedError:
         with pytest.raises(PolicyError, match="comes to a halt"):
             work.simulate()
         return
@@ -106,4 +108,11 @@ def test_the_engine_equals_the_reference_where_much_happens_at_once(work: OpenWo
 @settings(relaxed, max_examples=100)
 @given(open_workloads("grid"))
 def test_the_engine_equals_the_reference_on_a_grid_of_times(work: OpenWorkload) -> None:
+    compare(work)
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=6000)
+@given(st.sampled_from(CLOCKS).flatmap(open_workloads))
+def test_the_engine_equals_the_reference_on_many_runs(work: OpenWorkload) -> None:
     compare(work)
