@@ -249,7 +249,8 @@ class OpenGeneration(RolloutControl):
         yield self._env.timeout(seconds)
         self._rollout.resume()
         self._updating = False
-        self._launched_since_update, self._left_at_update = 0, len(self._groups) + len(self._queue)
+        left = len(self._groups) + len(self._ready_now) + len(self._queue)
+        self._launched_since_update, self._left_at_update = 0, left
         self._rollout.ask()
         return start
 

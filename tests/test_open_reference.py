@@ -1,0 +1,118 @@
+"""Continuous generation in the engine against the token-by-token reference, on random runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from open_workloads import CLOCKS, OpenRun, OpenWorkload, open_workloads
+from reference_open import HaltedError, OpenResult
+
+from rlsim.errors import PolicyError
+
+CLOSE = 1e-9
+
+relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+def near(moment: float) -> object:
+    return pytest.approx(moment, rel=CLOSE, abs=0, nan_ok=True)
+
+
+def check_equal(run: OpenRun, expected: OpenResult) -> None:
+    """Everything that both say."""
+    outcome, samples = run.outcome, 1 + max(sample for _, sample in run.requests)
+    assert run.launches == [positions for _, positions in expected.launches]
+    for number, step in enumerate(expected.steps):
+        calls = {call.call: call for call in outcome.calls if call.step == number}
+        assert calls["generate"].end_at == near(step.has_batch_at), f"step {number} has its batch"
+        assert calls["weight_sync"].ready_at == near(step.asks_at), f"step {number} asks for its update"
+        assert calls["weight_sync"].start_at == near(step.sync_starts_at), f"step {number} has all replicas stand"
+        assert calls["weight_sync"].end_at == near(step.sync_ends_at), f"step {number} has synced"
+        responses = outcome.responses[number]
+        trained = responses.position[responses.trained].tolist()
+        assert trained == [at for at in sorted(step.trained) for _ in range(samples)], f"step {number} trains on"
+        dropped = responses.position[~responses.trained & ~responses.paused]
+        assert set(dropped.tolist()) == set(step.dropped), f"step {number} drops"
+    assert outcome.step_ends[-1] == near(expected.steps[-1].sync_ends_at)
+    last = outcome.responses[-1]
+    assert set(last.position[last.paused].tolist()) == expected.in_flight
+    assert not any(responses.paused.any() for responses in outcome.responses[:-1])
+    assert run.requests.keys() == expected.responses.keys()
+    for key, response in expected.responses.items():
+        request = run.requests[key]
+        assert request.generated == response.generated, f"tokens of {key}"
+        assert request.finished_at == near(response.finished_at), f"finish of {key}"
+        assert request.first_token_at == near(response.first_token_at), f"first token of {key}"
+        assert [tuple(r) for r in request.runs] == response.runs, f"versions of {key}"
+        more = request.preemptions - response.preemptions
+        assert 0 <= more <= response.nearly, f"preemptions of {key}"
+        if request.generated:  # the engine notes it down when a request is admitted
+            assert request.replica == response.replica, f"replica of {key}"
+
+
+def check_invariants(work: OpenWorkload, run: OpenRun) -> None:
+    """What must hold whatever the reference says."""
+    outcome, rule = run.outcome, work.rule
+    assert run.launched_in_update == 0
+    everything = sum(request.generated for request in run.requests.values())
+    told = sum(int(responses.generated_tokens.sum()) for responses in outcome.responses)
+    assert everything == told
+    seen = [i for responses in outcome.responses for i in responses.id.tolist()]
+    assert len(seen) == len(set(seen)) == len(run.requests)
+    samples = len(work.sizes[0])
+    for number, responses in enumerate(outcome.responses):
+        assert responses.trained.sum() == work.prompts * samples
+        assert responses.finished[responses.trained].all()
+        batch = set(responses.id[responses.trained].tolist())
+        oldest = [request.runs[0].version for request in run.requests.values() if request.id in batch]
+        if rule.most_stale is not None:
+            assert number - min(oldest) <= rule.most_stale
+    syncs = np.array([call.end_at for call in outcome.calls if call.call == "weight_sync"])
+    for request in run.requests.values():
+        versions = [r.version for r in request.runs]
+        assert versions == sorted(set(versions))
+        assert sum(r.tokens for r in request.runs) == request.generated
+        if request.finished:
+            assert versions[-1] <= (syncs <= request.finished_at * (1 + CLOSE)).sum()
+
+
+def compare(work: OpenWorkload) -> None:
+    try:
+        expected = work.reference()
+    except HaltedError:
+        with pytest.raises(PolicyError, match="comes to a halt"):
+            work.simulate()
+        return
+    theirs = list(work.rule.asked)
+    work.rule.asked.clear()
+    run = work.simulate()
+    check_equal(run, expected)
+    assert work.rule.asked == theirs, "the views at which room is asked"
+    check_invariants(work, run)
+
+
+@settings(relaxed, max_examples=250)
+@given(open_workloads())
+def test_the_engine_equals_the_reference(work: OpenWorkload) -> None:
+    compare(work)
+
+
+@settings(relaxed, max_examples=150)
+@given(open_workloads("whole"))
+def test_the_engine_equals_the_reference_where_much_happens_at_once(work: OpenWorkload) -> None:
+    compare(work)
+
+
+@settings(relaxed, max_examples=100)
+@given(open_workloads("grid"))
+def test_the_engine_equals_the_reference_on_a_grid_of_times(work: OpenWorkload) -> None:
+    compare(work)
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=6000)
+@given(st.sampled_from(CLOCKS).flatmap(open_workloads))
+def test_the_engine_equals_the_reference_on_many_runs(work: OpenWorkload) -> None:
+    compare(work)
