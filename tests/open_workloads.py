@@ -43,6 +43,7 @@ class Rule(Continuous):
     much: int = 0  # η, hundredths beyond a batch, or prompts running and waiting
     order: Literal["ready", "oldest", "longest", "all_equal"] = "ready"
     most_stale: int | None = None
+    waits_from: int | None = None  # for prompts under way that are so stale
     weights: Update = Update()  # noqa: RUF009
     asked: list[tuple[OpenView, int]] = field(default_factory=list, compare=False, repr=False)
 
@@ -70,6 +71,9 @@ class Rule(Continuous):
 
     def usable(self, ready: Ready, staleness: int) -> bool:
         return self.most_stale is None or staleness <= self.most_stale
+
+    def awaited(self, staleness: int) -> bool:
+        return self.waits_from is not None and staleness >= self.waits_from
 
 
 class StepTimes(CallTimes):
@@ -202,6 +206,7 @@ def rules(most_prompts: int) -> st.SearchStrategy[Rule]:
             much=amounts[launches],
             order=st.sampled_from(["ready", "oldest", "longest", "all_equal"]),
             most_stale=st.sampled_from([None, None, 0, 1, 2]),
+            waits_from=st.sampled_from([None, None, None, 0, 1, 2]),
             weights=st.builds(
                 Update, st.sampled_from(["interrupt", "interrupt", "drain"]), st.sampled_from(["recompute", "keep"])
             ),

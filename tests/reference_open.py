@@ -126,6 +126,7 @@ class _Run(_Rollout):
         self.launched_since_update = self.left_at_update = 0
         self.phase: Literal["takes", "trains", "asks", "syncs", "over"] = "takes"  # of the present step
         self.until = math.nan  # when it has trained, or has synced
+        self.places: set[int] = set()  # positions of prompts that the step waits for
         self.still: set[int] = set()  # replicas that stand still
 
     @property
@@ -155,7 +156,7 @@ class _Run(_Rollout):
         for position in range(self.launched, self.launched + count):
             group = _Group(position, [])
             for sample, (prompt_tokens, response_tokens) in enumerate(self.sizes(position)):
-                request = _Request(len(self.requests), position, prompt_tokens, response_tokens, 0)
+                request = _Request(len(self.requests), position, prompt_tokens, response_tokens, 0, response_tokens)
                 if self.pages_of(prompt_tokens + response_tokens) > self.costs.capacity_pages(self.tps[0]):
                     raise ValueError(f"request {request.id} does not fit an empty replica")
                 self.requests.append(request)
@@ -193,8 +194,9 @@ class _Run(_Rollout):
                 response.finished_at, response.finished_version = self.now, self.version
         return finished
 
-    def become_ready(self) -> None:
-        """Prompts whose responses are all complete join the queue, by position."""
+    def become_ready(self) -> bool:
+        """Prompts whose responses are all complete join the queue, by position. Says whether there are any."""
+        before = self.ready
         for group in sorted(self.running, key=lambda group: group.position):
             if all(r.state == "finished" for r in group.requests):
                 self.running.remove(group)
@@ -202,6 +204,17 @@ class _Run(_Rollout):
                 lengths = tuple(r.generated for r in group.requests)
                 self.queue.append((Ready(Prompt(group.position), self.ready, oldest, lengths), group))
                 self.ready += 1
+        return self.ready > before
+
+    def begin_step(self) -> None:
+        """It keeps places for prompts under way that it waits for."""
+        number, self.phase = len(self.open.steps), "takes"
+        self.open.steps.append(RefStep(self.now))
+        for group in self.running:
+            runs = [self.open.responses[self.keys[r.id]].runs for r in group.requests]
+            oldest = min(r[0][0] if r else self.version for r in runs)
+            if self.batching.awaited(number - oldest):
+                self.places.add(group.position)
 
     # --- what follows within a moment; each says whether anything did
 
@@ -215,15 +228,23 @@ class _Run(_Rollout):
                 self.queue.remove(item)
                 self.dropped += 1
                 self.step.dropped.append(item[0].prompt.position)
-        while self.queue and len(self.step.trained) < self.prompts:
-            item = min(self.queue, key=lambda item: self.batching.rank(item[0]))  # of equals the first in the queue
+                self.places.discard(item[1].position)
+        while len(self.step.trained) < self.prompts:
+            fit = [item for item in self.queue if item[1].position in self.places]
+            if not fit and len(self.step.trained) + len(self.places) < self.prompts:
+                fit = self.queue
+            if not fit:
+                break
+            item = min(fit, key=lambda item: self.batching.rank(item[0]))  # of equals the first in the queue
             self.queue.remove(item)
+            self.places.discard(item[1].position)
             self.taken += 1
             self.step.trained.append(item[0].prompt.position)
             self.step.staleness.append(number - item[0].version)
         if len(self.step.trained) < self.prompts:
             return False
         self.step.has_batch_at = self.now
+        self.places.clear()
         self.phase, self.until = "trains", self.now + self.train_s[number]
         return True
 
@@ -276,8 +297,7 @@ class _Run(_Rollout):
         if len(self.open.steps) == len(self.sync_s):
             self.phase = "over"
         else:
-            self.phase = "takes"
-            self.open.steps.append(RefStep(self.now))
+            self.begin_step()
         return True
 
     # --- the loop
@@ -330,7 +350,7 @@ class _Run(_Rollout):
 
     def to_the_end(self) -> None:
         self.deal_evenly(self.launch(self.room()))
-        self.open.steps.append(RefStep(self.now))
+        self.begin_step()
         self.rest_of_moment(asked=True)
         while self.phase != "over":
             moments = [replica.iteration.ends_at for replica in self.replicas if replica.iteration is not None]
@@ -339,12 +359,10 @@ class _Run(_Rollout):
             if not moments:
                 raise HaltedError
             self.now = min(moments)
-            finished = False
             for replica in self.replicas:
                 if replica.iteration is not None and self.reached(replica.iteration.ends_at):
-                    finished = self.end(replica) or finished
-            self.become_ready()
-            self.rest_of_moment(asked=finished)
+                    self.end(replica)
+            self.rest_of_moment(asked=self.become_ready())
         for r in self.requests:
             response = self.open.responses[self.keys[r.id]]
             response.generated, response.preemptions = r.generated, self.result.preemptions[r.id]

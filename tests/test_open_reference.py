@@ -23,6 +23,7 @@ def near(moment: float) -> object:
 def check_equal(run: OpenRun, expected: OpenResult) -> None:
     """Everything that both say."""
     outcome, samples = run.outcome, 1 + max(sample for _, sample in run.requests)
+    keys = {request.id: key for key, request in run.requests.items()}
     assert run.launches == [positions for _, positions in expected.launches]
     for number, step in enumerate(expected.steps):
         calls = {call.call: call for call in outcome.calls if call.step == number}
@@ -33,6 +34,12 @@ def check_equal(run: OpenRun, expected: OpenResult) -> None:
         responses = outcome.responses[number]
         trained = responses.position[responses.trained].tolist()
         assert trained == [at for at in sorted(step.trained) for _ in range(samples)], f"step {number} trains on"
+        for i, number_of in enumerate(responses.id.tolist()):
+            response = expected.responses[keys[number_of]]
+            if response.runs:
+                assert responses.version[i] == response.runs[0][0], f"oldest weights of {number_of}"
+                stale = sum(tokens for version, tokens in response.runs if version < number)
+                assert responses.stale_tokens[i] == stale, f"stale tokens of {number_of}"
         dropped = responses.position[~responses.trained & ~responses.paused]
         assert set(dropped.tolist()) == set(step.dropped), f"step {number} drops"
     assert outcome.step_ends[-1] == near(expected.steps[-1].sync_ends_at)
@@ -65,10 +72,8 @@ def check_invariants(work: OpenWorkload, run: OpenRun) -> None:
     for number, responses in enumerate(outcome.responses):
         assert responses.trained.sum() == work.prompts * samples
         assert responses.finished[responses.trained].all()
-        batch = set(responses.id[responses.trained].tolist())
-        oldest = [request.runs[0].version for request in run.requests.values() if request.id in batch]
         if rule.most_stale is not None:
-            assert number - min(oldest) <= rule.most_stale
+            assert number - responses.version[responses.trained].min() <= rule.most_stale
     syncs = np.array([call.end_at for call in outcome.calls if call.call == "weight_sync"])
     for request in run.requests.values():
         versions = [r.version for r in request.runs]

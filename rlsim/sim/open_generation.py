@@ -75,7 +75,7 @@ class OpenGeneration(RolloutControl):
         self._discarded: list[_Group] = []  # since the last window
         self._window: _Window | None = None
         self._missing = 0  # prompts of the window
-        self._updating = False
+        self._updating = self._due = False
         self._drained: simpy.Event | None = None
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
@@ -138,7 +138,12 @@ class OpenGeneration(RolloutControl):
         group.left -= 1
         if not group.left:
             self._ready_now.append(self._groups.pop(request.position))
-            self._rollout.ask()
+            self._ask()
+
+    def _ask(self) -> None:
+        """At the end of this moment, a step may take prompts and others may begin."""
+        self._due = True
+        self._rollout.ask()
 
     def _end_run(self, request: Request, generated: int) -> None:
         """What it has generated since the last update is of the present weights."""
@@ -147,6 +152,9 @@ class OpenGeneration(RolloutControl):
 
     def on_finish(self, view: RolloutView) -> Iterator[Launch]:  # noqa: ARG002
         """At the end of a moment: the open window takes what is ready, and prompts begin where there is room."""
+        if not self._due:  # another control is asked more often
+            return
+        self._due = False
         self._line_up()
         self._serve()
         room = 0 if self._updating else self._batching.room(self._seen())
@@ -216,7 +224,7 @@ class OpenGeneration(RolloutControl):
         state.version = self.version
         self._window = _Window(step, state, call, self._env.event(), self._awaited(step))
         self._missing = self._feed.prompts
-        self._rollout.ask()
+        self._ask()
         yield self._window.complete
         self.served_at = self._env.now
         state.requests.sort(key=attrgetter("id"))  # as they were launched, in whatever order they came
@@ -251,7 +259,7 @@ class OpenGeneration(RolloutControl):
         self._updating = False
         left = len(self._groups) + len(self._ready_now) + len(self._queue)
         self._launched_since_update, self._left_at_update = 0, left
-        self._rollout.ask()
+        self._ask()
         return start
 
     def _all_finished(self) -> None:
