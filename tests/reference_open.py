@@ -143,6 +143,7 @@ class _Run(_Rollout):
             waiting=len(self.queue),
             taken=self.taken,
             dropped=self.dropped,
+            replicas=len(self.replicas),
             launched_since_update=self.launched_since_update,
             left_at_update=self.left_at_update,
         )

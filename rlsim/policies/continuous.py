@@ -79,6 +79,7 @@ class SyncQuota(Schema, Continuous):
     """
 
     staleness_threshold: float = Field(default=0.5, ge=0, le=1000, description="prompts beyond those of a sync, share")
+    per_replica: int | None = Field(default=16, ge=1, description="prompts under way for each replica; null: no limit")
     partial_rollout: bool = Field(default=True, description="a sync interrupts responses, which go on after it")
     updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of their KV cache then")
 
@@ -91,7 +92,10 @@ class SyncQuota(Schema, Continuous):
 
     def room(self, view: OpenView) -> int:
         most = math.floor((1 + self.staleness_threshold) * view.prompts + ROUNDING)
-        return max(most - view.left_at_update - view.launched_since_update, 0)
+        room = most - view.left_at_update - view.launched_since_update
+        if self.per_replica is not None:
+            room = min(room, self.per_replica * view.replicas - view.running)
+        return max(room, 0)
 
 
 class Windows(Schema, Rewiring):

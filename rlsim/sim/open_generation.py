@@ -80,6 +80,8 @@ class OpenGeneration(RolloutControl):
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
         self._noted = [0, 0, 0, 0]  # of the last window: responses launched, prompts dropped, preemptions, switches
+        mesh = what.plan.of(call.name).rollout_mesh(what.cluster)
+        self._replicas = sum(len(gpus) // what.initial_tp for gpus in mesh)
         self._rollout = self._begin(call, what.plan.of(call.name))
 
     # ---- the rollout ------------------------------------------------------------------------------------------------
@@ -169,6 +171,7 @@ class OpenGeneration(RolloutControl):
             len(self._queue),
             self._taken,
             self._dropped,
+            self._replicas,
             self._launched_since_update,
             self._left_at_update,
         )
