@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -27,6 +28,7 @@ from rlsim.report.page import Figure
 from rlsim.report.setups import case_setups
 from rlsim.report.shares import batch_parts, gpu_shares, step_section
 from rlsim.report.speedups import speedups
+from rlsim.report.staleness import beaten, continuous, frontier, placed_labels, queue_lengths
 from rlsim.report.style import BUBBLE, kind_colours
 from rlsim.report.write import report_page, write_report
 
@@ -422,3 +424,66 @@ def test_the_bundled_script_is_kept_and_a_folder_that_cannot_be_written_does_not
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: script)
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # a file stands where the folder would be
     assert vega_script.__wrapped__() == script
+
+
+# -------------------------------------------------------------------------------------------------------- staleness
+
+
+@pytest.fixture(scope="module")
+def stale() -> Result:
+    """Systems that are stale beside two that are not."""
+    apart = {"tp": 2, "rollout_gpus": 4}
+    systems = [
+        {"verl": {"tp": 2}},
+        {"one_step_off": apart},
+        {"areal": {**apart, "eta": [0, 2]}},
+        {
+            "name": HOSTILE,
+            "use": [{"verl": {"tp": 2}}, {"split": {"rollout_gpus": 4}}, {"bounded_staleness": {"eta": 1}}],
+        },
+    ]
+    workflow = {"prompts": 8, "responses": 4, "steps": 8}
+    training = {"backend": "fsdp"}
+    return rlsim.run(
+        experiment(systems=systems, workflow=workflow, training=training, baseline="verl", seeds=2, cases={})
+    )
+
+
+def test_the_frontier_is_what_the_summary_says(stale: Result) -> None:
+    rows, summary = frontier(stale, "").set_index("system"), stale.summary().set_index("system")
+    assert rows["rate"].to_dict() == pytest.approx(summary["responses_per_s"].to_dict())
+    assert rows["staleness"].to_dict() == pytest.approx(summary["staleness_mean"].to_dict())
+    assert (rows["low"] < rows["high"]).all()
+    assert not rows.loc["areal-eta0", "best"]  # verl is faster and no staler
+    assert rows.loc[summary["responses_per_s"].idxmax(), "best"]
+
+
+def test_systems_that_are_equal_do_not_beat_each_other() -> None:
+    rates = pd.DataFrame({"rate": [1.0, 1.001, 2.0, 1.9], "staleness": [0.0, 0.0, 1.0, 1.5]})
+    assert [beaten(rates, row) for _, row in rates.iterrows()] == [False, False, False, True]
+
+
+def test_queues_are_those_of_the_engine(stale: Result) -> None:
+    assert continuous(stale, "") == ["areal-eta2", HOSTILE]  # with a bound of 0 nothing ever waits
+    generations = stale.calls[stale.calls["kind"] == "generate"].sort_values("step")
+    for system, seed in itertools.product(continuous(stale, ""), stale.manifest["seeds"]):
+        steps, calls = (
+            table[(table["system"] == system) & (table["seed"] == seed)] for table in (stale.steps, generations)
+        )
+        queue = queue_lengths(stale, "", system, seed, calls["end_at"].to_numpy())
+        assert queue["prompts"].tolist() == steps["waiting"].tolist()
+    assert stale.steps["waiting"].max() > 0
+
+
+def test_labels_hide_neither_each_other_nor_points() -> None:
+    points = [(100.0 + 3 * i, 100.0 + 2 * i) for i in range(8)]
+    places = placed_labels(points, [f"system {i}" for i in range(8)])
+    assert not any(one.hides(other) for one, other in itertools.combinations(places, 2))
+
+
+def test_a_browser_draws_staleness_where_there_is_any(stale: Result, result: Result, tmp_path: Path) -> None:
+    opened = open_page(write_report(stale, tmp_path / "stale.html"), tmp_path / "browser")
+    assert opened.console == []
+    assert {"frontier", "queue"} <= set(opened.charts())
+    assert opened.undrawn() == []
+    assert not {figure.id for figure in report_page(result).figures} & {"frontier-2k", "queue-2k"}

@@ -63,20 +63,20 @@ def active_sequences(stays: pd.DataFrame, at: Floats) -> npt.NDArray[np.int64]:
     One that waits, was preempted, is on its way to another replica, or was aborted does not count.
     """
     admitted = stays[stays["admitted_at"].notna()]
-    return _covering(admitted["admitted_at"], admitted["left_at"], at)
+    return covering(admitted["admitted_at"], admitted["left_at"], at)
 
 
 def active_replicas(spans: pd.DataFrame, at: Floats) -> npt.NDArray[np.int64]:
     """Replicas that iterate at each moment; one on several runs of GPUs counts once."""
     once = spans.drop_duplicates(["label", "start_at", "end_at"])
-    return _covering(once["start_at"], once["end_at"], at)
+    return covering(once["start_at"], once["end_at"], at)
 
 
 def gpus_by_tp(spans: pd.DataFrame, at: Floats) -> pd.DataFrame:
     """GPUs that iterate at each TP degree and moment: columns at_s (as `at`), tp, gpus."""
     frames = []
     for tp, mine in spans.groupby("tp"):
-        count = _covering(mine["start_at"], mine["end_at"], at, mine["gpus"])
+        count = covering(mine["start_at"], mine["end_at"], at, mine["gpus"])
         frames.append(pd.DataFrame({"at_s": at, "tp": int(str(tp)), "gpus": count}))
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"at_s": [], "tp": [], "gpus": []})
 
@@ -102,7 +102,7 @@ def _counted(texts: list[str]) -> str:
     return f"{texts[0]} ×{len(texts)}" if len(set(texts)) == 1 else f"{len(texts)} switches"
 
 
-def _covering(
+def covering(
     start: pd.Series[float], end: pd.Series[float], at: Floats, weight: pd.Series[int] | None = None
 ) -> npt.NDArray[np.int64]:
     """Weight of the intervals [start, end) that hold each moment."""

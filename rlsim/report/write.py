@@ -32,6 +32,7 @@ from rlsim.report.page import (
 from rlsim.report.setups import case_setups
 from rlsim.report.shares import gpu_section, step_section
 from rlsim.report.speedups import speedup_section
+from rlsim.report.staleness import staleness_section
 from rlsim.report.sweep_page import sweep_page
 from rlsim.sweeps.read import SweepResult, read_sweep
 from rlsim.sweeps.store import DEFINITION
@@ -112,8 +113,10 @@ def report_page(
     choice = choose(result, case=case, systems=systems, seed=seed, step=step)
     setup = next(one for one in setups if one.case == choice.case)
     experiment = result.manifest["experiment"]
+    stale = staleness_section(result, setups)
     sections = (
         speedup_section(result, setups),
+        *((stale,) if stale else ()),
         step_section(result, setups),
         gpu_section(result, setups),
         lengths_section(result, setups),
