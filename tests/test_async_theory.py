@@ -209,6 +209,12 @@ def test_without_staleness_it_is_the_synchronous_split_exactly() -> None:
         np.testing.assert_allclose(own["finish_at"], expected["finish_at"], rtol=1e-12)
 
 
+def test_generation_that_never_stops_is_no_faster_than_its_bound() -> None:
+    """Few prompts of a long tail: the longest responses take many steps, which says nothing of one of them."""
+    found = run({"areal": {"tp": 1, "rollout_gpus": 4, "eta": 8}}, workflow={"prompts": 2, "steps": 60})
+    assert 0 < found.summary()["bound_share"].item() < 1
+
+
 # ------------------------------------------------------------------------------------------------------ Little's law
 
 

@@ -52,14 +52,18 @@ class GenerationBound:
         prompts, lengths = np.asarray(prompt_tokens, dtype=np.float64), np.asarray(response_tokens, dtype=np.float64)
         if not len(lengths):
             return 0.0
+        longest = int(np.argmax(lengths))
+        along = prompts[longest] + 1 + np.arange(int(lengths[longest]) - 1)
+        return max(self.work_s(prompts, lengths), float(self._fastest_s(along).sum()))
+
+    def work_s(self, prompt_tokens: ArrayLike, response_tokens: ArrayLike) -> float:
+        """The same for the total work alone: all that bounds a stage that works on other responses beside these."""
+        prompts, lengths = np.asarray(prompt_tokens, dtype=np.float64), np.asarray(response_tokens, dtype=np.float64)
         decoded = lengths - 1  # the prefill gives the first token
         contexts = decoded * (prompts + 1) + decoded * (decoded - 1) / 2
         tokens = float(decoded.sum())
         mean = float(contexts.sum()) / tokens if tokens else 0.0
-        work_s = tokens * float(np.interp(mean, *self._hull)) / self._gpus
-        longest = int(np.argmax(lengths))
-        along = prompts[longest] + 1 + np.arange(int(decoded[longest]))
-        return float(max(work_s, self._fastest_s(along).sum()))
+        return tokens * float(np.interp(mean, *self._hull)) / self._gpus
 
     def _fastest_s(self, contexts: NDArray[np.float64]) -> NDArray[np.float64]:
         """The fastest step of any TP and batch at each context, rounded down to a multiple of `_STEP_TOKENS`."""

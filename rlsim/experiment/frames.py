@@ -124,6 +124,8 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
     for call in outcome.calls:
         calls.setdefault(call.step, []).append(call)
     work = _at_work(outcome)
+    # A rollout for all steps works on the longest response of one beside those of others.
+    bound_s = bound.work_s if any(at_replica.step == NO_STEP for at_replica in outcome.stays) else bound.time_s
     rows = []
     for step, window in enumerate(itertools.pairwise([0.0, *outcome.step_ends])):
         generate = next((call for call in calls[step] if call.kind == "generate"), None)
@@ -141,9 +143,7 @@ def _steps(outcome: Outcome, bound: GenerationBound) -> list[dict[str, Any]]:
                 "round": summary.settled.label,
                 "gen_time_s": ended - began,
                 "gen_p90_time_s": max(p90_at - began, 0.0),
-                "gen_bound_s": bound.time_s(
-                    (responses.prompt_tokens + responses.resumed_tokens)[here], new_tokens[here]
-                ),
+                "gen_bound_s": bound_s((responses.prompt_tokens + responses.resumed_tokens)[here], new_tokens[here]),
                 "reward_time_s": _union_s((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
                 **_exposed_s(work, step, window),
                 **_counts(responses, summary),

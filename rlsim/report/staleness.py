@@ -73,7 +73,7 @@ def frontier_chart(frame: pd.DataFrame) -> Any:
     rows = frame.assign(
         label_at=[place.x / across for place in places],
         label_rate=[high - place.y / down for place in places],
-        moved=[abs(place.y - y) > _LINE + 3 for place, (_, y) in zip(places, points, strict=True)],
+        moved=[abs(place.y - y) > 12 for place, (_, y) in zip(places, points, strict=True)],
         kind=np.where(frame["best"], _BEST, _BEATEN),
     )
     x = alt.X("staleness:Q", title="mean staleness of the responses trained on (weight updates)", scale=x_scale)
