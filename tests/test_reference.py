@@ -444,8 +444,7 @@ def test_a_budget() -> None:
 
 
 def test_a_further_budget() -> None:
-    # Requests 0 (4, 9) and 1 (4, 2) on one replica pause and finish at 3.5 + 10/64. The third decodes on replica 1 until
-    # 3.25 + 13/64; it is longer there, as it has 2 tokens of 3 by then and an iteration under way.
+    # On replica 0 request 0 (4, 9) pauses as request 1 (4, 2) finishes, while request 2 (12, 2) decodes on replica 1.
     control = At({1: Extend((0, 1, 2), 2)})
     result = run([(4, 9), (4, 2), (12, 2)], gpus=2, budget=2, control=control)
     third = 2.5 + 1.25 + 13 / 64
