@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
@@ -28,7 +28,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
-from rlsim.experiment.worlds import in_worlds
+from rlsim.experiment.worlds import Progress, Together, in_worlds
 from rlsim.policies.plan import part_of
 from rlsim.schema import place_of
 from rlsim.sim.control import RolloutControl
@@ -37,9 +37,6 @@ from rlsim.version import __version__
 
 #: More systems than these are counted in notes, not listed.
 MOST_NAMES = 4
-
-#: Called with (runs done, runs in all, what runs next).
-Progress = Callable[[int, int, str], None]
 
 
 def run(
@@ -84,7 +81,10 @@ def run_loaded(
     where they do not fit.
     """
     cases = checked_cases(experiment, folder, shown, optional)
-    told: Progress = progress or (lambda *_: None)
+    worlds = worlds_of(experiment, cases)
+    experiment = experiment.model_copy(update={"certainty": worlds})  # for the manifest
+    together = Together(progress or (lambda *_: None), len(experiment.seed_list), worlds)
+    told = together.calibrated
     if execute is None:
         _simulate(cases, told)
     else:
@@ -99,19 +99,16 @@ def run_loaded(
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
     result = Result(**tables, manifest=_manifest(experiment, cases, collected))
-    if not experiment.certainty:
+    if not worlds:
         return result
     settled = with_settings(experiment, {"baseline": cases[0].baseline, "certainty": 0}, shown)
 
     def in_world(number: int, seed: int) -> Result:
-        def told_of(done: int, runs: int, what: str) -> None:
-            told(done, runs, f"world {number} of {experiment.certainty}: {what}")
-
         world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
-        return run_loaded(world, shown, folder, progress=told_of, execute=execute, optional=optional)
+        return run_loaded(world, shown, folder, progress=together.world(number), execute=execute, optional=optional)
 
-    worlds = in_worlds(experiment.certainty, experiment.seed_list, result, in_world)
-    return replace(result, manifest={**result.manifest, "worlds": worlds})
+    found = in_worlds(worlds, experiment.seed_list, result, in_world)
+    return replace(result, manifest={**result.manifest, "worlds": found})
 
 
 def _simulate(cases: Sequence[_Case], told: Progress) -> None:
@@ -158,6 +155,11 @@ def checked_cases(
     for case in cases:
         _ = case.steady  # raises if a warm-up leaves nothing to measure
     return cases
+
+
+def worlds_of(experiment: Experiment, cases: Sequence[_Case]) -> int:
+    """How many worlds are drawn: by default none where no system is compared with a baseline that runs."""
+    return experiment.worlds(max((len(case.systems) for case in cases if case.compares), default=0))
 
 
 def _settle_baseline(cases: Sequence[_Case]) -> None:
@@ -296,6 +298,11 @@ class _Case:
     def decides(self, spec: SystemSpec) -> bool:
         """Whether a system decides on layouts or places each time that responses finish."""
         return type(spec.make().control).on_finish is not RolloutControl.on_finish
+
+    @property
+    def compares(self) -> bool:
+        """Whether the baseline runs."""
+        return any(spec.name == self.baseline for spec in self.systems)
 
     def tables(self) -> list[Frames]:
         collected = []
