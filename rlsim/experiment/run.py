@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -23,6 +24,7 @@ from rlsim.experiment.job import Execute, Job, Ran, simulated
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.notes import preemption_notes, rate_notes, steady_note
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
+from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
@@ -73,14 +75,16 @@ def run_loaded(
     progress: Progress | None = None,
     execute: Execute | None = None,
     optional: Collection[str] = (),
+    plans: Mapping[str, FoundPlans] = MappingProxyType({}),
 ) -> Result:
     """Run an experiment as `load_experiment` gave it; the rest as in `run`.
 
     With `execute` the runs are jobs, each with a simulator of its own: results do not depend on who does them, and
     shapes are counted as looked up once for each job that did. Systems named in `optional` are left out with a note
-    where they do not fit.
+    where they do not fit. `plans` are those found before, by case, which are not searched for again: in worlds drawn
+    from the calibration's errors, systems keep the plans that it led to as it was fitted.
     """
-    cases = checked_cases(experiment, folder, shown, optional)
+    cases = checked_cases(experiment, folder, shown, optional, plans)
     worlds = worlds_of(experiment, cases)
     experiment = experiment.model_copy(update={"certainty": worlds})  # for the manifest
     together = Together(progress or (lambda *_: None), len(experiment.seed_list), worlds)
@@ -101,14 +105,16 @@ def run_loaded(
     result = Result(**tables, manifest=_manifest(experiment, cases, collected))
     if not worlds:
         return result
+    found = {case.name: case.simulator.plans.found for case in cases}
     settled = with_settings(experiment, {"baseline": cases[0].baseline, "certainty": 0}, shown)
 
     def in_world(number: int, seed: int) -> Result:
         world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
-        return run_loaded(world, shown, folder, progress=together.world(number), execute=execute, optional=optional)
+        told = together.world(number)
+        return run_loaded(world, shown, folder, progress=told, execute=execute, optional=optional, plans=found)
 
-    found = in_worlds(worlds, experiment.seed_list, result, in_world)
-    return replace(result, manifest={**result.manifest, "worlds": found})
+    drawn = in_worlds(worlds, experiment.seed_list, result, in_world)
+    return replace(result, manifest={**result.manifest, "worlds": drawn})
 
 
 def _simulate(cases: Sequence[_Case], told: Progress) -> None:
@@ -141,14 +147,20 @@ def _execute(cases: Sequence[_Case], told: Progress, execute: Execute) -> None:
 
 
 def checked_cases(
-    experiment: Experiment, folder: Path, shown: str = "experiment", optional: Collection[str] = ()
+    experiment: Experiment,
+    folder: Path,
+    shown: str = "experiment",
+    optional: Collection[str] = (),
+    plans: Mapping[str, FoundPlans] = MappingProxyType({}),
 ) -> list[_Case]:
     """All cases of an experiment, each with everything checked that can be before a search or simulation.
 
     Relative paths of the experiment start at `folder`; systems named in `optional` are left out where they do not fit.
-    Raises `RlsimError` for whatever does not exist or fit.
+    `plans`: those found before, by case. Raises `RlsimError` for whatever does not exist or fit.
     """
-    cases = [_Case(name, case, folder, shown, optional) for name, case in cases_of(experiment, shown)]
+    cases = [
+        _Case(name, case, folder, shown, optional, plans.get(name, {})) for name, case in cases_of(experiment, shown)
+    ]
     _settle_baseline(cases)
     if not any(case.systems for case in cases):
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
@@ -209,7 +221,13 @@ class _Case:
     """One case: what it loaded, its systems, and the runs so far. Nothing is searched for before `search`."""
 
     def __init__(
-        self, name: str, experiment: Experiment, folder: Path, shown: str, optional: Collection[str] = ()
+        self,
+        name: str,
+        experiment: Experiment,
+        folder: Path,
+        shown: str,
+        optional: Collection[str],
+        plans: FoundPlans,
     ) -> None:
         self.name = name
         self.experiment = experiment
@@ -217,6 +235,7 @@ class _Case:
         with placing(shown, name):
             self.loaded = LoadedExperiment.of(experiment, folder, shown)
         self.simulator = Simulator(self.loaded, search=False)
+        self.simulator.plans.found |= plans
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
         self._specs = parse_systems(experiment.systems, shown)
         self.names = [spec.name for spec in self._specs]
@@ -261,8 +280,9 @@ class _Case:
                 runs.append((spec, (seed,)))
             elif seed == self.experiment.seed_list[0]:
                 runs.append((spec, self.experiment.seed_list))
+        plans = dict(self.simulator.plans.found)
         return [
-            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady)
+            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady, plans)
             for n, (spec, seeds) in enumerate(runs, first)
         ]
 
