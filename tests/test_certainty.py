@@ -34,12 +34,14 @@ from rlsim.report.speedups import verdict
 from rlsim.search.methods import find_plan
 from rlsim.sweeps.jobs import in_processes
 from rlsim.sweeps.points import load_sweep
-from rlsim.validate.coverage import errors_by_setting, inside, line, spread
+from rlsim.validate.calls import OUTLIER, shipped_calls
+from rlsim.validate.coverage import errors_by_setting, inside, level_spread, levels_inside, line, spread
 from rlsim.validate.parts import data_folder
 from rlsim.validate.rows import Row
 from rlsim.validate.runs import run as validated
 from rlsim.validate.serving import has_runs, read_runs
 from rlsim.validate.transfer import kind_rows, shipped_fits
+from rlsim.validate.weight_sync import left_out, left_out_errors, predicted_errors, read_syncs
 
 DATA = data_folder(None)
 measured = pytest.mark.skipif(not has_runs(DATA), reason="no measured serving runs here")
@@ -272,21 +274,49 @@ def test_a_system_is_faster_only_where_both_intervals_say_so(seeds: Any, errors:
 
 
 @pytest.fixture(scope="module")
-def left_out() -> Sequence[Row]:
+def left_out_runs() -> Sequence[Row]:
     """Every serving run, with the fit that has not seen its setting."""
     return kind_rows(read_runs(DATA or Path()), shipped_fits(), "left-out")
 
 
 @measured
 @pytest.mark.parametrize("quantity", ["tpot_s", "ttft_s"])
-def test_nine_of_ten_left_out_runs_lie_inside_their_interval(left_out: Sequence[Row], quantity: str) -> None:
-    errors = errors_by_setting(left_out, quantity)
+def test_nine_of_ten_left_out_runs_lie_inside_their_interval(left_out_runs: Sequence[Row], quantity: str) -> None:
+    errors = errors_by_setting(left_out_runs, quantity)
     runs = {setting: len(own) for setting, own in errors.items()}
     share = sum(part * runs[setting] for setting, part in inside(errors).items()) / sum(runs.values())
     assert 0.80 < share < 0.97
 
 
+def test_an_interval_from_the_other_settings_by_hand() -> None:
+    """Of two other settings, each counted once: 2.920 (Student's t) times the root of their mean square."""
+    errors = {"a": np.array([0.1, -0.1]), "b": np.array([0.1]), "c": np.array([0.29, 0.30])}
+    assert levels_inside(errors) == {"a": 2, "b": 1, "c": 1}
+    assert level_spread({"a": np.array([0.3, 0.3, 0.3]), "b": np.array([0.1])}) == pytest.approx(math.sqrt(0.05))
+
+
+@pytest.mark.parametrize(("outlier", "inside_of"), [(False, (21, 22)), (True, (22, 24))])
+def test_nine_of_ten_left_out_calls_lie_inside_their_interval(outlier: bool, inside_of: tuple[int, int]) -> None:
+    errors = shipped_calls().log_errors(outlier)
+    found = levels_inside(errors)
+    assert (sum(found.values()), sum(map(len, errors.values()))) == inside_of
+    assert 0.80 < inside_of[0] / inside_of[1] < 0.97
+    assert found.get(OUTLIER, 0) == 0, "the run that the model cannot tell lies outside; it is counted all the same"
+    assert (MEASURED.calls == pytest.approx(level_spread(errors), abs=6e-4)) == outlier, "worlds are drawn with it"
+
+
 @measured
-def test_the_errors_of_rollouts_are_those_of_left_out_runs(left_out: Sequence[Row]) -> None:
-    found = spread(line(own) for own in errors_by_setting(left_out, "tpot_s").values())
+def test_weight_syncs_lie_inside_their_interval() -> None:
+    """All of the predicted, five of which are too few for nine of ten; seven of eight that know nothing of theirs."""
+    found = read_syncs(DATA or Path())
+    unseen = left_out({row: time for row, (_, time) in found.items()})
+    for errors, inside_of in ((predicted_errors(found), (5, 5)), (left_out_errors(found, unseen), (7, 8))):
+        assert (sum(levels_inside(errors).values()), sum(map(len, errors.values()))) == inside_of
+        assert inside_of[0] / inside_of[1] > 0.80
+    assert level_spread(predicted_errors(found)) == pytest.approx(MEASURED.sync, abs=6e-4)
+
+
+@measured
+def test_the_errors_of_rollouts_are_those_of_left_out_runs(left_out_runs: Sequence[Row]) -> None:
+    found = spread(line(own) for own in errors_by_setting(left_out_runs, "tpot_s").values())
     assert (found.level, found.tilt) == pytest.approx((MEASURED.rollout, MEASURED.tilt), abs=6e-4)
