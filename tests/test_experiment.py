@@ -39,6 +39,7 @@ EXPERIMENT: dict[str, Any] = {
     "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "8K"},
     "workflow": {"prompts": 8, "responses": 4, "steps": 2},
     "seeds": 2,
+    "certainty": 0,
     "baseline": "verl-best",
     "systems": [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, "pat", {"pat": {"start_tp": [1]}}],
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -23,12 +24,13 @@ from rlsim.experiment.job import Execute, Job, Ran, simulated
 from rlsim.experiment.load import load_experiment, with_settings
 from rlsim.experiment.notes import preemption_notes, rate_notes, steady_note
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
+from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import mean_ratio, means
 from rlsim.experiment.systems import SystemSpec, parse_systems
-from rlsim.experiment.worlds import in_worlds
+from rlsim.experiment.worlds import Progress, Together, in_worlds
 from rlsim.policies.plan import part_of
 from rlsim.schema import place_of
 from rlsim.sim.control import RolloutControl
@@ -37,9 +39,6 @@ from rlsim.version import __version__
 
 #: More systems than these are counted in notes, not listed.
 MOST_NAMES = 4
-
-#: Called with (runs done, runs in all, what runs next).
-Progress = Callable[[int, int, str], None]
 
 
 def run(
@@ -76,15 +75,20 @@ def run_loaded(
     progress: Progress | None = None,
     execute: Execute | None = None,
     optional: Collection[str] = (),
+    plans: Mapping[str, FoundPlans] = MappingProxyType({}),
 ) -> Result:
     """Run an experiment as `load_experiment` gave it; the rest as in `run`.
 
     With `execute` the runs are jobs, each with a simulator of its own: results do not depend on who does them, and
     shapes are counted as looked up once for each job that did. Systems named in `optional` are left out with a note
-    where they do not fit.
+    where they do not fit. `plans` are those found before, by case, which are not searched for again: in worlds drawn
+    from the calibration's errors, systems keep the plans that it led to as it was fitted.
     """
-    cases = checked_cases(experiment, folder, shown, optional)
-    told: Progress = progress or (lambda *_: None)
+    cases = checked_cases(experiment, folder, shown, optional, plans)
+    worlds = worlds_of(experiment, cases)
+    experiment = experiment.model_copy(update={"certainty": worlds})  # for the manifest
+    together = Together(progress or (lambda *_: None), len(experiment.seed_list), worlds)
+    told = together.calibrated
     if execute is None:
         _simulate(cases, told)
     else:
@@ -99,19 +103,18 @@ def run_loaded(
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
     result = Result(**tables, manifest=_manifest(experiment, cases, collected))
-    if not experiment.certainty:
+    if not worlds:
         return result
+    found = {case.name: case.simulator.plans.found for case in cases}
     settled = with_settings(experiment, {"baseline": cases[0].baseline, "certainty": 0}, shown)
 
     def in_world(number: int, seed: int) -> Result:
-        def told_of(done: int, runs: int, what: str) -> None:
-            told(done, runs, f"world {number} of {experiment.certainty}: {what}")
-
         world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
-        return run_loaded(world, shown, folder, progress=told_of, execute=execute, optional=optional)
+        told = together.world(number)
+        return run_loaded(world, shown, folder, progress=told, execute=execute, optional=optional, plans=found)
 
-    worlds = in_worlds(experiment.certainty, experiment.seed_list, result, in_world)
-    return replace(result, manifest={**result.manifest, "worlds": worlds})
+    drawn = in_worlds(worlds, experiment.seed_list, result, in_world)
+    return replace(result, manifest={**result.manifest, "worlds": drawn})
 
 
 def _simulate(cases: Sequence[_Case], told: Progress) -> None:
@@ -144,20 +147,31 @@ def _execute(cases: Sequence[_Case], told: Progress, execute: Execute) -> None:
 
 
 def checked_cases(
-    experiment: Experiment, folder: Path, shown: str = "experiment", optional: Collection[str] = ()
+    experiment: Experiment,
+    folder: Path,
+    shown: str = "experiment",
+    optional: Collection[str] = (),
+    plans: Mapping[str, FoundPlans] = MappingProxyType({}),
 ) -> list[_Case]:
     """All cases of an experiment, each with everything checked that can be before a search or simulation.
 
     Relative paths of the experiment start at `folder`; systems named in `optional` are left out where they do not fit.
-    Raises `RlsimError` for whatever does not exist or fit.
+    `plans`: those found before, by case. Raises `RlsimError` for whatever does not exist or fit.
     """
-    cases = [_Case(name, case, folder, shown, optional) for name, case in cases_of(experiment, shown)]
+    cases = [
+        _Case(name, case, folder, shown, optional, plans.get(name, {})) for name, case in cases_of(experiment, shown)
+    ]
     _settle_baseline(cases)
     if not any(case.systems for case in cases):
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     for case in cases:
         _ = case.steady  # raises if a warm-up leaves nothing to measure
     return cases
+
+
+def worlds_of(experiment: Experiment, cases: Sequence[_Case]) -> int:
+    """How many worlds are drawn: by default none where no system is compared with a baseline that runs."""
+    return experiment.worlds(max((len(case.systems) for case in cases if case.compares), default=0))
 
 
 def _settle_baseline(cases: Sequence[_Case]) -> None:
@@ -202,7 +216,13 @@ class _Case:
     """One case: what it loaded, its systems, and the runs so far. Nothing is searched for before `search`."""
 
     def __init__(
-        self, name: str, experiment: Experiment, folder: Path, shown: str, optional: Collection[str] = ()
+        self,
+        name: str,
+        experiment: Experiment,
+        folder: Path,
+        shown: str,
+        optional: Collection[str],
+        plans: FoundPlans,
     ) -> None:
         self.name = name
         self.experiment = experiment
@@ -210,6 +230,7 @@ class _Case:
         with placing(shown, name):
             self.loaded = LoadedExperiment.of(experiment, folder, shown)
         self.simulator = Simulator(self.loaded, search=False)
+        self.simulator.plans.found |= plans
         self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
         self._specs = parse_systems(experiment.systems, shown)
         self.names = [spec.name for spec in self._specs]
@@ -254,8 +275,9 @@ class _Case:
                 runs.append((spec, (seed,)))
             elif seed == self.experiment.seed_list[0]:
                 runs.append((spec, self.experiment.seed_list))
+        plans = dict(self.simulator.plans.found)
         return [
-            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady)
+            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady, plans)
             for n, (spec, seeds) in enumerate(runs, first)
         ]
 
@@ -291,6 +313,11 @@ class _Case:
     def decides(self, spec: SystemSpec) -> bool:
         """Whether a system decides on layouts or places each time that responses finish."""
         return type(spec.make().control).on_finish is not RolloutControl.on_finish
+
+    @property
+    def compares(self) -> bool:
+        """Whether the baseline runs."""
+        return any(spec.name == self.baseline for spec in self.systems)
 
     def tables(self) -> list[Frames]:
         collected = []

@@ -35,9 +35,10 @@ def point_name(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 
 def config_of(experiment: Experiment) -> dict[str, Any]:
-    """The experiment with all its defaults as plain values; the seeds themselves, and no description."""
+    """The experiment with all its defaults as plain values; the seeds themselves, worlds only where they are asked for,
+    and no description."""
     config = experiment.model_dump(mode="json", exclude={"description"})
-    return {**config, "seeds": list(experiment.seed_list)}
+    return {**config, "seeds": list(experiment.seed_list), "certainty": experiment.certainty or 0}
 
 
 def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:

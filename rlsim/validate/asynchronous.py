@@ -73,7 +73,6 @@ def areal_experiment(gpus: int, systems: list[Any], steps: int, **training: Any)
             "backend": "megatron", "pp": 2, "mini_batches": 4, "micro_batch_tokens": AREAL_MICRO_BATCH, **training,
         },
         "seeds": 1,
-        "certainty": 0,
         "systems": systems,
     }  # fmt: skip
 
