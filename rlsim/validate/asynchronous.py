@@ -50,7 +50,7 @@ def section(options: Options) -> Section | Skipped:
     found += one_step_off_rows(_record(table, 19), _record(table, 20), _record(synchronous, 28))
     options.progress("veRL, fully asynchronous")
     found += fully_async_rows(_record(table, 1), _record(table, 2), _record(synchronous, 10))
-    return published_section("asynchronous", found, curve=_curve_table(curve))
+    return published_section("asynchronous", found, depth=2, curve=_curve_table(curve))
 
 
 def _record(table: pd.DataFrame, number: int) -> dict[str, Any]:
