@@ -27,9 +27,9 @@ from rlsim.experiment.schema import Experiment
 from rlsim.hardware import Cluster
 from rlsim.hooks import hooks as hooks_of
 from rlsim.policies.parts import KINDS, ChunkStreaming
-from rlsim.sim.continuous import Continuous
 from rlsim.policies.registry import BUILTIN, load_policy
 from rlsim.sim import control
+from rlsim.sim.continuous import Continuous
 from rlsim.sweeps.schema import SweepSpec
 from rlsim.trace.fit import LengthFit
 from rlsim.trace.generate import Recipe
