@@ -13,7 +13,7 @@ from typing import Any
 from rlsim import catalogue
 from rlsim.cost.calibration import load_calibration
 from rlsim.experiment.build import find_model, find_trace, placing
-from rlsim.experiment.run import cases_of
+from rlsim.experiment.case import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
