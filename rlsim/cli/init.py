@@ -109,7 +109,7 @@ def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path
 def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
     """Write the file and say what is to know about it; exit code 1 if it does not run as it stands."""
     from rlsim.cli.terminal import Console
-    from rlsim.verl.experiment import check
+    from rlsim.init.parts import check
 
     refused = check(draft, folder)
     if refused:
