@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsim.errors import ConfigError, RlsimError, unknown_name
+from rlsim.errors import CatalogueError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment, find_trace
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
@@ -72,7 +72,10 @@ def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where
 
 def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
     """The actor's shape: that of `path`, unless an option names one."""
-    chosen, said = find_model(options.model or path, options.folder)
+    try:
+        chosen, said = find_model(options.model or path, options.folder)
+    except CatalogueError as error:
+        raise CatalogueError(f"{'--model' if options.model else where}: {error}") from None
     draft.entries["model"] = Entry(chosen, joined("--model" if options.model else where, said))
     return load_from(chosen, options.folder)
 

@@ -91,7 +91,15 @@ def apart_of(config: VerlSettings) -> Apart | None:
         )
     fully = config.has(ASYNC.removesuffix(".")) or config.is_given("rollout.total_rollout_steps")
     separate = config.given.get("actor_rollout_ref.hybrid_engine") is False or config.is_given(_ROLLOUT_NODES[0])
-    if not (fully or separate or config.given.get(_ROLLOUT_NODES[1])):
+    separate = separate or bool(config.given.get(_ROLLOUT_NODES[1]))
+    if fully and not separate:
+        key = next(key for key in (*config.given, *config.doubts) if key.startswith((ASYNC, "rollout.")))
+        raise ConfigError(
+            f"{config.origin.get(key, 'the configuration')}: {key}, but no GPUs of generation (rollout.nnodes, "
+            "rollout.n_gpus_per_node): of veRL's asynchronous recipes one_step_off_policy and fully_async_policy are "
+            "simulated, whose generation has GPUs of its own"
+        )
+    if not separate:
         return None
     config.default |= {**_DEFAULTS, **(_FULLY if fully else {})}
     config.given.pop(ROLLOUT + "free_cache_engine", None)  # nothing trains beside the KV cache

@@ -185,7 +185,8 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
     on = [key for key in kl_keys if config.get(key)]
     with_reference = " and ".join(map(config.where, on)) or "no KL term: " + " and ".join(map(config.where, kl_keys))
     bypass_key = "algorithm.rollout_correction.bypass_mode"
-    bypass = bool(config.get(bypass_key))
+    fully = apart is not None and apart.policy == "verl_fully_async"
+    bypass = not asynchronous.recomputes(config) if fully else bool(config.get(bypass_key))
     workflow = {
         "algorithm": Entry(algorithm, joined(config.where(_ESTIMATOR), same_calls)),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
