@@ -14,8 +14,6 @@ from rlsim.areal.training import add_training
 from rlsim.errors import ConfigError
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import (
-    OVERLAPPING_STEPS,
-    STEPS,
     Options,
     Said,
     add_calibration,
@@ -26,6 +24,7 @@ from rlsim.init.parts import (
     add_trace,
     finish,
     joined,
+    steps_of,
     title_of,
 )
 from rlsim.init.settings import Settings
@@ -78,9 +77,8 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     path = options.model or config.text(_MODEL)
     actor = add_model(draft, options, path, config.where(_MODEL))
     add_calibration(draft, options, machines, Said(sides.generation.engine, sides.where))
-    prompts = (
-        Said(config.whole(_LONGEST_PROMPT), config.where(_LONGEST_PROMPT)) if config.get(_LONGEST_PROMPT) else None
-    )
+    longest = _LONGEST_PROMPT
+    prompts = None if config.get(longest) is None else Said(config.whole(longest), config.where(longest))
     cap = Said(config.whole(_NEW), config.where(_NEW))
     lengths = add_trace(draft, options, actor, cap, "", prompts)
     _workflow(config, draft, sides)
@@ -91,9 +89,9 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]
     add_memory(draft, Said(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
     draft.missing = _missing(config, sides)
-    draft.unread = config.unasked()
     file = PurePath(config.name).stem
     title = options.name or title_of(config.get("experiment_name"), file, otherwise="from-areal")
+    draft.unread = config.unasked()
     said = "What the configuration does not say is AReaL's default. Run it: rlsim run FILE"
     return finish(draft, title, [f"{title}: made by rlsim init from {' '.join(sources)}", said])
 
@@ -143,7 +141,7 @@ def _workflow(config: Settings, draft: Draft, sides: _Sides) -> None:
         "algorithm": Entry("ppo" if critic else "grpo", f"{config.name}: {why}"),
         "prompts": Entry(config.whole(_BATCH), config.where(_BATCH)),
         "responses": Entry(config.whole(_SAMPLES), config.where(_SAMPLES)),
-        "steps": Entry(STEPS if sides.shared else OVERLAPPING_STEPS, "to simulate; each draws its prompts"),
+        "steps": steps_of(0 if sides.shared else config.whole(_AGE, 0)),
         "reference": Entry(reference, joined(config.where(_KL), "" if config.has("ref") else "no ref")),
         "old_log_probs": Entry(anew, said),
     }

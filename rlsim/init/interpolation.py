@@ -65,6 +65,7 @@ def _looked_up(config: Settings, key: str, found: re.Match[str]) -> Any:
         above = len(target) - len(target.lstrip("."))
         target = ".".join([*key.split(".")[:-above], target.lstrip(".")])
     if found["resolver"] in (None, "oc.select"):
+        config.asked.add(target)
         known = config.given.get(target, config.default.get(target))
         if known is not None:
             return known

@@ -20,8 +20,6 @@ from rlsim.schema import validate
 from rlsim.trace import Trace, read_trace
 
 STEPS, SEEDS = 5, 5
-#: Steps of a system whose steps overlap: the first ones fill its pipeline.
-OVERLAPPING_STEPS = 10
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm"}
 
 
@@ -50,6 +48,11 @@ class Said:
 
     value: Any
     where: str
+
+
+def steps_of(ahead: int) -> Entry:
+    """Steps to simulate; those in which a pipeline of so many fills and drains come on top."""
+    return Entry(STEPS + 3 * ahead, "to simulate; each draws its prompts from the trace")
 
 
 def joined(*parts: str) -> str:

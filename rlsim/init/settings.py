@@ -24,7 +24,7 @@ class Settings:
 
     `origin` has the place of what is given, `doubts` those keys whose value the text does not tell, `notes` what to
     know about reading them; `name` is that of the first file. `program` and `option` name what the settings are of in
-    messages; `asked` collects the keys that were asked for.
+    messages; `asked` collects the keys that were asked for, `inherited` the files that others inherit from.
     """
 
     program: str = ""
@@ -36,6 +36,7 @@ class Settings:
     notes: list[str] = field(default_factory=list)
     name: str = ""
     asked: set[str] = field(default_factory=set)
+    inherited: set[str] = field(default_factory=set)  # names of files that a file inherits from
 
     def put(self, data: Mapping[str, Any], place: str, prefix: str = "", *, lines: bool = False) -> None:
         """Take every leaf of a nested mapping; with `lines`, its line in the file `place` is added."""
@@ -118,10 +119,11 @@ class Settings:
 
     def _needed(self, key: str, expected: str) -> Any:
         value = self.get(key)
-        if value is None:
+        if value is None or key not in self.given:
             below = next((self.origin[other] for other in self.given if other.startswith(f"{key}.")), "")
             if below:
                 raise ConfigError(f"{below}: {key}: expected {expected}, got keys below it")
+        if value is None:
             place = self.origin.get(key) or self.name or "the configuration"
             raise ConfigError(f"{place}: {key} has no value: expected {expected}; give {key}=… beside {self.option}")
         return value
@@ -132,16 +134,22 @@ class Settings:
     # ---- what was not asked for -------------------------------------------------------------------------------------
 
     def unasked(self) -> list[str]:
-        """Given keys that nobody has asked for; a section of which no key was asked for is one, `section.*`."""
-        found = dict[str, None]()
+        """Given keys that nobody has asked for; a section of which no key was asked for is one, `section.*`.
+
+        Those of files that the first file inherits from are counted.
+        """
+        found, inherited = dict[str, None](), 0
         for key in self.given:
             if key in self.asked or self.given[key] is None:
+                continue
+            if self.origin[key].rpartition(":")[0] in self.inherited:
+                inherited += 1
                 continue
             parts = key.split(".")
             heads = (".".join(parts[:count]) for count in range(1, len(parts)))
             head = next((head for head in heads if not self._asked_below(head)), None)
             found[f"{head}.*" if head else key] = None
-        return list(found)
+        return [*found, *([f"and {inherited} keys of the files that it inherits from"] if inherited else [])]
 
     def _asked_below(self, section: str) -> bool:
         return any(key.startswith(f"{section}.") for key in self.asked)

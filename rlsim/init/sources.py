@@ -34,11 +34,7 @@ def read_sources(sources: Sequence[str], program: str, option: str) -> Settings:
             config.name = config.name or path.name
             _read(config, path, 0)
         else:
-            value = parsed(found["value"])
-            if isinstance(value, Mapping):
-                _put(config, value, "as given", f"{found['key']}.")
-            else:
-                _put(config, {found["key"]: value}, "as given")
+            _put(config, {found["key"]: parsed(found["value"])}, "as given")
     interpolate(config)
     return config
 
@@ -61,6 +57,7 @@ def _read(config: Settings, path: Path, depth: int) -> None:
                 raise ConfigError(
                     f"{path}:{line}: defaults: there is no file {parent}: give the file where its parents lie"
                 )
+            config.inherited.add(parent.name)
             _read(config, parent, depth + 1)
     _put(config, {key: value for key, value in data.items() if key != "defaults"}, path.name, marks=data)
 

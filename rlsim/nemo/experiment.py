@@ -10,8 +10,6 @@ from typing import Any
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import (
-    OVERLAPPING_STEPS,
-    STEPS,
     Options,
     Said,
     add_calibration,
@@ -22,6 +20,7 @@ from rlsim.init.parts import (
     add_trace,
     finish,
     joined,
+    steps_of,
     title_of,
 )
 from rlsim.init.settings import Settings
@@ -88,7 +87,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     cap = _cap(config)
     filters = _FILTER if config.flag(_FILTER) else ""
     lengths = add_trace(draft, options, actor, cap, filters, None)
-    _workflow(config, draft, overlapping=generation.asynchronous)
+    _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
     add_training(config, draft, lengths, cap.value, apart=generation.gpus is not None)
     _engine(config, draft, generation)
     _systems(config, draft, generation)
@@ -151,7 +150,7 @@ def _cap(config: Settings) -> Said:
     return Said(config.whole(new), config.where(new))
 
 
-def _workflow(config: Settings, draft: Draft, *, overlapping: bool) -> None:
+def _workflow(config: Settings, draft: Draft, ahead: int) -> None:
     estimator = GRPO + "adv_estimator.name"
     name = config.text(estimator)
     reference = config.number(_KL) > 0
@@ -160,7 +159,7 @@ def _workflow(config: Settings, draft: Draft, *, overlapping: bool) -> None:
         "algorithm": Entry("grpo", joined(config.where(estimator), "" if name == "grpo" else "it has GRPO's calls")),
         "prompts": Entry(config.whole(_PROMPTS), config.where(_PROMPTS)),
         "responses": Entry(config.whole(_RESPONSES), config.where(_RESPONSES)),
-        "steps": Entry(OVERLAPPING_STEPS if overlapping else STEPS, "to simulate; each draws its prompts"),
+        "steps": steps_of(ahead),
         "reference": Entry(reference, config.where(_KL)),
         "old_log_probs": Entry(not on_policy, config.where(_ON_POLICY) if on_policy else "computed before training"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -140,6 +141,11 @@ def parameters(config: VerlSettings, apart: Apart, tp: int | str) -> dict[str, A
         "partial_rollout": config.flag(_PARTIAL),
         "recompute_log_probs": recomputes(config),
     }
+
+
+def ahead(config: VerlSettings, apart: Apart) -> int:
+    """Steps that generation may be ahead of training."""
+    return 1 if apart.policy == "one_step_off" else math.ceil(config.number(_THRESHOLD))
 
 
 def recomputes(config: VerlSettings) -> bool:

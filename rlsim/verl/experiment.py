@@ -12,8 +12,6 @@ from rlsim.hardware import Cluster, load_cluster
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import find_model
 from rlsim.init.parts import (
-    OVERLAPPING_STEPS,
-    STEPS,
     Options,
     Said,
     add_calibration,
@@ -24,6 +22,7 @@ from rlsim.init.parts import (
     add_trace,
     finish,
     joined,
+    steps_of,
     title_of,
 )
 from rlsim.models import Model
@@ -191,7 +190,7 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
         "algorithm": Entry(algorithm, joined(config.where(_ESTIMATOR), same_calls)),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
         "responses": Entry(settings.responses, config.where(ROLLOUT + "n")),
-        "steps": Entry(OVERLAPPING_STEPS if apart else STEPS, "to simulate; each draws its prompts from the trace"),
+        "steps": steps_of(asynchronous.ahead(config, apart) if apart else 0),
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
