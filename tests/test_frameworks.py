@@ -242,7 +242,7 @@ def test_synchronous_nemo(tmp_path: Path) -> None:
     draft = nemo(tmp_path)
     data = draft.data()
     expected = {
-        "name": "mine", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-sxm-vllm",
+        "name": "mine-rlsim", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-sxm-vllm",
         "memory_utilization": 0.6, "baseline": "as-configured",
     }  # fmt: skip
     assert some(data, expected) == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from rlsim.areal.allocation import GENERATES, TRAINS, Allocation, allocation, both_sides
@@ -24,6 +23,7 @@ from rlsim.init.parts import (
     add_trace,
     finish,
     joined,
+    own_name,
     steps_of,
     title_of,
 )
@@ -89,8 +89,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]
     add_memory(draft, Said(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
     draft.missing = _missing(config, sides)
-    file = PurePath(config.name).stem
-    title = options.name or title_of(config.get("experiment_name"), file, otherwise="from-areal")
+    title = options.name or title_of(config.get("experiment_name"), own_name(config.name), otherwise="from-areal")
     draft.unread = config.unasked()
     said = "What the configuration does not say is AReaL's default. Run it: rlsim run FILE"
     return finish(draft, title, [f"{title}: made by rlsim init from {' '.join(sources)}", said])

@@ -63,7 +63,10 @@ def joined(*parts: str) -> str:
 def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where: str) -> Cluster:
     """The cluster of `nodes` × `per_node` GPUs; one that is named must have as many."""
     if options.cluster is None:
-        found = find_cluster(options.gpu, nodes, per_node)
+        try:
+            found = find_cluster(options.gpu, nodes, per_node)
+        except CatalogueError as error:
+            raise CatalogueError(f"{where}: {error}") from None
         draft.entries["cluster"] = Entry(found.name, joined(f"--gpu {options.gpu}", where))
         return found
     found = load_cluster(options.cluster)
@@ -185,6 +188,12 @@ def title_of(*candidates: Any, otherwise: str) -> str:
     """The first of these texts that names an experiment, as a name of a file."""
     text = next((one for one in candidates if isinstance(one, str) and one and "$" not in one), otherwise)
     return re.sub(r"[^\w.+-]+", "-", text).strip("-") or otherwise
+
+
+def own_name(file: str) -> str:
+    """A name for the experiment of a YAML file, other than that file's."""
+    stem = Path(file).stem
+    return f"{stem}-rlsim" if stem else ""
 
 
 def check(draft: Draft, folder: Path) -> str:

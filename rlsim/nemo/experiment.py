@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from rlsim.errors import ConfigError, unknown_name
@@ -20,6 +19,7 @@ from rlsim.init.parts import (
     add_trace,
     finish,
     joined,
+    own_name,
     steps_of,
     title_of,
 )
@@ -96,7 +96,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     add_memory(draft, share, options.folder, apart=generation.gpus is not None)
     draft.missing = _missing(config)
     draft.unread = config.unasked()
-    title = options.name or title_of(PurePath(config.name).stem, otherwise="from-nemo")
+    title = options.name or title_of(own_name(config.name), otherwise="from-nemo")
     said = "What the configuration does not say is NeMo-RL's default. Run it: rlsim run FILE"
     return finish(draft, title, [f"{title}: made by rlsim init from {' '.join(sources)}", said])
 
