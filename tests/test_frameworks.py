@@ -466,7 +466,9 @@ def test_gpus_of_an_allocation() -> None:
     assert allocation("megatron:d2p2t4e4", "here", TRAINS).gpus == 16  # experts take no further ones
 
 
-@pytest.mark.parametrize("text", ["sglang", "sglang:x4", "fsdp:d4", "sglang:d4d2", "sglang:d0", ""])
+@pytest.mark.parametrize(
+    "text", ["sglang", "sglang:x4", "fsdp:d4", "sglang:d4d2", "sglang:d4t2m2", "sglang:d0", "d4", ""]
+)
 def test_what_is_no_allocation(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^here: "):
         allocation(text, "here", GENERATES)

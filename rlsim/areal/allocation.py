@@ -42,18 +42,21 @@ def allocation(text: str, place: str, known: tuple[str, ...]) -> Allocation:
     found = _HYBRID.fullmatch(written) or _ENGINE.fullmatch(written)
     if found is None:
         raise ConfigError(f"{place}: {text!r}: {_EXPECTED}")
-    letters = _DEGREE.findall(found["degrees"])
-    degrees = {letter: int(size) for letter, size in letters}
-    degrees["t"] = degrees.get("t", 1) * degrees.pop("m", 1)  # before AReaL's 1.0
-    if len(degrees) < len({letter for letter, _ in letters} - {"m"}) or len(letters) > len(dict(letters)):
-        raise ConfigError(f"{place}: {text!r}: a degree is given twice")
-    if found.re is _HYBRID:
-        degrees["e"] = dict(_DEGREE.findall(found["experts"])).get("e", 1)
-    experts, stages = int(degrees.get("e", 1)), degrees.get("p", 1)
-    engine = found["engine"] or ("megatron" if known is TRAINS and max(stages, experts) > 1 else known[-3:][0])
+    degrees = _degrees(found["degrees"], text, place)
+    experts = _degrees(found["experts"], text, place).get("e", 1) if found.re is _HYBRID else degrees.get("e", 1)
+    stages = degrees.get("p", 1)
+    engine = found["engine"] or ("megatron" if max(stages, experts) > 1 else "fsdp")
     if engine not in known:
         raise ConfigError(f"{place}: {text!r}: {engine} is not simulated here; {_EXPECTED}")
-    return Allocation(engine, degrees.get("d", 1), degrees["t"], stages, degrees.get("c", 1), experts)
+    return Allocation(engine, degrees.get("d", 1), degrees.get("t", 1), stages, degrees.get("c", 1), experts)
+
+
+def _degrees(written: str, text: str, place: str) -> dict[str, int]:
+    """Degrees by letter; `m` is TP, as before AReaL's 1.0."""
+    found = [("t" if letter == "m" else letter, int(size)) for letter, size in _DEGREE.findall(written)]
+    if len(found) > len(dict(found)):
+        raise ConfigError(f"{place}: {text!r}: a degree is given twice")
+    return dict(found)
 
 
 def both_sides(text: str, place: str) -> tuple[Allocation, Allocation, bool]:
