@@ -130,7 +130,7 @@ def test_responses_are_complete(result: Result) -> None:
     merged = result.steps.merge(sums, on=["system", "seed", "step"])
     assert (merged["sum"] == merged["response_tokens"]).all()
     assert (merged["max"] == merged["longest_tokens"]).all()
-    assert (result.steps["staleness"] == 0).all()
+    assert (result.steps["staleness_max"] == 0).all()
     assert (result.steps["gen_time_s"] >= result.steps["gen_bound_s"]).all()
 
 

@@ -65,7 +65,7 @@ def areal_experiment(gpus: int, systems: list[Any], steps: int, **training: Any)
     return {
         "name": "areal",
         "cluster": f"{gpus // 8}x8xh800",
-        "model": "qwen2.5-1.5b",
+        "model": "r1-distill-qwen-1.5b",
         "calibration": "h800-sglang",
         "trace": {"cap": AREAL_CAP, "default_prompt_tokens": AREAL_PROMPT},
         "workflow": {**AREAL_BATCH, "steps": steps, "reference": False},
