@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from rlsim.report.write import write_report as write_report
     from rlsim.schema import Schema as Schema
     from rlsim.sim.batching import Batching as Batching
+    from rlsim.sim.continuous import Continuous as Continuous
+    from rlsim.sim.continuous import OpenView as OpenView
+    from rlsim.sim.continuous import Ready as Ready
+    from rlsim.sim.continuous import Update as Update
     from rlsim.sim.control import Abort as Abort
     from rlsim.sim.control import ControlContext as ControlContext
     from rlsim.sim.control import Extend as Extend
@@ -56,6 +60,7 @@ _CONTROL = (
     "RolloutView",
     "Stop",
 )
+_CONTINUOUS = ("Continuous", "OpenView", "Ready", "Update")
 _HOME = {
     "Batching": "rlsim.sim.batching",
     "Comparison": "rlsim.comparison.compare",
@@ -74,17 +79,21 @@ _HOME = {
     "write_report": "rlsim.report.write",
     "write_timeline": "rlsim.report.timeline",
     **dict.fromkeys(_CONTROL, "rlsim.sim.control"),
+    **dict.fromkeys(_CONTINUOUS, "rlsim.sim.continuous"),
 }
 __all__ = [
     "Abort",
     "Batching",
     "Comparison",
     "Composition",
+    "Continuous",
     "ControlContext",
     "Extend",
     "Launch",
     "Migrate",
+    "OpenView",
     "Prompt",
+    "Ready",
     "Reconfigure",
     "Release",
     "Result",
@@ -96,6 +105,7 @@ __all__ = [
     "Schema",
     "Stop",
     "SweepResult",
+    "Update",
     "__version__",
     "compare",
     "read_result",

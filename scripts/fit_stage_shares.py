@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from scipy.optimize import brentq
 
-from rlsim.experiment.run import run
 from rlsim.validate.rollpacker import SHARES, TASKS, share_settings, stage_shares
+from rlsim.validate.runs import run
 
 
 def training_share(efficiency: float) -> float:

@@ -3,11 +3,11 @@
     python scripts/fit_transfer.py [--data DIR]
 
 - `rollout` and `tilt`: time per output token of every measured serving run, with the fit that has not seen its TP;
-- `calls`: log-probs and updates of measured runs, each group left out of the fit of the training stack. One row is not
-  counted: veRL's row 4, whose log has 20 to 36 s in every call that no tokens change;
+- `calls`: log-probs and updates of measured runs, each group left out of the fit of the training stack, and veRL's row
+  4, which nothing is fitted to. Their errors are written to `rlsim/validate/transfer_calls.yaml`;
 - `sync`: weight syncs that no constant is fitted to.
 
-Each is the root of the mean square over settings (syncs: over rows).
+Each is the root of the mean square over settings.
 """
 
 from __future__ import annotations
@@ -15,47 +15,53 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import numpy as np
-from calibration.stacks import fit_stacks
+from calibration.provenance import DATE
+from calibration.stacks import Case, fit_stacks
 from calibration.tables import DATA
 from calibration.training_report import gemm_shares
 
+from rlsim.calibrate.write import write_record
 from rlsim.cost.draw import TransferErrors
-from rlsim.validate.coverage import errors_by_setting, line, spread
-from rlsim.validate.parts import Options
+from rlsim.validate.calls import CALLS, LeftOutCalls, TransferCalls
+from rlsim.validate.coverage import errors_by_setting, level_spread, line, spread
 from rlsim.validate.serving import read_runs
 from rlsim.validate.transfer import kind_rows, shipped_fits
-from rlsim.validate.weight_sync import section
+from rlsim.validate.weight_sync import predicted_errors, read_syncs
+
+SCRIPT = "scripts/fit_transfer.py"
+SOURCE = "rl_timings/verl_steps.csv, rl_timings/rl_steps_async.csv (logs of veRL and NeMo-RL)"
 
 
-def transfer_errors(data: Path) -> TransferErrors:
-    """From the measured tables in a folder."""
+def transfer_errors(data: Path, calls: TransferCalls) -> TransferErrors:
+    """From the measured tables in a folder, and the errors of calls."""
     rows = kind_rows(read_runs(data), shipped_fits(), "left-out")
     rollout = spread(line(errors) for errors in errors_by_setting(rows, "tpot_s").values())
-    return TransferErrors(rollout.level, rollout.tilt, calls_error(data), sync_error(data))
+    syncs = predicted_errors(read_syncs(data))
+    return TransferErrors(rollout.level, rollout.tilt, level_spread(calls.log_errors()), level_spread(syncs))
 
 
-def calls_error(data: Path) -> float:
-    """Of log-probs and updates, by group."""
-    squares = []
-    for case in fit_stacks(data, gemm_shares(data)).cases:
-        if case.title.startswith(("without ", "driver, without ")):
-            pairs = [(timing.predicted_s, timing.measured_s) for _, *both in case.rows for timing in both]
-            squares.append(np.mean([np.log(predicted / measured) ** 2 for predicted, measured in pairs]))
-    return float(np.sqrt(np.mean(squares)))
-
-
-def sync_error(data: Path) -> float:
-    """Of syncs that are predicted."""
-    rows = section(Options(data=data)).rows  # type: ignore[union-attr]
-    return float(np.sqrt(np.mean([np.log1p(row.error) ** 2 for row in rows if row.kind == "output"])))
+def left_out_calls(cases: tuple[Case, ...]) -> TransferCalls:
+    """Errors of every run under the fit that has not seen its group."""
+    unseen = [case for case in cases if case.title.startswith(("without ", "driver, without ", "never fitted"))]
+    groups = [
+        LeftOutCalls(
+            runs=tuple(stack.label.partition(":")[0] for stack, *_ in case.rows),
+            errors=tuple(timing.error for _, *both in case.rows for timing in both),
+        )
+        for case in unseen
+    ]
+    return TransferCalls(date=DATE, script=SCRIPT, source=SOURCE, left_out=tuple(groups))
 
 
 def main() -> None:
-    """Print."""
+    """Write the errors of calls, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the measured tables")
-    for name, value in vars(transfer_errors(parser.parse_args().data)).items():
+    data = parser.parse_args().data
+    calls = left_out_calls(fit_stacks(data, gemm_shares(data)).cases)
+    comment = f"Made by {SCRIPT}; change that, not this. Errors: rlsim / measured - 1."
+    write_record(calls.model_dump(), CALLS, comment)
+    for name, value in vars(transfer_errors(data, calls)).items():
         print(f"{name}={value:.3f}")
 
 

@@ -29,6 +29,7 @@ from rlsim.hooks import hooks as hooks_of
 from rlsim.policies.parts import KINDS, ChunkStreaming
 from rlsim.policies.registry import BUILTIN, load_policy
 from rlsim.sim import control
+from rlsim.sim.continuous import Continuous
 from rlsim.sweeps.schema import SweepSpec
 from rlsim.trace.fit import LengthFit
 from rlsim.trace.generate import Recipe
@@ -242,7 +243,7 @@ def actions() -> str:
 def hooks() -> str:
     """Every method that the author of a part may override, by the kind of part."""
     parts = []
-    for kind in dict.fromkeys((*KINDS, ChunkStreaming)):
+    for kind in dict.fromkeys((*KINDS, ChunkStreaming, Continuous)):
         rows = []
         for name, hook in ((name, hook) for name, hook in hooks_of(kind).items() if name in vars(kind)):
             member = inspect.getattr_static(kind, name)

@@ -23,8 +23,9 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     "Advice": ("rlsim.advise.advice", ("advise", "Advice")),
     "Parts of a system": (
         "rlsim",
-        ("RolloutControl", "Batching", "RewardControl", "Rewiring", "Composition", "Schema"),
+        ("RolloutControl", "Batching", "Continuous", "RewardControl", "Rewiring", "Composition", "Schema"),
     ),
+    "What a rollout that never stops knows": ("rlsim", ("OpenView", "Ready", "Update")),
     "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
     "Actions": ("rlsim", ("Abort", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
     "Testing a policy": ("rlsim.testing", ("check_policy", "Checked", "ContractError")),

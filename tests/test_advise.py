@@ -50,6 +50,7 @@ SMALL: dict[str, Any] = {
     "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2K"},
     "workflow": {"prompts": 4, "responses": 4, "steps": 1},
     "seeds": 2,
+    "certainty": 0,
     "systems": [{"verl": {"tp": 2}}],
 }
 

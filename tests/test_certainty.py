@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 import rlsim
+from rlsim import validate as validation
+from rlsim.advise.advice import advise
+from rlsim.advise.quick import quick_settings
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.draw import LARGEST_BATCH, MEASURED, MIDDLE_BATCH, Draw, TransferErrors
@@ -19,16 +22,26 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
+from rlsim.experiment.check import check_experiment
+from rlsim.experiment.job import Execute, in_turn
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.run import run_loaded
 from rlsim.experiment.summary import model_interval
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
+from rlsim.policies.registry import BUILTIN
 from rlsim.report.speedups import verdict
+from rlsim.search.methods import find_plan
 from rlsim.sweeps.jobs import in_processes
-from rlsim.validate.coverage import errors_by_setting, inside, line, spread
+from rlsim.sweeps.points import load_sweep
+from rlsim.validate.calls import OUTLIER, shipped_calls
+from rlsim.validate.coverage import errors_by_setting, inside, level_spread, levels_inside, line, spread
 from rlsim.validate.parts import data_folder
 from rlsim.validate.rows import Row
+from rlsim.validate.runs import run as validated
 from rlsim.validate.serving import has_runs, read_runs
 from rlsim.validate.transfer import kind_rows, shipped_fits
+from rlsim.validate.weight_sync import left_out, left_out_errors, predicted_errors, read_syncs
 
 DATA = data_folder(None)
 measured = pytest.mark.skipif(not has_runs(DATA), reason="no measured serving runs here")
@@ -140,9 +153,6 @@ def test_what_systems_share_cancels() -> None:
 
 
 def test_worlds_are_the_same_in_other_processes() -> None:
-    from rlsim.experiment.load import load_experiment
-    from rlsim.experiment.run import run_loaded
-
     loaded = load_experiment({**SMALL, "certainty": 2}, {}, None)
     apart = run_loaded(*loaded, execute=in_processes(2)).manifest["worlds"]
     assert apart == run(certainty=2).manifest["worlds"]
@@ -156,6 +166,92 @@ def test_a_world_can_be_run_by_itself() -> None:
         return float(run(draw=draw).summary().set_index("system").loc["verl-tp4", "speedup"])
 
     assert worlds == pytest.approx([speedup(1) / speedup(0), speedup(2) / speedup(0)])
+
+
+# By default -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_seeds_of_two_systems_draw_a_world_each() -> None:
+    found, asked = run(seeds=[4, 7]), run(seeds=[4, 7], certainty=2)
+    assert found.manifest["worlds"] == asked.manifest["worlds"]
+    assert [len(ratios) for ratios in found.manifest["worlds"][""].values()] == [2, 2, 2]
+    assert found.manifest["experiment"]["certainty"] == 2, "what was drawn, not that it was left to rlsim"
+    low, high = ends(found)["verl-tp4"]
+    assert low < high
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seeds": 2, "certainty": 0},
+        {"seeds": 1},
+        {"seeds": 2, "systems": ["verl"]},
+        {"seeds": 2, "draw": 3},
+    ],
+)
+def test_nothing_is_drawn_where_nothing_is_compared_or_it_is_not_wanted(changes: dict[str, Any]) -> None:
+    found = run(**changes)
+    assert (found.manifest["worlds"], found.manifest["experiment"]["certainty"]) == ({}, 0)
+
+
+def test_a_case_in_which_two_systems_run_is_enough() -> None:
+    cases = {"one": {"systems": ["verl"]}, "two": {"systems": ["verl", {"name": "b", "use": [{"verl": {"tp": 2}}]}]}}
+    assert check_experiment({**SMALL, "systems": ["verl"], "cases": cases, "seeds": 3}).worlds == 3
+    assert check_experiment({**SMALL, "systems": ["verl"], "cases": {"one": cases["one"]}, "seeds": 3}).worlds == 0
+
+
+def test_a_sweep_draws_only_where_it_is_asked() -> None:
+    def drawn(**changes: Any) -> list[int]:
+        sweep = {"name": "s", "experiment": {**SMALL, "seeds": 2, **changes}, "axes": [{"grid": {"trace.cap": [64]}}]}
+        return [point.config["certainty"] for point in load_sweep(sweep).points]
+
+    assert (drawn(), drawn(certainty=2)) == ([0], [2])
+
+
+def test_a_quick_advice_draws_only_where_it_is_asked() -> None:
+    assert [quick_settings(None, None, None, asked)["certainty"] for asked in (None, 0, 3)] == [0, 0, 3]
+
+
+def test_an_advice_draws_for_its_ranking() -> None:
+    skip = [name for name in BUILTIN if name not in ("verl", "pat")]
+    found = advise({**SMALL, "seeds": 2, "trace": {"fixed": 64, "cap": 64}}, skip=skip, top=1, most=1, workers=1)
+    ranked = found.tables["ranking"].set_index("system")
+    assert ranked.loc["verl-tp4", "speedup_model_low"] < ranked.loc["verl-tp4", "speedup_model_high"]
+
+
+def test_the_validation_draws_nothing() -> None:
+    assert validated({**SMALL, "seeds": 2}).manifest["worlds"] == {}
+    for path in Path(validation.__file__).parent.glob("*.py"):
+        assert "rlsim.experiment.run import" not in path.read_text(encoding="utf-8"), f"{path.name}: runs.run instead"
+
+
+@pytest.mark.parametrize("execute", [None, in_turn])
+def test_progress_counts_the_runs_in_worlds(execute: Execute | None) -> None:
+    told: list[tuple[int, int, str]] = []
+    loaded = load_experiment({**SMALL, "seeds": 2})
+    run_loaded(*loaded, progress=lambda *now: told.append(now), execute=execute)
+    assert {total for _, total, _ in told} == {8}, "two distinct systems, on two seeds and in two worlds"
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert told[0][0] == 0
+    assert told[-1][0] == 8
+    assert any(what == "world 2 of 2: verl-tp4" for _, _, what in told)
+
+
+@pytest.mark.parametrize("execute", [None, in_turn])
+def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(
+    execute: Execute | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = []
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        searches.append(arguments)
+        return find_plan(*arguments, **more)
+
+    monkeypatch.setattr("rlsim.experiment.planning.find_plan", counted)
+    systems = ["verl", {"name": "found", "use": [{"real": {"evaluations": 500}}]}]
+    loaded = load_experiment({**SMALL, "seeds": 2, "systems": systems})
+    assert len(run_loaded(*loaded, execute=execute).manifest["worlds"][""]["found"]) == 2
+    assert len(searches) == 1
 
 
 @pytest.mark.parametrize(
@@ -178,21 +274,49 @@ def test_a_system_is_faster_only_where_both_intervals_say_so(seeds: Any, errors:
 
 
 @pytest.fixture(scope="module")
-def left_out() -> Sequence[Row]:
+def left_out_runs() -> Sequence[Row]:
     """Every serving run, with the fit that has not seen its setting."""
     return kind_rows(read_runs(DATA or Path()), shipped_fits(), "left-out")
 
 
 @measured
 @pytest.mark.parametrize("quantity", ["tpot_s", "ttft_s"])
-def test_nine_of_ten_left_out_runs_lie_inside_their_interval(left_out: Sequence[Row], quantity: str) -> None:
-    errors = errors_by_setting(left_out, quantity)
+def test_nine_of_ten_left_out_runs_lie_inside_their_interval(left_out_runs: Sequence[Row], quantity: str) -> None:
+    errors = errors_by_setting(left_out_runs, quantity)
     runs = {setting: len(own) for setting, own in errors.items()}
     share = sum(part * runs[setting] for setting, part in inside(errors).items()) / sum(runs.values())
     assert 0.80 < share < 0.97
 
 
+def test_an_interval_from_the_other_settings_by_hand() -> None:
+    """Of two other settings, each counted once: 2.920 (Student's t) times the root of their mean square."""
+    errors = {"a": np.array([0.1, -0.1]), "b": np.array([0.1]), "c": np.array([0.29, 0.30])}
+    assert levels_inside(errors) == {"a": 2, "b": 1, "c": 1}
+    assert level_spread({"a": np.array([0.3, 0.3, 0.3]), "b": np.array([0.1])}) == pytest.approx(math.sqrt(0.05))
+
+
+@pytest.mark.parametrize(("outlier", "inside_of"), [(False, (21, 22)), (True, (22, 24))])
+def test_nine_of_ten_left_out_calls_lie_inside_their_interval(outlier: bool, inside_of: tuple[int, int]) -> None:
+    errors = shipped_calls().log_errors(outlier)
+    found = levels_inside(errors)
+    assert (sum(found.values()), sum(map(len, errors.values()))) == inside_of
+    assert 0.80 < inside_of[0] / inside_of[1] < 0.97
+    assert found.get(OUTLIER, 0) == 0, "the run that the model cannot tell lies outside; it is counted all the same"
+    assert (MEASURED.calls == pytest.approx(level_spread(errors), abs=6e-4)) == outlier, "worlds are drawn with it"
+
+
 @measured
-def test_the_errors_of_rollouts_are_those_of_left_out_runs(left_out: Sequence[Row]) -> None:
-    found = spread(line(own) for own in errors_by_setting(left_out, "tpot_s").values())
+def test_weight_syncs_lie_inside_their_interval() -> None:
+    """All of the predicted, five of which are too few for nine of ten; seven of eight that know nothing of theirs."""
+    found = read_syncs(DATA or Path())
+    unseen = left_out({row: time for row, (_, time) in found.items()})
+    for errors, inside_of in ((predicted_errors(found), (5, 5)), (left_out_errors(found, unseen), (7, 8))):
+        assert (sum(levels_inside(errors).values()), sum(map(len, errors.values()))) == inside_of
+        assert inside_of[0] / inside_of[1] > 0.80
+    assert level_spread(predicted_errors(found)) == pytest.approx(MEASURED.sync, abs=6e-4)
+
+
+@measured
+def test_the_errors_of_rollouts_are_those_of_left_out_runs(left_out_runs: Sequence[Row]) -> None:
+    found = spread(line(own) for own in errors_by_setting(left_out_runs, "tpot_s").values())
     assert (found.level, found.tilt) == pytest.approx((MEASURED.rollout, MEASURED.tilt), abs=6e-4)

@@ -39,14 +39,14 @@ def test_check_says_what_an_experiment_is(
     before = sorted(folder.rglob("*"))
     assert checked(monkeypatch, capsys, "base.yaml") == (0, "probe: 2 systems × 1 seed × 1 case = 2 runs")
     assert checked(monkeypatch, capsys, "base.yaml", "--seeds", "7")[1].endswith(
-        "2 systems × 7 seeds × 1 case = 14 runs"
+        "2 systems × (7 seeds + 7 worlds) × 1 case = 28 runs"
     )
     (folder / "base.yaml").write_text(CASES, encoding="utf-8")
     code, said = checked(monkeypatch, capsys, "base.yaml")
     assert code == 0
     assert said.splitlines()[0] == "probe: 3 systems × 1 seed × 2 cases = 6 runs"
     assert "note: whether the plans of real fit" in said
-    assert checked(monkeypatch, capsys, "pat_vs_static")[1].startswith("pat-vs-static: 8 systems × 20 seeds × 1 case")
+    assert checked(monkeypatch, capsys, "pat_vs_static")[1].startswith("pat-vs-static: 8 systems × (20 seeds + 20 ")
     assert sorted(folder.rglob("*")) == before
 
 

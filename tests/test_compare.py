@@ -33,6 +33,7 @@ EXPERIMENT: dict[str, Any] = {
     "workflow": {"prompts": 4, "responses": 4, "steps": 2},
     "systems": [{"verl": {"tp": [2, 8]}}],
     "seeds": 4,
+    "certainty": 0,
 }
 CASES = {"cases": {"short": {"trace.cap": 512}, "long": {}}}
 

@@ -18,6 +18,7 @@ from workloads import LinearStep, StubCosts
 from rlsim.errors import PolicyError
 from rlsim.sim import scheduler
 from rlsim.sim.continuous import Update
+from rlsim.sim.control import RolloutControl, RolloutView
 from rlsim.sim.request import Request, UpdatedKv
 from rlsim.sim.run import simulate
 from rlsim.workflow import Call
@@ -142,6 +143,24 @@ def test_where_nothing_is_unfinished_prompts_are_dealt_as_at_the_start() -> None
 def test_a_run_whose_batching_launches_nothing_more_comes_to_a_halt() -> None:
     with pytest.raises(PolicyError, match="step 0 comes to a halt"):
         run([2, 6, 9], two(most_stale=-1), [1.0], [1.0])
+
+
+class Watcher(RolloutControl):
+    """A control that is asked at every finish, and never does anything."""
+
+    def on_finish(self, view: RolloutView) -> None:
+        return None
+
+
+def test_room_is_asked_as_often_whoever_else_is_asked() -> None:
+    asked = []
+    for control in (RolloutControl(), Watcher()):
+        rule = Rule("one_at_a_time", 3)
+        sizes = tuple(((8, 2 + i), (8, 5 + 2 * i)) for i in range(5))
+        work = OpenWorkload(sizes, 2, rule, (3.0,) * 3, (1.0,) * 3, costs=COSTS)
+        simulate(dataclasses.replace(work.simulation(), control=control))
+        asked.append(rule.asked)
+    assert asked[0] == asked[1]
 
 
 class _Counting(StepTimes):

@@ -115,7 +115,7 @@ class Runner:
                 pytest.fail(f"a block of {block.language or 'no language'} that no comment explains")
 
     def shell(self, line: str, block: Block) -> str:
-        if block.kind == "run with" and line.startswith("rlsim run "):
+        if block.kind == "run with" and line.startswith(("rlsim run ", "rlsim plan ")):
             command, hash_, comment = line.partition("#")
             line = f"{command} {block.value} {hash_}{comment}"
         folder = ROOT if block.kind == "in a checkout" else self.folder

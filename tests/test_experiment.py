@@ -39,6 +39,7 @@ EXPERIMENT: dict[str, Any] = {
     "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "8K"},
     "workflow": {"prompts": 8, "responses": 4, "steps": 2},
     "seeds": 2,
+    "certainty": 0,
     "baseline": "verl-best",
     "systems": [{"verl": {"tp": [1, 2, 4, 8, "best"]}}, "pat", {"pat": {"start_tp": [1]}}],
 }
@@ -129,7 +130,7 @@ def test_responses_are_complete(result: Result) -> None:
     merged = result.steps.merge(sums, on=["system", "seed", "step"])
     assert (merged["sum"] == merged["response_tokens"]).all()
     assert (merged["max"] == merged["longest_tokens"]).all()
-    assert (result.steps["staleness"] == 0).all()
+    assert (result.steps["staleness_max"] == 0).all()
     assert (result.steps["gen_time_s"] >= result.steps["gen_bound_s"]).all()
 
 

@@ -27,6 +27,7 @@ from calibration.stacks import Fit, fit_stacks  # noqa: E402
 from calibration.tables import DATA  # noqa: E402
 from calibration.training import DRIVER_S, TRAFFIC, large_gemm_share, training_fit  # noqa: E402
 from calibration.training_report import gemm_shares  # noqa: E402
+from fit_transfer import left_out_calls  # noqa: E402
 
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out, rounded  # noqa: E402
@@ -35,6 +36,7 @@ from rlsim.calibrate.fit.kernels import operators_with  # noqa: E402
 from rlsim.calibrate.points import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost.calibration import FrontEndFit, HostFit  # noqa: E402
+from rlsim.validate.calls import shipped_calls  # noqa: E402
 from rlsim.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 
 NAMES = sorted(calibration_names())
@@ -121,6 +123,15 @@ def test_quoted_errors_of_runs_left_out(stacks: Fit) -> None:
     drivers = {case.title: case.driver_s * 1e6 for case in stacks.cases if case.title.startswith("driver, without")}
     given = {f"driver, without row {row}": s.driver_us for row, s in STACKS.items() if s.gpu == "h20"}
     assert drivers == pytest.approx(given, abs=0.001)
+
+
+@tables
+@pytest.mark.ci
+def test_shipped_errors_of_calls_are_what_the_fits_give(stacks: Fit) -> None:
+    made, shipped = left_out_calls(stacks.cases), shipped_calls()
+    assert [group.runs for group in made.left_out] == [group.runs for group in shipped.left_out]
+    for found, known in zip(made.left_out, shipped.left_out, strict=True):
+        assert found.errors == pytest.approx(known.errors, rel=1e-3)
 
 
 @tables

@@ -89,8 +89,9 @@ def test_only_the_engine_imports_simpy():
 
 #: From the top of the house to its ground floor, as docs/architecture.md has them; rooms of one entry use each other.
 ROOMS = (
-    {"__main__", "cli"}, {"report", "validate"}, {"advise", "comparison"}, {"sweeps"}, {"verl", "init", "calibrate"},
-    {"testing", "trial"}, {"experiment"}, {"search", "policies"}, {"sim"}, {"workflow"}, {"cost", "trace"},
+    {"__main__", "cli"}, {"report", "validate"}, {"advise", "comparison"}, {"sweeps"},
+    {"verl", "nemo", "areal", "init", "calibrate"}, {"testing", "trial"}, {"experiment"},
+    {"search", "policies"}, {"sim"}, {"workflow"}, {"cost", "trace"},
 )  # fmt: skip
 
 

@@ -18,14 +18,15 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.hardware import load_cluster
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import find_cluster, find_model, nearest_trace
+from rlsim.init.parts import check
+from rlsim.init.settings import Unknown
 from rlsim.init.starter import starter
 from rlsim.models import load_model
 from rlsim.reading import read_yaml
 from rlsim.verl.config import read_config
 from rlsim.verl.defaults import VERSIONS, defaults, release
-from rlsim.verl.experiment import check, from_verl
+from rlsim.verl.experiment import from_verl
 from rlsim.verl.shell import read_script
-from rlsim.verl.variables import Unknown
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 SCRIPT = r"""#!/usr/bin/env bash
@@ -393,7 +394,7 @@ def test_the_configuration_in_a_log(tmp_path: Path) -> None:
         (["algorithm.adv_estimator=grop"], {}, "did you mean 'grpo'"),
         (["actor_rollout_ref.rollout.name=hf"], {}, "unknown rollout engine 'hf'"),
         (["actor_rollout_ref.actor.strategy=veomni"], {}, "veomni is not simulated"),
-        (["actor_rollout_ref.hybrid_engine=False"], {}, "synchronous training only"),
+        (["trainer.v1.trainer_mode=separate_async"], {}, "this trainer is not simulated"),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], {}, "does not divide the 8 GPUs"),
         (["actor_rollout_ref.model.path=Qwen/Qwen9-8B"], {}, "its shape is not known; the nearest .*give --model"),
         (["critic.enable=True"], {}, "critic.enable = True with algorithm.adv_estimator=grpo"),

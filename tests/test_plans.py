@@ -467,7 +467,7 @@ def _systems(given: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.ci
 def test_real_is_no_slower_than_the_heuristic_and_the_same_seed_finds_the_same_plan() -> None:
-    real = {"real": {"evaluations": 2000, "pipelined_generation": False}}
+    real = {"real": {"method": "mcmc", "evaluations": 500, "pipelined_generation": False}}
     given = experiment(**BIG, systems=["megatron", real], workflow={"steps": 4})
     first, again = rlsim.run(given), rlsim.run(given)
     total = first.steps.groupby("system")["step_time_s"].sum()
@@ -519,7 +519,7 @@ def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = ("--out", "plan.yaml", "--json", "plan.json", "--chart", "search.svg")
-    assert rlsim_plan(monkeypatch, "--evaluations", "2000", *files, "--apply") == 0
+    assert rlsim_plan(monkeypatch, "--method", "mcmc", "--evaluations", "500", *files, "--apply") == 0
     shown = capsys.readouterr().out
     found = json.loads((folder / "plan.json").read_text())
     assert f"iteration: {found['iteration_time_s']:.2f} s" in shown
@@ -529,7 +529,7 @@ def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(
     result = rlsim.run("ppo.yaml", overrides={"systems": [{"name": "written", "use": [part]}], "workflow.steps": 5})
     assert result.steps["step_time_s"].to_numpy()[1:-1] == pytest.approx(found["iteration_time_s"], rel=0.01)
     assert (folder / "results" / "plans" / "steps.parquet").is_file()
-    assert rlsim_plan(monkeypatch, "--evaluations", "2000", "--json", "again.json", "--quiet") == 0
+    assert rlsim_plan(monkeypatch, "--method", "mcmc", "--evaluations", "500", "--json", "again.json", "--quiet") == 0
     assert json.loads((folder / "again.json").read_text())["plan"] == found["plan"]
 
 

@@ -21,6 +21,7 @@ from workloads import LinearStep, Nothing, Scripted, StubCosts, Workload, tied_w
 from rlsim.sim.control import (
     Abort,
     Action,
+    Extend,
     Launch,
     Migrate,
     Reconfigure,
@@ -61,11 +62,17 @@ class At(Scripted):
 
 
 def run(
-    sizes: list[tuple[int, int]], *, gpus: int = 1, nodes: tuple[int, ...] = (), tp: int = 1, **settings: Any
+    sizes: list[tuple[int, int]],
+    *,
+    gpus: int = 1,
+    nodes: tuple[int, ...] = (),
+    tp: int = 1,
+    budget: int = 0,
+    **settings: Any,
 ) -> RefResult:
     """A rollout of requests 0, 1, ... with these (prompt, response) tokens; `nodes`: the GPUs of each, if not one."""
     usual: dict[str, Any] = {"costs": COSTS, "engine": PLAIN, "control": Nothing()}
-    requests = [RefRequest(i, i, prompt, response) for i, (prompt, response) in enumerate(sizes)]
+    requests = [RefRequest(i, i, *size, budget_tokens=budget) for i, size in enumerate(sizes)]
     return simulate(requests, node_gpus=nodes or (gpus,), tp=tp, cap_tokens=1000, **(usual | settings))
 
 
@@ -425,6 +432,29 @@ def test_stop() -> None:
     assert result.end_at == T1
     assert result.generated == {0: 2, 1: 2}
     assert result.actions == [(T0, Stop())]
+
+
+def test_a_budget() -> None:
+    # Request 1 pauses at T1 with 2 of 5 tokens, request 0 is finished with its second.
+    result = run(PAIR, gpus=2, budget=2)
+    assert (result.finished, result.aborted, result.unfinished) == ({0}, set(), {1})
+    assert result.end_at == T1
+    assert result.generated == {0: 2, 1: 2}
+    assert {stay.id: stay.left for stay in result.stays} == {0: "finished", 1: "paused"}
+
+
+def test_a_further_budget() -> None:
+    # On replica 0 request 0 (4, 9) pauses as request 1 (4, 2) finishes, while request 2 (12, 2) decodes on replica 1.
+    control = At({1: Extend((0, 1, 2), 2)})
+    result = run([(4, 9), (4, 2), (12, 2)], gpus=2, budget=2, control=control)
+    third = 2.5 + 1.25 + 13 / 64
+    pause = 2.0 + 1.5 + 10 / 64
+    assert pause < third
+    assert result.actions == [(pause, Extend((0, 1, 2), 2))]
+    # Contexts are 0 and 13 tokens: request 0 goes back to replica 0, with 6 tokens, and pauses again with 4.
+    assert result.end_at == pause + (1 + 6 / 8) + 1.25 + 7 / 64
+    assert result.finish_at == {1: pause, 2: third}
+    assert result.generated == {0: 4, 1: 2, 2: 2}
 
 
 def test_ignored_actions() -> None:

@@ -45,6 +45,7 @@ def experiment(**changes: Any) -> dict[str, Any]:
         "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2K"},
         "workflow": {"algorithm": "grpo", "prompts": 6, "responses": 4, "steps": 2},
         "seeds": 3,
+        "certainty": 0,
         "baseline": "verl-tp1",
         "systems": [{"verl": {"tp": [1, "best"]}}, {"pat": {"start_tp": 1}}, {"name": HOSTILE, "use": ["rlhfuse"]}],
         "cases": {"2K": {}, "<b>1K</b>": {"trace.cap": "1K"}},

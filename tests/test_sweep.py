@@ -261,7 +261,7 @@ def test_tables_are_those_of_the_runs_with_axes_as_columns(tmp_path: Path) -> No
     found = rlsim.sweep(a_sweep(*axes, seeds=2, systems=["verl", "pat"]), out=tmp_path / "out", tables=["responses"])
     assert found.definition["tables"] == ["steps", "responses", "summary"]
     for (cap, model), rows in found.table("steps").groupby(["trace.cap", "experiment.model"], sort=False):
-        changes = {"trace.cap": cap, "model": model, "seeds": 2, "systems": ["verl", "pat"]}
+        changes = {"trace.cap": cap, "model": model, "seeds": 2, "certainty": 0, "systems": ["verl", "pat"]}
         alone = rlsim.run(EXPERIMENT, overrides=changes)
         own = rows.drop(columns=["point", "trace.cap", "experiment.model"]).reset_index(drop=True)
         pd.testing.assert_frame_equal(own, alone.steps, check_dtype=False)

@@ -35,6 +35,7 @@ SMALL: dict[str, Any] = {
     "trace": {"path": "deepscaler-llama-3.1-8b", "cap": "4K"},
     "workflow": {"prompts": 8, "responses": 4, "steps": 2},
     "seeds": 2,
+    "certainty": 0,
     "baseline": "verl",
     "systems": [{"verl": {"tp": 2}}],
 }

@@ -33,7 +33,7 @@ from rlsim.report.trace_events import Tracks
 from rlsim.sim.control import Reconfigure, RolloutView
 from rlsim.sim.stays import LEFT
 
-SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1}
+SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1, "certainty": 0}
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ from rlsim.experiment.job import remembering
 from rlsim.experiment.load import load_experiment, parse_overrides
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.result import Result, open_results
-from rlsim.experiment.run import Progress
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
+from rlsim.experiment.worlds import Progress
 from rlsim.hardware import Cluster
 from rlsim.records import Record, file_sha256, read_record
 from rlsim.sweeps.jobs import in_processes
@@ -236,7 +236,7 @@ def _settings(
     experiment = load_experiment(source, settings)[0]
     planned = experiment.seed_list
     if quick:
-        return settings | quick_settings(seeds, steps, experiment.workflow.warmup)
+        return settings | quick_settings(seeds, steps, experiment.workflow.warmup, experiment.certainty)
     asked = {"seeds": seeds or (SEEDS if len(planned) > SEEDS else None), "workflow.steps": steps}
     return settings | {key: value for key, value in asked.items() if value is not None}
 

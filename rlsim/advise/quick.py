@@ -16,9 +16,9 @@ SEARCHED_GPUS = 16
 REAL = {"evaluations": 50_000, "pipelined_generation": False}
 
 
-def quick_settings(seeds: int | None, steps: int | None, warmup: int | None) -> dict[str, Any]:
-    """Settings of the experiment: seeds and steps as asked, else few."""
-    return {"seeds": seeds or SEEDS, "workflow.steps": steps or STEPS + (warmup or 0)}
+def quick_settings(seeds: int | None, steps: int | None, warmup: int | None, certainty: int | None) -> dict[str, Any]:
+    """Settings of the experiment: seeds, steps and worlds as asked, else few seeds and steps and no worlds."""
+    return {"seeds": seeds or SEEDS, "workflow.steps": steps or STEPS + (warmup or 0), "certainty": certainty or 0}
 
 
 def contenders(screened: pd.DataFrame, baseline: str, in_verl: Sequence[str]) -> list[str]:

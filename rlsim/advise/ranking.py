@@ -13,9 +13,9 @@ from rlsim.advise.quick import REAL, SEARCHED_GPUS
 from rlsim.errors import RlsimError, unknown_name
 from rlsim.experiment.backlog import backlog, comparable
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.case import check_system
 from rlsim.experiment.placed import SearchAheadError
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import check_system
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import mean_ratio, means, model_interval, paired_ratio, ratios
 from rlsim.experiment.systems import SystemSpec, parse_systems

@@ -14,8 +14,9 @@ from rlsim.errors import PolicyError, RlsimError
 from rlsim.experiment.job import Execute
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import Progress, run_loaded
+from rlsim.experiment.run import run_loaded
 from rlsim.experiment.systems import SystemSpec
+from rlsim.experiment.worlds import Progress
 from rlsim.hardware import Cluster
 
 

@@ -14,7 +14,7 @@ from rlsim.cli import complete
 from rlsim.errors import printable
 
 if TYPE_CHECKING:
-    from rlsim.experiment.run import Progress
+    from rlsim.experiment.worlds import Progress
 
 Experiment = Annotated[
     str,
@@ -41,7 +41,9 @@ Warmup = Annotated[
 Certainty = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Draw so many worlds from the calibration's errors: speedups get an interval of the model."
+        min=0,
+        help="Draw so many worlds from the calibration's errors, which give speedups an interval of the model "
+        "(default: the experiment's, else one a seed where systems are compared; sweeps and --quick: none).",
     ),
 ]
 

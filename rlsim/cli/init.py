@@ -23,6 +23,23 @@ FromVerl = Annotated[
         "script's variable. Repeatable, later ones win.",
     ),
 ]
+FromNemo = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from-nemo",
+        metavar="CONFIG",
+        help="A NeMo-RL configuration of GRPO: YAML, with the files that its `defaults` name beside it; or KEY=VALUE. "
+        "Repeatable, later ones win.",
+    ),
+]
+FromAreal = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from-areal",
+        metavar="CONFIG",
+        help="An AReaL configuration of GRPO or PPO: YAML; or KEY=VALUE. Repeatable, later ones win.",
+    ),
+]
 Nccl = Annotated[
     list[Path] | None,
     typer.Option(help="Output of nccl-tests on your machines: fits a calibration beside the experiment."),
@@ -35,9 +52,15 @@ def _name(text: str, offered: complete.Completer) -> Any:
 
 
 def init(
-    name: Annotated[str | None, typer.Argument(help="Name of the experiment (default: experiment, or veRL's).")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the experiment (default: experiment, or the configuration's).")
+    ] = None,
     from_verl: FromVerl = None,
-    gpu: Annotated[str | None, _name("GPU of the catalogue, such as h100; veRL names none.", complete.gpus)] = None,
+    from_nemo: FromNemo = None,
+    from_areal: FromAreal = None,
+    gpu: Annotated[
+        str | None, _name("GPU of the catalogue, such as h100; configurations name none.", complete.gpus)
+    ] = None,
     cluster: Annotated[
         str | None, _name("Cluster of the catalogue or .yaml, instead of --gpu.", complete.clusters)
     ] = None,
@@ -56,42 +79,63 @@ def init(
     out: Annotated[Path | None, typer.Option(help="File to write (default: NAME.yaml).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
-    """Write an experiment file: a commented starter, or what a veRL configuration describes.
+    """Write an experiment file: a commented starter, or what a configuration of veRL, NeMo-RL or AReaL describes.
 
     \b
     Example: rlsim init my-first
     Example: rlsim init --from-verl run_qwen2.5-7b.sh --gpu h100
+    Example: rlsim init --from-nemo grpo.yaml --gpu h100
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
     from rlsim.init.draft import check_free
     from rlsim.init.starter import starter
-    from rlsim.verl.defaults import release
-    from rlsim.verl.experiment import from_verl as draft_from_verl
 
     folder = out.parent if out is not None else Path()
     given: dict[str, Any] = {"folder": folder, "cluster": cluster, "model": model}
     given |= {"trace": trace, "calibration": calibration}
-    if from_verl:
-        version = release(verl_version)
-        draft = draft_from_verl(from_verl, name=name, gpu=gpu, reward_model=reward_model, version=version, **given)
+    sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal}
+    frameworks = [option for option, texts in sources.items() if texts]
+    _check_used(frameworks, reward_model, gpu)
+    if frameworks:
+        given |= {"name": name, "gpu": gpu, "reward_model": reward_model}
+        draft = _from_framework(frameworks[0], sources[frameworks[0]] or [], verl_version, given)
     else:
-        _check_unused(reward_model, gpu)
         draft = starter(name or "experiment", **given)
     data = draft.data()
     target = out or Path(f"{data['name']}.yaml")
     check_free(target, force)
     if nccl:
-        _calibrate(draft, nccl, data["cluster"] if from_verl else cluster, folder)
+        _calibrate(draft, nccl, data["cluster"] if frameworks else cluster, folder)
     _write(draft, target, folder, force)
 
 
-def _check_unused(reward_model: str | None, gpu: str | None) -> None:
+def _from_framework(option: str, sources: list[str], verl_version: str, given: dict[str, Any]) -> Draft:
+    """The draft of a framework's configuration."""
+    if option == "--from-verl":
+        from rlsim.verl.defaults import release
+        from rlsim.verl.experiment import from_verl
+
+        return from_verl(sources, version=release(verl_version), **given)
+    from rlsim.init.parts import Options
+
+    if option == "--from-nemo":
+        from rlsim.nemo.experiment import from_nemo
+
+        return from_nemo(sources, Options(**given))
+    from rlsim.areal.experiment import from_areal
+
+    return from_areal(sources, Options(**given))
+
+
+def _check_used(frameworks: list[str], reward_model: str | None, gpu: str | None) -> None:
     from rlsim.errors import ConfigError
 
-    if reward_model is not None:
+    if len(frameworks) > 1:
+        raise ConfigError(f"{' and '.join(frameworks)}: an experiment is of one configuration; give one of them")
+    if reward_model is not None and frameworks != ["--from-verl"]:
         raise ConfigError("--reward-model goes with --from-verl")
-    if gpu is not None:
-        raise ConfigError("--gpu goes with --from-verl: give --cluster")
+    if gpu is not None and not frameworks:
+        raise ConfigError("--gpu goes with --from-verl, --from-nemo or --from-areal: give --cluster")
 
 
 def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path) -> None:
@@ -109,7 +153,7 @@ def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path
 def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
     """Write the file and say what is to know about it; exit code 1 if it does not run as it stands."""
     from rlsim.cli.terminal import Console
-    from rlsim.verl.experiment import check
+    from rlsim.init.parts import check
 
     refused = check(draft, folder)
     if refused:

@@ -13,9 +13,9 @@ from typing import Any
 import pandas as pd
 
 from rlsim.errors import ConfigError
+from rlsim.experiment.case import cases_of
 from rlsim.experiment.notes import PUT_OFF
 from rlsim.experiment.result import check_systems, open_results
-from rlsim.experiment.run import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import MEASURED, means
 from rlsim.schema import validate
@@ -25,7 +25,7 @@ from rlsim.sweeps.store import DEFINITION
 #: Columns of `steps` that are read.
 _COLUMNS = ("case", "system", "seed", "step", "launched", "waiting", *MEASURED, *PUT_OFF)
 #: Keys that say nothing about what a run does, or that other columns show.
-_NOT_SETTINGS = ("name", "description", "cases", "systems", "baseline", "seeds")
+_NOT_SETTINGS = ("name", "description", "cases", "systems", "baseline", "seeds", "certainty")
 
 
 @dataclass(frozen=True, eq=False)

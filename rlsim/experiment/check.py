@@ -8,26 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.experiment.load import load_experiment
-from rlsim.experiment.run import checked_cases
+from rlsim.experiment.run import checked_cases, worlds_of
 from rlsim.experiment.schema import Experiment
 
 
 @dataclass(frozen=True)
 class Checked:
-    """An experiment that would run. A run is one system on one seed in one case."""
+    """An experiment that would run. A run is one system in one case, on one seed as calibrated or in one world."""
 
     name: str
     systems: tuple[int, ...]  # that can run, by case
     seeds: int
+    worlds: int
     notes: tuple[str, ...]
 
     @property
     def runs(self) -> int:
-        return sum(self.systems) * self.seeds
+        return sum(self.systems) * (self.seeds + self.worlds)
 
     @property
     def counted(self) -> str:
-        parts = (_span(self.systems, "system"), _span((self.seeds,), "seed"), _span((len(self.systems),), "case"))
+        seeds = _span((self.seeds,), "seed")
+        if self.worlds:
+            seeds = f"({seeds} + {_span((self.worlds,), 'world')})"
+        parts = (_span(self.systems, "system"), seeds, _span((len(self.systems),), "case"))
         return f"{' × '.join(parts)} = {_span((self.runs,), 'run')}"
 
 
@@ -54,6 +58,7 @@ def check_loaded(experiment: Experiment, folder: Path, shown: str) -> Checked:
         experiment.name,
         tuple(len(case.systems) for case in cases),
         len(experiment.seed_list),
+        worlds_of(experiment, cases),
         tuple(notes),
     )
 

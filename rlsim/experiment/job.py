@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.frames import Frames, check_steps, frames_of
+from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec
@@ -20,7 +21,6 @@ from rlsim.reading import plain
 from rlsim.schema import validate
 from rlsim.trace import StepSampler
 from rlsim.usercode import blamed
-from rlsim.workflow import Plan
 
 #: Experiments that a process keeps loaded.
 KEPT = 8
@@ -31,7 +31,7 @@ class Ran:
     """What runs came to: tables by what a tuned system stands for, then seed; plans searched for; costs looked up."""
 
     frames: Sequence[Sequence[Frames]]
-    plans: Mapping[Any, Plan]
+    plans: FoundPlans
     lookups: Lookups
 
 
@@ -47,11 +47,12 @@ class Job:
     system: SystemSpec
     seeds: tuple[int, ...]
     steady: range
+    plans: FoundPlans = field(compare=False)  # found before
 
     @classmethod
     def of(
         cls, point: str, experiment: Experiment, shown: str, folder: Path, system: SystemSpec, seeds: Iterable[int],
-        steady: range,
+        steady: range, plans: FoundPlans,
     ) -> Job:  # fmt: skip
         """The job of a system of an experiment that messages call `shown`; its relative paths start at `folder`."""
         bare: dict[str, Any] = {
@@ -63,7 +64,7 @@ class Job:
         }
         config = json.dumps({**experiment.model_dump(mode="json"), **bare})  # of the seeds, searches take the first
         parts = tuple(replace(part, parameters=plain(part.parameters)) for part in system.parts)
-        return cls(point, system.key, config, shown, folder, replace(system, parts=parts), tuple(seeds), steady)
+        return cls(point, system.key, config, shown, folder, replace(system, parts=parts), tuple(seeds), steady, plans)
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -88,6 +89,7 @@ class Job:
 
     def _ran(self) -> Ran:
         simulator = Simulator(_loaded(self.config, self.shown, self.folder))
+        simulator.plans.found |= self.plans
         placed = simulator.placed(self.system.make())
         samplers = [simulator.loaded.sampler(seed) for seed in self.seeds]
         frames = [

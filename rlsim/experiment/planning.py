@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -281,13 +281,17 @@ class PlanSpace:
         return rollout.env.now
 
 
+#: By workflow, and what `PlanContext.search` is given.
+FoundPlans = Mapping[tuple[Any, ...], Plan]
+
+
 class Plans:
     """The plans that one experiment's systems leave to a search: none is searched for twice, and those found elsewhere
     may be put into `found`. Unless `search`, one that is not there raises `SearchAheadError`."""
 
     def __init__(self, search: bool) -> None:
         self.search = search
-        self.found: dict[tuple[Any, ...], Plan] = {}  # by workflow, and what `PlanContext.search` is given
+        self.found: dict[tuple[Any, ...], Plan] = {}
 
     def __call__(self, placed: PlacedExperiment, how: PlanSearch) -> Plan:
         """The best plan that is found so; raises `RlsimError` as `find_plan`."""

@@ -317,12 +317,14 @@ class Experiment(Schema):
     seeds: Annotated[int, Field(le=MOST_SEEDS)] | tuple[Annotated[int, Field(le=LARGEST_SEED)], ...] = Field(
         default=5, description=f"number of seeds, or the seeds themselves (at most {MOST_SEEDS:,})"
     )
-    certainty: int = Field(
-        default=0,
+    certainty: int | None = Field(
+        default=None,
         ge=0,
         le=1000,
         description="worlds to draw from the calibration's errors on settings that no fit has seen; every system runs "
-        "a seed in each, which gives speedups an interval of the model beside that of the seeds (2 or more)",
+        "a seed in each, which gives speedups an interval of the model beside that of the seeds (2 or more; 0: none). "
+        "Default: as many as there are seeds, where two or more seeds and systems are compared; none otherwise, in a "
+        "sweep, in `rlsim advise --quick` and where `draw` is given",
     )
     draw: int = Field(
         default=0, ge=0, le=1_000_000, description="the world to run in, by number; 0: the calibration as it was fitted"
@@ -348,7 +350,7 @@ class Experiment(Schema):
 
     @field_validator("certainty")
     @classmethod
-    def _an_interval(cls, value: int) -> int:
+    def _an_interval(cls, value: int | None) -> int | None:
         if value == 1:
             raise ValueError("one world gives no interval; expected 2 or more, or 0 for none")
         return value
@@ -379,3 +381,10 @@ class Experiment(Schema):
     def seed_list(self) -> tuple[int, ...]:
         """The seeds themselves: 0, 1, … unless they are given."""
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
+    def worlds(self, systems: int) -> int:
+        """How many worlds a run draws in which at most so many systems are compared with each other."""
+        if self.certainty is not None:
+            return self.certainty
+        seeds = len(self.seed_list)
+        return seeds if seeds > 1 and systems > 1 and not self.draw else 0

@@ -49,16 +49,16 @@ class Simulator:
                 f"{graph.name}: a batching that trains on the first responses to finish cannot tell the one of each "
                 "prompt that the others are compared with"
             )
-        if graph.windows > 1 and (training.mini_batches % graph.windows or training.epochs > 1):
+        if graph.windows and (training.mini_batches % graph.windows or training.epochs > 1):
             raise ConfigError(
                 f"training on a batch in {graph.windows} parts needs training.epochs: 1 and as many mini-batches in "
                 f"each (got epochs {training.epochs} and mini_batches {training.mini_batches})"
             )
-        if graph.windows > 1 and loaded.experiment.workflow.prompts % graph.windows:
+        if graph.windows and loaded.experiment.workflow.prompts % graph.windows:
             raise ConfigError(
                 f"workflow.prompts {loaded.experiment.workflow.prompts} cannot be cut into {graph.windows} equal parts"
             )
-        if streamed and graph.windows == 1 and (training.mini_batches > 1 or training.epochs > 1):
+        if streamed and not graph.windows and (training.mini_batches > 1 or training.epochs > 1):
             raise ConfigError(
                 "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
                 f"training.epochs: 1 (got {training.mini_batches} and {training.epochs})"

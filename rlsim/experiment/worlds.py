@@ -9,6 +9,31 @@ import pandas as pd
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import summarise
 
+#: Called with (runs done, runs in all, what runs next).
+Progress = Callable[[int, int, str], None]
+
+
+class Together:
+    """Tells of the runs as calibrated and of those in worlds, one seed each, as of one number of runs."""
+
+    def __init__(self, told: Progress, seeds: int, worlds: int) -> None:
+        self.worlds = worlds
+        self._told, self._seeds, self._before = told, seeds, 0
+
+    def calibrated(self, done: int, runs: int, what: str) -> None:
+        """Told of the runs as calibrated."""
+        self._before = runs
+        self._told(done, runs + self.worlds * (runs // self._seeds), what)
+
+    def world(self, number: int) -> Progress:
+        """Told of the runs of a world."""
+
+        def told(done: int, runs: int, what: str) -> None:
+            before = self._before + (number - 1) * runs
+            self._told(before + done, self._before + self.worlds * runs, f"world {number} of {self.worlds}: {what}")
+
+        return told
+
 
 def in_worlds(
     number: int, seeds: Sequence[int], calibrated: Result, run: Callable[[int, int], Result]

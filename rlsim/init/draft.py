@@ -31,6 +31,7 @@ class Draft:
     heading: list[str] = field(default_factory=list)  # comments at the top
     missing: list[str] = field(default_factory=list)  # what bears on time and is not represented
     notes: list[str] = field(default_factory=list)  # what was assumed
+    unread: list[str] = field(default_factory=list)  # keys that were not asked for
 
     def data(self) -> dict[str, Any]:
         """The experiment as a mapping."""
@@ -45,6 +46,8 @@ class Draft:
         for title, items in (("Assumed", self.notes), ("Not represented, though it bears on time", self.missing)):
             if items:
                 lines += ["#", f"# {title}:", *(line for item in items for line in _comment(item, "- "))]
+        if self.unread:
+            lines += ["#", *_comment(f"Not taken from the configuration: {', '.join(self.unread)}")]
         for key, entry in self.entries.items():
             if isinstance(entry, Entry):
                 lines += _lines(key, entry)

@@ -97,7 +97,7 @@ def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
     if gpu is None:
         usual = ", ".join(f"{size}x{kind}" for kind, node in kinds.items() if nodes == 1 or node.inter)
         raise ConfigError(
-            "which GPUs are they? veRL's configuration does not say: give --gpu "
+            "which GPUs are they? The configuration does not say: give --gpu "
             f"({', '.join(catalogue.names('gpus'))}) or --cluster ({usual})"
         )
     described = _gpu(gpu)

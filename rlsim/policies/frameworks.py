@@ -193,7 +193,8 @@ def on_groups(
     for call in context.workflow.calls:
         if call.kind not in ("sync", "reward"):
             gpus = next(gpus for gpus, wants in known if wants(call))
-            strategy = context.training(len(gpus))
+            # Generation alone need not be cut as training is: the rollout control lays it out.
+            strategy = context.style if call.kind == "generate" else context.training(len(gpus))
             if zero_stage is not None:
                 strategy = replace(context.style, dp=len(gpus), zero_stage=zero_stage)
             found[call.name] = gpus, strategy

@@ -41,9 +41,10 @@ def generation(result: Result, choice: Choice, system: str, moments: int = MOMEN
     began, ended = float(calls["start_at"].min()), float(calls["end_at"].max())
     if ended <= began:
         return None
-    stays = choice.step_rows(result.stays, system)
+    # Of all steps: where a rollout never stops, responses of other steps are generated beside this step's.
+    stays = choice.rows(result.stays, system)
     stays = stays[stays["call"].isin(calls["call"])]  # not those of judges
-    spans = choice.step_rows(result.spans, system)
+    spans = choice.rows(result.spans, system)
     spans = spans[spans["kind"].isin(_ENGINE_KINDS)]
     at = np.linspace(began, ended, moments)
     active = active_sequences(stays, at)

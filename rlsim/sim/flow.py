@@ -132,7 +132,7 @@ class Flow:
                     self._chunked.setdefault(edge.source, (edge.chunk_tokens, []))[1].append(call.name)
             sources = {e.source for e in edges if e.grain in ("sample", "chunk")}
             if sources or call.kind == "reward":
-                whole = call.kind == "train" or (call.kind == "inference" and workflow.windows > 1)
+                whole = call.kind == "train" or (call.kind == "inference" and workflow.windows)
                 group = responses if whole and workflow.group_advantage else 1
                 inbox = self.inboxes[call.name] = Inbox(env)
                 self._joins.append(_Join(inbox, _sources(workflow, call, sources), group))

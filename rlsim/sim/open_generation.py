@@ -218,6 +218,8 @@ class OpenGeneration(RolloutControl):
         for _, group in taken:
             window.state.take(group.requests)
             window.state.flow.deliver(BATCH, group.requests)
+            if self._scored_early:
+                window.state.flow.deliver(window.call.name, group.requests)
         if not self._missing:
             self._window = None
             window.complete.succeed()
@@ -231,7 +233,7 @@ class OpenGeneration(RolloutControl):
         yield self._window.complete
         self.served_at = self._env.now
         state.requests.sort(key=attrgetter("id"))  # as they were launched, in whatever order they came
-        if state.flow.wants(call.name):
+        if state.flow.wants(call.name) and not self._scored_early:
             state.flow.deliver(call.name, state.trained_on())
         state.flow.close(call.name)
         state.flow.close(BATCH)

@@ -112,7 +112,7 @@ class _Run:
             record = yield from self._reward(call, step, placement)
         elif any(edge.grain == "chunk" for edge in edges):
             record = yield from self._in_chunks(call, step, placement)
-        elif _streams(edges) and self.what.workflow.windows > 1:
+        elif _streams(edges) and self.what.workflow.windows:
             record = yield from self._in_windows(call, step, placement)
         elif _streams(edges):
             record = yield from self._in_pieces(call, step, placement)

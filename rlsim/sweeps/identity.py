@@ -13,7 +13,7 @@ from typing import Any
 from rlsim import catalogue
 from rlsim.cost.calibration import load_calibration
 from rlsim.experiment.build import find_model, find_trace, placing
-from rlsim.experiment.run import cases_of
+from rlsim.experiment.case import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import load_cluster
@@ -35,9 +35,10 @@ def point_name(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 
 def config_of(experiment: Experiment) -> dict[str, Any]:
-    """The experiment with all its defaults as plain values; the seeds themselves, and no description."""
+    """The experiment with all its defaults as plain values; the seeds themselves, worlds only where they are asked for,
+    and no description."""
     config = experiment.model_dump(mode="json", exclude={"description"})
-    return {**config, "seeds": list(experiment.seed_list)}
+    return {**config, "seeds": list(experiment.seed_list), "certainty": experiment.certainty or 0}
 
 
 def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:

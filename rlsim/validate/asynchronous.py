@@ -50,7 +50,7 @@ def section(options: Options) -> Section | Skipped:
     found += one_step_off_rows(_record(table, 19), _record(table, 20), _record(synchronous, 28))
     options.progress("veRL, fully asynchronous")
     found += fully_async_rows(_record(table, 1), _record(table, 2), _record(synchronous, 10))
-    return published_section("asynchronous", found, curve=_curve_table(curve))
+    return published_section("asynchronous", found, depth=2, curve=_curve_table(curve))
 
 
 def _record(table: pd.DataFrame, number: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def areal_experiment(gpus: int, systems: list[Any], steps: int, **training: Any)
     return {
         "name": "areal",
         "cluster": f"{gpus // 8}x8xh800",
-        "model": "qwen2.5-1.5b",
+        "model": "r1-distill-qwen-1.5b",
         "calibration": "h800-sglang",
         "trace": {"cap": AREAL_CAP, "default_prompt_tokens": AREAL_PROMPT},
         "workflow": {**AREAL_BATCH, "steps": steps, "reference": False},
@@ -73,7 +73,6 @@ def areal_experiment(gpus: int, systems: list[Any], steps: int, **training: Any)
             "backend": "megatron", "pp": 2, "mini_batches": 4, "micro_batch_tokens": AREAL_MICRO_BATCH, **training,
         },
         "seeds": 1,
-        "certainty": 0,
         "systems": systems,
     }  # fmt: skip
 

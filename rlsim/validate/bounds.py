@@ -137,6 +137,11 @@ BOUNDS: tuple[Bound, ...] = (
     Bound("kernels", "*", "*", "p90", 0.26),
     # Measured steps of real runs.
     Bound("steps", "realhf", "step_time_s", "mean", 0.15),
+    # Asynchronous trainers: the gain of one step off within 15%, of full asynchrony 20%; steps within 25%.
+    Bound("asynchronous", "*/one-step-off-*", "gain", "mean", 0.15),
+    Bound("asynchronous", "*", "gain", "mean", 0.20),
+    Bound("asynchronous", "*", "*", "mean", 0.25),
+    Bound("steps", "nemo-rl", "gain", "mean", 0.15),
     # Whole engines on a TP that no fit has seen: TPOT 6% for an engine, its bias 3%, 10% for a TP; TTFT 20%.
     Bound("transfer", "trtllm/*/tp8", "tpot_s", "mean", 0.115, _HOST, "left-out"),
     Bound("transfer", "trtllm/*/tp4", "ttft_s", "mean", 0.39, _WAITS, "left-out"),

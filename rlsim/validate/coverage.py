@@ -58,6 +58,32 @@ def inside(errors: Mapping[str, Floats]) -> dict[str, float]:
     return found
 
 
+def level_spread(errors: Mapping[str, Floats]) -> float:
+    """Standard deviation over settings, around no error; every setting counts alike, however many its log errors."""
+    return float(np.sqrt(np.mean([np.mean(own**2) for own in errors.values()])))
+
+
+def levels_inside(errors: Mapping[str, Floats]) -> dict[str, int]:
+    """By setting: how many of its log errors, which grow with nothing, lie inside the 90% interval that those of the
+    *other* settings allow."""
+    found = {}
+    for setting, own in errors.items():
+        others = {name: other for name, other in errors.items() if name != setting}
+        found[setting] = int((np.abs(own) <= quantile(len(others)) * level_spread(others)).sum())
+    return found
+
+
+def counted(errors: Mapping[str, Floats], settings: Iterable[str]) -> list[tuple[str, str]]:
+    """For each of some settings, and for all together last: how many errors, and how many of them lie inside.
+
+    A setting that has none has two empty cells.
+    """
+    inside_of, number = levels_inside(errors), {setting: len(own) for setting, own in errors.items()}
+    cells = [(str(number[name]), str(inside_of[name])) if name in errors else ("", "") for name in settings]
+    inside_all, total = sum(inside_of.values()), sum(number.values())
+    return [*cells, (str(total), f"{inside_all} ({inside_all / total:.0%})")]
+
+
 def quantile(settings: int) -> float:
     """Of Student's t: how many standard deviations from so many settings are half of the 90% interval."""
     return float(stdtrit(settings, 0.5 + CONFIDENCE / 2))

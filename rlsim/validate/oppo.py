@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import run
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Row
+from rlsim.validate.runs import run
 
 SPEEDUPS = {"intra-step": 1.2, "inter-step": 1.6, "oppo": 1.9}
 UTILIZATION = {"trl": 0.506, "oppo": 0.710}

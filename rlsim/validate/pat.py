@@ -17,7 +17,6 @@ from rlsim.cost.train import forward_flops
 from rlsim.cost.transfer import switch_peak_bytes
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import run
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.policies.pat import BATCHES, CONTEXTS
@@ -25,6 +24,7 @@ from rlsim.trace import read_trace
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Row, markdown
+from rlsim.validate.runs import run
 
 SWITCH_CONTEXTS = [12 * 1024] * 9  # "12K context, 9 sequences"
 A40_ENGINE = "a40-sglang"

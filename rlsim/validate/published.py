@@ -18,8 +18,11 @@ def filled_text(name: str, **values: str) -> str:
     return text.format(**{key: value.rstrip("\n") for key, value in values.items()})
 
 
-def published_section(name: str, rows: Iterable[Row], **values: str) -> Section:
-    """A section with a table and a chart of all `rows`; `values` are what else its text has."""
+def published_section(name: str, rows: Iterable[Row], *, depth: int = 1, **values: str) -> Section:
+    """A section with a table and a chart of all `rows`; `values` are what else its text has.
+
+    Rows whose cases agree in the first `depth` components are summarised together.
+    """
     found = tuple(rows)
     text = filled_text(name, figures=table(found), **values)
-    return Section(found, tuple(summarise(found, depth=1)), text, errors_chart(found))
+    return Section(found, tuple(summarise(found, depth)), text, errors_chart(found))

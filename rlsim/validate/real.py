@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import run
 from rlsim.search import Dependency, Options, Problem
 from rlsim.validate import parts
 from rlsim.validate.parts import Section
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Row
+from rlsim.validate.runs import run
 from rlsim.workflow import ppo
 
 

@@ -13,11 +13,11 @@ import pandas as pd
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import run
 from rlsim.trace import read_trace
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Row
+from rlsim.validate.runs import run
 
 TASKS = ("math", "code", "judge")
 #: Rollout, reward and training in a veRL step (14B, cap 16K, 32 GPUs), by task.

@@ -13,7 +13,6 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import run
 from rlsim.hardware import load_cluster
 from rlsim.trace.files import write_trace
 from rlsim.trace.generate import Recipe, draw_trace, load_recipe
@@ -21,6 +20,7 @@ from rlsim.validate import oppo, pat, real, rollpacker
 from rlsim.validate.parts import Options, Section
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import markdown
+from rlsim.validate.runs import run
 
 #: What is changed, in words, and the settings that change it.
 Changes = Mapping[str, Mapping[str, Any]]

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pandas as pd
 from scipy.stats import spearmanr
 
-from rlsim.experiment.run import run
 from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Kind, Row
+from rlsim.validate.runs import run
 from rlsim.validate.steps_nemo import nemo_rows
 from rlsim.validate.steps_verl import verl_rows
 

@@ -33,16 +33,24 @@ row = partial(Row, "steps")
 
 
 def nemo_rows(data: Path, options: Options, calibration: str | Path = "h100-vllm") -> Iterator[Row]:
-    """The dense rows of the release, each as its recipe says."""
+    """The dense rows of the release, each as its recipe says, and what one step off gains on as many GPUs."""
     recipes = pd.read_csv(data / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
     table = pd.read_csv(data / PERFORMANCE).query(f"release == '{RELEASE}'")
+    known: dict[tuple[str, str], tuple[float, float]] = {}  # measured and simulated steps of a model
     for run in table[table["model"].isin(MODELS)].to_dict("records"):
         options.progress(f"NeMo-RL, {run['recipe']}")
         recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
         prompt = run["tokens_per_sample_implied"] - run["mean_len"]
         found = seconds(nemo_experiment(recipe, MODELS[run["model"]], round(prompt), calibration), run["mean_len"])
         kind = "one-step-off" if recipe["async_on"] else "on-policy"
-        yield row(f"nemo-rl/{MODELS[run['model']]}/{kind}", "step_time_s", run["step_s"], found["step"])
+        model = MODELS[run["model"]]
+        known[model, kind] = run["step_s"], found["step"]
+        yield row(f"nemo-rl/{model}/{kind}", "step_time_s", run["step_s"], found["step"])
+    for model in MODELS.values():
+        if (model, "one-step-off") in known:
+            both = zip(known[model, "on-policy"], known[model, "one-step-off"], strict=True)
+            measured, simulated = (on_policy / off for on_policy, off in both)
+            yield row(f"nemo-rl/{model}/one-step-off", "gain", measured, simulated)
 
 
 def nemo_experiment(

@@ -11,11 +11,11 @@ from scipy.optimize import brentq
 
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.result import Result
-from rlsim.experiment.run import run
 from rlsim.schema import validate
 from rlsim.trace import read_trace, write_trace
 from rlsim.trace.generate import Recipe, draw_trace, length_model
 from rlsim.trace.mixture import LengthModel
+from rlsim.validate.runs import run
 
 #: The shipped trace whose shape stands in for lengths of which a source states the mean alone.
 SHAPE = "rollpacker-math"

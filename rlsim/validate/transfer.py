@@ -15,8 +15,10 @@ import numpy as np
 from pydantic import Field
 
 from rlsim.cost.calibration import Engine, Fitted, FrontEndFit, HostFit
+from rlsim.cost.draw import MEASURED
 from rlsim.schema import load
-from rlsim.validate.coverage import errors_by_setting, inside
+from rlsim.validate.calls import calls_table, shipped_calls
+from rlsim.validate.coverage import errors_by_setting, inside, level_spread
 from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table
@@ -80,6 +82,9 @@ def section(options: Options) -> Section | Skipped:
         engines=summary_table(summarise(rows, depth=1)),
         settings=summary_table(summaries),
         coverage=coverage_table(left_out),
+        calls=calls_table(),
+        spread=f"{MEASURED.calls:.0%}",
+        spread_without=f"{level_spread(shipped_calls().log_errors(outlier=False)):.0%}",
         ablation="" if options.quick else _ablation(runs, fits, options.progress),
     )
     engines = tuple(item for item in summarise(rows, depth=1))

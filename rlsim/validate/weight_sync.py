@@ -26,6 +26,7 @@ from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import Model, load_model
 from rlsim.validate.charts import errors_chart
+from rlsim.validate.coverage import counted, level_spread
 from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import filled_text
 from rlsim.validate.rows import Kind, Row, markdown, number, summarise, table
@@ -57,6 +58,11 @@ class Setting:
     method: SyncMethod = "bucketed"
     offload: bool = False
     stacked: bool = True
+
+    @property
+    def measured_on(self) -> str:
+        """The system that it is a row of."""
+        return self.case.split("/")[0]
 
     @cached_property
     def shape(self) -> Model:
@@ -127,6 +133,9 @@ USED: dict[int, Setting] = {
 QUOTED_S = 58.6
 QUOTED = replace(USED[3], case="h20-235b/naive", kind="output", model="qwen3-235b-a22b")
 
+#: The figure of NIXL is that of NCCL (row 42): no error of its own.
+REPEATED = 43
+
 _DELTA = "another mechanism: only what changed is sent"
 _SESSIONS = "to be compared within its own session only, whose network is not stated"
 #: Rows that nothing is taken from, by their notes; decided before the fit.
@@ -190,7 +199,7 @@ def left_out(measured: Mapping[int, float]) -> list[tuple[int, float | None]]:
     """
     found: list[tuple[int, float | None]] = []
     for row, setting in USED.items():
-        others = [n for n, other in USED.items() if other.case.split("/")[0] != setting.case.split("/")[0]]
+        others = [n for n, other in USED.items() if other.measured_on != setting.measured_on]
         slopes, own = _slopes(others), _slopes([row])[0]
         told = np.linalg.pinv(slopes, rcond=1e-3) @ slopes @ own  # the part of its slope that other rows settle
         if np.abs(told - own).max() > 0.02:
@@ -198,6 +207,42 @@ def left_out(measured: Mapping[int, float]) -> list[tuple[int, float | None]]:
         else:
             found.append((row, seconds(setting, fitted(measured, others))))
     return found
+
+
+# Whether intervals hold ----------------------------------------------------------------------------------------------
+
+
+def predicted_errors(found: Mapping[int, tuple[str, float]]) -> dict[str, Floats]:
+    """By system: log errors of the syncs that no constant is fitted to, under the shipped constants."""
+    rows = [row for row, setting in USED.items() if setting.kind == "output" and row != REPEATED]
+    return _by_system([(USED[row], seconds(USED[row]) / found[row][1]) for row in rows])
+
+
+def left_out_errors(
+    found: Mapping[int, tuple[str, float]], left: Iterable[tuple[int, float | None]]
+) -> dict[str, Floats]:
+    """By system: log errors under constants that have seen nothing of it (`left_out`) and yet predict."""
+    known = [(row, time) for row, time in left if time is not None and row != REPEATED]
+    return _by_system([(USED[row], time / found[row][1]) for row, time in known])
+
+
+def _by_system(ratios: Iterable[tuple[Setting, float]]) -> dict[str, Floats]:
+    """Logarithms of simulated / measured, the quoted sync's among them, which nothing is fitted to."""
+    errors: dict[str, list[float]] = {}
+    for setting, ratio in (*ratios, (QUOTED, seconds(QUOTED) / QUOTED_S)):
+        errors.setdefault(setting.measured_on, []).append(float(np.log(ratio)))
+    return {system: np.array(own) for system, own in errors.items()}
+
+
+def coverage_table(predicted: Mapping[str, Floats], left: Mapping[str, Floats]) -> str:
+    """How many errors of a system lie inside the 90% interval that those of the others allow."""
+    systems = list(dict.fromkeys((*predicted, *left)))
+    both = counted(predicted, systems), counted(left, systems)
+    cells = [(name, *one, *other) for name, one, other in zip([*systems, "all"], *both, strict=True)]
+    return markdown(("system", "predicted", "inside", "without the system", "inside"), cells)
+
+
+# Constants as numbers ------------------------------------------------------------------------------------------------
 
 
 def _numbers(fit: SyncFit) -> Floats:
@@ -233,10 +278,15 @@ def section(options: Options) -> Section | Skipped:
     rows = [_row(setting, measured[row], f"id {row}") for row, setting in USED.items()]
     rows.append(_row(QUOTED, QUOTED_S, "not in the data; quoted from veRL's table"))
     summaries = tuple(summarise(rows, depth=1))
+    left = left_out(measured)
+    predicted, unseen = predicted_errors(found), left_out_errors(found, left)
     text = filled_text(
         "weight_sync",
         figures=table(rows, "measured"),
-        without=_without(measured),
+        without=_without(measured, left),
+        coverage=coverage_table(predicted, unseen),
+        spread=f"{level_spread(predicted):.0%}",
+        spread_without=f"{level_spread(unseen):.0%}",
         left_out=_omitted(found),
     )
     return Section(tuple(rows), summaries, text, errors_chart(rows))
@@ -248,9 +298,9 @@ def _row(setting: Setting, measured_s: float, note: str) -> Row:
     return Row("weight_sync", setting.case, "sync_s", measured_s, parts.total_s, f"{note}; {stages}", setting.kind)
 
 
-def _without(measured: Mapping[int, float]) -> str:
+def _without(measured: Mapping[int, float], left: Iterable[tuple[int, float | None]]) -> str:
     cells = []
-    for row, predicted in left_out(measured):
+    for row, predicted in left:
         outcome = ("", "open") if predicted is None else (number(predicted), f"{predicted / measured[row] - 1:+.1%}")
         cells.append((USED[row].case, number(measured[row]), *outcome))
     return markdown(("case", "measured", "rlsim", "error"), cells)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlsim.errors import ConfigError
-from rlsim.reading import SyntaxConfigError, parse_yaml, read_yaml
+from rlsim.init.interpolation import interpolate, parsed
+from rlsim.init.settings import Unknown
+from rlsim.reading import read_yaml
 from rlsim.verl.defaults import VERSIONS, defaults
 from rlsim.verl.log import logged_config
-from rlsim.verl.settings import STRATEGY, Settings
+from rlsim.verl.settings import STRATEGY, VerlSettings
 from rlsim.verl.shell import Override, parse_override, read_script
-from rlsim.verl.variables import Unknown
 
-_INTERPOLATION = re.compile(r"\$\{(?:(?P<resolver>oc\.\w+):)?(?P<body>[^${}]*)\}")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
-_DEEPEST = 20  # interpolations of interpolations
-_MISSING = "???"
 
 
-def read_config(sources: Sequence[str], version: str) -> Settings:
+def read_config(sources: Sequence[str], version: str) -> VerlSettings:
     """The configuration that files and overrides give together, later ones winning; defaults of `version` for the rest.
 
     Each source is a YAML file (`.hydra/config.yaml`, one like `ppo_trainer.yaml`), a run's folder, a shell script or a
@@ -30,7 +27,7 @@ def read_config(sources: Sequence[str], version: str) -> Settings:
     """
     if version not in VERSIONS:
         raise ConfigError(f"veRL {version}: its defaults are not known; one of: {', '.join(VERSIONS)}")
-    config = Settings(version)
+    config = VerlSettings(version=version)
     files, overrides, variables = _sorted(sources)
     for path in files:
         config.name = config.name or (path.stem if path.stem != "config" else "")
@@ -46,7 +43,7 @@ def read_config(sources: Sequence[str], version: str) -> Settings:
             f"{', '.join(sources)}: no setting of veRL found: expected keys such as data.train_batch_size or "
             "actor_rollout_ref.rollout.n"
         )
-    _interpolate(config)
+    interpolate(config)
     return config
 
 
@@ -79,7 +76,7 @@ def _file(path: Path) -> Path:
     raise ConfigError(f"{path}: a folder without .hydra/config.yaml")
 
 
-def _read_yaml(config: Settings, path: Path) -> None:
+def _read_yaml(config: VerlSettings, path: Path) -> None:
     """Hydra's configuration, or its list of overrides."""
     data = read_yaml(path)
     if isinstance(data, list):  # .hydra/overrides.yaml
@@ -102,7 +99,7 @@ def _read_yaml(config: Settings, path: Path) -> None:
             config.given[STRATEGY], config.origin[STRATEGY] = "megatron", f"{path.name}: defaults"
 
 
-def _read_text(config: Settings, path: Path, variables: dict[str, str]) -> None:
+def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> None:
     """The configuration that a log begins with, or a script's settings."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -119,7 +116,7 @@ def _read_text(config: Settings, path: Path, variables: dict[str, str]) -> None:
         _override(config, override, path.name)
 
 
-def _override(config: Settings, override: Override, source: str) -> None:
+def _override(config: VerlSettings, override: Override, source: str) -> None:
     place = f"{source}:{override.line}" if override.line else source
     key, value = override.key, override.value
     if key == "model_engine":  # Hydra's choice of the training engine
@@ -131,65 +128,8 @@ def _override(config: Settings, override: Override, source: str) -> None:
     if isinstance(value, Unknown):
         config.doubts[key] = (place, value)
         return
-    read = _parsed(value)
+    read = parsed(value)
     if isinstance(read, Mapping):
         config.put(read, place, f"{key}.")
     else:
         config.put({key: read}, place)
-
-
-def _parsed(text: str) -> Any:
-    """A value as Hydra reads it: YAML, but for what YAML cannot read, which is text."""
-    try:
-        value = parse_yaml(text, "value")
-    except SyntaxConfigError:
-        return text
-    return None if text == "None" else value
-
-
-# ---- interpolations -------------------------------------------------------------------------------------------------
-
-
-class _LeadsNowhereError(Exception):
-    """An interpolation of a key, variable or resolver that is not there, or of itself."""
-
-
-def _interpolate(config: Settings) -> None:
-    """Replace `${data.max_prompt_length}`, `${.key}`, `${oc.select:key,default}`; what leads nowhere is in doubt."""
-    for key, value in list(config.given.items()):
-        try:
-            config.given[key] = _resolved(config, key, value, 0)
-        except _LeadsNowhereError as error:
-            del config.given[key]
-            config.doubts[key] = (config.origin[key], Unknown(f"{error} has no value here"))
-
-
-def _resolved(config: Settings, key: str, value: Any, depth: int) -> Any:
-    if not isinstance(value, str) or "${" not in value:
-        return None if value == _MISSING else value
-    found = _INTERPOLATION.search(value)
-    if found is None or depth > _DEEPEST:
-        raise _LeadsNowhereError(value)
-    inner = _resolved(config, key, _looked_up(config, key, found), depth + 1)
-    if found.span() == (0, len(value)) or inner is None:
-        return inner
-    return _resolved(config, key, value[: found.start()] + str(inner) + value[found.end() :], depth + 1)
-
-
-def _looked_up(config: Settings, key: str, found: re.Match[str]) -> Any:
-    """What one interpolation in the value of `key` stands for."""
-    target, _, default = found["body"].partition(",")
-    if target.startswith("."):
-        above = len(target) - len(target.lstrip("."))
-        target = ".".join([*key.split(".")[:-above], target.lstrip(".")])
-    if found["resolver"] in (None, "oc.select"):
-        known = config.given.get(target, config.default.get(target))
-        if known is not None:
-            return known
-    if default and found["resolver"] in (None, "oc.select", "oc.env"):
-        return _parsed(default)
-    if found["resolver"] == "oc.select" or (
-        not found["resolver"] and (target in config.given or target in config.default)
-    ):
-        return None
-    raise _LeadsNowhereError(found[0])

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from rlsim.errors import ConfigError, RlsimError, unknown_name
-from rlsim.experiment.build import find_trace
-from rlsim.experiment.schema import Experiment
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.names import check_calibration, find_calibration, find_cluster, find_model, load_from, nearest_trace
+from rlsim.init.names import find_model
+from rlsim.init.parts import (
+    Options,
+    Said,
+    add_calibration,
+    add_cluster,
+    add_memory,
+    add_model,
+    add_systems,
+    add_trace,
+    finish,
+    joined,
+    steps_of,
+    title_of,
+)
 from rlsim.models import Model
-from rlsim.schema import validate
-from rlsim.trace import Trace, read_trace
-from rlsim.verl import notes
+from rlsim.trace import Trace
+from rlsim.verl import asynchronous, notes
+from rlsim.verl.asynchronous import Apart
 from rlsim.verl.config import read_config
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS, WITHOUT_DEFAULT
 from rlsim.verl.log import METRICS, VerlLog
 from rlsim.verl.overrides import FILTER, GPUS_PER_NODE, NODES, REWARD_ASYNC, TP
 from rlsim.verl.run import RunSettings, settings_of
-from rlsim.verl.settings import STRATEGY, Settings
-from rlsim.verl.training import add_engine, add_memory, add_training
+from rlsim.verl.settings import STRATEGY, VerlSettings
+from rlsim.verl.training import add_engine, add_training
 
-_ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm"}
 #: Advantage estimators: rlsim's algorithm of the same calls.
 _ALGORITHMS = {
     **dict.fromkeys(
@@ -39,7 +48,6 @@ _ALGORITHMS = {
     "gae": "ppo",
     "remax": "remax",
 }  # fmt: skip
-STEPS, SEEDS = 5, 5
 _ESTIMATOR, _MODEL, _CRITIC = "algorithm.adv_estimator", MODEL + "path", "critic.model.path"
 #: What switches a reward model on, and the key that names it.
 _REWARD_MODEL = {
@@ -71,65 +79,43 @@ def from_verl(
 ) -> Draft:
     """The experiment that `sources` (see `read_config`) describe, to be written into `folder`.
 
-    veRL's configuration names no GPU: `gpu` or `cluster` does. `model` and `reward_model` name shapes that their paths
-    do not tell, `trace` the lengths (default: the nearest that ships), `calibration` the costs (default: that of the
-    GPU and engine), `version` the release whose defaults hold. Raises `RlsimError`s that say what is missing, unknown
-    or unsupported.
+    `version` is the release whose defaults hold, the other arguments are those of `Options`. Raises `RlsimError`s that
+    say what is missing, unknown or unsupported.
     """
+    options = Options(folder, gpu, cluster, model, reward_model, calibration, trace, name)
     config = read_config(sources, version)
-    config.check_keys((*config.default, *_MORE_KEYS, *notes.KEYS))
-    notes.refuse_asynchronous(config)
+    config.check_keys((*config.default, *_MORE_KEYS, *notes.KEYS, *asynchronous.KEYS))
+    apart = asynchronous.apart_of(config)
     config.check_values()
     draft = Draft({}, missing=notes.missing(config), notes=list(config.notes))
-    machines = _cluster(config, draft, gpu, cluster)
-    settings = _settings(config, machines)
-    actor = _model(config, draft, folder, model)
-    _calibration(config, draft, machines, calibration, folder)
-    lengths = _trace(config, draft, actor, settings, trace, folder)
-    _workflow(config, draft, settings)
-    _models(config, draft, folder, reward_model)
+    if apart is not None:
+        draft.missing += asynchronous.missing(config, apart)
+    machines = apart.cluster(draft, options) if apart else _cluster(config, draft, options)
+    settings = _settings(config, machines, apart)
+    actor = _model(config, draft, options)
+    _calibration(config, draft, machines, options)
+    lengths = _trace(config, draft, actor, settings, options)
+    _workflow(config, draft, settings, apart)
+    _models(config, draft, options)
     add_engine(config, draft, settings)
     add_training(config, draft, settings, lengths)
-    _systems(config, draft, settings)
-    add_memory(config, draft, settings, folder)
+    _systems(config, draft, settings, apart)
+    share = ROLLOUT + "gpu_memory_utilization"
+    add_memory(draft, Said(settings.memory_utilization, config.where(share)), folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
-    title = name or _name(config)
-    draft.heading = [
+    title = name or title_of(config.given.get("trainer.experiment_name"), config.name, otherwise="from-verl")
+    heading = [
         f"{title}: made by rlsim init from {' '.join(sources)}",
         f"What the configuration does not say is veRL {version}'s default. Run it: rlsim run FILE",
     ]
-    ordered = (key for key in Experiment.model_fields if key in draft.entries)
-    draft.entries = {"name": Entry(title), **{key: draft.entries[key] for key in ordered}}
-    return draft
+    return finish(draft, title, heading)
 
 
-def check(draft: Draft, folder: Path) -> str:
-    """Why `rlsim run` would refuse the experiment of a draft in `folder`; empty if it would not."""
-    from rlsim.experiment.run import checked_cases
-
-    try:
-        checked_cases(validate(draft.data(), Experiment), folder)
-    except RlsimError as error:
-        return str(error)
-    return ""
-
-
-def _name(config: Settings) -> str:
-    given = config.given.get("trainer.experiment_name")
-    text = given if isinstance(given, str) and "$" not in given else config.name or "from-verl"
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-") or "from-verl"
-
-
-def _joined(*parts: str) -> str:
-    return "; ".join(part for part in parts if part)
-
-
-def _cluster(config: Settings, draft: Draft, gpu: str | None, named: str | None) -> Cluster:
-    keys = (NODES, GPUS_PER_NODE)
+def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
+    keys, named = (NODES, GPUS_PER_NODE), options.cluster
     if named is None:
-        found = find_cluster(gpu, *(config.get(key) for key in keys))
-        draft.entries["cluster"] = Entry(found.name, _joined(f"--gpu {gpu}", *map(config.where, keys)))
-        return found
+        nodes, per_node = (config.get(key) for key in keys)
+        return add_cluster(draft, options, nodes, per_node, joined(*map(config.where, keys)))
     found = load_cluster(named)
     told = [config.given.get(key) for key in keys]
     for key, said, has in zip(keys, told, (found.nodes, found.gpus_per_node), strict=True):
@@ -142,80 +128,50 @@ def _cluster(config: Settings, draft: Draft, gpu: str | None, named: str | None)
     return found
 
 
-def _settings(config: Settings, machines: Cluster) -> RunSettings:
+def _settings(config: VerlSettings, machines: Cluster, apart: Apart | None) -> RunSettings:
     """The configuration as `rlsim calibrate from-run` reads it."""
     strategy, key = config.get(STRATEGY), TP
+    node = apart.rollout[1] if apart else machines.gpus_per_node
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ConfigError(f"{config.where(STRATEGY)}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
-    if machines.gpus_per_node % config.get(key):
+    if node % config.get(key):
         raise ConfigError(
-            f"{config.where(key)} = {config.get(key)}: it does not divide the {machines.gpus_per_node} GPUs of a node; "
+            f"{config.where(key)} = {config.get(key)}: it does not divide the {node} GPUs of a node; "
             "replicas over several nodes are not simulated"
         )
     for doubtful in config.doubts:
         if doubtful in config.default:
             config.get(doubtful)  # which says what is missing
     no_steps = pd.DataFrame(columns=["line", *METRICS], dtype=float)
-    return settings_of(VerlLog(Path(config.name or "the configuration"), no_steps, (), config), machines)
+    log = VerlLog(Path(config.name or "the configuration"), no_steps, (), config)
+    return settings_of(log, apart.trainers(machines) if apart else machines, rollout_node=node)
 
 
-def _model(config: Settings, draft: Draft, folder: Path, given: str | None) -> Model:
-    path = given or config.get(_MODEL)
+def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
+    path = options.model or config.get(_MODEL)
     if path is None:
         raise ConfigError(f"the configuration names no model ({_MODEL}): give --model")
-    chosen, said = find_model(str(path), folder)
-    draft.entries["model"] = Entry(chosen, _joined("--model" if given else config.where(_MODEL), said))
-    return load_from(chosen, folder)
+    return add_model(draft, options, str(path), config.where(_MODEL))
 
 
-def _calibration(config: Settings, draft: Draft, machines: Cluster, given: str | None, folder: Path) -> None:
-    if given is not None:
-        check_calibration(given, machines, folder)
-        draft.entries["calibration"] = Entry(given, "as given")
-        return
+def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options: Options) -> None:
     key = ROLLOUT + "name"
-    engine = config.get(key)
-    if engine is None:
-        draft.notes.append(f"{key} is not given, though veRL {config.version} requires it: vllm is taken")
-    elif engine not in _ENGINES:
-        raise ConfigError(f"{config.where(key)}: {unknown_name('rollout engine', str(engine), _ENGINES)}")
-    name, said = find_calibration(machines.gpu.name, _ENGINES[engine or "vllm"])
-    draft.notes += [said] if said else []
-    draft.entries["calibration"] = Entry(name, config.where(key) if engine else "assumed")
+    engine = Said(config.get(key), config.where(key))
+    if engine.value is None:
+        engine = Said("vllm", "assumed")
+        if options.calibration is None:
+            draft.notes.append(f"{key} is not given, though veRL {config.version} requires it: vllm is taken")
+    add_calibration(draft, options, machines, engine)
 
 
-def _trace(
-    config: Settings, draft: Draft, actor: Model, settings: RunSettings, given: str | None, folder: Path
-) -> Trace:
-    filters, prompt_key = bool(config.get(FILTER)), "data.max_prompt_length"
-    if given is None:
-        path, trace, why = nearest_trace(actor, settings.cap, rewards=filters)
-        draft.notes.append(f"response lengths: {path}, {why}")
-        comment = "assumed: " + why
-    else:
-        path, comment = given, "as given"
-        trace = read_trace(find_trace(given, folder))
-        if filters and not {"correct", "reward"} & set(trace.frame.columns):
-            raise ConfigError(f"--trace {given}: {FILTER} drops prompts by their rewards, but the trace has neither "
-                              "the column reward nor correct")  # fmt: skip
-    cut = trace.meta.cap_tokens
-    if cut is not None and cut < settings.cap:
-        draft.notes.append(f"the trace was sampled under a cap of {cut:,} tokens, below {settings.cap:,}: no response "
-                           "gets longer")  # fmt: skip
-    where = config.where("data.max_response_length", ROLLOUT + "response_length")
-    entries = {"path": Entry(path, comment), "cap": Entry(settings.cap, where)}
-    limit = config.get(prompt_key)
-    longest = trace.frame["prompt_tokens"].max() if "prompt_tokens" in trace.frame else None
-    if longest is None:
-        entries["default_prompt_tokens"] = Entry(limit, f"the trace has no prompt lengths: {prompt_key}")
-    elif longest > limit:
-        draft.notes.append(f"{config.where(prompt_key)} = {limit:,}; the trace's longest prompt has {int(longest):,} "
-                           "and is not cut")  # fmt: skip
-    draft.entries["trace"] = entries
-    return trace
+def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettings, options: Options) -> Trace:
+    filters = FILTER if config.get(FILTER) else ""
+    cap = Said(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
+    key = "data.max_prompt_length"
+    return add_trace(draft, options, actor, cap, filters, Said(config.get(key), config.where(key)))
 
 
-def _workflow(config: Settings, draft: Draft, settings: RunSettings) -> None:
+def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:
     estimator, critic = str(config.get(_ESTIMATOR)), config.given.get("critic.enable")
     if estimator not in _ALGORITHMS:
         raise ConfigError(f"{config.where(_ESTIMATOR)}: {unknown_name('advantage estimator', estimator, _ALGORITHMS)}")
@@ -228,12 +184,13 @@ def _workflow(config: Settings, draft: Draft, settings: RunSettings) -> None:
     on = [key for key in kl_keys if config.get(key)]
     with_reference = " and ".join(map(config.where, on)) or "no KL term: " + " and ".join(map(config.where, kl_keys))
     bypass_key = "algorithm.rollout_correction.bypass_mode"
-    bypass = bool(config.get(bypass_key))
+    fully = apart is not None and apart.policy == "verl_fully_async"
+    bypass = not asynchronous.recomputes(config) if fully else bool(config.get(bypass_key))
     workflow = {
-        "algorithm": Entry(algorithm, _joined(config.where(_ESTIMATOR), same_calls)),
+        "algorithm": Entry(algorithm, joined(config.where(_ESTIMATOR), same_calls)),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
         "responses": Entry(settings.responses, config.where(ROLLOUT + "n")),
-        "steps": Entry(STEPS, "to simulate; each draws its prompts from the trace"),
+        "steps": steps_of(asynchronous.ahead(config, apart) if apart else 0),
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
@@ -242,9 +199,9 @@ def _workflow(config: Settings, draft: Draft, settings: RunSettings) -> None:
     draft.entries["workflow"] = workflow
 
 
-def _models(config: Settings, draft: Draft, folder: Path, reward_model: str | None) -> None:
+def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
     """The shapes of the critic, unless it is the actor's, and of a reward model."""
-    models: dict[str, Entry] = {}
+    models, folder, reward_model = dict[str, Entry](), options.folder, options.reward_model
     if _ALGORITHMS[str(config.get(_ESTIMATOR))] == "ppo" and config.is_given(_CRITIC):
         path, actor = str(config.get(_CRITIC)), draft.data()["model"]
         try:
@@ -255,40 +212,43 @@ def _models(config: Settings, draft: Draft, folder: Path, reward_model: str | No
                 draft.notes.append(f"{config.where(_CRITIC)}: the shape of {path} is not known; the critic is taken to "
                                    "be like the actor")  # fmt: skip
         if chosen != actor:
-            models["critic"] = Entry(chosen, _joined(config.where(_CRITIC), said))
+            models["critic"] = Entry(chosen, joined(config.where(_CRITIC), said))
     for switch, path_key in _REWARD_MODEL.items():
         if config.given.get(switch):
             path = reward_model or config.get(path_key)
             if path is None:
                 raise ConfigError(f"{config.where(switch)}: but {path_key} names no model: give --reward-model")
             chosen, said = find_model(str(path), folder, option="--reward-model")
-            models["reward"] = Entry(
-                chosen, _joined("--reward-model" if reward_model else config.where(path_key), said)
-            )
+            models["reward"] = Entry(chosen, joined("--reward-model" if reward_model else config.where(path_key), said))
             draft.notes.append("the reward model reads each response once, on the GPUs of the other calls")
     if models:
         draft.entries["models"] = models
 
 
-def _systems(config: Settings, draft: Draft, settings: RunSettings) -> None:
+def _systems(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:
     more, mode = [], ROLLOUT + "mode"
     if config.get(FILTER):
         more = ["dynamic_sampling"]
         draft.notes.append(f"{config.where(FILTER)}: dynamic_sampling in every system")
-
-    def system(name: str, part: Any, comment: str) -> Entry:
-        return Entry({"name": name, "use": [part, *more]}, comment)
-
-    if config.get(mode) == "async":
+    if config.get(mode) == "async" or apart:
         where = f"{config.where(mode)}: each request goes to the server with fewest"
         draft.entries["routing"] = Entry("round_robin", where)
-    draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
-    draft.entries["baseline"] = Entry("as-configured")
-    where = config.where(TP)
-    draft.entries["systems"] = Entry(
-        (
-            system("as-configured", {"verl": {"tp": settings.rollout_tp}}, where),
-            system("verl-best", {"verl": {"tp": "best"}}, "the fastest static TP"),
-            system("pat", "pat", "TP switched while responses are generated"),
+    tp = settings.rollout_tp
+    if apart is not None:
+        made = {degree: {apart.policy: asynchronous.parameters(config, apart, degree)} for degree in (tp, "best")}
+        add_systems(
+            draft,
+            [
+                ("as-configured", [made[tp], *more], asynchronous.said_of(config, apart)),
+                ("best-tp", [made["best"], *more], "the fastest TP of generation on the same GPUs"),
+            ],
         )
+        return
+    add_systems(
+        draft,
+        [
+            ("as-configured", [{"verl": {"tp": tp}}, *more], config.where(TP)),
+            ("verl-best", [{"verl": {"tp": "best"}}, *more], "the fastest static TP"),
+            ("pat", ["pat", *more], "TP switched while responses are generated"),
+        ],
     )

@@ -22,7 +22,7 @@ import pandas as pd
 
 from rlsim.errors import CalibrationError
 from rlsim.tables import csv_errors, number_of, parse_json
-from rlsim.verl.settings import Settings
+from rlsim.verl.settings import VerlSettings
 
 #: What is read: our name, and the names that veRL's versions give it, newest first, then NeMo-RL, slime and AReaL.
 METRICS: Mapping[str, tuple[str, ...]] = {
@@ -84,7 +84,7 @@ class VerlLog:
     path: Path
     steps: pd.DataFrame
     names: tuple[str, ...]
-    config: Settings = field(default_factory=Settings)
+    config: VerlSettings = field(default_factory=VerlSettings)
     notes: tuple[str, ...] = ()
 
     def need(self, metric: str) -> None:
@@ -139,7 +139,7 @@ def read_log(path: str | Path) -> VerlLog:
     if not head.strip():
         raise CalibrationError(f"{path}: the file is empty")
     notes: list[str] = []
-    config = Settings(name=path.stem)
+    config = VerlSettings(name=path.stem)
     if _JSON.match(head):
         records = _from_json(path, notes)
     elif _is_csv(head):
@@ -198,7 +198,7 @@ def _row(path: Path, record: _Record) -> dict[str, float]:
 # Console -------------------------------------------------------------------------------------------------------------
 
 
-def _from_console(path: Path, notes: list[str], config: Settings) -> list[_Record]:
+def _from_console(path: Path, notes: list[str], config: VerlSettings) -> list[_Record]:
     """Every `step:12 - name:value - …` line, whatever stands before it; `config` takes veRL's configuration."""
     records: list[_Record] = []
     dump = _ConfigDump()

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from rlsim.errors import ConfigError
+from rlsim.init.unlike import Table, unlike
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
-from rlsim.verl.settings import Settings
+from rlsim.verl.settings import VerlSettings
 
-#: When a setting matters.
-_MATTERS: dict[str, Callable[[Any], bool]] = {
-    "on": lambda value: value is True,
-    "off": lambda value: value is False,
-    "set": bool,
-    "above 1": lambda value: isinstance(value, int) and value > 1,
-}
 #: Key, when it matters, and what it does that the experiment has not.
-_UNLIKE: tuple[tuple[str, str, str], ...] = (
+_UNLIKE: Table = (
     (ROLLOUT + "multi_turn.enable", "on", "turns with tools between them: not all of a response's tokens are decoded"),
     (ROLLOUT + "enforce_eager", "on", "no CUDA graphs: decode steps take longer (rlsim calibrate from-run has that)"),
     (ROLLOUT + "pipeline_model_parallel_size", "above 1", "generation in pipeline stages: here without"),
@@ -53,16 +43,13 @@ REFERENCE_OFFLOAD = "actor_rollout_ref.ref.fsdp_config.param_offload"
 KEYS = (*(key for key, _, _ in _UNLIKE), REFERENCE_OFFLOAD, *_SCORING, *_SANDBOX, *_BETWEEN_STEPS, _GENERATED, _CRITIC)
 
 
-def missing(config: Settings) -> list[str]:
+def missing(config: VerlSettings) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     found, given = list[str](), config.given.get
-    for key, when, what in _UNLIKE:
-        elsewhere = key.startswith(ACTOR + "megatron.") and not config.megatron
-        if elsewhere or (key == MODEL + "use_remove_padding" and config.megatron):  # Megatron has a key of its own
-            continue
-        value = given(key, config.default.get(key))
-        if value is not None and _MATTERS[when](value):
-            found.append(f"{config.where(key)} = {value}: {what}")
+    elsewhere = {key for key, _, _ in _UNLIKE if key.startswith(ACTOR + "megatron.") and not config.megatron}
+    if config.megatron:  # which has a key of its own
+        elsewhere.add(MODEL + "use_remove_padding")
+    found += unlike(config, [row for row in _UNLIKE if row[0] not in elsewhere])
     for keys, what in ((_SANDBOX, "a sandbox"), (_SCORING, "a function of yours")):
         key = next((key for key in keys if given(key)), "")
         if key:
@@ -82,22 +69,3 @@ def missing(config: Settings) -> list[str]:
     if mini and config.get("algorithm.adv_estimator") == "gae" and mini != config.get(ACTOR + "ppo_mini_batch_size"):
         found.append(f"{config.where(_CRITIC)} = {mini}: the critic is trained as the actor is")
     return found
-
-
-def refuse_asynchronous(config: Settings) -> None:
-    """Raises `ConfigError` for a run that trains while it generates, on GPUs apart: no step of it is simulated so."""
-    given = config.given.get
-    signs = {
-        "actor_rollout_ref.hybrid_engine": given("actor_rollout_ref.hybrid_engine") is False,
-        "trainer.v1.trainer_mode": given("trainer.v1.trainer_mode") in ("colocate_async", "separate_async"),
-        "rollout.nnodes": (given("rollout.nnodes") or 0) > 0,
-        ROLLOUT + "nnodes": (given(ROLLOUT + "nnodes") or 0) > 0,
-        "async_training": any(key.startswith("async_training.") for key in config.given),
-    }
-    key = next((key for key, there in signs.items() if there), None)
-    if key is not None:
-        raise ConfigError(
-            f"{config.origin.get(key, 'the configuration')}: {key}: training and generation at the same time, on GPUs "
-            "of their own: init makes experiments of synchronous training only; give the GPUs of each call with a "
-            "plan (rlsim plan)"
-        )

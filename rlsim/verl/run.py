@@ -107,11 +107,12 @@ def settings_of(
     train: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
     memory_utilization: float | None = None,
+    rollout_node: int | None = None,
 ) -> RunSettings:
     """Arguments joined with the log's configuration and checked against its metrics.
 
-    Raises `CalibrationError` for what neither says, or what the metrics contradict, `ConfigError` for unknown fields
-    of `train` and `engine`.
+    `rollout_node` are the GPUs of a node that generate, if those of the cluster only train. Raises `CalibrationError`
+    for what neither says, or what the metrics contradict, `ConfigError` for unknown fields of `train` and `engine`.
     """
     find = _Finder(log)
     given = validate(dict(train or {}), TrainingArguments, "train")
@@ -121,8 +122,9 @@ def settings_of(
     rollout_tp = find.pick("rollout_tp", rollout_tp, ROLLOUT + "tensor_model_parallel_size")
     if rollout_tp is None:
         raise CalibrationError(f"{log.path}: the rollout's TP is not known: give rollout_tp")
-    if cluster.gpus_per_node % rollout_tp:
-        raise CalibrationError(f"rollout_tp {rollout_tp} does not divide the {cluster.gpus_per_node} GPUs of a node")
+    node = rollout_node or cluster.gpus_per_node
+    if node % rollout_tp:
+        raise CalibrationError(f"rollout_tp {rollout_tp} does not divide the {node} GPUs of a node")
     logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(STRATEGY)))
     backend = find.prefer("backend", backend, logged) or "fsdp"
     strategies = _strategies(given, backend, cluster, find)

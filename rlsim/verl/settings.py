@@ -1,16 +1,16 @@
-"""veRL's settings by dotted key, such as `data.train_batch_size`, and the place that each is from."""
+"""veRL's settings, and what is wrong with a key or a value."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlsim.errors import ConfigError, shown
+from rlsim.init.settings import Settings
 from rlsim.verl.defaults import ACTOR, KINDS, ROLLOUT
-from rlsim.verl.variables import Unknown
 
 STRATEGY = ACTOR + "strategy"
 #: The type in which FSDP reduces gradients, and whether Megatron's DDP does in fp32.
@@ -22,62 +22,19 @@ MOST = 10**12
 _ELSEWHERE = ("actor_rollout_ref.ref", "critic", "reward", "distillation")
 
 
-@dataclass
-class Settings:
-    """What files, logs and overrides say (`given`), and what the release would take for the rest (`default`).
-
-    `origin` has the place of what is given, `doubts` those keys whose value the text does not tell, `notes` what to
-    know about reading them; `name` is that of the first file.
-    """
+@dataclass(kw_only=True)
+class VerlSettings(Settings):
+    """veRL's settings; the defaults are those of the release `version`."""
 
     version: str = ""
-    given: dict[str, Any] = field(default_factory=dict)
-    origin: dict[str, str] = field(default_factory=dict)
-    doubts: dict[str, tuple[str, Unknown]] = field(default_factory=dict)  # place, why
-    default: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    name: str = ""
+
+    def __post_init__(self) -> None:
+        self.program, self.option = f"veRL {self.version}", "--from-verl"
 
     @property
     def megatron(self) -> bool:
         """Whether Megatron trains."""
         return bool(self.given.get(STRATEGY) == "megatron")
-
-    def put(self, data: Mapping[str, Any], place: str, prefix: str = "", *, lines: bool = False) -> None:
-        """Take every leaf of a nested mapping; with `lines`, its line in the file `place` is added."""
-        for key, value, line in _leaves(data, prefix):
-            self.given[key] = value
-            self.origin[key] = f"{place}:{line}" if lines and line else place
-
-    def get(self, *keys: str) -> Any:
-        """The value of the first of these keys that has one: as given, else the release's default; None without.
-
-        Raises `ConfigError` for a value that the text does not tell.
-        """
-        for key in keys:
-            if key in self.doubts:
-                place, unknown = self.doubts[key]
-                give = f"{unknown.variable}=… or {key}=…" if unknown.variable else f"{key}=…"
-                raise ConfigError(f"{place}: {key}: {unknown.why}; give {give} beside --from-verl")
-            if self.given.get(key) is not None:
-                return self.given[key]
-        return next((self.default[key] for key in keys if self.default.get(key) is not None), None)
-
-    def told(self, key: str) -> Any:
-        """The value of a key, None if it has none or the text does not tell it."""
-        return None if key in self.doubts else self.get(key)
-
-    def where(self, *keys: str) -> str:
-        """Where `get` has its value from."""
-        found = next((key for key in keys if self.given.get(key) is not None), None)
-        if found is not None:
-            return f"{found} ({self.origin[found]})"
-        key = next((key for key in keys if self.default.get(key) is not None), keys[0])
-        return f"{key}: veRL {self.version}'s default"
-
-    def is_given(self, *keys: str) -> bool:
-        """Whether a file or an override says one of these."""
-        return any(self.given.get(key) is not None or key in self.doubts for key in keys)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
@@ -117,19 +74,6 @@ class Settings:
             if near:
                 place = self.origin.get(key) or self.doubts[key][0]
                 raise ConfigError(f"{place}: unknown key {key}; did you mean {siblings[near[0]]}?")
-
-
-def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, int]]:
-    """Every leaf by its dotted key, with its line (0 if it is not known)."""
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            if isinstance(value, float):
-                value = float(value)  # ruamel.yaml's own kind, which remembers how it was written
-            marks = getattr(data, "lc", None)
-            mark = marks.data.get(key) if marks is not None and marks.data else None  # keys merged by << have none
-            yield f"{prefix}{key}", value, mark[0] + 1 if mark else 0
 
 
 def _above(key: str) -> Iterator[str]:

@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from rlsim.errors import ConfigError
-from rlsim.verl.variables import Argument, Unknown, Variables, assigned
+from rlsim.init.settings import Unknown
+from rlsim.verl.variables import Argument, Variables, assigned
 from rlsim.verl.words import INSTEAD, Token, tokens, unquoted
 
 _OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)

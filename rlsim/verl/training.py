@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from rlsim.errors import RlsimError
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.schema import Experiment, TrainingSpec
-from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.schema import TrainingSpec
 from rlsim.init.draft import Draft, Entry
-from rlsim.schema import validate
+from rlsim.init.parts import of_sequences
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.notes import REFERENCE_OFFLOAD
 from rlsim.verl.run import RunSettings
-from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY, Settings
+from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY, VerlSettings
 
 _OFFLOADED = ("param", "optimizer")
 
 
-def add_engine(config: Settings, draft: Draft, settings: RunSettings) -> None:
+def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings) -> None:
     """Limits of the engine that are not rlsim's own defaults."""
     keys = {
         "max_num_seqs": "max_num_seqs",
@@ -36,7 +32,7 @@ def add_engine(config: Settings, draft: Draft, settings: RunSettings) -> None:
     }
 
 
-def add_training(config: Settings, draft: Draft, settings: RunSettings, trace: Trace) -> None:
+def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trace: Trace) -> None:
     """Degrees, micro-batches and switches of training."""
     strategy, megatron = settings.train, settings.backend == "megatron"
     default = TrainingSpec()
@@ -83,7 +79,7 @@ def add_training(config: Settings, draft: Draft, settings: RunSettings, trace: T
         draft.missing.append(f"{config.where(REFERENCE_OFFLOAD)}: the reference's weights stay on the GPUs here")
 
 
-def _micro_batch(config: Settings, draft: Draft, settings: RunSettings, trace: Trace) -> Entry:
+def _micro_batch(config: VerlSettings, draft: Draft, settings: RunSettings, trace: Trace) -> Entry:
     """The token budget of a micro-batch; a number of sequences is taken as that many of mean length."""
     strategy = settings.train
     sequences, key = strategy.micro_batch_sequences, ACTOR + "ppo_micro_batch_size_per_gpu"
@@ -96,40 +92,13 @@ def _micro_batch(config: Settings, draft: Draft, settings: RunSettings, trace: T
             draft.notes.append("no micro-batch size is given, without which veRL does not start: its token budget is "
                                "taken")  # fmt: skip
         return Entry(strategy.micro_batch_tokens, config.where(ACTOR + "ppo_max_token_len_per_gpu") + per)
-    return _of_sequences(sequences, config.where(key), settings, trace)
+    return of_sequences(sequences, config.where(key), trace, settings.cap)
 
 
-def _log_prob_micro_batch(config: Settings, settings: RunSettings, trace: Trace) -> Entry:
+def _log_prob_micro_batch(config: VerlSettings, settings: RunSettings, trace: Trace) -> Entry:
     """The same of log-probs, where it is another one."""
     strategy, keys = settings.inference, ("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu")
     tokens, sequences = (config.where(ROLLOUT + key) for key in keys)
     if strategy.micro_batch_sequences is not None:
-        return _of_sequences(strategy.micro_batch_sequences, sequences, settings, trace)
+        return of_sequences(strategy.micro_batch_sequences, sequences, trace, settings.cap)
     return Entry(strategy.micro_batch_tokens, tokens + (f" × {strategy.cp} GPUs of a rank" if strategy.cp > 1 else ""))
-
-
-def _of_sequences(sequences: int, where: str, settings: RunSettings, trace: Trace) -> Entry:
-    prompts = trace.frame["prompt_tokens"].mean() if "prompt_tokens" in trace.frame else 0.0
-    mean = round(float(prompts) + float(trace.response_tokens.clip(max=settings.cap).mean()))
-    return Entry(sequences * mean, f"{where} = {sequences} sequences of the trace's mean {mean:,} tokens")
-
-
-def add_memory(config: Settings, draft: Draft, settings: RunSettings, folder: Path) -> None:
-    """veRL's share is the engine's own; rlsim's also holds what stays of training beside it."""
-    key, share = ROLLOUT + "gpu_memory_utilization", settings.memory_utilization
-    loaded = LoadedExperiment.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
-    where = config.where(key)
-    try:
-        placed = Simulator(loaded).placed()
-        beside = placed.memory.resident_bytes(placed.plan, placed.gpus)
-    except RlsimError:  # what it is, `check` tells
-        draft.entries["memory_utilization"] = Entry(share, where)
-        return
-    total = share + beside / loaded.cluster.gpu.memory_bytes
-    if total > 1.0:
-        draft.notes.append(f"{where} = {share:g} and {beside / 1e9:.1f} GB of training states are more than a GPU "
-                           "has: all of it is taken")  # fmt: skip
-    text = f"{where} = {share:g}, which is the engine's own"
-    if beside:
-        text += f", and {beside / 1e9:.1f} GB of weights and optimizer states beside it"
-    draft.entries["memory_utilization"] = Entry(float(f"{min(total, 1.0):.4g}"), text)

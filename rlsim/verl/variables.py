@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from rlsim.init.settings import Unknown
 from rlsim.verl.words import Piece, Token, pieces, unquoted
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -24,14 +25,6 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
 }
 _TESTS = {"[": "]", "[[": "]]", "test": ""}
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Why a value cannot be told from the text, and the variable that would tell it ("" if none would)."""
-
-    why: str
-    variable: str = ""
 
 
 @dataclass(frozen=True)

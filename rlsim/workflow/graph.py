@@ -55,8 +55,8 @@ class Workflow:
 
     `group_advantage`: a response can be trained on once all responses to its prompt are scored (GRPO's baseline is
     their mean). `baseline_responses`: so many more to each prompt, scored but not trained on (ReMax). With `windows`
-    above 1 inference and training that take samples as they come take a step's batch in so many equal parts: each is
-    worked on whole, on all GPUs of the call, once it is there and the one before is trained on.
+    inference and training that take samples as they come take a step's batch in so many equal parts: each is worked on
+    whole, on all GPUs of the call, once it is there and the one before is trained on. Without, they work in pieces.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Workflow:
     edges: tuple[Edge, ...]
     group_advantage: bool = False
     baseline_responses: int = 0
-    windows: int = 1
+    windows: int = 0
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]

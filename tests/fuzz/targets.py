@@ -94,8 +94,9 @@ def trace_generate(main: Path, _: Seed, __: random.Random) -> None:
 
 def tiny_run(main: Path, overrides: Any = (), *, most_systems: int = 2) -> None:
     """An experiment as `rlsim run` reads it; if it is small enough its first case runs for one short step."""
+    from rlsim.experiment.case import cases_of
     from rlsim.experiment.load import load_experiment, with_settings
-    from rlsim.experiment.run import cases_of, run_loaded
+    from rlsim.experiment.run import run_loaded
     from rlsim.hardware import load_cluster
 
     experiment, shown, folder = load_experiment(main, overrides)

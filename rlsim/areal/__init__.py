@@ -1,0 +1,1 @@
+"""All that reads AReaL: its configurations of GRPO and PPO."""

@@ -1,0 +1,223 @@
+"""`rlsim init --from-areal`: a configuration of AReaL as an experiment, every value with where it is from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsim.areal.allocation import GENERATES, TRAINS, Allocation, allocation, both_sides
+from rlsim.areal.defaults import ACTOR, BETWEEN_STEPS, DEFAULTS, ENGINE_KEYS, GENERATION, ROLLOUT, UNLIKE
+from rlsim.areal.training import add_training
+from rlsim.errors import ConfigError
+from rlsim.init.draft import Draft, Entry
+from rlsim.init.parts import (
+    Options,
+    Said,
+    add_calibration,
+    add_cluster,
+    add_memory,
+    add_model,
+    add_systems,
+    add_trace,
+    finish,
+    joined,
+    own_name,
+    steps_of,
+    title_of,
+)
+from rlsim.init.settings import Settings
+from rlsim.init.sources import read_sources
+from rlsim.init.unlike import unlike
+from rlsim.models import Model
+
+OPTION = "--from-areal"
+_MODE, _ROLLOUT, _ACTOR = "allocation_mode", ROLLOUT + "backend", ACTOR + "backend"
+_NODES, _PER_NODE = "cluster.n_nodes", "cluster.n_gpus_per_node"
+_STRATEGY = ROLLOUT + "scheduling_strategy.type"
+_BATCH, _SAMPLES, _NEW = "train_dataset.batch_size", GENERATION + "n_samples", GENERATION + "max_new_tokens"
+_LONGEST_PROMPT = "train_dataset.max_length"
+_AGE, _CONCURRENT = ROLLOUT + "max_head_offpolicyness", ROLLOUT + "max_concurrent_rollouts"
+_CONSUMED, _MODEL, _KL = ROLLOUT + "consumer_batch_size", ACTOR + "path", ACTOR + "kl_ctl"
+_DECOUPLED, _RECOMPUTED, _METHOD = (
+    ACTOR + key for key in ("use_decoupled_loss", "recompute_logprob", "prox_logp_method")
+)
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """Engines and GPUs of generation and of training."""
+
+    generation: Allocation
+    training: Allocation
+    shared: bool  # they take turns on the same GPUs
+    where: str
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of both."""
+        sizes = self.generation.gpus, self.training.gpus
+        return max(sizes) if self.shared else sum(sizes)
+
+
+def from_areal(sources: Sequence[str], options: Options) -> Draft:
+    """The experiment that AReaL's YAML files and overrides describe.
+
+    Raises `RlsimError`s that say what is missing, unknown or unsupported.
+    """
+    config = read_sources(sources, "AReaL", OPTION)
+    config.default = DEFAULTS
+    if not (config.has("gconfig") and config.has("rollout") and config.has("actor")):
+        raise ConfigError(f"{config.name}: expected a configuration of AReaL's GRPO or PPO, with the keys rollout.…, "
+                          "gconfig.… and actor.…")  # fmt: skip
+    draft = Draft({}, notes=list(config.notes))
+    sides = _sides(config)
+    machines = add_cluster(draft, options, *_machines(config, draft, sides), joined(sides.where, config.where(_NODES)))
+    path = options.model or config.text(_MODEL)
+    actor = add_model(draft, options, path, config.where(_MODEL))
+    add_calibration(draft, options, machines, Said(sides.generation.engine, sides.where))
+    longest = _LONGEST_PROMPT
+    prompts = None if config.get(longest) is None else Said(config.whole(longest), config.where(longest))
+    cap = Said(config.whole(_NEW), config.where(_NEW))
+    lengths = add_trace(draft, options, actor, cap, "", prompts)
+    _workflow(config, draft, sides)
+    _critic(config, draft, options, actor)
+    add_training(config, draft, sides.training, sides.where, lengths, cap.value)
+    _engine(config, draft, sides.generation)
+    _systems(config, draft, sides)
+    memory = ENGINE_KEYS[sides.generation.engine]["memory"]
+    add_memory(draft, Said(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
+    draft.missing = _missing(config, sides)
+    title = options.name or title_of(config.get("experiment_name"), own_name(config.name), otherwise="from-areal")
+    draft.unread = config.unasked()
+    said = "What the configuration does not say is AReaL's default. Run it: rlsim run FILE"
+    return finish(draft, title, [f"{title}: made by rlsim init from {' '.join(sources)}", said])
+
+
+def _sides(config: Settings) -> _Sides:
+    """Engines by their own keys, else by `allocation_mode`, as older releases write them."""
+    if config.is_given(_ROLLOUT) or not config.is_given(_MODE):
+        generation = allocation(config.text(_ROLLOUT), config.where(_ROLLOUT), GENERATES)
+        training = allocation(config.text(_ACTOR), config.where(_ACTOR), TRAINS)
+        shared = config.text(_STRATEGY) == "colocation"
+        where = joined(config.where(_ROLLOUT), config.where(_ACTOR))
+    else:
+        where = config.where(_MODE)
+        generation, training, shared = both_sides(config.text(_MODE), where)
+    if shared and generation.gpus != training.gpus:
+        raise ConfigError(f"{where}: generation on {generation.gpus} GPUs shares them with training on "
+                          f"{training.gpus}: expected the same number")  # fmt: skip
+    if shared and config.whole(_AGE, 0):
+        raise ConfigError(f"{config.where(_AGE)}: asynchronous training on the GPUs that generate is not simulated: "
+                          "expected 0, or GPUs of its own for generation")  # fmt: skip
+    return _Sides(generation, training, shared, where)
+
+
+def _machines(config: Settings, draft: Draft, sides: _Sides) -> tuple[int, int]:
+    """Nodes and GPUs of each that the engines take."""
+    nodes, per_node, gpus = config.whole(_NODES), config.whole(_PER_NODE), sides.gpus
+    if gpus > nodes * per_node:
+        raise ConfigError(f"{sides.where}: {gpus} GPUs, but {config.where(_NODES)} × {config.where(_PER_NODE)} are "
+                          f"{nodes * per_node}")  # fmt: skip
+    if gpus < nodes * per_node:
+        draft.notes.append(f"{sides.where}: {gpus} of the {nodes * per_node} GPUs are used, and simulated")
+    if gpus <= per_node:
+        return 1, gpus
+    if gpus % per_node:
+        raise ConfigError(f"{sides.where}: {gpus} GPUs are no whole nodes of {per_node} ({config.where(_PER_NODE)})")
+    return gpus // per_node, per_node
+
+
+def _workflow(config: Settings, draft: Draft, sides: _Sides) -> None:
+    critic = config.has("critic")
+    reference = config.has("ref") and config.number(_KL) > 0
+    decoupled = config.flag(_DECOUPLED)
+    anew = config.get(_METHOD) == "recompute" if decoupled else config.flag(_RECOMPUTED)
+    said = joined(config.where(_DECOUPLED), config.where(_METHOD if decoupled else _RECOMPUTED))
+    why = "critic" if critic else "no critic"
+    draft.entries["workflow"] = {
+        "algorithm": Entry("ppo" if critic else "grpo", f"{config.name}: {why}"),
+        "prompts": Entry(config.whole(_BATCH), config.where(_BATCH)),
+        "responses": Entry(config.whole(_SAMPLES), config.where(_SAMPLES)),
+        "steps": steps_of(0 if sides.shared else config.whole(_AGE, 0)),
+        "reference": Entry(reference, joined(config.where(_KL), "" if config.has("ref") else "no ref")),
+        "old_log_probs": Entry(anew, said),
+    }
+
+
+def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> None:
+    """The shape of the critic, unless it is the actor's."""
+    key = "critic.path"
+    if not config.is_given(key) or config.get(key) == config.get(_MODEL):
+        return
+    other = Draft({})
+    if add_model(other, options, config.text(key), config.where(key)).name != actor.name:
+        draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where(key))}
+
+
+def _engine(config: Settings, draft: Draft, generation: Allocation) -> None:
+    keys, entries = ENGINE_KEYS[generation.engine], dict[str, Entry]()
+    if config.get(keys["seqs"]) is not None:
+        entries["max_num_seqs"] = Entry(config.whole(keys["seqs"]), config.where(keys["seqs"]))
+    chunk = "sglang.chunked_prefill_size"
+    if generation.engine == "sglang" and (config.get(chunk) or -1) > 0:
+        entries["max_num_batched_tokens"] = Entry(config.whole(chunk), config.where(chunk))
+        entries["chunked_prefill"] = Entry(True, config.where(chunk))
+    whole = "vllm.no_enable_chunked_prefill"
+    if generation.engine == "vllm":
+        entries["chunked_prefill"] = Entry(not config.flag(whole), config.where(whole))
+    if config.flag(keys["eager"]):
+        entries["graphs"] = Entry(False, config.where(keys["eager"]))
+    draft.entries["engine"] = entries
+
+
+def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:
+    tp, where = sides.generation.tp, sides.where
+    draft.entries["routing"] = Entry("round_robin", "AReaL's default (rollout.routing_strategy)")
+    if sides.shared:
+        add_systems(
+            draft,
+            [
+                ("as-configured", [{"verl": {"tp": tp}}], where),
+                ("best-tp", [{"verl": {"tp": "best"}}], "the fastest static TP"),
+                ("pat", ["pat"], "TP switched while responses are generated"),
+            ],
+        )
+        return
+    rule: dict[str, Any] = {"rollout_gpus": sides.generation.gpus, "eta": config.whole(_AGE, 0)}
+    limit = _CONCURRENT if config.get(_CONCURRENT) is not None else _CONSUMED
+    if config.is_given(limit):
+        rule["concurrent"] = config.whole(limit)
+    said = joined(where, config.where(_AGE), config.where(limit))
+    add_systems(
+        draft,
+        [
+            ("as-configured", [{"areal": {"tp": tp, **rule}}], said),
+            ("best-tp", [{"areal": {"tp": "best", **rule}}], "the fastest TP of generation on the same GPUs"),
+        ],
+    )
+
+
+def _missing(config: Settings, sides: _Sides) -> list[str]:
+    """What bears on time and is not in the experiment, each with where it is said."""
+    found = unlike(config, UNLIKE)
+    consumed, batch = config.get(_CONSUMED), config.whole(_BATCH)
+    if not sides.shared and consumed != batch:
+        found.append(f"{config.where(_CONSUMED)} = {consumed}: the bound on staleness counts batches of so many "
+                     f"prompts; here of the {batch} of a step")  # fmt: skip
+    if sides.generation.pp > 1:
+        found.append(f"{sides.where}: generation in pipeline stages: here replicas of TP {sides.generation.tp} alone")
+    if sides.training.ep > 1:
+        found.append(f"{sides.where}: experts on GPUs of their own in training: here cut by TP")
+    if sides.training.engine == "archon":
+        found.append(f"{sides.where}: Archon's own layers: here those of FSDP")
+    mode = ACTOR + "weight_update_mode"
+    if config.get(mode) == "disk":
+        found.append(f"{config.where(mode)}: weights by way of files: here as weight_sync says")
+    periods = ("freq_epochs", "freq_steps", "freq_secs")
+    often = [key for section in BETWEEN_STEPS for key in (f"{section}.{each}" for each in periods) if config.get(key)]
+    often = [key for key in often if config.get(key) < math.inf]
+    if often:
+        found.append(f"{', '.join(map(config.where, often))}: evaluation and checkpoints between steps")
+    return found

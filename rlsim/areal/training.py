@@ -1,0 +1,51 @@
+"""How training of an AReaL configuration runs on its GPUs, in an experiment's words."""
+
+from __future__ import annotations
+
+from rlsim.areal.allocation import Allocation
+from rlsim.areal.defaults import ACTOR, GENERATION
+from rlsim.init.draft import Draft, Entry
+from rlsim.init.parts import joined, of_sequences
+from rlsim.init.settings import Settings
+from rlsim.trace import Trace
+
+_MINI, _TOKENS, _COUNT = ACTOR + "ppo_n_minibatches", ACTOR + "mb_spec.max_tokens_per_mb", ACTOR + "mb_spec.n_mbs"
+_CHECKPOINTS, _GRANULARITY = ACTOR + "gradient_checkpointing", ACTOR + "megatron.recompute_granularity"
+_BATCH, _SAMPLES = "train_dataset.batch_size", GENERATION + "n_samples"
+
+
+def add_training(config: Settings, draft: Draft, strategy: Allocation, where: str, trace: Trace, cap: int) -> None:
+    """Degrees, micro-batches and switches of training."""
+    megatron = strategy.engine == "megatron"
+    entries = {"backend": Entry("megatron" if megatron else "fsdp", where)}
+    for name, degree in (("tp", strategy.tp), ("pp", strategy.pp), ("cp", strategy.cp)):
+        if degree > 1:
+            entries[name] = Entry(degree, where)
+    reduced = ACTOR + ("megatron.ddp.grad_reduce_in_fp32" if megatron else "grad_reduce_dtype")
+    if config.get(reduced) in (False, "bfloat16"):
+        entries["gradients"] = Entry("bf16", config.where(reduced))
+    minis = config.whole(_MINI)
+    entries["micro_batch_tokens"] = _micro_batch(config, strategy, minis, trace, cap)
+    entries["recompute"] = _recompute(config, megatron=megatron)
+    offloads = [key for key in (ACTOR + "offload", "enable_offload") if config.flag(key)]
+    if offloads:
+        entries["offload"] = Entry(True, joined(*map(config.where, offloads)))
+    entries["mini_batches"] = Entry(minis, config.where(_MINI))
+    draft.entries["training"] = entries
+
+
+def _micro_batch(config: Settings, strategy: Allocation, minis: int, trace: Trace, cap: int) -> Entry:
+    """A token budget; without one a mini-batch of a rank is cut into so many parts."""
+    if config.get(_TOKENS) is not None:
+        return Entry(config.whole(_TOKENS), config.where(_TOKENS))
+    sequences = config.whole(_BATCH) * config.whole(_SAMPLES) // (minis * strategy.dp * config.whole(_COUNT))
+    return of_sequences(max(sequences, 1), f"no {_TOKENS}; {config.where(_COUNT)}", trace, cap)
+
+
+def _recompute(config: Settings, *, megatron: bool) -> Entry:
+    if not config.flag(_CHECKPOINTS):
+        return Entry("none", config.where(_CHECKPOINTS))
+    if not megatron:
+        return Entry("full", config.where(_CHECKPOINTS))
+    level = "selective" if config.get(_GRANULARITY) == "selective" else "full"
+    return Entry(level, joined(config.where(_CHECKPOINTS), config.where(_GRANULARITY)))

@@ -1,0 +1,263 @@
+"""One case of an experiment: what it loaded, its systems, and the runs so far."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rlsim.cost.lookups import Lookups
+from rlsim.errors import CapacityError, ConfigError, RlsimError, unknown_name
+from rlsim.experiment.build import LoadedExperiment, placing
+from rlsim.experiment.frames import Frames, named
+from rlsim.experiment.job import Job, Ran, simulated
+from rlsim.experiment.load import with_settings
+from rlsim.experiment.notes import preemption_notes, rate_notes, steady_note
+from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
+from rlsim.experiment.planning import FoundPlans
+from rlsim.experiment.schema import Experiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.summary import mean_ratio, means
+from rlsim.experiment.systems import SystemSpec, parse_systems
+from rlsim.policies.plan import part_of
+from rlsim.schema import place_of
+from rlsim.sim.control import RolloutControl
+from rlsim.usercode import blamed
+
+#: More systems than these are counted in notes, not listed.
+MOST_NAMES = 4
+
+
+def check_system(simulator: Simulator, spec: SystemSpec) -> None:
+    """Raises `RlsimError` if a system, or one that it stands for, cannot run or does not fit.
+
+    `SearchAheadError` if that depends on a plan and none is to be searched for: all else is checked then.
+    """
+    with blamed(spec.shown):
+        for alternative, _ in spec.alternatives(simulator.placed(spec.make()).context):
+            simulator.check(alternative.make())
+
+
+def cases_of(experiment: Experiment, shown: str) -> Iterable[tuple[str, Experiment]]:
+    """Every case of an experiment with its settings, by name; the experiment itself under \"\" if it has none.
+
+    Raises `ConfigError` with file and line for settings that do not fit.
+    """
+    if not experiment.cases:
+        yield "", experiment
+    for name, settings in experiment.cases.items():
+        where = ":".join(part for part in (shown, place_of(settings)) if part)
+        for key in ("seeds", "baseline"):
+            if key in settings:
+                raise ConfigError(f"{where}: case {name!r}: {key} are the same for all cases: set them beside `cases`")
+        yield name, with_settings(experiment, {**settings, "cases": {}}, f"{where}: case {name!r}")
+
+
+class Case:
+    """One case: what it loaded, its systems, and the runs so far. Nothing is searched for before `search`."""
+
+    def __init__(
+        self,
+        name: str,
+        experiment: Experiment,
+        folder: Path,
+        shown: str,
+        optional: Collection[str],
+        plans: FoundPlans,
+    ) -> None:
+        self.name = name
+        self.experiment = experiment
+        self._place, self._optional = (shown, folder), optional
+        with placing(shown, name):
+            self.loaded = LoadedExperiment.of(experiment, folder, shown)
+        self.simulator = Simulator(self.loaded, search=False)
+        self.simulator.plans.found |= plans
+        self.chosen: dict[str, str] = {}  # tuned systems: what they came out as
+        self._specs = parse_systems(experiment.systems, shown)
+        self.names = [spec.name for spec in self._specs]
+        self.baseline = ""  # settled for all cases together
+        if experiment.baseline is not None and experiment.baseline not in self.names:
+            raise unknown_name("baseline system", experiment.baseline, self.names)
+        self._samplers = {seed: self.loaded.sampler(seed) for seed in experiment.seed_list}
+        self._done: dict[tuple[str, int], Frames] = {}
+        self._ran: dict[str, str] = {}  # by system: the key of what it came out as
+        self._missed: dict[str, RlsimError] = {}  # by key: why no plan was found
+        self._looked_up: list[Lookups] = []  # of jobs
+        self._settle()
+
+    def search(self) -> None:
+        """Search for the plans that systems leave to a search; raises `RlsimError` if one does not fit."""
+        if self.searched:
+            self.simulator.plans.search = True
+            self._settle()
+
+    def _settle(self) -> None:
+        """Which systems can run, and what each stands for: of a tuned one several, the fastest of which is it."""
+        self.notes: list[str] = []
+        self.searched: list[str] = []  # systems whose plan is yet to be searched for
+        self.systems = {spec: tuple(self._alternatives(spec)) for spec in self._specs if self._fits(spec)}
+
+    def pending(self) -> list[tuple[SystemSpec, int]]:
+        """Simulations to do, each once: two systems with the same policy and parameters share theirs."""
+        needed: dict[str, SystemSpec] = {}
+        for alternatives in self.systems.values():
+            for spec, _ in alternatives:
+                needed.setdefault(spec.key, spec)
+        return [(spec, seed) for spec in needed.values() for seed in self._samplers]
+
+    def simulate(self, spec: SystemSpec, seed: int) -> None:
+        self._done[spec.key, seed] = simulated(self.simulator, spec, self._samplers[seed], self.steady)
+
+    def jobs(self, first: int) -> list[Job]:
+        """The same as jobs, numbered from `first`: one a run, but all of a system whose plan is to be searched for."""
+        runs: list[tuple[SystemSpec, tuple[int, ...]]] = []
+        for spec, seed in self.pending():
+            if spec.name not in self.searched:
+                runs.append((spec, (seed,)))
+            elif seed == self.experiment.seed_list[0]:
+                runs.append((spec, self.experiment.seed_list))
+        plans = dict(self.simulator.plans.found)
+        return [
+            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady, plans)
+            for n, (spec, seeds) in enumerate(runs, first)
+        ]
+
+    def take(self, done: Mapping[Job, Ran | RlsimError]) -> None:
+        """Take what jobs came to."""
+        for job, answer in done.items():
+            if isinstance(answer, RlsimError):
+                self._missed[job.key] = answer
+            else:
+                self.simulator.plans.found |= answer.plans
+                self._looked_up.append(answer.lookups)
+        searched = set(self.searched)
+        if searched:
+            self._settle()
+        stands_for = {spec.name: [s.key for s, _ in found] for spec, found in self.systems.items()}
+        for job, answer in done.items():
+            if isinstance(answer, Ran):
+                keys = stands_for[job.system.name] if job.system.name in searched else [job.key]
+                for key, own in zip(keys, answer.frames, strict=True):
+                    self._done |= {(key, seed): frames for seed, frames in zip(job.seeds, own, strict=True)}
+
+    def left_out(self, spec: SystemSpec, error: RlsimError) -> bool:
+        """Whether a system is left out with a note because of this: it does not fit, and is one variant of several or
+        optional."""
+        if spec.name in self._optional:
+            return isinstance(error, CapacityError | ConfigError)
+        return isinstance(error, CapacityError) and spec.variant
+
+    def waits(self, job: Job) -> bool:
+        """Whether the job begins with a search."""
+        return job.system.name in self.searched
+
+    def decides(self, spec: SystemSpec) -> bool:
+        """Whether a system decides on layouts or places each time that responses finish."""
+        return type(spec.make().control).on_finish is not RolloutControl.on_finish
+
+    @property
+    def compares(self) -> bool:
+        """Whether the baseline runs."""
+        return any(spec.name == self.baseline for spec in self.systems)
+
+    def tables(self) -> list[Frames]:
+        collected = []
+        for spec, alternatives in self.systems.items():
+            best, chosen = max(alternatives, key=lambda item: self._responses_per_s(item[0]))
+            if len(alternatives) > 1:
+                self.chosen[spec.name] = chosen
+            self._ran[spec.name] = best.key
+            collected += [named(self._done[best.key, seed], self.name, spec.name, seed) for seed in self._samplers]
+        return collected
+
+    def _steps(self, key: str) -> pd.DataFrame:
+        return pd.concat(self._done[key, seed]["steps"].assign(seed=seed) for seed in self._samplers)
+
+    def _responses_per_s(self, spec: SystemSpec) -> float:
+        return mean_ratio(means(self._steps(spec.key), ["seed"])["responses_per_s"].tolist())[0]
+
+    def _alternatives(self, spec: SystemSpec) -> list[tuple[SystemSpec, str]]:
+        """The systems that a tuned one stands for, and what each chose; itself if it is not tuned."""
+        if spec.name in self.searched:
+            return [(spec, "")]
+        return list(spec.alternatives(self.simulator.placed(spec.make()).context))
+
+    def _fits(self, spec: SystemSpec) -> bool:
+        """Whether the system can run; if not, it is left out with a note or that is an error (`left_out`)."""
+        try:
+            if spec.key in self._missed:
+                raise self._missed[spec.key]
+            check_system(self.simulator, spec)
+        except SearchAheadError:
+            self.searched.append(spec.name)
+        except (CapacityError, ConfigError) as error:
+            if not self.left_out(spec, error):
+                raise type(error)(f"{spec.shown}: {error}") from None
+            self.notes.append(f"{spec.name} left out: {error}")
+            return False
+        return True
+
+    @cached_property
+    def overlap(self) -> int:
+        """Steps that may run beside another under some system."""
+        return max((self.simulator.overlap(spec.make()) for spec in self.systems), default=0)
+
+    @cached_property
+    def steady(self) -> range:
+        return self.experiment.workflow.steady(self.overlap)
+
+    def _rate_notes(self) -> Iterable[str]:
+        workflow, ran = self.experiment.workflow, self._ran.items()
+        yield from steady_note(self.steady, workflow.steps, self.overlap)
+        if ran:
+            steps = pd.concat(self._steps(key).assign(system=name) for name, key in ran)
+            yield from rate_notes(steps, self.baseline, workflow.responses, workflow.prompts * workflow.responses)
+
+    def _preemptions(self) -> dict[str, pd.Series[int]]:
+        return {
+            name: pd.concat(self._done[key, seed]["responses"]["preemptions"] for seed in self._samplers)
+            for name, key in self._ran.items()
+        }
+
+    def experiments(self) -> dict[str, PlacedExperiment]:
+        """Where the systems run, by the names of those that run there."""
+        found: dict[int, tuple[PlacedExperiment, list[str]]] = {}
+        for spec in self.systems:
+            placed = self.simulator.placed(spec.make())
+            found.setdefault(id(placed), (placed, []))[1].append(spec.name)
+        return {", ".join(names): placed for placed, names in found.values()}
+
+    def lookups(self) -> Lookups:
+        own = (placed.lookups() for placed in self.experiments().values())
+        return Lookups().merge(self._looked_up or own)
+
+    def plans(self) -> dict[str, Any]:
+        """The plans that were searched for, by system, as parts of systems."""
+        places = {spec.name: self.simulator.placed(spec.make()) for spec in self.systems}
+        return {name: part_of(placed.plan, placed.workflow) for name, placed in places.items() if placed.searched}
+
+    def all_notes(self) -> list[str]:
+        """Everything worth knowing about this case's numbers."""
+        sampled = dict.fromkeys(note for sampler in self._samplers.values() for note in sampler.notes)
+        scored = self.loaded.scoring.notes
+        outside = self.lookups().note()
+        tuned = [f"{name} ran with {what}, its fastest setting on these seeds" for name, what in self.chosen.items()]
+        rates, preempted = self._rate_notes(), preemption_notes(self._preemptions())
+        experiments, unfit = self.experiments(), dict[str, list[str]]()
+        for names, placed in experiments.items():
+            for tp, why in placed.context.infeasible.items():
+                unfit.setdefault(f"TP{tp} is infeasible%s: {why}", []).append(names)
+        infeasible = [
+            note % (f" for {_listed(', '.join(names).split(', '))}" if len(names) < len(experiments) else "")
+            for note, names in unfit.items()
+        ]
+        prefix = f"{self.name}: " if self.name else ""
+        found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *outside)
+        return [prefix + note for note in found]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} systems, {names[0]} among them"

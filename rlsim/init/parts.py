@@ -1,0 +1,207 @@
+"""Parts of a draft that every adapter of a framework writes: cluster, model, calibration, trace, memory, heading."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlsim.errors import CatalogueError, ConfigError, RlsimError, unknown_name
+from rlsim.experiment.build import LoadedExperiment, find_trace
+from rlsim.experiment.schema import Experiment
+from rlsim.experiment.simulator import Simulator
+from rlsim.hardware import Cluster, load_cluster
+from rlsim.init.draft import Draft, Entry
+from rlsim.init.names import check_calibration, find_calibration, find_cluster, find_model, load_from, nearest_trace
+from rlsim.models import Model
+from rlsim.schema import validate
+from rlsim.trace import Trace, read_trace
+
+STEPS, SEEDS = 5, 5
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the options of `rlsim init` say beside a configuration; the draft is to be written into `folder`.
+
+    Configurations name no GPU: `gpu` or `cluster` does. `model` and `reward_model` name shapes that their paths do not
+    tell, `trace` the lengths (default: the nearest that ships), `calibration` the costs (default: that of the GPU and
+    engine).
+    """
+
+    folder: Path
+    gpu: str | None = None
+    cluster: str | None = None
+    model: str | None = None
+    reward_model: str | None = None
+    calibration: str | None = None
+    trace: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Said:
+    """A value and where it is said."""
+
+    value: Any
+    where: str
+
+
+def steps_of(ahead: int) -> Entry:
+    """Steps to simulate; those in which a pipeline of so many fills and drains come on top."""
+    return Entry(STEPS + 3 * ahead, "to simulate; each draws its prompts from the trace")
+
+
+def joined(*parts: str) -> str:
+    """Parts of a comment; empty ones are left out."""
+    return "; ".join(part for part in parts if part)
+
+
+def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where: str) -> Cluster:
+    """The cluster of `nodes` × `per_node` GPUs; one that is named must have as many."""
+    if options.cluster is None:
+        try:
+            found = find_cluster(options.gpu, nodes, per_node)
+        except CatalogueError as error:
+            raise CatalogueError(f"{where}: {error}") from None
+        draft.entries["cluster"] = Entry(found.name, joined(f"--gpu {options.gpu}", where))
+        return found
+    found = load_cluster(options.cluster)
+    if found.gpus != nodes * per_node:
+        raise ConfigError(f"{where}: {nodes * per_node} GPUs, cluster {found.name} has {found.gpus}")
+    draft.entries["cluster"] = Entry(options.cluster, f"as given; {where}")
+    return found
+
+
+def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
+    """The actor's shape: that of `path`, unless an option names one."""
+    try:
+        chosen, said = find_model(options.model or path, options.folder)
+    except CatalogueError as error:
+        raise CatalogueError(f"{'--model' if options.model else where}: {error}") from None
+    draft.entries["model"] = Entry(chosen, joined("--model" if options.model else where, said))
+    return load_from(chosen, options.folder)
+
+
+def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: Said) -> None:
+    """The calibration of the GPU and engine, unless an option names one."""
+    if options.calibration is not None:
+        check_calibration(options.calibration, machines, options.folder)
+        draft.entries["calibration"] = Entry(options.calibration, "as given")
+        return
+    if engine.value not in ENGINES:
+        raise ConfigError(f"{engine.where}: {unknown_name('rollout engine', str(engine.value), ENGINES)}")
+    name, said = find_calibration(machines.gpu.name, ENGINES[engine.value])
+    draft.notes += [said] if said else []
+    draft.entries["calibration"] = Entry(name, engine.where)
+
+
+def add_trace(draft: Draft, options: Options, actor: Model, cap: Said, filters: str, prompts: Said | None) -> Trace:
+    """The lengths under a cap: a trace as given, else the nearest that ships, with the rewards that `filters` needs.
+
+    `filters` is the key that drops prompts by their rewards, empty if none does; `prompts` the longest prompt, if any.
+    """
+    if options.trace is None:
+        path, trace, why = nearest_trace(actor, cap.value, rewards=bool(filters))
+        draft.notes.append(f"response lengths: {path}, {why}")
+        comment = "assumed: " + why
+    else:
+        path, comment = options.trace, "as given"
+        trace = read_trace(find_trace(path, options.folder))
+        if filters and not {"correct", "reward"} & set(trace.frame.columns):
+            raise ConfigError(f"--trace {path}: {filters} drops prompts by their rewards, but the trace has neither "
+                              "the column reward nor correct")  # fmt: skip
+    cut = trace.meta.cap_tokens
+    if cut is not None and cut < cap.value:
+        draft.notes.append(f"the trace was sampled under a cap of {cut:,} tokens, below {cap.value:,}: no response "
+                           "gets longer")  # fmt: skip
+    draft.entries["trace"] = entries = {"path": Entry(path, comment), "cap": Entry(cap.value, cap.where)}
+    longest = trace.frame["prompt_tokens"].max() if "prompt_tokens" in trace.frame else None
+    if prompts is None:
+        return trace
+    if longest is None:
+        entries["default_prompt_tokens"] = Entry(prompts.value, f"the trace has no prompt lengths: {prompts.where}")
+    elif longest > prompts.value:
+        draft.notes.append(f"{prompts.where} = {prompts.value:,}; the trace's longest prompt has {int(longest):,} "
+                           "and is not cut")  # fmt: skip
+    return trace
+
+
+def mean_tokens(trace: Trace, cap: int) -> int:
+    """The mean length of prompt and response together."""
+    prompts = trace.frame["prompt_tokens"].mean() if "prompt_tokens" in trace.frame else 0.0
+    return round(float(prompts) + float(trace.response_tokens.clip(max=cap).mean()))
+
+
+def of_sequences(sequences: int, where: str, trace: Trace, cap: int) -> Entry:
+    """A micro-batch of so many sequences, as tokens."""
+    mean = mean_tokens(trace, cap)
+    return Entry(sequences * mean, f"{where} = {sequences} sequences of the trace's mean {mean:,} tokens")
+
+
+def add_memory(draft: Draft, share: Said, folder: Path, *, apart: bool) -> None:
+    """A share of GPU memory that is the engine's own; rlsim's also holds what stays of training beside it.
+
+    With generation on GPUs of its own (`apart`) nothing does.
+    """
+    said = Entry(share.value, share.where)
+    if not apart:
+        loaded = LoadedExperiment.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
+        try:
+            placed = Simulator(loaded).placed()
+            beside = placed.memory.resident_bytes(placed.plan, placed.gpus)
+        except RlsimError:  # what it is, `check` tells
+            draft.entries["memory_utilization"] = said
+            return
+        total = share.value + beside / loaded.cluster.gpu.memory_bytes
+        if total > 1.0:
+            draft.notes.append(f"{share.where} = {share.value:g} and {beside / 1e9:.1f} GB of training states are more "
+                               "than a GPU has: all of it is taken")  # fmt: skip
+        text = f"{share.where} = {share.value:g}, which is the engine's own"
+        if beside:
+            text += f", and {beside / 1e9:.1f} GB of weights and optimizer states beside it"
+        said = Entry(float(f"{min(total, 1.0):.4g}"), text)
+    draft.entries["memory_utilization"] = said
+
+
+def add_systems(draft: Draft, systems: Sequence[tuple[str, Sequence[Any], str]]) -> None:
+    """Systems by name, parts and comment; the first is the baseline."""
+    draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
+    draft.entries["baseline"] = Entry(systems[0][0])
+    draft.entries["systems"] = Entry(
+        tuple(Entry({"name": name, "use": list(use)}, comment) for name, use, comment in systems)
+    )
+
+
+def finish(draft: Draft, title: str, heading: Sequence[str]) -> Draft:
+    """The draft with its name and heading, its keys in the order of the schema."""
+    draft.heading = list(heading)
+    ordered = (key for key in Experiment.model_fields if key in draft.entries)
+    draft.entries = {"name": Entry(title), **{key: draft.entries[key] for key in ordered}}
+    return draft
+
+
+def title_of(*candidates: Any, otherwise: str) -> str:
+    """The first of these texts that names an experiment, as a name of a file."""
+    text = next((one for one in candidates if isinstance(one, str) and one and "$" not in one), otherwise)
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-") or otherwise
+
+
+def own_name(file: str) -> str:
+    """A name for the experiment of a YAML file, other than that file's."""
+    stem = Path(file).stem
+    return f"{stem}-rlsim" if stem else ""
+
+
+def check(draft: Draft, folder: Path) -> str:
+    """Why `rlsim run` would refuse the experiment of a draft in `folder`; empty if it would not."""
+    from rlsim.experiment.run import checked_cases
+
+    try:
+        checked_cases(validate(draft.data(), Experiment), folder)
+    except RlsimError as error:
+        return str(error)
+    return ""

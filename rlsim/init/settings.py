@@ -1,0 +1,168 @@
+"""Settings of other programs by dotted key, such as `data.train_batch_size`, and the place that each is from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlsim.errors import ConfigError, shown
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why a value cannot be told from the text, and the variable that would tell it ("" if none would)."""
+
+    why: str
+    variable: str = ""
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What files and overrides say (`given`), and what the program would take for the rest (`default`).
+
+    `origin` has the place of what is given, `doubts` those keys whose value the text does not tell, `notes` what to
+    know about reading them; `name` is that of the first file. `program` and `option` name what the settings are of in
+    messages; `asked` collects the keys that were asked for, `inherited` the files that others inherit from.
+    """
+
+    program: str = ""
+    option: str = ""
+    given: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    doubts: dict[str, tuple[str, Unknown]] = field(default_factory=dict)  # place, why
+    default: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    name: str = ""
+    asked: set[str] = field(default_factory=set)
+    inherited: set[str] = field(default_factory=set)  # names of files that a file inherits from
+
+    def put(self, data: Mapping[str, Any], place: str, prefix: str = "", *, lines: bool = False) -> None:
+        """Take every leaf of a nested mapping; with `lines`, its line in the file `place` is added."""
+        for key, value, line in _leaves(data, prefix):
+            self.given[key] = value
+            self.origin[key] = f"{place}:{line}" if lines and line else place
+
+    def get(self, *keys: str) -> Any:
+        """The value of the first of these keys that has one: as given, else the program's default; None without.
+
+        Raises `ConfigError` for a value that the text does not tell.
+        """
+        self.asked.update(keys)
+        for key in keys:
+            if key in self.doubts:
+                place, unknown = self.doubts[key]
+                give = f"{unknown.variable}=… or {key}=…" if unknown.variable else f"{key}=…"
+                raise ConfigError(f"{place}: {key}: {unknown.why}; give {give} beside {self.option}")
+            if self.given.get(key) is not None:
+                return self.given[key]
+        return next((self.default[key] for key in keys if self.default.get(key) is not None), None)
+
+    def told(self, key: str) -> Any:
+        """The value of a key, None if it has none or the text does not tell it."""
+        return None if key in self.doubts else self.get(key)
+
+    def where(self, *keys: str) -> str:
+        """Where `get` has its value from."""
+        found = next((key for key in keys if self.given.get(key) is not None), None)
+        if found is not None:
+            return f"{found} ({self.origin[found]})"
+        key = next((key for key in keys if self.default.get(key) is not None), keys[0])
+        return f"{key}: {self.program}'s default"
+
+    def is_given(self, *keys: str) -> bool:
+        """Whether a file or an override says one of these."""
+        return any(self.given.get(key) is not None or key in self.doubts for key in keys)
+
+    def has(self, section: str) -> bool:
+        """Whether a file or an override says anything below this key."""
+        return any(key.startswith(f"{section}.") for key in (*self.given, *self.doubts))
+
+    # ---- values of one kind -----------------------------------------------------------------------------------------
+
+    def whole(self, key: str, least: int = 1) -> int:
+        """A whole number of at least `least`; raises `ConfigError` for anything else, and if there is none."""
+        value = self._needed(key, f"a whole number of at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._unlike(key, f"a whole number of at least {least}", value)
+        return int(value)
+
+    def share(self, key: str) -> float:
+        """A number above 0 and up to 1; raises `ConfigError` for anything else, and if there is none."""
+        value = self._needed(key, "a number above 0 and up to 1")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+            raise self._unlike(key, "a number above 0 and up to 1", value)
+        return float(value)
+
+    def number(self, key: str) -> float:
+        """A number of at least 0; raises `ConfigError` for anything else, and if there is none."""
+        value = self._needed(key, "a number of at least 0")
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < math.inf
+        if not fits:
+            raise self._unlike(key, "a number of at least 0", value)
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """True or false, false without a value; raises `ConfigError` for anything else."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self._unlike(key, "true or false", value)
+        return bool(value)
+
+    def text(self, key: str) -> str:
+        """Text; raises `ConfigError` for anything else, and if there is none."""
+        value = self._needed(key, "text")
+        if not isinstance(value, str):
+            raise self._unlike(key, "text", value)
+        return str(value)
+
+    def _needed(self, key: str, expected: str) -> Any:
+        value = self.get(key)
+        if value is None or key not in self.given:
+            below = next((self.origin[other] for other in self.given if other.startswith(f"{key}.")), "")
+            if below:
+                raise ConfigError(f"{below}: {key}: expected {expected}, got keys below it")
+        if value is None:
+            place = self.origin.get(key) or self.name or "the configuration"
+            raise ConfigError(f"{place}: {key} has no value: expected {expected}; give {key}=… beside {self.option}")
+        return value
+
+    def _unlike(self, key: str, expected: str, value: Any) -> ConfigError:
+        return ConfigError(f"{self.origin.get(key, self.name)}: {key}: expected {expected}, got {shown(value)}")
+
+    # ---- what was not asked for -------------------------------------------------------------------------------------
+
+    def unasked(self) -> list[str]:
+        """Given keys that nobody has asked for; a section of which no key was asked for is one, `section.*`.
+
+        Those of files that the first file inherits from are counted.
+        """
+        found, inherited = dict[str, None](), 0
+        for key in self.given:
+            if key in self.asked or self.given[key] is None:
+                continue
+            if self.origin[key].rpartition(":")[0] in self.inherited:
+                inherited += 1
+                continue
+            parts = key.split(".")
+            heads = (".".join(parts[:count]) for count in range(1, len(parts)))
+            head = next((head for head in heads if not self._asked_below(head)), None)
+            found[f"{head}.*" if head else key] = None
+        return [*found, *([f"and {inherited} keys of the files that it inherits from"] if inherited else [])]
+
+    def _asked_below(self, section: str) -> bool:
+        return any(key.startswith(f"{section}.") for key in self.asked)
+
+
+def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, int]]:
+    """Every leaf by its dotted key, with its line (0 if it is not known)."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            if isinstance(value, float):
+                value = float(value)  # ruamel.yaml's own kind, which remembers how it was written
+            marks = getattr(data, "lc", None)
+            mark = marks.data.get(key) if marks is not None and marks.data else None  # keys merged by << have none
+            yield f"{prefix}{key}", value, mark[0] + 1 if mark else 0

@@ -1,0 +1,1 @@
+"""All that reads NeMo-RL: its configurations of GRPO."""

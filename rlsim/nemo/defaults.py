@@ -1,0 +1,102 @@
+"""NeMo-RL's keys, what it takes for those that are not given, and what of them an experiment has not.
+
+Read off `GRPOConfig` and its kin in `nemo_rl` and `examples/configs/grpo_math_1B.yaml`, github.com/NVIDIA-NeMo/RL,
+Apache-2.0. A recipe inherits from that file by `defaults`; without it only the defaults of the code hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlsim.init.unlike import Table
+
+GRPO, ASYNC, POLICY = "grpo.", "grpo.async_grpo.", "policy."
+GENERATION, DTENSOR, MEGATRON = POLICY + "generation.", POLICY + "dtensor_cfg.", POLICY + "megatron_cfg."
+COLOCATED = GENERATION + "colocated."
+
+DEFAULTS: dict[str, Any] = {
+    GRPO + "num_prompts_per_step": 32,
+    GRPO + "num_generations_per_prompt": 16,
+    GRPO + "max_rollout_turns": 1,
+    GRPO + "use_dynamic_sampling": False,
+    GRPO + "batch_multiplier": 1,
+    GRPO + "adv_estimator.name": "grpo",
+    ASYNC + "enabled": False,
+    ASYNC + "max_trajectory_age_steps": 1,
+    ASYNC + "in_flight_weight_updates": False,
+    ASYNC + "recompute_kv_cache_after_weight_updates": False,
+    "loss_fn.reference_policy_kl_penalty": 0.01,
+    DTENSOR + "tensor_parallel_size": 1,
+    DTENSOR + "context_parallel_size": 1,
+    DTENSOR + "activation_checkpointing": False,
+    DTENSOR + "cpu_offload": False,
+    MEGATRON + "enabled": False,
+    MEGATRON + "tensor_model_parallel_size": 1,
+    MEGATRON + "pipeline_model_parallel_size": 1,
+    MEGATRON + "context_parallel_size": 1,
+    MEGATRON + "activation_checkpointing": False,
+    MEGATRON + "recompute_granularity": "full",
+    MEGATRON + "distributed_data_parallel_config.grad_reduce_in_fp32": False,
+    MEGATRON + "optimizer.use_distributed_optimizer": True,
+    COLOCATED + "enabled": True,
+    GENERATION + "vllm_cfg.tensor_parallel_size": 1,
+    GENERATION + "vllm_cfg.gpu_memory_utilization": 0.6,
+    GENERATION + "sglang_cfg.tp_size": 1,
+    GENERATION + "sglang_cfg.mem_fraction_static": 0.6,
+    GENERATION + "trtllm_cfg.tensor_parallel_size": 1,
+    GENERATION + "trtllm_cfg.gpu_memory_utilization": 0.6,
+}  # fmt: skip
+
+#: Of each engine: its TP, its share of GPU memory, its limit of sequences and of tokens, and what switches graphs off.
+ENGINE_KEYS: dict[str, dict[str, str]] = {
+    "vllm": {
+        "tp": "vllm_cfg.tensor_parallel_size", "memory": "vllm_cfg.gpu_memory_utilization",
+        "max_num_seqs": "vllm_kwargs.max_num_seqs", "max_num_batched_tokens": "vllm_kwargs.max_num_batched_tokens",
+        "eager": "vllm_cfg.enforce_eager",
+    },
+    "sglang": {
+        "tp": "sglang_cfg.tp_size", "memory": "sglang_cfg.mem_fraction_static",
+        "max_num_seqs": "sglang_cfg.max_running_requests", "max_num_batched_tokens": "sglang_cfg.chunked_prefill_size",
+        "eager": "sglang_cfg.disable_cuda_graph",
+    },
+    "trtllm": {
+        "tp": "trtllm_cfg.tensor_parallel_size", "memory": "trtllm_cfg.gpu_memory_utilization",
+        "max_num_seqs": "trtllm_cfg.max_batch_size", "max_num_batched_tokens": "trtllm_cfg.max_num_tokens",
+        "eager": "trtllm_cfg.disable_cuda_graph",
+    },
+}  # fmt: skip
+
+#: Key, when it matters, and what it does that the experiment has not.
+UNLIKE: Table = (
+    (GRPO + "max_rollout_turns", "above 1", "turns with an environment between them: here each response is one"),
+    ("env.should_use_nemo_gym", "on", "turns with NeMo-Gym's tools between them: here each response is one"),
+    (GENERATION + "vllm_cfg.pipeline_parallel_size", "above 1", "generation in pipeline stages: here without"),
+    (GENERATION + "vllm_cfg.expert_parallel_size", "above 1", "generation with experts apart: here cut by TP"),
+    (GENERATION + "sglang_cfg.pp_size", "above 1", "generation in pipeline stages: here without"),
+    (GENERATION + "sglang_cfg.dp_size", "above 1", "data parallelism inside an engine: here replicas are apart"),
+    (GENERATION + "sglang_cfg.ep_size", "above 1", "generation with experts apart: here cut by TP"),
+    (GENERATION + "vllm_kwargs.speculative_config.num_speculative_tokens", "set", "speculative decoding"),
+    (GENERATION + "vllm_kwargs.speculative_config.method", "set", "speculative decoding"),
+    (GENERATION + "refit_transport", "set", "how weights are sent: here as weight_sync says"),
+    (MEGATRON + "expert_model_parallel_size", "above 1", "experts on GPUs of their own in training"),
+    (MEGATRON + "expert_tensor_parallel_size", "above 1", "experts cut apart from the rest in training"),
+    (MEGATRON + "fp8_cfg.enabled", "on", "training in fp8: here in bf16"),
+    (MEGATRON + "peft.enabled", "on", "LoRA: here all weights are trained"),
+    (MEGATRON + "optimizer.optimizer_cpu_offload", "on", "the optimizer steps on the CPU"),
+    (MEGATRON + "mtp_num_layers", "above 1", "multi-token prediction"),
+    (MEGATRON + "use_fused_linear_logprobs", "on", "log-probs from hidden states, never all logits at once"),
+    (MEGATRON + "defer_fp32_logits", "on", "logits kept in bf16"),
+    (DTENSOR + "lora_cfg.enabled", "on", "LoRA: here all weights are trained"),
+    (DTENSOR + "expert_parallel_size", "above 1", "experts on GPUs of their own in training"),
+    (POLICY + "logprob_chunk_size", "set", "log-probs by chunks of the sequence"),
+    (POLICY + "draft.enabled", "on", "a draft model for speculative decoding"),
+    (POLICY + "offload_optimizer_for_logprob", "on", "the optimizer leaves the GPUs for log-probs"),
+    (POLICY + "dynamic_batching.enabled", "on", "sequences padded to a multiple of a length inside a micro-batch"),
+    ("env.reward_model.enabled", "on", "a reward model scores: here a check of 10 ms (workflow.reward)"),
+    ("data_plane.enabled", "on", "batches by way of a data plane"),
+)  # fmt: skip
+#: Those of other words: periods of what happens between steps, precisions.
+BETWEEN_STEPS = (GRPO + "val_period",)
+SAVES, SAVE_PERIOD = "checkpointing.enabled", "checkpointing.save_period"
+PRECISIONS = (GENERATION + "vllm_cfg.precision", GENERATION + "trtllm_cfg.precision", POLICY + "precision")
+KV_PRECISION = GENERATION + "vllm_cfg.kv_cache_dtype"

@@ -1,0 +1,238 @@
+"""`rlsim init --from-nemo`: a GRPO configuration of NeMo-RL as an experiment, every value with where it is from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsim.errors import ConfigError, unknown_name
+from rlsim.init.draft import Draft, Entry
+from rlsim.init.parts import (
+    Options,
+    Said,
+    add_calibration,
+    add_cluster,
+    add_memory,
+    add_model,
+    add_systems,
+    add_trace,
+    finish,
+    joined,
+    own_name,
+    steps_of,
+    title_of,
+)
+from rlsim.init.settings import Settings
+from rlsim.init.sources import read_sources
+from rlsim.init.unlike import unlike
+from rlsim.nemo.defaults import (
+    ASYNC,
+    BETWEEN_STEPS,
+    COLOCATED,
+    DEFAULTS,
+    ENGINE_KEYS,
+    GENERATION,
+    GRPO,
+    KV_PRECISION,
+    POLICY,
+    PRECISIONS,
+    SAVE_PERIOD,
+    SAVES,
+    UNLIKE,
+)
+from rlsim.nemo.training import add_training
+
+OPTION = "--from-nemo"
+#: Advantage estimators whose calls are GRPO's.
+_ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus")
+_NODES, _PER_NODE = "cluster.num_nodes", "cluster.gpus_per_node"
+_ROLLOUT_NODES, _ROLLOUT_GPUS = COLOCATED + "resources.num_nodes", COLOCATED + "resources.gpus_per_node"
+_PROMPTS, _RESPONSES = GRPO + "num_prompts_per_step", GRPO + "num_generations_per_prompt"
+_FILTER, _KL = GRPO + "use_dynamic_sampling", "loss_fn.reference_policy_kl_penalty"
+_AGE, _IN_FLIGHT = ASYNC + "max_trajectory_age_steps", ASYNC + "in_flight_weight_updates"
+_RECOMPUTE_KV = ASYNC + "recompute_kv_cache_after_weight_updates"
+#: With the first, and without the second, log-probs of the old policy are those of training itself.
+_ON_POLICY, _THRESHOLD = "loss_fn.force_on_policy_ratio", GRPO + "seq_logprob_error_threshold"
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """Where generation runs: its engine, TP, and its GPUs if it has some of its own."""
+
+    engine: str
+    tp: int
+    gpus: int | None
+    asynchronous: bool
+    where: str
+
+
+def from_nemo(sources: Sequence[str], options: Options) -> Draft:
+    """The experiment that NeMo-RL's YAML files and overrides describe.
+
+    Raises `RlsimError`s that say what is missing, unknown or unsupported.
+    """
+    config = read_sources(sources, "NeMo-RL", OPTION)
+    config.default = DEFAULTS
+    _check_algorithm(config)
+    draft = Draft({}, notes=list(config.notes))
+    nodes, per_node = config.whole(_NODES), config.whole(_PER_NODE)
+    machines = add_cluster(draft, options, nodes, per_node, joined(config.where(_NODES), config.where(_PER_NODE)))
+    generation = _generation(config, nodes, per_node)
+    name = POLICY + "model_name"
+    path = options.model or config.text(name)
+    actor = add_model(draft, options, path, config.where(name))
+    engine = config.where(GENERATION + "backend")
+    add_calibration(draft, options, machines, Said(generation.engine, engine))
+    cap = _cap(config)
+    filters = _FILTER if config.flag(_FILTER) else ""
+    lengths = add_trace(draft, options, actor, cap, filters, None)
+    _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
+    add_training(config, draft, lengths, cap.value, apart=generation.gpus is not None)
+    _engine(config, draft, generation)
+    _systems(config, draft, generation)
+    memory = GENERATION + ENGINE_KEYS[generation.engine]["memory"]
+    share = Said(config.share(memory), config.where(memory))
+    add_memory(draft, share, options.folder, apart=generation.gpus is not None)
+    draft.missing = _missing(config)
+    draft.unread = config.unasked()
+    title = options.name or title_of(own_name(config.name), otherwise="from-nemo")
+    said = "What the configuration does not say is NeMo-RL's default. Run it: rlsim run FILE"
+    return finish(draft, title, [f"{title}: made by rlsim init from {' '.join(sources)}", said])
+
+
+def _check_algorithm(config: Settings) -> None:
+    """Raises `ConfigError` for configurations of other algorithms, and for trainers that are not simulated."""
+    if not config.has("grpo"):
+        raise ConfigError(f"{config.name}: no key grpo.…: expected a configuration of NeMo-RL's GRPO, such as "
+                          f"{_PROMPTS}; its other algorithms are not read")  # fmt: skip
+    if config.has("async_rl"):
+        key = next(key for key in config.given if key.startswith("async_rl."))
+        raise ConfigError(
+            f"{config.origin[key]}: {key}: NeMo-RL's single controller is not simulated; {ASYNC}enabled is"
+        )
+    estimator = GRPO + "adv_estimator.name"
+    if config.text(estimator) not in _ESTIMATORS:
+        problem = unknown_name("advantage estimator", config.text(estimator), _ESTIMATORS)
+        raise ConfigError(f"{config.where(estimator)}: {problem}")
+
+
+def _generation(config: Settings, nodes: int, per_node: int) -> _Generation:
+    key = GENERATION + "backend"
+    engine = config.text(key)
+    if engine not in ENGINE_KEYS:
+        raise ConfigError(
+            f"{config.where(key)}: generation by {engine} is not simulated; expected one of: {', '.join(ENGINE_KEYS)}"
+        )
+    tp_key = GENERATION + ENGINE_KEYS[engine]["tp"]
+    tp, asynchronous = config.whole(tp_key), config.flag(ASYNC + "enabled")
+    if config.flag(COLOCATED + "enabled"):
+        if asynchronous:
+            raise ConfigError(
+                f"{config.where(COLOCATED + 'enabled')}: asynchronous GRPO on the GPUs that train is not simulated: "
+                f"expected false, and {_ROLLOUT_GPUS}"
+            )
+        return _Generation(engine, tp, None, False, config.where(tp_key))
+    rollout_nodes = 1 if nodes == 1 else config.whole(_ROLLOUT_NODES)
+    gpus = rollout_nodes * config.whole(_ROLLOUT_GPUS)
+    said = joined(config.where(_ROLLOUT_GPUS), config.where(_ROLLOUT_NODES) if nodes > 1 else "")
+    if gpus >= nodes * per_node:
+        raise ConfigError(f"{said}: {gpus} GPUs for generation leave none of {nodes * per_node} for training")
+    return _Generation(engine, tp, gpus, asynchronous, joined(config.where(tp_key), said))
+
+
+def _cap(config: Settings) -> Said:
+    """The longest response; the prompt must fit into the longest sequence as well."""
+    total, new = POLICY + "max_total_sequence_length", GENERATION + "max_new_tokens"
+    longest = config.whole(total)
+    if config.get(new) is None or config.whole(new) >= longest:
+        return Said(longest, f"{config.where(total)}, which holds the prompt too")
+    return Said(config.whole(new), config.where(new))
+
+
+def _workflow(config: Settings, draft: Draft, ahead: int) -> None:
+    estimator = GRPO + "adv_estimator.name"
+    name = config.text(estimator)
+    reference = config.number(_KL) > 0
+    on_policy = config.flag(_ON_POLICY) and config.get(_THRESHOLD) is None
+    draft.entries["workflow"] = {
+        "algorithm": Entry("grpo", joined(config.where(estimator), "" if name == "grpo" else "it has GRPO's calls")),
+        "prompts": Entry(config.whole(_PROMPTS), config.where(_PROMPTS)),
+        "responses": Entry(config.whole(_RESPONSES), config.where(_RESPONSES)),
+        "steps": steps_of(ahead),
+        "reference": Entry(reference, config.where(_KL)),
+        "old_log_probs": Entry(not on_policy, config.where(_ON_POLICY) if on_policy else "computed before training"),
+    }
+
+
+def _engine(config: Settings, draft: Draft, generation: _Generation) -> None:
+    """Limits of the engine that are given; what is not is the engine's own matter."""
+    keys, entries = ENGINE_KEYS[generation.engine], dict[str, Entry]()
+    for ours in ("max_num_seqs", "max_num_batched_tokens"):
+        key = GENERATION + keys[ours]
+        value = config.get(key)
+        if value is not None and value != -1:  # SGLang's for no chunks
+            entries[ours] = Entry(config.whole(key), config.where(key))
+    eager = GENERATION + keys["eager"]
+    if config.flag(eager):
+        entries["graphs"] = Entry(False, config.where(eager))
+    draft.entries["engine"] = entries
+
+
+def _systems(config: Settings, draft: Draft, generation: _Generation) -> None:
+    more: list[Any] = []
+    if config.flag(_FILTER):
+        more = ["dynamic_sampling"]
+        draft.notes.append(f"{config.where(_FILTER)}: dynamic_sampling in every system")
+    tp, where = generation.tp, generation.where
+    if generation.gpus is None:
+        add_systems(
+            draft,
+            [
+                ("as-configured", [{"verl": {"tp": tp}}, *more], where),
+                ("best-tp", [{"verl": {"tp": "best"}}, *more], "the fastest static TP"),
+                ("pat", ["pat", *more], "TP switched while responses are generated"),
+            ],
+        )
+        return
+
+    def parts(degree: int | str) -> list[Any]:
+        if not generation.asynchronous:
+            return [{"verl": {"tp": degree}}, {"split": {"rollout_gpus": generation.gpus}}, *more]
+        kv = "recompute" if config.flag(_RECOMPUTE_KV) else "keep"
+        rule = {
+            "tp": degree,
+            "rollout_gpus": generation.gpus,
+            "max_trajectory_age_steps": config.whole(_AGE, 0),
+            "in_flight_weight_updates": config.flag(_IN_FLIGHT),
+            "updated_kv": kv,
+        }
+        return [{"nemo_async": rule}, *more]
+
+    keys = (_AGE, _IN_FLIGHT, _RECOMPUTE_KV) if generation.asynchronous else ()
+    add_systems(
+        draft,
+        [
+            ("as-configured", parts(tp), joined(where, *map(config.where, keys))),
+            ("best-tp", parts("best"), "the fastest TP of generation on the same GPUs"),
+        ],
+    )
+
+
+def _missing(config: Settings) -> list[str]:
+    """What bears on time and is not in the experiment, each with where it is said."""
+    found = unlike(config, UNLIKE)
+    for key in (*PRECISIONS, KV_PRECISION):
+        value = config.get(key)
+        if value not in (None, "bfloat16", "auto"):
+            found.append(f"{config.where(key)} = {value}: here in bf16")
+    factor = GRPO + "batch_multiplier"
+    if config.flag(_FILTER) and config.number(factor) != 1:
+        found.append(f"{config.where(factor)} = {config.get(factor)}: so many times the prompts are generated at a "
+                     "time; here a step begins with its own and launches what is lacking")  # fmt: skip
+    often = [key for key in BETWEEN_STEPS if (config.get(key) or -1) > 0]
+    if config.flag(SAVES):
+        often.append(SAVE_PERIOD)
+    if often:
+        found.append(f"{' and '.join(map(config.where, often))}: validation and checkpoints between steps")
+    return found

@@ -1,0 +1,72 @@
+"""How training of a NeMo-RL configuration runs on its GPUs, in an experiment's words."""
+
+from __future__ import annotations
+
+import math
+
+from rlsim.init.draft import Draft, Entry
+from rlsim.init.parts import joined, of_sequences
+from rlsim.init.settings import Settings
+from rlsim.nemo.defaults import COLOCATED, DTENSOR, GRPO, MEGATRON, POLICY
+from rlsim.trace import Trace
+
+_PACKING, _DYNAMIC = POLICY + "sequence_packing.", POLICY + "dynamic_batching."
+_SEQUENCES = {"train": POLICY + "train_micro_batch_size", "logprob": POLICY + "logprob_batch_size"}
+_BATCH = POLICY + "train_global_batch_size"
+
+
+def add_training(config: Settings, draft: Draft, trace: Trace, cap: int, *, apart: bool) -> None:
+    """Degrees, micro-batches and switches of training; with generation on its GPUs its states make room for it."""
+    megatron = config.flag(MEGATRON + "enabled")
+    entries = {"backend": Entry("megatron" if megatron else "fsdp", config.where(MEGATRON + "enabled"))}
+    degrees = (
+        {name: f"{MEGATRON}{key}_model_parallel_size" for name, key in (("tp", "tensor"), ("pp", "pipeline"))}
+        if megatron
+        else {"tp": DTENSOR + "tensor_parallel_size"}
+    )
+    degrees["cp"] = (MEGATRON if megatron else DTENSOR) + "context_parallel_size"
+    for name, key in degrees.items():
+        if config.whole(key) > 1 or megatron:
+            entries[name] = Entry(config.whole(key), config.where(key))
+    sharded = MEGATRON + "optimizer.use_distributed_optimizer"
+    reduced = MEGATRON + "distributed_data_parallel_config.grad_reduce_in_fp32"
+    if megatron and not config.flag(sharded):
+        entries["zero_stage"] = Entry(0, config.where(sharded))
+    if megatron and not config.flag(reduced):
+        entries["gradients"] = Entry("bf16", config.where(reduced))
+    entries["micro_batch_tokens"] = _micro_batch(config, "train", trace, cap)
+    entries["log_prob_micro_batch_tokens"] = _micro_batch(config, "logprob", trace, cap)
+    entries["recompute"] = _recompute(config, MEGATRON if megatron else DTENSOR, megatron=megatron)
+    cpu = DTENSOR + "cpu_offload"
+    if not megatron and config.flag(cpu):
+        entries["offload"] = Entry(True, config.where(cpu))
+    elif not apart:
+        where = config.where(COLOCATED + "enabled")
+        entries["offload"] = Entry(True, f"{where}: the states leave the GPUs while they generate")
+    keys = (GRPO + "num_prompts_per_step", GRPO + "num_generations_per_prompt")
+    responses = config.whole(keys[0]) * config.whole(keys[1])
+    batch = config.whole(_BATCH)
+    entries["mini_batches"] = Entry(math.ceil(responses / batch), f"{responses:,} responses / {config.where(_BATCH)}")
+    if batch > responses:
+        draft.notes.append(f"{config.where(_BATCH)} = {batch:,} is more than the {responses:,} responses of a step")
+    draft.entries["training"] = entries
+
+
+def _micro_batch(config: Settings, kind: str, trace: Trace, cap: int) -> Entry:
+    """A token budget with packing or dynamic batching; else a number of sequences."""
+    for section in (_PACKING, _DYNAMIC):
+        if config.flag(section + "enabled"):
+            key = f"{section}{kind}_mb_tokens"
+            return Entry(config.whole(key), config.where(key))
+    key = _SEQUENCES[kind]
+    return of_sequences(config.whole(key), config.where(key), trace, cap)
+
+
+def _recompute(config: Settings, section: str, *, megatron: bool) -> Entry:
+    key, granularity = section + "activation_checkpointing", MEGATRON + "recompute_granularity"
+    if not config.flag(key):
+        return Entry("none", config.where(key))
+    if not megatron:
+        return Entry("full", config.where(key))
+    level = config.text(granularity)
+    return Entry("selective" if level == "selective" else "full", joined(config.where(key), config.where(granularity)))

@@ -1,0 +1,175 @@
+"""veRL's asynchronous recipes: `one_step_off_policy` and `fully_async_policy`, whose generation has GPUs of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlsim.errors import ConfigError
+from rlsim.hardware import Cluster
+from rlsim.init.draft import Draft
+from rlsim.init.parts import Options, add_cluster, joined
+from rlsim.verl.defaults import ACTOR, ROLLOUT
+from rlsim.verl.overrides import GPUS_PER_NODE, NODES
+from rlsim.verl.settings import VerlSettings
+
+ASYNC = "async_training."
+_MINI, _BATCH, _GENERATED = ACTOR + "ppo_mini_batch_size", "data.train_batch_size", "data.gen_batch_size"
+_BYPASS = "algorithm.rollout_correction.bypass_mode"
+#: Generation's GPUs: of the recipes, and as later releases write them.
+_ROLLOUT_NODES = ("rollout.nnodes", ROLLOUT + "nnodes")
+_ROLLOUT_GPUS = ("rollout.n_gpus_per_node", ROLLOUT + "n_gpus_per_node")
+_USES_ROLLOUT = (ASYNC + "use_rollout_log_probs", ACTOR + "use_rollout_log_probs")
+_PROXIMAL = ASYNC + "compute_prox_log_prob"
+_TRIGGER, _BATCHES = ASYNC + "trigger_parameter_sync_step", ASYNC + "require_batches"
+_THRESHOLD, _PARTIAL = ASYNC + "staleness_threshold", ASYNC + "partial_rollout"
+_CONCURRENT = ASYNC + "concurrent_samples_per_replica"
+#: The recipes' own defaults, of `fully_async_ppo_trainer.yaml` and `one_step_off_ppo_trainer.yaml`.
+_DEFAULTS: dict[str, Any] = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, _BYPASS: True}
+_FULLY: dict[str, Any] = {
+    _THRESHOLD: 0.1, _TRIGGER: 4, _BATCHES: 1, _PARTIAL: True, _USES_ROLLOUT[0]: True, _PROXIMAL: False,
+}  # fmt: skip
+#: Keys that are known beside those of synchronous training.
+KEYS = (*_ROLLOUT_NODES, *_ROLLOUT_GPUS, *_USES_ROLLOUT, *_FULLY, _CONCURRENT)
+#: GPUs of a node, where generation and training may share one.
+_NODE = 8
+Policy = Literal["verl_fully_async", "one_step_off"]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """GPUs of generation and of training, and the system that uses them."""
+
+    policy: Policy
+    rollout: tuple[int, int]  # nodes, GPUs of each
+    training: tuple[int, int]
+    where: str  # both are said
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs that generate."""
+        return self.rollout[0] * self.rollout[1]
+
+    @property
+    def shares_nodes(self) -> bool:
+        """Whether both sides fit on the same nodes."""
+        return self.rollout[0] == self.training[0] and self.rollout[1] + self.training[1] <= _NODE
+
+    def cluster(self, draft: Draft, options: Options) -> Cluster:
+        """Both sides as one cluster: on the same nodes if they fit there, else on nodes of their own."""
+        (nodes, per_node), (others, other_per_node) = self.training, self.rollout
+        total = nodes * per_node + others * other_per_node
+        if options.cluster is not None:
+            return add_cluster(draft, options, 1, total, self.where)
+        if self.shares_nodes:
+            return add_cluster(draft, options, nodes, per_node + other_per_node, self.where)
+        if per_node == other_per_node:
+            return add_cluster(draft, options, nodes + others, per_node, self.where)
+        if total % _NODE:
+            raise ConfigError(f"{self.where}: {total} GPUs are no whole nodes of {_NODE}: give --cluster FILE")
+        draft.notes.append(f"{self.where}: {total} GPUs, taken as {total // _NODE} nodes of {_NODE}")
+        return add_cluster(draft, options, total // _NODE, _NODE, self.where)
+
+    def trainers(self, machines: Cluster) -> Cluster:
+        """What trains, as a cluster."""
+        nodes, per_node = self.training
+        return machines.model_copy(update={"nodes": nodes, "gpus_per_node": per_node})
+
+
+def apart_of(config: VerlSettings) -> Apart | None:
+    """The recipe that a configuration is of; None if it is synchronous.
+
+    The batch of a step is set to what a fully asynchronous run trains on between two syncs. Raises `ConfigError` for
+    asynchronous training that is not simulated.
+    """
+    mode = "trainer.v1.trainer_mode"
+    if config.given.get(mode) in ("colocate_async", "separate_async"):
+        raise ConfigError(
+            f"{config.origin[mode]}: {mode} = {config.given[mode]}: this trainer is not simulated; of veRL's "
+            "asynchronous ones the recipes one_step_off_policy and fully_async_policy are"
+        )
+    fully = config.has(ASYNC.removesuffix(".")) or config.is_given("rollout.total_rollout_steps")
+    separate = config.given.get("actor_rollout_ref.hybrid_engine") is False or config.is_given(_ROLLOUT_NODES[0])
+    separate = separate or bool(config.given.get(_ROLLOUT_NODES[1]))
+    if fully and not separate:
+        key = next(key for key in (*config.given, *config.doubts) if key.startswith((ASYNC, "rollout.")))
+        raise ConfigError(
+            f"{config.origin.get(key, 'the configuration')}: {key}, but no GPUs of generation (rollout.nnodes, "
+            "rollout.n_gpus_per_node): of veRL's asynchronous recipes one_step_off_policy and fully_async_policy are "
+            "simulated, whose generation has GPUs of its own"
+        )
+    if not separate:
+        return None
+    config.default |= {**_DEFAULTS, **(_FULLY if fully else {})}
+    config.given.pop(ROLLOUT + "free_cache_engine", None)  # nothing trains beside the KV cache
+    config.default.pop(ROLLOUT + "free_cache_engine", None)
+    if fully:
+        _set_batch(config)
+    keys = (*(_said(config, both) for both in (_ROLLOUT_NODES, _ROLLOUT_GPUS)), NODES, GPUS_PER_NODE)
+    nodes, per_node, trainers, per_trainer = (config.whole(key) for key in keys)
+    policy: Policy = "verl_fully_async" if fully else "one_step_off"
+    return Apart(policy, (nodes, per_node), (trainers, per_trainer), joined(*map(config.where, keys)))
+
+
+def _said(config: VerlSettings, keys: Sequence[str]) -> str:
+    """The one of these keys that is given, else the first."""
+    return next((key for key in keys if config.is_given(key)), keys[0])
+
+
+def _set_batch(config: VerlSettings) -> None:
+    """A step lies between two syncs: so many updates, each on so many mini-batches."""
+    factors = (_TRIGGER, _BATCHES, _MINI)
+    batch = 1
+    for key in factors:
+        batch *= config.whole(key)
+    config.doubts.pop(_BATCH, None)
+    config.given.pop(_GENERATED, None)  # always 1
+    config.put({_BATCH: batch}, " × ".join(f"{key.rpartition('.')[2]} {config.whole(key)}" for key in factors))
+
+
+def parameters(config: VerlSettings, apart: Apart, tp: int | str) -> dict[str, Any]:
+    """What the system of the recipe is given."""
+    common: dict[str, Any] = {"tp": tp, "rollout_gpus": apart.rollout_gpus}
+    if apart.policy == "one_step_off":
+        return common
+    return {
+        **common,
+        "staleness_threshold": config.number(_THRESHOLD),
+        "trigger_parameter_sync_step": config.whole(_TRIGGER),
+        "partial_rollout": config.flag(_PARTIAL),
+        "recompute_log_probs": recomputes(config),
+    }
+
+
+def ahead(config: VerlSettings, apart: Apart) -> int:
+    """Steps that generation may be ahead of training."""
+    return 1 if apart.policy == "one_step_off" else math.ceil(config.number(_THRESHOLD))
+
+
+def recomputes(config: VerlSettings) -> bool:
+    """Whether training computes the old policy's log-probs; releases have several switches for it."""
+    uses = all(config.told(key) is not False for key in _USES_ROLLOUT)
+    return not uses or bool(config.get(_PROXIMAL)) or config.get(_BYPASS) is False
+
+
+def said_of(config: VerlSettings, apart: Apart) -> str:
+    """Where the parameters are said."""
+    keys = (*_ROLLOUT_NODES[:1], *((_THRESHOLD, _TRIGGER, _PARTIAL) if apart.policy == "verl_fully_async" else ()))
+    return joined(config.where(ROLLOUT + "tensor_model_parallel_size"), *map(config.where, keys))
+
+
+def missing(config: VerlSettings, apart: Apart) -> list[str]:
+    """What the recipe does that the experiment has not."""
+    found = []
+    if apart.policy == "verl_fully_async":
+        most = config.given.get(_CONCURRENT, 16)
+        found.append(f"{_CONCURRENT} = {most}: veRL keeps at most {most} prompts under way for each replica; here "
+                     "staleness_threshold alone says how many")  # fmt: skip
+        dynamic = ASYNC + "use_dynamic_resource_scheduling"
+        if config.given.get(dynamic):
+            found.append(f"{config.where(dynamic)}: GPUs of training generate too: here each side keeps its own")
+    if apart.shares_nodes and apart.rollout[0] > 1:
+        found.append(f"{apart.where}: every node has GPUs of both sides; here generation has the first GPUs of all")
+    return found

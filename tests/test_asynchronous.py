@@ -1,0 +1,266 @@
+"""Systems whose rollout never stops: bounds, windows, what is refused, and synchrony as the special case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_lags import check_gpus
+
+import rlsim
+from rlsim.errors import ConfigError, PolicyError, RlsimError
+from rlsim.workflow.algorithms import grpo
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "asynchronous",
+    "cluster": "8xh800",
+    "model": "qwen2.5-1.5b",
+    "calibration": "h800-vllm",
+    "trace": {"path": "rollpacker-code", "cap": "1K"},
+    "workflow": {"prompts": 8, "responses": 4, "steps": 8, "reference": False},
+    "training": {"backend": "megatron"},
+    "seeds": 1,
+}
+SPLIT, TP1 = {"split": {"rollout_gpus": 4}}, {"verl": {"tp": 1}}
+#: Columns of a step that tell two runs apart.
+TOLD = ["step_time_s", "gen_exposed_s", "prep_time_s", "train_time_s", "sync_time_s", "tokens", "response_tokens"]
+
+
+def run(*systems: Any, **changes: Any) -> rlsim.Result:
+    workflow = {**EXPERIMENT["workflow"], **changes.pop("workflow", {})}
+    return rlsim.run({**EXPERIMENT, **changes, "workflow": workflow, "systems": list(systems)})
+
+
+def use(name: str, *parts: Any) -> dict[str, Any]:
+    return {"name": name, "use": [SPLIT, TP1, *parts]}
+
+
+def of(result: rlsim.Result, system: str, table: str = "steps") -> pd.DataFrame:
+    frame = getattr(result, table)
+    return frame[frame["system"] == system].reset_index(drop=True)
+
+
+def check_tokens(steps: pd.DataFrame) -> None:
+    """Tokens generated are trained on, dropped, or under way when the run ends."""
+    generated = steps["response_tokens"].sum()
+    assert generated == (steps["trained_response_tokens"] + steps["wasted_tokens"] + steps["paused_tokens"]).sum()
+
+
+# ---- synchrony as the special case ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"sync_quota": {"staleness_threshold": 0, "per_replica": None}},
+        {"bounded_staleness": {"eta": 0}},
+        {"bounded_staleness": {"eta": 0, "interrupt": False}},
+        {"bounded_staleness": {"eta": 0, "stale": "wait", "order": "ready"}},
+    ],
+)
+def test_without_a_bound_to_spend_it_is_the_synchronous_split_run(part: dict[str, Any]) -> None:
+    found = run(use("synchronous"), use("relaxed", part))
+    synchronous, relaxed = of(found, "synchronous"), of(found, "relaxed")
+    np.testing.assert_allclose(relaxed[TOLD], synchronous[TOLD], rtol=1e-12)
+    assert (relaxed["staleness_max"] == 0).all()
+    assert (relaxed["stale_token_share"] == 0).all()
+    for table in ("responses", "calls"):
+        moments = ["finish_at"] if table == "responses" else ["end_at"]
+        one, other = (of(found, name, table).sort_values(moments) for name in ("synchronous", "relaxed"))
+        np.testing.assert_allclose(other[moments], one[moments], rtol=1e-12)
+
+
+def test_one_window_is_the_whole_batch_at_once() -> None:
+    rule = {"bounded_staleness": {"eta": 1}}
+    found = run(use("whole", rule, "async_reward"), use("windows", rule, "async_reward", {"windows": {"parts": 1}}))
+    np.testing.assert_allclose(of(found, "windows")[TOLD], of(found, "whole")[TOLD], rtol=1e-12)
+
+
+# ---- what a bound brings --------------------------------------------------------------------------------------------
+
+
+def test_throughput_grows_with_the_bound_to_that_of_the_slower_side() -> None:
+    """In the end the rollout is never idle: a step takes as long as its tokens at full load."""
+    rule = {"bounded_staleness": {"eta": [0, 1, 2, 4, 8], "concurrent": 24}}
+    lengths = {"path": "rollpacker-math", "cap": "1K"}
+    found = run(use("bounded", rule, "async_reward"), workflow={"steps": 80}, trace=lengths)
+    rows = found.summary()
+    rates = rows["responses_per_s"].to_numpy()
+    assert (np.diff(rates) > -0.01 * rates[1:]).all()
+    assert rates[-1] > 3 * rates[0]
+    assert rates[-1] == pytest.approx(rates[-2], rel=0.01), "there is no more to gain"
+    assert rows["rollout_idle"].iloc[0] > 0.3
+    assert rows["rollout_idle"].iloc[-1] < 0.01
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop"])
+@pytest.mark.parametrize("eta", [1, 2])
+def test_a_bound_is_kept(stale: str, eta: int) -> None:
+    steps = run(use("bounded", {"bounded_staleness": {"eta": eta, "stale": stale}}), workflow={"steps": 12}).steps
+    assert steps["staleness_max"].max() == eta
+    assert (steps["trained"] == 32).all()
+    check_tokens(steps)
+
+
+def test_dropping_wastes_what_waiting_keeps() -> None:
+    rules = [{"bounded_staleness": {"eta": 1, "stale": stale}} for stale in ("wait", "drop")]
+    found = run(use("wait", rules[0]), use("drop", rules[1]), workflow={"steps": 12})
+    wasted = {name: of(found, name)["wasted_tokens"].sum() for name in ("wait", "drop")}
+    assert wasted["drop"] > 2 * wasted["wait"]
+    assert of(found, "drop")["dropped"].sum() > 0
+
+
+def test_the_quota_between_two_syncs_is_verls() -> None:
+    """At most (1 + threshold) of a batch begins between syncs, less what is left over; 16 a replica at a time."""
+    quota = {"sync_quota": {"staleness_threshold": 0.5}}
+    found = run(use("quota", quota), workflow={"steps": 10})
+    responses, calls = found.responses, found.calls
+    syncs = np.sort(calls.loc[calls["call"] == "weight_sync", "end_at"])
+    starts = responses.groupby("prompt_id")["start_at"].min().dropna()
+    begun = np.histogram(starts, [0.0, *syncs])[0]
+    assert begun.max() <= 12
+    assert begun.max() > 8
+    assert found.steps["staleness_max"].max() >= 1
+
+
+# ---- updates and windows --------------------------------------------------------------------------------------------
+
+
+def test_updates_that_interrupt_do_not_wait_for_the_longest() -> None:
+    rules = [{"bounded_staleness": {"eta": 2, "interrupt": interrupts}} for interrupts in (True, False)]
+    found = run(use("interrupt", rules[0]), use("drain", rules[1]), workflow={"steps": 12})
+    rates = found.summary().set_index("system")["responses_per_s"]
+    assert rates["interrupt"] > 1.1 * rates["drain"]
+    one = of(found, "drain", "responses")
+    assert (one.loc[one["trained"], "stale_tokens"] % one.loc[one["trained"], "response_tokens"] == 0).all()
+    other = of(found, "interrupt", "responses")
+    mixed = other[other["trained"] & (other["stale_tokens"] > 0) & (other["stale_tokens"] < other["response_tokens"])]
+    assert len(mixed), "some responses are of several versions"
+
+
+def test_kept_caches_save_the_prefill() -> None:
+    rules = [{"bounded_staleness": {"eta": 2, "updated_kv": kv}} for kv in ("keep", "recompute")]
+    found = run(use("keep", rules[0]), use("recompute", rules[1]), workflow={"steps": 12})
+    prefills = {
+        name: of(found, name, "spans").query("kind == 'prefill'").eval("(end_at - start_at).sum()")
+        for name in ("keep", "recompute")
+    }
+    assert prefills["recompute"] > 1.2 * prefills["keep"]
+
+
+def test_training_begins_with_the_first_window() -> None:
+    """A step of four windows trains on its first quarter while the rest is generated."""
+    training = {**EXPERIMENT["training"], "mini_batches": 4}
+    rule = {"bounded_staleness": {"eta": 0}}
+    found = run(use("whole", rule), use("windows", rule, {"windows": {"parts": 4}}), training=training)
+    whole, windows = of(found, "whole"), of(found, "windows")
+    assert windows["step_time_s"].mean() < whole["step_time_s"].mean()
+    spans = of(found, "windows", "spans").query("kind == 'train' and step == 3")
+    assert spans.groupby("gpu")["start_at"].nunique().tolist() == [4] * spans["gpu"].nunique()
+    calls = of(found, "windows", "calls").query("step == 3").set_index("call")
+    assert calls["start_at"]["train"] < calls["end_at"]["generate"]
+    assert calls["end_at"]["train"] >= calls["end_at"]["generate"]
+
+
+def test_windows_of_one_step_off_are_streamrl() -> None:
+    training = {**EXPERIMENT["training"], "mini_batches": 4}
+    found = run({"streamrl": {"tp": 1, "rollout_gpus": 4}}, {"one_step_off": {"tp": 1, "rollout_gpus": 4}},
+                training=training)  # fmt: skip
+    assert (of(found, "streamrl")["staleness_max"] == [0, *[1] * 7]).all()
+    assert (of(found, "streamrl")["trained"] == 32).all()
+
+
+def test_rewards_that_decide_drop_prompts_before_a_step_takes_them() -> None:
+    rule = {"bounded_staleness": {"eta": 1}}
+    steps = run(use("dynamic", rule, "async_reward", "dynamic_sampling"), workflow={"steps": 6}).steps
+    assert steps["dropped"].sum() > 0
+    assert (steps["trained"] == 32).all()
+    check_tokens(steps)
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def asynchronous(draw: st.DrawFn) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A system, the workflow's sizes, and how training goes."""
+    updates = draw(st.sampled_from([1, 2, 4]))
+    choices: list[Any] = [
+        {"verl_fully_async": {"staleness_threshold": draw(st.sampled_from([0, 0.5, 1, 3])),
+                              "partial_rollout": draw(st.booleans()), "trigger_parameter_sync_step": updates,
+                              "recompute_log_probs": draw(st.booleans())}},
+        {"areal": {"eta": draw(st.integers(0, 4)), "interrupt": draw(st.booleans())}},
+        {"roll_flash": {"alpha": draw(st.sampled_from([0, 0.5, 1, 2]))}},
+        {"nemo_async": {"in_flight_weight_updates": draw(st.booleans())}},
+        {"streamrl": {"parts_per_step": updates}},
+    ]  # fmt: skip
+    chosen = draw(st.sampled_from(choices))
+    ((name, parameters),) = chosen.items()
+    system = {name: {**parameters, "tp": draw(st.sampled_from([1, 2])), "rollout_gpus": draw(st.sampled_from([2, 4]))}}
+    sizes = {"prompts": 4 * draw(st.integers(1, 3)), "responses": draw(st.integers(1, 4)), "steps": 5}
+    sizes["reward"] = {"workers": draw(st.sampled_from([2, 32]))}
+    return (
+        system,
+        sizes,
+        {**EXPERIMENT["training"], "mini_batches": 4 if name in ("verl_fully_async", "streamrl") else 1},
+    )
+
+
+@settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(asynchronous())
+def test_every_system_keeps_every_invariant(drawn: tuple[Any, dict[str, Any], dict[str, Any]]) -> None:
+    system, sizes, training = drawn
+    found = run(system, workflow=sizes, training=training)
+    steps, responses = found.steps, found.responses
+    assert (steps["trained"] == sizes["prompts"] * sizes["responses"]).all()
+    assert (steps["staleness_max"] <= steps["step"]).all()
+    assert steps["step_time_s"].sum() == pytest.approx(found.calls["end_at"].max(), rel=1e-9)
+    check_tokens(steps)
+    check_gpus(found.spans)
+    trained = responses[responses["trained"]]
+    assert not trained.duplicated(["prompt_id", "response"]).any()
+    starts = found.calls[found.calls["call"] == "train"].set_index("step")["end_at"]
+    assert (trained["finish_at"] <= trained["step"].map(starts) * (1 + 1e-9)).all()
+    assert (trained["scored_at"] <= trained["step"].map(starts) * (1 + 1e-9)).all()
+
+
+# ---- what does not go together --------------------------------------------------------------------------------------
+
+RULE = {"bounded_staleness": {"eta": 1}}
+REWARDED = {"models": {"reward": "qwen2.5-1.5b"}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "told"),
+    [
+        ([TP1, RULE], {}, "generates without end: add `split`"),
+        ([SPLIT, TP1, RULE, "lagged"], {}, "no lag of the weights does"),
+        ([SPLIT, TP1, RULE, "dynamic_sampling"], {}, "add async_reward"),
+        ([SPLIT, TP1, RULE, "tail_batching"], {}, "all decide what to launch"),
+        ([SPLIT, "planner", RULE], {}, "plans the layout of the next rollout"),
+        ([SPLIT, TP1, RULE], {"workflow": {"algorithm": "remax"}, **REWARDED}, "compared with"),
+        ([SPLIT, TP1, RULE, {"windows": {"parts": 3}}], {}, "mini_batches 1"),
+        ([SPLIT, TP1, RULE, {"windows": {"parts": 3}}], {"training": {"mini_batches": 3}}, "3 equal parts"),
+    ],
+)  # fmt: skip
+def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RlsimError, match=told) as caught:
+        run({"name": "wrong", "use": parts}, **changes)
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_gpus_of_a_rollout_that_never_ends_are_not_released() -> None:
+    with pytest.raises(PolicyError, match="nothing would bring them back"):
+        run(use("released", RULE, "tail_consolidation"))
+
+
+def test_a_workflow_drops_calls_with_the_syncs_that_serve_them_alone() -> None:
+    lighter = grpo().without(["old_log_prob"])
+    assert {call.name for call in grpo().calls} - {call.name for call in lighter.calls} == {
+        "old_log_prob", "old_log_prob_sync",
+    }  # fmt: skip
+    assert all("old_log_prob" not in (edge.source, edge.target) for edge in lighter.edges)

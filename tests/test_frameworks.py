@@ -1,0 +1,589 @@
+"""Configurations of veRL's asynchronous recipes, of NeMo-RL and of AReaL as experiments, key by key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rlsim
+from rlsim.areal.allocation import GENERATES, TRAINS, Allocation, allocation, both_sides
+from rlsim.areal.experiment import from_areal
+from rlsim.cli import app
+from rlsim.errors import ConfigError, RlsimError
+from rlsim.init.draft import Draft
+from rlsim.init.parts import Options, check
+from rlsim.init.sources import read_sources
+from rlsim.nemo.experiment import from_nemo
+from rlsim.verl.experiment import from_verl
+
+#: What makes a made experiment small enough to be run here.
+SMALL = {"workflow.steps": 1, "workflow.prompts": 8, "workflow.warmup": 0, "trace.cap": 128}
+
+
+def options(tmp_path: Path, **more: Any) -> Options:
+    return Options(tmp_path, **{"gpu": "h100", "trace": "rollpacker-math", **more})
+
+
+def system(draft: Draft) -> Any:
+    return draft.data()["systems"][0]["use"]
+
+
+def some(data: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    return {key: data.get(key) for key in expected}
+
+
+def runs(draft: Draft, tmp_path: Path, **overrides: Any) -> None:
+    """The draft as a file passes the check, and its configured system runs a step."""
+    assert check(draft, tmp_path) == ""
+    draft.write(tmp_path / "made.yaml")
+    only = [{"name": "as-configured", "use": system(draft)}]
+    result = rlsim.run(tmp_path / "made.yaml", seeds=1, overrides={**SMALL, **overrides, "systems": only})
+    assert list(result.summary().system) == ["as-configured"]
+
+
+# veRL -----------------------------------------------------------------------------------------------------------------
+
+FULLY = r"""
+n_gpus_rollout=2
+python -m verl.experimental.fully_async_policy.fully_async_main \
+    data.train_batch_size=0 data.gen_batch_size=1 data.max_prompt_length=1024 data.max_response_length=2048 \
+    algorithm.adv_estimator=grpo \
+    actor_rollout_ref.hybrid_engine=False \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B \
+    actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
+    trainer.nnodes=1 trainer.n_gpus_per_node=$((8 - n_gpus_rollout)) \
+    rollout.nnodes=1 rollout.n_gpus_per_node=${n_gpus_rollout} rollout.total_rollout_steps=1000 \
+    async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 \
+    async_training.require_batches=2 async_training.partial_rollout=True \
+    async_training.use_rollout_log_probs=True
+"""
+
+
+def verl(tmp_path: Path, *sources: str, text: str = FULLY, **more: Any) -> Draft:
+    (tmp_path / "run.sh").write_text(text)
+    given = {"gpu": "h100", "trace": "rollpacker-math", **more}
+    return from_verl([str(tmp_path / "run.sh"), *sources], folder=tmp_path, **given)
+
+
+def without(text: str, *keys: str) -> str:
+    """A script without some settings."""
+    return " ".join(word for word in text.split(" ") if not word.startswith(keys))
+
+
+ONE_STEP = without(FULLY, "async_training.", "rollout.total").replace("train_batch_size=0", "train_batch_size=64")
+
+
+def test_fully_async_scripts(tmp_path: Path) -> None:
+    draft = verl(tmp_path)
+    data = draft.data()
+    assert data["cluster"] == "8xh100"
+    assert system(draft) == [
+        {
+            "verl_fully_async": {
+                "tp": 1, "rollout_gpus": 2, "staleness_threshold": 0.5, "trigger_parameter_sync_step": 4,
+                "partial_rollout": True, "recompute_log_probs": False,
+            }
+        }
+    ]  # fmt: skip
+    assert some(data["workflow"], {"prompts": 4 * 2 * 8, "responses": 4, "old_log_probs": False}) == {
+        "prompts": 64, "responses": 4, "old_log_probs": False,
+    }  # fmt: skip
+    assert data["training"]["mini_batches"] == 8
+    assert data["memory_utilization"] == 0.7  # nothing of training lies on the GPUs of generation
+    text = draft.text()
+    assert "trigger_parameter_sync_step 4 × require_batches 2 × ppo_mini_batch_size 8" in text
+    assert "concurrent_samples_per_replica = 16" in text
+    assert "gen_batch_size" not in text
+    runs(draft, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("async_training.use_rollout_log_probs=False", {"recompute_log_probs": True}),
+        ("async_training.compute_prox_log_prob=True", {"recompute_log_probs": True}),
+        ("algorithm.rollout_correction.bypass_mode=False", {"recompute_log_probs": True}),
+        ("async_training.partial_rollout=False", {"partial_rollout": False, "recompute_log_probs": False}),
+        ("async_training.staleness_threshold=1", {"staleness_threshold": 1.0}),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", {"tp": 2}),
+    ],
+)
+def test_settings_of_fully_async(tmp_path: Path, setting: str, expected: dict[str, Any]) -> None:
+    draft = verl(tmp_path, setting)
+    assert some(system(draft)[0]["verl_fully_async"], expected) == expected
+    assert draft.data()["workflow"]["old_log_probs"] == expected.get("recompute_log_probs", False)
+    assert check(draft, tmp_path) == ""
+
+
+def test_defaults_of_fully_async(tmp_path: Path) -> None:
+    text = without(FULLY, "async_training.") + " async_training.require_batches=1"
+    draft = verl(tmp_path, text=text)
+    assert draft.data()["workflow"]["prompts"] == 4 * 1 * 8
+    expected = {"staleness_threshold": 0.1, "trigger_parameter_sync_step": 4, "partial_rollout": True}
+    assert some(system(draft)[0]["verl_fully_async"], expected) == expected
+
+
+def test_one_step_off_scripts(tmp_path: Path) -> None:
+    draft = verl(tmp_path, text=ONE_STEP)
+    assert system(draft) == [{"one_step_off": {"tp": 1, "rollout_gpus": 2}}]
+    workflow = draft.data()["workflow"]
+    assert some(workflow, {"prompts": 0, "old_log_probs": 0}) == {"prompts": 64, "old_log_probs": False}
+    assert draft.data()["training"]["mini_batches"] == 8
+    anew = verl(tmp_path, "algorithm.rollout_correction.bypass_mode=False", text=ONE_STEP)
+    assert anew.data()["workflow"]["old_log_probs"] is True
+    runs(draft, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("training", "rollout", "cluster"),
+    [
+        ((2, 6), (2, 2), "2x8xh100"),  # on the same nodes
+        ((2, 8), (1, 8), "3x8xh100"),  # on nodes of their own
+        ((1, 4), (1, 4), "8xh100"),
+        ((1, 8), (2, 4), "2x8xh100"),  # as whole nodes
+    ],
+)
+def test_nodes_of_both_sides(tmp_path: Path, training: tuple[int, int], rollout: tuple[int, int], cluster: str) -> None:
+    sides = {"trainer": training, "rollout": rollout}
+    settings = [f"{side}.nnodes={n}" for side, (n, _) in sides.items()]
+    settings += [f"{side}.n_gpus_per_node={gpus}" for side, (_, gpus) in sides.items()]
+    draft = verl(tmp_path, *settings, text=ONE_STEP)
+    assert draft.data()["cluster"] == cluster
+    assert system(draft)[0]["one_step_off"]["rollout_gpus"] == rollout[0] * rollout[1]
+    named = verl(tmp_path, *settings, text=ONE_STEP, gpu=None, cluster=cluster)
+    assert named.data()["cluster"] == cluster
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "message"),
+    [
+        (["rollout.n_gpus_per_node=3", "trainer.nnodes=2"], {}, r"15 GPUs are no whole nodes of 8: give --cluster"),
+        ([], {"gpu": None, "cluster": "4xh100"}, r"8 GPUs, cluster 4xh100 has 4"),
+        (["rollout.nnodes=0"], {}, r"rollout.nnodes: expected a whole number of at least 1, got 0"),
+        (["async_training.require_batches=many"], {}, r"require_batches: expected a whole number of at least 1, got"),
+        (["async_training.staleness_threshold=-1"], {}, r"staleness_threshold: expected a number of at least 0"),
+        (["async_training.partial_rollout=3"], {}, r"partial_rollout: expected true or false, got 3"),
+        (["async_training.staleness_treshold=1"], {}, r"did you mean async_training.staleness_threshold"),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=4"], {}, r"it does not divide the 2 GPUs of a node"),
+        (["trainer.v1.trainer_mode=separate_async"], {}, "this trainer is not simulated"),
+    ],
+)
+def test_mistakes_in_asynchronous_scripts(
+    tmp_path: Path, settings: list[str], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RlsimError, match=message):
+        verl(tmp_path, *settings, **more)
+
+
+def test_asynchronous_keys_without_gpus_of_generation(tmp_path: Path) -> None:
+    text = without(FULLY, "rollout.", "actor_rollout_ref.hybrid_engine", "async_training.")
+    with pytest.raises(ConfigError, match=r"async_training.partial_rollout, but no GPUs of generation"):
+        verl(tmp_path, "async_training.partial_rollout=True", text=text)
+
+
+# NeMo-RL --------------------------------------------------------------------------------------------------------------
+
+BASE = """
+grpo:
+  num_prompts_per_step: 16
+  num_generations_per_prompt: 4
+  use_dynamic_sampling: false
+  val_period: -1
+  async_grpo: {enabled: false, max_trajectory_age_steps: 1, in_flight_weight_updates: false}
+loss_fn: {reference_policy_kl_penalty: 0.01}
+checkpointing: {enabled: false}
+policy:
+  model_name: Qwen/Qwen2.5-1.5B
+  train_global_batch_size: 32
+  train_micro_batch_size: 4
+  logprob_batch_size: ${policy.train_micro_batch_size}
+  max_total_sequence_length: 2048
+  precision: bfloat16
+  optimizer: {name: adamw, kwargs: {lr: 1.0e-6, weight_decay: 0.1}}
+  dtensor_cfg: {enabled: true, activation_checkpointing: true, tensor_parallel_size: 2, context_parallel_size: 1}
+  sequence_packing:
+    enabled: true
+    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
+    logprob_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}
+  generation:
+    backend: vllm
+    max_new_tokens: ${policy.max_total_sequence_length}
+    vllm_cfg: {tensor_parallel_size: 1, gpu_memory_utilization: 0.6, precision: "${policy.precision}"}
+    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+ASYNC = """
+defaults: base.yaml
+grpo:
+  async_grpo: {enabled: true, max_trajectory_age_steps: 3, in_flight_weight_updates: true,
+               recompute_kv_cache_after_weight_updates: true}
+policy:
+  logprob_batch_size: 2
+  generation:
+    max_new_tokens: 1024
+    colocated: {enabled: false, resources: {gpus_per_node: 8, num_nodes: 1}}
+    vllm_cfg: {tensor_parallel_size: 2}
+cluster: {num_nodes: 2}
+"""
+
+
+def nemo(tmp_path: Path, *sources: str, text: str = BASE, **more: Any) -> Draft:
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "mine.yaml").write_text(text)
+    return from_nemo([str(tmp_path / "mine.yaml"), *sources], options(tmp_path, **more))
+
+
+def test_synchronous_nemo(tmp_path: Path) -> None:
+    draft = nemo(tmp_path)
+    data = draft.data()
+    expected = {
+        "name": "mine-rlsim", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-sxm-vllm",
+        "memory_utilization": 0.6, "baseline": "as-configured",
+    }  # fmt: skip
+    assert some(data, expected) == expected
+    assert data["workflow"] == {
+        "algorithm": "grpo", "prompts": 16, "responses": 4, "steps": 5, "reference": True, "old_log_probs": True,
+    }  # fmt: skip
+    assert data["training"] == {
+        "backend": "fsdp", "tp": 2, "micro_batch_tokens": 8192, "log_prob_micro_batch_tokens": 8192,
+        "recompute": "full", "offload": True, "mini_batches": 2,
+    }  # fmt: skip
+    assert data["trace"]["cap"] == 2048
+    assert system(draft) == [{"verl": {"tp": 1}}]
+    assert "grpo.num_prompts_per_step (mine.yaml:3)" in draft.text()
+    assert "policy.optimizer.*" in draft.unread
+    assert draft.missing == []
+    runs(draft, tmp_path)
+
+
+def test_asynchronous_nemo_inherits(tmp_path: Path) -> None:
+    draft = nemo(tmp_path, text=ASYNC)
+    data = draft.data()
+    assert data["cluster"] == "2x8xh100"
+    assert system(draft) == [
+        {
+            "nemo_async": {
+                "tp": 2, "rollout_gpus": 8, "max_trajectory_age_steps": 3, "in_flight_weight_updates": True,
+                "updated_kv": "recompute",
+            }
+        }
+    ]  # fmt: skip
+    assert data["trace"]["cap"] == 1024
+    assert "offload" not in data["training"]
+    assert data["training"]["micro_batch_tokens"] == 2048 * 4
+    assert data["training"]["log_prob_micro_batch_tokens"] == 2048 * 2  # of the child's batch, by the parent's formula
+    assert data["workflow"]["steps"] == 5 + 3 * 3
+    assert "policy.model_name (base.yaml:11)" in draft.text()
+    assert "of the files that it inherits from" in draft.unread[-1]
+    runs(draft, tmp_path)
+
+
+def test_generation_apart_without_asynchrony(tmp_path: Path) -> None:
+    off = nemo(tmp_path, "grpo.async_grpo.enabled=false", text=ASYNC)
+    assert system(off) == [{"verl": {"tp": 2}}, {"split": {"rollout_gpus": 8}}]
+    one = ["cluster.num_nodes=1", "policy.generation.colocated.resources.gpus_per_node=2"]
+    on_one_node = nemo(tmp_path, *one, "policy.generation.colocated.resources.num_nodes=null", text=ASYNC)
+    assert on_one_node.data()["cluster"] == "8xh100"
+    assert system(on_one_node)[0]["nemo_async"]["rollout_gpus"] == 2
+    runs(off, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "section", "expected"),
+    [
+        (["loss_fn.reference_policy_kl_penalty=0"], "workflow", {"reference": False}),
+        (["+loss_fn.force_on_policy_ratio=true"], "workflow", {"old_log_probs": False}),
+        (
+            ["loss_fn.force_on_policy_ratio=true", "++grpo.seq_logprob_error_threshold=2"],
+            "workflow", {"old_log_probs": True},
+        ),
+        (["grpo.adv_estimator.name=reinforce_plus_plus"], "workflow", {"algorithm": "grpo"}),
+        (["policy.sequence_packing.train_mb_tokens=4096"], "training", {"micro_batch_tokens": 4096}),
+        (["policy.dtensor_cfg.activation_checkpointing=false"], "training", {"recompute": "none"}),
+        (["policy.train_global_batch_size=64"], "training", {"mini_batches": 1}),
+        (["policy.train_global_batch_size=24"], "training", {"mini_batches": 3}),
+        (
+            ["policy.megatron_cfg={enabled: true, pipeline_model_parallel_size: 2, activation_checkpointing: true}",
+             "policy.megatron_cfg.recompute_granularity=selective"],
+            "training",
+            {"backend": "megatron", "tp": 1, "pp": 2, "cp": 1, "recompute": "selective", "gradients": "bf16"},
+        ),
+        (["policy.generation.vllm_kwargs.max_num_seqs=64"], "engine", {"max_num_seqs": 64}),
+        (["policy.generation.vllm_cfg.enforce_eager=true"], "engine", {"graphs": False}),
+        (
+            ["policy.generation.backend=sglang", "policy.generation.sglang_cfg.max_running_requests=32"],
+            "engine", {"max_num_seqs": 32},
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_nemo(tmp_path: Path, settings: list[str], section: str, expected: dict[str, Any]) -> None:
+    draft = nemo(tmp_path, *settings)
+    assert some(draft.data()[section], expected) == expected
+    assert check(draft, tmp_path) == ""
+
+
+def test_micro_batches_of_nemo_by_count(tmp_path: Path) -> None:
+    draft = nemo(tmp_path, "policy.sequence_packing.enabled=false", "policy.logprob_batch_size=8")
+    training = draft.data()["training"]
+    assert training["log_prob_micro_batch_tokens"] == 2 * training["micro_batch_tokens"]
+    assert 4 * 300 < training["micro_batch_tokens"] < 4 * 2048
+
+
+def test_what_nemo_says_and_rlsim_has_not(tmp_path: Path) -> None:
+    settings = {
+        "grpo.max_rollout_turns": "4", "policy.megatron_cfg.fp8_cfg.enabled": "true", "grpo.val_period": "10",
+        "policy.generation.vllm_cfg.precision": "fp8", "policy.generation.vllm_cfg.pipeline_parallel_size": "2",
+    }  # fmt: skip
+    draft = nemo(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
+    for key in settings:
+        assert any(key in item for item in draft.missing), key
+    sampled = nemo(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=3")
+    assert "dynamic_sampling" in system(sampled)
+    assert any("grpo.batch_multiplier" in item for item in sampled.missing)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "message"),
+    [
+        ([], "dpo: {x: 1}", "mine.yaml: no key grpo"),
+        ([], "defaults: none.yaml\ngrpo: {x: 1}", r"mine.yaml:1: defaults: there is no file .*none.yaml"),
+        ([], "defaults: mine.yaml\n", "lead to ever more files"),
+        ([], "- a", "expected a mapping of keys to values"),
+        (["policy.model_name=null"], BASE, "policy.model_name has no value: expected text; give policy.model_name=…"),
+        (["policy.model_name=Qwen/Qwen9-9B"], BASE, r"policy.model_name \(as given\): .*give --model"),
+        (["cluster.num_nodes=two"], BASE, "as given: cluster.num_nodes: expected a whole number .*, got 'two'"),
+        (["cluster.num_nodes=0"], BASE, "expected a whole number of at least 1, got 0"),
+        (["grpo.num_prompts_per_step={a: 1}"], BASE, "num_prompts_per_step: expected a whole .*, got keys below it"),
+        (["policy.generation.backend=megatron"], BASE, "by megatron is not simulated; expected one of: vllm"),
+        (["policy.generation.vllm_cfg.gpu_memory_utilization=2"], BASE, "expected a number above 0 and up to 1, got 2"),
+        (["policy.generation.colocated.enabled=3"], BASE, "expected true or false, got 3"),
+        (["grpo.async_grpo.enabled=true"], BASE, "asynchronous GRPO on the GPUs that train is not simulated"),
+        (["grpo.adv_estimator.name=opd"], BASE, "unknown advantage estimator 'opd'"),
+        (["async_rl.sampler.name=windowed"], BASE, "async_rl.sampler.name: NeMo-RL's single controller is not"),
+        (["policy.generation.colocated.resources.gpus_per_node=16"], ASYNC, "16 GPUs for generation leave none of 16"),
+        (["policy.generation.colocated.resources.num_nodes=null"], ASYNC, "resources.num_nodes has no value"),
+        (["policy.train_micro_batch_size=${nothing}"], BASE, "has no value here; give"),
+        (["nothing"], BASE, "nothing: no such file"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_nemo(tmp_path: Path, settings: list[str], text: str, message: str) -> None:
+    with pytest.raises(RlsimError, match=message):
+        nemo(tmp_path, *settings, text=text)
+
+
+def test_inheritance(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: {x: 1, y: 2, z: {u: 1}}\nb: 1\nc: {x: 1}\nd: {x: 5}")
+    (tmp_path / "b.yaml").write_text("defaults: a.yaml\nb: {y: '${a.x}'}\nc: null")
+    (tmp_path / "c.yaml").write_text("defaults: [a.yaml, ./b.yaml]\na: {x: 3, z: {_override_: true, v: 2}}\nd: {}")
+    config = read_sources([str(tmp_path / "c.yaml"), "++a.y=${div:${a.x},2}"], "it", "--from")
+    assert config.given == {"a.x": 3, "a.y": 1.5, "a.z.v": 2, "b.y": 3, "c": None, "d.x": 5}
+    assert config.origin["a.x"] == "c.yaml:2"
+    assert config.origin["b.y"] == "b.yaml:2"
+    assert config.inherited == {"a.yaml", "b.yaml"}
+
+
+# AReaL ----------------------------------------------------------------------------------------------------------------
+
+AREAL = """
+experiment_name: my-grpo
+seed: 1
+cluster: {n_nodes: 1, n_gpus_per_node: 8}
+rollout:
+  backend: "sglang:d2t2"
+  max_concurrent_rollouts: 24
+  consumer_batch_size: ${train_dataset.batch_size}
+  max_head_offpolicyness: 2
+gconfig: {n_samples: 4, max_new_tokens: 1024, temperature: 1.0}
+actor:
+  backend: "fsdp:d2t2"
+  path: Qwen/Qwen2.5-1.5B-Instruct
+  gradient_checkpointing: true
+  mb_spec: {max_tokens_per_mb: 10240}
+  kl_ctl: 0.0
+  ppo_n_minibatches: 2
+  recompute_logprob: true
+  use_decoupled_loss: true
+ref: {backend: "${actor.backend}", path: "${actor.path}"}
+sglang: {mem_fraction_static: 0.8, max_running_requests: null}
+train_dataset: {batch_size: 16, max_length: 1024}
+saver: {freq_epochs: 1}
+"""
+
+
+def areal(tmp_path: Path, *sources: str, text: str = AREAL, **more: Any) -> Draft:
+    (tmp_path / "mine.yaml").write_text(text)
+    return from_areal([str(tmp_path / "mine.yaml"), *sources], options(tmp_path, **more))
+
+
+def test_areal(tmp_path: Path) -> None:
+    draft = areal(tmp_path)
+    data = draft.data()
+    expected = {
+        "name": "my-grpo", "cluster": "8xh100", "model": "qwen2.5-1.5b", "calibration": "h100-sxm-sglang",
+        "memory_utilization": 0.8, "routing": "round_robin",
+    }  # fmt: skip
+    assert some(data, expected) == expected
+    assert system(draft) == [{"areal": {"tp": 2, "rollout_gpus": 4, "eta": 2, "concurrent": 24}}]
+    assert data["workflow"] == {
+        "algorithm": "grpo", "prompts": 16, "responses": 4, "steps": 11, "reference": False, "old_log_probs": True,
+    }  # fmt: skip
+    assert data["training"] == {
+        "backend": "fsdp", "tp": 2, "micro_batch_tokens": 10240, "recompute": "full", "mini_batches": 2,
+    }  # fmt: skip
+    assert data["trace"]["cap"] == 1024
+    assert "train_dataset.batch_size (mine.yaml:22)" in draft.text()
+    assert draft.missing == ["saver.freq_epochs (mine.yaml:23): evaluation and checkpoints between steps"]
+    assert {"seed", "gconfig.temperature"} <= set(draft.unread)
+    runs(draft, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "generation", "training", "shared"),
+    [
+        ("sglang.d4p1t1+d4p1t1", Allocation("sglang", 4), Allocation("fsdp", 4), False),
+        ("sglang:d96+fsdp:d32", Allocation("sglang", 96), Allocation("fsdp", 32), False),
+        ("vllm:d2t2+d2p2t1", Allocation("vllm", 2, 2), Allocation("megatron", 2, 1, 2), False),
+        ("sglang.d4m2p1+d2m2p2", Allocation("sglang", 4, 2), Allocation("megatron", 2, 2, 2), False),
+        ("sglang:d2p1t2+d2p1t1c2", Allocation("sglang", 2, 2), Allocation("fsdp", 2, 1, 1, 2), False),
+        ("vllm:d4t2|fsdp:d8", Allocation("vllm", 4, 2), Allocation("fsdp", 8), True),
+        (
+            "sglang[a]:d4t4 + megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)",
+            Allocation("sglang", 4, 4), Allocation("megatron", 4, 2, 2, 2, 2), False,
+        ),
+    ],
+)  # fmt: skip
+def test_allocation_modes(mode: str, generation: Allocation, training: Allocation, shared: bool) -> None:
+    assert both_sides(mode, "here") == (generation, training, shared)
+
+
+def test_gpus_of_an_allocation() -> None:
+    assert allocation("megatron:d2p2t4e4", "here", TRAINS) == Allocation("megatron", 2, 4, 2, 1, 4)
+    assert allocation("megatron:d2p2t4e4", "here", TRAINS).gpus == 16  # experts take no further ones
+
+
+@pytest.mark.parametrize(
+    "text", ["sglang", "sglang:x4", "fsdp:d4", "sglang:d4d2", "sglang:d4t2m2", "sglang:d0", "d4", ""]
+)
+def test_what_is_no_allocation(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^here: "):
+        allocation(text, "here", GENERATES)
+    with pytest.raises(ConfigError, match="expected generation and training"):
+        both_sides(text, "here")
+
+
+def test_older_areal(tmp_path: Path) -> None:
+    text = AREAL.replace('  backend: "sglang:d2t2"\n', "").replace('  backend: "fsdp:d2t2"\n', "")
+    text = text.replace('ref: {backend: "${actor.backend}", ', "ref: {")
+    draft = areal(tmp_path, "allocation_mode=sglang.d6p1t1+d2p1t1", text=text)
+    assert system(draft)[0]["areal"]["rollout_gpus"] == 6
+    assert system(draft)[0]["areal"]["tp"] == 1
+    colocated = ["allocation_mode=vllm:d8t1|fsdp:d8t1", "rollout.max_head_offpolicyness=0"]
+    assert system(areal(tmp_path, *colocated, text=text)) == [{"verl": {"tp": 1}}]
+    with pytest.raises(ConfigError, match="asynchronous training on the GPUs that generate is not simulated"):
+        areal(tmp_path, colocated[0], text=text)
+
+
+def test_training_may_be_cut_otherwise_than_generation(tmp_path: Path) -> None:
+    draft = areal(tmp_path, "rollout.backend=sglang:d2", "actor.backend=fsdp:d1t4", "cluster.n_gpus_per_node=6")
+    assert draft.data()["cluster"] == "6xh100"
+    assert draft.data()["training"]["tp"] == 4
+    assert "TP 4" not in check(draft, tmp_path)
+    assert check(areal(tmp_path, "rollout.backend=sglang:d2", "actor.backend=fsdp:d3t2"), tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "section", "expected"),
+    [
+        (["actor.kl_ctl=0.1"], "workflow", {"reference": True}),
+        (["actor.use_decoupled_loss=false", "actor.recompute_logprob=false"], "workflow", {"old_log_probs": False}),
+        (["actor.prox_logp_method=loglinear"], "workflow", {"old_log_probs": False}),
+        (["critic.path=${actor.path}"], "workflow", {"algorithm": "ppo"}),
+        (["actor.gradient_checkpointing=false"], "training", {"recompute": "none"}),
+        (["actor.backend=megatron:d2p2t1"], "training", {"backend": "megatron", "pp": 2, "tp": None}),
+        (["actor.grad_reduce_dtype=bfloat16"], "training", {"gradients": "bf16"}),
+        (["enable_offload=true"], "training", {"offload": True}),
+        (["rollout.backend=vllm:d2t2", "vllm.enforce_eager=true"], "engine",
+         {"graphs": False, "max_num_seqs": 256, "chunked_prefill": True}),
+        (["sglang.max_running_requests=48"], "engine", {"max_num_seqs": 48}),
+    ],
+)  # fmt: skip
+def test_settings_of_areal(tmp_path: Path, settings: list[str], section: str, expected: dict[str, Any]) -> None:
+    draft = areal(tmp_path, *settings)
+    assert some(draft.data()[section], expected) == expected
+    assert check(draft, tmp_path) == ""
+
+
+def test_areals_micro_batches_by_count(tmp_path: Path) -> None:
+    one, two = (
+        areal(tmp_path, "actor.mb_spec.max_tokens_per_mb=null", f"actor.mb_spec.n_mbs={count}").data()["training"]
+        for count in (1, 2)
+    )
+    assert one["micro_batch_tokens"] == 2 * two["micro_batch_tokens"]
+    assert one["micro_batch_tokens"] % (16 * 4 // (2 * 2)) == 0  # a rank's share of a mini-batch
+
+
+def test_what_areal_says_and_rlsim_has_not(tmp_path: Path) -> None:
+    settings = {
+        "rollout.consumer_batch_size": "4", "actor.use_lora": "true", "actor.weight_update_mode": "disk",
+        "sglang.ep_size": "2",
+    }  # fmt: skip
+    draft = areal(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
+    for key in settings:
+        assert any(key in item for item in draft.missing), key
+    piped = areal(tmp_path, "rollout.backend=sglang:d1p2t2", "actor.backend=archon:d4")
+    assert any("pipeline stages" in item for item in piped.missing)
+    assert any("Archon" in item for item in piped.missing)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["cluster.n_gpus_per_node=4"], r"8 GPUs, but cluster.n_nodes .* are 4"),
+        (["cluster={n_nodes: 2, n_gpus_per_node: 6}"], r"8 GPUs are no whole nodes of 6"),
+        (["actor.backend=null"], "actor.backend has no value: expected text"),
+        (["actor.backend=sglang:d4"], r"actor.backend \(as given\): 'sglang:d4': sglang is not simulated here"),
+        (["rollout.backend=trtllm:d4"], "trtllm is not simulated here"),
+        (["train_dataset.batch_size=null"], "train_dataset.batch_size has no value: expected a whole number"),
+        (["rollout.max_head_offpolicyness=-1"], "expected a whole number of at least 0, got -1"),
+        (["actor.path=Qwen/Qwen9-9B"], r"actor.path \(as given\): .*give --model"),
+        (["rollout.scheduling_strategy.type=colocation", "actor.backend=fsdp:d8"], "expected the same number"),
+    ],
+)
+def test_mistakes_in_areal(tmp_path: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(RlsimError, match=message):
+        areal(tmp_path, *settings)
+
+
+def test_unused_gpus_are_told(tmp_path: Path) -> None:
+    draft = areal(tmp_path, "cluster.n_nodes=2")
+    assert draft.data()["cluster"] == "8xh100"
+    assert any("8 of the 16 GPUs are used" in note for note in draft.notes)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("option", "text"), [("--from-nemo", BASE), ("--from-areal", AREAL), ("--from-verl", FULLY)])
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "mine.sh" if option == "--from-verl" else "mine.yaml"
+    Path(name).write_text(text)
+    done = CliRunner().invoke(app, ["init", option, name, "--gpu", "h100", "--out", "made.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "run it: rlsim run made.yaml" in done.output
+    assert CliRunner().invoke(app, ["check", "made.yaml"]).exit_code == 0
+    named = CliRunner().invoke(app, ["init", "other", option, name, "--cluster", "8xh100", "--model", "qwen3-8b"])
+    assert "other.yaml" in named.output
+    assert "model: qwen3-8b" in Path("other.yaml").read_text()
+
+
+def test_one_framework_at_a_time() -> None:
+    both = CliRunner().invoke(app, ["init", "--from-nemo", "a.yaml", "--from-areal", "b.yaml", "--gpu", "h100"])
+    assert "--from-nemo and --from-areal: an experiment is of one configuration" in str(both.exception)
+    reward = CliRunner().invoke(app, ["init", "--from-nemo", "a.yaml", "--reward-model", "qwen3-8b"])
+    assert "--reward-model goes with --from-verl" in str(reward.exception)
