@@ -195,8 +195,8 @@ def _queues(result: Result, setup: CaseSetup, seed: int) -> list[Figure]:
     caption = (
         "Prompts all of whose responses are complete and that no step has taken yet, for systems that generate without "
         f"end; seed {seed}, {_MOMENTS} moments of each run. It falls when a step takes its batch: where it falls to "
-        "zero the step waits for more, where it keeps rising generation is faster than training, and prompts get staler "
-        "while they wait."
+        "zero the step waits for more, where it keeps rising generation is faster than training, and prompts get "
+        "staler while they wait."
     )
     if len(shown) < len(systems):
         caption += f" Left out: {', '.join(systems[_MOST_QUEUES:])}."
