@@ -192,8 +192,8 @@ def _advice(
         first = {"seeds": list(experiment.seed_list[:1]), "certainty": 0} if quick else {}
         settings = {"systems": entries, "baseline": baseline, **first}
         result = runner("all systems", settings, [entry["name"] for entry in more])
-    tables = {**memory, **allowed.tables, "screened": pd.DataFrame(), "plan": found_plans(result)}
-    tables["ranking"] = ranking(result) if quick else allowed.ranking(result)
+    ranked = ranking(result) if quick else allowed.ranking(result)
+    tables = {**memory, "ranking": ranked, "screened": pd.DataFrame(), "plan": found_plans(result), **allowed.tables}
     specs = _came_out(simulator, entries, result)
     found = [specs[name] for name in result.manifest["plans"].get("", {}) if specs[name].parts[0].policy == "plan"]
     files = plan_file(found, experiment, folder)
@@ -264,7 +264,9 @@ def _second_pass(
     final = runner("the best", systems, [entry["name"] for entry in allowed.entries])
     tuned = dict(zip(screened["system"], screened["tuned"], strict=True))
     ranked = allowed.ranking(final)
-    tables["ranking"] = ranked.assign(tuned=ranked["system"].map(tuned).fillna(ranked["tuned"]))
+    tables["ranking"] = ranked.assign(
+        tuned=[tuned.get(*own) for own in zip(ranked["system"], ranked["tuned"], strict=True)]
+    )
     steps = int(runner.settings["workflow.steps"])
     return final, [left_out(screened, kept, len(final.manifest["seeds"]), steps), *allowed.left_out()]
 

@@ -189,7 +189,7 @@ class Search:
         steps = self._runner(f"splits, {what}", settings, list(names)).steps
         found = means(steps.assign(steady=steps["step"].isin(self._steady)), ["system"])
         found["staleness_max"] = steps.groupby("system")["staleness_max"].max()  # of any step, steady or not
-        rows = {str(name): row.to_dict() for name, row in found[list(MEASURED)].astype(float).iterrows()}
+        rows = {str(name): {key: float(row[key]) for key in MEASURED} for name, row in found.iterrows()}
         return {point: rows[name] for name, point in names.items() if name in rows}
 
 

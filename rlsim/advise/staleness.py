@@ -91,7 +91,7 @@ class Allowed:
         kept = replace(result, steps=result.steps[~result.steps["system"].isin(list(self.over(result)))])
         ranked, found = ranking(kept), means(kept.steps, ["system"])
         chosen = {name: point.chosen for name, point in self.named.items() if point.family.split}
-        ranked["tuned"] = ranked["system"].map(chosen).fillna(ranked["tuned"])
+        ranked["tuned"] = [chosen.get(*own) for own in zip(ranked["system"], ranked["tuned"], strict=True)]
         return ranked.assign(**{name: ranked["system"].map(found[name]) for name in COLUMNS})
 
     def notes(self, ranked: pd.DataFrame) -> list[str]:
