@@ -27,7 +27,7 @@ COLUMNS = ("staleness_mean", "staleness_p95", "rollout_idle", "trainer_idle")
 #: Periods of steady steps in every run of a full advice, and of a quick one.
 PERIODS, QUICK_PERIODS = 2, 1
 #: Systems that are tried under staleness by a quick advice, and those that go on with all seeds.
-QUICK = ("areal", "one_step_off", "verl_fully_async")
+QUICK = ("roll_flash", "areal", "one_step_off", "verl_fully_async")
 QUICK_CONTENDERS = 2
 
 
@@ -41,7 +41,7 @@ class Allowed:
     splits: Splits = field(default_factory=lambda: Splits({}, {}, {}, {}))
     named: Mapping[str, Point] = field(default_factory=dict)  # systems that go on, by name
     own: Sequence[str] = ()  # the experiment's own that train on what older weights have generated
-    families: Sequence[Family] = ()
+    families: Sequence[Family] = ()  # all that could be tried
     quick: bool = False
 
     @property
@@ -70,8 +70,10 @@ class Allowed:
 
     def refusals(self, refused: Mapping[str, str]) -> dict[str, str]:
         """Why policies and their variants were not tried, or found to be too stale."""
-        tried = {family.policy for family in self.families}
-        return {**{name: why for name, why in refused.items() if name not in tried}, **self.splits.refused}
+        known = {family.policy for family in self.families}
+        others = {name: why for name, why in refused.items() if name not in known}
+        untried = {f.name: "--quick does not try it" for f in self.families if self.quick and f.name not in QUICK}
+        return {**others, **untried, **self.splits.refused}
 
     def over(self, result: Result) -> dict[str, str]:
         """The systems whose staleness was above the bound in some step, but for the baseline, and why they are out."""
@@ -146,7 +148,7 @@ def allowing(
     known, taken = {spec.key for spec in own}, {spec.name for spec in own}
     named = {free_name(name, taken): point for name, point in splits.best.items() if point.spec(name).key not in known}
     stale = [spec.name for spec in own if simulator.overlap(spec.make())]
-    return Allowed(most, baseline, steps, splits, named, stale, tried, quick)
+    return Allowed(most, baseline, steps, splits, named, stale, every, quick)
 
 
 def _said(tables: Mapping[str, pd.DataFrame], most: int) -> tuple[str, ...]:
