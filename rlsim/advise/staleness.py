@@ -25,7 +25,7 @@ from rlsim.formats import is_missing, rate, with_interval
 #: Columns of `means` that a ranking has only where staleness is allowed.
 COLUMNS = ("staleness_mean", "staleness_p95", "rollout_idle", "trainer_idle")
 #: Periods of steady steps in every run of a full advice, and of a quick one.
-PERIODS, QUICK_PERIODS = 2, 1
+PERIODS, QUICK_PERIODS = 3, 1
 #: Systems that are tried under staleness by a quick advice, and those that go on with all seeds.
 QUICK = ("roll_flash", "areal", "one_step_off", "verl_fully_async")
 QUICK_CONTENDERS = 2
