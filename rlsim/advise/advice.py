@@ -21,6 +21,7 @@ from rlsim.advise.quick import contenders, left_out, quick_settings
 from rlsim.advise.ranking import candidates, ranking
 from rlsim.advise.runs import Runner, as_entry, scaled
 from rlsim.advise.scaling import WORTH, best_doublings, scaling, sizes
+from rlsim.advise.staleness import Allowed, allowed_steps, allowing
 from rlsim.errors import CapacityError, ConfigError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.directory import check_target
@@ -51,10 +52,18 @@ SECTIONS = (
     ("idle_waits", "What stage barriers wait for", "share of GPU time"),
     ("ranking", "Systems, the fastest first", "speedup in responses trained on per second, 95% intervals over seeds"),
     ("screened", "All systems, one seed", "what the systems above were chosen from (--quick)"),
+    (
+        "splits",
+        "GPUs that generate, and GPUs that train",
+        "the best split of each system, on one seed, and those beside it",
+    ),
+    ("splits_tried", "All splits that were tried", "on one seed"),
     ("plan", "The plan that was searched for", "GPUs and degrees of each call; plan.yaml has it as an experiment"),
     ("scaling", "Number of GPUs", "the best systems on other numbers of GPUs"),
     ("scaling_best", "Doublings", "the fastest system at each number against the fastest at half"),
 )
+#: Those that only an advice under which staleness is allowed has.
+ALLOWING = ("splits", "splits_tried")
 
 
 class _Recorded(Record):
@@ -75,6 +84,7 @@ class Advice:
     - `idle`: shares of every GPU's time under the baseline, `idle_waits`: what its stage barriers wait for
       (`rlsim.advise.idle`);
     - `ranking`: `rlsim.advise.ranking`; `screened` the same of one seed, where a quick advice chose from it;
+    - `splits`, `splits_tried`: `rlsim.advise.splits`, where staleness is allowed;
     - `plan`: `rlsim.advise.plans`;
     - `scaling`, `scaling_best`: `rlsim.advise.scaling`.
     """
@@ -91,7 +101,12 @@ class Advice:
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the result's own tables, as JSON knows it; what is missing is null."""
-        tables = {name: json.loads(frame.to_json(orient="records")) for name, frame in self.tables.items()}
+        shown = {
+            name: frame
+            for name, frame in self.tables.items()
+            if name not in ALLOWING or "max_staleness" in self.settings
+        }
+        tables = {name: json.loads(frame.to_json(orient="records")) for name, frame in shown.items()}
         return {
             "experiment": self.result.manifest["experiment"]["name"],
             "baseline": self.baseline,
@@ -122,6 +137,7 @@ def advise(
     most: int = MOST,
     skip: Collection[str] = (),
     quick: bool = False,
+    max_staleness: int = 0,
     workers: int | None = 1,
     out: str | Path | None = None,
     progress: Progress | None = None,
@@ -130,12 +146,17 @@ def advise(
 
     `case` names one of the experiment's cases; `seeds` and `steps` go before its own, of which at most `SEEDS` seeds
     are taken. The `top` systems and the baseline are also run on half to `most` times the GPUs; a doubling pays if it
-    is `worth` times as fast. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. `workers` is
-    the number of processes (None: one a core), of which the advice does not depend. With `out` the results are written
-    there. Raises `RlsimError` for whatever does not exist or fit.
+    is `worth` times as fast. `skip` are shipped policies to leave out. `quick`: see `rlsim.advise.quick`. With
+    `max_staleness` of 1 or more (updates), systems are tried by themselves that train on what weights up to so many
+    updates older have generated, with the best split of the GPUs where they generate on GPUs of their own
+    (`rlsim.advise.splits`); those that measured more in any step are left out. `workers` is the number of processes
+    (None: one a core), of which the advice does not depend. With `out` the results are written there. Raises
+    `RlsimError` for whatever does not exist or fit.
     """
     if not worth > 1.0:
         raise ConfigError(f"worth {worth:g}: expected more than 1, as twice the GPUs are at best twice as fast")
+    if isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0:
+        raise ConfigError(f"max_staleness: expected a number of updates, 0 or more, got {max_staleness!r}")
     if workers is not None and workers < 1:
         raise ConfigError(f"workers: expected 1 or more, got {workers}")
     if out is not None:
@@ -143,47 +164,74 @@ def advise(
     if progress:
         progress(0, 1, "what fits")
     settings = _settings(source, overrides, case, seeds, steps, quick)
+    if max_staleness and not quick:
+        settings["workflow.steps"] = allowed_steps(max_staleness, load_experiment(source, settings)[0], quick=False)
     execute = in_processes(workers)
     runner = Runner(source, settings, remembering(execute) if quick else execute, progress)
-    advice = _advice(runner, worth, top, most, skip, quick)
+    advice = _advice(runner, worth, top, most, skip, quick, max_staleness)
     if out is not None:
         advice.write(out)
     return advice
 
 
-def _advice(runner: Runner, worth: float, top: int, most: int, skip: Collection[str], quick: bool) -> Advice:
+def _advice(
+    runner: Runner, worth: float, top: int, most: int, skip: Collection[str], quick: bool, stale: int
+) -> Advice:
     experiment, shown, folder = load_experiment(runner.source, runner.settings)
     simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
     cluster, memory = simulator.loaded.cluster, _memory(simulator.placed(), shown)
     own = parse_systems(experiment.systems, shown)
     more, refused = candidates(simulator, own, skip, quick=quick)
-    entries, baseline = [*experiment.systems, *more], experiment.baseline or own[0].name
+    baseline = experiment.baseline or own[0].name
+    with _told_what_fits(memory["memory"], cluster):
+        allowed = allowing(runner, simulator, baseline, stale, skip, quick=quick)
+    more += [] if quick else allowed.entries
+    refused = allowed.refusals(refused)
+    entries = [*experiment.systems, *more]
     with _told_what_fits(memory["memory"], cluster):
         first = {"seeds": list(experiment.seed_list[:1]), "certainty": 0} if quick else {}
         settings = {"systems": entries, "baseline": baseline, **first}
         result = runner("all systems", settings, [entry["name"] for entry in more])
-    tables = {**memory, "ranking": ranking(result), "screened": pd.DataFrame(), "plan": found_plans(result)}
+    ranked = ranking(result) if quick else allowed.ranking(result)
+    tables = {**memory, "ranking": ranked, "screened": pd.DataFrame(), "plan": found_plans(result), **allowed.tables}
     specs = _came_out(simulator, entries, result)
     found = [specs[name] for name in result.manifest["plans"].get("", {}) if specs[name].parts[0].policy == "plan"]
     files = plan_file(found, experiment, folder)
     in_verl = {name: overrides_of((p.policy, p.parameters) for p in spec.parts) for name, spec in specs.items()}
     notes = list[str]()
     if quick:
-        result, notes = _second_pass(runner, tables, baseline, specs, in_verl)
+        result, notes = _second_pass(runner, tables, baseline, specs, in_verl, allowed)
     tables |= _idle(result, baseline, cluster.gpus)
     chosen = _chosen(tables["ranking"], baseline, top)
-    tried = [spec for spec in parse_systems(entries, shown) if spec.name in chosen]
+    every = [*entries, *allowed.entries] if quick else entries
+    tried = [spec for spec in parse_systems(every, shown) if spec.name in chosen]
     rows, assumed = scaled(runner, cluster, result, tried, () if quick else sizes(cluster, most))
     tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
     return Advice(
         result,
         tables,
         baseline,
-        headline(tables["ranking"], baseline, in_verl),
-        conclusions(tables, baseline, worth, cluster),
-        tuple(dict.fromkeys([*notes, *_held_back_notes(tables["ranking"]), *result.notes, *assumed])),
-        refused,
-        {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth, "quick": quick},
+        headline(tables["ranking"], baseline, in_verl, allowed.lines),
+        (*conclusions(tables, baseline, worth, cluster), *allowed.conclusions(tables)),
+        tuple(
+            dict.fromkeys(
+                [
+                    *notes,
+                    *_held_back_notes(tables["ranking"]),
+                    *allowed.notes(tables["ranking"]),
+                    *result.notes,
+                    *assumed,
+                ]
+            )
+        ),
+        {**refused, **allowed.over(result)},
+        {
+            "seeds": list(experiment.seed_list),
+            "steps": experiment.workflow.steps,
+            "worth": worth,
+            "quick": quick,
+            **allowed.settings,
+        },
         files,
     )
 
@@ -206,19 +254,21 @@ def _came_out(simulator: Simulator, entries: Sequence[Any], result: Result) -> d
 
 def _second_pass(
     runner: Runner, tables: dict[str, pd.DataFrame], baseline: str, specs: Mapping[str, SystemSpec],
-    in_verl: Mapping[str, Any],
+    in_verl: Mapping[str, Any], allowed: Allowed,
 ) -> tuple[Result, list[str]]:  # fmt: skip
     """The contenders of a quick advice under all seeds; puts their ranking in place of that of one seed."""
     screened = tables["screened"] = tables["ranking"]
     kept = contenders(screened, baseline, [name for name, settings in in_verl.items() if settings is not None])
-    systems = {"systems": [as_entry(specs[name]) for name in kept], "baseline": baseline}
-    final = runner("the best", systems, ())
+    tried = [as_entry(specs[name]) for name in dict.fromkeys([*kept, *allowed.own])]
+    systems = {"systems": [*tried, *allowed.entries], "baseline": baseline, **allowed.longer}
+    final = runner("the best", systems, [entry["name"] for entry in allowed.entries])
     tuned = dict(zip(screened["system"], screened["tuned"], strict=True))
-    ranked = ranking(final)
-    tables["ranking"] = ranked.assign(tuned=ranked["system"].map(tuned))
-    experiment = final.manifest["experiment"]
-    steps = int(experiment["workflow"]["steps"])
-    return final, [left_out(screened, kept, len(final.manifest["seeds"]), steps)]
+    ranked = allowed.ranking(final)
+    tables["ranking"] = ranked.assign(
+        tuned=[tuned.get(*own) for own in zip(ranked["system"], ranked["tuned"], strict=True)]
+    )
+    steps = int(runner.settings["workflow.steps"])
+    return final, [left_out(screened, kept, len(final.manifest["seeds"]), steps), *allowed.left_out()]
 
 
 def _settings(
@@ -321,6 +371,7 @@ def read_advice(directory: str | Path) -> tuple[dict[str, pd.DataFrame], list[st
             raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its SHA-256 is not the recorded one")
         data = read_record(path, _Recorded)
         said = [data["headline"], " ".join([data["how"], *data["changes"]]), *data["conclusions"]]
-        return {name: pd.DataFrame(data[name]) for name, _, _ in SECTIONS}, [text for text in said if text]
+        tables = {name: pd.DataFrame(data.get(name, []) if name in ALLOWING else data[name]) for name, _, _ in SECTIONS}
+        return tables, [text for text in said if text]
     except (ValueError, KeyError) as error:
         raise ConfigError(f"{path}: the advice is damaged: {error}") from None

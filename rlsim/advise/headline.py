@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -19,8 +20,16 @@ class Headline(NamedTuple):
     changes: tuple[str, ...]
 
 
-def headline(ranked: pd.DataFrame, baseline: str, settings: Mapping[str, dict[str, Any] | None]) -> Headline:
-    """The headline of a ranking; `settings` are veRL's for each system, None where veRL has none for it."""
+def headline(
+    ranked: pd.DataFrame,
+    baseline: str,
+    settings: Mapping[str, dict[str, Any] | None],
+    lines: Mapping[str, str] = MappingProxyType({}),
+) -> Headline:
+    """The headline of a ranking; `settings` are veRL's for each system, None where veRL has none for it.
+
+    `lines` are systems that train on what older weights have generated, as lines of `systems` of an experiment.
+    """
     rows = ranked[ranked["comparable"] & (ranked["same_as"].eq("") | ranked["system"].eq(baseline))].to_dict("records")
     if not rows:
         return Headline("Keep what is there: no system could be compared with it yet; ask with more --steps", "", ())
@@ -37,6 +46,9 @@ def headline(ranked: pd.DataFrame, baseline: str, settings: Mapping[str, dict[st
     text = f"Run {name}: {_gain(best, own)}"
     if is_missing(best["speedup_low"]):
         text += "; one seed cannot tell that from chance: ask with more --seeds before you spend on it"
+    if best["system"] in lines:
+        stale = f"{text}; it trains on responses up to {best['staleness']} updates old"
+        return Headline(stale, "It is this line of an experiment's `systems`:", (lines[best["system"]],))
     wanted = settings.get(best["system"])
     if wanted is not None:
         return Headline(text, "Change these settings of veRL:", changed(now, wanted))

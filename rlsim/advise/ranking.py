@@ -23,11 +23,15 @@ from rlsim.policies.registry import BUILTIN
 
 #: Policies that only mean something where there is this to decide about.
 _JUDGE, _SANDBOX = "no response of the trace is judged by an LLM", "no response of the trace runs in a sandbox"
-_STALE = "it trains on what older weights have generated, which only you can allow (name it among the systems)"
+_STALE = (
+    "it trains on what older weights have generated, which only you can allow (--max-staleness, or name it among the "
+    "systems)"
+)
 _ALONE = {
     "plan": "it is a plan spelled out, which only you can give (rlsim plan searches one)",
     "split": "alone it makes generation and training wait for each other; it is a part of one_step_off",
     **dict.fromkeys(("active_groups", "colocated_async", "lagged", "one_step_off", "partial_rollout"), _STALE),
+    **dict.fromkeys(("areal", "nemo_async", "roll_flash", "streamrl", "verl_fully_async"), _STALE),
 }
 #: Parts that decide on a layout and take the degree that it starts with.
 _START_TP = ("pat", "planner")
@@ -61,11 +65,11 @@ def candidates(
         if quick and policy == "real" and simulator.loaded.cluster.gpus > SEARCHED_GPUS:
             why = f"--quick searches no plan for more than {SEARCHED_GPUS} GPUs; rlsim plan does"
         if why is None:
-            named = {"name": _free(name, names), "use": [entry]}
+            named = {"name": free_name(name, names), "use": [entry]}
             (spec,) = parse_systems([named])
             if known & {spec.key, _key(spec, simulator)}:
                 continue
-            why = _unfit(simulator, spec)
+            why = unfit(simulator, spec)
         if why is None:
             known |= {spec.key, _key(spec, simulator)}
             names.add(spec.name)
@@ -90,7 +94,7 @@ def _key(spec: SystemSpec, simulator: Simulator) -> str:
     return replace(part, parameters={**part.parameters, **start}).key
 
 
-def _unfit(simulator: Simulator, spec: SystemSpec) -> str | None:
+def unfit(simulator: Simulator, spec: SystemSpec) -> str | None:
     """Why a system cannot run; None if it can."""
     try:
         check_system(simulator, spec)
@@ -106,7 +110,7 @@ def _name(entry: Mapping[str, Mapping[str, Any]]) -> str:
     return policy if parameters is REAL else f"{policy}-tp{next(iter(parameters.values()))}"
 
 
-def _free(name: str, taken: Iterable[str]) -> str:
+def free_name(name: str, taken: Iterable[str]) -> str:
     """The name, or another if an experiment's own system has it."""
     return f"{name} (as shipped)" if name in taken else name
 

@@ -15,7 +15,7 @@ from rlsim.experiment.job import Execute
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.run import run_loaded
-from rlsim.experiment.systems import SystemSpec
+from rlsim.experiment.systems import PartSpec, SystemSpec
 from rlsim.experiment.worlds import Progress
 from rlsim.hardware import Cluster
 
@@ -45,6 +45,25 @@ def as_entry(spec: SystemSpec) -> dict[str, Any]:
     return {"name": spec.name, "use": [{part.policy: dict(part.parameters)} for part in spec.parts]}
 
 
+def _split_of(part: PartSpec) -> int:
+    """The GPUs that generate by themselves, if the part says how many; else 0."""
+    return int(part.parameters.get("rollout_gpus") or 0)
+
+
+def _resplit(spec: SystemSpec, gpus: int, before: int) -> SystemSpec:
+    """The system on another number of GPUs: the same share of them generates, in whole replicas."""
+
+    def resplit(part: PartSpec) -> PartSpec:
+        if not _split_of(part):
+            return part
+        tp = part.parameters.get("tp", 1)
+        whole = tp if isinstance(tp, int) else 1
+        count = max(round(_split_of(part) * gpus / before / whole), 1) * whole
+        return replace(part, parameters={**part.parameters, "rollout_gpus": count})
+
+    return replace(spec, parts=tuple(map(resplit, spec.parts)))
+
+
 def scaled(
     runner: Runner, cluster: Cluster, result: Result, chosen: Sequence[SystemSpec], gpus: Sequence[int]
 ) -> tuple[pd.DataFrame, list[str]]:
@@ -57,6 +76,8 @@ def scaled(
         spelled, assumed = resized(cluster, size)
         notes += [assumed] if assumed else []
         cases[f"{size} GPUs"] = {"cluster": spelled}
+        if any(_split_of(part) for spec in chosen for part in spec.parts):
+            cases[f"{size} GPUs"]["systems"] = [as_entry(_resplit(spec, size, cluster.gpus)) for spec in chosen]
     if not cases:
         return rows[0], notes
     settings = {"baseline": None, "certainty": 0, "systems": [as_entry(spec) for spec in chosen], "cases": cases}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from rlsim.advise.advice import SECTIONS
 from rlsim.advise.conclusions import waits_for_kv
 from rlsim.advise.idle import CAUSES, tail_of
-from rlsim.formats import number, rate, share, with_interval
+from rlsim.formats import is_missing, number, rate, share, with_interval
 
 #: Columns that hold words.
 WORDS = ("system", "system (* fastest)", "call", "why not", "offload", "")
+
+#: Columns that systems have where staleness is allowed.
+RELAXED = ("stale", "stale p95", "rollout idle", "trainer idle")
 
 #: With more GPUs than these, those of a node are shown together.
 MOST_GPUS = 16
@@ -94,7 +97,7 @@ def _waits(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    rows = []
+    rows, relaxed = [], "staleness_p95" in frame
     for row in frame.to_dict("records"):
         if row["same_as"]:
             continue
@@ -117,10 +120,45 @@ def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
                 number(row["step_time_s"], 1),
                 share(row["idle"], 1),
                 share(row["tail"]),
+                *(_relaxed(row) if relaxed else ()),
                 "; ".join(marks),
             ]
         )
-    return ["system", "responses/s", "speedup", "by tokens", "step s", "idle", "tail", ""], rows
+    columns = ["system", "responses/s", "speedup", "by tokens", "step s", "idle", "tail"]
+    return [*columns, *(RELAXED if relaxed else ()), ""], rows
+
+
+def _relaxed(row: Mapping[Any, Any]) -> list[str]:
+    stale = [number(row[key]) for key in ("staleness_mean", "staleness_p95")]
+    return [*stale, *(share(row[key]) for key in ("rollout_idle", "trainer_idle"))]
+
+
+def _neighbour(row: Mapping[Any, Any], key: str) -> str:
+    """The throughput on fewer or more GPUs, how many these are, and how stale that is if it is staler."""
+    stale = row[f"stale_{key}"]
+    staler = f", stale {stale:.0f}" if stale > row["staleness_max"] else ""
+    return f"{rate(row[f'with_{key}'])} ({row[key]:.0f}{staler})"
+
+
+def _splits(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for row in frame.to_dict("records"):
+        beside = ["–" if is_missing(row[f"with_{key}"]) else _neighbour(row, key) for key in ("fewer", "more")]
+        rows.append(
+            [
+                str(row["system"]),
+                str(row["tp"]),
+                str(row["rollout_gpus"]),
+                rate(row["responses_per_s"]),
+                *beside,
+                number(row["staleness_mean"]),
+                number(row["staleness_max"], 0),
+                *(share(row[key]) for key in ("rollout_idle", "trainer_idle")),
+                f"{row['tried']} of {row['feasible']}",
+            ]
+        )
+    columns = ["system", "TP", "GPUs that generate", "responses/s", "with fewer", "with more", "stale", "stale max"]
+    return [*columns, *RELAXED[2:], "tried"], rows
 
 
 def _plan(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
@@ -174,6 +212,7 @@ _SHOWN: dict[str, Callable[[pd.DataFrame], tuple[list[str], list[list[str]]]]] =
     "idle_waits": _waits,
     "ranking": _ranking,
     "screened": _ranking,
+    "splits": _splits,
     "plan": _plan,
     "scaling": _scaling,
 }

@@ -40,6 +40,10 @@ def advise(
         bool,
         typer.Option("--quick", help="One step of every system, then a few seeds of the best; no other GPU counts."),
     ] = False,
+    max_staleness: Annotated[
+        int,
+        typer.Option(min=0, help="Updates that responses may be old; 1 or more tries asynchronous systems and splits."),
+    ] = 0,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the headline and the conclusions only.")] = False,
@@ -58,7 +62,8 @@ def advise(
         with progress_bar(quiet or as_json) as progress:
             advice = find_advice(
                 experiment, overrides=settings, case=case, seeds=seeds, steps=steps, worth=worth, top=top,
-                most=most, skip=skip or (), quick=quick, workers=workers, out=target, progress=progress,
+                most=most, skip=skip or (), quick=quick, max_staleness=max_staleness, workers=workers, out=target,
+                progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo("rlsim: interrupted; nothing was written", err=True)

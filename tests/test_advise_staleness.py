@@ -1,0 +1,286 @@
+"""`rlsim advise --max-staleness`: the search for a peak and for a split, the bound, and what an advice says of both."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from result_tables import table
+from test_advise import SLOW, SMALL
+from typer.testing import CliRunner
+
+import rlsim
+from rlsim.advise.advice import ALLOWING, Advice, advise, read_tables
+from rlsim.advise.asynchronous import MOST_AGE, families, steps_for
+from rlsim.advise.peak import peak, together
+from rlsim.advise.runs import Runner, scaled
+from rlsim.advise.split_search import Search
+from rlsim.advise.staleness import Allowed
+from rlsim.advise.texts import texts
+from rlsim.cli import app
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.job import in_turn
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.result import Result
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.systems import parse_systems
+from rlsim.hardware import load_cluster
+from rlsim.reading import parse_yaml
+
+SHORT: dict[str, Any] = {
+    **SMALL,
+    "model": "qwen2.5-1.5b",
+    "trace": {"path": "deepscaler-llama-3.1-8b", "cap": 512},
+    "workflow": {"prompts": 8, "responses": 4, "steps": 4},
+}
+#: Systems on policy that a test of staleness need not run.
+ON_POLICY = (*SLOW, "pat", "rollpacker", "tail_batching", "rollout_log_probs", "deepspeed_chat", "async_reward",
+             "reward_beside")  # fmt: skip
+
+
+# The peak -------------------------------------------------------------------------------------------------------------
+
+
+def found_by(search: Any, values: list[float]) -> tuple[Any, int]:
+    """What a search over the positions of values returns, and the rounds it took."""
+    wanted, rounds = next(search, None), 0
+    while wanted is not None:
+        rounds += 1
+        try:
+            wanted = search.send([values[at] for at in wanted])
+        except StopIteration as stop:
+            return stop.value, rounds
+    return {}, rounds
+
+
+@pytest.mark.parametrize("count", range(1, 35))
+def test_the_peak_is_found_wherever_it_is(count: int) -> None:
+    for top in range(count):
+        values = [-abs(at - top) - (at > top) * 0.5 for at in range(count)]
+        found, _ = found_by(peak(range(count), float), values)
+        assert max(found, key=found.__getitem__) == top
+        assert {top - 1, top + 1} & set(range(count)) <= set(found), "its neighbours are known"
+        assert list(found) == sorted(found)
+        assert len(found) <= 4 + 1.6 * count**0.5, "few are evaluated"
+
+
+def test_of_several_peaks_one_is_found_that_beats_its_neighbours() -> None:
+    values = [1.0, 5.0, 2.0, 9.0, 3.0, 3.0, 8.0, 1.0, 4.0, 2.0]
+    found, _ = found_by(peak(range(10), float), values)
+    best = max(found, key=found.__getitem__)
+    assert values[best] >= max(values[best - 1], values[best + 1])
+
+
+def test_nothing_to_search() -> None:
+    assert list(peak([], float)) == []
+    assert list(together([])) == []
+
+
+def test_searches_side_by_side_take_as_long_as_the_longest() -> None:
+    values = [float(-((at - 20) ** 2)) for at in range(40)]
+    alone = [found_by(peak(range(first, 40), float), values) for first in (0, 15, 39)]
+    both, rounds = found_by(together([peak(range(first, 40), float) for first in (0, 15, 39)]), values)
+    assert both == [found for found, _ in alone]
+    assert rounds == max(own for _, own in alone)
+
+
+# The search for a split -----------------------------------------------------------------------------------------------
+
+
+def search_on(changes: dict[str, Any], most: int = 1) -> tuple[Search, Simulator]:
+    experiment, shown, folder = load_experiment(SHORT, changes)
+    simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
+    return Search(Runner(SHORT, changes, in_turn, None), simulator, most, steps_for(most, experiment, 1)), simulator
+
+
+def chosen_families(simulator: Simulator, *names: str, most: int = 1) -> list[Any]:
+    return [family for family in families(most, simulator.loaded.experiment) if family.name in names]
+
+
+def test_the_search_finds_the_split_that_trying_all_finds() -> None:
+    search, simulator = search_on({})
+    splits = search(chosen_families(simulator, "roll_flash", "one_step_off"))
+    assert {tp: list(grid) for tp, grid in splits.grids.items()} == {1: [1, 2, 3, 4, 5, 6, 7], 2: [2, 4, 6], 4: [4]}
+    summary = splits.summary().set_index("system")
+    for name, parameters in {"roll_flash": {"alpha": 1}, "one_step_off": {"lag": 1}}.items():
+        every = {
+            (tp, count): [{name: {"tp": tp, "rollout_gpus": count, **parameters}}]
+            for tp, grid in splits.grids.items()
+            for count in grid
+        }
+        systems = [{"name": f"{tp} {count}", "use": use} for (tp, count), use in every.items()]
+        rates = rlsim.run(SHORT, overrides={"systems": systems, "seeds": 1}).summary().set_index("system")
+        best = rates["responses_per_s"].idxmax()
+        row = summary.loc[name]
+        assert f"{row['tp']} {row['rollout_gpus']}" == best
+        assert row["responses_per_s"] == pytest.approx(rates.loc[best, "responses_per_s"], rel=1e-9)
+        for side in ("fewer", "more"):
+            if pd.notna(row[side]):
+                beside = rates.loc[f"{row['tp']} {row[side]:.0f}", "responses_per_s"]
+                assert row[f"with_{side}"] == pytest.approx(beside, rel=1e-9)
+        assert row["tried"] <= row["feasible"] == 11
+
+
+def test_training_must_divide_what_generation_leaves() -> None:
+    search, simulator = search_on({"training.tp": 2, "training.backend": "megatron"})
+    (family,) = chosen_families(simulator, "streamrl")
+    assert search._has_grids(family)
+    assert search._grids == {1: [2, 4, 6], 2: [2, 4, 6], 4: [4]}
+
+
+def test_many_nodes_are_split_whole() -> None:
+    search, simulator = search_on({"cluster": "8x8xh100"})
+    assert search._has_grids(chosen_families(simulator, "roll_flash")[0])
+    assert search._grids[1] == search._grids[4] == [8, 16, 24, 32, 40, 48, 56]
+
+
+def test_what_fits_nowhere_says_why() -> None:
+    search, simulator = search_on({"cluster": "1xh100"})
+    splits = search(chosen_families(simulator, "roll_flash"))
+    assert splits.best == {}
+    assert splits.summary().empty
+    assert splits.refused == {"roll_flash": "no split of the GPUs fits"}
+
+
+def test_a_looser_variant_that_breaks_the_bound_gives_way_to_a_stricter_one() -> None:
+    """Twice the prompts under way come to be two updates old; the paused ones are fewer then."""
+    search, simulator = search_on({"trace.cap": "2K", "workflow.prompts": 16})
+    splits = search(chosen_families(simulator, "colocated_async", "areal"))
+    stale = {point: probe["staleness_max"] for point, probe in splits.tried.items()}
+    assert max(stale.values()) > 1
+    assert all(stale[point] <= 1 for point in splits.best.values())
+    assert splits.best["colocated_async"].variant > 0
+    assert splits.best["colocated_async"].line == "- colocated_async: {active: 1.5}"
+
+
+def test_parameters_follow_the_bound_up_to_an_age() -> None:
+    experiment = load_experiment(SHORT)[0]
+    for most, age in ((1, 1), (3, 3), (100, MOST_AGE)):
+        found = {family.name: family for family in families(most, experiment)}
+        assert found["areal"].variants[0] == {"eta": age}
+        assert found["nemo_async"].variants == ({"max_trajectory_age_steps": age},)
+        assert (f"one_step_off-lag{age}" in found) == (most > 1)
+        steps = steps_for(most, experiment, 2)
+        steady = experiment.workflow.model_copy(update={"steps": steps}).steady(age)
+        assert len(steady) == 2 * (age + 1)
+    assert "areal" not in [family.name for family in families(1, experiment, skip=["areal"])]
+    four = load_experiment(SHORT, {"training.mini_batches": 4})[0]
+    (quota,) = [family for family in families(1, four) if family.name == "verl_fully_async"]
+    assert quota.variants[0]["trigger_parameter_sync_step"] == 4
+
+
+# The bound ------------------------------------------------------------------------------------------------------------
+
+
+def stale_result(staleness: dict[str, int]) -> Result:
+    rows = [
+        {"system": system, "seed": seed, "step_time_s": 10.0 - updates, "tokens": 1000, "trained": 8,
+         "staleness_max": updates * step, "staleness_mean": updates / 2, "staleness_p95": float(updates),
+         "step": step, "steady": step == 0}
+        for system, updates in staleness.items() for seed in (0, 1) for step in (0, 1)
+    ]  # fmt: skip
+    manifest = {"baseline": "b", "tuned": {"": {}}, "experiment": {"workflow": {"responses": 4}}}
+    nothing = pd.DataFrame()
+    return Result(table("steps", *rows), nothing, nothing, nothing, nothing, nothing, manifest)
+
+
+def test_what_breaks_the_bound_in_any_step_is_left_out_and_told() -> None:
+    allowed, result = Allowed(most=1, baseline="b", steps=4), stale_result({"b": 0, "one": 1, "two": 2})
+    ranked = allowed.ranking(result)
+    assert ranked["system"].tolist() == ["one", "b"]
+    assert ranked["staleness_p95"].tolist() == [1.0, 0.0]
+    why = "its run trained on responses up to 2 updates old (staleness_max), more than the 1 allowed"
+    assert allowed.over(result) == {"two": why}
+    (text,) = allowed.conclusions({"ranking": ranked, "splits": pd.DataFrame()})
+    assert (
+        "one (mean 0.50, 95% within 1) has 1.11 [1.11, 1.11] times the responses per second of b, the fastest" in text
+    )
+
+
+def test_a_baseline_that_breaks_the_bound_stays_with_a_note() -> None:
+    allowed, result = Allowed(most=1, baseline="b", steps=4), stale_result({"b": 2, "one": 1})
+    ranked = allowed.ranking(result)
+    assert set(ranked["system"]) == {"b", "one"}
+    assert any(note.startswith("b is ranked as what the others are compared with") for note in allowed.notes(ranked))
+
+
+def test_nothing_is_added_where_no_staleness_is_allowed() -> None:
+    result = stale_result({"b": 0, "two": 2})
+    assert "staleness_p95" not in Allowed().ranking(result)
+    assert Allowed().over(result) == {}
+    assert Allowed().notes(pd.DataFrame()) == []
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True])
+def test_a_bound_is_a_number_of_updates(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="max_staleness: expected a number of updates, 0 or more"):
+        advise(SHORT, max_staleness=bad)
+
+
+def test_the_command_refuses_a_negative_bound() -> None:
+    done = CliRunner().invoke(app, ["advise", "pat_vs_static", "--max-staleness", "-1"])
+    assert done.exit_code == 2
+
+
+def test_other_numbers_of_gpus_keep_the_share_that_generates() -> None:
+    specs = parse_systems([{"name": "x", "use": [{"areal": {"tp": 2, "rollout_gpus": 6}}]}])
+    seen: dict[str, Any] = {}
+
+    class Told(Runner):
+        def __call__(self, what: str, settings: Any, optional: Any) -> Result:
+            seen.update(settings["cases"])
+            raise CapacityError("enough")
+
+    result = stale_result({"x": 1})
+    scaled(Told(SHORT, {}, in_turn, None), load_cluster("8xh100"), result, specs, [4, 16])
+    splits = {case: given["systems"][0]["use"][0]["areal"]["rollout_gpus"] for case, given in seen.items()}
+    assert splits == {"4 GPUs": 4 - 2 * (splits["4 GPUs"] == 2), "16 GPUs": 12}
+
+
+# An advice ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["quick", "full"])
+def bounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
+    out = tmp_path_factory.mktemp("bounded") / "out"
+    skip = [*ON_POLICY, "colocated_async", "partial_rollout", "nemo_async", "streamrl"]
+    return advise(SHORT, max_staleness=1, quick=request.param, top=1, most=1, skip=skip, out=out), out
+
+
+def test_an_advice_under_a_bound(bounded: tuple[Advice, Path]) -> None:
+    found, out = bounded
+    ranked = found.tables["ranking"]
+    stale = ranked[ranked["staleness"] > 0]
+    assert len(stale) >= 2
+    assert (stale["staleness"] <= 1).all()
+    assert stale["rollout_idle"].notna().all()
+    assert found.settings["max_staleness"] == 1
+    assert [text.partition(":")[0] for text in found.conclusions][4:] == ["staleness", "split"]
+    data = json.loads((out / "advice.json").read_text())
+    assert data["splits"][0]["tried"] <= data["splits"][0]["feasible"]
+    assert len(data["splits_tried"]) >= len(data["splits"])
+    assert len(read_tables(out)["splits"]) == len(data["splits"])
+    shown = {text.name: text for text in texts(found.tables)}
+    assert "trainer idle" in shown["ranking"].headings
+    assert "GPUs that generate, and GPUs that train" in (rlsim.write_report(out)).read_text(encoding="utf-8")
+
+
+def test_the_line_that_is_advised_runs_as_it_did(bounded: tuple[Advice, Path]) -> None:
+    found, _ = bounded
+    row = found.tables["splits"].iloc[0]
+    steps = int(found.result.manifest["experiment"]["workflow"]["steps"])
+    systems = parse_yaml(f"systems:\n  {row['line']}\n", "line")["systems"]
+    again = rlsim.run(SHORT, overrides={"systems": systems, "seeds": 1, "workflow.steps": steps}).steps
+    own = found.result.steps.query("system == @row.system and seed == 0")
+    assert again["step_time_s"].tolist() == pytest.approx(own["step_time_s"].tolist(), rel=1e-12)
+
+
+def test_an_advice_without_a_bound_has_none_of_it(tmp_path: Path) -> None:
+    found = advise(SHORT, overrides={"workflow.steps": 1}, quick=True, skip=ON_POLICY, out=tmp_path / "out")
+    data = json.loads((tmp_path / "out" / "advice.json").read_text())
+    assert not {*ALLOWING, "max_staleness"} & {*data, *data["settings"]}
+    assert {"areal", "one_step_off", "roll_flash", "verl_fully_async"} <= set(found.not_applicable)
+    assert "--max-staleness" in found.not_applicable["areal"]
+    assert read_tables(tmp_path / "out")["splits"].empty
