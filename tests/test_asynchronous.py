@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import Field, PrivateAttr
 from test_lags import check_gpus
 
 import rlsim
 from rlsim.errors import ConfigError, PolicyError, RlsimError
+from rlsim.schema import Schema
+from rlsim.sim.control import ControlContext, Reconfigure, RolloutControl, RolloutView
 from rlsim.workflow.algorithms import grpo
 
 EXPERIMENT: dict[str, Any] = {
@@ -264,3 +267,38 @@ def test_a_workflow_drops_calls_with_the_syncs_that_serve_them_alone() -> None:
         "old_log_prob", "old_log_prob_sync",
     }  # fmt: skip
     assert all("old_log_prob" not in (edge.source, edge.target) for edge in lighter.edges)
+
+
+class Toggle(Schema, RolloutControl):
+    """Changes between TP 1 and TP 2 after so many responses, again and again."""
+
+    after: int = Field(default=12, ge=1, description="responses")
+    kv: Literal["migrate", "recompute"] = Field(default="migrate", description="of what runs")
+    _last: int = PrivateAttr(default=0)
+
+    def initial_tp(self, context: ControlContext) -> int:
+        return 1
+
+    def on_finish(self, view: RolloutView) -> list[Reconfigure]:
+        if view.finished < self._last + self.after:
+            return []
+        self._last = view.finished
+        return [Reconfigure(node, 3 - view.tp(node), self.kv) for node in view.nodes]
+
+
+@pytest.mark.parametrize("kv", ["migrate", "recompute"])
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_layouts_change_while_weights_come(kv: str, interrupt: bool) -> None:
+    """A node that is about to change its layout starts its new replicas standing still."""
+    rule = {"bounded_staleness": {"eta": 2, "interrupt": interrupt, "concurrent": 16}}
+    toggle = {f"{__name__}:Toggle": {"kv": kv, "after": 5}}
+    found = run({"name": "toggling", "use": [SPLIT, toggle, rule, "async_reward"]}, workflow={"steps": 12})
+    assert found.steps["switches"].sum() > 20
+    assert (found.steps["trained"] == 32).all()
+    check_tokens(found.steps)
+    check_gpus(found.spans)
+    syncs = found.calls[found.calls["call"] == "weight_sync"]
+    engine = found.spans[found.spans["kind"].isin(("decode", "prefill"))]
+    for sync in syncs.itertuples():
+        during = (engine["start_at"] < sync.end_at * (1 - 1e-9)) & (engine["end_at"] > sync.start_at * (1 + 1e-9))
+        assert not during.any(), "nothing is generated while weights come"

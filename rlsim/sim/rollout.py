@@ -71,6 +71,9 @@ class Rollout(RolloutState):
         self._bound_for = dict.fromkeys(self._tp, 0)  # requests migrating to the node
         self._asking = self._stopping = False
         self._paused: UpdatedKv | None = None  # while new weights come: what becomes of the KV cache
+        self._losses = 0  # how often all lost their KV cache
+        self._holds: list[simpy.Event] = []  # of that pause, by replica: it stands still
+        self._switched: simpy.Event | None = None  # a node has changed its layout while that was waited for
         self._numbers = itertools.count(1)
 
         for node, tp in self._tp.items():
@@ -107,7 +110,7 @@ class Rollout(RolloutState):
             self.replicas.append(replica)
             started.append(replica)
             if self._paused:
-                replica.pause(self._paused)
+                self._holds.append(replica.pause(self._paused))
         self._active[node] = started
         self._tp[node] = tp
         return started
@@ -189,12 +192,30 @@ class Rollout(RolloutState):
     # ---- new weights while requests run -----------------------------------------------------------------------------
 
     def pause(self, kv: UpdatedKv) -> simpy.Event:
-        """Have every replica stand still from its next boundary on; the event fires when all do."""
-        self._paused = kv
-        return simpy.AllOf(self.env, [replica.pause(kv) for replica in self.active()])
+        """Have every replica stand still from its next boundary on; the event fires when all do.
+
+        A node that changes its layout finishes that, and starts with its new replicas standing still.
+        """
+        self._paused, self._holds = kv, [replica.pause(kv) for replica in self.active()]
+        return self.env.process(self._stand_still())
+
+    def _stand_still(self) -> Generator[simpy.Event, Any, None]:
+        while self._switching:
+            self._switched = self.env.event()
+            yield self._switched
+        yield simpy.AllOf(self.env, self._holds)
+
+    def _switch_over(self, node: int) -> None:
+        self._switching.discard(node)
+        if self._switched and not self._switched.triggered:
+            self._switched.succeed()
 
     def resume(self) -> None:
-        """Let the replicas go on."""
+        """Let the replicas go on. What KV cache has arrived somewhere meanwhile, or is on its way, is lost too."""
+        if self._paused == "recompute":
+            self._losses += 1
+            for request in self.requests.values():
+                request.has_kv = False
         self._paused = None
         for replica in self.active():
             replica.resume()
@@ -339,7 +360,7 @@ class Rollout(RolloutState):
         holding = [r for running, _ in drained for r in running]
         others = [r for _, rest in drained for r in rest]
         if not (holding or others or self._bound_for[node] or self._homeless):
-            self._switching.discard(node)
+            self._switch_over(node)
             if self._stage.open:  # nothing to switch for, but more may be launched
                 self._start_node(node, self._tp[node])
             return
@@ -354,7 +375,7 @@ class Rollout(RolloutState):
         if self._stopping:  # the rollout was over before the switch was
             return
         self._end_pause(node)
-        self._switching.discard(node)
+        self._switch_over(node)
         new = self._start_node(node, tp)
         for request in holding:
             request.has_kv = kv == "migrate"
@@ -390,14 +411,14 @@ class Rollout(RolloutState):
     ) -> Generator[simpy.Event, Any, None]:
         place = {id_: i for i, id_ in enumerate(ids)}
         moving.sort(key=lambda item: place[item[0].id])
-        with_kv = [(r, source) for r, source, has in moving if has]
+        with_kv, losses = [(r, source) for r, source, has in moving if has], self._losses
         if kv == "migrate" and with_kv:
             same_node = all(source.node == to.node for _, source in with_kv)
             contexts = [r.context for r, _ in with_kv]
             yield self.env.timeout(self._stage.costs.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node))
         arrivals = [r for r, _, _ in moving]
         for request, _, has in moving:
-            request.has_kv = has and kv == "migrate"
+            request.has_kv = has and kv == "migrate" and losses == self._losses
         self._bound_for[to.node] -= len(arrivals)
         if to.stopped is None or not to.stopped.triggered:
             self._give(to, arrivals)
