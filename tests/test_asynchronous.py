@@ -79,7 +79,9 @@ def test_without_a_bound_to_spend_it_is_the_synchronous_split_run(part: dict[str
 
 def test_one_window_is_the_whole_batch_at_once() -> None:
     rule = {"bounded_staleness": {"eta": 1}}
-    found = run(use("whole", rule, "async_reward"), use("windows", rule, "async_reward", {"windows": {"parts": 1}}))
+    found = run(
+        use("whole", rule, "async_reward"), use("windows", rule, "async_reward", {"training_windows": {"parts": 1}})
+    )
     np.testing.assert_allclose(of(found, "windows")[TOLD], of(found, "whole")[TOLD], rtol=1e-12)
 
 
@@ -159,7 +161,7 @@ def test_training_begins_with_the_first_window() -> None:
     """A step of four windows trains on its first quarter while the rest is generated."""
     training = {**EXPERIMENT["training"], "mini_batches": 4}
     rule = {"bounded_staleness": {"eta": 0}}
-    found = run(use("whole", rule), use("windows", rule, {"windows": {"parts": 4}}), training=training)
+    found = run(use("whole", rule), use("windows", rule, {"training_windows": {"parts": 4}}), training=training)
     whole, windows = of(found, "whole"), of(found, "windows")
     assert windows["step_time_s"].mean() < whole["step_time_s"].mean()
     spans = of(found, "windows", "spans").query("kind == 'train' and step == 3")
@@ -246,8 +248,8 @@ REWARDED = {"models": {"reward": "qwen2.5-1.5b"}}
         ([SPLIT, TP1, RULE, "tail_batching"], {}, "all decide what to launch"),
         ([SPLIT, "planner", RULE], {}, "plans the layout of the next rollout"),
         ([SPLIT, TP1, RULE], {"workflow": {"algorithm": "remax"}, **REWARDED}, "compared with"),
-        ([SPLIT, TP1, RULE, {"windows": {"parts": 3}}], {}, "mini_batches 1"),
-        ([SPLIT, TP1, RULE, {"windows": {"parts": 3}}], {"training": {"mini_batches": 3}}, "3 equal parts"),
+        ([SPLIT, TP1, RULE, {"training_windows": {"parts": 3}}], {}, "mini_batches 1"),
+        ([SPLIT, TP1, RULE, {"training_windows": {"parts": 3}}], {"training": {"mini_batches": 3}}, "3 equal parts"),
     ],
 )  # fmt: skip
 def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes: dict[str, Any], told: str) -> None:

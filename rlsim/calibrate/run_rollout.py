@@ -118,6 +118,6 @@ def _replica_ends(costs: RolloutCostModel, cluster: Cluster, settings: RunSettin
         )
     )
     ends = np.zeros(len(rollout.replicas))
-    for request in rollout.requests.values():
+    for request in rollout.requests:
         ends[request.replica] = max(ends[request.replica], request.finished_at)
     return ends

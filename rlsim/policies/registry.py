@@ -49,7 +49,7 @@ BUILTIN = {
     "trl": "rlsim.policies.frameworks:TRL",
     "verl": "rlsim.policies.verl:VeRL",
     "verl_fully_async": "rlsim.policies.asynchronous:VeRLFullyAsync",
-    "windows": "rlsim.policies.continuous:Windows",
+    "training_windows": "rlsim.policies.continuous:Windows",
 }
 ENTRY_POINT_GROUP = "rlsim.policies"
 

@@ -26,7 +26,7 @@ def run_rollout(stage: GenerationStage, begun: Callable[[Rollout], None] | None 
     except RuntimeError as error:
         if rollout.done.triggered or env.peek() != float("inf"):
             raise
-        left = sum(not (request.finished or request.aborted) for request in rollout.requests.values())
+        left = sum(not (request.finished or request.aborted) for request in rollout.requests)
         raise PolicyError(f"the rollout comes to a halt with {left} requests unfinished and nobody at work") from error
     rollout.close()
     return rollout

@@ -204,8 +204,8 @@ class Generation:
         released = sum(end - at for at in rollout.released_at.values())
         waiting = self._what.batching.waiting()
         self._outcome.rollouts.append(RolloutSummary(step, self._tp, preemptions, peak, settled, waiting, released))
-        lengths = tuple(r.generated for r in rollout.requests.values() if r.finished)
-        loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests.values())
+        lengths = tuple(r.generated for r in rollout.requests if r.finished)
+        loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests)
         coming = self._what.batching.upcoming(self._what.feed)
         tps = self._what.feasible_tps
         report = RolloutReport(step, self._tp, end - start, preemptions, lengths, settled.label, coming, loads, tps)

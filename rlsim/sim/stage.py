@@ -53,21 +53,26 @@ class RolloutState:
     def __init__(self, env: simpy.Environment, stage: GenerationStage) -> None:
         self.env = env
         self.started_at = env.now
-        self.requests = {request.id: request for request in (*stage.requests, *stage.resumed)}
-        self.launched = len(self.requests)  # so far
+        self._requests = {request.id: request for request in (*stage.requests, *stage.resumed)}
+        self.launched = len(self._requests)  # so far
         self.cap_tokens = stage.cap_tokens
         self.label = stage.label
         self.mesh = stage.mesh
         self.finished = 0  # responses finished so far
         self.finished_lengths: list[int] = []  # of these, where a control is asked
         self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
-        self._left = len(self.requests)
+        self._left = len(self._requests)
         self._left_on = dict.fromkeys(range(len(stage.mesh)), 0)
         self._tp = dict.fromkeys(range(len(stage.mesh)), stage.tp)
         self._used_tps = stage.used_tps
         self._active: dict[int, list[Replica]] = {}
         self._switching: set[int] = set()
         self._just_finished: set[int] = set()
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that it knows: all, in the order of their launch, but for what `Rollout.forget` was told."""
+        return list(self._requests.values())
 
     @property
     def unfinished(self) -> int:

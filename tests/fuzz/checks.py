@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Columns of results that are documented as missing at times, or may be below zero.
 _MAY_MISS = ("finish_at", "score_start_at", "scored_at", "reward", "admitted_at", "decoding_at", "first_token_at",
-             "start_at")  # fmt: skip
+             "start_at", "rollout_idle", "trainer_idle")  # fmt: skip
 _MAY_BE_NEGATIVE = ("reward", "speedup_low")
 
 ROUNDING = 1e-9  # of sums and differences of times, s

@@ -193,8 +193,8 @@ FAULTS = (
         "room of a layout",
         "of responses that are over",
         _SIM + "rollout.py",
-        "while heap and ((r := self._requests[heap[0][1]]).finished or r.aborted):",
-        "while heap and False:",
+        "while heap and ((r := self._requests.get(heap[0][1])) is None or r.finished or r.aborted):",
+        "while heap and (r := self._requests.get(heap[0][1])) is None:",
     ),
     Fault(
         "weight-sync priority",
