@@ -4,7 +4,8 @@ Every fenced block of a page says what it is. In one temporary folder a page, fr
 
 - `<!-- file: NAME -->` before a block writes it there; a Python file is only written, not run.
 - ```sh blocks run, line by line; ```python blocks run as scripts.
-- `<!-- run with: OPTIONS -->` adds options to the `rlsim run` lines of a block (small sizes).
+- `<!-- run with: OPTIONS -->` adds options to the `rlsim` lines of a block that run or search (small sizes). Where no output
+  is shown, `rlsim run` draws no worlds.
 - `<!-- in a checkout -->` runs a block in the repository; `<!-- fails -->` expects exit code 2.
 - `<!-- output -->` before a ```text block: each of its lines occurs in the output of the block before.
 - `<!-- same as: FILE -->`: the block is that file of the repository; `<!-- systems -->`: an experiment's `systems`.
@@ -46,6 +47,7 @@ class Block(NamedTuple):
     kind: str
     value: str
     line: int
+    shown: bool  # its output is in the next one
 
 
 def blocks(page: Path) -> list[Block]:
@@ -54,7 +56,8 @@ def blocks(page: Path) -> list[Block]:
     for match in FENCE.finditer(text):
         kind, _, value = (match["mark"] or "").partition(": ")
         line = text.count("\n", 0, match.start("language")) + 1
-        found.append(Block(match["language"], match["text"], kind, value, line))
+        shown = text[match.end() :].lstrip("\n").startswith("<!-- output -->")
+        found.append(Block(match["language"], match["text"], kind, value, line, shown))
     return found
 
 
@@ -115,9 +118,12 @@ class Runner:
                 pytest.fail(f"a block of {block.language or 'no language'} that no comment explains")
 
     def shell(self, line: str, block: Block) -> str:
-        if block.kind == "run with" and line.startswith(("rlsim run ", "rlsim plan ")):
+        options = [block.value] if block.kind == "run with" else []
+        if line.startswith("rlsim run ") and not block.shown and "--certainty" not in line:
+            options.append("--certainty 0")
+        if options and line.startswith(("rlsim run ", "rlsim plan ", "rlsim advise ")):
             command, hash_, comment = line.partition("#")
-            line = f"{command} {block.value} {hash_}{comment}"
+            line = f"{command} {' '.join(options)} {hash_}{comment}"
         folder = ROOT if block.kind == "in a checkout" else self.folder
         return self.call(["sh", "-c", line], folder, 2 if block.kind == "fails" else 0)
 
