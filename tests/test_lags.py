@@ -38,7 +38,7 @@ def overlapping(draw: st.DrawFn) -> tuple[int, bool, list[Any], dict[str, Any], 
     return lag, exact, parts, sizes, {"path": path, "cap": draw(st.sampled_from([128, 1024, 4096]))}
 
 
-@settings(deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, derandomize=True, max_examples=15, suppress_health_check=list(HealthCheck))
 @given(overlapping())
 def test_steps_that_overlap_keep_every_invariant(
     drawn: tuple[int, bool, list[Any], dict[str, Any], dict[str, Any]],
