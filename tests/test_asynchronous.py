@@ -179,9 +179,11 @@ def test_windows_of_one_step_off_are_streamrl() -> None:
     assert (of(found, "streamrl")["trained"] == 32).all()
 
 
-def test_rewards_that_decide_drop_prompts_before_a_step_takes_them() -> None:
-    rule = {"bounded_staleness": {"eta": 1}}
-    steps = run(use("dynamic", rule, "async_reward", "dynamic_sampling"), workflow={"steps": 6}).steps
+@pytest.mark.parametrize("stale", ["train", "wait"])
+def test_rewards_that_decide_drop_prompts_before_a_step_takes_them(stale: str) -> None:
+    """Also those that a step keeps places for."""
+    rule = {"bounded_staleness": {"eta": 1, "stale": stale}}
+    steps = run(use("dynamic", rule, "async_reward", "dynamic_sampling"), workflow={"steps": 12}).steps
     assert steps["dropped"].sum() > 0
     assert (steps["trained"] == 32).all()
     check_tokens(steps)

@@ -4,8 +4,8 @@ Every fenced block of a page says what it is. In one temporary folder a page, fr
 
 - `<!-- file: NAME -->` before a block writes it there; a Python file is only written, not run.
 - ```sh blocks run, line by line; ```python blocks run as scripts.
-- `<!-- run with: OPTIONS -->` adds options to the `rlsim` lines of a block that run or search (small sizes). Where no output
-  is shown, `rlsim run` draws no worlds.
+- `<!-- run with: OPTIONS -->` adds options to the `rlsim` lines of a block that run or search (small sizes). Where no
+  output is shown, `rlsim run` draws no worlds.
 - `<!-- in a checkout -->` runs a block in the repository; `<!-- fails -->` expects exit code 2.
 - `<!-- output -->` before a ```text block: each of its lines occurs in the output of the block before.
 - `<!-- same as: FILE -->`: the block is that file of the repository; `<!-- systems -->`: an experiment's `systems`.

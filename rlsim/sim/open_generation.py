@@ -194,6 +194,8 @@ class OpenGeneration(RolloutControl):
     def _drop(self, group: _Group) -> None:
         self._dropped += 1
         self._discarded.append(group)
+        if self._window:
+            self._window.awaited.discard(group.prompt.position)
 
     def _serve(self) -> None:
         """The step whose window is open takes prompts until it has its batch."""
@@ -205,7 +207,6 @@ class OpenGeneration(RolloutControl):
             if self._batching.usable(ready, window.step - ready.version):
                 usable.append((ready, group))
             else:
-                window.awaited.discard(ready.prompt.position)
                 self._drop(group)
         usable.sort(key=lambda one: self._batching.rank(one[0]))
         awaited = [one for one in usable if one[0].prompt.position in window.awaited][: self._missing]
