@@ -741,13 +741,15 @@ class _Rollout:
 
     def begin_switches(self) -> bool:
         begun = False
-        for switch in self.switches:
+        for switch in list(self.switches):
             if self.stop_asked or switch.ends_at is not None or not all(replica.stopped for replica in switch.old):
                 continue
-            # Choice: those on their way to the node are unfinished there. Without any, the node has no more replicas.
+            # Choice: those on their way to the node are unfinished there. Without any, it starts again as it was.
             coming = any(move.to in switch.old for move in self.moves)
             if not coming and not any(replica.requests() for replica in switch.old):
-                switch.ends_at = math.inf
+                self.switches.remove(switch)
+                self.create_replicas(switch.node)
+                begun = True
                 continue
             contexts = [r.context for replica in switch.old for r in replica.admitted if r.state == "running"]
             from_tp = self.tps[switch.node]

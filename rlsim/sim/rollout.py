@@ -359,10 +359,9 @@ class Rollout(RolloutState):
         drained = [self._take(replica, "switched") for replica in old]
         holding = [r for running, _ in drained for r in running]
         others = [r for _, rest in drained for r in rest]
-        if not (holding or others or self._bound_for[node] or self._homeless):
-            self._switch_over(node)
-            if self._stage.open:  # nothing to switch for, but more may be launched
-                self._start_node(node, self._tp[node])
+        if not (holding or others or self._bound_for[node]):  # nothing to switch for
+            if not self.done.triggered:
+                self._restart(node, self._tp[node])
             return
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)
@@ -375,12 +374,15 @@ class Rollout(RolloutState):
         if self._stopping:  # the rollout was over before the switch was
             return
         self._end_pause(node)
-        self._switch_over(node)
-        new = self._start_node(node, tp)
         for request in holding:
             request.has_kv = kv == "migrate"
-        place = {r.id: i for i, r in enumerate([*holding, *others])}
-        for index, share in self._deal_out([*holding, *others], {r.index: 0 for r in new}).items():
+        self._restart(node, tp, [*holding, *others])
+
+    def _restart(self, node: int, tp: int, requests: Sequence[Request] = ()) -> None:
+        """New replicas on a node, for these requests and for those that nobody was there to take."""
+        self._switch_over(node)
+        new, place = self._start_node(node, tp), {request.id: i for i, request in enumerate(requests)}
+        for index, share in self._deal_out(requests, {replica.index: 0 for replica in new}).items():
             self._give(self.replicas[index], sorted(share, key=lambda r: place[r.id]))
         homeless, self._homeless = self._homeless, []
         self._deal_to_active(homeless)
