@@ -188,6 +188,7 @@ def test_requests_of_steps_that_are_over_are_not_kept(drops: bool, monkeypatch: 
     times = (2.5,) * steps, (1.0,) * steps
     work = OpenWorkload(sizes, 4, rule, *times, node_gpus=(2,), costs=COSTS)
     counting = _Counting(*times, every=20)
+    gc.collect()
     before = sum(type(thing) is Request for thing in gc.get_objects())
     outcome = simulate(dataclasses.replace(work.simulation(), times=counting))
     assert sum(len(responses) for responses in outcome.responses) > 2 * 4 * steps
