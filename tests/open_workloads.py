@@ -208,7 +208,10 @@ def rules(most_prompts: int) -> st.SearchStrategy[Rule]:
             most_stale=st.sampled_from([None, None, 0, 1, 2]),
             waits_from=st.sampled_from([None, None, None, 0, 1, 2]),
             weights=st.builds(
-                Update, st.sampled_from(["interrupt", "interrupt", "drain"]), st.sampled_from(["recompute", "keep"])
+                Update,
+                st.sampled_from(["interrupt", "interrupt", "drain"]),
+                st.sampled_from(["recompute", "keep"]),
+                st.just("together"),
             ),
         )
     )

@@ -144,6 +144,7 @@ class _Run(_Rollout):
             taken=self.taken,
             dropped=self.dropped,
             replicas=len(self.replicas),
+            free=tuple(replica.index for replica in self.replicas if not replica.requests()),
             launched_since_update=self.launched_since_update,
             left_at_update=self.left_at_update,
         )
@@ -359,11 +360,12 @@ class _Run(_Rollout):
                 moments.append(self.until)
             if not moments:
                 raise HaltedError
-            self.now = min(moments)
+            self.now, idle = min(moments), False
             for replica in self.replicas:
                 if replica.iteration is not None and self.reached(replica.iteration.ends_at):
                     self.end(replica)
-            self.rest_of_moment(asked=self.become_ready())
+                    idle |= not replica.requests()
+            self.rest_of_moment(asked=self.become_ready() or idle)
         for r in self.requests:
             response = self.open.responses[self.keys[r.id]]
             response.generated, response.preemptions = r.generated, self.result.preemptions[r.id]

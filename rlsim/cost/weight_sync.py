@@ -108,6 +108,27 @@ class WeightSync:
         self.model.check_tp(target.tp)
         return SyncTime(self._export_s(source), self._transport_s(source, target), self._load_s())
 
+    # ---- by way of host memory, where every replica fetches them (relays: Laminar, Sheng et al. 2025) ----------------
+
+    def push_s(self, source: Layout) -> float:
+        """Until training at `source` has put whole tensors into host memory, each GPU its share, and goes on."""
+        copy_s = host_copy_s(self.model.weight_bytes / source.gpus, self.cluster.host)
+        return self.factor * (self._export_s(source) + copy_s)
+
+    def spread_s(self, source: Layout, target: Layout) -> float:
+        """From there to the other nodes of `target`, each of which sends on what it gets: a chain, in pieces."""
+        nodes = [{self.cluster.node_of(gpu) for gpu in (one.first_gpu, one.end_gpu - 1)} for one in (source, target)]
+        first, last = min(nodes[1]), max(nodes[1])
+        hops = len(set(range(first, last + 1)) - set(range(min(nodes[0]), max(nodes[0]) + 1)))
+        return self.factor * (hops * self._link.latency_s + self._broadcast_s(1)) if hops else 0.0
+
+    def pull_s(self, tp: int, pp: int = 1) -> float:
+        """Of a replica at this degree, which takes its weights from the host memory of its node."""
+        copy_s = host_copy_s(rollout_weight_bytes(self.model, tp, pp), self.cluster.host)
+        return self.factor * (copy_s + self._load_s())
+
+    # ---- stages -----------------------------------------------------------------------------------------------------
+
     def _export_s(self, source: Layout) -> float:
         fit, model = self.fit, self.model
         total = gather_s(model, self.collectives, self.cluster, source)
@@ -127,14 +148,18 @@ class WeightSync:
         first = self.cluster.node_of(min(source.first_gpu, target.first_gpu))
         if first == self.cluster.node_of(max(source.first_gpu, target.end_gpu - 1)):
             return self.collectives.time_s("broadcast", self.model.weight_bytes, 1 + target.gpus)
-        link = self.cluster.inter
-        if link is None:
-            raise CalibrationError(f"cluster {self.cluster.name!r} has no inter-node link for a weight sync")
-        ports = self._ports(link, min(source.gpus, target.gpus)) if self.method == "multi_sender" else 1
-        return link.latency_s + self.model.weight_bytes / (ports * link.bytes_per_s * self.fit.network_share)
+        gpus = min(source.gpus, target.gpus, self.cluster.gpus_per_node)
+        ports = math.ceil(gpus / self._link.shared_by_gpus) if self.method == "multi_sender" else 1
+        return self._link.latency_s + self._broadcast_s(ports)
 
-    def _ports(self, link: Link, gpus: int) -> int:
-        return math.ceil(min(gpus, self.cluster.gpus_per_node) / link.shared_by_gpus)
+    @property
+    def _link(self) -> Link:
+        if self.cluster.inter is None:
+            raise CalibrationError(f"cluster {self.cluster.name!r} has no inter-node link for a weight sync")
+        return self.cluster.inter
+
+    def _broadcast_s(self, ports: int) -> float:
+        return self.model.weight_bytes / (ports * self._link.bytes_per_s * self.fit.network_share)
 
     def _load_s(self) -> float:
         if self.engine is None:

@@ -278,6 +278,10 @@ class PlacedExperiment:
         target = Layout(first_gpu=first_gpu, tp=rollout_tp)
         return self._weight_sync(model).time_s(Layout.of(first_gpu, strategy), target)
 
+    def relaying(self, model: str) -> WeightSync:
+        """Of a model's new weights that every replica takes on its own, whatever `weight_sync` says."""
+        return self.calls.weight_sync(model, "bucketed", offload=self.loaded.experiment.training.offload)
+
     def _weight_sync(self, model: str) -> WeightSync:
         experiment = self.loaded.experiment
         return self.calls.weight_sync(model, experiment.weight_sync, offload=experiment.training.offload)

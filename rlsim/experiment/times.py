@@ -6,6 +6,7 @@ from rlsim.cost.train import TrainTime
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.responses import Responses
+from rlsim.sim.simulation import Relay
 from rlsim.workflow import Call, Placement
 from rlsim.workflow.graph import CallKind
 from rlsim.workflow.plan import same_weights
@@ -55,6 +56,14 @@ class ExperimentTimes:
         load_s = cost.load_s(backward=train)
         finish = [*(_named(cost.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]
         return Pieces(lambda lengths: _named(cost.part_time(lengths, backward=train)), tokens, load_s, finish)
+
+    def relay(self, call: Call) -> Relay:
+        placed, (source, *_) = self._placed, self._workflow.beside(call.name)[0]
+        training, rollout = placed.plan.of(source), placed.generation
+        assert training.strategy is not None
+        sync, pp = placed.relaying(call.model), 1 if rollout.strategy is None else rollout.strategy.pp
+        start = layout_of(training)
+        return Relay(sync.push_s(start), sync.spread_s(start, layout_of(rollout)), lambda tp: sync.pull_s(tp, pp))
 
     def _weights_s(self, call: Call, rollout_tp: int) -> float:
         """New weights on their way from a training call to the other calls of the model, one after the other."""

@@ -5,6 +5,7 @@ docs/engine.md has the rules under "Continuous generation".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from rlsim.hooks import hook, is_number, is_whole
@@ -18,6 +19,9 @@ class Update(NamedTuple):
 
     responses: Literal["interrupt", "drain"] = "interrupt"  # go on under the new ones, or are waited for; none begins
     kv: UpdatedKv = "recompute"  # of those that are interrupted
+    #: All stand still until the last has the weights, which come from the trainer; or each takes them on its own from
+    #: host memory, where the trainer has put them and goes on: after a drain of its own, or between two iterations.
+    replicas: Literal["together", "each"] = "together"
 
 
 class OpenView(NamedTuple):
@@ -30,6 +34,7 @@ class OpenView(NamedTuple):
     taken: int  # by steps so far
     dropped: int  # so far
     replicas: int  # of the rollout
+    free: tuple[int, ...]  # replicas that have no response to generate
     launched_since_update: int
     left_at_update: int  # were running or waiting when the last update came
 
@@ -46,6 +51,11 @@ class Ready(NamedTuple):
     number: int  # of those that became ready before it
     version: int  # of the weights that generated its oldest token
     lengths: tuple[int, ...]  # of its responses (tokens)
+
+
+def _is_room(room: object, *_: object) -> bool:
+    numbers = [*room.keys(), *room.values()] if isinstance(room, Mapping) else [room]
+    return all(is_whole(number, 0) for number in numbers)
 
 
 class Continuous(Batching):
@@ -70,9 +80,11 @@ class Continuous(Batching):
     def pauses(self) -> bool:
         return True
 
-    @hook("a whole number of prompts", lambda room, *_: is_whole(room, 0))
-    def room(self, view: OpenView) -> int:
-        """How many prompts may begin now, with `feed.responses` responses each."""
+    @hook("a whole number of prompts, or such numbers by replica: {0: 4}", _is_room)
+    def room(self, view: OpenView) -> int | Mapping[int, int]:
+        """How many prompts may begin now, with `feed.responses` responses each; by replica, where they are to go to
+        certain ones.
+        """
         raise NotImplementedError
 
     @hook("an Update", lambda update: isinstance(update, Update))

@@ -77,7 +77,8 @@ class Launch:
 
     `resume`: prompts that the batching kept (`Batching.keep`); their responses go on where they were. Only the first
     launch of a step may resume. `budget_tokens`: each response, new or resumed, generates at most so many tokens and
-    then pauses, without its KV cache (0: no limit).
+    then pauses, without its KV cache (0: no limit). `to`: the replicas that generate them (none named: any); the
+    requests of those that have stopped go to the others.
     """
 
     prompts: tuple[Prompt, ...]
@@ -85,6 +86,7 @@ class Launch:
     label: str = ""
     resume: tuple[Prompt, ...] = ()
     budget_tokens: int = 0
+    to: tuple[int, ...] = ()
 
 
 Action = Reconfigure | Migrate | Release | Abort | Launch | Extend | Stop
@@ -114,6 +116,7 @@ class ReplicaView:
     tp: int
     gpus: tuple[int, ...]
     requests: tuple[RequestView, ...]
+    version: int = 0  # of its weights: updates that they have had
 
 
 class RolloutCosts(Protocol):
@@ -284,7 +287,7 @@ def is_launch(launch: object, *_: object) -> bool:
     """Whether it is a launch of prompts, none of them twice, and of at least one response to each."""
     if not isinstance(launch, Launch) or not is_whole(launch.samples) or not is_whole(launch.budget_tokens, 0):
         return False
-    if not (isinstance(launch.prompts, Sequence) and isinstance(launch.resume, Sequence)):
+    if not (isinstance(launch.prompts, Sequence) and isinstance(launch.resume, Sequence) and _are_numbers(launch.to)):
         return False
     prompts = [*launch.prompts, *launch.resume]
     proper = all(isinstance(p, Prompt) and is_whole(p.position, 0) and is_whole(p.first_sample, 0) for p in prompts)

@@ -130,6 +130,7 @@ class Generation:
             label=batch.first.label,
             resumed=resumed,
             used_tps=self._used_tps,
+            version=state.version,
             open=batch.open,
             launcher=launch,
             on_finish=(lambda responses: self._finished(call, state, responses)) if listens else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutV
 from rlsim.sim.flow import BATCH
 from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
 from rlsim.sim.recorder import NO_STEP, Recorder
-from rlsim.sim.request import Request, Run
+from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
-from rlsim.sim.simulation import Simulation
+from rlsim.sim.simulation import Relay, Simulation
 from rlsim.sim.stage import GenerationStage
 from rlsim.sim.step import StepState
+from rlsim.sim.updating import Pull
 from rlsim.workflow.graph import Call
 from rlsim.workflow.plan import Placement
 
@@ -35,9 +36,9 @@ class _Group:
         self.requests: list[Request] = []
         self.left = 0  # responses that are not complete, or not scored where rewards come by the sample
 
-    def version(self, now: int) -> int:
+    def version(self, now: Callable[[Request], int]) -> int:
         """Of the weights that generated the oldest token; `now`, that of the present ones, if there was no other."""
-        return min(request.runs[0].version if request.runs else now for request in self.requests)
+        return min(min(request.runs).version if request.runs else now(request) for request in self.requests)
 
 
 class _Window(NamedTuple):
@@ -83,14 +84,15 @@ class OpenGeneration(RolloutControl):
         mesh = what.plan.of(call.name).rollout_mesh(what.cluster)
         self._replicas = sum(len(gpus) // what.initial_tp for gpus in mesh)
         self._rollout = self._begin(call, what.plan.of(call.name))
+        for launch in self._launches():
+            self._rollout.launch(launch)
 
     # ---- the rollout ------------------------------------------------------------------------------------------------
 
     def _begin(self, call: Call, placement: Placement) -> Rollout:
         what = self._what
-        first = self._feed.take(self._batching.room(self._seen()))
         stage = GenerationStage(
-            requests=self._launched(Launch(first, self._feed.responses)),
+            requests=(),
             mesh=placement.rollout_mesh(what.cluster),
             tp=what.initial_tp,
             costs=what.costs,
@@ -104,6 +106,7 @@ class OpenGeneration(RolloutControl):
             launcher=self._launched,
             on_finish=self._finished,
             on_drained=self._all_finished,
+            on_idle=self._ask,
             on_release=self._refuse_release,
             recorder=Recorder(self._outcome.spans, NO_STEP, stays=self._outcome.stays, call=call.name),
         )
@@ -128,7 +131,7 @@ class OpenGeneration(RolloutControl):
 
     def _finished(self, responses: Sequence[Request]) -> None:
         for request in responses:
-            self._end_run(request, request.generated)
+            request.end_run(self._rollout.version_of(request), request.generated)
             if self._scored_early and not request.scored:
                 self._desk.submit(request, None, self._counted)
             else:
@@ -147,11 +150,6 @@ class OpenGeneration(RolloutControl):
         self._due = True
         self._rollout.ask()
 
-    def _end_run(self, request: Request, generated: int) -> None:
-        """What it has generated since the last update is of the present weights."""
-        if tokens := generated - sum(run.tokens for run in request.runs):
-            request.runs += (Run(self.version, tokens),)
-
     def on_finish(self, view: RolloutView) -> Iterator[Launch]:  # noqa: ARG002
         """At the end of a moment: the open window takes what is ready, and prompts begin where there is room."""
         if not self._due:  # another control is asked more often
@@ -159,11 +157,19 @@ class OpenGeneration(RolloutControl):
         self._due = False
         self._line_up()
         self._serve()
-        room = 0 if self._updating else self._batching.room(self._seen())
-        if room:
-            yield Launch(self._feed.take(room), self._feed.responses)
+        if not self._updating and self._rollout.open_to_launches():
+            yield from self._launches()
+
+    def _launches(self) -> Iterator[Launch]:
+        room = self._batching.room(self._seen())
+        wanted = room if isinstance(room, Mapping) else {None: room}
+        for replica, prompts in wanted.items():
+            if prompts:
+                to = () if replica is None else (replica,)
+                yield Launch(self._feed.take(prompts), self._feed.responses, to=to)
 
     def _seen(self) -> OpenView:
+        free = tuple(replica.index for replica in self._rollout.active() if not replica.unfinished)
         return OpenView(
             self._feed.prompts,
             self.version,
@@ -172,6 +178,7 @@ class OpenGeneration(RolloutControl):
             self._taken,
             self._dropped,
             self._replicas,
+            free,
             self._launched_since_update,
             self._left_at_update,
         )
@@ -186,7 +193,7 @@ class OpenGeneration(RolloutControl):
                 self._drop(group)
                 continue
             lengths = tuple(r.generated for r in group.requests)
-            ready = Ready(group.prompt, self._ready, group.version(self.version), lengths)
+            ready = Ready(group.prompt, self._ready, group.version(self._rollout.version_of), lengths)
             self._queue.append((ready, group))
             self._ready += 1
         self._ready_now.clear()
@@ -245,9 +252,14 @@ class OpenGeneration(RolloutControl):
         if type(self._batching).awaited is Continuous.awaited:
             return set()
         waits = self._batching.awaited
-        return {at for at, group in self._groups.items() if waits(step - group.version(self.version))}
+        return {at for at, group in self._groups.items() if waits(step - group.version(self._rollout.version_of))}
 
     # ---- new weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def relays(self) -> bool:
+        """Whether each replica takes new weights on its own."""
+        return self._batching.update().replicas == "each"
 
     def update(self, seconds: float) -> Generator[simpy.Event, Any, float]:
         """Bring new weights, which takes so long once all replicas stand still; returns when they did."""
@@ -256,17 +268,26 @@ class OpenGeneration(RolloutControl):
         if how.responses == "drain" and self._rollout.unfinished:
             self._drained = self._env.event()
             yield self._drained
-        yield self._rollout.pause(how.kv)
+        yield self._rollout.updates.pause(how.kv)
         start = self._env.now
-        for request, generated in self._rollout.generated():
-            self._end_run(request, generated)
         yield self._env.timeout(seconds)
-        self._rollout.resume()
+        self._rollout.updates.resume(self.version + 1)
         self._updating = False
+        self._begin_version()
+        return start
+
+    def publish(self, relay: Relay, call: str) -> None:
+        """New weights are on their way to every replica, which takes them on its own."""
+        how, version = self._batching.update(), self.version + 1
+        pull = Pull(version, how.responses == "drain", how.kv, relay.pull_s, call)
+        arrived = self._env.timeout(relay.spread_s)
+        arrived.callbacks.append(lambda _: self._rollout.updates.publish(pull))
+        self._begin_version()
+
+    def _begin_version(self) -> None:
         left = len(self._groups) + len(self._ready_now) + len(self._queue)
         self._launched_since_update, self._left_at_update = 0, left
         self._ask()
-        return start
 
     def _all_finished(self) -> None:
         if self._drained and not self._drained.triggered:
@@ -297,8 +318,6 @@ class OpenGeneration(RolloutControl):
         self._rollout.break_off()
         left = [*self._groups.values(), *self._ready_now, *(group for _, group in self._queue)]
         requests = sorted((r for group in left for r in group.requests), key=attrgetter("id"))
-        for request in requests:
-            self._end_run(request, request.generated)
         state.requests += requests + [r for group in self._discarded for r in group.requests]
         state.paused = frozenset(request.id for request in requests)
         self._rollout.close()

@@ -72,6 +72,7 @@ class Replica:
         "peak_tokens",
         "stopped",
         "tp",
+        "version",
     )
 
     def __init__(
@@ -88,6 +89,7 @@ class Replica:
         numbers: Iterator[int],
         chunks: ChunkListener | None = None,
         quiet: bool = False,
+        version: int = 0,
     ) -> None:
         self.env = env
         self.index = index
@@ -96,6 +98,7 @@ class Replica:
         self.tp = len(gpus)
         self.cost = cost
         self.capacity_pages = capacity_pages
+        self.version = version  # of its weights: updates that they have had
         self.peak_tokens = 0
         self.stopped: simpy.Event | None = None  # set once it was told to stop; fires at that boundary
         self._recorder = recorder
@@ -158,6 +161,13 @@ class Replica:
         """Go on after a pause."""
         self._hold = None
         self._wake()
+
+    def renew(self, version: int) -> None:
+        """Its weights are of this version from now on, while it stands still."""
+        for request, context, _ in self.contexts():
+            request.end_run(self.version, context - request.prompt_tokens)
+            request.has_kv &= self._kept  # of what came here while it stood still
+        self.version = version
 
     def settle(self) -> None:
         """Bring the tokens of what is running up to date at a boundary that is not: the run ends here."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -34,9 +34,10 @@ from rlsim.sim.control import (
 )
 from rlsim.sim.moment import ASK, DEAL, at_end, rest_of
 from rlsim.sim.replica import Replica
-from rlsim.sim.request import Request, UpdatedKv
+from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage, RolloutState, Routing
 from rlsim.sim.stays import Left
+from rlsim.sim.updating import WeightUpdates
 from rlsim.sim.view import LiveView
 
 _T = TypeVar("_T")
@@ -70,15 +71,12 @@ class Rollout(RolloutState):
         self._quiet &= all(r.limit_tokens == r.response_tokens for r in self._requests.values())
         self._bound_for = dict.fromkeys(self._tp, 0)  # requests migrating to the node
         self._asking = self._stopping = False
-        self._paused: UpdatedKv | None = None  # while new weights come: what becomes of the KV cache
-        self._losses = 0  # how often all lost their KV cache
-        self._holds: list[simpy.Event] = []  # of that pause, by replica: it stands still
-        self._switched: simpy.Event | None = None  # a node has changed its layout while that was waited for
+        self.updates = WeightUpdates(self, stage.recorder, stage.version)
         self._numbers = itertools.count(1)
 
         for node, tp in self._tp.items():
             self._used_tps.setdefault(node, set()).add(tp)
-            self._start_node(node, tp)
+            self._start_node(node, tp, stage.version)
         self._deal_at_start(stage.requests)
         if stage.resumed:
             self._deal_to_active(stage.resumed)
@@ -87,7 +85,7 @@ class Rollout(RolloutState):
 
     # ---- requests and replicas --------------------------------------------------------------------------------------
 
-    def _start_node(self, node: int, tp: int) -> list[Replica]:
+    def _start_node(self, node: int, tp: int, version: int) -> list[Replica]:
         gpus = self.mesh[node]
         pages = self._stage.costs.capacity_pages(tp)
         started = []
@@ -106,13 +104,13 @@ class Rollout(RolloutState):
                 self._numbers,
                 self._stage.chunks,
                 self._quiet,
+                version,
             )
             self.replicas.append(replica)
             started.append(replica)
-            if self._paused:
-                self._holds.append(replica.pause(self._paused))
         self._active[node] = started
         self._tp[node] = tp
+        self.updates.started(started)
         return started
 
     def _step_cost(self, gpus: tuple[int, ...]) -> StepCost:
@@ -140,7 +138,16 @@ class Rollout(RolloutState):
         self._left_on[replica.node] -= len(running) + len(others)
         for request in (*running, *others):
             del self._at[request.id]
+            request.end_run(replica.version, request.generated)
+        self._look_after(replica)
         return running, others
+
+    def _look_after(self, replica: Replica) -> None:
+        """Requests have left: what has no more takes new weights, or other requests."""
+        if not replica.unfinished and replica.stopped is None:
+            self.updates.refresh(replica)
+            if self._stage.on_idle:
+                self._stage.on_idle()
 
     def _deal_out(self, requests: Iterable[Request], load: dict[int, int]) -> dict[int, list[Request]]:
         """Longest context first, each to the replica (by index) with the least context so far."""
@@ -174,9 +181,9 @@ class Rollout(RolloutState):
         for replica, share in zip(active, dealt(requests, len(active), self._stage.routing), strict=True):
             self._give(replica, share)
 
-    def _deal_by_number(self, requests: Sequence[Request]) -> None:
-        """Give new requests, one by one, to the active replica with the fewest; keep them while there is none."""
-        fewest = [(replica.unfinished, replica.index) for replica in self.active()]
+    def _deal_by_number(self, requests: Sequence[Request], replicas: Sequence[Replica]) -> None:
+        """Give new requests, one by one, to the one of these with the fewest; keep them while there is none."""
+        fewest = [(replica.unfinished, replica.index) for replica in replicas]
         if not fewest:
             self._homeless.extend(requests)
             return
@@ -189,43 +196,16 @@ class Rollout(RolloutState):
         for index, share in sorted(shares.items()):
             self._give(self.replicas[index], share)
 
-    # ---- new weights while requests run -----------------------------------------------------------------------------
+    def open_to_launches(self) -> list[Replica]:
+        """The active replicas that new requests may go to."""
+        return [replica for replica in self.active() if self.updates.takes_launches(replica)]
 
-    def pause(self, kv: UpdatedKv) -> simpy.Event:
-        """Have every replica stand still from its next boundary on; the event fires when all do.
+    # ---- responses that somebody follows ----------------------------------------------------------------------------
 
-        A node that changes its layout finishes that, and starts with its new replicas standing still.
-        """
-        self._paused, self._holds = kv, [replica.pause(kv) for replica in self.active()]
-        return self.env.process(self._stand_still())
-
-    def _stand_still(self) -> Generator[simpy.Event, Any, None]:
-        while self._switching:
-            self._switched = self.env.event()
-            yield self._switched
-        yield simpy.AllOf(self.env, self._holds)
-
-    def _switch_over(self, node: int) -> None:
-        self._switching.discard(node)
-        if self._switched and not self._switched.triggered:
-            self._switched.succeed()
-
-    def resume(self) -> None:
-        """Let the replicas go on. What KV cache has arrived somewhere meanwhile, or is on its way, is lost too."""
-        if self._paused == "recompute":
-            self._losses += 1
-            for request in self._requests.values():
-                request.has_kv = False
-        self._paused = None
-        for replica in self.active():
-            replica.resume()
-
-    def generated(self) -> Iterator[tuple[Request, int]]:
-        """Every unfinished request, and what it has generated by now (tokens)."""
-        running = {r.id: context - r.prompt_tokens for one in self.active() for r, context, _ in one.contexts()}
-        for request in self._requests.values():
-            if not request.finished:
-                yield request, running.get(request.id, request.generated)
+    def version_of(self, request: Request) -> int:
+        """Of the weights that generate it, or would next."""
+        replica = self._at.get(request.id)
+        return replica.version if replica else self.updates.version
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Let go of finished requests; no action may name them any more."""
@@ -259,6 +239,7 @@ class Rollout(RolloutState):
         self._left_on[replica.node] -= len(left)
         if self._stage.on_finish and finished:
             self._stage.on_finish(finished)
+        self._look_after(replica)
         if self._left == 0:
             self._none_left()
         if self._asks and not self.done.triggered:
@@ -323,7 +304,7 @@ class Rollout(RolloutState):
                 for replica, ids in self._where(requests):
                     replica.at_boundary(lambda r=replica, i=ids: self._abort(r, i), urgent=True)  # type: ignore[misc]
             case Launch():
-                self._launch(action)
+                self.launch(action)
             case Extend(requests, tokens):
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
                 self._extend([self._requests[i] for i in dict.fromkeys(requests)], tokens)
@@ -356,12 +337,13 @@ class Rollout(RolloutState):
             yield event
         if self._stopping:
             return
+        version = max(replica.version for replica in old)
         drained = [self._take(replica, "switched") for replica in old]
         holding = [r for running, _ in drained for r in running]
         others = [r for _, rest in drained for r in rest]
         if not (holding or others or self._bound_for[node]):  # nothing to switch for
             if not self.done.triggered:
-                self._restart(node, self._tp[node])
+                self._restart(node, self._tp[node], version)
             return
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)
@@ -374,21 +356,23 @@ class Rollout(RolloutState):
         if self._stopping:  # the rollout was over before the switch was
             return
         self._end_pause(node)
-        for request in holding:
-            request.has_kv = kv == "migrate"
-        self._restart(node, tp, [*holding, *others])
+        for replica, (running, _) in zip(old, drained, strict=True):
+            for request in running:
+                request.has_kv = kv == "migrate" and self.updates.keeps(replica.version, version)
+        self._restart(node, tp, version, [*holding, *others])
 
-    def _restart(self, node: int, tp: int, requests: Sequence[Request] = ()) -> None:
+    def _restart(self, node: int, tp: int, version: int, requests: Sequence[Request] = ()) -> None:
         """New replicas on a node, for these requests and for those that nobody was there to take."""
-        self._switch_over(node)
-        new, place = self._start_node(node, tp), {request.id: i for i, request in enumerate(requests)}
+        self._switching.discard(node)
+        new, place = self._start_node(node, tp, version), {request.id: i for i, request in enumerate(requests)}
+        self.updates.switched()
         for index, share in self._deal_out(requests, {replica.index: 0 for replica in new}).items():
             self._give(self.replicas[index], sorted(share, key=lambda r: place[r.id]))
         homeless, self._homeless = self._homeless, []
         self._deal_to_active(homeless)
 
     def _migrate(self, ids: Sequence[int], to: Replica, kv: KvHandling) -> None:
-        moving: list[tuple[Request, Replica, bool]] = []
+        moving: list[tuple[Request, Replica, int | None]] = []
         sources = [(r, i - self._leaving) for r, i in self._where(ids) if r is not to]
         sources = [(r, i) for r, i in sources if i]  # the first migration of a request counts until it has left
         self._leaving.update(*(i for _, i in sources))
@@ -398,8 +382,8 @@ class Rollout(RolloutState):
             nonlocal waiting_for
             self._leaving -= wanted
             running, others = self._take(source, "migrated", wanted)
-            moving.extend((r, source, True) for r in running)
-            moving.extend((r, source, False) for r in others)
+            moving.extend((r, source, source.version) for r in running)
+            moving.extend((r, source, None) for r in others)
             self._bound_for[to.node] += len(running) + len(others)
             waiting_for -= 1
             if waiting_for == 0 and moving:
@@ -409,18 +393,20 @@ class Rollout(RolloutState):
             source.at_boundary(lambda s=source, w=wanted: leave(s, w))  # type: ignore[misc]
 
     def _transfer(
-        self, moving: list[tuple[Request, Replica, bool]], ids: Sequence[int], to: Replica, kv: KvHandling
+        self, moving: list[tuple[Request, Replica, int | None]], ids: Sequence[int], to: Replica, kv: KvHandling
     ) -> Generator[simpy.Event, Any, None]:
+        """Each with the replica that it comes from, and the version of the weights of its KV cache if it has one."""
         place = {id_: i for i, id_ in enumerate(ids)}
         moving.sort(key=lambda item: place[item[0].id])
-        with_kv, losses = [(r, source) for r, source, has in moving if has], self._losses
+        with_kv = [(r, source) for r, source, version in moving if version is not None]
         if kv == "migrate" and with_kv:
             same_node = all(source.node == to.node for _, source in with_kv)
             contexts = [r.context for r, _ in with_kv]
             yield self.env.timeout(self._stage.costs.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node))
         arrivals = [r for r, _, _ in moving]
-        for request, _, has in moving:
-            request.has_kv = has and kv == "migrate" and losses == self._losses
+        for request, _, version in moving:
+            fits = version is not None and self.updates.keeps(version, to.version)
+            request.has_kv = fits and kv == "migrate"
         self._bound_for[to.node] -= len(arrivals)
         if to.stopped is None or not to.stopped.triggered:
             self._give(to, arrivals)
@@ -444,7 +430,8 @@ class Rollout(RolloutState):
             running, others = self._take(replica, "released")
             self._deal_to_active([*running, *others])
 
-    def _launch(self, launch: Launch) -> None:
+    def launch(self, launch: Launch) -> None:
+        """Carry out a launch now."""
         self._check(self._stage.launcher is not None, launch, "nothing can be launched here")
         requests = list(self._stage.launcher(launch)) if self._stage.launcher else []
         for request in requests:
@@ -453,8 +440,10 @@ class Rollout(RolloutState):
         idle = not self._left
         self._left += len(requests)
         self.launched += len(requests)
-        if self._stage.dispatch == "fewest_requests":
-            self._deal_at_start(requests) if idle else self._deal_by_number(requests)
+        if wanted := [replica for replica in self.active() if replica.index in launch.to]:
+            self._deal_by_number(requests, wanted)
+        elif self._stage.dispatch == "fewest_requests":
+            self._deal_at_start(requests) if idle else self._deal_by_number(requests, self.open_to_launches())
         else:
             self._deal_to_active(requests)
 

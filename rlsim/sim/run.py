@@ -161,9 +161,16 @@ class _Run:
         rollout = frozenset(gpu for c in self.what.workflow.calls if c.kind == "generate" for gpu in self._gpus_of(c))
         own = [gpu for gpu in placement.gpus if gpu not in rollout]
         yield self.pool.acquire(own, call.kind)
-        parts = tuple(self.what.times.parts(call, placement, state.responses(), generation.planned_tp))
-        start_at = yield from generation.update(sum(seconds for _, seconds in parts))
-        Recorder(self.outcome.spans, step).add(placement.gpus, start_at, self.env.now, call.name)
+        if generation.relays:
+            relay, start_at, busy = self.what.times.relay(call), self.env.now, tuple(own)
+            parts: tuple[tuple[str, float], ...] = (("push", relay.push_s),)
+            yield self.env.timeout(relay.push_s)
+            generation.publish(relay, call.name)
+        else:
+            parts = tuple(self.what.times.parts(call, placement, state.responses(), generation.planned_tp))
+            start_at = yield from generation.update(sum(seconds for _, seconds in parts))
+            busy = placement.gpus
+        Recorder(self.outcome.spans, step).add(busy, start_at, self.env.now, call.name)
         self.pool.release(own)
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, self.env.now, gpus, parts)

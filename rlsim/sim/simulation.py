@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rlsim.cost.step import StepCost
 from rlsim.hardware import Cluster
@@ -20,6 +20,14 @@ from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan
 
 
+class Relay(NamedTuple):
+    """Times of new weights that every replica takes on its own from host memory."""
+
+    push_s: float  # until the trainer has put them there, and goes on
+    spread_s: float  # from then on until every node has them
+    pull_s: Callable[[int], float]  # by TP: a replica's, which stands still
+
+
 class CallTimes(Protocol):
     """Durations of calls other than generation and reward; rlsim.cost provides them."""
 
@@ -33,6 +41,9 @@ class CallTimes(Protocol):
 
     def pieces(self, call: Call) -> Pieces:
         """The same call done in pieces, as samples come."""
+
+    def relay(self, call: Call) -> Relay:
+        """A weight sync by way of host memory."""
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,12 @@ class GenerationStage:
     label: str = ""  # the kind of round
     resumed: Sequence[Request] = ()  # further requests, with tokens from an earlier step
     used_tps: dict[int, set[int]] = field(default_factory=dict)  # by node, degrees of this run; the stage adds its own
+    version: int = 0  # of the weights that it begins with: updates that they have had
     open: bool = False  # goes on when no request is left, as more may be launched; only a `Stop` ends it
     launcher: Callable[[Launch], Sequence[Request]] | None = None  # makes the requests of a `Launch`
     on_finish: Callable[[Sequence[Request]], None] | None = None  # is told of responses that are complete
     on_drained: Callable[[], None] | None = None  # is told each time that no request is left of an open stage
+    on_idle: Callable[[], None] | None = None  # is told each time that a replica has nothing left
     on_release: Callable[[Iterable[int]], None] | None = None  # is told of GPUs that are given up before the end
     crowded: Callable[[int], StepCost] | None = None  # step cost, by TP, of a replica whose GPUs are shared
     chunks: ChunkListener | None = None  # is told of responses on their way

@@ -85,6 +85,7 @@ class LiveView:
                     RequestView(r.id, r.position, r.prompt_tokens, context - r.prompt_tokens, running)
                     for r, context, running in replica.contexts()
                 ),
+                replica.version,
             )
             for replica in self._rollout.active(node)
         )

@@ -1,0 +1,110 @@
+"""New weights for the replicas of a rollout that goes on: for all of them together, or for each on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import simpy
+
+from rlsim.sim.recorder import Recorder
+from rlsim.sim.replica import Replica
+from rlsim.sim.request import UpdatedKv
+from rlsim.sim.stage import RolloutState
+
+
+class Pull(NamedTuple):
+    """How a replica takes weights that are there for it."""
+
+    version: int
+    drain: bool  # once it has nothing left to generate; if not, between two iterations
+    kv: UpdatedKv  # of what it generates then
+    takes_s: Callable[[int], float]  # by TP: how long it stands still
+    call: str  # that it is recorded as
+
+
+class WeightUpdates:
+    """Has the replicas of a rollout stand still, and go on with other weights."""
+
+    def __init__(self, rollout: RolloutState, recorder: Recorder, version: int) -> None:
+        self.version = version  # the newest that a replica may take
+        self._env, self._rollout, self._recorder = rollout.env, rollout, recorder
+        self._kv: UpdatedKv = "recompute"  # in the last update
+        self._holds: list[simpy.Event] | None = None  # while an update of all goes on, by replica: it stands still
+        self._switched: simpy.Event | None = None  # a node has changed its layout, while that is waited for
+        self._pull: Pull | None = None
+        self._pulling: set[int] = set()  # replicas
+
+    # ---- all together -----------------------------------------------------------------------------------------------
+
+    def pause(self, kv: UpdatedKv) -> simpy.Event:
+        """Have every replica stand still from its next boundary on; the event fires when all do.
+
+        A node that changes its layout finishes that, and starts with its new replicas standing still.
+        """
+        self._kv, self._holds = kv, [replica.pause(kv) for replica in self._rollout.active()]
+        return self._env.process(self._stand_still())
+
+    def _stand_still(self) -> Generator[simpy.Event, Any, None]:
+        while self._rollout._switching:
+            self._switched = self._env.event()
+            yield self._switched
+        yield simpy.AllOf(self._env, self._holds or [])
+
+    def resume(self, version: int) -> None:
+        """All replicas have weights of this version, and go on."""
+        self.version, self._holds = version, None
+        for replica in self._rollout.active():
+            replica.renew(version)
+            replica.resume()
+
+    # ---- each on its own --------------------------------------------------------------------------------------------
+
+    def publish(self, pull: Pull) -> None:
+        """Weights are there that every replica takes when it may."""
+        self.version, self._kv, self._pull = pull.version, pull.kv, pull
+        for replica in self._rollout.active():
+            self.refresh(replica)
+
+    def refresh(self, replica: Replica) -> None:
+        """The replica begins to take the newest weights, if it lacks them and may."""
+        pull, known = self._pull, replica.index in self._pulling or replica.stopped is not None
+        if pull and not known and replica.version < pull.version and not (pull.drain and replica.unfinished):
+            self._pulling.add(replica.index)
+            self._env.process(self._take(replica))
+
+    def _take(self, replica: Replica) -> Generator[simpy.Event, Any, None]:
+        assert self._pull is not None
+        yield replica.pause(self._pull.kv)
+        pull, start = self._pull, self._env.now
+        yield self._env.timeout(pull.takes_s(replica.tp))
+        if replica.stopped is not None:  # its node changes its layout
+            return
+        self._recorder.add(replica.gpus, start, self._env.now, pull.call, replica.tp, f"replica {replica.index}")
+        self._pulling.discard(replica.index)
+        replica.renew(pull.version)
+        replica.resume()
+        self.refresh(replica)
+
+    def takes_launches(self, replica: Replica) -> bool:
+        """Whether new requests may go there: not while it finishes what it has before it takes newer weights."""
+        behind = self._pull is not None and self._pull.drain and replica.version < self._pull.version
+        return not (behind and replica.unfinished and replica.index not in self._pulling)
+
+    # ---- replicas that come, KV cache that moves --------------------------------------------------------------------
+
+    def started(self, replicas: Sequence[Replica]) -> None:
+        """These replicas are new."""
+        if self._holds is not None:
+            self._holds += [replica.pause(self._kv) for replica in replicas]
+        for replica in replicas:
+            self.refresh(replica)
+
+    def switched(self) -> None:
+        """A node has changed its layout."""
+        if self._switched and not self._switched.triggered:
+            self._switched.succeed()
+
+    def keeps(self, version: int, now: int) -> bool:
+        """Whether KV cache of the weights of that version is of use under those that there are now."""
+        return self._kv == "keep" or version == now
