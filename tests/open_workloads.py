@@ -24,7 +24,7 @@ from rlsim.sim.elastic import Pieces
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
 from rlsim.sim.run import simulate
-from rlsim.sim.simulation import CallTimes, Simulation
+from rlsim.sim.simulation import CallTimes, Relay, Simulation
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 
 WORKFLOW = Workflow(
@@ -79,9 +79,14 @@ class Rule(Continuous):
 class StepTimes(CallTimes):
     """Given durations of training and sync, step by step; counts the syncs that were asked for."""
 
-    def __init__(self, train_s: Sequence[float], sync_s: Sequence[float]) -> None:
+    def __init__(
+        self, train_s: Sequence[float], sync_s: Sequence[float], spread_s: float = 0.0, pull_s: float = 0.0
+    ) -> None:
         self.left = {"train": list(train_s), "sync": list(sync_s)}
-        self.syncs = 0
+        self.syncs, self.spread_s, self.pull_s = 0, spread_s, pull_s
+
+    def relay(self, call: Call) -> Relay:
+        return Relay(self.parts(call)[0][1], self.spread_s, lambda _: self.pull_s)
 
     def parts(self, call: Call, *_: Any) -> list[tuple[str, float]]:
         self.syncs += call.kind == "sync"
@@ -115,6 +120,8 @@ class OpenWorkload:
     costs: StubCosts = StubCosts({1: LinearStep(a=1.0)}, {1: 10**6})  # noqa: RUF009
     engine: RefEngine = RefEngine(1, 256, 8192, False, 0)  # noqa: RUF009
     routing: Literal["contiguous", "round_robin"] = "contiguous"
+    spread_s: float = 0.0  # where replicas take new weights on their own: until all nodes have them
+    pull_s: float = 0.0  # then: until a replica has them
 
     def of_prompt(self, position: int) -> tuple[tuple[int, int], ...]:
         return self.sizes[position % len(self.sizes)]
@@ -136,7 +143,7 @@ class OpenWorkload:
 
     def simulation(self, run: OpenRun | None = None) -> Simulation:
         """What the engine is given; what it launches is noted down in `run`."""
-        times = StepTimes(self.train_s, self.sync_s)
+        times = StepTimes(self.train_s, self.sync_s, self.spread_s, self.pull_s)
 
         def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
             keys = [(prompt.position, sample) for prompt in launched for sample in range(samples)]
@@ -145,7 +152,8 @@ class OpenWorkload:
                 run.launches.append(tuple(prompt.position for prompt in launched))
                 run.requests |= dict(zip(keys, new, strict=True))
                 assert self.rule.asked, "nothing is launched before `room` was asked"
-                if times.syncs != self.rule.asked[-1][0].version:
+                together = self.rule.weights.replicas == "together"
+                if together and times.syncs != self.rule.asked[-1][0].version:
                     run.launched_in_update += len(launched)
             return new
 

@@ -10,6 +10,7 @@ import pytest
 
 import rlsim
 from rlsim.cost.layout import Layout
+from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.weight_sync import FITTED, SyncFit, SyncTime, WeightSync
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.hardware import load_cluster
@@ -49,6 +50,22 @@ def test_tensors_are_counted_by_their_names() -> None:
     assert load_model("qwen3-0.6b").tensors() == 28 * 11 + 2, "the head is the embedding"
     assert MIXTURE.tensors() == 48 * (4 + 4 + 1 + 3 * 128) + 3
     assert MIXTURE.tensors(stacked=True) == 48 * (4 + 4 + 1 + 2) + 3
+
+
+def test_weights_by_way_of_host_memory_by_hand() -> None:
+    relays = sync()
+    host = relays.cluster.host
+    share_s = host.latency_s + QWEN.weight_bytes / 8 / host.bytes_per_s
+    assert relays.push_s(FSDP) == pytest.approx(relays.parts(FSDP, Layout(first_gpu=8, tp=4)).export_s + share_s)
+    assert relays.spread_s(FSDP, Layout(first_gpu=4, tp=4)) == 0.0, "the same node"
+    link = relays.cluster.inter
+    assert link is not None
+    once_s = QWEN.weight_bytes / (link.bytes_per_s / 2)
+    assert relays.spread_s(FSDP, Layout(first_gpu=8, tp=4, dp=2)) == pytest.approx(link.latency_s + once_s)
+    four = sync(cluster=load_cluster("5x8xh100"))
+    assert four.spread_s(FSDP, Layout(first_gpu=8, dp=32)) == pytest.approx(4 * link.latency_s + once_s), "a chain"
+    pulled = rollout_weight_bytes(QWEN, 4) / host.bytes_per_s + host.latency_s
+    assert relays.pull_s(4) == pytest.approx(pulled + 339e-4)
 
 
 def test_buckets_to_another_node_by_hand() -> None:

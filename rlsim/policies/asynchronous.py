@@ -15,16 +15,17 @@ from rlsim.policies.verl import VeRL
 from rlsim.sim.request import UpdatedKv
 
 
-class _Apart(StaticTP):
+class Apart(StaticTP):
     """Generation on GPUs of its own, with one TP degree; rewards as responses finish."""
 
     rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: half of all")
 
-    def _common(self) -> tuple[Part, ...]:
+    def common(self) -> tuple[Part, ...]:
+        """The parts that all of these systems have."""
         return VeRL(tp=self.tp), Split(rollout_gpus=self.rollout_gpus), AsyncReward()
 
 
-class VeRLFullyAsync(_Apart):
+class VeRLFullyAsync(Apart):
     """veRL's `fully_async_policy`. A step is what is trained between two weight syncs: `workflow.prompts` are
     `trigger_parameter_sync_step` x `require_batches` x `ppo_mini_batch_size`.
 
@@ -43,10 +44,10 @@ class VeRLFullyAsync(_Apart):
         quota = SyncQuota(staleness_threshold=self.staleness_threshold, partial_rollout=self.partial_rollout)
         windows = Windows(parts=self.trigger_parameter_sync_step)
         log_probs = () if self.recompute_log_probs else (RolloutLogProbs(),)
-        return (*self._common(), *log_probs, windows, quota)
+        return (*self.common(), *log_probs, windows, quota)
 
 
-class AReaL(_Apart):
+class AReaL(Apart):
     """AReaL (Fu et al. 2025): bounded staleness, and new weights that interrupt what is generated."""
 
     eta: float = Field(default=4, ge=0, le=1000, description="see `bounded_staleness`")
@@ -55,19 +56,19 @@ class AReaL(_Apart):
 
     def parts(self) -> Sequence[Part]:
         rule = BoundedStaleness(eta=self.eta, concurrent=self.concurrent, interrupt=self.interrupt)
-        return (*self._common(), rule)
+        return (*self.common(), rule)
 
 
-class RollFlash(_Apart):
+class RollFlash(Apart):
     """ROLL Flash: at most 1 + α batches under way, none staler than α, each response rewarded when it ends."""
 
     alpha: float = Field(default=2.0, ge=0, le=1000, description="asynchronous ratio; see `eta` of `bounded_staleness`")
 
     def parts(self) -> Sequence[Part]:
-        return (*self._common(), BoundedStaleness(eta=self.alpha, stale="wait"))
+        return (*self.common(), BoundedStaleness(eta=self.alpha, stale="wait"))
 
 
-class NeMoAsync(_Apart):
+class NeMoAsync(Apart):
     """NeMo-RL's asynchronous GRPO: prompts at most so many steps ahead; a weight update waits for them, or does not."""
 
     max_trajectory_age_steps: int = Field(default=1, ge=0, le=1000, description="updates that a response may be old")
@@ -78,10 +79,10 @@ class NeMoAsync(_Apart):
         rule = BoundedStaleness(
             eta=self.max_trajectory_age_steps, interrupt=self.in_flight_weight_updates, updated_kv=self.updated_kv
         )
-        return (*self._common(), rule)
+        return (*self.common(), rule)
 
 
-class StreamRL(_Apart):
+class StreamRL(Apart):
     """StreamRL (Zhong et al. 2025): one step off, each response on its way to training as soon as it is complete."""
 
     parts_per_step: int = Field(
@@ -89,4 +90,4 @@ class StreamRL(_Apart):
     )
 
     def parts(self) -> Sequence[Part]:
-        return (*self._common(), Lagged(lag=1), Windows(parts=self.parts_per_step))
+        return (*self.common(), Lagged(lag=1), Windows(parts=self.parts_per_step))

@@ -6,6 +6,7 @@ B is the prompts that a step trains on. A step of rlsim lies between two weight 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -40,19 +41,28 @@ class BoundedStaleness(Schema, Continuous):
     concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
     interrupt: bool = Field(default=True, description="new weights interrupt responses; if not, they wait for them")
     updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
+    rolling: bool = Field(
+        default=False,
+        description="each replica takes new weights on its own, from host memory; if not, all wait until all have them",
+    )
 
     @property
     def ahead(self) -> int:
         return math.ceil(self.eta)
 
-    def room(self, view: OpenView) -> int:
+    def left(self, view: OpenView) -> int:
+        """How many prompts may begin."""
         room = math.floor(view.prompts * (view.version + 1 + self.eta) + ROUNDING) - view.admitted
         if self.concurrent is not None:
             room = min(room, self.concurrent - view.running)
         return max(room, 0)
 
+    def room(self, view: OpenView) -> int | Mapping[int, int]:
+        return self.left(view)
+
     def update(self) -> Update:
-        return Update("interrupt" if self.interrupt else "drain", self.updated_kv)
+        responses: Literal["interrupt", "drain"] = "interrupt" if self.interrupt else "drain"
+        return Update(responses, self.updated_kv, "each" if self.rolling else "together")
 
     def rank(self, ready: Ready) -> float:
         match self.order:

@@ -26,6 +26,18 @@ NEARLY = 1.25
 TRIED = (0.05, 0.1, 0.2)
 
 
+def memory_bound_batch(context: ControlContext, tp: int, tokens: float, slower: float = NEARLY) -> int:
+    """Decoding is bound by reading the weights up to some batch size: there a step begins to take longer.
+
+    `tokens` is the context of each sequence, `slower` how much longer than that of one sequence a step may take.
+    """
+    step = context.costs.step(tp)
+    alone_s, batch = step.decode(1).step_s(tokens), 1
+    while step.decode(2 * batch).step_s(2 * batch * tokens) <= slower * alone_s:
+        batch *= 2
+    return batch
+
+
 class TailConsolidation(Schema, RolloutControl):
     """Migrate the last sequences onto as few replicas as can hold them at full length, and release the others."""
 
@@ -41,16 +53,6 @@ class TailConsolidation(Schema, RolloutControl):
     def setup(self, context: ControlContext) -> None:
         self._context = context
 
-    def _max_batch(self, tp: int) -> int:
-        """Decoding is bound by reading the weights up to some batch size: there a step begins to take longer."""
-        if self.max_batch != "auto":
-            return self.max_batch
-        step, context = self._context.costs.step(tp), self._context.cap_tokens / 2
-        alone_s, batch = step.decode(1).step_s(context), 1
-        while step.decode(2 * batch).step_s(2 * batch * context) <= NEARLY * alone_s:
-            batch *= 2
-        return batch
-
     def on_finish(self, view: RolloutView) -> list[Action] | None:
         """Once, when the share that is left is small enough; again if not all could be released then."""
         left = view.unfinished()
@@ -60,7 +62,10 @@ class TailConsolidation(Schema, RolloutControl):
         tp = replicas[0].tp if replicas else 1
         room = self._context.costs.capacity_pages(tp) * self._context.page_tokens
         needed = sum(r.prompt_tokens + view.cap_tokens for replica in replicas for r in replica.requests)
-        keep = max(math.ceil(needed / room), math.ceil(left / self._max_batch(tp)), 1)
+        most = self.max_batch
+        if most == "auto":
+            most = memory_bound_batch(self._context, tp, self._context.cap_tokens / 2)
+        keep = max(math.ceil(needed / room), math.ceil(left / most), 1)
         if keep >= len(replicas):
             return None
         staying, leaving = replicas[:keep], replicas[keep:]

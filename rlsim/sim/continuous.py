@@ -28,7 +28,7 @@ class OpenView(NamedTuple):
     """Where continuous generation stands; everything is counted in prompts (groups of responses)."""
 
     prompts: int  # that a step trains on
-    version: int  # weight updates so far
+    version: int  # weight updates so far: of the newest weights that a replica may take
     running: int  # some of whose responses are still generated or scored
     waiting: int  # complete, and not yet taken by a step
     taken: int  # by steps so far

@@ -172,7 +172,7 @@ class OpenGeneration(RolloutControl):
         free = tuple(replica.index for replica in self._rollout.active() if not replica.unfinished)
         return OpenView(
             self._feed.prompts,
-            self.version,
+            self._rollout.updates.version,
             len(self._groups),
             len(self._queue),
             self._taken,
@@ -280,9 +280,12 @@ class OpenGeneration(RolloutControl):
         """New weights are on their way to every replica, which takes them on its own."""
         how, version = self._batching.update(), self.version + 1
         pull = Pull(version, how.responses == "drain", how.kv, relay.pull_s, call)
-        arrived = self._env.timeout(relay.spread_s)
-        arrived.callbacks.append(lambda _: self._rollout.updates.publish(pull))
-        self._begin_version()
+
+        def arrive(_: simpy.Event) -> None:
+            self._rollout.updates.publish(pull)
+            self._begin_version()
+
+        self._env.timeout(relay.spread_s).callbacks.append(arrive)
 
     def _begin_version(self) -> None:
         left = len(self._groups) + len(self._ready_now) + len(self._queue)

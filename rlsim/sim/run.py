@@ -163,7 +163,7 @@ class _Run:
         yield self.pool.acquire(own, call.kind)
         if generation.relays:
             relay, start_at, busy = self.what.times.relay(call), self.env.now, tuple(own)
-            parts: tuple[tuple[str, float], ...] = (("push", relay.push_s),)
+            parts: tuple[tuple[str, float], ...] = (("weights", relay.push_s),)
             yield self.env.timeout(relay.push_s)
             generation.publish(relay, call.name)
         else:

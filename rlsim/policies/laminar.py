@@ -1,0 +1,109 @@
+"""Laminar (Sheng et al. 2025): every replica works through prompts of its own, and takes new weights when it is free.
+
+The trainer puts new weights into host memory, from where relays bring them to all nodes, and goes on. A replica
+generates a batch of prompts to its end, takes the newest weights that are there, and begins the next batch. So
+one version of the weights generates a response, and nobody waits for anybody. Where few responses are left on a
+replica, *repack* moves them to another one with the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from pydantic import Field, PrivateAttr
+
+from rlsim.policies.asynchronous import Apart
+from rlsim.policies.continuous import BoundedStaleness
+from rlsim.policies.parts import Part
+from rlsim.policies.rlhfuse import memory_bound_batch
+from rlsim.schema import Schema
+from rlsim.sim.continuous import OpenView
+from rlsim.sim.control import Action, ControlContext, KvHandling, Migrate, ReplicaView, RolloutControl, RolloutView
+from rlsim.units import Seconds
+
+#: At the ridge of the roofline a decode step computes for as long as it reads the weights: it takes twice as long.
+RIDGE = 2.0
+
+
+class ReplicaBatches(BoundedStaleness):
+    """A replica that has nothing left takes the newest weights, and then so many prompts; bounded as its base is."""
+
+    per_replica: int | None = Field(
+        default=None, ge=1, description="prompts that a replica begins together; default: its share of a batch"
+    )
+    interrupt: bool = False
+    rolling: bool = True
+
+    def room(self, view: OpenView) -> Mapping[int, int]:
+        left, each = self.left(view), self.per_replica or max(view.prompts // view.replicas, 1)
+        rooms = {}
+        for replica in view.free:
+            rooms[replica] = min(each, left)
+            left -= rooms[replica]
+        return rooms
+
+
+class Repack(Schema, RolloutControl):
+    """Move the last responses of replicas together, onto others with the same weights, so that these become free.
+
+    A replica's responses move once its KV cache is used less and less, and none of them waits. They go to the fullest
+    of such replicas that has room for them (best fit), and still is bound by reading the weights.
+    """
+
+    utilization: float = Field(default=0.9, gt=0, le=1, description="share of a replica's KV cache that it may use")
+    max_batch: int | Literal["auto"] = Field(
+        default="auto",
+        description="responses on one replica; auto: as many as take twice as long to decode as one, at short context",
+    )
+    every: Seconds = Field(default=5.0, ge=0, le=86_400, description="time between two looks at the replicas")
+    kv: KvHandling = Field(default="recompute", description="what becomes of the KV cache of responses that move")
+
+    _context: ControlContext = PrivateAttr()
+    _looked_at_s: float = PrivateAttr(default=0.0)
+    _before: dict[int, int] = PrivateAttr(default_factory=dict)  # by replica: tokens of KV cache at the last look
+
+    def setup(self, context: ControlContext) -> None:
+        self._context = context
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        """At a look: each replica, the emptiest first, to the fullest that can take what it has."""
+        if view.now_s < self._looked_at_s + self.every:
+            return []
+        self._looked_at_s = view.now_s
+        here = [replica for replica in view.replicas() if replica.requests]
+        used = {replica.index: sum(r.context_tokens for r in replica.requests) for replica in here}
+        before, self._before = self._before, used
+        ending = [r for r in here if used[r.index] < before.get(r.index, 0) and all(one.has_kv for one in r.requests)]
+        held, receiving = {r.index: len(r.requests) for r in ending}, set[int]()
+        moves: list[Action] = []
+        for source in sorted(ending, key=lambda r: used[r.index]):
+            fits = [to for to in ending if to is not source and held[to.index] and self._fits(source, to, used, held)]
+            if fits and source.index not in receiving:
+                to = max(fits, key=lambda r: used[r.index]).index
+                receiving.add(to)
+                used[to] += used[source.index]
+                held[to] += held[source.index]
+                held[source.index] = 0
+                moves.append(Migrate(tuple(r.id for r in source.requests), to, self.kv))
+        return moves
+
+    def _fits(self, source: ReplicaView, to: ReplicaView, used: Mapping[int, int], held: Mapping[int, int]) -> bool:
+        room = self.utilization * self._context.costs.capacity_pages(to.tp) * self._context.page_tokens
+        most = memory_bound_batch(self._context, to.tp, 1, RIDGE) if self.max_batch == "auto" else self.max_batch
+        together = held[source.index] + held[to.index]
+        return source.version == to.version and together <= most and used[source.index] + used[to.index] <= room
+
+
+class Laminar(Apart):
+    """Laminar: batches of each replica, repack, and training that never waits for the weights it hands on."""
+
+    eta: float = Field(default=4, ge=0, le=1000, description="bound of `replica_batches`; Laminar itself has none")
+    per_replica: int | None = Field(default=None, ge=1, description="see `replica_batches`")
+    repack: bool = Field(
+        default=True, description="whether responses are moved together; if not, each ends where it is"
+    )
+
+    def parts(self) -> Sequence[Part]:
+        batches = ReplicaBatches(eta=self.eta, per_replica=self.per_replica)
+        return (*self.common(), batches, *([Repack()] if self.repack else []))
