@@ -41,8 +41,8 @@ def check_open(loaded: LoadedExperiment, system: System, graph: Workflow) -> Non
         raise ConfigError(f"under {who} rewards that decide what is trained on come by the sample: add async_reward")
     if loaded.scoring.judged.any() and system.judge:
         raise ConfigError(
-            f"under {who} generation and training go on all the time, and what a judge beside both would cost them is "
-            "not known: leave out colocated_judge, and the judge has GPUs of its own (for reward_scheduler, name "
+            f"under {who} training would go on all the time beside a colocated judge, and what that costs it is not "
+            "known: leave out colocated_judge, and the judge has GPUs of its own (in place of reward_scheduler, name "
             "async_reward and adaptive_timeout)"
         )
     for part in system.control.parts if isinstance(system.control, Controls) else (system.control,):

@@ -370,7 +370,7 @@ class _Run:
         return rollout if placement.shared and rollout and not rollout.done.triggered else None
 
     def _judge(self, call: Call, step: int, beside: Rollout | None = None) -> InferenceServer | None:
-        """The judge of a step. Where it begins beside a rollout, it slows that and what follows down, and is slowed."""
+        """A judge, of one step or of all. Beginning beside a rollout it slows that and what follows, and is slowed."""
         judge, placement = self.what.judge, self.what.plan.of(call.name)
         if judge is None:
             return None
