@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from open_workloads import CLOCKS, OpenRun, OpenWorkload, Rule, open_workloads
 from test_asynchronous import SPLIT, TP1, check_tokens, of, use
 from test_asynchronous import run as run_experiment
+from test_continuous import Counting
 from test_lags import check_gpus
 from workloads import LinearStep, StubCosts
 
@@ -23,12 +24,14 @@ from rlsim.errors import ConfigError, PolicyError
 from rlsim.experiment.frames import stays_frame
 from rlsim.hardware import load_cluster
 from rlsim.policies.reward_scheduler import AsyncReward
+from rlsim.sim import scheduler
 from rlsim.sim.batching import Batching, Batchings
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.reward import RewardFunction, RewardJob
 from rlsim.sim.run import simulate
 from rlsim.sim.server import RewardModelEngine
+from rlsim.sim.simulation import Simulation
 from rlsim.workflow import Placement, Plan, grpo
 
 GRAPH = AsyncReward().rewired(grpo(reference=False, old_log_probs=False))
@@ -65,23 +68,33 @@ class WorthSomething(Batching):
         return max(rewards) > 0
 
 
-def run(work: OpenWorkload, scoring: Scoring, judges: int = 1, *, drops: bool = False, at_once: int = 256) -> OpenRun:
-    """The run of `work` with rewards by the sample, given by so many replicas of a judge if there is one."""
-    found = OpenRun(Outcome(), {}, [], 0)
+def simulation(
+    work: OpenWorkload,
+    scoring: Scoring,
+    judges: int = 1,
+    found: OpenRun | None = None,
+    *,
+    drops: bool = False,
+    at_once: int = 256,
+) -> Simulation:
+    """What `work` is with rewards by the sample, given by so many replicas of a judge if there is one."""
     plain, nodes = work.simulation(found), len(work.node_gpus) + 1
     reward = Placement(tuple(range(8 * nodes, 8 * nodes + judges)))
     engine = RewardModelEngine(1, SECOND, SECOND, 1.0, 10_000, EngineConfig(max_num_seqs=at_once))
-    found.outcome = simulate(
-        dataclasses.replace(
-            plain,
-            workflow=GRAPH,
-            plan=Plan({**plain.plan.placements, "reward": reward}),
-            cluster=load_cluster(f"{nodes + -(-judges // 8)}x8xh100"),
-            scoring=scoring,
-            judge=engine if scoring.kind == "judge" else None,
-            batching=Batchings([work.rule, WorthSomething()]) if drops else work.rule,
-        )
+    return dataclasses.replace(
+        plain,
+        workflow=GRAPH,
+        plan=Plan({**plain.plan.placements, "reward": reward}),
+        cluster=load_cluster(f"{nodes + -(-judges // 8)}x8xh100"),
+        scoring=scoring,
+        judge=engine if scoring.kind == "judge" else None,
+        batching=Batchings([work.rule, WorthSomething()]) if drops else work.rule,
     )
+
+
+def run(work: OpenWorkload, scoring: Scoring, judges: int = 1, **more: Any) -> OpenRun:
+    found = OpenRun(Outcome(), {}, [], 0)
+    found.outcome = simulate(simulation(work, scoring, judges, found, **more))
     return found
 
 
@@ -213,6 +226,20 @@ def test_every_response_is_judged_once(work: OpenWorkload, judges: int, at_once:
         assert span.start_at >= of_gpu.get(gpu, 0.0) * (1 - 1e-9), "a replica does one thing at a time"
         of_gpu[gpu] = span.end_at
     assert all(end <= outcome.step_ends[-1] for end in of_gpu.values())
+
+
+@pytest.mark.parametrize("kind", ["rule", "judge"])
+def test_requests_of_steps_that_are_over_are_not_kept(
+    kind: Literal["rule", "judge"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "FEW", 16)  # stale admissions that a replica may remember
+    times = (2.5,) * 100, (1.0,) * 100
+    sizes = tuple(((4, 1 + 7 * i % 23), (4, 1 + 11 * i % 40)) for i in range(17))
+    work = OpenWorkload(sizes, 4, Rule("staleness", 2), *times, costs=BY_HAND)
+    counting = Counting(*times, every=20)
+    simulate(dataclasses.replace(simulation(work, Scoring(kind), judges=2), times=counting))
+    alive, under_way = counting.alive[1:], 2 * 4 * (work.rule.much + 1)  # responses
+    assert max(alive) - min(alive) < 2 * under_way
 
 
 # ---- experiments ----------------------------------------------------------------------------------------------------

@@ -48,12 +48,12 @@ class _Run:
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
         self.generation = Generation(self.env, what, self.outcome, self.pool.release)
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step (NO_STEP: of all steps)
-        self.steps = [
-            StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
+        self.steps = {
+            step: StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
             for step in range(what.steps)
-        ]
+        }
         trains = sum(call.kind == "train" for call in what.workflow.calls)
-        for state in self.steps:
+        for state in self.steps.values():
             state.trained = [Countdown(self.env, trains) for _ in range(what.workflow.windows)]
         self.updating = _updating(what.workflow)
         self.judging = self._judging()
@@ -61,7 +61,7 @@ class _Run:
         self.open: OpenGeneration | None = None
         generating = [call for call in what.workflow.calls if call.kind == "generate"]
         if not generating:
-            self.generation.take_given(self.steps)
+            self.generation.take_given(list(self.steps.values()))
         elif isinstance(what.batching.launcher, Continuous):
             self.open = OpenGeneration(self.env, what, self.outcome, self.desk, generating[0], self._judge)
         self.done: dict[tuple[str, int], simpy.Process] = {}
@@ -71,13 +71,13 @@ class _Run:
 
     def to_the_end(self) -> Outcome:
         """Run all steps, and let go of each step's requests once it is over."""
-        for step, state in enumerate(self.steps):
+        for step in range(self.what.steps):
             self._run_until([self.done[call.name, step] for call in self.what.workflow.calls], step)
             self.outcome.step_ends.append(self.env.now)
-            if self.open and step == len(self.steps) - 1:
+            state = self.steps.pop(step)
+            if self.open and not self.steps:
                 self.open.end(state)
             self.outcome.responses.append(state.responses())
-            state.requests, state.rollout = [], None
         self.outcome.settle()
         self.outcome.spans.sort(key=attrgetter("start_at", "gpus"))
         return self.outcome
