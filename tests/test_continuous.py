@@ -163,7 +163,7 @@ def test_room_is_asked_as_often_whoever_else_is_asked() -> None:
     assert asked[0] == asked[1]
 
 
-class _Counting(StepTimes):
+class Counting(StepTimes):
     """Counts the requests in memory whenever a sync is asked for."""
 
     def __init__(self, train_s: Sequence[float], sync_s: Sequence[float], every: int) -> None:
@@ -187,7 +187,7 @@ def test_requests_of_steps_that_are_over_are_not_kept(drops: bool, monkeypatch: 
     sizes = tuple(((4, 1 + 7 * i % 23), (4, 1 + 11 * i % 40)) for i in range(17))
     times = (2.5,) * steps, (1.0,) * steps
     work = OpenWorkload(sizes, 4, rule, *times, node_gpus=(2,), costs=COSTS)
-    counting = _Counting(*times, every=20)
+    counting = Counting(*times, every=20)
     gc.collect()
     before = sum(type(thing) is Request for thing in gc.get_objects())
     outcome = simulate(dataclasses.replace(work.simulation(), times=counting))

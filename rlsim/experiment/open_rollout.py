@@ -39,10 +39,11 @@ def check_open(loaded: LoadedExperiment, system: System, graph: Workflow) -> Non
     early = any(edge.grain == "sample" and graph.call(edge.target).kind == "reward" for edge in graph.edges)
     if system.batching.needs_rewards and not early:
         raise ConfigError(f"under {who} rewards that decide what is trained on come by the sample: add async_reward")
-    if loaded.scoring.judged.any() and (early or system.judge):
+    if loaded.scoring.judged.any() and system.judge:
         raise ConfigError(
-            f"under {who} an LLM judge scores a step's batch once it is there, on GPUs of its own: leave out "
-            "async_reward and colocated_judge"
+            f"under {who} training would go on all the time beside a colocated judge, and what that costs it is not "
+            "known: leave out colocated_judge, and the judge has GPUs of its own (in place of reward_scheduler, name "
+            "async_reward and adaptive_timeout)"
         )
     for part in system.control.parts if isinstance(system.control, Controls) else (system.control,):
         if type(part).next_tp is not RolloutControl.next_tp:

@@ -18,6 +18,7 @@ from rlsim.sim.recorder import NO_STEP, Recorder
 from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
+from rlsim.sim.server import InferenceServer
 from rlsim.sim.simulation import Relay, Simulation
 from rlsim.sim.stage import GenerationStage
 from rlsim.sim.step import StepState
@@ -54,11 +55,18 @@ class _Window(NamedTuple):
 class OpenGeneration(RolloutControl):
     """Continuous generation. As a control of its rollout it says what is launched; `window` and `update` are for calls.
 
-    Where rewards come by the sample, a response is scored as soon as it is complete, before a step takes it.
+    Where rewards come by the sample (`scores`), a response is scored as soon as it is complete, before a step takes it:
+    if an LLM does that, by one judge for all steps, which `judge` makes.
     """
 
     def __init__(
-        self, env: simpy.Environment, what: Simulation, outcome: Outcome, desk: RewardDesk, call: Call
+        self,
+        env: simpy.Environment,
+        what: Simulation,
+        outcome: Outcome,
+        desk: RewardDesk,
+        call: Call,
+        judge: Callable[[Call, int], InferenceServer | None],
     ) -> None:
         self.version = 0
         self.planned_tp = what.initial_tp
@@ -67,9 +75,10 @@ class OpenGeneration(RolloutControl):
         assert isinstance(batching, Continuous)
         self._env, self._what, self._outcome, self._desk, self._batching = env, what, outcome, desk, batching
         self._feed: PromptFeed = what.feed
-        self._scored_early = any(
-            edge.grain == "sample" and what.workflow.call(edge.target).kind == "reward" for edge in what.workflow.edges
-        )
+        ends = (what.workflow.call(edge.target) for edge in what.workflow.edges if edge.grain == "sample")
+        reward = next((end for end in ends if end.kind == "reward"), None)
+        self.scores = reward is not None
+        self._judge = judge(reward, NO_STEP) if reward else None
         self._groups: dict[int, _Group] = {}  # by prompt position: those that are not ready
         self._ready_now: list[_Group] = []
         self._queue: list[tuple[Ready, _Group]] = []
@@ -132,8 +141,8 @@ class OpenGeneration(RolloutControl):
     def _finished(self, responses: Sequence[Request]) -> None:
         for request in responses:
             request.end_run(self._rollout.version_of(request), request.generated)
-            if self._scored_early and not request.scored:
-                self._desk.submit(request, None, self._counted)
+            if self.scores:
+                self._desk.submit(request, self._judge, self._counted)
             else:
                 self._counted(request)
 
@@ -226,7 +235,7 @@ class OpenGeneration(RolloutControl):
         for _, group in taken:
             window.state.take(group.requests)
             window.state.flow.deliver(BATCH, group.requests)
-            if self._scored_early:
+            if self.scores:
                 window.state.flow.deliver(window.call.name, group.requests)
         if not self._missing:
             self._window = None
@@ -241,7 +250,7 @@ class OpenGeneration(RolloutControl):
         yield self._window.complete
         self.served_at = self._env.now
         state.requests.sort(key=attrgetter("id"))  # as they were launched, in whatever order they came
-        if state.flow.wants(call.name) and not self._scored_early:
+        if state.flow.wants(call.name) and not self.scores:
             state.flow.deliver(call.name, state.trained_on())
         state.flow.close(call.name)
         state.flow.close(BATCH)
@@ -319,6 +328,8 @@ class OpenGeneration(RolloutControl):
     def end(self, state: StepState) -> None:
         """The run is over: its last step has all that is in flight, to go on in a step that does not come."""
         self._rollout.break_off()
+        if self._judge:
+            self._judge.break_off()
         left = [*self._groups.values(), *self._ready_now, *(group for _, group in self._queue)]
         requests = sorted((r for group in left for r in group.requests), key=attrgetter("id"))
         state.requests += requests + [r for group in self._discarded for r in group.requests]

@@ -171,6 +171,8 @@ class Replica:
 
     def settle(self) -> None:
         """Bring the tokens of what is running up to date at a boundary that is not: the run ends here."""
+        if self._jump is not None:
+            self._extend_span("decode", self._jump[0])
         self._batch.advance(self.progress() - self._batch.step)
 
     def remove(self, ids: frozenset[int], left: Left) -> tuple[list[Request], list[Request]]:

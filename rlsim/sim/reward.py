@@ -67,10 +67,10 @@ class RewardDesk:
         self._queue: deque[tuple[Request, RewardJob, Callable[[Request], None]]] = deque()
 
     def submit(self, request: Request, judge: InferenceServer | None, on_scored: Callable[[Request], None]) -> None:
-        """Have a response scored; `judge` is that of its step."""
+        """Have a response scored; `judge` is that of its step, or of all steps."""
         job = self._scoring.job(request)
         if job.kind == "judge":
-            assert judge is not None, "a step with responses to judge has a judge"
+            assert judge is not None, "where there are responses to judge there is a judge"
             request.score_started_at = self._env.now
             asked = Request(request.id, request.position, job.judge_prompt_tokens, job.judge_tokens)
             judge.submit(asked, lambda: self._score(request, job.reward, on_scored))

@@ -24,6 +24,7 @@ from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, Request
 from rlsim.sim.responses import Responses
 from rlsim.sim.reward import RewardDesk
+from rlsim.sim.rollout import Rollout
 from rlsim.sim.scorer import StreamingScorer
 from rlsim.sim.server import InferenceServer
 from rlsim.sim.simulation import Simulation
@@ -46,13 +47,13 @@ class _Run:
         self.outcome = Outcome()
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
         self.generation = Generation(self.env, what, self.outcome, self.pool.release)
-        self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step
-        self.steps = [
-            StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
+        self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step (NO_STEP: of all steps)
+        self.steps = {
+            step: StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
             for step in range(what.steps)
-        ]
+        }
         trains = sum(call.kind == "train" for call in what.workflow.calls)
-        for state in self.steps:
+        for state in self.steps.values():
             state.trained = [Countdown(self.env, trains) for _ in range(what.workflow.windows)]
         self.updating = _updating(what.workflow)
         self.judging = self._judging()
@@ -60,9 +61,9 @@ class _Run:
         self.open: OpenGeneration | None = None
         generating = [call for call in what.workflow.calls if call.kind == "generate"]
         if not generating:
-            self.generation.take_given(self.steps)
+            self.generation.take_given(list(self.steps.values()))
         elif isinstance(what.batching.launcher, Continuous):
-            self.open = OpenGeneration(self.env, what, self.outcome, self.desk, generating[0])
+            self.open = OpenGeneration(self.env, what, self.outcome, self.desk, generating[0], self._judge)
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
@@ -70,13 +71,13 @@ class _Run:
 
     def to_the_end(self) -> Outcome:
         """Run all steps, and let go of each step's requests once it is over."""
-        for step, state in enumerate(self.steps):
+        for step in range(self.what.steps):
             self._run_until([self.done[call.name, step] for call in self.what.workflow.calls], step)
             self.outcome.step_ends.append(self.env.now)
-            if self.open and step == len(self.steps) - 1:
+            state = self.steps.pop(step)
+            if self.open and not self.steps:
                 self.open.end(state)
             self.outcome.responses.append(state.responses())
-            state.requests, state.rollout = [], None
         self.outcome.settle()
         self.outcome.spans.sort(key=attrgetter("start_at", "gpus"))
         return self.outcome
@@ -108,6 +109,8 @@ class _Run:
             record = yield from self._from_queue(self.open, call, step, placement)
         elif self.open and call.name in self.updating:
             record = yield from self._update(self.open, call, step, placement)
+        elif self.open and self.open.scores and call.kind == "reward":
+            record = yield from self._scored_before(call, step, placement)
         elif call.kind == "reward":
             record = yield from self._reward(call, step, placement)
         elif any(edge.grain == "chunk" for edge in edges):
@@ -247,8 +250,7 @@ class _Run:
         ready_at = env.now
         if not placement.shared:
             yield self.pool.acquire(placement.gpus, call.kind)
-        start_at, rollout = env.now, state.rollout
-        beside = rollout if placement.shared and rollout and not rollout.done.triggered else None
+        start_at, beside = env.now, self._beside(placement, step)
         scorer = state.scorers[call.name] = StreamingScorer(
             env,
             placement.replicas(engine.tp),
@@ -307,7 +309,7 @@ class _Run:
         while earlier := [judge for of, judge in self.judges if of < step]:  # it answers for one step at a time
             yield earlier[0].closed
         start_at = env.now
-        judge = self._judge(call, step, placement)
+        judge = self._judge(call, step, self._beside(placement, step))
         missing: set[int] = set()  # of the batch, once it is known
         complete = env.event()
 
@@ -322,10 +324,7 @@ class _Run:
 
         def submit(samples: Sequence[Request]) -> None:
             for sample in samples:
-                if self.open and sample.scored:
-                    scored(sample)
-                else:
-                    desk.submit(sample, judge, scored)
+                desk.submit(sample, judge, scored)
 
         inbox.listen(submit)
         yield inbox.closed
@@ -338,6 +337,18 @@ class _Run:
         if judge:
             judge.close()
             self.judges.remove((step, judge))
+        flow.close(call.name)
+        gpus = len(placement.gpus)
+        return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
+
+    def _scored_before(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
+        """Pass on responses that a rollout for all steps has had scored; over when the step has its batch."""
+        env, flow = self.env, self.steps[step].flow
+        inbox = flow.inboxes[call.name]
+        yield inbox.first
+        start_at = env.now
+        inbox.listen(lambda samples: flow.deliver(call.name, samples))
+        yield inbox.closed
         flow.close(call.name)
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, start_at, start_at, env.now, gpus, ())
@@ -360,12 +371,16 @@ class _Run:
         yield simpy.AllOf(self.env, [self.done[name, step] for name in calls])
         self.pool.release(self.judging)
 
-    def _judge(self, call: Call, step: int, placement: Placement) -> InferenceServer | None:
-        """The judge of a step. Where it begins beside a rollout, it slows that and what follows down, and is slowed."""
-        judge, rollout = self.what.judge, self.steps[step].rollout
+    def _beside(self, placement: Placement, step: int) -> Rollout | None:
+        """The step's rollout, if a call that begins now works on GPUs of it."""
+        rollout = self.steps[step].rollout
+        return rollout if placement.shared and rollout and not rollout.done.triggered else None
+
+    def _judge(self, call: Call, step: int, beside: Rollout | None = None) -> InferenceServer | None:
+        """A judge, of one step or of all. Beginning beside a rollout it slows that and what follows, and is slowed."""
+        judge, placement = self.what.judge, self.what.plan.of(call.name)
         if judge is None:
             return None
-        beside = placement.shared and rollout is not None and not rollout.done.triggered
         service = InferenceServer(
             self.env,
             placement.replicas(judge.tp),
@@ -374,7 +389,7 @@ class _Run:
             judge.config,
             Recorder(self.outcome.spans, step, call.name, placement.shared, self.outcome.stays, call.name),
             self.what.cluster.node_of,
-            on_busy=rollout.share if beside and rollout else None,
+            on_busy=beside.share if beside else None,
         )
         self.judges.append((step, service))
         return service

@@ -87,6 +87,13 @@ class InferenceServer:
             replica.stop()
         self.closed.succeed()
 
+    def break_off(self) -> None:
+        """The run is over: what is still unanswered is dropped at this moment."""
+        for replica in self._replicas:
+            replica.settle()
+            replica.drain("stopped")
+            replica.retire()
+
     def _finished(self, replica: Replica, finished: list[Request]) -> None:
         self._left(replica, finished)
         for request in finished:

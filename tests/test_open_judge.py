@@ -1,0 +1,301 @@
+"""One judge for all steps beside a rollout that never stops: each response is judged when it is complete."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from open_workloads import CLOCKS, OpenRun, OpenWorkload, Rule, open_workloads
+from test_asynchronous import SPLIT, TP1, check_tokens, of, use
+from test_asynchronous import run as run_experiment
+from test_continuous import Counting
+from test_lags import check_gpus
+from workloads import LinearStep, StubCosts
+
+import rlsim
+from rlsim.errors import ConfigError, PolicyError
+from rlsim.experiment.frames import stays_frame
+from rlsim.hardware import load_cluster
+from rlsim.policies.reward_scheduler import AsyncReward
+from rlsim.sim import scheduler
+from rlsim.sim.batching import Batching, Batchings
+from rlsim.sim.outcome import Outcome
+from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.reward import RewardFunction, RewardJob
+from rlsim.sim.run import simulate
+from rlsim.sim.server import RewardModelEngine
+from rlsim.sim.simulation import Simulation
+from rlsim.workflow import Placement, Plan, grpo
+
+GRAPH = AsyncReward().rewired(grpo(reference=False, old_log_probs=False))
+SECOND = LinearStep(a=1.0)  # every iteration of the judge takes a second
+BY_HAND = StubCosts({1: LinearStep(a=1.0, p=1 / 8)}, {1: 10**6})  # of the rollout, as in test_continuous
+
+relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+class Scoring(RewardFunction):
+    """A judge's answers of so many tokens by position (else 1 to 7), or rules that take as long; notes who asks."""
+
+    workers = 64
+
+    def __init__(self, kind: Literal["rule", "judge"] = "judge", answers: Mapping[int, int] | None = None) -> None:
+        self.kind, self.answers = kind, answers or {}
+        self.asked: list[int] = []
+
+    def job(self, request: Request) -> RewardJob:
+        self.asked.append(request.id)
+        tokens = self.answers.get(request.position, 1 + request.id % 7)
+        reward = float(request.position % 3 > 0)
+        if self.kind == "judge":
+            return RewardJob(
+                "judge", request.position, (), 0.0, reward, True, judge_prompt_tokens=4, judge_tokens=tokens
+            )
+        return RewardJob("rule", request.position, (tokens * SECOND.a,), 1e9, reward, True)
+
+
+class WorthSomething(Batching):
+    """Drops prompts whose responses are all worth nothing."""
+
+    def counts(self, rewards: Sequence[float]) -> bool:
+        return max(rewards) > 0
+
+
+def simulation(
+    work: OpenWorkload,
+    scoring: Scoring,
+    judges: int = 1,
+    found: OpenRun | None = None,
+    *,
+    drops: bool = False,
+    at_once: int = 256,
+) -> Simulation:
+    """What `work` is with rewards by the sample, given by so many replicas of a judge if there is one."""
+    plain, nodes = work.simulation(found), len(work.node_gpus) + 1
+    reward = Placement(tuple(range(8 * nodes, 8 * nodes + judges)))
+    engine = RewardModelEngine(1, SECOND, SECOND, 1.0, 10_000, EngineConfig(max_num_seqs=at_once))
+    return dataclasses.replace(
+        plain,
+        workflow=GRAPH,
+        plan=Plan({**plain.plan.placements, "reward": reward}),
+        cluster=load_cluster(f"{nodes + -(-judges // 8)}x8xh100"),
+        scoring=scoring,
+        judge=engine if scoring.kind == "judge" else None,
+        batching=Batchings([work.rule, WorthSomething()]) if drops else work.rule,
+    )
+
+
+def run(work: OpenWorkload, scoring: Scoring, judges: int = 1, **more: Any) -> OpenRun:
+    found = OpenRun(Outcome(), {}, [], 0)
+    found.outcome = simulate(simulation(work, scoring, judges, found, **more))
+    return found
+
+
+def judging(outcome: Outcome) -> tuple[pd.DataFrame, list[tuple[float, float]]]:
+    """The stays at the judge, and when it was at work."""
+    stays = stays_frame(outcome.stays, outcome.responses)
+    spans = sorted((span.start_at, span.end_at) for span in outcome.spans if span.kind == "reward")
+    return stays[stays["call"] == "reward"], spans
+
+
+def ends(outcome: Outcome, call: str) -> list[float]:
+    return [record.end_at for record in outcome.calls if record.call == call]
+
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_a_prompt_when_it_is_judged_and_updates_do_not_wait_for_the_judge() -> None:
+    """Without a judge: test_a_response_is_interrupted_and_goes_on_under_new_weights in test_continuous."""
+    sizes = (((8, 2),), ((8, 6),), ((8, 9),))
+    work = OpenWorkload(sizes, 1, Rule("quota", 100), (1.5, 1.0), (2.0, 1.0), costs=BY_HAND)
+    done = run(work, Scoring(answers={0: 3, 1: 3}))
+    first, second, third = (done.requests[at, 0] for at in range(3))
+    assert (first.finished_at, first.scored_at) == (4.0, 7.0)
+    # The update is asked for at 8.5 s, and nothing is generated then; the judge goes on.
+    assert (second.finished_at, second.scored_at) == (8.0, 11.0)
+    assert [record.start_at for record in done.outcome.calls if record.kind == "sync"] == [8.5, 12.5]
+    # What is judged is under way: beside it there is room for one more.
+    assert third.started_at == 10.5
+    assert ends(done.outcome, "generate") == ends(done.outcome, "reward") == [7.0, 11.0]
+
+
+def test_a_prompt_is_ready_when_the_last_of_its_responses_is_judged() -> None:
+    """The second comes at the end of the first's prefill, which then waits for another."""
+    work = OpenWorkload((((8, 2), (8, 3)),), 1, Rule("staleness", 0), (1.0,), (1.0,), costs=BY_HAND)
+    done = run(work, Scoring(answers={0: 3}))
+    assert [(r.finished_at, r.scored_at) for r in done.requests.values()] == [(4.0, 8.0), (5.0, 8.0)]
+    assert ends(done.outcome, "generate") == [8.0]
+
+
+def test_at_the_end_of_the_run_the_judge_is_broken_off() -> None:
+    work = OpenWorkload((((8, 2),), ((8, 3),)), 1, Rule("under_way", 2), (1.0,), (1.0,), costs=BY_HAND)
+    done = run(work, Scoring(answers={0: 3, 1: 100}))
+    assert done.requests[0, 0].scored_at == 8.0
+    assert done.outcome.step_ends == [11.0]  # an update from the end of the third's prefill on, 10 s
+    stays, spans = judging(done.outcome)
+    told = stays[["response", "admitted_at", "left_at", "end_tokens", "left"]].to_numpy().tolist()
+    assert told == [[0, 4.0, 8.0, 4 + 3, "finished"], [1, 5.0, 11.0, 4 + 1 + 5, "stopped"]]
+    assert (spans[0][0], spans[-1][1], sum(end - start for start, end in spans)) == (4.0, 11.0, 7.0)
+    responses = done.outcome.responses[0]
+    assert np.isnan(responses.reward).tolist() == [False, True, True]
+    assert responses.paused.tolist() == [False, True, True]
+
+
+# ---- random runs ----------------------------------------------------------------------------------------------------
+
+
+def unless_it_halts(*args: Any, **kwargs: Any) -> OpenRun | None:
+    """What `run` gives; None if nothing more is launched before the last step has its batch."""
+    with suppress(PolicyError):
+        return run(*args, **kwargs)
+    return None
+
+
+@settings(relaxed, max_examples=150)
+@given(st.sampled_from(CLOCKS).flatmap(open_workloads), st.booleans())
+def test_a_judge_that_no_load_slows_down_is_as_a_rule_of_that_duration(work: OpenWorkload, drops: bool) -> None:
+    """Every response has a replica, or a worker, of its own."""
+    rule = unless_it_halts(work, Scoring("rule"), judges=Scoring.workers, drops=drops)
+    judge = unless_it_halts(work, Scoring("judge"), judges=Scoring.workers, drops=drops)
+    if rule is None or judge is None:
+        assert rule is judge
+        return
+    assert judge.launches == rule.launches
+    near = {"rel": 1e-9, "abs": 0.0, "nan_ok": True}
+    for key, one in rule.requests.items():
+        other = judge.requests[key]
+        for name in ("started_at", "finished_at", "score_started_at", "scored_at", "reward"):
+            assert getattr(other, name) == pytest.approx(getattr(one, name), **near), (key, name)
+        assert (other.generated, other.runs) == (one.generated, one.runs)
+    assert len(judge.outcome.calls) == len(rule.outcome.calls)
+    for one, other in zip(rule.outcome.calls, judge.outcome.calls, strict=True):
+        assert (other.step, other.call) == (one.step, one.call)
+        assert [other.start_at, other.end_at] == pytest.approx([one.start_at, one.end_at], **near)
+    for one, other in zip(rule.outcome.responses, judge.outcome.responses, strict=True):
+        assert other.id.tolist() == one.id.tolist()
+        assert other.trained.tolist() == one.trained.tolist()
+
+
+@settings(relaxed, max_examples=150)
+@given(
+    st.sampled_from(CLOCKS).flatmap(open_workloads),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 256]),
+    st.booleans(),
+)
+def test_every_response_is_judged_once(work: OpenWorkload, judges: int, at_once: int, drops: bool) -> None:
+    scoring = Scoring()
+    done = unless_it_halts(work, scoring, judges, drops=drops, at_once=at_once)
+    if done is None:
+        return
+    outcome, requests = done.outcome, {r.id: r for r in done.requests.values()}
+    assert sorted(scoring.asked) == sorted(i for i, r in requests.items() if r.finished)
+    stays, _ = judging(outcome)
+    last = stays[stays["left"] != "preempted"]
+    assert sorted(last["response"]) == sorted(scoring.asked)
+    assert sorted(last.loc[last["left"] == "finished", "response"]) == sorted(
+        i for i, r in requests.items() if r.scored
+    )
+    assert set(last["left"]) <= {"finished", "stopped"}
+    step_of = {int(i): step for step, responses in enumerate(outcome.responses) for i in responses.id}
+    assert stays["step"].tolist() == [step_of[i] for i in stays["response"]]
+    for i in scoring.asked:
+        request = requests[i]
+        assert request.score_started_at == request.finished_at
+        if request.scored:
+            assert request.scored_at >= (request.finished_at + 1 + i % 7) * (1 - 1e-9)
+    has_batch = ends(outcome, "generate")
+    for step, responses in enumerate(outcome.responses):
+        assert not np.isnan(responses.reward[~responses.paused]).any(), "trained on, or dropped once it was scored"
+        assert (responses.scored_at[~responses.paused] <= has_batch[step] * (1 + 1e-9)).all() or step == len(
+            has_batch
+        ) - 1
+        if drops:
+            assert all(at % 3 for at in responses.position[responses.trained])
+    of_gpu: dict[int, float] = {}
+    for span in sorted((s for s in outcome.spans if s.kind == "reward"), key=lambda s: s.start_at):
+        (gpu,) = span.gpus
+        assert span.start_at >= of_gpu.get(gpu, 0.0) * (1 - 1e-9), "a replica does one thing at a time"
+        of_gpu[gpu] = span.end_at
+    assert all(end <= outcome.step_ends[-1] for end in of_gpu.values())
+
+
+@pytest.mark.parametrize("kind", ["rule", "judge"])
+def test_requests_of_steps_that_are_over_are_not_kept(
+    kind: Literal["rule", "judge"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "FEW", 16)  # stale admissions that a replica may remember
+    times = (2.5,) * 100, (1.0,) * 100
+    sizes = tuple(((4, 1 + 7 * i % 23), (4, 1 + 11 * i % 40)) for i in range(17))
+    work = OpenWorkload(sizes, 4, Rule("staleness", 2), *times, costs=BY_HAND)
+    counting = Counting(*times, every=20)
+    simulate(dataclasses.replace(simulation(work, Scoring(kind), judges=2), times=counting))
+    alive, under_way = counting.alive[1:], 2 * 4 * (work.rule.much + 1)  # responses
+    assert max(alive) - min(alive) < 2 * under_way
+
+
+# ---- experiments ----------------------------------------------------------------------------------------------------
+
+JUDGED: dict[str, Any] = {
+    "trace": {"path": "rollpacker-judge", "cap": "1K"},
+    "workflow": {"reward": {"judge": {"model": "qwen2.5-1.5b", "tp": 1}}},
+}
+
+
+def judged(*systems: Any, steps: int = 8) -> rlsim.Result:
+    """Four GPUs generate, two judge, two train."""
+    return run_experiment(*systems, trace=JUDGED["trace"], workflow={**JUDGED["workflow"], "steps": steps})
+
+
+@pytest.mark.parametrize("parts", [(), ("async_reward", "rollout_log_probs")])
+@pytest.mark.parametrize(
+    "rule", [{"bounded_staleness": {"eta": 0}}, {"sync_quota": {"staleness_threshold": 0, "per_replica": None}}]
+)
+def test_without_a_bound_to_spend_it_is_the_synchronous_split_run(rule: dict[str, Any], parts: tuple[str, ...]) -> None:
+    """With `async_reward` and log-probs it is not: there those of a response begin before it is judged."""
+    found = judged(use("synchronous", *parts), use("relaxed", rule, *parts))
+    synchronous, relaxed = of(found, "synchronous"), of(found, "relaxed")
+    told = ["step_time_s", "train_time_s", "sync_time_s", "tokens", "response_tokens", "bubble_fraction"]
+    np.testing.assert_allclose(relaxed[told], synchronous[told], rtol=1e-12)
+    waited = (steps["gen_exposed_s"] + steps["prep_time_s"] for steps in (relaxed, synchronous))
+    np.testing.assert_allclose(*waited, rtol=1e-12)
+    moments = ["finish_at", "score_start_at", "scored_at"]
+    one, other = (of(found, name, "responses").sort_values(moments)[moments] for name in ("synchronous", "relaxed"))
+    np.testing.assert_allclose(other, one, rtol=1e-12)
+
+
+def test_a_judge_that_scores_at_once_spares_the_step_that_wait() -> None:
+    rule = {"bounded_staleness": {"eta": 2}}
+    found = judged(use("by the batch", rule), use("by the sample", rule, "async_reward"), steps=12)
+    batch, sample = of(found, "by the batch"), of(found, "by the sample")
+    assert (batch["prep_time_s"] > sample["prep_time_s"]).all()
+    for name in ("by the batch", "by the sample"):
+        check_tokens(of(found, name))
+        check_gpus(of(found, name, "spans"))
+    spans, stays = of(found, "by the sample", "spans"), of(found, "by the sample", "stays")
+    assert set(spans.loc[spans["kind"] == "reward", "gpu"]) == {6, 7}
+    scored = of(found, "by the sample", "responses")["scored_at"].notna().sum()
+    assert ((stays["call"] == "reward") & (stays["left"] == "finished")).sum() == scored > 12 * 32
+
+
+@pytest.mark.parametrize("stale", ["train", "wait", "drop"])
+def test_rewards_that_a_judge_gives_drop_prompts_before_a_step_takes_them(stale: str) -> None:
+    rule = {"bounded_staleness": {"eta": 1, "stale": stale}}
+    steps = judged(use("dynamic", rule, "async_reward", "dynamic_sampling"), steps=12).steps
+    assert steps["dropped"].sum() > 0
+    assert (steps["trained"] == 32).all()
+    check_tokens(steps)
+
+
+@pytest.mark.parametrize("parts", [["colocated_judge"], ["async_reward", "colocated_judge"], ["reward_scheduler"]])
+def test_a_judge_beside_the_rollout_is_refused(parts: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"go on all the time beside a colocated judge.*leave out colocated_judge"):
+        judged({"name": "wrong", "use": [SPLIT, TP1, {"bounded_staleness": {"eta": 1}}, *parts]})
