@@ -228,7 +228,7 @@ def asynchronous(draw: st.DrawFn) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         {"areal": {"eta": draw(st.integers(0, 4)), "interrupt": draw(st.booleans())}},
         {"roll_flash": {"alpha": draw(st.sampled_from([0, 0.5, 1, 2]))}},
         {"nemo_async": {"in_flight_weight_updates": draw(st.booleans())}},
-        {"streamrl": {"parts_per_step": updates}},
+        {"streamrl": {"parts_per_step": updates, "skewness_aware": draw(st.booleans())}},
         {"laminar": {"eta": draw(st.integers(0, 4)), "per_replica": draw(st.sampled_from([None, 1, 4]))}},
     ]  # fmt: skip
     chosen = draw(st.sampled_from(choices))

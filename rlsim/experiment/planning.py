@@ -27,8 +27,8 @@ from rlsim.experiment.times import handed_on_bytes
 from rlsim.policies.parts import PlanSearch
 from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
+from rlsim.sim.dealing import evenly
 from rlsim.sim.request import Request
-from rlsim.sim.rollout import dealt
 from rlsim.sim.stage import GenerationStage
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
@@ -254,7 +254,7 @@ class PlanSpace:
     def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int], ...]]:
         """Prompt and response tokens of the replicas' sequences, of replicas with the same ones once."""
         lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
-        return {tuple(share) for share in dealt(lengths, strategy.dp, self._loaded.experiment.routing)}
+        return {tuple(share) for share in evenly(lengths, strategy.dp, self._loaded.experiment.routing)}
 
     def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
@@ -124,7 +126,7 @@ class Simulator:
             initial_tp=system.initial_tp(placed.context),
             feasible_tps=placed.context.feasible_tps,
             feed=PromptFeed(spec.prompts, loaded.launched_responses),
-            requests=lambda prompts, samples, first_id: _requests(sampler, prompts, samples, first_id),
+            requests=_Requests(sampler, system.control.length_error),
             costs=placed.rollout_costs,
             times=ExperimentTimes(placed),
             scoring=loaded.scoring,
@@ -141,8 +143,20 @@ class Simulator:
         return simulate(what)
 
 
-def _requests(sampler: StepSampler, prompts: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
-    batch = sampler.draw([p.position for p in prompts], [p.first_sample for p in prompts], samples)
-    columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
-    rows = zip(*(c.tolist() for c in columns), strict=True)
-    return [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
+class _Requests:
+    """Makes the requests of a launch from a trace, with predicted lengths where there is a predictor."""
+
+    def __init__(self, sampler: StepSampler, length_error: float | None) -> None:
+        self._sampler, self._error = sampler, length_error
+        self._rng = np.random.default_rng(sampler.seed)
+
+    def __call__(self, prompts: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
+        batch = self._sampler.draw([p.position for p in prompts], [p.first_sample for p in prompts], samples)
+        columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
+        rows = zip(*(c.tolist() for c in columns), strict=True)
+        made = [Request(first_id + i, at, prompt, length, row=row) for i, (at, prompt, length, row) in enumerate(rows)]
+        if self._error is not None:
+            factors = np.exp(self._error * self._rng.standard_normal(len(made)))
+            for request, factor in zip(made, factors.tolist(), strict=True):
+                request.predicted_tokens = request.response_tokens * factor
+        return made

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from rlsim.policies.continuous import BoundedStaleness, RolloutLogProbs, SyncQuota, Windows
+from rlsim.policies.dispatch import SkewnessDispatch
 from rlsim.policies.frameworks import StaticTP
 from rlsim.policies.parts import Part
 from rlsim.policies.relaxed import Lagged, Split
@@ -88,6 +89,8 @@ class StreamRL(Apart):
     parts_per_step: int = Field(
         default=4, ge=1, le=100_000, description="mini-batches that training takes as they come"
     )
+    skewness_aware: bool = Field(default=True, description="dispatch by predicted length: `skewness_dispatch`")
 
     def parts(self) -> Sequence[Part]:
-        return (*self.common(), Lagged(lag=1), Windows(parts=self.parts_per_step))
+        dispatch = (SkewnessDispatch(),) if self.skewness_aware else ()
+        return (*self.common(), *dispatch, Lagged(lag=1), Windows(parts=self.parts_per_step))

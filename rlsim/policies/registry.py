@@ -43,6 +43,7 @@ BUILTIN = {
     "roll_flash": "rlsim.policies.asynchronous:RollFlash",
     "rollout_log_probs": "rlsim.policies.continuous:RolloutLogProbs",
     "rollpacker": "rlsim.policies.rollpacker:RollPacker",
+    "skewness_dispatch": "rlsim.policies.dispatch:SkewnessDispatch",
     "split": "rlsim.policies.relaxed:Split",
     "stream": "rlsim.policies.stream_trainer:StreamTrainer",
     "streamrl": "rlsim.policies.asynchronous:StreamRL",

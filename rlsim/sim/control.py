@@ -7,14 +7,14 @@ effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import CapacityError, ConfigError, PolicyError
-from rlsim.hooks import Hooked, hook, is_whole
+from rlsim.hooks import Hooked, hook, is_number, is_whole
 
 KvHandling = Literal["migrate", "recompute"]
 
@@ -100,6 +100,7 @@ class RequestView(NamedTuple):
     prompt_tokens: int
     generated_tokens: int
     has_kv: bool  # running: its context is in the KV cache
+    predicted_tokens: float = 0.0  # of the whole response, where the system has a predictor (`length_error`); else 0
 
     @property
     def context_tokens(self) -> int:
@@ -312,6 +313,12 @@ def _are_numbers(ids: object) -> bool:
     return isinstance(ids, Collection) and all(is_whole(number, 0) for number in ids)
 
 
+def _are_shares(shares: object, *_: object) -> bool:
+    if not isinstance(shares, Mapping):
+        return shares is None
+    return all(is_whole(index, 0) and _are_numbers(ids) for index, ids in shares.items())
+
+
 def are_parameters(choices: object, *_: object) -> bool:
     """Whether it is a list of sets of parameters, each by name."""
     return isinstance(choices, Sequence) and all(isinstance(choice, Mapping) for choice in choices)
@@ -373,6 +380,26 @@ class RolloutControl(Hooked):
         """
         return planned
 
+    @property
+    @hook("a number, 0 or more, or None", lambda error: error is None or is_number(error))
+    def length_error(self) -> float | None:
+        """Before the run: the error of a predictor of lengths, with which every `RequestView` has `predicted_tokens`.
+
+        It is the standard deviation of the logarithm of predicted over true length; None: there is no predictor.
+        """
+        return None
+
+    @hook("lists of responses by replica, or None", _are_shares)
+    def dispatch(
+        self,
+        launched: Sequence[RequestView],  # noqa: ARG002
+        replicas: Sequence[ReplicaView],  # noqa: ARG002
+    ) -> Mapping[int, Sequence[int]] | None:
+        """Responses are launched: the ids that each of these replicas (by index) gets, in the order in which they come
+        there, each id once; or None to deal them as the stage does.
+        """
+        return None
+
     @hook()
     def on_scored(self, report: ScoringReport) -> None:
         """The calls that took a step's responses by the chunk are done with the step."""
@@ -415,6 +442,18 @@ class Controls(RolloutControl):
             planned = part.chunk_tokens(planned)
         return planned
 
+    @property
+    def length_error(self) -> float | None:
+        """That of the first that has a predictor."""
+        return next((part.length_error for part in self.parts if part.length_error is not None), None)
+
+    def dispatch(
+        self, launched: Sequence[RequestView], replicas: Sequence[ReplicaView]
+    ) -> Mapping[int, Sequence[int]] | None:
+        """What the first of those that have an opinion says."""
+        answers = (part.dispatch(launched, replicas) for part in self.parts)
+        return next((answer for answer in answers if answer is not None), None)
+
     def on_scored(self, report: ScoringReport) -> None:
         for part in self.parts:
             part.on_scored(report)
@@ -425,7 +464,15 @@ class Controls(RolloutControl):
 
 def decides(control: RolloutControl) -> bool:
     """Whether the control overrides `on_finish`; one that does not need not be asked."""
+    return _overrides(control, "on_finish")
+
+
+def dispatches(control: RolloutControl) -> bool:
+    """Whether the control overrides `dispatch`."""
+    return _overrides(control, "dispatch")
+
+
+def _overrides(control: RolloutControl, method: str) -> bool:
     if isinstance(control, Controls):
-        return any(decides(part) for part in control.parts)
-    method: Callable[..., object] = type(control).on_finish
-    return method is not RolloutControl.on_finish
+        return any(_overrides(part, method) for part in control.parts)
+    return getattr(type(control), method) is not getattr(RolloutControl, method)

@@ -73,6 +73,7 @@ class Request:
         "offset",
         "order",
         "position",
+        "predicted_tokens",
         "preemptions",
         "prefill_left",
         "prompt_tokens",
@@ -105,6 +106,7 @@ class Request:
         self.position = position  # of its prompt in training order
         self.prompt_tokens = prompt_tokens
         self.response_tokens = response_tokens  # the truth; no policy sees it
+        self.predicted_tokens = 0.0  # of the response, by the system's predictor; 0: it has none
         self.limit_tokens = response_tokens  # with so many tokens it leaves its replica: complete, or it pauses
         self.generated = generated  # brought up to date when the request leaves the running batch
         self.order = 0  # admission number at its replica; 0 while waiting
@@ -155,7 +157,7 @@ class Request:
             self.first_token_at,
             self.finished_at,
         )
-        later.baseline = self.baseline
+        later.baseline, later.predicted_tokens = self.baseline, self.predicted_tokens
         later.reward, later.score_started_at, later.scored_at = self.reward, self.score_started_at, self.scored_at
         return later
 

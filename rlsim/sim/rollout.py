@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import simpy
 
@@ -31,16 +31,16 @@ from rlsim.sim.control import (
     Stop,
     actions_of,
     decides,
+    dispatches,
 )
+from rlsim.sim.dealing import Shares, by_context, by_number, evenly
 from rlsim.sim.moment import ASK, DEAL, at_end, rest_of
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
-from rlsim.sim.stage import GenerationStage, RolloutState, Routing
+from rlsim.sim.stage import GenerationStage, RolloutState
 from rlsim.sim.stays import Left
 from rlsim.sim.updating import WeightUpdates
-from rlsim.sim.view import LiveView
-
-_T = TypeVar("_T")
+from rlsim.sim.view import LiveView, view_of, view_of_replica
 
 
 class Rollout(RolloutState):
@@ -77,7 +77,7 @@ class Rollout(RolloutState):
         for node, tp in self._tp.items():
             self._used_tps.setdefault(node, set()).add(tp)
             self._start_node(node, tp, stage.version)
-        self._deal_at_start(stage.requests)
+        self._deal_new(stage.requests, self.active(), idle=True)
         if stage.resumed:
             self._deal_to_active(stage.resumed)
         if not self._requests:
@@ -149,52 +149,46 @@ class Rollout(RolloutState):
             if self._stage.on_idle:
                 self._stage.on_idle()
 
-    def _deal_out(self, requests: Iterable[Request], load: dict[int, int]) -> dict[int, list[Request]]:
-        """Longest context first, each to the replica (by index) with the least context so far."""
-        shares: dict[int, list[Request]] = {index: [] for index in load}
-        least = [(context, index) for index, context in load.items()]
-        heapify(least)
-        for request in sorted(requests, key=lambda r: (-r.context, r.id)):
-            context, index = least[0]
-            heapreplace(least, (context + request.context, index))
-            shares[index].append(request)
-        return shares
+    def _deal(self, shares: Shares) -> None:
+        for index, share in shares.items():
+            self._give(self.replicas[index], share)
 
     def _deal_to_active(self, requests: Sequence[Request]) -> None:
         """Give requests without KV to the active replicas with the least context; keep them while there is none."""
-        active = self.active()
+        load = {replica.index: replica.context_tokens() for replica in self.active()}
         for request in requests:
             request.has_kv = False
-        if not active:
+        if load:
+            self._deal(by_context(requests, load))
+        else:
             self._homeless.extend(requests)
-            return
-        load = {r.index: r.context_tokens() for r in active}
-        for index, share in self._deal_out(requests, load).items():
-            self._give(self.replicas[index], share)
 
-    def _deal_at_start(self, requests: Sequence[Request]) -> None:
-        """Give new requests to replicas that have none."""
-        active = self.active()
-        if not active:
+    def _deal_new(self, requests: Sequence[Request], replicas: Sequence[Replica], idle: bool) -> None:
+        """Give new requests to these replicas: as the control says, else evenly or to those that have the fewest."""
+        if not replicas:
             self._homeless.extend(requests)
-            return
-        for replica, share in zip(active, dealt(requests, len(active), self._stage.routing), strict=True):
-            self._give(replica, share)
+        elif (wanted := self._wanted(requests, replicas)) is not None:
+            self._deal(wanted)
+        elif idle:
+            shares = evenly(requests, len(replicas), self._stage.routing)
+            self._deal({replica.index: share for replica, share in zip(replicas, shares, strict=True)})
+        else:
+            in_order = sorted(replicas, key=attrgetter("index"))
+            self._deal(by_number(requests, {replica.index: replica.unfinished for replica in in_order}))
 
-    def _deal_by_number(self, requests: Sequence[Request], replicas: Sequence[Replica]) -> None:
-        """Give new requests, one by one, to the one of these with the fewest; keep them while there is none."""
-        fewest = [(replica.unfinished, replica.index) for replica in replicas]
-        if not fewest:
-            self._homeless.extend(requests)
-            return
-        heapify(fewest)
-        shares: dict[int, list[Request]] = {}
-        for request in requests:
-            number, index = fewest[0]
-            heapreplace(fewest, (number + 1, index))
-            shares.setdefault(index, []).append(request)
-        for index, share in sorted(shares.items()):
-            self._give(self.replicas[index], share)
+    def _wanted(self, requests: Sequence[Request], replicas: Sequence[Replica]) -> Shares | None:
+        if not requests or not dispatches(self._stage.control):
+            return None
+        known = {request.id: request for request in requests}
+        views = [view_of(request, request.context, running=False) for request in requests]
+        wanted = self._stage.control.dispatch(views, [view_of_replica(replica) for replica in replicas])
+        if wanted is None:
+            return None
+        named = [id_ for ids in wanted.values() for id_ in ids]
+        if sorted(named) != sorted(known) or not wanted.keys() <= {replica.index for replica in replicas}:
+            what = "returned a share that does not give each response to one of the replicas"
+            raise misused(self._stage.control, "dispatch", what)
+        return {index: [known[id_] for id_ in ids] for index, ids in wanted.items()}
 
     def open_to_launches(self) -> list[Replica]:
         """The active replicas that new requests may go to."""
@@ -366,8 +360,8 @@ class Rollout(RolloutState):
         self._switching.discard(node)
         new, place = self._start_node(node, tp, version), {request.id: i for i, request in enumerate(requests)}
         self.updates.switched()
-        for index, share in self._deal_out(requests, {replica.index: 0 for replica in new}).items():
-            self._give(self.replicas[index], sorted(share, key=lambda r: place[r.id]))
+        shares = by_context(requests, {replica.index: 0 for replica in new})
+        self._deal({index: sorted(share, key=lambda r: place[r.id]) for index, share in shares.items()})
         homeless, self._homeless = self._homeless, []
         self._deal_to_active(homeless)
 
@@ -441,9 +435,9 @@ class Rollout(RolloutState):
         self._left += len(requests)
         self.launched += len(requests)
         if wanted := [replica for replica in self.active() if replica.index in launch.to]:
-            self._deal_by_number(requests, wanted)
+            self._deal_new(requests, wanted, idle=False)
         elif self._stage.dispatch == "fewest_requests":
-            self._deal_at_start(requests) if idle else self._deal_by_number(requests, self.open_to_launches())
+            self._deal_new(requests, self.open_to_launches(), idle)
         else:
             self._deal_to_active(requests)
 
@@ -488,17 +482,3 @@ class Rollout(RolloutState):
             if replica and replica.stopped is None and not self._requests[id_].at_limit:
                 found.setdefault(replica, set()).add(id_)
         return [(r, frozenset(found[r])) for r in sorted(found, key=attrgetter("node", "index"))]
-
-
-def dealt(requests: Sequence[_T], replicas: int, routing: Routing) -> list[Sequence[_T]]:
-    """The requests of each replica at the start of a rollout."""
-    if routing == "round_robin":
-        return [requests[i::replicas] for i in range(replicas)]
-    size, extra = divmod(len(requests), replicas)
-    shares = []
-    first = 0
-    for i in range(replicas):
-        last = first + size + (i < extra)
-        shares.append(requests[first:last])
-        first = last
-    return shares

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rlsim.sim.control import ReplicaView, RequestView
+from rlsim.sim.replica import Replica
+from rlsim.sim.request import Request
 from rlsim.sim.stage import RolloutState
 
 
@@ -75,17 +77,17 @@ class LiveView:
         return frozenset(self._rollout._used_tps[node])
 
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
-        return tuple(
-            ReplicaView(
-                replica.index,
-                replica.node,
-                replica.tp,
-                replica.gpus,
-                tuple(
-                    RequestView(r.id, r.position, r.prompt_tokens, context - r.prompt_tokens, running)
-                    for r, context, running in replica.contexts()
-                ),
-                replica.version,
-            )
-            for replica in self._rollout.active(node)
-        )
+        return tuple(view_of_replica(replica) for replica in self._rollout.active(node))
+
+
+def view_of(request: Request, context: int, running: bool) -> RequestView:
+    """What a control may know of a request with so many tokens of context by now."""
+    generated = context - request.prompt_tokens
+    predicted = request.predicted_tokens
+    return RequestView(request.id, request.position, request.prompt_tokens, generated, running, predicted)
+
+
+def view_of_replica(replica: Replica) -> ReplicaView:
+    """What it may know of a replica."""
+    requests = tuple(view_of(*there) for there in replica.contexts())
+    return ReplicaView(replica.index, replica.node, replica.tp, replica.gpus, requests, replica.version)

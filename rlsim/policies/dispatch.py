@@ -1,0 +1,64 @@
+"""Skewness-aware dispatch (StreamRL, Zhong et al. 2025): what is predicted longest goes to replicas of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import Field, PrivateAttr
+
+from rlsim.schema import Schema
+from rlsim.sim.control import ControlContext, ReplicaView, RequestView, RolloutControl
+
+
+class SkewnessDispatch(Schema, RolloutControl):
+    """Few long responses on each of some replicas, many short ones on each of the others, longest first everywhere.
+
+    As many replicas are kept for the long ones as make the slower side fastest. A side takes as long as its longest
+    response under a batch of its size; where that says that all replicas together are faster, nothing is kept.
+    """
+
+    long: float = Field(default=0.2, gt=0, lt=1, description="share of the responses that are predicted longest")
+    error: float = Field(
+        default=0.3, ge=0, le=10, description="of the predictor: standard deviation of log(predicted / true length)"
+    )
+
+    _context: ControlContext = PrivateAttr()
+
+    @property
+    def length_error(self) -> float:
+        return self.error
+
+    def setup(self, context: ControlContext) -> None:
+        self._context = context
+
+    def dispatch(self, launched: Sequence[RequestView], replicas: Sequence[ReplicaView]) -> Mapping[int, Sequence[int]]:
+        """The split of the replicas that ends first, and on each side the longest response first."""
+        ordered = sorted(launched, key=lambda r: (-r.predicted_tokens, r.id))
+        long, others = ordered[: round(self.long * len(ordered))], ordered[round(self.long * len(ordered)) :]
+        end_s = {0: self._end_s(ordered, replicas)}
+        for kept in range(1, len(replicas)):
+            end_s[kept] = max(self._end_s(long, replicas[:kept]), self._end_s(others, replicas[kept:]))
+        kept = min(end_s, key=end_s.__getitem__)
+        if not kept:
+            return _spread(ordered, replicas)
+        return _spread(long, replicas[:kept]) | _spread(others, replicas[kept:])
+
+    def _end_s(self, requests: Sequence[RequestView], replicas: Sequence[ReplicaView]) -> float:
+        """Of the longest, beside as many as its replica gets, whose contexts are those of the mean half-way."""
+        if not requests:
+            return 0.0
+        batch = -(-len(requests) // len(replicas))
+        mean = sum(r.context_tokens + r.predicted_tokens / 2 for r in requests) / len(requests)
+        step_s = self._context.costs.step(replicas[0].tp).decode(batch).step_s(batch * mean)
+        return requests[0].predicted_tokens * step_s
+
+
+def _spread(requests: Sequence[RequestView], replicas: Sequence[ReplicaView]) -> dict[int, list[int]]:
+    """In their order, each to the replica that is predicted to have the fewest tokens so far."""
+    load = {replica.index: 0.0 for replica in replicas}
+    shares: dict[int, list[int]] = {index: [] for index in load}
+    for request in requests:
+        index = min(load, key=load.__getitem__)
+        load[index] += request.predicted_tokens
+        shares[index].append(request.id)
+    return shares
