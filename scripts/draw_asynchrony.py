@@ -27,13 +27,17 @@ def main() -> None:
     results = sys.argv[1:]
     found = rlsim.read_result(results[0]) if results else rlsim.run(ROOT / "experiments" / "asynchrony.yaml")
     save_chart(frontier_chart(frontier(found, CASE)), PICTURE)
-    summary = found.summary()
+    PAGE.write_text(page_with(found.summary()), encoding="utf-8")
+
+
+def page_with(summary: pd.DataFrame) -> str:
+    """The page with the tables of this summary."""
     page = PAGE.read_text(encoding="utf-8")
     for name, table in ((CASE, details(summary)), ("speedups", speedups(summary))):
         between = re.compile(rf"(<!-- measured: {name} -->\n).*?(<!-- end measured -->)", re.DOTALL)
         page, count = between.subn(rf"\1\n{table}\n\2", page)
         assert count == 1, name
-    PAGE.write_text(page, encoding="utf-8")
+    return page
 
 
 def details(summary: pd.DataFrame) -> str:

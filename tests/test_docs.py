@@ -61,8 +61,8 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "scripts" / "make_reference.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -149,12 +149,12 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_parts_are_fresh(name: str) -> None:
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert reference().refreshed(text) == text, "run `python scripts/make_reference.py`"
+    assert script("make_reference").refreshed(text) == text, "run `python scripts/make_reference.py`"
 
 
 def test_every_generated_part_stands_in_a_page() -> None:
     everything = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert set(re.findall(r"<!-- generated: ([\w-]+) -->", everything)) == set(reference().PARTS)
+    assert set(re.findall(r"<!-- generated: ([\w-]+) -->", everything)) == set(script("make_reference").PARTS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,3 +200,10 @@ def test_results_page_names_every_key_of_the_manifest_and_column_of_the_summary(
     for section, names in (("Manifest", result.manifest), ("Summary", result.summary().columns)):
         first_cells = "".join(re.findall(r"^\|([^|]*)\|", sections[section], re.MULTILINE))
         assert set(re.findall(r"`(\w+)`", first_cells)) == set(names)
+
+
+@pytest.mark.slow
+def test_what_asynchrony_pays_is_what_a_run_says() -> None:
+    draw = script("draw_asynchrony")
+    summary = rlsim.run(ROOT / "experiments" / "asynchrony.yaml").summary()
+    assert draw.page_with(summary) == draw.PAGE.read_text(encoding="utf-8")
