@@ -81,14 +81,16 @@ class SyncTime:
 class WeightSync:
     """Syncs of one model's weights into a rollout engine by `method`, which is not reshard.
 
-    `offload`: the trainer's shards wait in host memory. `stacked`: the trainer keeps the experts of a layer in one
-    tensor, as transformers does from version 5 on. `engine` None: the weights are only received.
+    `cluster` and `collectives` are those of the trainer, `rollout` the cluster as the engine's GPUs know it, if these
+    are of another kind. `offload`: the trainer's shards wait in host memory. `stacked`: the trainer keeps the experts
+    of a layer in one tensor, as transformers does from version 5 on. `engine` None: the weights are only received.
     """
 
     model: Model
     cluster: Cluster
     collectives: CollectiveTime
     engine: Engine | None
+    rollout: Cluster | None = None
     method: SyncMethod = "bucketed"
     offload: bool = False
     stacked: bool = True
@@ -127,14 +129,16 @@ class WeightSync:
         first = self.cluster.node_of(min(source.first_gpu, target.first_gpu))
         if first == self.cluster.node_of(max(source.first_gpu, target.end_gpu - 1)):
             return self.collectives.time_s("broadcast", self.model.weight_bytes, 1 + target.gpus)
-        link = self.cluster.inter
+        sides = (self.cluster, self.rollout or self.cluster)
+        return max(self._network_s(side.inter, min(source.gpus, target.gpus)) for side in sides)
+
+    def _network_s(self, link: Link | None, gpus: int) -> float:
+        """To other nodes at the rate of one side's link, which the slower one of both sets."""
         if link is None:
             raise CalibrationError(f"cluster {self.cluster.name!r} has no inter-node link for a weight sync")
-        ports = self._ports(link, min(source.gpus, target.gpus)) if self.method == "multi_sender" else 1
+        senders = min(gpus, self.cluster.gpus_per_node) if self.method == "multi_sender" else 1
+        ports = math.ceil(senders / link.shared_by_gpus)
         return link.latency_s + self.model.weight_bytes / (ports * link.bytes_per_s * self.fit.network_share)
-
-    def _ports(self, link: Link, gpus: int) -> int:
-        return math.ceil(min(gpus, self.cluster.gpus_per_node) / link.shared_by_gpus)
 
     def _load_s(self) -> float:
         if self.engine is None:

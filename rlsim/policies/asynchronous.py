@@ -18,7 +18,7 @@ from rlsim.sim.request import UpdatedKv
 class _Apart(StaticTP):
     """Generation on GPUs of its own, with one TP degree; rewards as responses finish."""
 
-    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: half of all")
+    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: as `split` cuts")
 
     def _common(self) -> tuple[Part, ...]:
         return VeRL(tp=self.tp), Split(rollout_gpus=self.rollout_gpus), AsyncReward()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_weight_bytes, training_memory
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
-from rlsim.hardware import Gpu
+from rlsim.hardware import AnyCluster
 from rlsim.models import Model
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, same_weights
@@ -61,8 +61,8 @@ class CallMemory:
 class PlanMemory:
     """Memory of the calls of a workflow under any plan; `models` are named by role."""
 
-    def __init__(self, workflow: Workflow, models: Mapping[str, Model], gpu: Gpu, batch: BatchSize) -> None:
-        self._workflow, self._models, self._gpu, self._batch = workflow, models, gpu, batch
+    def __init__(self, workflow: Workflow, models: Mapping[str, Model], cluster: AnyCluster, batch: BatchSize) -> None:
+        self._workflow, self._models, self._cluster, self._batch = workflow, models, cluster, batch
 
     def of(self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False) -> CallMemory:
         """A call's memory on each GPU. `holds_weights`: training of the same model keeps just these weights there."""
@@ -96,7 +96,8 @@ class PlanMemory:
         """A rollout engine's: its share of the GPU where the plan says it, else its weights: KV takes what is left."""
         assert placement.strategy is not None
         if placement.memory_share is not None:
-            return CallMemory({}, {"rollout engine": placement.memory_share * self._gpu.memory_bytes - RESERVED_BYTES})
+            gpu = self._cluster.gpu_at(placement.gpus[0])
+            return CallMemory({}, {"rollout engine": placement.memory_share * gpu.memory_bytes - RESERVED_BYTES})
         strategy = placement.strategy
         return CallMemory({}, {"weights": rollout_weight_bytes(self._models[call.model], strategy.tp, strategy.pp)})
 
@@ -135,16 +136,19 @@ class PlanMemory:
         needs = self.needs(plan, beside_bytes)
         if not needs:
             return
-        name, (gpu, parts) = max(needs.items(), key=lambda item: sum(item[1][1].values()))
-        total, strategy = sum(parts.values()), plan.of(name).strategy
-        if total > self._gpu.memory_bytes and strategy is not None:
+        gpus = {name: self._cluster.gpu_at(gpu) for name, (gpu, _) in needs.items()}
+        totals = {name: sum(parts.values()) for name, (_, parts) in needs.items()}
+        name = max(needs, key=lambda name: totals[name] - gpus[name].memory_bytes)
+        total, strategy, of = totals[name], plan.of(name).strategy, gpus[name]
+        if total > of.memory_bytes and strategy is not None:
+            gpu, parts = needs[name]
             model = self._models[self._workflow.call(name).model].name
             layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
             layout += f"CP {strategy.cp}, " * (strategy.cp > 1) + f"ZeRO {strategy.zero_stage}"
             listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items() if size)
             raise CapacityError(
                 f"{model}: call {name} ({layout}) does not fit on GPU {gpu}: {listed} = {total / 1e9:.2f} GB > "
-                f"{self._gpu.memory_bytes / 1e9:.2f} GB of {self._gpu.name}"
+                f"{of.memory_bytes / 1e9:.2f} GB of {of.name}"
             )
 
     def needs(self, plan: Plan, beside_bytes: float = 0.0) -> dict[str, tuple[int, dict[str, float]]]:
