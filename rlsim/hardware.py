@@ -107,10 +107,10 @@ class MixedCluster(Schema):
     @field_validator("groups", mode="before")
     @classmethod
     def _groups_by_name(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
         try:
             return [_named(one, joined=True) if isinstance(one, str) else one for one in value]
-        except TypeError:
-            return value  # no list, which pydantic says
         except RlsimError as error:
             raise ValueError(str(error)) from None
 
@@ -228,8 +228,8 @@ def load_any_cluster(cluster: str | Mapping[str, Any], source: str = "") -> AnyC
         several = isinstance(data, Mapping) and "groups" in data
         return load(path, MixedCluster) if several else load(path, Cluster)
     if "+" in cluster:
-        groups = {"name": cluster.lower(), "groups": cluster.split("+")}
-        return validate(groups, MixedCluster, f"cluster {shown(cluster)}")
+        groups = [_named(part or cluster, joined=True) for part in cluster.split("+")]
+        return validate({"name": cluster.lower(), "groups": groups}, MixedCluster, f"cluster {shown(cluster)}")
     return _named(cluster)
 
 

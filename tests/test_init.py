@@ -246,7 +246,8 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
     offloaded = draft_of(tmp_path).data() | {"name": "offloaded"}
     own = Simulator(LoadedExperiment.of(load_experiment(offloaded)[0], folder)).placed().rollout_costs.capacity_pages(2)
     assert beside > 1e10
-    assert experiment.memory_utilization == pytest.approx(0.6 + beside / placed.loaded.cluster.gpu_at(0).memory_bytes, abs=1e-4)
+    gpu = placed.loaded.cluster.gpu_at(0)
+    assert experiment.memory_utilization == pytest.approx(0.6 + beside / gpu.memory_bytes, abs=1e-4)
     assert kv_bytes == pytest.approx(own * 16 * placed.rollout_costs.model.kv_bytes_per_token / 2, rel=1e-3)
 
 

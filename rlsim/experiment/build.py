@@ -68,7 +68,7 @@ class LoadedExperiment:
             experiment,
             cluster,
             actor,
-            _calibrations(experiment, cluster, folder),
+            _calibrations(experiment, cluster, folder, f"{shown}: calibration"),
             mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment),
             paths,
             _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
@@ -162,25 +162,22 @@ def _fixed_lengths(experiment: Experiment) -> Trace:
     return make_trace(pd.DataFrame({**columns, "response_tokens": spec.fixed}), TraceMeta(name=f"fixed-{spec.fixed}"))
 
 
-def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path) -> dict[str, Calibration]:
-    """The calibration of every kind of GPU; raises `ConfigError` if one is missing, or is there for no GPU."""
-    given, kinds = experiment.calibration, cluster.kinds
+def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, shown: str) -> dict[str, Calibration]:
+    """The calibration of every kind of GPU; raises `ConfigError` if one is missing, or is for another GPU."""
+    given, kinds, nodes = experiment.calibration, cluster.kinds, node_types()
     if isinstance(given, str):
-        if len(kinds) > 1:
-            each = ", ".join(f"{kind}: …" for kind in kinds)
-            raise ConfigError(f"calibration: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}")
-        return {kinds[0]: _calibration(given, experiment, folder)}
-    nodes = node_types()
+        if len(kinds) == 1:
+            return {kinds[0]: _calibration(given, experiment, folder)}
+        each = ", ".join(f"{kind}: …" for kind in kinds)
+        raise ConfigError(f"{shown}: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}, got {given}")
     named = {nodes[kind].gpu.name if kind in nodes else kind: name for kind, name in given.items()}
-    if len(named) < len(given) or set(named) != set(kinds):
-        raise ConfigError(
-            f"calibration: expected one for each kind of GPU of cluster {cluster.name} ({', '.join(kinds)}), got "
-            f"{', '.join(given) or 'none'}"
-        )
-    found = {kind: _calibration(named[kind], experiment, folder) for kind in kinds}
-    for kind, calibration in found.items():
-        if calibration.gpu != kind:
-            raise CalibrationError(f"calibration.{kind}: {calibration.name} is for GPU {calibration.gpu!r}")
+    found = {}
+    for kind in kinds:
+        if kind not in named:
+            raise ConfigError(f"{shown}: none for {kind} of cluster {cluster.name}; expected {kind}: <gpu>-<engine>")
+        found[kind] = _calibration(named[kind], experiment, folder)
+        if found[kind].gpu != kind:
+            raise CalibrationError(f"{shown}: the one for {kind}, {found[kind].name}, is for GPU {found[kind].gpu!r}")
     return found
 
 
