@@ -16,7 +16,7 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.layout import Layout
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
-from rlsim.cost.weight_sync import WeightSync
+from rlsim.cost.weight_sync import FITTED, WeightSync
 from rlsim.errors import CalibrationError, CapacityError, CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
@@ -145,6 +145,26 @@ def test_each_side_is_as_fast_as_on_a_cluster_of_its_kind() -> None:
         assert (calls[same]["took_s"] - other[same]["took_s"]).abs().max() > 0.05, "and not as on the other kind"
 
 
+@pytest.mark.parametrize("method", ["bucketed", "multi_sender", "reshard"])
+def test_what_goes_between_kinds_takes_as_long_as_on_the_slower_network(method: str) -> None:
+    changes = {"weight_sync": method, "training": {"zero_stage": 1}, "systems": [SPLIT]}
+    took: dict[str, pd.DataFrame] = {}
+    for cluster, calibration in {
+        "8xa100+8xh100": {"a100": "a100-vllm", "h100": "h100-vllm"},
+        "2x8xa100": "a100-vllm",
+        "2x8xh100": "h100-vllm",
+    }.items():
+        took[cluster] = (
+            run(cluster=cluster, calibration=calibration, **changes).calls.query("step == 0").set_index("call")
+        )
+    mixed, slow, fast = (
+        [float(calls.loc["weight_sync", "weights_s"]), float(calls.loc["old_log_prob", "data_s"])]
+        for calls in took.values()
+    )
+    assert mixed == pytest.approx(slow, rel=0.01)
+    assert min(mixed[0] / fast[0], mixed[1] / fast[1]) > 1.3, "half the rate, but for loading and latency"
+
+
 def side(cluster: str, calibration: str) -> Side:
     found, fits = load_cluster(cluster), load_calibration(calibration)
     return Side(found, Collectives(fits.collectives, fits.reference, found))
@@ -176,6 +196,21 @@ def test_between_kinds_the_slower_network_binds() -> None:
     network_s = model.weight_bytes / (0.8 * 12.5e9)
     assert moved[h100, a40] == moved[a40, None] > 1.1 * network_s, "A40s pass it on over PCIe, which takes longer"
     assert moved[a40, h100] == pytest.approx(network_s, rel=1e-4), "H100s pass it on as fast as it comes"
+    quarters = Layout(first_gpu=8, dp=2, tp=4)
+    for one_side, other_side in ((h100, a40), (a40, h100)):
+        cut_s = Reallocation(model, *one_side, other_side).time_s(here, quarters)
+        assert cut_s == pytest.approx(network_s, rel=0.01), (
+            "four GPUs of a node send and receive, by way of one A40 port"
+        )
+
+
+def test_weights_are_loaded_by_the_engine_that_generates() -> None:
+    vllm, sglang = (
+        run(calibration=KINDS | {"h20": f"h20-{engine}"}).calls.query("kind == 'sync'")["weights_s"].max()
+        for engine in ("vllm", "sglang")
+    )
+    weight_bytes = load_model("llama-3.1-8b").weight_bytes
+    assert sglang - vllm == pytest.approx(FITTED.sglang_s + weight_bytes / FITTED.sglang_bytes_per_s)
 
 
 def test_a_trainer_gathers_at_its_own_rates() -> None:
