@@ -182,19 +182,21 @@ class PlacedExperiment:
         """Settings under which the call that needs most needs less; none where a search chose the plan."""
         if self.searched:
             return ""
-        needs, parts = self._needs(), (self.workflow, self._judge_beside, self._placing, self._streaming)
-        call = max(needs, key=needs.__getitem__)
+        parts = self.workflow, self._judge_beside, self._placing, self._streaming
+        call = self.memory.tightest(self._needs())
         return advice(
             self.loaded,
-            needs[call],
-            lambda loaded: PlacedExperiment(loaded, *parts, planner=self._planner)._needs()[call],
+            self._needed_bytes(call),
+            lambda loaded: PlacedExperiment(loaded, *parts, planner=self._planner)._needed_bytes(call),
         )
 
-    def _needs(self) -> dict[str, float]:
-        """Bytes on the fullest GPU of every call while it runs."""
+    def _needs(self) -> dict[str, tuple[int, dict[str, float]]]:
         plan = self.unchecked_plan
-        needs = self.memory.needs(plan, self._beside_bytes(plan))
-        return {name: sum(parts.values()) for name, (_, parts) in needs.items()}
+        return self.memory.needs(plan, self._beside_bytes(plan))
+
+    def _needed_bytes(self, call: str) -> float:
+        """Bytes on the fullest GPU of a call while it runs."""
+        return sum(self._needs()[call][1].values())
 
     @cached_property
     def unchecked_plan(self) -> Plan:

@@ -136,12 +136,10 @@ class PlanMemory:
         needs = self.needs(plan, beside_bytes)
         if not needs:
             return
-        gpus = {name: self._cluster.gpu_at(gpu) for name, (gpu, _) in needs.items()}
-        totals = {name: sum(parts.values()) for name, (_, parts) in needs.items()}
-        name = max(needs, key=lambda name: totals[name] - gpus[name].memory_bytes)
-        total, strategy, of = totals[name], plan.of(name).strategy, gpus[name]
+        name = self.tightest(needs)
+        (gpu, parts), strategy = needs[name], plan.of(name).strategy
+        total, of = sum(parts.values()), self._cluster.gpu_at(gpu)
         if total > of.memory_bytes and strategy is not None:
-            gpu, parts = needs[name]
             model = self._models[self._workflow.call(name).model].name
             layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
             layout += f"CP {strategy.cp}, " * (strategy.cp > 1) + f"ZeRO {strategy.zero_stage}"
@@ -155,6 +153,15 @@ class PlanMemory:
         """By call: the GPU that has most to hold while it runs, and the bytes of each part there."""
         calls = self.calls(plan)
         return {name: self._fullest(name, calls, beside_bytes) for name in calls}
+
+    def tightest(self, needs: Mapping[str, tuple[int, Mapping[str, float]]]) -> str:
+        """The call whose fullest GPU has the least room left, or lacks most; `needs` as this class gives them."""
+
+        def over_bytes(name: str) -> float:
+            gpu, parts = needs[name]
+            return sum(parts.values()) - self._cluster.gpu_at(gpu).memory_bytes
+
+        return max(needs, key=over_bytes)
 
     def _fullest(
         self, name: str, calls: Mapping[str, tuple[Placement, CallMemory]], beside_bytes: float
