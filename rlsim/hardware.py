@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
 from rlsim import catalogue
-from rlsim.errors import CatalogueError, RlsimError, shown, unknown_name
+from rlsim.errors import CatalogueError, ConfigError, RlsimError, shown, unknown_name
+from rlsim.reading import read_yaml
 from rlsim.schema import Name, Schema, load, validate
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
@@ -76,9 +77,121 @@ class Cluster(Schema):
         """GPUs in all nodes together."""
         return self.nodes * self.gpus_per_node
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The name of its GPU, as the names of those of a `MixedCluster`."""
+        return (self.gpu.name,)
+
     def node_of(self, gpu: int) -> int:
         """The node that GPU number `gpu` sits in."""
         return gpu // self.gpus_per_node
+
+    def gpu_at(self, number: int) -> Gpu:  # noqa: ARG002
+        """The GPU of that number."""
+        return self.gpu
+
+    def around(self, gpus: Iterable[int], what: str = "a call") -> Cluster:  # noqa: ARG002
+        """The cluster, as in `MixedCluster.around`."""
+        return self
+
+
+class MixedCluster(Schema):
+    """Groups of nodes, each of one kind of GPU. Nodes and GPUs are numbered on from group to group."""
+
+    name: Name = Field(default="custom", description="as of a cluster of one kind")
+    groups: tuple[Cluster, ...] = Field(
+        min_length=2,
+        description="clusters by name or spelled out, each with `inter` and all with as many GPUs per node",
+    )
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _groups_by_name(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        try:
+            return [_named(one, joined=True) if isinstance(one, str) else one for one in value]
+        except RlsimError as error:
+            raise ValueError(str(error)) from None
+
+    @model_validator(mode="after")
+    def _groups_go_together(self) -> MixedCluster:
+        sizes = dict.fromkeys(group.gpus_per_node for group in self.groups)
+        if len(sizes) > 1:
+            raise ValueError(f"nodes of {' and '.join(map(str, sizes))} GPUs: groups need as many GPUs per node")
+        if self.gpus > MOST_GPUS:
+            raise ValueError(f"{self.nodes:,} nodes of {self.gpus_per_node:,} GPUs: at most {MOST_GPUS:,} GPUs")
+        first: dict[str, Cluster] = {}
+        for group in self.groups:
+            if group.inter is None:
+                raise ValueError(f"the group of {group.gpu.name} needs `inter`, the link from its nodes to others")
+            like = first.setdefault(group.gpu.name, group)
+            if group.model_copy(update={"name": like.name, "nodes": like.nodes}) != like:
+                raise ValueError(
+                    f"groups of {group.gpu.name} differ in GPU or links: give their GPUs names of their own"
+                )
+        return self
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of all groups together."""
+        return sum(group.nodes for group in self.groups)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of each node, in all groups."""
+        return self.groups[0].gpus_per_node
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all groups together."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of its GPUs, in the order of the groups."""
+        return tuple(dict.fromkeys(group.gpu.name for group in self.groups))
+
+    def node_of(self, gpu: int) -> int:
+        """The node that GPU number `gpu` sits in."""
+        return gpu // self.gpus_per_node
+
+    def gpu_at(self, number: int) -> Gpu:
+        """The GPU of that number."""
+        return self._group_of(number).gpu
+
+    def _group_of(self, gpu: int) -> Cluster:
+        node = self.node_of(gpu)
+        for group in self.groups[:-1]:
+            if node < group.nodes:
+                return group
+            node -= group.nodes
+        return self.groups[-1]
+
+    def around(self, gpus: Iterable[int], what: str = "a call") -> Cluster:
+        """The cluster as these GPUs of one kind know it: numbered as it is, with every node like theirs.
+
+        Raises `ConfigError`, about `what` they are for, if they are of several kinds.
+        """
+        found = {group.gpu.name: group for group in map(self._group_of, gpus)}
+        if len(found) != 1:
+            raise ConfigError(
+                f"{what} is placed on GPUs of several kinds ({', '.join(found)}) of cluster {self.name}; every call "
+                "needs GPUs of one kind: `split` places generation apart from the others"
+            )
+        (group,) = found.values()
+        return group.model_copy(update={"name": self.name, "nodes": self.nodes})
+
+
+AnyCluster: TypeAlias = Cluster | MixedCluster
+
+
+def one_kind(cluster: AnyCluster, what: str) -> Cluster:
+    """The cluster, if its GPUs are of one kind; else raises `ConfigError` about `what` needs that."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    kinds = ", ".join(group.gpu.name for group in cluster.groups)
+    raise ConfigError(f"{what} needs nodes of one kind; cluster {cluster.name} has groups of {kinds}")
 
 
 def load_gpu(name: str) -> Gpu:
@@ -100,17 +213,33 @@ def node_types() -> dict[str, Cluster]:
     return {name.partition("x")[2]: load(path, Cluster) for name, path in catalogue.names("clusters").items()}
 
 
-def load_cluster(cluster: str | Mapping[str, Any], source: str = "") -> Cluster:
-    """A cluster by name, by a `.yaml` path, or spelled out as a mapping (see `Cluster`).
+def load_any_cluster(cluster: str | Mapping[str, Any], source: str = "") -> AnyCluster:
+    """A cluster by name, by a `.yaml` path, or spelled out as a mapping (see `Cluster` and `MixedCluster`).
 
     A name is nodes x GPUs of a node x GPU, the nodes left out if it is one: `4x8xh100`, `2xh100`. Nodes are those of
-    `rlsim list clusters`, or parts of them. `source` is the file that a mapping is from, for error messages. Raises
-    `CatalogueError` for an unknown cluster, and `ConfigError` for a mapping with mistakes (an unknown GPU among them).
+    `rlsim list clusters`, or parts of them. Groups of several kinds are joined by a plus: `2x8xh20+1x8xh800`. `source`
+    is the file that a mapping is from, for error messages. Raises `CatalogueError` for an unknown cluster, and
+    `ConfigError` for a mapping or groups with mistakes (an unknown GPU among them).
     """
     if not isinstance(cluster, str):
-        return validate(cluster, Cluster, source)
+        return validate(cluster, MixedCluster, source) if "groups" in cluster else validate(cluster, Cluster, source)
     if cluster.endswith((".yaml", ".yml")):
-        return load(Path(cluster), Cluster)
+        path, data = Path(cluster), read_yaml(Path(cluster))
+        several = isinstance(data, Mapping) and "groups" in data
+        return load(path, MixedCluster) if several else load(path, Cluster)
+    if "+" in cluster:
+        groups = [_named(part or cluster, joined=True) for part in cluster.split("+")]
+        return validate({"name": cluster.lower(), "groups": groups}, MixedCluster, f"cluster {shown(cluster)}")
+    return _named(cluster)
+
+
+def load_cluster(cluster: str | Mapping[str, Any], source: str = "") -> Cluster:
+    """A cluster of one kind of GPU, as `load_any_cluster`; raises `ConfigError` for one of several."""
+    return one_kind(load_any_cluster(cluster, source), "rlsim init or calibrate")
+
+
+def _named(cluster: str, *, joined: bool = False) -> Cluster:
+    """A cluster of one kind by its name; `joined` to other nodes even where it is only one."""
     named, known = _CLUSTER_NAME.fullmatch(cluster.lower()), node_types()
     nodes = int(named["nodes"] or 1) if named else 1
     node = known.get(named["gpu"]) if named else None
@@ -118,11 +247,12 @@ def load_cluster(cluster: str | Mapping[str, Any], source: str = "") -> Cluster:
         several = f"{nodes}x" if nodes > 1 else ""
         usual = [several + one.name for one in known.values() if one.inter is not None or not several]
         raise unknown_name("cluster", cluster, usual)
-    if nodes > 1 and node.inter is None:
+    linked = nodes > 1 or joined
+    if linked and node.inter is None:
         raise CatalogueError(
             f"cluster {shown(cluster)}: the catalogue does not know the link between nodes of {named['gpu']}, only of "
             f"{', '.join(gpu for gpu in known if known[gpu].inter)}; spell the cluster out, with `inter`"
         )
     name = cluster.lower() if nodes > 1 else f"{named['gpus']}x{named['gpu']}"
     size = {"name": name, "nodes": nodes, "gpus_per_node": int(named["gpus"])}
-    return validate({**node.model_dump(), **size, **({} if nodes > 1 else {"inter": None})}, Cluster, name)
+    return validate({**node.model_dump(), **size, **({} if linked else {"inter": None})}, Cluster, name)

@@ -48,8 +48,8 @@ def responses() -> Responses:
 
 
 def collectives() -> Collectives:
-    calibration = placed().loaded.calibration
-    return Collectives(calibration.collectives, calibration.reference, placed().cluster)
+    cluster, calibration = placed().loaded.kind((0,))
+    return Collectives(calibration.collectives, calibration.reference, cluster)
 
 
 def by_itself(call: str) -> TrainCost:
@@ -57,8 +57,9 @@ def by_itself(call: str) -> TrainCost:
     own = placed()
     strategy = own.plan.of(call).strategy
     assert strategy is not None
-    efficiency = TrainEfficiency(flop=own.loaded.calibration.training.flop_efficiency["megatron"])
-    return TrainCost(own.loaded.models["actor"], own.cluster, collectives(), strategy, efficiency)
+    cluster, calibration = own.loaded.kind((0,))
+    efficiency = TrainEfficiency(flop=calibration.training.flop_efficiency["megatron"])
+    return TrainCost(own.loaded.models["actor"], cluster, collectives(), strategy, efficiency)
 
 
 def seconds(name: str, rollout_tp: int = 4) -> float:

@@ -116,7 +116,7 @@ def test_a_world_changes_what_is_priced_by_its_factors() -> None:
     found = drawn.of("actor", strategy).efficiency
     assert efficiency / found.flop == pytest.approx(world.draw.call("train"))
     assert efficiency / (found.forward or 0.0) == pytest.approx(world.draw.call("inference"))
-    both = [c.weight_sync("actor", "bucketed", offload=False) for c in (calls, drawn)]
+    both = [c.weight_sync("actor", "bucketed", c, offload=False) for c in (calls, drawn)]
     seconds_of = [s.time_s(Layout.of(0, strategy), Layout(first_gpu=0, tp=2)) for s in both]
     assert seconds_of[1] / seconds_of[0] == pytest.approx(world.draw.sync())
 

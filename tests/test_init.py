@@ -246,7 +246,8 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
     offloaded = draft_of(tmp_path).data() | {"name": "offloaded"}
     own = Simulator(LoadedExperiment.of(load_experiment(offloaded)[0], folder)).placed().rollout_costs.capacity_pages(2)
     assert beside > 1e10
-    assert experiment.memory_utilization == pytest.approx(0.6 + beside / placed.cluster.gpu.memory_bytes, abs=1e-4)
+    gpu = placed.loaded.cluster.gpu_at(0)
+    assert experiment.memory_utilization == pytest.approx(0.6 + beside / gpu.memory_bytes, abs=1e-4)
     assert kv_bytes == pytest.approx(own * 16 * placed.rollout_costs.model.kv_bytes_per_token / 2, rel=1e-3)
 
 
@@ -532,7 +533,7 @@ def test_nccl_tests_make_a_calibration_beside_the_experiment(tmp_path: Path, mon
     assert read_yaml(tmp_path / "m.yaml")["calibration"] == "mine-calibration.yaml"
     monkeypatch.chdir(Path(nccl_tests.__file__).parent)  # found beside the experiment, from anywhere
     experiment, _, folder = load_experiment(tmp_path / "m.yaml")
-    assert LoadedExperiment.of(experiment, folder).calibration.name == "mine-calibration"
+    assert LoadedExperiment.of(experiment, folder).kind((0,)).calibration.name == "mine-calibration"
 
 
 @pytest.mark.parametrize("option", ["--gpu", "--reward-model"])

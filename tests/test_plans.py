@@ -26,7 +26,7 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
-from rlsim.hardware import load_cluster, load_gpu
+from rlsim.hardware import load_cluster
 from rlsim.models import Model
 from rlsim.policies.plan import ExplicitPlan
 from rlsim.workflow import Call, Edge, Placement, Workflow, dpo, grpo, ppo, remax
@@ -87,8 +87,9 @@ BATCH = BatchSize(sequences=8, mean_tokens=100.0, longest_tokens=150)
 
 
 def tiny_memory(gpu_bytes: float = 85e9) -> PlanMemory:
-    gpu = load_gpu("h100-sxm").model_copy(update={"memory_bytes": gpu_bytes})
-    return PlanMemory(grpo(old_log_probs=False), {"actor": TINY, "reference": TINY}, gpu, BATCH)
+    cluster = load_cluster("8xh100")
+    small = cluster.model_copy(update={"gpu": cluster.gpu.model_copy(update={"memory_bytes": gpu_bytes})})
+    return PlanMemory(grpo(old_log_probs=False), {"actor": TINY, "reference": TINY}, small, BATCH)
 
 
 def tiny_plan(**changes: Placement) -> Plan:
@@ -148,7 +149,7 @@ def test_offloaded_states_take_room_only_while_their_call_runs() -> None:
 def test_a_copy_of_a_trained_model_stays_while_others_run_but_the_same_weights_are_there_once() -> None:
     workflow = ppo()
     models = dict.fromkeys(("actor", "reference", "critic", "reward"), TINY)
-    memory = PlanMemory(workflow, models, load_gpu("h100-sxm"), BATCH)
+    memory = PlanMemory(workflow, models, load_cluster("8xh100"), BATCH)
     values = workflow.call("values")
     copied = memory.of(values, TrainStrategy(dp=4))
     assert copied.resident == {"parameters": 2 * PARAMETERS}  # from critic_sync on, past generation, to its use

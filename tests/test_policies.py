@@ -250,7 +250,7 @@ def test_groups_are_created_once() -> None:
     switches = rlsim.run(experiment).switches
     assert switches["step"].tolist() == [0, 1, 2]
     assert set(switches["to_tp"]) == {8}
-    runtime = machine("8xa40", "a40-sglang").loaded.calibration.runtime
+    runtime = machine("8xa40", "a40-sglang").loaded.kind((0,)).calibration.runtime
     assert runtime.group_create_s > 0
     paid = switches["control_s"].tolist()
     assert paid == [runtime.switch_control_s + runtime.group_create_s, *[runtime.switch_control_s] * 2]

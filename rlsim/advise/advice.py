@@ -33,7 +33,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import SystemSpec, parse_systems
 from rlsim.experiment.worlds import Progress
-from rlsim.hardware import Cluster
+from rlsim.hardware import Cluster, one_kind
 from rlsim.records import Record, file_sha256, read_record
 from rlsim.sweeps.jobs import in_processes
 from rlsim.verl.overrides import overrides_of
@@ -179,7 +179,8 @@ def _advice(
 ) -> Advice:
     experiment, shown, folder = load_experiment(runner.source, runner.settings)
     simulator = Simulator(LoadedExperiment.of(experiment, folder, shown), search=False)
-    cluster, memory = simulator.loaded.cluster, _memory(simulator.placed(), shown)
+    cluster = one_kind(simulator.loaded.cluster, "rlsim advise")
+    memory = _memory(simulator.placed(), shown)
     own = parse_systems(experiment.systems, shown)
     more, refused = candidates(simulator, own, skip, quick=quick)
     baseline = experiment.baseline or own[0].name

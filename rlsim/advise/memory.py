@@ -42,7 +42,12 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
             continue
         try:
             memory = engine_memory(
-                placed.loaded, placed.loaded.model, tp, resident_bytes=beside_bytes, min_tokens=-sys.maxsize
+                placed.loaded,
+                cluster.gpu_at(0),
+                placed.loaded.model,
+                tp,
+                resident_bytes=beside_bytes,
+                min_tokens=-sys.maxsize,
             )  # whatever is left, and be it less than nothing
         except ConfigError as error:
             rows.append({**row, "why_not": str(error)})
@@ -59,7 +64,7 @@ def _engine_row(loaded: LoadedExperiment, memory: RolloutMemory, tp: int, gpus: 
     sequences = -(-loaded.experiment.workflow.prompts * loaded.launched_responses * tp // gpus)
     return {
         "fits": tokens >= longest,
-        "budget_gb": loaded.experiment.memory_utilization * loaded.cluster.gpu.memory_bytes / GB,
+        "budget_gb": loaded.experiment.memory_utilization * loaded.cluster.gpu_at(0).memory_bytes / GB,
         "weights_gb": memory.weight_bytes / GB,
         "activations_gb": memory.activation_bytes / GB,
         "reserved_gb": memory.reserved_bytes / GB,
@@ -86,7 +91,7 @@ def memory_by_call(placed: PlacedExperiment) -> pd.DataFrame:
     that others keep there, `gpu_gb` what the GPU has, `fits`.
     """
     loaded, calls, rows = placed.loaded, placed.memory.calls(placed.unchecked_plan), []
-    gpu_bytes = loaded.cluster.gpu.memory_bytes
+    gpu_bytes = loaded.cluster.gpu_at(0).memory_bytes
     for name, (placement, memory) in calls.items():
         others = max(
             sum(its.resident_bytes for other, (at, its) in calls.items() if other != name and on in at.gpus)

@@ -56,6 +56,8 @@ def _placed(experiment: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The experiment with the whole paths of its files."""
 
     def found(name: Any) -> Any:
+        if isinstance(name, dict):  # calibrations by GPU
+            return {kind: found(one) for kind, one in name.items()}
         path = Path(beside(name, folder)) if isinstance(name, str) else None
         return str(path.resolve()) if path is not None and path.suffix and path.is_file() else name
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.reallocation import DataTransfer, Reallocation
+from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.cost.transfer import weight_sync_s
@@ -19,7 +18,7 @@ from rlsim.models import Model
 
 
 class CallCosts:
-    """The `TrainCost` of every model under every strategy, each made once.
+    """The `TrainCost` of every model under every strategy on one kind of GPU, each made once.
 
     `models` are named by their roles (`actor`, `critic`, …); `backend` names the training framework whose efficiency
     the calibration gives, unless `efficiency` (share of the peak) does. `call_s`: what each call takes beside that.
@@ -51,7 +50,8 @@ class CallCosts:
         self.call_s = calibration.training.call_s.get(backend, 0.0)
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine
-        self._moved: dict[str, Reallocation] = {}
+        self._moved: dict[tuple[str, CallCosts], Reallocation] = {}
+        self._handed_on: dict[CallCosts, DataTransfer] = {}
         self._made: dict[tuple[str, TrainStrategy, int], TrainCost] = {}
 
     def of(self, role: str, strategy: TrainStrategy, first_gpu: int = 0) -> TrainCost:
@@ -67,13 +67,17 @@ class CallCosts:
             )
         return self._made[key]
 
-    def weight_sync(self, role: str, method: SyncMethod, *, offload: bool) -> WeightSync:
-        """Seconds of bringing updated weights into the rollout engine; `offload`: they wait in host memory."""
+    def weight_sync(self, role: str, method: SyncMethod, to: CallCosts, *, offload: bool) -> WeightSync:
+        """Seconds of bringing updated weights into the rollout engine, on GPUs of the kind of `to`.
+
+        `offload`: they wait in host memory.
+        """
         return WeightSync(
             model=self.models[role],
             cluster=self.cluster,
             collectives=self.collectives,
-            engine=self._engine,
+            engine=to._engine,
+            rollout=to.cluster,
             method=method,
             offload=offload,
             factor=self._draw.sync(),
@@ -83,17 +87,21 @@ class CallCosts:
         """Seconds to bring updated weights from the training layout to the rollout's, on the same GPUs, in place."""
         return weight_sync_s(self.models[role], self.collectives, self.cluster, strategy, rollout_tp, first_gpu)
 
-    def reallocation(self, role: str) -> Reallocation:
-        """Seconds of moving that model's parameters between placements."""
-        shape = self._shapes[role]
-        if shape not in self._moved:
-            self._moved[shape] = Reallocation(self.models[role], self.cluster, self.collectives)
-        return self._moved[shape]
+    def reallocation(self, role: str, to: CallCosts) -> Reallocation:
+        """Seconds of moving that model's parameters from these GPUs to ones of the kind of `to`."""
+        key = self._shapes[role], to
+        if key not in self._moved:
+            self._moved[key] = Reallocation(self.models[role], self.cluster, self.collectives, self._receiver(to))
+        return self._moved[key]
 
-    @cached_property
-    def data(self) -> DataTransfer:
-        """Seconds of moving what a call has made to another call."""
-        return DataTransfer(self.cluster, self.collectives)
+    def data(self, to: CallCosts) -> DataTransfer:
+        """Seconds of moving what a call on these GPUs has made to a call on ones of the kind of `to`."""
+        if to not in self._handed_on:
+            self._handed_on[to] = DataTransfer(self.cluster, self.collectives, self._receiver(to))
+        return self._handed_on[to]
+
+    def _receiver(self, to: CallCosts) -> Side | None:
+        return None if to is self else Side(to.cluster, to.collectives)
 
     def lookups(self) -> Lookups:
         """The messages asked for so far, by how far they rest on measurements."""

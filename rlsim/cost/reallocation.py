@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,17 @@ from rlsim.hardware import Cluster
 from rlsim.models import Model
 
 
+class Side(NamedTuple):
+    """One end of a transfer: the cluster as its GPUs know it, and their times of communication."""
+
+    cluster: Cluster
+    collectives: CollectiveTime
+
+
 class Reallocation:
     """Seconds of moving the parameters of one model between placements on one cluster, in bf16.
+
+    `receiver`: the other end where that has another kind of GPU.
 
     Among equally cheap sources, target GPU number p of its mesh takes number p mod their count inside the node. From
     other nodes all GPUs of a node that want the same piece take the same source, by the p of the first of them, so that
@@ -38,10 +48,12 @@ class Reallocation:
     assumed, not measured.
     """
 
-    def __init__(self, model: Model, cluster: Cluster, collectives: CollectiveTime) -> None:
+    def __init__(
+        self, model: Model, cluster: Cluster, collectives: CollectiveTime, receiver: Side | None = None
+    ) -> None:
         self.model, self.cluster = model, cluster
         self._collectives = collectives
-        self._broadcasts = _Broadcasts(cluster, collectives)
+        self._broadcasts = _Broadcasts(Side(cluster, collectives), receiver)
         self._known: dict[tuple[Layout, Layout], float] = {}
 
     def time_s(self, source: Layout, target: Layout) -> float:
@@ -99,11 +111,11 @@ def _without_cp(placement: Layout) -> Layout:
 
 
 class DataTransfer:
-    """Seconds of moving what one call made to the call that uses it."""
+    """Seconds of moving what one call made to the call that uses it; `receiver` as in `Reallocation`."""
 
-    def __init__(self, cluster: Cluster, collectives: CollectiveTime) -> None:
+    def __init__(self, cluster: Cluster, collectives: CollectiveTime, receiver: Side | None = None) -> None:
         self.cluster = cluster
-        self._broadcasts = _Broadcasts(cluster, collectives)
+        self._broadcasts = _Broadcasts(Side(cluster, collectives), receiver)
         self._known: dict[tuple[float, Layout, Layout], float] = {}
 
     def time_s(self, total_bytes: float, source: Layout, target: Layout) -> float:
@@ -142,17 +154,20 @@ class _Wants:
 
 
 class _Broadcasts:
-    """Seconds of many broadcasts side by side."""
+    """Seconds of many broadcasts side by side.
 
-    def __init__(self, cluster: Cluster, collectives: CollectiveTime) -> None:
-        self._cluster = cluster
-        self._collectives = collectives
+    Each goes on inside the receivers' nodes at their rate, and to other nodes at that of the slower end.
+    """
+
+    def __init__(self, sender: Side, receiver: Side | None) -> None:
+        self._sender, self._receiver = sender, receiver or sender
+        self._ends = (sender, receiver) if receiver else (sender,)
 
     def slowest_s(self, wants: _Wants, busy: Floats) -> float:
         """Seconds of the busiest GPU or port; `busy` are those that each target GPU spends on copies besides."""
         if not len(wants.size) or not wants.size.any():
             return float(busy.max())
-        per_node = self._cluster.gpus_per_node
+        per_node = self._sender.cluster.gpus_per_node
         gpus = max(len(busy), int(wants.source.max()) + 1)
         # Rows in the order of messages, and of the nodes that each of them goes to.
         at, to = wants.source // per_node, wants.target // per_node
@@ -176,16 +191,10 @@ class _Broadcasts:
         received = np.append(busy, np.zeros(gpus - len(busy)))
         received += np.bincount(wants.target[order], np.repeat(np.repeat(total_s, counts), members), gpus)
         slowest = max(sent.max(), received.max())
-        inter = self._cluster.inter
-        if inter is not None and inter.shared_by_gpus > 1 and nodes.any():
-            ports = math.ceil(per_node / inter.shared_by_gpus)
-
-            def port(gpu: Integers) -> Integers:
-                return gpu // per_node * ports + gpu % per_node // inter.shared_by_gpus
-
-            out = np.bincount(port(sender), network_s)
-            into = np.bincount(port(wants.target[rows]), np.repeat(network_s, counts) * away)
-            slowest = max(slowest, out.max(), into.max())
+        if nodes.any():
+            out = _busiest_port_s(self._sender.cluster, sender, network_s)
+            into = _busiest_port_s(self._receiver.cluster, wants.target[rows], np.repeat(network_s, counts) * away)
+            slowest = max(slowest, out, into)
         return float(slowest)
 
     def _messages_s(self, size: Floats, largest: Integers, nodes: Integers) -> tuple[Floats, Floats]:
@@ -203,13 +212,23 @@ class _Broadcasts:
         return total_s, network_s
 
     def _message_s(self, size: float, largest: int, nodes: int) -> tuple[float, float]:
-        inside_s = self._collectives.time_s("broadcast", size, largest, 1)
+        inside_s = self._receiver.collectives.time_s("broadcast", size, largest, 1)
         if not nodes or size <= 0:
             return inside_s, 0.0
-        link = self._cluster.inter
+        link = self._receiver.cluster.inter
         latency_s = link.latency_s if link is not None else 0.0
-        network_s = self._collectives.time_s("send_recv", size, 2, 2) + (nodes - 1) * latency_s
+        send_s = max([end.collectives.time_s("send_recv", size, 2, 2) for end in self._ends])
+        network_s = send_s + (nodes - 1) * latency_s
         return max(inside_s, network_s), network_s
+
+
+def _busiest_port_s(cluster: Cluster, gpu: Integers, busy_s: Floats) -> float:
+    """Seconds of the busiest port to the network where GPUs share one; `busy_s` of messages by way of each `gpu`'s."""
+    per_node, shared_by = cluster.gpus_per_node, cluster.inter.shared_by_gpus if cluster.inter else 1
+    if shared_by == 1:
+        return 0.0
+    port = gpu // per_node * math.ceil(per_node / shared_by) + gpu % per_node // shared_by
+    return float(np.bincount(port, busy_s).max())
 
 
 def common_bytes(model: Model, source_pp: int, target_pp: int) -> Floats:

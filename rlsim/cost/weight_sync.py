@@ -81,14 +81,16 @@ class SyncTime:
 class WeightSync:
     """Syncs of one model's weights into a rollout engine by `method`, which is not reshard.
 
-    `offload`: the trainer's shards wait in host memory. `stacked`: the trainer keeps the experts of a layer in one
-    tensor, as transformers does from version 5 on. `engine` None: the weights are only received.
+    `cluster` and `collectives` are those of the trainer, `rollout` the cluster as the engine's GPUs know it, if these
+    are of another kind. `offload`: the trainer's shards wait in host memory. `stacked`: the trainer keeps the experts
+    of a layer in one tensor, as transformers does from version 5 on. `engine` None: the weights are only received.
     """
 
     model: Model
     cluster: Cluster
     collectives: CollectiveTime
     engine: Engine | None
+    rollout: Cluster | None = None
     method: SyncMethod = "bucketed"
     offload: bool = False
     stacked: bool = True
@@ -120,11 +122,11 @@ class WeightSync:
         nodes = [{self.cluster.node_of(gpu) for gpu in (one.first_gpu, one.end_gpu - 1)} for one in (source, target)]
         first, last = min(nodes[1]), max(nodes[1])
         hops = len(set(range(first, last + 1)) - set(range(min(nodes[0]), max(nodes[0]) + 1)))
-        return self.factor * (hops * self._link.latency_s + self._broadcast_s(1)) if hops else 0.0
+        return self.factor * self._network_s(1, hops) if hops else 0.0
 
     def pull_s(self, tp: int, pp: int = 1) -> float:
         """Of a replica at this degree, which takes its weights from the host memory of its node."""
-        copy_s = host_copy_s(rollout_weight_bytes(self.model, tp, pp), self.cluster.host)
+        copy_s = host_copy_s(rollout_weight_bytes(self.model, tp, pp), (self.rollout or self.cluster).host)
         return self.factor * (copy_s + self._load_s())
 
     # ---- stages -----------------------------------------------------------------------------------------------------
@@ -148,18 +150,18 @@ class WeightSync:
         first = self.cluster.node_of(min(source.first_gpu, target.first_gpu))
         if first == self.cluster.node_of(max(source.first_gpu, target.end_gpu - 1)):
             return self.collectives.time_s("broadcast", self.model.weight_bytes, 1 + target.gpus)
-        gpus = min(source.gpus, target.gpus, self.cluster.gpus_per_node)
-        ports = math.ceil(gpus / self._link.shared_by_gpus) if self.method == "multi_sender" else 1
-        return self._link.latency_s + self._broadcast_s(ports)
+        senders = min(source.gpus, target.gpus, self.cluster.gpus_per_node) if self.method == "multi_sender" else 1
+        return self._network_s(senders)
 
-    @property
-    def _link(self) -> Link:
-        if self.cluster.inter is None:
+    def _network_s(self, senders: int, hops: int = 1) -> float:
+        """To other nodes, by the ports of so many GPUs: the slower network of the two sides binds."""
+        return max(self._link_s(side.inter, senders, hops) for side in (self.cluster, self.rollout or self.cluster))
+
+    def _link_s(self, link: Link | None, senders: int, hops: int) -> float:
+        if link is None:
             raise CalibrationError(f"cluster {self.cluster.name!r} has no inter-node link for a weight sync")
-        return self.cluster.inter
-
-    def _broadcast_s(self, ports: int) -> float:
-        return self.model.weight_bytes / (ports * self._link.bytes_per_s * self.fit.network_share)
+        ports = math.ceil(senders / link.shared_by_gpus)
+        return hops * link.latency_s + self.model.weight_bytes / (ports * link.bytes_per_s * self.fit.network_share)
 
     def _load_s(self) -> float:
         if self.engine is None:

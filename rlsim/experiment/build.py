@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,11 @@ import pandas as pd
 
 from rlsim import catalogue
 from rlsim.cost.calibration import Calibration, load_calibration
-from rlsim.errors import CatalogueError, ConfigError, unknown_name
+from rlsim.errors import CalibrationError, CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.workflows import workflow_of
-from rlsim.hardware import Cluster, load_cluster
+from rlsim.hardware import AnyCluster, Cluster, load_any_cluster, node_types
 from rlsim.models import Model, load_model
 from rlsim.reading import is_file
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
@@ -35,14 +36,21 @@ def placing(shown: str, case: str) -> Iterator[None]:
         raise CatalogueError(f"{shown}: {f'case {case!r}: ' if case else ''}{error}") from None
 
 
+class Kind(NamedTuple):
+    """What costs of GPUs of one kind follow from: the cluster as they know it, and their calibration."""
+
+    cluster: Cluster
+    calibration: Calibration
+
+
 @dataclass(frozen=True)
 class LoadedExperiment:
     """Everything that an experiment names, loaded. Raises `RlsimError`s that say what does not exist or fit."""
 
     experiment: Experiment
-    cluster: Cluster
+    cluster: AnyCluster
     model: Model
-    calibration: Calibration
+    calibrations: Mapping[str, Calibration]  # by GPU
     trace: Trace
     trace_paths: tuple[Path, ...]
     models: Mapping[str, Model]  # by role: actor, reference, critic, reward
@@ -55,16 +63,22 @@ class LoadedExperiment:
         paths = tuple(find_trace(name, folder) for name in ((named,) if isinstance(named, str) else named))
         judge = experiment.workflow.reward.judge
         actor = find_model(experiment.model, folder)
+        cluster = load_any_cluster(experiment.cluster, source=f"{shown}: cluster")
         return cls(
             experiment,
-            load_cluster(experiment.cluster, source=f"{shown}: cluster"),
+            cluster,
             actor,
-            load_calibration(beside(experiment.calibration, folder)).drawn(experiment.draw),
+            _calibrations(experiment, cluster, folder, f"{shown}: calibration"),
             mix([read_trace(path) for path in paths]) if paths else _fixed_lengths(experiment),
             paths,
             _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
             find_model(judge.model, folder) if judge else None,
         )
+
+    def kind(self, gpus: Sequence[int], what: str = "a call") -> Kind:
+        """What these GPUs cost; raises `ConfigError`, about `what` they are for, if they are of several kinds."""
+        cluster = self.cluster.around(gpus, what)
+        return Kind(cluster, self.calibrations[cluster.gpu.name])
 
     @cached_property
     def scoring(self) -> TraceScoring:
@@ -146,6 +160,29 @@ def _fixed_lengths(experiment: Experiment) -> Trace:
     prompt, sample = np.divmod(np.arange(workflow.prompts * samples), samples)
     columns = {"prompt_id": prompt, "sample_id": sample, "prompt_tokens": spec.default_prompt_tokens}
     return make_trace(pd.DataFrame({**columns, "response_tokens": spec.fixed}), TraceMeta(name=f"fixed-{spec.fixed}"))
+
+
+def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, shown: str) -> dict[str, Calibration]:
+    """The calibration of every kind of GPU; raises `ConfigError` if one is missing, or is for another GPU."""
+    given, kinds, nodes = experiment.calibration, cluster.kinds, node_types()
+    if isinstance(given, str):
+        if len(kinds) == 1:
+            return {kinds[0]: _calibration(given, experiment, folder)}
+        each = ", ".join(f"{kind}: …" for kind in kinds)
+        raise ConfigError(f"{shown}: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}, got {given}")
+    named = {nodes[kind].gpu.name if kind in nodes else kind: name for kind, name in given.items()}
+    found = {}
+    for kind in kinds:
+        if kind not in named:
+            raise ConfigError(f"{shown}: none for {kind} of cluster {cluster.name}; expected {kind}: <gpu>-<engine>")
+        found[kind] = _calibration(named[kind], experiment, folder)
+        if found[kind].gpu != kind:
+            raise CalibrationError(f"{shown}: the one for {kind}, {found[kind].name}, is for GPU {found[kind].gpu!r}")
+    return found
+
+
+def _calibration(name: str, experiment: Experiment, folder: Path) -> Calibration:
+    return load_calibration(beside(name, folder)).drawn(experiment.draw)
 
 
 def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:

@@ -15,7 +15,7 @@ from rlsim.experiment.build import LoadedExperiment, placing
 from rlsim.experiment.frames import Frames, named
 from rlsim.experiment.job import Job, Ran, simulated
 from rlsim.experiment.load import with_settings
-from rlsim.experiment.notes import preemption_notes, rate_notes, steady_note
+from rlsim.experiment.notes import kinds_note, preemption_notes, rate_notes, steady_note
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.schema import Experiment
@@ -255,7 +255,8 @@ class Case:
             for note, names in unfit.items()
         ]
         prefix = f"{self.name}: " if self.name else ""
-        found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *outside)
+        kinds = kinds_note(self.loaded.cluster.kinds)
+        found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *outside, *kinds)
         return [prefix + note for note in found]
 
 

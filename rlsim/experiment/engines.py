@@ -11,6 +11,7 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, judge_bytes
 from rlsim.errors import CapacityError
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.hardware import Gpu
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming
 from rlsim.sim.server import RewardModelEngine
@@ -39,13 +40,13 @@ def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) 
 
 
 def engine_memory(
-    loaded: LoadedExperiment, model: Model, tp: int, *, resident_bytes: float, min_tokens: int = 1
+    loaded: LoadedExperiment, gpu: Gpu, model: Model, tp: int, *, resident_bytes: float, min_tokens: int = 1
 ) -> RolloutMemory:
     """Memory of an engine of the experiment, with a rollout's or a scoring model; the rest as in `rollout_memory`."""
     engine = loaded.experiment.engine
     return rollout_memory(
         model,
-        loaded.cluster.gpu,
+        gpu,
         tp,
         page_tokens=engine.page_tokens,
         memory_utilization=loaded.experiment.memory_utilization,
@@ -66,11 +67,11 @@ def rollout_costs(
     resident_bytes: float = 0.0,
 ) -> RolloutCostModel:
     """The rollout engine on these GPUs; `memory_share`: what it has of each, by default what the experiment says."""
-    engine = loaded.experiment.engine
+    engine, kind = loaded.experiment.engine, loaded.kind(gpus, "generation")
     return RolloutCostModel(
         loaded.model,
-        loaded.cluster,
-        loaded.calibration,
+        kind.cluster,
+        kind.calibration,
         page_tokens=engine.page_tokens,
         max_batched_tokens=engine.max_num_batched_tokens,
         max_sequences=engine.max_num_seqs,
@@ -91,8 +92,9 @@ def scorer_of(
     Raises `CapacityError` if its KV cache cannot hold the longest prompt and response.
     """
     model, tp, engine = loaded.models[call.model], tp_of(placement), loaded.experiment.engine
-    cost = step_cost(model, tp, loaded.cluster, loaded.calibration)
-    pages = kv_pages(loaded, model, tp, shared=placement.shared)
+    kind = loaded.kind(placement.gpus)
+    cost = step_cost(model, tp, kind.cluster, kind.calibration)
+    pages = kv_pages(loaded, kind.cluster.gpu, model, tp, shared=placement.shared)
     if pages * engine.page_tokens < loaded.longest_sequence:
         raise CapacityError(
             f"{model.name} at TP {tp}, which takes responses by the chunk, has room for {pages * engine.page_tokens} "
@@ -107,18 +109,20 @@ def tp_of(placement: Placement) -> int:
     return placement.strategy.tp if placement.strategy else 1
 
 
-def kv_pages(loaded: LoadedExperiment, model: Model, tp: int, *, shared: bool, resident_bytes: float = 0.0) -> int:
+def kv_pages(
+    loaded: LoadedExperiment, gpu: Gpu, model: Model, tp: int, *, shared: bool, resident_bytes: float = 0.0
+) -> int:
     """Room for the KV cache of a scoring model, beside other calls or on GPUs that others leave while it works.
 
     `resident_bytes`: what these keep on each of such GPUs meanwhile.
     """
     if shared:
         page_bytes = kv_page_bytes(model, tp, loaded.experiment.engine.page_tokens)
-        return int(KV_SHARE * loaded.cluster.gpu.memory_bytes / page_bytes)
-    return engine_memory(loaded, model, tp, resident_bytes=resident_bytes).pages
+        return int(KV_SHARE * gpu.memory_bytes / page_bytes)
+    return engine_memory(loaded, gpu, model, tp, resident_bytes=resident_bytes).pages
 
 
-def bytes_beside(loaded: LoadedExperiment, model: Model, tp: int, offloaded_layers: int = 0) -> float:
+def bytes_beside(loaded: LoadedExperiment, gpu: Gpu, model: Model, tp: int, offloaded_layers: int = 0) -> float:
     """What a scoring model beside other calls takes of each GPU's memory: weights, working memory and KV cache."""
     batched = loaded.experiment.engine.max_num_batched_tokens
-    return KV_SHARE * loaded.cluster.gpu.memory_bytes + judge_bytes(model, offloaded_layers, tp, batched, SEQUENCES)
+    return KV_SHARE * gpu.memory_bytes + judge_bytes(model, offloaded_layers, tp, batched, SEQUENCES)

@@ -14,7 +14,7 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import bytes_beside, kv_pages
 from rlsim.experiment.schema import JudgeSpec
-from rlsim.hardware import Cluster
+from rlsim.hardware import AnyCluster
 from rlsim.models import Model
 from rlsim.policies.parts import JudgePlacement
 from rlsim.sim.server import RewardModelEngine
@@ -31,6 +31,8 @@ class Judge:
     ) -> None:
         self._loaded, self._spec, self._model, self.beside = loaded, spec, model, beside
         self.gpus = reserved_gpus(spec, loaded.cluster) if beside is None else ()  # its own
+        on = self.gpus or range(loaded.cluster.gpus)
+        self._cluster, self._calibration = loaded.kind(on, "workflow.reward.judge")
         self.joins = may_join and beside is None and spec.while_training != "apart"
 
     @property
@@ -46,9 +48,16 @@ class Judge:
         loaded, spec, model, engine = self._loaded, self._spec, self._model, self._loaded.experiment.engine
         cost, slowdown = self._resident, 1.0
         if self.beside is not None:
-            cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, loaded.cluster.host))
+            cost = Streamed(cost, stream_s(model, self.offloaded_layers, spec.tp, self._cluster.host))
             slowdown = self.beside.slowdown
-        pages = kv_pages(loaded, model, spec.tp, shared=self.beside is not None, resident_bytes=resident_bytes)
+        pages = kv_pages(
+            loaded,
+            self._cluster.gpu,
+            model,
+            spec.tp,
+            shared=self.beside is not None,
+            resident_bytes=resident_bytes,
+        )
         longest = loaded.longest_sequence + spec.prompt_tokens + loaded.longest_answer
         if pages * engine.page_tokens < longest:
             raise CapacityError(
@@ -57,12 +66,12 @@ class Judge:
             )
         load_s = 0.0
         if self.joins and spec.while_training == "offloaded":
-            load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), loaded.cluster.host)
+            load_s = host_copy_s(math.ceil(rollout_weight_bytes(model, spec.tp)), self._cluster.host)
         return RewardModelEngine(spec.tp, cost, Crowded(cost, slowdown), slowdown, pages, engine, load_s=load_s)
 
     @cached_property
     def _resident(self) -> StepCost:
-        return step_cost(self._model, self._spec.tp, self._loaded.cluster, self._loaded.calibration)
+        return step_cost(self._model, self._spec.tp, self._cluster, self._calibration)
 
     @cached_property
     def offloaded_layers(self) -> int:
@@ -73,14 +82,14 @@ class Judge:
             return round(self.beside.offload * self._model.num_hidden_layers)
         typical = self._spec.prompt_tokens + self._loaded.judged_tokens
         batched = self._loaded.experiment.engine.max_num_batched_tokens
-        return layers_to_offload(self._model, self._resident, self._loaded.cluster.host, batched, typical)
+        return layers_to_offload(self._model, self._resident, self._cluster.host, batched, typical)
 
     @cached_property
     def bytes_beside(self) -> float:
         """What it takes of each GPU's memory where it works beside other calls."""
         if self.beside is None:
             return 0.0
-        return bytes_beside(self._loaded, self._model, self._spec.tp, self.offloaded_layers)
+        return bytes_beside(self._loaded, self._cluster.gpu, self._model, self._spec.tp, self.offloaded_layers)
 
     @property
     def resting_bytes(self) -> float:
@@ -107,7 +116,7 @@ class Judge:
         }
 
 
-def reserved_gpus(judge: JudgeSpec, cluster: Cluster) -> tuple[int, ...]:
+def reserved_gpus(judge: JudgeSpec, cluster: AnyCluster) -> tuple[int, ...]:
     """GPUs kept for the judge: whole nodes, the last ones, or else the last GPUs of every node.
 
     Raises `ConfigError` if its share of the cluster is no whole number of judges, or not the same of every node.

@@ -38,7 +38,7 @@ class ResidualRecord(Record):
 
 
 class CalibrationRecord(Record):
-    """The calibration of a case."""
+    """A calibration of a case."""
 
     name: str
     gpu: str
@@ -57,7 +57,7 @@ class SetupRecord(Record):
     cap_tokens: Positive
     batch: Positive
     responses: Positive | None = None  # of a prompt; only summaries need it
-    calibration: CalibrationRecord
+    calibration: CalibrationRecord | list[CalibrationRecord]  # a list of several kinds of GPU
 
     @model_validator(mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
@@ -27,6 +27,15 @@ def steady_note(steady: range, steps: int, overlap: int) -> Iterator[str]:
         )
     elif len(steady) < steps:
         yield f"means are of {len(steady)} of {steps} steps, numbers {steady.start} to {steady.stop - 1} counted from 0"
+
+
+def kinds_note(kinds: Sequence[str]) -> Iterator[str]:
+    """What shares of GPU time mean where GPUs are of several kinds."""
+    if len(kinds) > 1:
+        yield (
+            f"bubble and tail count a second of {' and '.join(kinds)} alike; rollout_idle and trainer_idle tell the "
+            "GPUs of generation from those of training"
+        )
 
 
 def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
@@ -27,7 +27,7 @@ from rlsim.sim.control import ControlContext
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.memory import PlanMemory
-from rlsim.workflow.plan import check_meshes, check_tp_groups
+from rlsim.workflow.plan import check_mesh, check_meshes
 
 #: Searches for the best plan of an experiment.
 Planner = Callable[["PlacedExperiment", PlanSearch], Plan]
@@ -61,6 +61,7 @@ class PlacedExperiment:
         self._streamed = streamed_calls(workflow) if streaming else ()
         self.searched = False
         self._crowded_steps: dict[int, StepCost] = {}
+        self._calls: dict[str, CallCosts] = {}  # by GPU
 
     @property
     def _generate_calls(self) -> list[str]:
@@ -89,13 +90,17 @@ class PlacedExperiment:
         """The GPUs of log-probs and training: all, or all but a judge's own."""
         return tuple(sorted(set(range(self.loaded.cluster.gpus)) - set(self._gpus_apart)))
 
-    @cached_property
-    def cluster(self) -> Cluster:
-        whole, gpus = self.loaded.cluster, len(self.gpus)
-        if gpus == whole.gpus:
-            return whole
-        nodes = len({whole.node_of(gpu) for gpu in self.gpus})
-        return whole.model_copy(update={"nodes": nodes, "gpus_per_node": gpus // nodes})
+    @property
+    def _gpus_per_node(self) -> int:
+        """GPUs of a node that log-probs and training have."""
+        return len(self.gpus) // len({self.loaded.cluster.node_of(gpu) for gpu in self.gpus})
+
+    def left_of(self, cluster: Cluster) -> Cluster:
+        """What a judge's own GPUs leave of the cluster, as GPUs of one kind know it."""
+        per_node = self._gpus_per_node
+        if len(self.gpus) == cluster.gpus:
+            return cluster
+        return cluster.model_copy(update={"nodes": len(self.gpus) // per_node, "gpus_per_node": per_node})
 
     @cached_property
     def judge(self) -> RewardModelEngine | None:
@@ -110,7 +115,11 @@ class PlacedExperiment:
     def _beside_bytes(self, plan: Plan) -> float:
         """What a judge beside other calls, and models that take responses by the chunk there, take of each GPU."""
         shared = [(call, plan.of(call.name)) for call in self._streamed if plan.of(call.name).shared]
-        engines = (bytes_beside(self.loaded, self.loaded.models[call.model], tp_of(at)) for call, at in shared)
+        loaded = self.loaded
+        engines = (
+            bytes_beside(loaded, loaded.cluster.gpu_at(at.gpus[0]), loaded.models[call.model], tp_of(at))
+            for call, at in shared
+        )
         return (self._judge.bytes_beside if self._judge else 0.0) + sum(engines)
 
     def training_strategy(self, gpus: int) -> TrainStrategy:
@@ -120,11 +129,11 @@ class PlacedExperiment:
         apart = self._gpus_apart
         beside = f" ({len(apart)} more are kept for the judge)" if apart else ""
         if gpus % share:
-            of = "of the cluster" if gpus == self.cluster.gpus else "that a call is to have"
+            of = "of the cluster" if gpus == len(self.gpus) else "that a call is to have"
             raise ConfigError(f"training: tp × pp × cp = {share} does not divide the {gpus} GPUs {of}{beside}")
-        if apart and self.cluster.gpus_per_node % min(training.tp, self.cluster.gpus_per_node):
+        if apart and self._gpus_per_node % min(training.tp, self._gpus_per_node):
             raise ConfigError(
-                f"training.tp {training.tp} does not divide the {self.cluster.gpus_per_node} GPUs of a node that "
+                f"training.tp {training.tp} does not divide the {self._gpus_per_node} GPUs of a node that "
                 f"workflow.reward.judge leaves ({len(apart)} of the cluster are kept for it)"
             )
         return replace(
@@ -173,19 +182,21 @@ class PlacedExperiment:
         """Settings under which the call that needs most needs less; none where a search chose the plan."""
         if self.searched:
             return ""
-        needs, parts = self._needs(), (self.workflow, self._judge_beside, self._placing, self._streaming)
-        call = max(needs, key=needs.__getitem__)
+        parts = self.workflow, self._judge_beside, self._placing, self._streaming
+        call = self.memory.tightest(self._needs())
         return advice(
             self.loaded,
-            needs[call],
-            lambda loaded: PlacedExperiment(loaded, *parts, planner=self._planner)._needs()[call],
+            self._needed_bytes(call),
+            lambda loaded: PlacedExperiment(loaded, *parts, planner=self._planner)._needed_bytes(call),
         )
 
-    def _needs(self) -> dict[str, float]:
-        """Bytes on the fullest GPU of every call while it runs."""
+    def _needs(self) -> dict[str, tuple[int, dict[str, float]]]:
         plan = self.unchecked_plan
-        needs = self.memory.needs(plan, self._beside_bytes(plan))
-        return {name: sum(parts.values()) for name, (_, parts) in needs.items()}
+        return self.memory.needs(plan, self._beside_bytes(plan))
+
+    def _needed_bytes(self, call: str) -> float:
+        """Bytes on the fullest GPU of a call while it runs."""
+        return sum(self._needs()[call][1].values())
 
     @cached_property
     def unchecked_plan(self) -> Plan:
@@ -196,22 +207,21 @@ class PlacedExperiment:
             generating = tuple(gpu for gpu in self.gpus if gpu not in kept)
             plan = colocated(workflow, self.gpus, strategy, self.reward_placement, generating)
             for call in workflow.calls:
-                check_tp_groups(call.name, plan.of(call.name), self.loaded.cluster)
+                check_mesh(call, plan.of(call.name), self.loaded.cluster)
         else:
             plan = self._placing.plan(self.plan_context)
-            check_meshes(workflow, plan, self._placeable)
+            self._check_numbering()
+            check_meshes(workflow, plan, self.loaded.cluster)
             plan = self._without_idle_syncs(plan)
         return beside_generation(plan, workflow, self._streamed)
 
-    @property
-    def _placeable(self) -> Cluster:
-        """The cluster, if the GPUs that calls may have are numbered as it does."""
+    def _check_numbering(self) -> None:
+        """Raises `ConfigError` unless the GPUs that calls may have are numbered as the cluster numbers them."""
         if self.gpus != tuple(range(len(self.gpus))):
             raise ConfigError(
                 f"workflow.reward.judge keeps {len(self._gpus_apart)} GPUs, some of every node: a system that places "
                 "its calls needs the judge on whole nodes, or beside the calls"
             )
-        return self.cluster
 
     def _without_idle_syncs(self, plan: Plan) -> Plan:
         """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""
@@ -222,7 +232,9 @@ class PlacedExperiment:
                 ends = [plan.of(name) for name in (*sources, *targets)]
                 if all(end.strategy is not None for end in ends):
                     source, *others = (layout_of(end) for end in ends)
-                    moving = (self.moving(call.model, name) for name in targets)
+                    moving = (
+                        self.moving(call.model, ends[0], name, end) for name, end in zip(targets, ends[1:], strict=True)
+                    )
                     if not any(time_s(source, other) for time_s, other in zip(moving, others, strict=True)):
                         placements[call.name] = Placement(())
         return Plan(placements)
@@ -255,36 +267,47 @@ class PlacedExperiment:
     @cached_property
     def memory(self) -> PlanMemory:
         loaded = self.loaded
-        return PlanMemory(self.workflow, loaded.models, loaded.cluster.gpu, loaded.batch)
+        return PlanMemory(self.workflow, loaded.models, loaded.cluster, loaded.batch)
 
-    @cached_property
-    def calls(self) -> CallCosts:
+    def calls_on(self, gpus: Sequence[int]) -> CallCosts:
+        """Costs of inference and training calls on these GPUs, which are of one kind."""
         loaded, training = self.loaded, self.loaded.experiment.training
-        return CallCosts(loaded.models, self.cluster, loaded.calibration, training.backend, training.efficiency)
+        cluster, calibration = loaded.kind(gpus)
+        known = self._calls.get(cluster.gpu.name)
+        if known is None:
+            cluster = self.left_of(cluster)
+            known = CallCosts(loaded.models, cluster, calibration, training.backend, training.efficiency)
+            self._calls[cluster.gpu.name] = known
+        return known
 
     def loads(self, call: str) -> bool:
         """Whether a call generates in an engine that loads new weights, be they on its GPUs already or not."""
         method = self.loaded.experiment.weight_sync
         return self.loaded.algorithm.call(call).kind == "generate" and method != "reshard"
 
-    def moving(self, model: str, call: str) -> Callable[[Layout, Layout], float]:
-        """Seconds of a model's new weights from the layout of its training to one of the call."""
-        return self._weight_sync(model).time_s if self.loads(call) else self.calls.reallocation(model).time_s
+    def moving(self, model: str, source: Placement, call: str, target: Placement) -> Callable[[Layout, Layout], float]:
+        """Seconds of a model's new weights from the layout of its training to one of the call, each on its GPUs."""
+        trainer, receiver = self.calls_on(source.gpus), self.calls_on(target.gpus)
+        if self.loads(call):
+            return self._weight_sync(model, trainer, receiver).time_s
+        return trainer.reallocation(model, receiver).time_s
 
     def colocated_sync_s(self, model: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int) -> float:
         """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on."""
+        calls = self.calls_on((first_gpu,))
         if self.loaded.experiment.weight_sync == "reshard":
-            return self.calls.sync_s(model, strategy, rollout_tp, first_gpu)
+            return calls.sync_s(model, strategy, rollout_tp, first_gpu)
         target = Layout(first_gpu=first_gpu, tp=rollout_tp)
-        return self._weight_sync(model).time_s(Layout.of(first_gpu, strategy), target)
+        return self._weight_sync(model, calls, calls).time_s(Layout.of(first_gpu, strategy), target)
 
-    def relaying(self, model: str) -> WeightSync:
+    def relaying(self, model: str, source: Sequence[int], target: Sequence[int]) -> WeightSync:
         """Of a model's new weights that every replica takes on its own, whatever `weight_sync` says."""
-        return self.calls.weight_sync(model, "bucketed", offload=self.loaded.experiment.training.offload)
+        offload = self.loaded.experiment.training.offload
+        return self.calls_on(source).weight_sync(model, "bucketed", self.calls_on(target), offload=offload)
 
-    def _weight_sync(self, model: str) -> WeightSync:
+    def _weight_sync(self, model: str, trainer: CallCosts, receiver: CallCosts) -> WeightSync:
         experiment = self.loaded.experiment
-        return self.calls.weight_sync(model, experiment.weight_sync, offload=experiment.training.offload)
+        return trainer.weight_sync(model, experiment.weight_sync, receiver, offload=experiment.training.offload)
 
     @property
     def apart(self) -> dict[str, tuple[int, ...]]:
@@ -366,7 +389,8 @@ class PlacedExperiment:
         for crowded in self._crowded_steps.values():
             crowded.lookups()  # tells the machine's own curves how far they were followed
         judge = [self.judge.crowded.lookups()] if self.judge else []
-        return self.rollout_costs.lookups().merge([self.calls.lookups(), *judge])
+        calls = [costs.lookups() for costs in self._calls.values()]
+        return self.rollout_costs.lookups().merge([*calls, *judge])
 
     def crowded(self, tp: int) -> StepCost:
         """A rollout replica's steps while a colocated judge, or a model that takes chunks, works on its GPUs."""

@@ -24,6 +24,7 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
+from rlsim.hardware import one_kind
 from rlsim.policies.parts import PlanSearch
 from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
 from rlsim.sim.alone import run_rollout
@@ -71,8 +72,8 @@ class PlanSpace:
     def __init__(self, placed: PlacedExperiment, pipelined: bool = True, context_parallel: bool = False) -> None:
         self._pipelined, self._context_parallel = pipelined, context_parallel
         self._loaded = loaded = placed.loaded
-        self._placed, self._cluster = placed, placed.cluster
-        self.workflow, self.gpu = placed.workflow, loaded.cluster.gpu
+        self._placed, self._cluster = placed, placed.left_of(one_kind(loaded.cluster, "a search for a plan"))
+        self.workflow, self.gpu, self._calls = placed.workflow, self._cluster.gpu, placed.calls_on(placed.gpus)
         self.calls = [call for call in placed.workflow.calls if call.kind not in ("sync", "reward")]
         batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
         self._prompts, self._responses = batch.prompt_tokens, batch.response_tokens
@@ -111,7 +112,8 @@ class PlanSpace:
                 sources, targets = workflow.beside(call.name)
                 for target in targets:
                     pair = self._layouts(sources[0]), self._layouts(target)
-                    time_s = self._placed.moving(call.model, target)
+                    anywhere = Placement(self._placed.gpus)
+                    time_s = self._placed.moving(call.model, anywhere, target, anywhere)
                     reallocations.append(
                         Reallocation(
                             sources[0], target, PairTimes(time_s, self._cluster, *pair), self._copy_bytes(target, pair)
@@ -169,7 +171,7 @@ class PlanSpace:
     def _data_s(self, source: str, target: str) -> PairTimes:
         kind = self._loaded.algorithm.call(source).kind
         size = handed_on_bytes(kind, float(self._lengths.sum()))
-        time_s = partial(self._placed.calls.data.time_s, size)
+        time_s = partial(self._calls.data(self._calls).time_s, size)
         return PairTimes(time_s, self._cluster, self._layouts(source), self._layouts(target))
 
     # ---- one call on a mesh of so many GPUs -------------------------------------------------------------------------
@@ -215,7 +217,7 @@ class PlanSpace:
                 strategy = replace(shape, offload=offload, micro_batches=count)
                 copied = call.model in self._trained and not offload  # whose bytes depend on where training is
                 memory = self._placed.memory.of(call, strategy, holds_weights=copied)
-                cost = self._placed.calls.of(call.model, strategy)
+                cost = self._calls.of(call.model, strategy)
                 needed = memory.resident_bytes + memory.active_bytes + RESERVED_BYTES
                 if needed > self._cluster.gpu.memory_bytes:
                     self._least_bytes[call.name] = min(needed, self._least_bytes.get(call.name, needed))

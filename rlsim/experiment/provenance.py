@@ -59,8 +59,11 @@ def _setup_record(loaded: LoadedExperiment) -> dict[str, Any]:
     }
 
 
-def _calibration_record(loaded: LoadedExperiment) -> dict[str, Any]:
-    return loaded.calibration.model_dump(mode="json", include={"name", "gpu", "engine", "provenance", "residuals"})
+def _calibration_record(loaded: LoadedExperiment) -> dict[str, Any] | list[dict[str, Any]]:
+    """The calibration; of several kinds of GPU a list."""
+    told = {"name", "gpu", "engine", "provenance", "residuals"}
+    records = [known.model_dump(mode="json", include=told) for known in loaded.calibrations.values()]
+    return records if len(records) > 1 else records[0]
 
 
 def _sha256(paths: Iterable[Path]) -> str:

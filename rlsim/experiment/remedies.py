@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.hardware import Cluster
 
 
 def advice(loaded: LoadedExperiment, needed_bytes: float, bytes_needed: Callable[[LoadedExperiment], float]) -> str:
@@ -43,5 +44,6 @@ def _changes(loaded: LoadedExperiment) -> Iterator[tuple[str, LoadedExperiment]]
     for key, value in settings.items():
         changed = experiment.model_copy(update={"training": training.model_copy(update={key: value})})
         yield f"training.{key}={str(value).lower()}", replace(loaded, experiment=changed)
-    more = cluster.model_copy(update={"nodes": 2 * cluster.nodes})
-    yield f"{more.nodes} nodes instead of {cluster.nodes}", replace(loaded, cluster=more)
+    if isinstance(cluster, Cluster):  # of several kinds it is not said which to add
+        more = cluster.model_copy(update={"nodes": 2 * cluster.nodes})
+        yield f"{more.nodes} nodes instead of {cluster.nodes}", replace(loaded, cluster=more)

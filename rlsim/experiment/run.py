@@ -81,7 +81,7 @@ def run_loaded(
     for case in cases:
         collected += case.tables()
         if strict:
-            case.lookups().refuse_extrapolated(case.loaded.calibration.name)
+            case.lookups().refuse_extrapolated(", ".join(c.name for c in case.loaded.calibrations.values()))
     if not collected:
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}

@@ -291,14 +291,19 @@ class Experiment(Schema):
 
     name: Name = Field(description="names the results")
     description: str = Field(default="", description="what it asks, in a sentence")
-    cluster: str | dict[str, Any] = Field(description="a cluster of the catalogue, or one spelled out")
+    cluster: str | dict[str, Any] = Field(
+        description="a cluster of the catalogue, several kinds joined by `+`, or one spelled out"
+    )
     model: str = Field(description="a model of the catalogue, or the path of a Hugging Face config.json")
     models: dict[Name, str] = Field(
         default={},
         description="models beside the actor, by role (reference, critic, reward), as `model` names them; default: "
         "reference and critic like the actor, and responses scored by no model",
     )
-    calibration: str = Field(description="<gpu>-<engine>: kernels, links and host time")
+    calibration: str | dict[str, str] = Field(
+        description="<gpu>-<engine>: kernels, links and host time; where a cluster has several kinds of GPU one for "
+        "each, by GPU: `{h20: h20-vllm, h800: h800-vllm}`"
+    )
     engine: EngineConfig = EngineConfig()
     memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory for the rollout engine")
     routing: Literal["contiguous", "round_robin"] = Field(
@@ -381,6 +386,11 @@ class Experiment(Schema):
     def seed_list(self) -> tuple[int, ...]:
         """The seeds themselves: 0, 1, … unless they are given."""
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
+    @property
+    def calibration_names(self) -> tuple[str, ...]:
+        """The calibration, or those of all kinds of GPU, as they are given."""
+        return (self.calibration,) if isinstance(self.calibration, str) else tuple(self.calibration.values())
 
     def worlds(self, systems: int) -> int:
         """How many worlds a run draws in which at most so many systems are compared with each other."""

@@ -25,8 +25,7 @@ class ExperimentTimes:
     """The `CallTimes` of a system with its plan."""
 
     def __init__(self, placed: PlacedExperiment) -> None:
-        self._placed, self._calls = placed, placed.calls
-        self._workflow, self._training = placed.workflow, placed.loaded.experiment.training
+        self._placed, self._workflow, self._training = placed, placed.workflow, placed.loaded.experiment.training
 
     def parts(
         self, call: Call, placement: Placement, responses: Responses, rollout_tp: int, windows: int = 1
@@ -34,7 +33,8 @@ class ExperimentTimes:
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
         assert placement.strategy is not None
-        cost = self._calls.of(call.model, placement.strategy, placement.gpus[0])
+        calls = self._placed.calls_on(placement.gpus)
+        cost = calls.of(call.model, placement.strategy, placement.gpus[0])
         taken = responses.trained | responses.baseline if call.model == "reward" else responses.trained
         lengths = responses.total_tokens[taken]
         if call.kind == "train":
@@ -43,14 +43,15 @@ class ExperimentTimes:
             time = cost.forward_s(lengths)
         padded = len(lengths) * self._placed.loaded.longest_sequence
         data_s = self._data_s(call, float(lengths.sum()), rollout_tp)
-        data_s += self._training.driver_per_token * padded + self._calls.call_s
+        data_s += self._training.driver_per_token * padded + calls.call_s
         return [*_named(time), *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:
         placement = self._placed.plan.of(call.name)
         strategy = placement.strategy
         assert strategy is not None
-        cost, train = self._calls.of(call.model, strategy, placement.gpus[0]), call.kind == "train"
+        cost = self._placed.calls_on(placement.gpus).of(call.model, strategy, placement.gpus[0])
+        train = call.kind == "train"
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
         tokens = strategy.budget(backward=train) * (1 if strategy.pp == 1 else 4 * strategy.pp)
         load_s = cost.load_s(backward=train)
@@ -61,7 +62,10 @@ class ExperimentTimes:
         placed, (source, *_) = self._placed, self._workflow.beside(call.name)[0]
         training, rollout = placed.plan.of(source), placed.generation
         assert training.strategy is not None
-        sync, pp = placed.relaying(call.model), 1 if rollout.strategy is None else rollout.strategy.pp
+        sync, pp = (
+            placed.relaying(call.model, training.gpus, rollout.gpus),
+            1 if rollout.strategy is None else rollout.strategy.pp,
+        )
         start = layout_of(training)
         return Relay(sync.push_s(start), sync.spread_s(start, layout_of(rollout)), lambda tp: sync.pull_s(tp, pp))
 
@@ -77,21 +81,22 @@ class ExperimentTimes:
                 total += self._placed.colocated_sync_s(call.model, source.strategy, rollout_tp, source.gpus[0])
             elif self._placed.loads(name) or not same_weights(source, target):
                 both = layout_of(source, rollout_tp), layout_of(target, rollout_tp)
-                total += self._placed.moving(call.model, name)(*both)
+                total += self._placed.moving(call.model, source, name, target)(*both)
         return total
 
     def _data_s(self, call: Call, tokens: float, rollout_tp: int) -> float:
         """What the calls before it have made on its way to this call; nothing to speak of where all are colocated."""
         if not self._placed.has_placing:
             return 0.0
-        target, total = layout_of(self._placed.plan.of(call.name), rollout_tp), 0.0
+        target, total = self._placed.plan.of(call.name), 0.0
+        receiver, to = self._placed.calls_on(target.gpus), layout_of(target, rollout_tp)
         for edge in self._workflow.into(call.name):
             source = self._placed.plan.of(edge.source)
             kind = self._workflow.call(edge.source).kind
             carries = edge.lag == 0 and not edge.barrier and kind != "reward"  # a reward is one number a response
             if carries and source.gpus:
-                size = handed_on_bytes(kind, tokens)
-                total += self._calls.data.time_s(size, layout_of(source, rollout_tp), target)
+                data = self._placed.calls_on(source.gpus).data(receiver)
+                total += data.time_s(handed_on_bytes(kind, tokens), layout_of(source, rollout_tp), to)
         return total
 
 

@@ -156,7 +156,7 @@ def add_memory(draft: Draft, share: Said, folder: Path, *, apart: bool) -> None:
         except RlsimError:  # what it is, `check` tells
             draft.entries["memory_utilization"] = said
             return
-        total = share.value + beside / loaded.cluster.gpu.memory_bytes
+        total = share.value + beside / loaded.cluster.gpu_at(0).memory_bytes
         if total > 1.0:
             draft.notes.append(f"{share.where} = {share.value:g} and {beside / 1e9:.1f} GB of training states are more "
                                "than a GPU has: all of it is taken")  # fmt: skip

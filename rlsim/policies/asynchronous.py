@@ -19,7 +19,7 @@ from rlsim.sim.request import UpdatedKv
 class Apart(StaticTP):
     """Generation on GPUs of its own, with one TP degree; rewards as responses finish."""
 
-    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: half of all")
+    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: as `split` cuts")
 
     def common(self) -> tuple[Part, ...]:
         """The parts that all of these systems have."""

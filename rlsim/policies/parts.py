@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Union
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import shown
-from rlsim.hardware import Cluster
+from rlsim.hardware import AnyCluster
 from rlsim.hooks import Hooked, hook, is_number, misused
 from rlsim.models import Model
 from rlsim.sim.batching import Batching
@@ -71,7 +71,7 @@ class PlanContext:
     """What a placement learns: the calls, the GPUs and the limits, no lengths."""
 
     workflow: Workflow
-    cluster: Cluster
+    cluster: AnyCluster
     gpus: tuple[int, ...]  # those that no judge is kept on
     models: Mapping[str, Model]  # by role
     training: Callable[[int], TrainStrategy]  # how the experiment spreads a call over so many GPUs

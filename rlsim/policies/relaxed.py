@@ -29,11 +29,14 @@ from rlsim.workflow.plan import Plan
 
 
 class Split(Schema, Placing):
-    """Generation on the first GPUs, everything else on the rest, spread there as the experiment's `training` says."""
+    """Generation on the first GPUs, everything else on the rest, spread there as the experiment's `training` says.
+
+    By default generation has the GPUs of the first kind where there are several kinds, else half of all.
+    """
 
     rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: `rollout` of all")
     rollout: float | None = Field(
-        default=None, gt=0, lt=1, description="share of the GPUs that generate; by default half"
+        default=None, gt=0, lt=1, description="share of the GPUs that generate; by default the first kind, or half"
     )
 
     @model_validator(mode="after")
@@ -44,13 +47,18 @@ class Split(Schema, Placing):
 
     def plan(self, context: PlanContext) -> Plan:
         gpus = context.gpus
-        count = self.rollout_gpus or round((self.rollout or 0.5) * len(gpus))
+        count = self.rollout_gpus or (round(self.rollout * len(gpus)) if self.rollout else self._first_pool(context))
         if not 0 < count < len(gpus):
             raise ConfigError(
                 f"a split of {len(gpus)} GPUs with {count} for generation leaves no GPU for one side: both need some"
             )
         generate = (gpus[:count], lambda call: call.kind == "generate")
         return on_groups(context, [generate, (gpus[count:], any_call)])
+
+    def _first_pool(self, context: PlanContext) -> int:
+        kinds = [context.cluster.gpu_at(gpu).name for gpu in context.gpus]
+        same = [kind == kinds[0] for kind in kinds]
+        return round(0.5 * len(kinds)) if all(same) else same.index(False)
 
 
 class Lagged(Schema, Rewiring):
@@ -73,7 +81,7 @@ class Lagged(Schema, Rewiring):
 class OneStepOff(StaticTP):
     """Generation and training on GPUs of their own, generation one update behind."""
 
-    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: half of all")
+    rollout_gpus: int | None = Field(default=None, ge=1, description="GPUs that generate; none given: as `split` cuts")
     lag: int = Field(default=1, ge=0, le=1_000, description="updates that generation is behind")
 
     def parts(self) -> Sequence[Part]:

@@ -12,6 +12,7 @@ from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
 from rlsim.formats import is_missing, rate
 from rlsim.report.choice import best_other, fastest
+from rlsim.report.setups import calibrations_of
 from rlsim.report.speedups import intervals, verdict, verdicts
 
 _MOST_CASES = 6
@@ -124,7 +125,7 @@ def idle_sentence(rows: pd.DataFrame, baseline: str) -> str:
 
 def calibration_sentence(manifest: Mapping[str, Any]) -> str:
     """The error of the calibrations used, and how much was looked up outside what they were measured at."""
-    records = {record["calibration"]["name"]: record["calibration"] for record in manifest["setups"].values()}
+    records = {record["name"]: record for setup in manifest["setups"].values() for record in calibrations_of(setup)}
     texts = []
     for name, record in records.items():
         medians = [residual["median"] for residual in record["residuals"].values()]

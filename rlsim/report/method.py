@@ -50,7 +50,7 @@ def calibration_section(lookups: Lookups, setups: list[CaseSetup]) -> Section:
     """
     blocks: list[Block] = []
     taken: set[str] = set()
-    records = {setup.calibration["name"]: setup.calibration for setup in setups}
+    records = {record["name"]: record for setup in setups for record in setup.calibrations}
     for name, record in records.items():
         blocks.append(Text(f"Calibration {name}", heading=True))
         blocks.append(Text(_origin(record)))
@@ -132,7 +132,7 @@ def configuration_section(result: Result, setups: list[CaseSetup]) -> Section:
             str(setup.gpus_per_node),
             setup.model,
             f"{setup.cap_tokens:,}",
-            setup.calibration["name"],
+            ", ".join(record["name"] for record in setup.calibrations),
         ]
         for setup in setups
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,7 +24,7 @@ class CaseSetup:
     model: str
     cap_tokens: int
     batch: int  # responses that a step is to train on
-    calibration: Mapping[str, Any]
+    calibrations: Sequence[Mapping[str, Any]]  # one for each kind of GPU
 
     def named(self, what: str) -> str:
         """A title that names the case, if there are cases."""
@@ -51,8 +51,15 @@ def setups_of(manifests: Iterable[Mapping[str, Any]]) -> list[CaseSetup]:
         for case, record in manifest["setups"].items():
             if manifest["systems"][case]:
                 known = {field.name: record[field.name] for field in fields(CaseSetup) if field.name in record}
+                known["calibrations"] = calibrations_of(record)
                 setups.append(CaseSetup(case=case, id=unique_slug(case, ids), **known))
     return setups
+
+
+def calibrations_of(setup: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The calibrations in a case's part of a manifest, one for each kind of GPU."""
+    found = setup["calibration"]
+    return found if isinstance(found, list) else [found]
 
 
 def unique_slug(text: str, taken: set[str]) -> str:

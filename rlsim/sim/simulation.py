@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from rlsim.cost.step import StepCost
-from rlsim.hardware import Cluster
+from rlsim.hardware import AnyCluster
 from rlsim.sim.batching import Batching, PromptFeed
 from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts
 from rlsim.sim.elastic import Pieces
@@ -59,7 +59,7 @@ class Simulation:
 
     workflow: Workflow
     plan: Plan
-    cluster: Cluster
+    cluster: AnyCluster
     control: RolloutControl
     initial_tp: int
     feasible_tps: tuple[int, ...]  # degrees that a step may begin with

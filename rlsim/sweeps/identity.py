@@ -16,7 +16,7 @@ from rlsim.experiment.build import find_model, find_trace, placing
 from rlsim.experiment.case import cases_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
-from rlsim.hardware import load_cluster
+from rlsim.hardware import load_any_cluster
 from rlsim.policies.registry import home_of
 from rlsim.records import file_sha256
 from rlsim.usercode import load_module
@@ -61,7 +61,8 @@ def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str,
                 add(f"trace {name}", _trace_hash, name, folder)
             for name in _models_of(case):
                 add(f"model {name}", _model_hash, name, folder)
-            add(f"calibration {case.calibration}", _calibration_hash, case.calibration)
+            for name in case.calibration_names:
+                add(f"calibration {name}", _calibration_hash, name)
             cluster = case.cluster if isinstance(case.cluster, str) else json.dumps(case.cluster, sort_keys=True)
             add(f"cluster {cluster}", _cluster_hash, case.cluster, f"{shown}: cluster")
         for module, file in modules_of(case, shown):
@@ -84,7 +85,8 @@ def files_of(experiment: Experiment, shown: str, folder: Path) -> dict[str, Path
     found: dict[str, Path] = {}
     for _, case in cases_of(experiment, shown):
         found |= {name: find_trace(name, folder) for name in traces_of(case)}
-        for name in [*_models_of(case), case.calibration, *([case.cluster] if isinstance(case.cluster, str) else [])]:
+        clusters = [case.cluster] if isinstance(case.cluster, str) else []
+        for name in [*_models_of(case), *case.calibration_names, *clusters]:
             for path in (Path(name), folder / name, Path(name) / "config.json"):
                 if path.is_file():
                     found.setdefault(str(Path(name) / path.name) if path.parent == Path(name) else name, path)
@@ -139,7 +141,7 @@ def _calibration_hash(name: str) -> str:
 
 
 def _cluster_hash(cluster: str | Mapping[str, Any], source: str) -> str:
-    return _record_hash(load_cluster(cluster, source).model_dump(mode="json"))
+    return _record_hash(load_any_cluster(cluster, source).model_dump(mode="json"))
 
 
 def _record_hash(record: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_weight_bytes, training_memory
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
-from rlsim.hardware import Gpu
+from rlsim.hardware import AnyCluster
 from rlsim.models import Model
 from rlsim.workflow.graph import Call, Workflow
 from rlsim.workflow.plan import Placement, Plan, same_weights
@@ -61,8 +61,8 @@ class CallMemory:
 class PlanMemory:
     """Memory of the calls of a workflow under any plan; `models` are named by role."""
 
-    def __init__(self, workflow: Workflow, models: Mapping[str, Model], gpu: Gpu, batch: BatchSize) -> None:
-        self._workflow, self._models, self._gpu, self._batch = workflow, models, gpu, batch
+    def __init__(self, workflow: Workflow, models: Mapping[str, Model], cluster: AnyCluster, batch: BatchSize) -> None:
+        self._workflow, self._models, self._cluster, self._batch = workflow, models, cluster, batch
 
     def of(self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False) -> CallMemory:
         """A call's memory on each GPU. `holds_weights`: training of the same model keeps just these weights there."""
@@ -96,7 +96,8 @@ class PlanMemory:
         """A rollout engine's: its share of the GPU where the plan says it, else its weights: KV takes what is left."""
         assert placement.strategy is not None
         if placement.memory_share is not None:
-            return CallMemory({}, {"rollout engine": placement.memory_share * self._gpu.memory_bytes - RESERVED_BYTES})
+            gpu = self._cluster.gpu_at(placement.gpus[0])
+            return CallMemory({}, {"rollout engine": placement.memory_share * gpu.memory_bytes - RESERVED_BYTES})
         strategy = placement.strategy
         return CallMemory({}, {"weights": rollout_weight_bytes(self._models[call.model], strategy.tp, strategy.pp)})
 
@@ -135,22 +136,32 @@ class PlanMemory:
         needs = self.needs(plan, beside_bytes)
         if not needs:
             return
-        name, (gpu, parts) = max(needs.items(), key=lambda item: sum(item[1][1].values()))
-        total, strategy = sum(parts.values()), plan.of(name).strategy
-        if total > self._gpu.memory_bytes and strategy is not None:
+        name = self.tightest(needs)
+        (gpu, parts), strategy = needs[name], plan.of(name).strategy
+        total, of = sum(parts.values()), self._cluster.gpu_at(gpu)
+        if total > of.memory_bytes and strategy is not None:
             model = self._models[self._workflow.call(name).model].name
             layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
             layout += f"CP {strategy.cp}, " * (strategy.cp > 1) + f"ZeRO {strategy.zero_stage}"
             listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items() if size)
             raise CapacityError(
                 f"{model}: call {name} ({layout}) does not fit on GPU {gpu}: {listed} = {total / 1e9:.2f} GB > "
-                f"{self._gpu.memory_bytes / 1e9:.2f} GB of {self._gpu.name}"
+                f"{of.memory_bytes / 1e9:.2f} GB of {of.name}"
             )
 
     def needs(self, plan: Plan, beside_bytes: float = 0.0) -> dict[str, tuple[int, dict[str, float]]]:
         """By call: the GPU that has most to hold while it runs, and the bytes of each part there."""
         calls = self.calls(plan)
         return {name: self._fullest(name, calls, beside_bytes) for name in calls}
+
+    def tightest(self, needs: Mapping[str, tuple[int, Mapping[str, float]]]) -> str:
+        """The call whose fullest GPU has the least room left, or lacks most; `needs` as this class gives them."""
+
+        def over_bytes(name: str) -> float:
+            gpu, parts = needs[name]
+            return sum(parts.values()) - self._cluster.gpu_at(gpu).memory_bytes
+
+        return max(needs, key=over_bytes)
 
     def _fullest(
         self, name: str, calls: Mapping[str, tuple[Placement, CallMemory]], beside_bytes: float

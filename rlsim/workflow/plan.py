@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
-from rlsim.hardware import Cluster
-from rlsim.workflow.graph import Workflow
+from rlsim.hardware import AnyCluster
+from rlsim.workflow.graph import Call, Workflow
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Placement:
             gpus = self.strategy.gpus // self.strategy.dp if self.strategy else 1
         return tuple(self.gpus[first : first + gpus] for first in range(0, len(self.gpus) - gpus + 1, gpus))
 
-    def rollout_mesh(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    def rollout_mesh(self, cluster: AnyCluster) -> tuple[tuple[int, ...], ...]:
         """The GPUs node by node, as a rollout has them; where replicas do not divide nodes, replica by replica."""
         replica, nodes = self.strategy.gpus // self.strategy.dp if self.strategy else 1, self.nodes(cluster)
         return self.replicas(replica) if any(len(node) % replica for node in nodes) else nodes
 
-    def nodes(self, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    def nodes(self, cluster: AnyCluster) -> tuple[tuple[int, ...], ...]:
         """The placement's GPUs node by node."""
         by_node: dict[int, list[int]] = {}
         for gpu in self.gpus:
@@ -116,13 +116,13 @@ def same_weights(one: Placement, other: Placement) -> bool:
     return (a.shards, a.tp, a.pp) == (b.shards, b.tp, b.pp) and sharded[0] == sharded[1]
 
 
-def check_meshes(workflow: Workflow, plan: Plan, cluster: Cluster) -> None:
-    """Raises `ConfigError` for a call whose TP groups lie across nodes, or whose weights nothing brings."""
+def check_meshes(workflow: Workflow, plan: Plan, cluster: AnyCluster) -> None:
+    """Raises `ConfigError` for a call that `check_mesh` refuses, or whose weights nothing brings."""
     trained = {call.model: plan.of(call.name) for call in workflow.calls if call.kind == "train"}
     synced = {name for call in workflow.calls if call.kind == "sync" for name in workflow.beside(call.name)[1]}
     for call in workflow.calls:
         placement = plan.of(call.name)
-        check_tp_groups(call.name, placement, cluster)
+        check_mesh(call, placement, cluster)
         source = trained.get(call.model)
         waits = call.kind in ("generate", "inference") and call.name not in synced
         if waits and source is not None and not same_weights(source, placement):
@@ -132,15 +132,17 @@ def check_meshes(workflow: Workflow, plan: Plan, cluster: Cluster) -> None:
             )
 
 
-def check_tp_groups(call: str, placement: Placement, cluster: Cluster) -> None:
-    """Raises `ConfigError` for a TP group of a call that lies on more nodes than so many GPUs need."""
+def check_mesh(call: Call, placement: Placement, cluster: AnyCluster) -> None:
+    """Raises `ConfigError` for a TP group on more nodes than it needs, or a call (no sync) on several kinds of GPU."""
+    if placement.gpus and call.kind != "sync":
+        cluster.around(placement.gpus, f"call {call.name}")
     tp = 1 if placement.strategy is None else placement.strategy.tp
     for group in placement.replicas(tp):
         nodes = sorted({cluster.node_of(gpu) for gpu in group})
         if len(nodes) > -(-tp // cluster.gpus_per_node):
             raise ConfigError(
-                f"call {call} has a TP {tp} group on GPUs {group[0]}-{group[-1]}, on nodes {nodes[0]} and {nodes[-1]} "
-                f"of {cluster.gpus_per_node} GPUs each: a TP group needs GPUs of one node"
+                f"call {call.name} has a TP {tp} group on GPUs {group[0]}-{group[-1]}, on nodes {nodes[0]} and "
+                f"{nodes[-1]} of {cluster.gpus_per_node} GPUs each: a TP group needs GPUs of one node"
             )
 
 

@@ -109,7 +109,9 @@ def costs(calibration: Calibration) -> None:
         calls = CallCosts({"actor": model}, cluster, calibration, backend, None)
         train, forward = calls.of("actor", strategy).train_s(tokens), calls.of("actor", strategy).forward_s(tokens)
         found |= {f"{backend} training": train.total_s, f"{backend} log-probs": forward.total_s}
-        moved = calls.reallocation("actor").time_s(Layout.of(0, strategy), Layout.of(0, TrainStrategy(dp=2, tp=8)))
+        moved = calls.reallocation("actor", calls).time_s(
+            Layout.of(0, strategy), Layout.of(0, TrainStrategy(dp=2, tp=8))
+        )
         found[f"{backend} weight sync"] = moved
     for what, seconds in found.items():
         must(math.isfinite(seconds) and seconds >= 0, f"{what}: {seconds!r} s")

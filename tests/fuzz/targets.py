@@ -97,7 +97,7 @@ def tiny_run(main: Path, overrides: Any = (), *, most_systems: int = 2) -> None:
     from rlsim.experiment.case import cases_of
     from rlsim.experiment.load import load_experiment, with_settings
     from rlsim.experiment.run import run_loaded
-    from rlsim.hardware import load_cluster
+    from rlsim.hardware import load_any_cluster
 
     experiment, shown, folder = load_experiment(main, overrides)
     _, first = next(iter(cases_of(experiment, shown)))
@@ -112,7 +112,11 @@ def tiny_run(main: Path, overrides: Any = (), *, most_systems: int = 2) -> None:
     less |= {"seeds": 1, "systems": systems[:most_systems] or ["verl"], "baseline": None}
     small = with_settings(first, less, shown)
     cluster = small.cluster
-    if isinstance(cluster, str) and not cluster.endswith((".yaml", ".yml")) and load_cluster(cluster).gpus > MOST_GPUS:
+    if (
+        isinstance(cluster, str)
+        and not cluster.endswith((".yaml", ".yml"))
+        and load_any_cluster(cluster).gpus > MOST_GPUS
+    ):
         return
     checks.result(run_loaded(small, shown, folder))
 
