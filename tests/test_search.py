@@ -286,7 +286,7 @@ def test_a_missing_cost_is_an_error(edge, count):
             "options for 'b'",
         ),
         (lambda: Problem([options("a", (0, 1, 1))], [Dependency("a", "a")], [], 1, 1), "wait for each other"),
-        (lambda: Problem([options("a", (0, 1, 1))], [], [], 1, 1, iterations=1), "at least 2 iterations"),
+        (lambda: Problem([options("a", (0, 1, 1))], [], [], 1, 1, iterations=1), "at least 2 of them, not 1"),
         (lambda: Problem([options("a", (0, 1, 1))], [], [], 1, 1).cost_s([[1]]), "no option 1"),
         (lambda: Problem([options("a", (0, 1, 1))], [], [], 1, 1).cost_s([[-1]]), "no option -1"),
         (lambda: Budget(), "budget of seconds or of evaluations"),

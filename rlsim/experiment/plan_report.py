@@ -15,12 +15,14 @@ from rlsim.cost.memory import RESERVED_BYTES
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.schema import Experiment
-from rlsim.experiment.simulator import Simulator
 from rlsim.policies.plan import part_of
-from rlsim.search import Budget, Found, Improvement, find_plan
+from rlsim.policies.relaxed import Lagged
+from rlsim.search import Budget, Found, Improvement
 from rlsim.search.greedy import start
+from rlsim.search.scheduling import schedule_one
 from rlsim.workflow import Plan
 
 
@@ -31,21 +33,39 @@ class PlanReport:
     experiment: Experiment
     space: PlanSpace
     found: Found
+    lag: int = 0  # updates that generation is behind
 
     @cached_property
     def plan(self) -> Plan:
         return self.space.plan(self.found.plan)
 
     @property
-    def as_part(self) -> dict[str, Any]:
-        """The plan as a part of a system: `{plan: {calls: …}}`."""
-        return part_of(self.plan, self.space.workflow)
+    def as_parts(self) -> list[dict[str, Any]]:
+        """The plan as parts of a system: `{plan: {calls: …}}` and, where generation is behind, `{lagged: …}`."""
+        return [part_of(self.plan, self.space.workflow), *([{"lagged": {"lag": self.lag}}] if self.lag else [])]
 
     @cached_property
     def start_cost_s(self) -> float:
         """Seconds of an iteration under the plan that the search begins with: the fastest option of each call alone."""
         problem = self.space.problem
         return float(problem.cost_s([start(problem)])[0])
+
+    def sides(self) -> pd.DataFrame:
+        """One row for generation and one for all other calls, where generation has GPUs of its own.
+
+        `time_s`: of an iteration if the other side took no time, new weights included; `idle`: the share of the
+        iteration for which this side waits for the other.
+        """
+        single, plan = self.space.problem.single, list(self.found.plan)
+        calls_s, moves_s = single.seconds(plan)
+        kinds = [call.kind for call in self.space.calls]
+        rows = []
+        for side in ("generation", "other calls"):
+            its = [(kind == "generate") == (side == "generation") for kind in kinds]
+            alone_s = [time_s if mine else 0.0 for time_s, mine in zip(calls_s, its, strict=True)]
+            time_s = single.iteration_s(schedule_one(single.graph, alone_s, moves_s, single.meshes(plan)))
+            rows.append({"side": side, "time_s": time_s, "idle": 1 - time_s / self.found.cost_s})
+        return pd.DataFrame(rows)
 
     def calls(self) -> pd.DataFrame:
         """One row per call: GPUs, degrees, micro-batches, seconds (with the data's way), bytes on each GPU."""
@@ -101,11 +121,12 @@ class PlanReport:
             "elapsed_s": found.elapsed_s,
             "iteration_time_s": found.cost_s,
             "start_iteration_time_s": self.start_cost_s,
+            **({"least_iteration_time_s": found.least_s, "sides": self.sides().to_dict("records")} if self.lag else {}),
             "peak_bytes": self.peak_bytes,
             "calls": calls.where(calls.notna(), None).to_dict("records"),
             "reallocations": self.reallocations().to_dict("records"),
             "improvements": [asdict(improvement) for improvement in found.improvements],
-            **self.as_part,
+            **{key: value for part in self.as_parts for key, value in part.items()},
         }
 
 
@@ -117,10 +138,12 @@ def search_plan(
     seconds: float | None = None,
     evaluations: int | None = None,
     seed: int = 0,
+    lag: int = 0,
     on_improvement: Callable[[Improvement], None] | None = None,
 ) -> PlanReport:
     """Search an execution plan for an experiment, as `rlsim plan` does; the budget is 10 s unless one is given.
 
+    With a `lag` generation is so many updates behind, on GPUs of its own, and the split of the GPUs is searched too.
     Costs are those of the first step's lengths under the experiment's first seed. Raises `RlsimError` for whatever does
     not exist or fit.
     """
@@ -129,9 +152,11 @@ def search_plan(
         raise ConfigError("a plan is searched for one case: set its keys with --set, and --set 'cases={}'")
     if seconds is None and evaluations is None:
         seconds = 10.0
-    space = PlanSpace(Simulator(LoadedExperiment.of(experiment, folder)).placed())
-    found = find_plan(space.problem, method, Budget(seconds, evaluations), seed=seed, on_improvement=on_improvement)
-    return PlanReport(experiment, space, found)
+    loaded = LoadedExperiment.of(experiment, folder)
+    workflow = Lagged(lag=lag).rewired(loaded.algorithm) if lag else loaded.algorithm
+    plans = PlanSpace(PlacedExperiment(loaded, workflow, None, None))
+    space, found = plans.search(method, Budget(seconds, evaluations), seed=seed, on_improvement=on_improvement)
+    return PlanReport(experiment, space, found, lag)
 
 
 def improvement_chart(report: PlanReport) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,20 +23,18 @@ from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_costs
+from rlsim.experiment.meshes import borders, degrees, meshes
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
 from rlsim.hardware import one_kind
 from rlsim.policies.parts import PlanSearch
-from rlsim.search import Budget, Dependency, Options, Problem, Reallocation, find_plan
+from rlsim.search import Budget, Dependency, Found, Improvement, Options, Problem, Reallocation, find_best
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.dealing import evenly
 from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
-
-#: Whole nodes: any run of neighbouring ones up to so many nodes in the cluster, aligned powers of two beyond.
-ANY_RUN_NODES = 8
 
 #: Shares of a GPU's memory that are tried for a rollout engine, up to what lets all its sequences run at once: the
 #: less it has, the more others may keep there.
@@ -67,6 +66,9 @@ class PlanSpace:
     training and inference may split sequences over GPUs too (CP, a power of two, in a node with TP). Of strategies that
     differ in micro-batches or offload only, those worse in both time and memory are left out. Raises `CapacityError` if
     a call fits nowhere.
+
+    Where generation runs ahead of its weights it has the first GPUs for itself, all of their memory included, and the
+    other calls have the rest: as meshes above, or all of it. `splits` has one space for each number of GPUs.
     """
 
     def __init__(self, placed: PlacedExperiment, pipelined: bool = True, context_parallel: bool = False) -> None:
@@ -78,17 +80,22 @@ class PlanSpace:
         batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
         self._prompts, self._responses = batch.prompt_tokens, batch.response_tokens
         self._lengths = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
-        self._meshes = list(meshes(self._cluster.gpus, self._cluster.gpus_per_node))
+        self._ahead = max((lag - 1 for *_, lag in self._moves()), default=0)
+        self._borders = borders(self._cluster.gpus) if self._ahead else ()
         self.options: dict[str, list[tuple[int, Candidate]]] = {}  # first GPU and candidate of each option
-        made: dict[tuple[str, object], list[Candidate]] = {}
+        made: dict[tuple[str, int, int], list[Candidate]] = {}
         self._least_bytes: dict[str, float] = {}  # of the strategies of a call that did not fit
         for call in self.calls:
-            shape = (call.kind, loaded.models[call.model], call.model in self._trained)
-            for size in sorted({gpus for _, gpus in self._meshes}):
-                key = (repr(shape), size)
+            shape = repr((call.kind, loaded.models[call.model], call.model in self._trained))
+            found = []
+            for first, gpus in self._meshes(call):
+                place = first % self._cluster.gpus_per_node
+                if place + gpus <= self._cluster.gpus_per_node:  # in a node GPUs are alike
+                    place = 0
+                key = (shape, place, gpus)
                 if key not in made:
-                    made[key] = list(self._candidates(call, size))
-            found = [(first, c) for first, gpus in self._meshes for c in made[repr(shape), gpus]]
+                    made[key] = list(self._candidates(call, place, gpus))
+                found += [(first, candidate) for candidate in made[key]]
             if not found:
                 least = self._least_bytes.get(call.name)
                 why = f": it needs {least / 1e9:.2f} GB of a GPU's {self.gpu.memory_bytes / 1e9:.2f}" if least else ""
@@ -107,26 +114,66 @@ class PlanSpace:
             if edge.source in names and edge.target in names:
                 seconds = None if edge.lag or edge.barrier else self._data_s(edge.source, edge.target)
                 dependencies.append(Dependency(edge.source, edge.target, edge.lag, seconds))
-        for call in workflow.calls:
-            if call.kind == "sync":
-                sources, targets = workflow.beside(call.name)
-                for target in targets:
-                    pair = self._layouts(sources[0]), self._layouts(target)
-                    anywhere = Placement(self._placed.gpus)
-                    time_s = self._placed.moving(call.model, anywhere, target, anywhere)
-                    reallocations.append(
-                        Reallocation(
-                            sources[0], target, PairTimes(time_s, self._cluster, *pair), self._copy_bytes(target, pair)
-                        )
-                    )
+        for source, target, lag in self._moves():
+            pair = self._layouts(source), self._layouts(target)
+            anywhere = Placement(self._placed.gpus)
+            time_s = self._placed.moving(workflow.call(target).model, anywhere, target, anywhere)
+            seconds = PairTimes(time_s, self._cluster, *pair)
+            reallocations.append(Reallocation(source, target, seconds, self._copy_bytes(target, pair), lag))
         return Problem(
             options=[self._columns(call.name) for call in self.calls],
             dependencies=dependencies,
             reallocations=reallocations,
             gpus=self._cluster.gpus,
             memory_bytes=self._cluster.gpu.memory_bytes - RESERVED_BYTES,
+            iterations=1 + self._ahead + 2 * max(self._ahead, 1),
             order=[name for name in workflow.order() if name in names],
         )
+
+    def _moves(self) -> Iterator[tuple[str, str, int]]:
+        """From which call new weights go to which other one, and how many steps later they are used."""
+        for edge in self.workflow.edges:
+            if self.workflow.call(edge.source).kind == "sync":
+                yield self.workflow.beside(edge.source)[0][0], edge.target, edge.lag
+
+    def splits(self) -> list[PlanSpace]:
+        """The plans of each split of the GPUs that leaves every call some; where there are no splits, all plans."""
+        if not self._ahead:
+            return [self]
+        made = [self._split(border) for border in self._borders]
+        if fitting := [space for space in made if all(space.options.values())]:
+            return fitting
+        raise CapacityError(
+            f"no split of the {self._cluster.gpus} GPUs of {self._cluster.name} leaves both generation and the other "
+            "calls as many as they need"
+        )
+
+    def _split(self, border: int) -> PlanSpace:
+        """The plans under which generation has the GPUs before `border`, and the other calls those from it on."""
+        space = copy(self)
+        space.options = {
+            call.name: [
+                (first, candidate)
+                for first, candidate in self.options[call.name]
+                if (candidate.strategy.gpus == border if call.kind == "generate" else first >= border)
+            ]
+            for call in self.calls
+        }
+        return space
+
+    def search(
+        self,
+        method: str,
+        budget: Budget,
+        *,
+        seed: int = 0,
+        on_improvement: Callable[[Improvement], None] | None = None,
+    ) -> tuple[PlanSpace, Found]:
+        """The best plan that a method finds, and the split that it belongs to; raises `RlsimError` as `find_best`."""
+        spaces = self.splits()
+        problems = [space.problem for space in spaces]
+        at, found = find_best(problems, method, budget, seed=seed, on_improvement=on_improvement)
+        return spaces[at], found
 
     def plan(self, chosen: Sequence[int]) -> Plan:
         placements = {}
@@ -174,15 +221,24 @@ class PlanSpace:
         time_s = partial(self._calls.data(self._calls).time_s, size)
         return PairTimes(time_s, self._cluster, self._layouts(source), self._layouts(target))
 
-    # ---- one call on a mesh of so many GPUs -------------------------------------------------------------------------
+    # ---- one call on a mesh -----------------------------------------------------------------------------------------
 
-    def _candidates(self, call: Call, gpus: int) -> Iterator[Candidate]:
+    def _meshes(self, call: Call) -> list[tuple[int, int]]:
+        """First GPU and size of every mesh that the call may have."""
+        if self._ahead and call.kind == "generate":
+            return [(0, border) for border in self._borders]
+        gpus = self._cluster.gpus
+        rests = [(border, gpus - border) for border in self._borders]
+        return list(dict.fromkeys([*meshes(gpus, self._cluster.gpus_per_node), *rests]))
+
+    def _candidates(self, call: Call, place: int, gpus: int) -> Iterator[Candidate]:
+        """The ways to run a call on so many GPUs from the one at this place of a node on."""
         mini = self._loaded.experiment.training.mini_batches if call.kind == "train" else 1
         share = len(self._lengths) // mini
         spread = [
             (gpus // tp // pp, tp, pp)
             for tp, pp in degrees(gpus, min(self._cluster.gpus_per_node, gpus))
-            if self._suits(call, tp, pp) and gpus // tp // pp <= share
+            if self._suits(call, tp, pp) and gpus // tp // pp <= share and self._within_nodes(tp, place, gpus)
         ]
         if call.kind == "generate":
             kept = [TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread if self._pipelined or pp == 1]
@@ -196,7 +252,12 @@ class PlanSpace:
                 shape = replace(
                     style, dp=dp // cp, tp=tp, pp=pp, cp=cp, zero_stage=zero, sequence_parallel=tp > 1
                 )  # fmt: skip
-                yield from undominated(self._variants(call, shape, share // shape.dp))
+                yield from undominated(self._variants(call, shape, place, share // shape.dp))
+
+    def _within_nodes(self, tp: int, place: int, gpus: int) -> bool:
+        """Whether every TP group of a mesh lies in one node."""
+        per_node = self._cluster.gpus_per_node
+        return place + gpus <= per_node or place % tp == per_node % tp == 0
 
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
         model = self._loaded.models[call.model]
@@ -206,7 +267,7 @@ class PlanSpace:
             return False
         return pp <= model.num_hidden_layers
 
-    def _variants(self, call: Call, shape: TrainStrategy, share: int) -> Iterator[Candidate]:
+    def _variants(self, call: Call, shape: TrainStrategy, place: int, share: int) -> Iterator[Candidate]:
         """Every number of micro-batches of a rank's `share`; a model that is not trained may also wait in host
         memory."""
         training = self._loaded.experiment.training
@@ -217,7 +278,7 @@ class PlanSpace:
                 strategy = replace(shape, offload=offload, micro_batches=count)
                 copied = call.model in self._trained and not offload  # whose bytes depend on where training is
                 memory = self._placed.memory.of(call, strategy, holds_weights=copied)
-                cost = self._calls.of(call.model, strategy)
+                cost = self._calls.of(call.model, strategy, place)
                 needed = memory.resident_bytes + memory.active_bytes + RESERVED_BYTES
                 if needed > self._cluster.gpu.memory_bytes:
                     self._least_bytes[call.name] = min(needed, self._least_bytes.get(call.name, needed))
@@ -230,7 +291,13 @@ class PlanSpace:
             count *= 2
 
     def _generation(self, strategies: Sequence[TrainStrategy]) -> Iterator[Candidate]:
-        """Generation alone on its GPUs: with memory for all sequences at once and, unless it is slow, with less."""
+        """Generation alone on its GPUs: with memory for all sequences at once and, unless it is slow, with less.
+
+        On GPUs of its own it has all that the experiment allows.
+        """
+        if self._ahead:
+            yield from (candidate for strategy in strategies for candidate in self._generated(strategy))
+            return
         limits = {strategy: self._share_for_all(strategy) for strategy in strategies}
         alone = [c for strategy, share in limits.items() for c in self._generated(strategy, share)]
         fastest_s = min((candidate.time_s for candidate in alone), default=0.0)
@@ -258,15 +325,15 @@ class PlanSpace:
         lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
         return {tuple(share) for share in evenly(lengths, strategy.dp, self._loaded.experiment.routing)}
 
-    def _generated(self, strategy: TrainStrategy, memory_share: float) -> Iterator[Candidate]:
+    def _generated(self, strategy: TrainStrategy, memory_share: float | None = None) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
         costs = rollout_costs(self._loaded, range(strategy.gpus), memory_share=memory_share, pp=strategy.pp)
         replica = strategy.tp * strategy.pp
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.
             time_s = max(self._rollout_s(lengths, costs, replica) for lengths in self._dealt(strategy))
-            active_bytes = memory_share * self.gpu.memory_bytes - RESERVED_BYTES
-            yield Candidate(strategy, time_s, 0.0, active_bytes, memory_share)
+            taken = self._loaded.experiment.memory_utilization if memory_share is None else memory_share
+            yield Candidate(strategy, time_s, 0.0, taken * self.gpu.memory_bytes - RESERVED_BYTES, memory_share)
 
     def _rollout_s(self, lengths: Sequence[tuple[int, int]], costs: RolloutCostModel, replica: int) -> float:
         experiment = self._loaded.experiment
@@ -301,33 +368,10 @@ class Plans:
         if key not in self.found:
             if not self.search:
                 raise SearchAheadError
-            space = PlanSpace(placed, how.pipelined_generation, how.context_parallel)
-            found = find_plan(space.problem, how.method, Budget(evaluations=how.evaluations), seed=how.seed)
+            plans = PlanSpace(placed, how.pipelined_generation, how.context_parallel)
+            space, found = plans.search(how.method, Budget(evaluations=how.evaluations), seed=how.seed)
             self.found[key] = space.plan(found.plan)
         return self.found[key]
-
-
-def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """First GPU and size of every mesh: aligned power-of-two slices of a node, and runs of whole nodes."""
-    size = 1
-    while size < per_node:
-        yield from ((first, size) for first in range(0, gpus, size) if per_node % size == 0)
-        size *= 2
-    nodes = gpus // per_node
-    for count in range(1, nodes + 1):
-        power = count & (count - 1) == 0
-        if nodes <= ANY_RUN_NODES or power or count == nodes:
-            step = 1 if nodes <= ANY_RUN_NODES else count
-            yield from ((first * per_node, count * per_node) for first in range(0, nodes - count + 1, step))
-
-
-def degrees(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:
-    """TP and PP that leave no GPU of a mesh unused: TP a power of two inside a node, PP what divides the rest."""
-    tp = 1
-    while tp <= per_node:
-        if gpus % tp == 0:
-            yield from ((tp, pp) for pp in range(1, gpus // tp + 1) if gpus // tp % pp == 0)
-        tp *= 2
 
 
 def undominated(candidates: Iterator[Candidate]) -> list[Candidate]:

@@ -3,9 +3,19 @@
 Knows arrays only: who makes the options and costs of calls from models and clusters, builds a `Problem` from them.
 """
 
-from rlsim.search.methods import find_plan
+from rlsim.search.methods import find_best, find_plan
 from rlsim.search.options import Dependency, Options, Reallocation
 from rlsim.search.problem import Problem
 from rlsim.search.progress import Budget, Found, Improvement
 
-__all__ = ["Budget", "Dependency", "Found", "Improvement", "Options", "Problem", "Reallocation", "find_plan"]
+__all__ = [
+    "Budget",
+    "Dependency",
+    "Found",
+    "Improvement",
+    "Options",
+    "Problem",
+    "Reallocation",
+    "find_best",
+    "find_plan",
+]

@@ -1,9 +1,9 @@
 """Seconds that no schedule of a plan can beat, without scheduling it; also of plans of which only some calls are known.
 
-Let end(k) be the end of the last call of iteration k. `Problem.cost_s` is (end(K-1) - end(0)) / (K - 1), a difference,
-so a bound must say what comes after end(0), and end(0) is the end of some *last call*: one that no other call of its
-iteration waits for. Hence, with the last call that really is the last of iteration 0 unknown, the smallest of two kinds
-of bounds over all last calls a:
+Let end(k) be the end of the last call of iteration k. `Problem.cost_s` is (end(K-1) - end(0)) / (K - 1), a difference
+(where weights lag, from the first iteration that counts on, in place of 0), so a bound must say what comes after
+end(0), and end(0) is the end of some *last call*: one that no other call of its iteration waits for. Hence, with the
+last call that really is the last of iteration 0 unknown, the smallest of two kinds of bounds over all last calls a:
 
 - path: the longest chain of nodes from the end of a(0) to the end of a node of iteration K-1;
 - work: what one GPU has to do for nodes that descend from a(0) and that iteration K-1 waits for.
@@ -13,6 +13,9 @@ next iteration, and the bound would be weak. Let r and s be the last calls and a
 and s within an iteration; every call that waits for none of its own iteration waits for r of the one before, itself or
 through a reallocation; reallocations start at r or s and end in neither. Then path and work of r alone, its path ending
 at r(K-1), are a bound (tests/test_search.py has the proof, and the bound against full enumeration).
+
+**Weights that lag.** Where a call runs ahead of its weights, an iteration ends with these (`Graph.ended_by`), and they
+are the last calls of the above.
 
 **Turns.** Between r(k) and r(k+1) calls on one GPU take turns, so under these assumptions a path may also go through
 several that do not wait for each other: the shortest first call of the iteration, all others on the GPU, then r.
@@ -37,13 +40,14 @@ class LowerBound:
         graph = problem.graph
         calls = range(len(graph.calls))
         before = [_ancestors(graph, call) for call in calls]
-        lasts = [call for call in calls if not any(call in earlier for earlier in before)]
-        leader = next((r for r in lasts if _leads(graph, before, r, [s for s in lasts if s != r])), None)
+        lasts = [kind for kind in graph.ended_by if not any(kind in earlier for earlier in before)]
+        leads = (r for r in lasts if not graph.ahead and _leads(graph, before, r, [s for s in lasts if s != r]))
+        leader = next(leads, None)
         self._calls = len(calls)
-        self._gpus, self._periods = problem.gpus, problem.iterations - 1
+        self._gpus, self._periods = problem.gpus, graph.periods
         end = graph.iterations - 1
         if leader is None:
-            ends = [graph.node(end, call) for call in calls]
+            ends = [graph.node(end, kind) for kind in graph.ended_by]
             self._anchors = [_Anchor(graph, last, ends, needed_by=ends) for last in lasts]
             self._turns = None
         else:
@@ -84,13 +88,13 @@ class _Anchor:
     """What comes after one last call of iteration 0: chains of nodes to `ends`, and work that `needed_by` waits for."""
 
     def __init__(self, graph: Graph, last: int, ends: Sequence[int], needed_by: Iterable[int]) -> None:
-        self._graph, self._source = graph, graph.node(0, last)
+        self._graph, self._source = graph, graph.node(graph.first, last)
         after = _reach(self._source, graph.node_children)
         self._ends = [end for end in ends if end in after]
         on_path = _reach_any(self._ends, graph.node_parents) & after
         self._steps = [
             (node, graph.nodes[node][1], [p for p in graph.node_parents[node] if p in on_path or p == self._source])
-            for node in sorted(on_path)  # parents have smaller numbers
+            for node in sorted(on_path, key=graph.place)  # parents come first
         ]
         work = [graph.nodes[node][1] for node in _reach_any(needed_by, graph.node_parents) & after]
         # How often each kind is counted as work.

@@ -16,6 +16,7 @@ from rlsim.search.scheduling import Floats, Ints
 from rlsim.search.symmetry import mesh_permutations, smallest_of_its_images
 
 CHUNK = 16_384  # partial plans whose bounds are computed at once
+START = 200_000  # plans that descent may judge for the one to start with
 
 
 def brute_force(
@@ -23,7 +24,8 @@ def brute_force(
     *,
     largest: float = 1e13,
     most: int = 1_000_000_000,
-    start_evaluations: int = 200_000,
+    start_evaluations: int = START,
+    trace: Trace | None = None,
     on_improvement: Callable[[Improvement], None] | None = None,
 ) -> Found:
     """The plan with the lowest cost of all that fit; other plans may cost the same.
@@ -36,29 +38,27 @@ def brute_force(
     the iteration end earlier.
 
     Raises `ConfigError` if more than `largest` plans are left when meshes are chosen, or more than `most` (partial)
-    plans have been judged without coming to an end, and `CapacityError` if no plan fits.
+    plans have been judged without coming to an end, and `CapacityError` if no plan fits (or none that is better than
+    what `trace` has).
     """
-    search = _Enumeration(problem, largest, most, on_improvement)
-    search.start(start_evaluations)
-    search.run()
+    search = _Enumeration(trace or Trace(problem, Budget(evaluations=2**62), on_improvement), largest, most)
+    search.run(start_evaluations)
     return search.trace.found("brute force", None)
 
 
 class _Enumeration:
     """One run. Calls are chosen for in the order of their least work, most first: it bounds the rest best."""
 
-    def __init__(
-        self, problem: Problem, largest: float, most: int, on_improvement: Callable[[Improvement], None] | None
-    ) -> None:
-        self.problem, self._largest, self._most = problem, largest, most
-        self.trace = Trace(problem, Budget(evaluations=2**62), on_improvement)
+    def __init__(self, trace: Trace, largest: float, most: int) -> None:
+        self.trace, self.problem = trace, (problem := trace.problem)
+        self._largest, self._most = largest, trace.evaluations + most
         self._bound = LowerBound(problem)
         self._pairs = pair_costs(problem)
         self._kept = [np.ones(len(options), dtype=bool) for options in problem.options]
         work = [float((options.gpus * options.time_s).min()) for options in problem.options]
         self._order = sorted(range(len(work)), key=lambda call: -work[call])
 
-    def start(self, evaluations: int) -> None:
+    def _start(self, evaluations: int) -> None:
         try:
             found = descent(Trace(self.problem, Budget(evaluations=int(min(evaluations, self.problem.space)))), seed=0)
         except CapacityError:  # it found none that fits; there may be one
@@ -66,7 +66,10 @@ class _Enumeration:
         plans = np.array([found.plan])
         self.trace.see(plans, self.problem.cost_s(plans), self.problem.peak_bytes(plans))
 
-    def run(self) -> None:
+    def run(self, start_evaluations: int) -> None:
+        if not self._drop_options():
+            return
+        self._start(start_evaluations)
         if not self._drop_options():
             return
         plans, bounds = self._choose_meshes()
@@ -142,7 +145,7 @@ class _Enumeration:
         if self.trace.evaluations > self._most:
             raise ConfigError(
                 f"the space of {self.problem.space:.3g} plans is too large for brute force: it has not come to an end "
-                f"after {self._most:.3g} partial plans"
+                f"after {self.trace.evaluations:.3g} partial plans"
             )
         bounds = self._partial.bound(self._bound, plans)
         return (bounds < self.trace.best_cost_s) & self._partial.may_fit(plans), bounds

@@ -81,12 +81,17 @@ class Reallocation:
     A node of its own before `target` of iteration k: ready when `source` of iteration k - 1 is done (at 0 for k = 0),
     it holds both meshes alone for `seconds`. Zero seconds: no node, but `target` still waits for `source`.
     `resident_bytes`: what the target's copy keeps on each GPU of the target's mesh over the whole iteration.
+
+    With a `lag` above 1 the target runs ahead: its iteration k + 1 has the parameters of `source` in iteration
+    k + 1 - `lag`, no newer ones. So they go out between the target's iterations k and k + 1, and calls that need what
+    the target makes in iteration k begin after that (docs/engine.md, "Exact lags").
     """
 
     source: str
     target: str
     seconds: OfPair
     resident_bytes: OfPair | None = None
+    lag: int = 1
 
 
 @dataclass(frozen=True)

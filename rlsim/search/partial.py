@@ -159,5 +159,15 @@ class PartialPlans:
         return fits
 
 
+def least_s(problem: Problem) -> float:
+    """Seconds of an iteration that no plan of a problem beats; 0 where there are too many plans to say."""
+    try:
+        pairs = pair_costs(problem)
+    except ConfigError:
+        return 0.0
+    partial = PartialPlans(problem, pairs, [np.ones(len(options), dtype=bool) for options in problem.options])
+    return float(partial.bound(LowerBound(problem), partial.unknown[None])[0])
+
+
 def _look_up(tables: list[np.ndarray], plans: Ints) -> np.ndarray:
     return np.stack([table[plans[:, call]] for call, table in enumerate(tables)], axis=1)

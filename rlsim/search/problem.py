@@ -21,7 +21,7 @@ BATCH = 4096  # plans scheduled at once: their arrays stay in the cache of a cor
 class Problem:
     """Calls of an RLHF iteration with their options; a plan is one option index per call, in the order of `options`.
 
-    `gpus`: of the cluster; `memory_bytes`: of each GPU; `iterations` (at least 2) are concatenated, so that calls of
+    `gpus`: of the cluster; `memory_bytes`: of each GPU; `iterations` are concatenated, so that calls of
     the next may overlap this one's. `order`: call names, each after those of the same iteration that it needs; decides
     between calls that become ready at the same moment (default: the first such order). Raises `ConfigError` where these
     do not fit together.
@@ -39,8 +39,6 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.options:
             raise ConfigError("a plan needs at least one call")
-        if self.iterations < 2:
-            raise ConfigError(f"the seconds of an iteration need at least 2 iterations, not {self.iterations}")
         if not self.memory_bytes > 0:
             raise ConfigError(f"a GPU's memory must be positive, not {self.memory_bytes} bytes")
         for options in self.options:
@@ -49,8 +47,10 @@ class Problem:
         pairs = [(edge.source, edge.target) for edge in self.reallocations]
         if len(set(pairs)) != len(pairs):
             raise ConfigError("two reallocations have the same source and target")
-        edges = [(edge.source, edge.target, edge.lag) for edge in self.dependencies]
-        object.__setattr__(self, "graph", Graph(self.calls, edges, pairs, self.iterations, self.order))
+        edges, moves = (
+            [(edge.source, edge.target, edge.lag) for edge in some] for some in (self.dependencies, self.reallocations)
+        )
+        object.__setattr__(self, "graph", Graph(self.calls, edges, moves, self.iterations, self.order))
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
@@ -122,12 +122,13 @@ class Problem:
         return calls_s, np.stack(moves_s, axis=1) if moves_s else np.empty((len(plans), 0))
 
     def cost_s(self, plans: npt.ArrayLike) -> Floats:
-        """Seconds of an iteration of each plan: (end of the last iteration - end of the first) / (iterations - 1).
+        """Seconds of an iteration of each plan: (end of the last one - end of the first that counts) / those after it.
 
         `plans` (n, C) -> (n,). A plan's calls are list-scheduled (see `rlsim.search.scheduling`). Memory is not looked
-        at. Where dependencies have lags above 1, the first iterations run ahead and the last ones catch up: a few
-        iterations then show too short a time on shared GPUs, and `iterations` should be many times the lag. Raises
-        `ConfigError` for indices out of range and for missing costs.
+        at. An iteration ends with the last of its calls; where a call runs ahead of the weights that it is given (a
+        reallocation with a lag above 1), with these. Where dependencies have lags above 1, the first iterations run
+        ahead and the last ones catch up: a few iterations then show too short a time on shared GPUs, and `iterations`
+        should be many times the lag. Raises `ConfigError` for indices out of range and for missing costs.
         """
         array = self.checked(plans)
         parts = [self._cost_s(array[at : at + BATCH]) for at in range(0, len(array), BATCH)]
@@ -138,8 +139,8 @@ class Problem:
             return np.array([self.single.cost_s(plan.tolist()) for plan in plans])
         calls_s, reallocations_s = self.durations(plans)
         ends_at = schedule_batch(self.graph, calls_s, reallocations_s, self.meshes(plans).overlap)
-        iterations = ends_at[:, self.graph.call_nodes].reshape(len(plans), self.iterations, -1).max(axis=2)
-        cost: Floats = (iterations[:, -1] - iterations[:, 0]) / (self.iterations - 1)
+        first, last = ends_at[:, self.graph.end_nodes].max(axis=2).T
+        cost: Floats = (last - first) / self.graph.periods
         return cost
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -34,6 +34,9 @@ class Budget:
             if value is not None and not value > 0:
                 raise ConfigError(f"a search budget must be positive, not {value} {name}")
 
+    def plus(self, seconds: float, evaluations: int) -> Budget:
+        return Budget(self.seconds and self.seconds + seconds, self.evaluations and self.evaluations + evaluations)
+
 
 @dataclass(frozen=True)
 class Improvement:
@@ -59,6 +62,7 @@ class Found:
     improvements: tuple[Improvement, ...]
     method: str
     seed: int | None
+    least_s: float = 0.0  # seconds of an iteration that no plan beats, where that is known
 
 
 @dataclass
@@ -88,6 +92,13 @@ class Trace:
         if self.budget.evaluations is None:
             return 2**62
         return max(0, self.budget.evaluations - self.evaluations)
+
+    def following(self, problem: Problem, budget: Budget, share: float) -> Trace:
+        """Goes on with another problem and a share of what is left of a budget, for plans better than those so far."""
+        left_s = max(share * ((budget.seconds or 0.0) - self.elapsed_s), 1e-3)
+        left = max(round(share * ((budget.evaluations or 0) - self.evaluations)), 1)
+        part = Budget(budget.seconds and left_s, budget.evaluations and left).plus(self.elapsed_s, self.evaluations)
+        return replace(self, problem=problem, budget=part, best=None)
 
     def see(self, plans: Ints, costs_s: Floats, peaks_bytes: Floats) -> None:
         """Count evaluated plans (n, C) with their seconds and bytes (n,), and keep the best that fits."""

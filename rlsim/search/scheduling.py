@@ -26,36 +26,54 @@ class Graph:
 
     A *kind* is a call (0 to C - 1) or a reallocation (C to C + R - 1), a *node* a kind in one iteration. Nodes are
     numbered in the order that decides between equal ready times: by iteration, then by `order`, a reallocation just
-    before its target. Raises `ConfigError` for unknown names, negative lags and calls that wait for each other.
+    before its target (with a lag above 1: just after it, see `Reallocation`). `ended_by`: the kinds whose ends are the
+    end of an iteration, all calls or, where there are any, the reallocations with a lag above 1. What counts are the
+    `periods` from the end of iteration number `first` on: those before fill the pipeline. Raises `ConfigError` for
+    unknown names, lags that are too small and calls that wait for each other.
     """
 
     def __init__(
         self,
         calls: Sequence[str],
         dependencies: Sequence[tuple[str, str, int]],
-        reallocations: Sequence[tuple[str, str]],
+        reallocations: Sequence[tuple[str, str, int]],
         iterations: int,
         order: Sequence[str] | None = None,
     ) -> None:
         if len(set(calls)) != len(calls):
             raise ConfigError("two calls have the same name")
-        for source, target, lag in (*dependencies, *((s, t, 1) for s, t in reallocations)):
+        for source, target, lag in (*dependencies, *reallocations):
             for end in (source, target):
                 if end not in calls:
                     raise ConfigError(f"{source} -> {target}: there are no options for {end!r}")
             if lag < 0:
                 raise ConfigError(f"{source} -> {target} has a negative lag")
+        if early := [f"{source} -> {target}" for source, target, lag in reallocations if not lag]:
+            raise ConfigError(f"the reallocation {early[0]} is one of an earlier iteration: its lag is at least 1")
         self.calls, self.iterations = tuple(calls), iterations
-        self.names = (*calls, *(f"{source} -> {target}" for source, target in reallocations))
+        self.names = (*calls, *(f"{source} -> {target}" for source, target, _ in reallocations))
         # Parents of each kind as (kind, lag); the ends of each reallocation as calls.
         self.parents: list[list[tuple[int, int]]] = [[] for _ in self.names]
         for source, target, lag in dependencies:
             self.parents[calls.index(target)].append((calls.index(source), lag))
-        self.ends: list[tuple[int, int]] = []
-        for r, (source, target) in enumerate(reallocations):
-            self.ends.append((calls.index(source), calls.index(target)))
-            self.parents[calls.index(target)].append((len(calls) + r, 0))
-            self.parents[len(calls) + r].append((calls.index(source), 1))
+        self.ends = [(calls.index(source), calls.index(target)) for source, target, _ in reallocations]
+        lags = [move[2] for move in reallocations]
+        for move, ((made_by, used_by), lag) in enumerate(zip(self.ends, lags, strict=True), start=len(calls)):
+            if lag == 1:
+                self.parents[move].append((made_by, 1))
+                self.parents[used_by].append((move, 0))
+            else:
+                after = [call for call, parents in enumerate(self.parents) if (used_by, 0) in parents]
+                self.parents[move] += [(made_by, lag - 1), (used_by, 0)]
+                self.parents[used_by].append((move, 1))
+                for call in after:
+                    self.parents[call].append((move, 0))
+        self.ahead = [move for move, lag in enumerate(lags, start=len(calls)) if lag > 1]
+        self.ended_by = self.ahead or list(range(len(calls)))
+        self.first = max(lags, default=1) - 1
+        self.periods = iterations - 1 - self.first
+        if self.periods < 1:
+            raise ConfigError(f"the seconds of an iteration need at least {self.first + 2} of them, not {iterations}")
         self.order = self._checked_order(order)
 
     def _checked_order(self, order: Sequence[str] | None) -> tuple[int, ...]:
@@ -79,21 +97,38 @@ class Graph:
             done += ready
         kinds: list[int] = []
         for call in done:
-            kinds += [len(self.calls) + r for r, (_, target) in enumerate(self.ends) if target == call] + [call]
+            moves = [len(self.calls) + r for r, (_, target) in enumerate(self.ends) if target == call]
+            after = [move for move in moves if move in self.ahead]
+            kinds += [*(move for move in moves if move not in after), call, *after]
         return tuple(kinds)
 
     @cached_property
     def nodes(self) -> list[tuple[int, int]]:
-        """(iteration, kind) of every node."""
-        return [(iteration, kind) for iteration in range(self.iterations) for kind in self.order]
+        """(iteration, kind) of every node; parameters that lag are numbered with what else their source makes ready."""
+        early = dict.fromkeys(self.ahead, self.first - 1)
+        every = [(iteration, kind) for iteration in range(self.iterations) for kind in self.order]
+        return sorted(every, key=lambda node: (node[0] - early.get(node[1], 0), self.order.index(node[1])))
+
+    def place(self, node: int) -> tuple[int, int]:
+        """A key by which a node comes after all that it waits for."""
+        iteration, kind = self.nodes[node]
+        return iteration, self.order.index(kind)
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int], int]:
+        return {node: number for number, node in enumerate(self.nodes)}
 
     def node(self, iteration: int, kind: int) -> int:
-        return iteration * len(self.order) + self.order.index(kind)
+        return self._numbers[iteration, kind]
+
+    def _since(self, kind: int) -> int:
+        """The first iteration in which others wait for it: targets that run ahead begin without new parameters."""
+        return self.first if kind in self.ahead else 0
 
     @cached_property
     def node_parents(self) -> list[list[int]]:
         return [
-            sorted({self.node(k - lag, parent) for parent, lag in self.parents[kind] if k >= lag})
+            sorted({self.node(k - lag, p) for p, lag in self.parents[kind] if k - lag >= self._since(p)})
             for k, kind in self.nodes
         ]
 
@@ -106,8 +141,9 @@ class Graph:
         return children
 
     @cached_property
-    def call_nodes(self) -> Ints:
-        return np.array([node for node, (_, kind) in enumerate(self.nodes) if kind < len(self.calls)])
+    def end_nodes(self) -> Ints:
+        """(2, n): the nodes whose ends are the end of the first and of the last iteration that count."""
+        return np.array([[self.node(k, kind) for kind in self.ended_by] for k in (self.first, self.iterations - 1)])
 
     @cached_property
     def tables(self) -> _Tables:

@@ -23,7 +23,7 @@ class Single:
         moves: Sequence[PairCost],
         copies: Sequence[PairCost],
     ) -> None:
-        self._graph = graph
+        self.graph = graph
         self._times: list[list[float]] = [o.time_s.tolist() for o in options]
         self._meshes = [list(zip(o.first_gpu.tolist(), (o.first_gpu + o.gpus).tolist(), strict=True)) for o in options]
         self._resident: list[list[float]] = [o.resident_bytes.tolist() for o in options]
@@ -31,8 +31,7 @@ class Single:
         self._transfers, self._moves, self._copies = (
             [_Remembered(pair) for pair in pairs] for pairs in (transfers, moves, copies)
         )
-        nodes = graph.call_nodes.tolist()
-        self._first_nodes, self._last_nodes = nodes[: len(options)], nodes[-len(options) :]
+        self._first_nodes, self._last_nodes = graph.end_nodes.tolist()
 
     def meshes(self, plan: list[int]) -> list[tuple[int, int]]:
         """First GPU of each call's mesh, and the one after its last."""
@@ -46,13 +45,16 @@ class Single:
         return calls_s, [move.of(plan) for move in self._moves]
 
     def spans(self, plan: list[int]) -> list[tuple[float, float]]:
-        return schedule_one(self._graph, *self.seconds(plan), self.meshes(plan))
+        return schedule_one(self.graph, *self.seconds(plan), self.meshes(plan))
 
     def cost_s(self, plan: list[int]) -> float:
-        spans = self.spans(plan)
+        return self.iteration_s(self.spans(plan))
+
+    def iteration_s(self, spans: Sequence[tuple[float, float]]) -> float:
+        """Seconds of an iteration in a schedule, from the start and end of every node."""
         first = max(spans[node][1] for node in self._first_nodes)
         last = max(spans[node][1] for node in self._last_nodes)
-        return float(last - first) / (self._graph.iterations - 1)
+        return float(last - first) / self.graph.periods
 
     def peak_bytes(self, plan: list[int]) -> float:
         resident = [values[option] for values, option in zip(self._resident, plan, strict=True)]
