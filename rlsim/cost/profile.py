@@ -225,12 +225,12 @@ def profile_of(
     if not curves:
         raise CalibrationError(f"no batch size has two contexts within a KV budget of {kv_budget_tokens:g} tokens")
     lengths = sorted(set(prefill_tokens))
-    grid = [[step.prefill_s(_prompts(tokens, length)) for length in lengths] for tokens in lengths]
+    grid = [[step.prefill_s(prompts_of(tokens, length)) for length in lengths] for tokens in lengths]
     return ProfileStep(step.tp, curves, lengths, lengths, grid, skew=step.skew)
 
 
-def _prompts(tokens: int, length: int) -> list[Chunk]:
-    """Chunks of `tokens` new tokens whose equivalent sequence length is `length`."""
+def prompts_of(tokens: int, length: int) -> list[Chunk]:
+    """Chunks of `tokens` new tokens in sequences of `length`, the cached part of longer ones included."""
     if length >= tokens:
         return [Chunk(tokens, (length - tokens) // 2)]
     whole, rest = divmod(tokens, length)
