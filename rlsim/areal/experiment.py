@@ -72,7 +72,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     _workflow(config, draft, sides)
     _critic(config, draft, options, actor)
     add_training(config, draft, sides.training, sides.where, lengths, cap.value)
-    _engine(config, draft, sides.generation)
+    _engine(config, draft, sides.generation.engine)
     _systems(config, draft, sides)
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]
     parts.add_memory(draft, Entry(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
@@ -143,20 +143,14 @@ def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> N
         draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where(key))}
 
 
-def _engine(config: Settings, draft: Draft, generation: Allocation) -> None:
-    keys, entries = ENGINE_KEYS[generation.engine], dict[str, Entry]()
-    if config.get(keys["seqs"]) is not None:
-        entries["max_num_seqs"] = Entry(config.whole(keys["seqs"]), config.where(keys["seqs"]))
-    chunk = "sglang.chunked_prefill_size"
-    if generation.engine == "sglang" and (config.get(chunk) or -1) > 0:
-        entries["max_num_batched_tokens"] = Entry(config.whole(chunk), config.where(chunk))
-        entries["chunked_prefill"] = Entry(True, config.where(chunk))
-    whole = "vllm.no_enable_chunked_prefill"
-    if generation.engine == "vllm":
+def _engine(config: Settings, draft: Draft, engine: str) -> None:
+    parts.add_engine(config, draft, ENGINE_KEYS[engine])
+    whole, entries = "vllm.no_enable_chunked_prefill", draft.entries["engine"]
+    assert isinstance(entries, dict)
+    if engine == "vllm":
         entries["chunked_prefill"] = Entry(not config.flag(whole), config.where(whole))
-    if config.flag(keys["eager"]):
-        entries["graphs"] = Entry(False, config.where(keys["eager"]))
-    draft.entries["engine"] = entries
+    elif chunk := entries.get("max_num_batched_tokens"):
+        entries["chunked_prefill"] = Entry(True, chunk.comment)
 
 
 def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:

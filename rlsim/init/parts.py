@@ -183,6 +183,16 @@ def add_systems(
     draft.entries["systems"] = Entry(tuple(systems))
 
 
+def add_engine(config: Settings, draft: Draft, keys: Mapping[str, str]) -> None:
+    """Limits of the engine that are given, by its keys; what is not is the engine's own matter."""
+    draft.entries["engine"] = entries = dict[str, Entry]()
+    for limit in ("max_num_seqs", "max_num_batched_tokens"):
+        if limit in keys and config.get(keys[limit]) not in (None, -1):  # -1: SGLang's for no chunks
+            entries[limit] = Entry(config.whole(keys[limit]), config.where(keys[limit]))
+    if config.flag(keys["eager"]):
+        entries["graphs"] = Entry(False, config.where(keys["eager"]))
+
+
 def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:
     """What training computes again, by the keys of its switch and, of Megatron alone, of its granularity."""
     if not config.flag(checkpoints):

@@ -76,9 +76,9 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     lengths = parts.add_trace(draft, options, actor, cap, filters, None)
     _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
     add_training(config, draft, lengths, cap.value, apart=generation.gpus is not None)
-    _engine(config, draft, generation)
+    parts.add_engine(config, draft, ENGINE_KEYS[generation.engine])
     _systems(config, draft, generation)
-    memory = GENERATION + ENGINE_KEYS[generation.engine]["memory"]
+    memory = ENGINE_KEYS[generation.engine]["memory"]
     share = Entry(config.share(memory), config.where(memory))
     parts.add_memory(draft, share, options.folder, apart=generation.gpus is not None)
     draft.missing = _missing(config)
@@ -109,7 +109,7 @@ def _generation(config: Settings, nodes: int, per_node: int) -> _Generation:
         raise ConfigError(
             f"{config.where(key)}: generation by {engine} is not simulated; expected one of: {', '.join(ENGINE_KEYS)}"
         )
-    tp_key = GENERATION + ENGINE_KEYS[engine]["tp"]
+    tp_key = ENGINE_KEYS[engine]["tp"]
     tp, asynchronous = config.whole(tp_key), config.flag(ASYNC + "enabled")
     if config.flag(COLOCATED + "enabled"):
         if asynchronous:
@@ -148,20 +148,6 @@ def _workflow(config: Settings, draft: Draft, ahead: int) -> None:
         "reference": Entry(reference, config.where(_KL)),
         "old_log_probs": Entry(not on_policy, config.where(_ON_POLICY) if on_policy else "computed before training"),
     }
-
-
-def _engine(config: Settings, draft: Draft, generation: _Generation) -> None:
-    """Limits of the engine that are given; what is not is the engine's own matter."""
-    keys, entries = ENGINE_KEYS[generation.engine], dict[str, Entry]()
-    for ours in ("max_num_seqs", "max_num_batched_tokens"):
-        key = GENERATION + keys[ours]
-        value = config.get(key)
-        if value is not None and value != -1:  # SGLang's for no chunks
-            entries[ours] = Entry(config.whole(key), config.where(key))
-    eager = GENERATION + keys["eager"]
-    if config.flag(eager):
-        entries["graphs"] = Entry(False, config.where(eager))
-    draft.entries["engine"] = entries
 
 
 def _systems(config: Settings, draft: Draft, generation: _Generation) -> None:
