@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args
 
 import numpy as np
@@ -22,16 +23,14 @@ import numpy as np
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.memory import resident_bytes
 from rlsim.cost.rollout import RolloutCostModel
-from rlsim.cost.step import StepCost
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import RlsimError
 from rlsim.experiment.system import System, is_layout
 from rlsim.hardware import load_cluster
 from rlsim.hooks import overridden
 from rlsim.models import load_model
 from rlsim.policies.parts import KIND_NAMES, KINDS, Composition, Part, flattened
-from rlsim.sim.control import Action, ControlContext, Extend, KvHandling, Launch, RolloutControl
+from rlsim.sim.control import Action, ControlContext, Extend, Launch, RolloutControl
 from rlsim.trial import Answer, Batch, ContractError, Played, Tally, play
 from rlsim.usercode import origin
 
@@ -249,33 +248,11 @@ def _other_futures(batch: Batch) -> Iterator[Batch]:
             yield replace(batch, lengths=tuple(changed))
 
 
-@dataclass(frozen=True)
-class _Short:
-    """Costs of replicas that have `tokens` of KV cache each."""
-
-    costs: RolloutCostModel
-    tokens: int
-
-    def step(self, tp: int) -> StepCost:
-        return self.costs.step(tp)
-
-    def capacity_pages(self, tp: int) -> int:
-        return min(self.costs.capacity_pages(tp), self.tokens // _PAGE)
-
-    def switch(
-        self,
-        gpus: int,
-        from_tp: int,
-        to_tp: int,
-        contexts: Sequence[int],
-        sequences: int,
-        kv: KvHandling,
-        first_use: bool,
-    ) -> SwitchCost:
-        return self.costs.switch(gpus, from_tp, to_tp, contexts, sequences, kv, first_use)
-
-    def transfer_s(self, contexts: Sequence[int], from_tp: int, to_tp: int, same_node: bool) -> float:
-        return self.costs.transfer_s(contexts, from_tp, to_tp, same_node)
+def _short(costs: RolloutCostModel, tokens: int) -> RolloutCostModel:
+    """The same machine with room for so many tokens of KV in each replica."""
+    short = copy(costs)
+    short.capacity_pages = cache(lambda tp: min(costs.capacity_pages(tp), tokens // _PAGE))
+    return short
 
 
 def _machine() -> RolloutCostModel:
@@ -294,7 +271,7 @@ def _context(costs: RolloutCostModel, batch: Batch) -> ControlContext:
     """What a policy learns before a run on this batch."""
     feasible, infeasible = costs.feasible_tps(batch.prompt_tokens + batch.cap_tokens)
     return ControlContext(
-        costs=costs if batch.kv_tokens is None else _Short(costs, batch.kv_tokens),
+        costs=costs if batch.kv_tokens is None else _short(costs, batch.kv_tokens),
         feasible_tps=feasible,
         infeasible=infeasible,
         node_gpus=(costs.cluster.gpus_per_node,) * batch.nodes,

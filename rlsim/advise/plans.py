@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rlsim.experiment.build import beside, find_trace
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import SystemSpec
+from rlsim.policies.plan import plan_text
 from rlsim.reading import plain
 
 PLAN = "plan.yaml"
@@ -40,16 +40,10 @@ def plan_file(found: Sequence[SystemSpec], experiment: Experiment, folder: Path)
     """
     if not found:
         return {}
-    from ruamel.yaml import YAML
-
     data = _placed(plain(experiment.model_dump(mode="json", exclude_defaults=True)), folder)
     data["systems"] += [{**as_entry(spec), "name": f"{spec.name} (found)"} for spec in found]
-    yaml = YAML()
-    yaml.default_flow_style, yaml.width = None, 120
-    file = io.StringIO()
-    file.write(f"# The plan that rlsim advise found for {experiment.name}. Run it: rlsim run {PLAN}\n")
-    yaml.dump(data, file)
-    return {PLAN: file.getvalue()}
+    about = f"The plan that rlsim advise found for {experiment.name}. Run it: rlsim run {PLAN}"
+    return {PLAN: plan_text(data, about)}
 
 
 def _placed(experiment: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from rlsim.formats import is_missing, number, rate, share, with_interval
 #: Columns that hold words.
 WORDS = ("system", "system (* fastest)", "call", "why not", "offload", "")
 
-#: Columns that systems have where staleness is allowed.
-RELAXED = ("stale", "stale p95", "rollout idle", "trainer idle")
 
 #: With more GPUs than these, those of a node are shown together.
 MOST_GPUS = 16
+Row = Mapping[Any, Any]
+#: The columns of a table: by heading, how a row of figures is written there.
+Columns = dict[str, Callable[[Row], str]]
+#: The headings and the rows of a frame's table.
+Shown = Callable[[pd.DataFrame], tuple[list[str], list[list[str]]]]
 
 
 class Text(NamedTuple):
@@ -44,41 +47,51 @@ def texts(tables: Mapping[str, pd.DataFrame]) -> Iterator[Text]:
             yield Text(name, title, caption, *_SHOWN[name](tables[name]))
 
 
-def _memory(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "TP",
-        "fits",
-        "weights",
-        "working",
-        "beside",
-        "KV",
-        "KV tokens",
-        "full seq.",
-        "mean seq.",
-        "to hold",
-        "why not",
-    ]
-    rows = []
-    for row in frame.to_dict("records"):
-        gb = [number(row[f"{part}_gb"], 1) for part in ("weights", "activations", "resident", "kv")]
-        counts = [number(row[key], 0) for key in ("kv_tokens", "full_sequences", "mean_sequences", "sequences")]
-        why = str(row["why_not"])
-        if row["waits"]:
-            why = why or f"responses wait for {'KV' if waits_for_kv(row) else 'max_num_seqs'}"
-        rows.append([str(row["tp"]), "yes" if row["fits"] else "no", *gb, *counts, why])
-    return columns, rows
+def column(name: str, shown: Callable[..., str] = str, *how: Any) -> Callable[[Row], str]:
+    """The figure `name` of a row, as `shown(figure, *how)` writes it."""
+    return lambda row: shown(row[name], *how)
 
 
-def _memory_calls(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    rows = [
-        [
-            f"{row['call']} ({row['model']})",
-            "yes" if row["fits"] else "no",
-            *(number(row[f"{part}_gb"], 1) for part in ("kept", "working", "total", "gpu")),
-        ]
-        for row in frame.to_dict("records")
-    ]
-    return ["call", "fits", "kept", "while it runs", "in all", "GPU has"], rows
+def _rows(columns: Columns) -> Shown:
+    """A table whose rows are those of the frame."""
+    return lambda frame: (list(columns), [[c(row) for c in columns.values()] for row in frame.to_dict("records")])
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _why_not(row: Row) -> str:
+    if row["waits"] and not row["why_not"]:
+        return f"responses wait for {'KV' if waits_for_kv(row) else 'max_num_seqs'}"
+    return str(row["why_not"])
+
+
+_MEMORY: Columns = {
+    "TP": column("tp"),
+    "fits": column("fits", _yes),
+    "weights": column("weights_gb", number, 1),
+    "working": column("activations_gb", number, 1),
+    "beside": column("resident_gb", number, 1),
+    "KV": column("kv_gb", number, 1),
+    "KV tokens": column("kv_tokens", number, 0),
+    "full seq.": column("full_sequences", number, 0),
+    "mean seq.": column("mean_sequences", number, 0),
+    "to hold": column("sequences", number, 0),
+    "why not": _why_not,
+}
+_MEMORY_CALLS: Columns = {
+    "call": lambda row: f"{row['call']} ({row['model']})",
+    "fits": column("fits", _yes),
+    "kept": column("kept_gb", number, 1),
+    "while it runs": column("working_gb", number, 1),
+    "in all": column("total_gb", number, 1),
+    "GPU has": column("gpu_gb", number, 1),
+}
+_WAITS: Columns = {
+    "call": lambda row: row["waits_for"] or "(nothing runs)",
+    "share": column("share", share, 1),
+}
 
 
 def _idle(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
@@ -91,128 +104,97 @@ def _idle(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     return ["GPU", "idle", *(cause.replace("_", " ") for cause in CAUSES), "tail"], rows
 
 
-def _waits(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    rows = [[row["waits_for"] or "(nothing runs)", share(row["share"], 1)] for row in frame.to_dict("records")]
-    return ["call", "share"], rows
+_APART: Columns = {"rollout idle": column("rollout_idle", share), "trainer idle": column("trainer_idle", share)}
+#: Of systems where staleness is allowed.
+_RELAXED: Columns = {"stale": column("staleness_mean", number), "stale p95": column("staleness_p95", number), **_APART}
 
 
 def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    rows, relaxed = [], "staleness_p95" in frame
-    for row in frame.to_dict("records"):
-        if row["same_as"]:
-            continue
-        also = frame[frame["same_as"] == row["system"]]["system"].tolist()
-        system = f"{row['system']} ({row['tuned']})" if row["tuned"] else str(row["system"])
-        marks = []
-        if row["rank"] > 1 and row["with_best"] and row["comparable"]:
-            marks.append("≈ best")
-        if row["staleness"]:
-            marks.append(f"staleness {row['staleness']}")
-        if not row["comparable"]:
-            marks.append("not comparable yet")
-        marks += [f"same: {', '.join(also)}"] if also else []
-        rows.append(
-            [
-                system,
-                rate(row["responses_per_s"]),
-                with_interval(row, "speedup"),
-                number(row["token_speedup"]),
-                number(row["step_time_s"], 1),
-                share(row["idle"], 1),
-                share(row["tail"]),
-                *(_relaxed(row) if relaxed else ()),
-                "; ".join(marks),
-            ]
-        )
-    columns = ["system", "responses/s", "speedup", "by tokens", "step s", "idle", "tail"]
-    return [*columns, *(RELAXED if relaxed else ()), ""], rows
+    def marks(row: Row) -> str:
+        also = frame[frame["same_as"] == row["system"]]["system"]
+        said = {
+            "≈ best": row["rank"] > 1 and row["with_best"] and row["comparable"],
+            f"staleness {row['staleness']}": row["staleness"],
+            "not comparable yet": not row["comparable"],
+            f"same: {', '.join(also)}": len(also),
+        }
+        return "; ".join(text for text, holds in said.items() if holds)
 
-
-def _relaxed(row: Mapping[Any, Any]) -> list[str]:
-    stale = [number(row[key]) for key in ("staleness_mean", "staleness_p95")]
-    return [*stale, *(share(row[key]) for key in ("rollout_idle", "trainer_idle"))]
-
-
-def _neighbour(row: Mapping[Any, Any], key: str) -> str:
-    """The throughput on fewer or more GPUs, how many these are, and how stale that is if it is staler."""
-    stale = row[f"stale_{key}"]
-    staler = f", stale {stale:.0f}" if stale > row["staleness_max"] else ""
-    return f"{rate(row[f'with_{key}'])} ({row[key]:.0f}{staler})"
-
-
-def _splits(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    rows = []
-    for row in frame.to_dict("records"):
-        beside = ["–" if is_missing(row[f"with_{key}"]) else _neighbour(row, key) for key in ("fewer", "more")]
-        rows.append(
-            [
-                str(row["system"]),
-                str(row["tp"]),
-                str(row["rollout_gpus"]),
-                rate(row["responses_per_s"]),
-                *beside,
-                number(row["staleness_mean"]),
-                number(row["staleness_max"], 0),
-                *(share(row[key]) for key in ("rollout_idle", "trainer_idle")),
-                f"{row['tried']} of {row['feasible']}",
-            ]
-        )
-    columns = ["system", "TP", "GPUs that generate", "responses/s", "with fewer", "with more", "stale", "stale max"]
-    return [*columns, *RELAXED[2:], "tried"], rows
-
-
-def _plan(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    columns = {
-        "gpus": "GPUs",
-        "tp": "TP",
-        "pp": "PP",
-        "dp": "DP",
-        "micro_batches": "micro-batches",
-        "zero_stage": "ZeRO",
+    columns: Columns = {
+        "system": lambda row: f"{row['system']} ({row['tuned']})" if row["tuned"] else str(row["system"]),
+        "responses/s": column("responses_per_s", rate),
+        "speedup": lambda row: with_interval(row, "speedup"),
+        "by tokens": column("token_speedup", number),
+        "step s": column("step_time_s", number, 1),
+        "idle": column("idle", share, 1),
+        "tail": column("tail", share),
+        **(_RELAXED if "staleness_p95" in frame else {}),
+        "": marks,
     }
-    rows = []
-    for row in frame.to_dict("records"):
-        counts = ["–" if pd.isna(row[key]) else f"{row[key]:.0f}" for key in list(columns)[1:]]
-        kept = "" if pd.isna(row["memory_share"]) else share(row["memory_share"], 1)
-        offload = "yes" if row["offload"] is True else ""
-        rows.append([str(row["system"]), str(row["call"]), str(row["gpus"]), *counts, offload, kept])
-    return ["system", "call", *columns.values(), "offload", "engine's memory"], rows
+    return _rows(columns)(frame[frame["same_as"] == ""])
 
 
-def _scaling(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    rows = [
-        [
-            str(row["gpus"]),
-            str(row["system"]) + (" *" if row["best"] else ""),
-            number(row["step_time_s"], 1),
-            rate(row["responses_per_s"]),
-            number(row["gpu_s_per_step"], 0),
-            with_interval(row, "doubling"),
-            share(row["marginal"], 1),
-            "" if row["pays"] is None else "yes" if row["pays"] else "no",
-        ]
-        for row in frame.to_dict("records")
-    ]
-    return [
-        "GPUs",
-        "system (* fastest)",
-        "step s",
-        "responses/s",
-        "GPU-s",
-        "over half as many",
-        "marginal",
-        "pays",
-    ], rows
+def _with(key: str) -> Callable[[Row], str]:
+    """The throughput on fewer or more GPUs, how many these are, and how stale that is if it is staler."""
+
+    def shown(row: Row) -> str:
+        if is_missing(row[f"with_{key}"]):
+            return "–"
+        stale = row[f"stale_{key}"]
+        staler = f", stale {stale:.0f}" if stale > row["staleness_max"] else ""
+        return f"{rate(row[f'with_{key}'])} ({row[key]:.0f}{staler})"
+
+    return shown
 
 
-_SHOWN: dict[str, Callable[[pd.DataFrame], tuple[list[str], list[list[str]]]]] = {
-    "memory": _memory,
-    "memory_calls": _memory_calls,
+_SPLITS: Columns = {
+    "system": column("system"),
+    "TP": column("tp"),
+    "GPUs that generate": column("rollout_gpus"),
+    "responses/s": column("responses_per_s", rate),
+    "with fewer": _with("fewer"),
+    "with more": _with("more"),
+    "stale": column("staleness_mean", number),
+    "stale max": column("staleness_max", number, 0),
+    **_APART,
+    "tried": lambda row: f"{row['tried']} of {row['feasible']}",
+}
+
+
+def _count(value: float) -> str:
+    return "–" if pd.isna(value) else f"{value:.0f}"
+
+
+_PLAN: Columns = {
+    "system": column("system"),
+    "call": column("call"),
+    "GPUs": column("gpus"),
+    "TP": column("tp", _count),
+    "PP": column("pp", _count),
+    "DP": column("dp", _count),
+    "micro-batches": column("micro_batches", _count),
+    "ZeRO": column("zero_stage", _count),
+    "offload": lambda row: "yes" if row["offload"] is True else "",
+    "engine's memory": lambda row: "" if pd.isna(row["memory_share"]) else share(row["memory_share"], 1),
+}
+_SCALING: Columns = {
+    "GPUs": column("gpus"),
+    "system (* fastest)": lambda row: f"{row['system']}{' *' if row['best'] else ''}",
+    "step s": column("step_time_s", number, 1),
+    "responses/s": column("responses_per_s", rate),
+    "GPU-s": column("gpu_s_per_step", number, 0),
+    "over half as many": lambda row: with_interval(row, "doubling"),
+    "marginal": column("marginal", share, 1),
+    "pays": lambda row: "" if row["pays"] is None else _yes(row["pays"]),
+}
+_SHOWN: dict[str, Shown] = {
+    "memory": _rows(_MEMORY),
+    "memory_calls": _rows(_MEMORY_CALLS),
     "idle": _idle,
-    "idle_waits": _waits,
+    "idle_waits": _rows(_WAITS),
     "ranking": _ranking,
     "screened": _ranking,
-    "splits": _splits,
-    "plan": _plan,
-    "scaling": _scaling,
+    "splits": _rows(_SPLITS),
+    "plan": _rows(_PLAN),
+    "scaling": _rows(_SCALING),
 }

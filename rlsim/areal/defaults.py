@@ -38,12 +38,14 @@ DEFAULTS: dict[str, Any] = {
     "vllm.enforce_eager": False,
     "vllm.no_enable_chunked_prefill": False,
 }  # fmt: skip
-#: Of each engine: its share of GPU memory, its limit of sequences, and what switches graphs off.
+#: Of each engine: its share of GPU memory, its limit of sequences and of tokens, and what switches graphs off.
 ENGINE_KEYS: dict[str, dict[str, str]] = {
-    "vllm": {"memory": "vllm.gpu_memory_utilization", "seqs": "vllm.max_num_seqs", "eager": "vllm.enforce_eager"},
+    "vllm": {
+        "memory": "vllm.gpu_memory_utilization", "max_num_seqs": "vllm.max_num_seqs", "eager": "vllm.enforce_eager",
+    },
     "sglang": {
-        "memory": "sglang.mem_fraction_static", "seqs": "sglang.max_running_requests",
-        "eager": "sglang.disable_cuda_graph",
+        "memory": "sglang.mem_fraction_static", "max_num_seqs": "sglang.max_running_requests",
+        "max_num_batched_tokens": "sglang.chunked_prefill_size", "eager": "sglang.disable_cuda_graph",
     },
 }  # fmt: skip
 

@@ -11,22 +11,9 @@ from rlsim.areal.allocation import GENERATES, TRAINS, Allocation, allocation, bo
 from rlsim.areal.defaults import ACTOR, BETWEEN_STEPS, DEFAULTS, ENGINE_KEYS, GENERATION, ROLLOUT, UNLIKE
 from rlsim.areal.training import add_training
 from rlsim.errors import ConfigError
+from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import (
-    Options,
-    Said,
-    add_calibration,
-    add_cluster,
-    add_memory,
-    add_model,
-    add_systems,
-    add_trace,
-    finish,
-    joined,
-    own_name,
-    steps_of,
-    title_of,
-)
+from rlsim.init.parts import Options, joined
 from rlsim.init.settings import Settings
 from rlsim.init.sources import read_sources
 from rlsim.init.unlike import unlike
@@ -73,26 +60,26 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
                           "gconfig.… and actor.…")  # fmt: skip
     draft = Draft({}, notes=list(config.notes))
     sides = _sides(config)
-    machines = add_cluster(draft, options, *_machines(config, draft, sides), joined(sides.where, config.where(_NODES)))
+    gpus = joined(sides.where, config.where(_NODES))
+    machines = parts.add_cluster(draft, options, *_machines(config, draft, sides), gpus)
     path = options.model or config.text(_MODEL)
-    actor = add_model(draft, options, path, config.where(_MODEL))
-    add_calibration(draft, options, machines, Said(sides.generation.engine, sides.where))
+    actor = parts.add_model(draft, options, path, config.where(_MODEL))
+    parts.add_calibration(draft, options, machines, Entry(sides.generation.engine, sides.where))
     longest = _LONGEST_PROMPT
-    prompts = None if config.get(longest) is None else Said(config.whole(longest), config.where(longest))
-    cap = Said(config.whole(_NEW), config.where(_NEW))
-    lengths = add_trace(draft, options, actor, cap, "", prompts)
+    prompts = None if config.get(longest) is None else Entry(config.whole(longest), config.where(longest))
+    cap = Entry(config.whole(_NEW), config.where(_NEW))
+    lengths = parts.add_trace(draft, options, actor, cap, "", prompts)
     _workflow(config, draft, sides)
     _critic(config, draft, options, actor)
     add_training(config, draft, sides.training, sides.where, lengths, cap.value)
-    _engine(config, draft, sides.generation)
+    _engine(config, draft, sides.generation.engine)
     _systems(config, draft, sides)
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]
-    add_memory(draft, Said(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
+    parts.add_memory(draft, Entry(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
     draft.missing = _missing(config, sides)
-    title = options.name or title_of(config.get("experiment_name"), own_name(config.name), otherwise="from-areal")
+    titles = config.get("experiment_name"), parts.own_name(config.name)
     draft.unread = config.unasked()
-    said = "What the configuration does not say is AReaL's default. Run it: rlsim run FILE"
-    return finish(draft, title, [f"{title}: made by rlsim init from {' '.join(sources)}", said])
+    return parts.finish(config, draft, options, sources, *titles)
 
 
 def _sides(config: Settings) -> _Sides:
@@ -140,7 +127,7 @@ def _workflow(config: Settings, draft: Draft, sides: _Sides) -> None:
         "algorithm": Entry("ppo" if critic else "grpo", f"{config.name}: {why}"),
         "prompts": Entry(config.whole(_BATCH), config.where(_BATCH)),
         "responses": Entry(config.whole(_SAMPLES), config.where(_SAMPLES)),
-        "steps": steps_of(0 if sides.shared else config.whole(_AGE, 0)),
+        "steps": parts.steps_of(0 if sides.shared else config.whole(_AGE, 0)),
         "reference": Entry(reference, joined(config.where(_KL), "" if config.has("ref") else "no ref")),
         "old_log_probs": Entry(anew, said),
     }
@@ -152,51 +139,32 @@ def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> N
     if not config.is_given(key) or config.get(key) == config.get(_MODEL):
         return
     other = Draft({})
-    if add_model(other, options, config.text(key), config.where(key)).name != actor.name:
+    if parts.add_model(other, options, config.text(key), config.where(key)).name != actor.name:
         draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where(key))}
 
 
-def _engine(config: Settings, draft: Draft, generation: Allocation) -> None:
-    keys, entries = ENGINE_KEYS[generation.engine], dict[str, Entry]()
-    if config.get(keys["seqs"]) is not None:
-        entries["max_num_seqs"] = Entry(config.whole(keys["seqs"]), config.where(keys["seqs"]))
-    chunk = "sglang.chunked_prefill_size"
-    if generation.engine == "sglang" and (config.get(chunk) or -1) > 0:
-        entries["max_num_batched_tokens"] = Entry(config.whole(chunk), config.where(chunk))
-        entries["chunked_prefill"] = Entry(True, config.where(chunk))
-    whole = "vllm.no_enable_chunked_prefill"
-    if generation.engine == "vllm":
+def _engine(config: Settings, draft: Draft, engine: str) -> None:
+    parts.add_engine(config, draft, ENGINE_KEYS[engine])
+    whole, entries = "vllm.no_enable_chunked_prefill", draft.entries["engine"]
+    assert isinstance(entries, dict)
+    if engine == "vllm":
         entries["chunked_prefill"] = Entry(not config.flag(whole), config.where(whole))
-    if config.flag(keys["eager"]):
-        entries["graphs"] = Entry(False, config.where(keys["eager"]))
-    draft.entries["engine"] = entries
+    elif chunk := entries.get("max_num_batched_tokens"):
+        entries["chunked_prefill"] = Entry(True, chunk.comment)
 
 
 def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:
     tp, where = sides.generation.tp, sides.where
     draft.entries["routing"] = Entry("round_robin", "AReaL's default (rollout.routing_strategy)")
     if sides.shared:
-        add_systems(
-            draft,
-            [
-                ("as-configured", [{"verl": {"tp": tp}}], where),
-                ("best-tp", [{"verl": {"tp": "best"}}], "the fastest static TP"),
-                ("pat", ["pat"], "TP switched while responses are generated"),
-            ],
-        )
+        parts.add_systems(draft, tp, where)
         return
     rule: dict[str, Any] = {"rollout_gpus": sides.generation.gpus, "eta": config.whole(_AGE, 0)}
     limit = _CONCURRENT if config.get(_CONCURRENT) is not None else _CONSUMED
     if config.is_given(limit):
         rule["concurrent"] = config.whole(limit)
     said = joined(where, config.where(_AGE), config.where(limit))
-    add_systems(
-        draft,
-        [
-            ("as-configured", [{"areal": {"tp": tp, **rule}}], said),
-            ("best-tp", [{"areal": {"tp": "best", **rule}}], "the fastest TP of generation on the same GPUs"),
-        ],
-    )
+    parts.add_systems(draft, tp, said, apart=("areal", rule))
 
 
 def _missing(config: Settings, sides: _Sides) -> list[str]:

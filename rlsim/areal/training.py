@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlsim.areal.allocation import Allocation
 from rlsim.areal.defaults import ACTOR, GENERATION
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import joined, of_sequences
+from rlsim.init.parts import joined, of_sequences, recompute
 from rlsim.init.settings import Settings
 from rlsim.trace import Trace
 
@@ -26,7 +26,7 @@ def add_training(config: Settings, draft: Draft, strategy: Allocation, where: st
         entries["gradients"] = Entry("bf16", config.where(reduced))
     minis = config.whole(_MINI)
     entries["micro_batch_tokens"] = _micro_batch(config, strategy, minis, trace, cap)
-    entries["recompute"] = _recompute(config, megatron=megatron)
+    entries["recompute"] = recompute(config, _CHECKPOINTS, _GRANULARITY if megatron else "")
     offloads = [key for key in (ACTOR + "offload", "enable_offload") if config.flag(key)]
     if offloads:
         entries["offload"] = Entry(True, joined(*map(config.where, offloads)))
@@ -40,12 +40,3 @@ def _micro_batch(config: Settings, strategy: Allocation, minis: int, trace: Trac
         return Entry(config.whole(_TOKENS), config.where(_TOKENS))
     sequences = config.whole(_BATCH) * config.whole(_SAMPLES) // (minis * strategy.dp * config.whole(_COUNT))
     return of_sequences(max(sequences, 1), f"no {_TOKENS}; {config.where(_COUNT)}", trace, cap)
-
-
-def _recompute(config: Settings, *, megatron: bool) -> Entry:
-    if not config.flag(_CHECKPOINTS):
-        return Entry("none", config.where(_CHECKPOINTS))
-    if not megatron:
-        return Entry("full", config.where(_CHECKPOINTS))
-    level = "selective" if config.get(_GRANULARITY) == "selective" else "full"
-    return Entry(level, joined(config.where(_CHECKPOINTS), config.where(_GRANULARITY)))

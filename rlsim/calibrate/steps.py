@@ -13,9 +13,9 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Calibration, DecodeProfile, HostFit
-from rlsim.cost.profile import ProfileStep
+from rlsim.cost.profile import ProfileStep, prompts_of
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.step import StepCost
 from rlsim.models import Model
 
 NO_HOST = HostFit(step_s=0.0, sequence_s=0.0, source="none")
@@ -73,7 +73,7 @@ def _prefill_host(table: pd.DataFrame, kernels: _Kernels, step_s: float, sequenc
     left = []
     for row in table.to_dict("records"):
         if kernels.knows(str(row["model"])):
-            chunks = _prompts(int(row["tokens"]), int(row["length"]))
+            chunks = prompts_of(int(row["tokens"]), int(row["length"]))
             kernel_s = kernels.step(str(row["model"]), int(row["tp"])).prefill_s(chunks)
             left.append(float(row["seconds"]) - kernel_s - step_s - sequence_s * len(chunks))
     return max(0.0, float(np.median(left))) if left else 0.0
@@ -198,7 +198,7 @@ def _prefill_grid(table: pd.DataFrame, kernels: _Kernels, model: str, tp: int) -
             return None
         sizes = [128, 512, 2048, 8192]
         step = kernels.step(model, tp)
-        seconds = [[step.prefill_s(_prompts(tokens, length)) for length in sizes] for tokens in sizes]
+        seconds = [[step.prefill_s(prompts_of(tokens, length)) for length in sizes] for tokens in sizes]
         grid = {"prefill_tokens": sizes, "prefill_lengths": sizes, "prefill_s": seconds}
         return grid, "not measured; the operators' sum and host time"
     measured = table.groupby(["tokens", "length"]).seconds.median()
@@ -223,11 +223,3 @@ def _prefill_grid(table: pd.DataFrame, kernels: _Kernels, model: str, tp: int) -
     note = f"{missing} of {len(tokens) * len(lengths)} cells not measured, filled by a plane through the others"
     seconds = [[at(a, b) for b in lengths] for a in tokens]
     return {"prefill_tokens": tokens, "prefill_lengths": lengths, "prefill_s": seconds}, note if missing else ""
-
-
-def _prompts(tokens: int, length: int) -> list[Chunk]:
-    """Chunks of `tokens` new tokens in sequences of `length`, the cached part of longer ones included."""
-    if length >= tokens:
-        return [Chunk(tokens, (length - tokens) // 2)]
-    whole, rest = divmod(tokens, length)
-    return [Chunk(length, 0)] * whole + ([Chunk(rest, 0)] if rest else [])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import Certainty, Experiment, Settings, add_code_folders, progress_bar, with_options
+from rlsim.cli.common import Certainty, Experiment, Settings, add_code_folders, named, progress_bar, with_options
 from rlsim.cli.tables import print_tables
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def advise(
     most: Annotated[int, typer.Option(min=1, help="Try up to so many times the GPUs.")] = 4,
     skip: Annotated[
         list[str] | None,
-        typer.Option(help="Shipped policy to leave out, such as real; repeatable.", autocompletion=complete.policies),
+        named("Shipped policy to leave out, such as real; repeatable.", complete.policies),
     ] = None,
     quick: Annotated[
         bool,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import echo
+from rlsim.cli.common import echo, named
 from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -40,10 +40,7 @@ def calibrate(
     device: Annotated[str, typer.Option(help="cuda, or cpu to try everything without a GPU.")] = "cuda",
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Model name or config.json (default: llama-3.1-8b; a small one on the CPU).",
-            autocompletion=complete.models,
-        ),
+        named("Model name or config.json (default: llama-3.1-8b; a small one on the CPU).", complete.models),
     ] = None,
     tp: Annotated[str, typer.Option(help="TP degrees, such as 1,2 (default: powers of two up to the devices).")] = "",
     budget: Annotated[
@@ -52,10 +49,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="Folder to write to (default: calibrate-GPU).")] = None,
     base: Annotated[
         str | None,
-        typer.Option(
-            help="Calibration that gives what is not measured here, such as h100-sglang.",
-            autocompletion=complete.calibrations,
-        ),
+        named("Calibration that gives what is not measured here, such as h100-sglang.", complete.calibrations),
     ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh/--resume", help="Discard the folder's measurements, or go on with them.")
@@ -101,22 +95,16 @@ def import_(
         ),
     ],
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files or folders of that format.")],
-    gpu: Annotated[
-        str,
-        typer.Option(help="GPU of the catalogue that was measured, such as h100-sxm.", autocompletion=complete.gpus),
-    ],
+    gpu: Annotated[str, named("GPU of the catalogue that was measured, such as h100-sxm.", complete.gpus)],
     engine: Annotated[
         str,
-        typer.Option(
-            help="Engine that was measured: sglang, vllm, trtllm or torch.",
-            autocompletion=complete.one_of("sglang", "vllm", "trtllm", "torch"),
+        named(
+            "Engine that was measured: sglang, vllm, trtllm or torch.",
+            complete.one_of("sglang", "vllm", "trtllm", "torch"),
         ),
     ],
     version: Annotated[str | None, typer.Option(help="Engine release to take (default: the newest).")] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Calibration that gives what the tables lack.", autocompletion=complete.calibrations),
-    ] = None,
+    base: Annotated[str | None, named("Calibration that gives what the tables lack.", complete.calibrations)] = None,
     name: Annotated[str | None, typer.Option(help="Name of the calibration (default: GPU-ENGINE).")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
 ) -> None:
@@ -135,16 +123,9 @@ def import_(
 @app.command("from-run")
 def from_run_(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="Metric log of a veRL run: console output or JSON Lines.")],
-    model: Annotated[str, typer.Option(help="Model name or config.json.", autocompletion=complete.models)],
-    cluster: Annotated[str, typer.Option(help="Cluster name or .yaml.", autocompletion=complete.clusters)],
-    base: Annotated[
-        str,
-        typer.Option(
-            "--calibration",
-            help="Calibration that everything else comes from.",
-            autocompletion=complete.calibrations,
-        ),
-    ],
+    model: Annotated[str, named("Model name or config.json.", complete.models)],
+    cluster: Annotated[str, named("Cluster name or .yaml.", complete.clusters)],
+    base: Annotated[str, named("Calibration that everything else comes from.", complete.calibrations, "--calibration")],
     tp: Annotated[int | None, typer.Option(help="TP of the rollout (default: as logged).")] = None,
     prompts: Annotated[int | None, typer.Option(help="Prompts a step (default: as logged).")] = None,
     responses: Annotated[int | None, typer.Option(help="Responses a prompt (default: as logged).")] = None,

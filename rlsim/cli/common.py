@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,12 @@ from rlsim.errors import printable
 if TYPE_CHECKING:
     from rlsim.experiment.worlds import Progress
 
+
+def named(text: str, offered: complete.Completer, *flags: str, **more: Any) -> Any:
+    """An option that takes names, which the shell completes."""
+    return typer.Option(*flags, help=text, autocompletion=offered, **more)
+
+
 Experiment = Annotated[
     str,
     typer.Argument(
@@ -24,14 +30,8 @@ Experiment = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY.PATH=VALUE",
-        help="Set a key of the experiment; repeatable.",
-        autocompletion=complete.settings,
-    ),
+    named("Set a key of the experiment; repeatable.", complete.settings, "--set", metavar="KEY.PATH=VALUE"),
 ]
-
 Warmup = Annotated[
     int | None,
     typer.Option(min=0, help="First steps that no mean counts, instead of the experiment's (workflow.warmup)."),

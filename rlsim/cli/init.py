@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlsim.cli import complete
-from rlsim.cli.common import echo
+from rlsim.cli.common import echo, named
 
 if TYPE_CHECKING:
     from rlsim.init.draft import Draft
@@ -46,11 +46,6 @@ Nccl = Annotated[
 ]
 
 
-def _name(text: str, offered: complete.Completer) -> Any:
-    """An option that takes a name of the catalogue."""
-    return typer.Option(help=text, autocompletion=offered)
-
-
 def init(
     name: Annotated[
         str | None, typer.Argument(help="Name of the experiment (default: experiment, or the configuration's).")
@@ -59,23 +54,23 @@ def init(
     from_nemo: FromNemo = None,
     from_areal: FromAreal = None,
     gpu: Annotated[
-        str | None, _name("GPU of the catalogue, such as h100; configurations name none.", complete.gpus)
+        str | None, named("GPU of the catalogue, such as h100; configurations name none.", complete.gpus)
     ] = None,
     cluster: Annotated[
-        str | None, _name("Cluster of the catalogue or .yaml, instead of --gpu.", complete.clusters)
+        str | None, named("Cluster of the catalogue or .yaml, instead of --gpu.", complete.clusters)
     ] = None,
     model: Annotated[
-        str | None, _name("Model of the catalogue, or the path of a config.json.", complete.models)
+        str | None, named("Model of the catalogue, or the path of a config.json.", complete.models)
     ] = None,
-    reward_model: Annotated[str | None, _name("The same of veRL's reward model.", complete.models)] = None,
+    reward_model: Annotated[str | None, named("The same of veRL's reward model.", complete.models)] = None,
     trace: Annotated[
-        str | None, _name("Trace of response lengths (default: the nearest shipped).", complete.traces)
+        str | None, named("Trace of response lengths (default: the nearest shipped).", complete.traces)
     ] = None,
     calibration: Annotated[
-        str | None, _name("Calibration (default: of the GPU and engine).", complete.calibrations)
+        str | None, named("Calibration (default: of the GPU and engine).", complete.calibrations)
     ] = None,
     nccl: Nccl = None,
-    verl_version: Annotated[str, _name("veRL release whose defaults hold.", complete.verl_versions)] = "0.9",
+    verl_version: Annotated[str, named("veRL release whose defaults hold.", complete.verl_versions)] = "0.9",
     out: Annotated[Path | None, typer.Option(help="File to write (default: NAME.yaml).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:

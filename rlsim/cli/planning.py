@@ -152,23 +152,20 @@ def _tables(report: PlanReport) -> list[Table]:
 
 def _write(report: PlanReport, json_file: Path | None, out: Path | None, chart: Path | None) -> None:
     """Whatever is wanted of: all numbers, the plan as a part of a system, the search's progress."""
-    from ruamel.yaml import YAML
-
     from rlsim.charts import save_chart
     from rlsim.experiment.plan_report import improvement_chart
     from rlsim.output import atomic_path
+    from rlsim.policies.plan import plan_text
 
     if json_file is not None:
         with atomic_path(json_file) as path:
             path.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     if out is not None:
-        yaml = YAML()
-        yaml.default_flow_style, yaml.width = None, 120
-        with atomic_path(out) as path, path.open("w", encoding="utf-8") as file:
-            parts = report.as_parts
-            what = "parts" if len(parts) > 1 else "a part"
-            file.write(f"# Found by rlsim plan for {report.experiment.name}: {what} of a system, for `use`.\n")
-            yaml.dump(parts if len(parts) > 1 else parts[0], file)
+        parts = report.as_parts
+        what = "parts" if len(parts) > 1 else "a part"
+        about = f"Found by rlsim plan for {report.experiment.name}: {what} of a system, for `use`."
+        with atomic_path(out) as path:
+            path.write_text(plan_text(parts if len(parts) > 1 else parts[0], about), encoding="utf-8")
     if chart is not None:
         save_chart(improvement_chart(report), chart)
 

@@ -309,19 +309,12 @@ def resident_bytes(model: Model, strategy: TrainStrategy) -> float:
     return 0.0 if strategy.offload else training_memory(model, strategy).state_bytes
 
 
-def check_training(
-    model: Model,
-    gpu: Gpu,
-    strategy: TrainStrategy,
-    micro_batch_tokens: int | None = None,
-    *,
-    beside_bytes: float = 0.0,
-) -> TrainMemory:
+def check_training(model: Model, gpu: Gpu, strategy: TrainStrategy, *, beside_bytes: float = 0.0) -> TrainMemory:
     """`training_memory`, after making sure that it fits: raises `CapacityError` with the bytes of every part if not.
 
     `beside_bytes` are those of others on each GPU meanwhile.
     """
-    memory = training_memory(model, strategy, micro_batch_tokens)
+    memory = training_memory(model, strategy)
     if memory.total_bytes + beside_bytes > gpu.memory_bytes:
         parts = {
             "parameters": memory.parameter_bytes,

@@ -203,18 +203,15 @@ def _along(knots: Sequence[float], values: Sequence[float], x: float) -> float:
     return max(found, high) if x > knots[-1] else found
 
 
-def profile_of(
-    step: StepCost,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    kv_budget_tokens: float,
-    prefill_tokens: Sequence[int] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-) -> ProfileStep:
+#: Of a profile's prefill grid, in both directions: new tokens, and tokens per sequence.
+PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def profile_of(step: StepCost, batches: Sequence[int], contexts: Sequence[int], kv_budget_tokens: float) -> ProfileStep:
     """PAT's offline profile of a replica: decode steps at every batch and context (tokens per sequence) within the
     KV budget.
 
-    A batch with fewer than two points in the budget is left out, as is a context that never fits. The prefill grid
-    runs over `prefill_tokens` in both directions.
+    A batch with fewer than two points in the budget is left out, as is a context that never fits.
     """
     curves = []
     for batch in sorted(set(batches)):
@@ -224,13 +221,12 @@ def profile_of(
             curves.append(DecodeCurve(batch, totals, [curve.step_s(total) for total in totals]))
     if not curves:
         raise CalibrationError(f"no batch size has two contexts within a KV budget of {kv_budget_tokens:g} tokens")
-    lengths = sorted(set(prefill_tokens))
-    grid = [[step.prefill_s(_prompts(tokens, length)) for length in lengths] for tokens in lengths]
-    return ProfileStep(step.tp, curves, lengths, lengths, grid, skew=step.skew)
+    grid = [[step.prefill_s(prompts_of(tokens, length)) for length in PREFILL_TOKENS] for tokens in PREFILL_TOKENS]
+    return ProfileStep(step.tp, curves, PREFILL_TOKENS, PREFILL_TOKENS, grid, skew=step.skew)
 
 
-def _prompts(tokens: int, length: int) -> list[Chunk]:
-    """Chunks of `tokens` new tokens whose equivalent sequence length is `length`."""
+def prompts_of(tokens: int, length: int) -> list[Chunk]:
+    """Chunks of `tokens` new tokens in sequences of `length`, the cached part of longer ones included."""
     if length >= tokens:
         return [Chunk(tokens, (length - tokens) // 2)]
     whole, rest = divmod(tokens, length)

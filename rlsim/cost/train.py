@@ -93,8 +93,7 @@ class TrainTime:
         return TrainTime(*(part * times for part in self._parts()))
 
     def _parts(self) -> tuple[float, ...]:
-        parts = (self.compute_s, self.communication_s, self.bubble_s)
-        return (*parts, self.optimizer_s, self.offload_s, self.imbalance_s)
+        return tuple(vars(self).values())
 
 
 def forward_flops(model: Model, lengths: npt.ArrayLike) -> float:

@@ -6,9 +6,8 @@ Every function is pure and takes what it needs: shapes from `Model`, rates as nu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
@@ -101,16 +100,12 @@ def reshard_s(
     return _over_units(model, lambda size: collectives.time_s("all_gather", size, tp_src, 1))
 
 
-def _over_units(model: Model, unit_s: _UnitTime) -> float:
+def _over_units(model: Model, unit_s: Callable[[float], float]) -> float:
     """The sum of `unit_s(bytes)` over all layers, the embedding and the head."""
     embedding = model.vocab_size * model.hidden_size * model.dtype_bytes
     head = model.head_parameters * model.dtype_bytes
     total = model.num_hidden_layers * unit_s(model.layer_bytes) + unit_s(embedding)
     return total + (unit_s(head) if head else 0.0)
-
-
-class _UnitTime(Protocol):
-    def __call__(self, size: float, /) -> float: ...
 
 
 # KV cache -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import check_calibration, find_calibration, find_cluster, find_model, load_from, nearest_trace
+from rlsim.init.settings import Settings
 from rlsim.models import Model
 from rlsim.schema import validate
 from rlsim.trace import Trace, read_trace
 
 STEPS, SEEDS = 5, 5
+#: A policy, and its parameters but for TP.
+System = tuple[str, Mapping[str, Any]]
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm"}
 
 
@@ -40,14 +43,6 @@ class Options:
     calibration: str | None = None
     trace: str | None = None
     name: str | None = None
-
-
-@dataclass(frozen=True)
-class Said:
-    """A value and where it is said."""
-
-    value: Any
-    where: str
 
 
 def steps_of(ahead: int) -> Entry:
@@ -86,20 +81,20 @@ def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
     return load_from(chosen, options.folder)
 
 
-def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: Said) -> None:
+def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: Entry) -> None:
     """The calibration of the GPU and engine, unless an option names one."""
     if options.calibration is not None:
         check_calibration(options.calibration, machines, options.folder)
         draft.entries["calibration"] = Entry(options.calibration, "as given")
         return
     if engine.value not in ENGINES:
-        raise ConfigError(f"{engine.where}: {unknown_name('rollout engine', str(engine.value), ENGINES)}")
+        raise ConfigError(f"{engine.comment}: {unknown_name('rollout engine', str(engine.value), ENGINES)}")
     name, said = find_calibration(machines.gpu.name, ENGINES[engine.value])
     draft.notes += [said] if said else []
-    draft.entries["calibration"] = Entry(name, engine.where)
+    draft.entries["calibration"] = Entry(name, engine.comment)
 
 
-def add_trace(draft: Draft, options: Options, actor: Model, cap: Said, filters: str, prompts: Said | None) -> Trace:
+def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters: str, prompts: Entry | None) -> Trace:
     """The lengths under a cap: a trace as given, else the nearest that ships, with the rewards that `filters` needs.
 
     `filters` is the key that drops prompts by their rewards, empty if none does; `prompts` the longest prompt, if any.
@@ -118,14 +113,14 @@ def add_trace(draft: Draft, options: Options, actor: Model, cap: Said, filters: 
     if cut is not None and cut < cap.value:
         draft.notes.append(f"the trace was sampled under a cap of {cut:,} tokens, below {cap.value:,}: no response "
                            "gets longer")  # fmt: skip
-    draft.entries["trace"] = entries = {"path": Entry(path, comment), "cap": Entry(cap.value, cap.where)}
+    draft.entries["trace"] = entries = {"path": Entry(path, comment), "cap": cap}
     longest = trace.frame["prompt_tokens"].max() if "prompt_tokens" in trace.frame else None
     if prompts is None:
         return trace
     if longest is None:
-        entries["default_prompt_tokens"] = Entry(prompts.value, f"the trace has no prompt lengths: {prompts.where}")
+        entries["default_prompt_tokens"] = Entry(prompts.value, f"the trace has no prompt lengths: {prompts.comment}")
     elif longest > prompts.value:
-        draft.notes.append(f"{prompts.where} = {prompts.value:,}; the trace's longest prompt has {int(longest):,} "
+        draft.notes.append(f"{prompts.comment} = {prompts.value:,}; the trace's longest prompt has {int(longest):,} "
                            "and is not cut")  # fmt: skip
     return trace
 
@@ -142,12 +137,12 @@ def of_sequences(sequences: int, where: str, trace: Trace, cap: int) -> Entry:
     return Entry(sequences * mean, f"{where} = {sequences} sequences of the trace's mean {mean:,} tokens")
 
 
-def add_memory(draft: Draft, share: Said, folder: Path, *, apart: bool) -> None:
+def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None:
     """A share of GPU memory that is the engine's own; rlsim's also holds what stays of training beside it.
 
     With generation on GPUs of its own (`apart`) nothing does.
     """
-    said = Entry(share.value, share.where)
+    said = share
     if not apart:
         loaded = LoadedExperiment.of(validate(draft.data() | {"name": "-"}, Experiment), folder)
         try:
@@ -158,36 +153,68 @@ def add_memory(draft: Draft, share: Said, folder: Path, *, apart: bool) -> None:
             return
         total = share.value + beside / loaded.cluster.gpu_at(0).memory_bytes
         if total > 1.0:
-            draft.notes.append(f"{share.where} = {share.value:g} and {beside / 1e9:.1f} GB of training states are more "
-                               "than a GPU has: all of it is taken")  # fmt: skip
-        text = f"{share.where} = {share.value:g}, which is the engine's own"
+            draft.notes.append(f"{share.comment} = {share.value:g} and {beside / 1e9:.1f} GB of training states are "
+                               "more than a GPU has: all of it is taken")  # fmt: skip
+        text = f"{share.comment} = {share.value:g}, which is the engine's own"
         if beside:
             text += f", and {beside / 1e9:.1f} GB of weights and optimizer states beside it"
         said = Entry(float(f"{min(total, 1.0):.4g}"), text)
     draft.entries["memory_utilization"] = said
 
 
-def add_systems(draft: Draft, systems: Sequence[tuple[str, Sequence[Any], str]]) -> None:
-    """Systems by name, parts and comment; the first is the baseline."""
+def add_systems(
+    draft: Draft, tp: int, where: str, more: Sequence[Any] = (), apart: System | None = None, best: str = "best-tp"
+) -> None:
+    """The system as configured, which is the baseline, the same with the fastest TP (`best`), and PAT.
+
+    `more` are further parts of each system. With generation on GPUs of its own the system is `apart`, and PAT is none.
+    """
+    policy, parameters = apart or ("verl", {})
+
+    def system(name: str, degree: int | str, comment: str) -> Entry:
+        return Entry({"name": name, "use": [{policy: {"tp": degree, **parameters}}, *more]}, comment)
+
+    fastest = "the fastest TP of generation on the same GPUs" if apart else "the fastest static TP"
+    systems = [system("as-configured", tp, where), system(best, "best", fastest)]
+    if apart is None:
+        systems.append(Entry({"name": "pat", "use": ["pat", *more]}, "TP switched while responses are generated"))
     draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
-    draft.entries["baseline"] = Entry(systems[0][0])
-    draft.entries["systems"] = Entry(
-        tuple(Entry({"name": name, "use": list(use)}, comment) for name, use, comment in systems)
-    )
+    draft.entries["baseline"] = Entry("as-configured")
+    draft.entries["systems"] = Entry(tuple(systems))
 
 
-def finish(draft: Draft, title: str, heading: Sequence[str]) -> Draft:
-    """The draft with its name and heading, its keys in the order of the schema."""
-    draft.heading = list(heading)
+def add_engine(config: Settings, draft: Draft, keys: Mapping[str, str]) -> None:
+    """Limits of the engine that are given, by its keys; what is not is the engine's own matter."""
+    draft.entries["engine"] = entries = dict[str, Entry]()
+    for limit in ("max_num_seqs", "max_num_batched_tokens"):
+        if limit in keys and config.get(keys[limit]) not in (None, -1):  # -1: SGLang's for no chunks
+            entries[limit] = Entry(config.whole(keys[limit]), config.where(keys[limit]))
+    if config.flag(keys["eager"]):
+        entries["graphs"] = Entry(False, config.where(keys["eager"]))
+
+
+def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:
+    """What training computes again, by the keys of its switch and, of Megatron alone, of its granularity."""
+    if not config.flag(checkpoints):
+        return Entry("none", config.where(checkpoints))
+    if not granularity:
+        return Entry("full", config.where(checkpoints))
+    level = "selective" if config.text(granularity) == "selective" else "full"
+    return Entry(level, joined(config.where(checkpoints), config.where(granularity)))
+
+
+def finish(config: Settings, draft: Draft, options: Options, sources: Sequence[str], *titles: Any) -> Draft:
+    """The draft with its heading, its keys in the order of the schema, and the first name among `titles`, if any."""
+    otherwise = config.option.removeprefix("--")
+    text = next((one for one in titles if isinstance(one, str) and one and "$" not in one), otherwise)
+    title = options.name or re.sub(r"[^\w.+-]+", "-", text).strip("-") or otherwise
+    draft.heading = [
+        f"{title}: made by rlsim init from {' '.join(sources)}",
+        f"What the configuration does not say is {config.program}'s default. Run it: rlsim run FILE",
+    ]
     ordered = (key for key in Experiment.model_fields if key in draft.entries)
     draft.entries = {"name": Entry(title), **{key: draft.entries[key] for key in ordered}}
     return draft
-
-
-def title_of(*candidates: Any, otherwise: str) -> str:
-    """The first of these texts that names an experiment, as a name of a file."""
-    text = next((one for one in candidates if isinstance(one, str) and one and "$" not in one), otherwise)
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-") or otherwise
 
 
 def own_name(file: str) -> str:

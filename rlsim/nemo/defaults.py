@@ -47,22 +47,23 @@ DEFAULTS: dict[str, Any] = {
     GENERATION + "trtllm_cfg.gpu_memory_utilization": 0.6,
 }  # fmt: skip
 
+_VLLM, _SGLANG, _TRTLLM = GENERATION + "vllm_", GENERATION + "sglang_cfg.", GENERATION + "trtllm_cfg."
 #: Of each engine: its TP, its share of GPU memory, its limit of sequences and of tokens, and what switches graphs off.
 ENGINE_KEYS: dict[str, dict[str, str]] = {
     "vllm": {
-        "tp": "vllm_cfg.tensor_parallel_size", "memory": "vllm_cfg.gpu_memory_utilization",
-        "max_num_seqs": "vllm_kwargs.max_num_seqs", "max_num_batched_tokens": "vllm_kwargs.max_num_batched_tokens",
-        "eager": "vllm_cfg.enforce_eager",
+        "tp": _VLLM + "cfg.tensor_parallel_size", "memory": _VLLM + "cfg.gpu_memory_utilization",
+        "max_num_seqs": _VLLM + "kwargs.max_num_seqs",
+        "max_num_batched_tokens": _VLLM + "kwargs.max_num_batched_tokens", "eager": _VLLM + "cfg.enforce_eager",
     },
     "sglang": {
-        "tp": "sglang_cfg.tp_size", "memory": "sglang_cfg.mem_fraction_static",
-        "max_num_seqs": "sglang_cfg.max_running_requests", "max_num_batched_tokens": "sglang_cfg.chunked_prefill_size",
-        "eager": "sglang_cfg.disable_cuda_graph",
+        "tp": _SGLANG + "tp_size", "memory": _SGLANG + "mem_fraction_static",
+        "max_num_seqs": _SGLANG + "max_running_requests", "max_num_batched_tokens": _SGLANG + "chunked_prefill_size",
+        "eager": _SGLANG + "disable_cuda_graph",
     },
     "trtllm": {
-        "tp": "trtllm_cfg.tensor_parallel_size", "memory": "trtllm_cfg.gpu_memory_utilization",
-        "max_num_seqs": "trtllm_cfg.max_batch_size", "max_num_batched_tokens": "trtllm_cfg.max_num_tokens",
-        "eager": "trtllm_cfg.disable_cuda_graph",
+        "tp": _TRTLLM + "tensor_parallel_size", "memory": _TRTLLM + "gpu_memory_utilization",
+        "max_num_seqs": _TRTLLM + "max_batch_size", "max_num_batched_tokens": _TRTLLM + "max_num_tokens",
+        "eager": _TRTLLM + "disable_cuda_graph",
     },
 }  # fmt: skip
 

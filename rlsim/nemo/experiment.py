@@ -7,22 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsim.errors import ConfigError, unknown_name
+from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import (
-    Options,
-    Said,
-    add_calibration,
-    add_cluster,
-    add_memory,
-    add_model,
-    add_systems,
-    add_trace,
-    finish,
-    joined,
-    own_name,
-    steps_of,
-    title_of,
-)
+from rlsim.init.parts import Options, joined
 from rlsim.init.settings import Settings
 from rlsim.init.sources import read_sources
 from rlsim.init.unlike import unlike
@@ -77,28 +64,26 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     _check_algorithm(config)
     draft = Draft({}, notes=list(config.notes))
     nodes, per_node = config.whole(_NODES), config.whole(_PER_NODE)
-    machines = add_cluster(draft, options, nodes, per_node, joined(config.where(_NODES), config.where(_PER_NODE)))
+    machines = parts.add_cluster(draft, options, nodes, per_node, joined(config.where(_NODES), config.where(_PER_NODE)))
     generation = _generation(config, nodes, per_node)
     name = POLICY + "model_name"
     path = options.model or config.text(name)
-    actor = add_model(draft, options, path, config.where(name))
+    actor = parts.add_model(draft, options, path, config.where(name))
     engine = config.where(GENERATION + "backend")
-    add_calibration(draft, options, machines, Said(generation.engine, engine))
+    parts.add_calibration(draft, options, machines, Entry(generation.engine, engine))
     cap = _cap(config)
     filters = _FILTER if config.flag(_FILTER) else ""
-    lengths = add_trace(draft, options, actor, cap, filters, None)
+    lengths = parts.add_trace(draft, options, actor, cap, filters, None)
     _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
     add_training(config, draft, lengths, cap.value, apart=generation.gpus is not None)
-    _engine(config, draft, generation)
+    parts.add_engine(config, draft, ENGINE_KEYS[generation.engine])
     _systems(config, draft, generation)
-    memory = GENERATION + ENGINE_KEYS[generation.engine]["memory"]
-    share = Said(config.share(memory), config.where(memory))
-    add_memory(draft, share, options.folder, apart=generation.gpus is not None)
+    memory = ENGINE_KEYS[generation.engine]["memory"]
+    share = Entry(config.share(memory), config.where(memory))
+    parts.add_memory(draft, share, options.folder, apart=generation.gpus is not None)
     draft.missing = _missing(config)
     draft.unread = config.unasked()
-    title = options.name or title_of(own_name(config.name), otherwise="from-nemo")
-    said = "What the configuration does not say is NeMo-RL's default. Run it: rlsim run FILE"
-    return finish(draft, title, [f"{title}: made by rlsim init from {' '.join(sources)}", said])
+    return parts.finish(config, draft, options, sources, parts.own_name(config.name))
 
 
 def _check_algorithm(config: Settings) -> None:
@@ -124,7 +109,7 @@ def _generation(config: Settings, nodes: int, per_node: int) -> _Generation:
         raise ConfigError(
             f"{config.where(key)}: generation by {engine} is not simulated; expected one of: {', '.join(ENGINE_KEYS)}"
         )
-    tp_key = GENERATION + ENGINE_KEYS[engine]["tp"]
+    tp_key = ENGINE_KEYS[engine]["tp"]
     tp, asynchronous = config.whole(tp_key), config.flag(ASYNC + "enabled")
     if config.flag(COLOCATED + "enabled"):
         if asynchronous:
@@ -141,13 +126,13 @@ def _generation(config: Settings, nodes: int, per_node: int) -> _Generation:
     return _Generation(engine, tp, gpus, asynchronous, joined(config.where(tp_key), said))
 
 
-def _cap(config: Settings) -> Said:
+def _cap(config: Settings) -> Entry:
     """The longest response; the prompt must fit into the longest sequence as well."""
     total, new = POLICY + "max_total_sequence_length", GENERATION + "max_new_tokens"
     longest = config.whole(total)
     if config.get(new) is None or config.whole(new) >= longest:
-        return Said(longest, f"{config.where(total)}, which holds the prompt too")
-    return Said(config.whole(new), config.where(new))
+        return Entry(longest, f"{config.where(total)}, which holds the prompt too")
+    return Entry(config.whole(new), config.where(new))
 
 
 def _workflow(config: Settings, draft: Draft, ahead: int) -> None:
@@ -159,24 +144,10 @@ def _workflow(config: Settings, draft: Draft, ahead: int) -> None:
         "algorithm": Entry("grpo", joined(config.where(estimator), "" if name == "grpo" else "it has GRPO's calls")),
         "prompts": Entry(config.whole(_PROMPTS), config.where(_PROMPTS)),
         "responses": Entry(config.whole(_RESPONSES), config.where(_RESPONSES)),
-        "steps": steps_of(ahead),
+        "steps": parts.steps_of(ahead),
         "reference": Entry(reference, config.where(_KL)),
         "old_log_probs": Entry(not on_policy, config.where(_ON_POLICY) if on_policy else "computed before training"),
     }
-
-
-def _engine(config: Settings, draft: Draft, generation: _Generation) -> None:
-    """Limits of the engine that are given; what is not is the engine's own matter."""
-    keys, entries = ENGINE_KEYS[generation.engine], dict[str, Entry]()
-    for ours in ("max_num_seqs", "max_num_batched_tokens"):
-        key = GENERATION + keys[ours]
-        value = config.get(key)
-        if value is not None and value != -1:  # SGLang's for no chunks
-            entries[ours] = Entry(config.whole(key), config.where(key))
-    eager = GENERATION + keys["eager"]
-    if config.flag(eager):
-        entries["graphs"] = Entry(False, config.where(eager))
-    draft.entries["engine"] = entries
 
 
 def _systems(config: Settings, draft: Draft, generation: _Generation) -> None:
@@ -186,37 +157,20 @@ def _systems(config: Settings, draft: Draft, generation: _Generation) -> None:
         draft.notes.append(f"{config.where(_FILTER)}: dynamic_sampling in every system")
     tp, where = generation.tp, generation.where
     if generation.gpus is None:
-        add_systems(
-            draft,
-            [
-                ("as-configured", [{"verl": {"tp": tp}}, *more], where),
-                ("best-tp", [{"verl": {"tp": "best"}}, *more], "the fastest static TP"),
-                ("pat", ["pat", *more], "TP switched while responses are generated"),
-            ],
-        )
+        parts.add_systems(draft, tp, where, more)
         return
-
-    def parts(degree: int | str) -> list[Any]:
-        if not generation.asynchronous:
-            return [{"verl": {"tp": degree}}, {"split": {"rollout_gpus": generation.gpus}}, *more]
-        kv = "recompute" if config.flag(_RECOMPUTE_KV) else "keep"
-        rule = {
-            "tp": degree,
-            "rollout_gpus": generation.gpus,
-            "max_trajectory_age_steps": config.whole(_AGE, 0),
-            "in_flight_weight_updates": config.flag(_IN_FLIGHT),
-            "updated_kv": kv,
-        }
-        return [{"nemo_async": rule}, *more]
-
-    keys = (_AGE, _IN_FLIGHT, _RECOMPUTE_KV) if generation.asynchronous else ()
-    add_systems(
-        draft,
-        [
-            ("as-configured", parts(tp), joined(where, *map(config.where, keys))),
-            ("best-tp", parts("best"), "the fastest TP of generation on the same GPUs"),
-        ],
-    )
+    if not generation.asynchronous:
+        more = [{"split": {"rollout_gpus": generation.gpus}}, *more]
+        parts.add_systems(draft, tp, where, more, apart=("verl", {}))
+        return
+    rule = {
+        "rollout_gpus": generation.gpus,
+        "max_trajectory_age_steps": config.whole(_AGE, 0),
+        "in_flight_weight_updates": config.flag(_IN_FLIGHT),
+        "updated_kv": "recompute" if config.flag(_RECOMPUTE_KV) else "keep",
+    }
+    said = joined(where, *map(config.where, (_AGE, _IN_FLIGHT, _RECOMPUTE_KV)))
+    parts.add_systems(draft, tp, said, more, apart=("nemo_async", rule))
 
 
 def _missing(config: Settings) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import joined, of_sequences
+from rlsim.init.parts import of_sequences, recompute
 from rlsim.init.settings import Settings
 from rlsim.nemo.defaults import COLOCATED, DTENSOR, GRPO, MEGATRON, POLICY
 from rlsim.trace import Trace
@@ -36,7 +36,8 @@ def add_training(config: Settings, draft: Draft, trace: Trace, cap: int, *, apar
         entries["gradients"] = Entry("bf16", config.where(reduced))
     entries["micro_batch_tokens"] = _micro_batch(config, "train", trace, cap)
     entries["log_prob_micro_batch_tokens"] = _micro_batch(config, "logprob", trace, cap)
-    entries["recompute"] = _recompute(config, MEGATRON if megatron else DTENSOR, megatron=megatron)
+    checkpoints = (MEGATRON if megatron else DTENSOR) + "activation_checkpointing"
+    entries["recompute"] = recompute(config, checkpoints, MEGATRON + "recompute_granularity" if megatron else "")
     cpu = DTENSOR + "cpu_offload"
     if not megatron and config.flag(cpu):
         entries["offload"] = Entry(True, config.where(cpu))
@@ -60,13 +61,3 @@ def _micro_batch(config: Settings, kind: str, trace: Trace, cap: int) -> Entry:
             return Entry(config.whole(key), config.where(key))
     key = _SEQUENCES[kind]
     return of_sequences(config.whole(key), config.where(key), trace, cap)
-
-
-def _recompute(config: Settings, section: str, *, megatron: bool) -> Entry:
-    key, granularity = section + "activation_checkpointing", MEGATRON + "recompute_granularity"
-    if not config.flag(key):
-        return Entry("none", config.where(key))
-    if not megatron:
-        return Entry("full", config.where(key))
-    level = config.text(granularity)
-    return Entry("selective" if level == "selective" else "full", joined(config.where(key), config.where(granularity)))

@@ -9,19 +9,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, PrivateAttr, model_validator
 
+from rlsim.policies.frameworks import StaticTP
 from rlsim.policies.keeping import Keeping
-from rlsim.policies.parts import ChunkStreaming, Composition, Part
+from rlsim.policies.parts import ChunkStreaming, Part
 from rlsim.policies.verl import VeRL
 from rlsim.schema import Schema
 from rlsim.sim.batching import PromptFeed, Unfinished
-from rlsim.sim.control import ControlContext, Launch, Prompt, RolloutControl, ScoringReport
+from rlsim.sim.control import Launch, Prompt, RolloutControl, ScoringReport
 from rlsim.units import Seconds, Tokens
 from rlsim.workflow.graph import Workflow
 
@@ -172,10 +173,9 @@ def adapted(delta: int, rewards: Sequence[float], window: int, least: int, most:
     return min(max(delta + (change if slope > 0 else -change), least), most)
 
 
-class OPPO(Schema, Composition):
+class OPPO(StaticTP):
     """Chunked streaming and overcommit together."""
 
-    tp: int | Literal["best"] = Field(default="best", description="tensor-parallel degree, as of `verl`")
     chunk: Literal["adaptive"] | Annotated[Tokens, Field(ge=1)] = Field(
         default="adaptive", description="`size` of `chunked`"
     )
@@ -184,9 +184,6 @@ class OPPO(Schema, Composition):
     )
     models: tuple[str, ...] = Field(default=("reward",), min_length=1, description="see `chunked`")
     reward: RewardCurve = Field(default=RewardCurve(), description="see `overcommit`")
-
-    def alternatives(self, context: ControlContext) -> Sequence[Mapping[str, object]]:
-        return VeRL(tp=self.tp).alternatives(context)
 
     def parts(self) -> Sequence[Part]:
         return (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -109,6 +110,17 @@ def part_of(plan: Plan, workflow: Workflow) -> dict[str, Any]:
     """A plan as a part of a system: `{plan: {calls: …}}`."""
     written = ExplicitPlan.of(plan, workflow)
     return {"plan": written.model_dump(mode="json", exclude_none=True, exclude_defaults=True)}
+
+
+def plan_text(data: Mapping[str, Any] | Sequence[Any], about: str) -> str:
+    """What holds a plan as YAML, one call a line, with a comment above."""
+    from ruamel.yaml import YAML
+
+    yaml, file = YAML(), io.StringIO()
+    yaml.default_flow_style, yaml.width = None, 120
+    file.write(f"# {about}\n")
+    yaml.dump(data, file)
+    return file.getvalue()
 
 
 def _gpus(name: str, text: str, known: tuple[int, ...]) -> tuple[int, ...]:

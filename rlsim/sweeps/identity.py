@@ -58,7 +58,7 @@ def inputs_of(experiment: Experiment, shown: str, folder: Path, known: dict[str,
     for case_name, case in cases_of(experiment, shown):
         with placing(shown, case_name):
             for name in traces_of(case):
-                add(f"trace {name}", _trace_hash, name, folder)
+                add(f"trace {name}", file_sha256, find_trace(name, folder))
             for name in _models_of(case):
                 add(f"model {name}", _model_hash, name, folder)
             for name in case.calibration_names:
@@ -126,10 +126,6 @@ def code_hash() -> str:
     for path in deciding:
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _trace_hash(name: str, folder: Path) -> str:
-    return file_sha256(find_trace(name, folder))
 
 
 def _model_hash(name: str, folder: Path) -> str:

@@ -32,7 +32,7 @@ OFF_POLICY = (
 row = partial(Row, "steps")
 
 
-def nemo_rows(data: Path, options: Options, calibration: str | Path = "h100-vllm") -> Iterator[Row]:
+def nemo_rows(data: Path, options: Options) -> Iterator[Row]:
     """The dense rows of the release, each as its recipe says, and what one step off gains on as many GPUs."""
     recipes = pd.read_csv(data / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
     table = pd.read_csv(data / PERFORMANCE).query(f"release == '{RELEASE}'")
@@ -41,7 +41,7 @@ def nemo_rows(data: Path, options: Options, calibration: str | Path = "h100-vllm
         options.progress(f"NeMo-RL, {run['recipe']}")
         recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
         prompt = run["tokens_per_sample_implied"] - run["mean_len"]
-        found = seconds(nemo_experiment(recipe, MODELS[run["model"]], round(prompt), calibration), run["mean_len"])
+        found = seconds(nemo_experiment(recipe, MODELS[run["model"]], round(prompt)), run["mean_len"])
         kind = "one-step-off" if recipe["async_on"] else "on-policy"
         model = MODELS[run["model"]]
         known[model, kind] = run["step_s"], found["step"]
@@ -53,9 +53,7 @@ def nemo_rows(data: Path, options: Options, calibration: str | Path = "h100-vllm
             yield row(f"nemo-rl/{model}/one-step-off", "gain", measured, simulated)
 
 
-def nemo_experiment(
-    recipe: dict[str, Any], model: str, prompt_tokens: int, calibration: str | Path = "h100-vllm"
-) -> dict[str, Any]:
+def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> dict[str, Any]:
     """A recipe as an experiment, without the trace's path."""
     asynchronous = bool(recipe["async_on"])
     batch = {"prompts": int(recipe["prompts_per_step"]), "responses": int(recipe["n"])}
@@ -65,7 +63,7 @@ def nemo_experiment(
         "name": str(model),
         "cluster": f"{recipe['nodes']}x8xh100",
         "model": model,
-        "calibration": str(calibration),
+        "calibration": "h100-vllm",
         "memory_utilization": float(recipe["gpu_mem_util"]),
         "trace": {"cap": int(recipe["max_total_len"]) - prompt_tokens, "default_prompt_tokens": prompt_tokens},
         "workflow": {**batch, **(_off_policy() if asynchronous else {"steps": 3})},

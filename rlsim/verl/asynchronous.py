@@ -129,9 +129,9 @@ def _set_batch(config: VerlSettings) -> None:
     config.put({_BATCH: batch}, " × ".join(f"{key.rpartition('.')[2]} {config.whole(key)}" for key in factors))
 
 
-def parameters(config: VerlSettings, apart: Apart, tp: int | str) -> dict[str, Any]:
-    """What the system of the recipe is given."""
-    common: dict[str, Any] = {"tp": tp, "rollout_gpus": apart.rollout_gpus}
+def parameters(config: VerlSettings, apart: Apart) -> dict[str, Any]:
+    """What the system of the recipe is given beside its TP."""
+    common: dict[str, Any] = {"rollout_gpus": apart.rollout_gpus}
     if apart.policy == "one_step_off":
         return common
     return {

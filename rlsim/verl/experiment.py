@@ -9,22 +9,10 @@ import pandas as pd
 
 from rlsim.errors import ConfigError, RlsimError, unknown_name
 from rlsim.hardware import Cluster, load_cluster
+from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.names import find_model
-from rlsim.init.parts import (
-    Options,
-    Said,
-    add_calibration,
-    add_cluster,
-    add_memory,
-    add_model,
-    add_systems,
-    add_trace,
-    finish,
-    joined,
-    steps_of,
-    title_of,
-)
+from rlsim.init.parts import Options, joined
 from rlsim.models import Model
 from rlsim.trace import Trace
 from rlsim.verl import asynchronous, notes
@@ -101,21 +89,17 @@ def from_verl(
     add_training(config, draft, settings, lengths)
     _systems(config, draft, settings, apart)
     share = ROLLOUT + "gpu_memory_utilization"
-    add_memory(draft, Said(settings.memory_utilization, config.where(share)), folder, apart=apart is not None)
+    parts.add_memory(draft, Entry(settings.memory_utilization, config.where(share)), folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
-    title = name or title_of(config.given.get("trainer.experiment_name"), config.name, otherwise="from-verl")
-    heading = [
-        f"{title}: made by rlsim init from {' '.join(sources)}",
-        f"What the configuration does not say is veRL {version}'s default. Run it: rlsim run FILE",
-    ]
-    return finish(draft, title, heading)
+    named = config.given.get("trainer.experiment_name")
+    return parts.finish(config, draft, options, sources, named, config.name)
 
 
 def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
     keys, named = (NODES, GPUS_PER_NODE), options.cluster
     if named is None:
         nodes, per_node = (config.get(key) for key in keys)
-        return add_cluster(draft, options, nodes, per_node, joined(*map(config.where, keys)))
+        return parts.add_cluster(draft, options, nodes, per_node, joined(*map(config.where, keys)))
     found = load_cluster(named)
     told = [config.given.get(key) for key in keys]
     for key, said, has in zip(keys, told, (found.nodes, found.gpus_per_node), strict=True):
@@ -151,24 +135,24 @@ def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
     path = options.model or config.get(_MODEL)
     if path is None:
         raise ConfigError(f"the configuration names no model ({_MODEL}): give --model")
-    return add_model(draft, options, str(path), config.where(_MODEL))
+    return parts.add_model(draft, options, str(path), config.where(_MODEL))
 
 
 def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options: Options) -> None:
     key = ROLLOUT + "name"
-    engine = Said(config.get(key), config.where(key))
+    engine = Entry(config.get(key), config.where(key))
     if engine.value is None:
-        engine = Said("vllm", "assumed")
+        engine = Entry("vllm", "assumed")
         if options.calibration is None:
             draft.notes.append(f"{key} is not given, though veRL {config.version} requires it: vllm is taken")
-    add_calibration(draft, options, machines, engine)
+    parts.add_calibration(draft, options, machines, engine)
 
 
 def _trace(config: VerlSettings, draft: Draft, actor: Model, settings: RunSettings, options: Options) -> Trace:
     filters = FILTER if config.get(FILTER) else ""
-    cap = Said(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
+    cap = Entry(settings.cap, config.where("data.max_response_length", ROLLOUT + "response_length"))
     key = "data.max_prompt_length"
-    return add_trace(draft, options, actor, cap, filters, Said(config.get(key), config.where(key)))
+    return parts.add_trace(draft, options, actor, cap, filters, Entry(config.get(key), config.where(key)))
 
 
 def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:
@@ -190,7 +174,7 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
         "algorithm": Entry(algorithm, joined(config.where(_ESTIMATOR), same_calls)),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
         "responses": Entry(settings.responses, config.where(ROLLOUT + "n")),
-        "steps": steps_of(asynchronous.ahead(config, apart) if apart else 0),
+        "steps": parts.steps_of(asynchronous.ahead(config, apart) if apart else 0),
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
@@ -234,21 +218,8 @@ def _systems(config: VerlSettings, draft: Draft, settings: RunSettings, apart: A
         where = f"{config.where(mode)}: each request goes to the server with fewest"
         draft.entries["routing"] = Entry("round_robin", where)
     tp = settings.rollout_tp
-    if apart is not None:
-        made = {degree: {apart.policy: asynchronous.parameters(config, apart, degree)} for degree in (tp, "best")}
-        add_systems(
-            draft,
-            [
-                ("as-configured", [made[tp], *more], asynchronous.said_of(config, apart)),
-                ("best-tp", [made["best"], *more], "the fastest TP of generation on the same GPUs"),
-            ],
-        )
-        return
-    add_systems(
-        draft,
-        [
-            ("as-configured", [{"verl": {"tp": tp}}, *more], config.where(TP)),
-            ("verl-best", [{"verl": {"tp": "best"}}, *more], "the fastest static TP"),
-            ("pat", ["pat", *more], "TP switched while responses are generated"),
-        ],
-    )
+    if apart is None:
+        parts.add_systems(draft, tp, config.where(TP), more, best="verl-best")
+    else:
+        system = (apart.policy, asynchronous.parameters(config, apart))
+        parts.add_systems(draft, tp, asynchronous.said_of(config, apart), more, apart=system)

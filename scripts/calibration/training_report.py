@@ -7,7 +7,7 @@ from pathlib import Path
 from calibration.gpus import A40_VIDUR, DERIVED, GPUS
 from calibration.markdown import table
 from calibration.real import CALLS, check_real
-from calibration.stacks import Case, Fit, Timing, fit_stacks
+from calibration.stacks import Fit, Timing, fit_stacks
 from calibration.tables import all_gemms, vidur_layers
 from calibration.training import DRIVER_S, LARGE_GEMMS, TRAFFIC, large_gemm_share
 from rlsim.calibrate.importers import vidur
@@ -117,10 +117,6 @@ def stacks_table(found: Fit) -> str:
         for row, log_prob, update in case.rows
     ]
     return table(["case", "bytes / 1000 FLOPs", "driver, us", "row", "log-probs, s", "update, s"], rows)
-
-
-def _shown(case: Case) -> tuple[str, str, str]:
-    return case.title, f"{case.traffic * 1e3:.2f}", f"{case.driver_s * 1e6:.3f}"
 
 
 def real_table(efficiency: float) -> str:

@@ -80,13 +80,13 @@ class GemmRows(NamedTuple):
     streamed: Mask  # of those to fit, products of few rows with weights beyond four times L2
 
 
-def gemm_rows(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> GemmRows:
-    """The rows of `table` (m, n, k); with `include_hot` none is hot."""
+def gemm_rows(table: pd.DataFrame, ref: Reference) -> GemmRows:
+    """The rows of `table` (m, n, k)."""
     m, n, k = columns_of(table, ("m", "n", "k"))
     foot = 2.0 * n * k
     test = held_out(_weights_of(table))
     ridge = min(ref.bf16_flop_per_s / ref.memory_bytes_per_s, 64.0 if ref.l2_bytes < 60e6 else 1e9)
-    hot = (foot < 1.5 * ref.l2_bytes) & (m <= ridge) & (not include_hot)
+    hot = (foot < 1.5 * ref.l2_bytes) & (m <= ridge)
     return GemmRows(test, hot, (m <= 16) & (foot > 4.0 * ref.l2_bytes) & ~test)
 
 
@@ -97,13 +97,13 @@ def _weights_of(table: pd.DataFrame) -> pd.Series:
 # All constants --------------------------------------------------------------------------------------------------------
 
 
-def fit_gemm(table: pd.DataFrame, ref: Reference, include_hot: bool = False) -> GemmFit:
+def fit_gemm(table: pd.DataFrame, ref: Reference) -> GemmFit:
     """Fit the GEMM of one GPU. `table`: m, n, k, seconds.
 
     Rows that are memory-bound and whose weights are under 1.5 L2 are left out and only compared. The memory
     efficiency comes first, from products of few rows with weights beyond four times L2; the rest follows with it fixed.
     """
-    test, hot, streamed = gemm_rows(table, ref, include_hot)
+    test, hot, streamed = gemm_rows(table, ref)
     efficiency = _memory_efficiency(table[streamed], ref)
     best = _search(table[~test & ~hot], efficiency, ref)
     fit = GemmFit(

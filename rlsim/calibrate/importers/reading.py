@@ -154,13 +154,12 @@ def check_kernels(
     size: ArrayLike,
     ref: Reference | None,
     notes: list[str] | None = None,
-    unit: str = "milliseconds",
 ) -> pd.DataFrame:
     """`table` without rows whose time (column `seconds`) no kernel of `flops` operations and `size` bytes could have
     taken; a note says how many.
 
     Many rows that beat the peak rates by far, or large rows that typically miss them by far, mean another unit than
-    `unit` and raise `CalibrationError`. Without `ref` nothing is known and nothing is checked.
+    milliseconds and raise `CalibrationError`. Without `ref` nothing is known and nothing is checked.
     """
     if ref is None or table.empty:
         return table
@@ -173,7 +172,7 @@ def check_kernels(
         where = row_name(path, int(table.index[at]))
         raise CalibrationError(
             f"{path}: {where} is {ideal[at] / seconds[at]:.0f} times faster than the GPU's peak allows, and so are "
-            f"{fast.mean():.0%} of the rows; times are expected in {unit}; these look like a longer unit, "
+            f"{fast.mean():.0%} of the rows; times are expected in milliseconds; these look like a longer unit, "
             "another GPU's, or kernels that skip work"
         )
     large = ideal > LARGE_S
@@ -182,7 +181,7 @@ def check_kernels(
         at = int(np.flatnonzero(large)[0])
         raise CalibrationError(
             f"{path}: {row_name(path, int(table.index[at]))} and the other large rows reach {share:.2%} of the GPU's "
-            f"peak; times are expected in {unit}; these look like a shorter unit"
+            f"peak; times are expected in milliseconds; these look like a shorter unit"
         )
     if fast.any() and notes is not None:
         notes.append(f"{path.name}: {int(fast.sum())} rows far beyond the GPU's peak rates are left out")

@@ -300,23 +300,21 @@ class Decoder:
         return x + out
 
 
-def build_decoder(worker: Any, model: Model, tp: int, cache: KvCache, dtype: torch.dtype, seed: int = 0) -> Decoder:
+def build_decoder(worker: Any, model: Model, tp: int, cache: KvCache, dtype: torch.dtype) -> Decoder:
     """This worker's rank of a decoder at `tp`: consecutive workers share a replica. All workers call it together.
 
     Raises `CalibrationError` if the ranks cannot share the heads, the MLP or the vocabulary evenly.
     """
-    weights = random_weights(model, tp, worker.rank % tp, worker.device, dtype, seed)
+    weights = random_weights(model, tp, worker.rank % tp, worker.device, dtype)
     return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, weights, cache)
 
 
-def random_weights(
-    model: Model, tp: int, index: int, device: str, dtype: torch.dtype, seed: int = 0
-) -> list[dict[str, torch.Tensor]]:
+def random_weights(model: Model, tp: int, index: int, device: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     """Rank `index`'s slices of the model's random weights, by layer as in `weight_splits`."""
     check_degree(model, tp)
     return [
         {
-            name: split.slice(random_weight(split, (seed * 1000 + number) * 100 + place, device, dtype), tp, index)
+            name: split.slice(random_weight(split, number * 100 + place, device, dtype), tp, index)
             for place, (name, split) in enumerate(layer.items())
         }
         for number, layer in enumerate(weight_splits(model))
