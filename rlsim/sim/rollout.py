@@ -60,6 +60,7 @@ class Rollout(RolloutState):
         self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
         self._released: list[Replica] = []  # stopped at this moment
+        self._starting: dict[int, tuple[int, Sequence[Request]]] = {}  # nodes that start at this moment: TP, requests
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
         self._longest = [(-r.prompt_tokens - r.response_tokens, r.id) for r in self._requests.values()]  # a heap
@@ -200,10 +201,11 @@ class Rollout(RolloutState):
         return self.env.process(self._stand_still())
 
     def _stand_still(self) -> Generator[simpy.Event, Any, None]:
-        while self._switching:
-            self._switched = self.env.event()
-            yield self._switched
-        yield simpy.AllOf(self.env, self._holds)
+        while self._switching or not all(hold.triggered for hold in self._holds):
+            yield simpy.AllOf(self.env, self._holds)
+            if self._switching:
+                self._switched = self.env.event()
+                yield self._switched
 
     def _switch_over(self, node: int) -> None:
         self._switching.discard(node)
@@ -360,8 +362,7 @@ class Rollout(RolloutState):
         holding = [r for running, _ in drained for r in running]
         others = [r for _, rest in drained for r in rest]
         if not (holding or others or self._bound_for[node]):  # nothing to switch for
-            if not self.done.triggered:
-                self._restart(node, self._tp[node])
+            self._restart(node, self._tp[node])
             return
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)
@@ -379,12 +380,25 @@ class Rollout(RolloutState):
         self._restart(node, tp, [*holding, *others])
 
     def _restart(self, node: int, tp: int, requests: Sequence[Request] = ()) -> None:
-        """New replicas on a node, for these requests and for those that nobody was there to take."""
-        self._switch_over(node)
-        new, place = self._start_node(node, tp), {request.id: i for i, request in enumerate(requests)}
-        for index, share in self._deal_out(requests, {replica.index: 0 for replica in new}).items():
-            self._give(self.replicas[index], sorted(share, key=lambda r: place[r.id]))
-        homeless, self._homeless = self._homeless, []
+        """New replicas on a node, for these requests; nodes that start at this moment do so at its end, one by one."""
+        if not self._starting:
+            at_end(self.env, DEAL, self._start_nodes)
+        self._starting[node] = tp, requests
+
+    def _start_nodes(self, _: simpy.Event) -> None:
+        following = rest_of(self.env)
+        if following is not None:
+            at_end(self.env, DEAL, self._start_nodes, following)
+            return
+        starting, self._starting = self._starting, {}
+        if self._stopping or self.done.triggered:
+            return
+        for node, (tp, requests) in sorted(starting.items()):
+            self._switch_over(node)
+            new, place = self._start_node(node, tp), {request.id: i for i, request in enumerate(requests)}
+            for index, share in self._deal_out(requests, {replica.index: 0 for replica in new}).items():
+                self._give(self.replicas[index], sorted(share, key=lambda r: place[r.id]))
+        homeless, self._homeless = self._homeless, []  # those that nobody was there to take
         self._deal_to_active(homeless)
 
     def _migrate(self, ids: Sequence[int], to: Replica, kv: KvHandling) -> None:
@@ -470,6 +484,8 @@ class Rollout(RolloutState):
         for request in (*running, *others):
             request.aborted = True
             self._left -= 1
+        if self._stage.on_abort:
+            self._stage.on_abort([*running, *others])
         if self._left == 0:
             self._none_left()
 
