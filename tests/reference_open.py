@@ -340,7 +340,11 @@ class _Run(_Rollout):
     def begin_all(self) -> None:
         """Where an update has been asked for, and is not over, replicas stand still at their boundaries."""
         if self.phase not in ("stops", "syncs"):
-            super().begin_all()
+            for replica in self.active():
+                if replica.arrivals and replica.iteration is not None:
+                    self.at_boundary(replica)
+                if replica.iteration is None and replica.requests():
+                    self.begin(replica)
 
     # --- decisions, at the end of a moment
 
