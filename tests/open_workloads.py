@@ -5,33 +5,31 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
 from reference import RefEngine
-from reference_open import OpenResult, simulate_open
+from reference_open import OpenResult, RefCheck, RefRewards, simulate_open
 from test_engine import FixedWatermark
-from test_systems import Checks
-from workloads import LinearStep, Nothing, StubCosts, _steps, degrees
+from workloads import COUNT, AbortLongest, LinearStep, Nothing, Scripted, StubCosts, Together, _kinds, _steps, degrees
 
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.hardware import load_cluster
-from rlsim.sim.batching import PromptFeed
+from rlsim.sim.batching import Batching, Batchings, PromptFeed
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
-from rlsim.sim.control import Prompt
+from rlsim.sim.control import Action, Prompt, RolloutView, actions_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
+from rlsim.sim.responses import Responses
+from rlsim.sim.reward import RewardFunction, RewardJob
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import CallTimes, Relay, Simulation
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
+from rlsim.workflow.graph import CallKind
 
-WORKFLOW = Workflow(
-    "open",
-    (Call("generate", "generate", "actor"), Call("train", "train", "actor"), Call("weight_sync", "sync", "actor")),
-    (Edge("generate", "train"), Edge("train", "weight_sync"), Edge("weight_sync", "generate", lag=1)),
-)
+KINDS: tuple[CallKind, ...] = ("generate", "reward", "inference", "train", "sync")
 GPUS_PER_NODE = 8
 
 
@@ -76,20 +74,62 @@ class Rule(Continuous):
         return self.waits_from is not None and staleness >= self.waits_from
 
 
-class StepTimes(CallTimes):
-    """Given durations of training and sync, step by step; counts the syncs that were asked for."""
+@dataclass(frozen=True)
+class SomeCount(Batching):
+    """A prompt counts if its rewards have a sum of so much."""
 
-    def __init__(
-        self, train_s: Sequence[float], sync_s: Sequence[float], spread_s: float = 0.0, pull_s: float = 0.0
-    ) -> None:
-        self.left = {"train": list(train_s), "sync": list(sync_s)}
+    least: float
+
+    def counts(self, rewards: Sequence[float]) -> bool:
+        return sum(rewards) >= self.least
+
+
+@dataclass(frozen=True)
+class Scoring(RewardFunction):
+    """The reference's rewards for the engine; a request's row says which of the prompt's responses it is."""
+
+    rewards: RefRewards
+
+    @property
+    def workers(self) -> int:  # type: ignore[override]
+        return self.rewards.workers
+
+    def job(self, request: Request) -> RewardJob:
+        check = self.rewards.check(request.position, request.row)
+        return RewardJob("sandbox", request.position, *check, check.reward > 0)
+
+
+@dataclass(frozen=True)
+class Noted(Scripted):
+    """A control that notes down what it was asked, and what it answered."""
+
+    control: Scripted
+    notes: list[tuple[float, tuple[object, ...]]] = field(default_factory=list, compare=False, repr=False)
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        actions = actions_of(self.control.on_finish(view))
+        replicas = [(one.index, one.tp, one.requests) for one in view.replicas()]
+        seen = (view.finished_nodes, view.nodes, view.finished, view.total, view.unfinished(), replicas, actions)
+        self.notes.append((view.now_s, seen))
+        return actions
+
+
+class StepTimes(CallTimes):
+    """Given durations of inference, training and sync, call by call; counts the syncs that were asked for."""
+
+    def __init__(self, spread_s: float = 0.0, pull_s: float = 0.0, **durations_s: Sequence[float]) -> None:
+        self.left = {kind: list(times) for kind, times in durations_s.items()}
         self.syncs, self.spread_s, self.pull_s = 0, spread_s, pull_s
+        self.parts_of: dict[str, list[list[int]]] = {"inference": [], "train": []}  # positions, by call
 
     def relay(self, call: Call) -> Relay:
-        return Relay(self.parts(call)[0][1], self.spread_s, lambda _: self.pull_s)
+        self.syncs += 1
+        return Relay(self.left["sync"].pop(0), self.spread_s, lambda _: self.pull_s)
 
-    def parts(self, call: Call, *_: Any) -> list[tuple[str, float]]:
+    def parts(self, call: Call, placement: Any, responses: Responses, *_: Any) -> list[tuple[str, float]]:
         self.syncs += call.kind == "sync"
+        if call.kind in self.parts_of:
+            self.parts_of[call.kind].append(responses.position[responses.trained].tolist())
         return [(call.name, self.left[call.kind].pop(0))]
 
     def pieces(self, call: Call) -> Pieces:
@@ -100,15 +140,21 @@ class StepTimes(CallTimes):
 class OpenRun:
     """What the engine made of a run."""
 
-    outcome: Outcome
-    requests: dict[tuple[int, int], Request]  # by position and which of the prompt's responses it is
-    launches: list[tuple[int, ...]]  # positions, as they were asked for together
-    launched_in_update: int  # prompts
+    outcome: Outcome = field(default_factory=Outcome)
+    #: By position, and which of the prompt's responses it is.
+    requests: dict[tuple[int, int], Request] = field(default_factory=dict)
+    launches: list[tuple[int, ...]] = field(default_factory=list)  # positions, as they were asked for together
+    launched_in_update: int = 0  # prompts
+    times: StepTimes = field(default_factory=StepTimes)
 
 
 @dataclass(frozen=True)
 class OpenWorkload:
-    """A whole run: `sizes` has a prompt's tokens and those of its responses, over and over again."""
+    """A whole run: `sizes` has a prompt's tokens and those of its responses, over and over again.
+
+    With `windows` training takes a step's batch in so many parts; `train_s` has the times of all parts of all steps,
+    `infer_s`, if there are any, those of an inference call on the same GPU before it. `checks` are like `sizes`.
+    """
 
     sizes: tuple[tuple[tuple[int, int], ...], ...]
     prompts: int
@@ -120,34 +166,75 @@ class OpenWorkload:
     costs: StubCosts = StubCosts({1: LinearStep(a=1.0)}, {1: 10**6})  # noqa: RUF009
     engine: RefEngine = RefEngine(1, 256, 8192, False, 0)  # noqa: RUF009
     routing: Literal["contiguous", "round_robin"] = "contiguous"
+    control: Scripted = Nothing()  # noqa: RUF009
+    checks: tuple[tuple[RefCheck, ...], ...] = ()  # empty: rewards are not asked for
+    workers: int = 1
+    filter: Batching = Batching()  # noqa: RUF009
+    windows: int = 0
+    infer_s: tuple[float, ...] = ()
+    grouped: bool = False  # training takes the responses of a prompt together
     spread_s: float = 0.0  # where replicas take new weights on their own: until all nodes have them
     pull_s: float = 0.0  # then: until a replica has them
+
+    def plain(self) -> OpenWorkload:
+        """The same without rewards, windows or a control."""
+        return replace(self, control=Nothing(), checks=(), filter=Batching(), windows=0, infer_s=(), grouped=False)
 
     def of_prompt(self, position: int) -> tuple[tuple[int, int], ...]:
         return self.sizes[position % len(self.sizes)]
 
+    @property
+    def rewards(self) -> RefRewards:
+        checks = self.checks or ((RefCheck((0.0,), 1.0, 1.0),) * len(self.sizes[0]),)
+        return RefRewards(self.workers, lambda at, sample: checks[at % len(checks)][sample], self.filter)
+
+    @property
+    def cap_tokens(self) -> int:
+        return max(length for prompt in self.sizes for _, length in prompt)
+
     def reference(self) -> OpenResult:
         """The reference's answer."""
+        infer_s = self.infer_s or (0.0,) * len(self.train_s)
         return simulate_open(
             self.of_prompt,
             prompts=self.prompts,
             batching=self.rule,
-            train_s=self.train_s,
+            train_s=[infer + train for infer, train in zip(infer_s, self.train_s, strict=True)],
             sync_s=self.sync_s,
             node_gpus=self.node_gpus,
             tp=self.tp,
             costs=self.costs,
             engine=self.engine,
+            cap_tokens=self.cap_tokens,
+            control=self.control,
             routing=self.routing,
+            rewards=self.rewards if self.checks else None,
+            windows=max(self.windows, 1),
         )
+
+    def workflow(self) -> Workflow:
+        """Generation, rewards and inference where they are asked for, training, and weights for the step after."""
+        kinds = [k for k in KINDS if k != "reward" or self.checks]
+        kinds = [k for k in kinds if k != "inference" or self.infer_s]
+        ends = [(a, b) for a, b in (("generate", "reward"), ("generate", "inference"), ("reward", "train"))]
+        ends += [("inference", "train"), ("generate", "train"), ("train", "sync")]
+        edges = [Edge(a, b) for a, b in ends if {a, b} <= set(kinds)]
+        calls = tuple(Call(kind, kind, "actor") for kind in kinds)
+        workflow = Workflow("open", calls, (*edges, Edge("sync", "generate", lag=1)), group_advantage=self.grouped)
+        return workflow.in_windows(self.windows) if self.windows else workflow.streaming(["generate"], ["reward"])
 
     def simulation(self, run: OpenRun | None = None) -> Simulation:
         """What the engine is given; what it launches is noted down in `run`."""
-        times = StepTimes(self.train_s, self.sync_s, self.spread_s, self.pull_s)
+        times = StepTimes(self.spread_s, self.pull_s, train=self.train_s, sync=self.sync_s, inference=self.infer_s)
+        if run:
+            run.times = times
 
         def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
             keys = [(prompt.position, sample) for prompt in launched for sample in range(samples)]
-            new = [Request(first_id + i, at, *self.of_prompt(at)[sample]) for i, (at, sample) in enumerate(keys)]
+            new = [
+                Request(first_id + i, at, *self.of_prompt(at)[sample], row=sample)
+                for i, (at, sample) in enumerate(keys)
+            ]
             if run:
                 run.launches.append(tuple(prompt.position for prompt in launched))
                 run.requests |= dict(zip(keys, new, strict=True))
@@ -160,25 +247,27 @@ class OpenWorkload:
         nodes = len(self.node_gpus)
         rollout = [n * GPUS_PER_NODE + gpu for n, gpus in enumerate(self.node_gpus) for gpu in range(gpus)]
         trainer = nodes * GPUS_PER_NODE
-        engine = self.engine
+        gpus = {"generate": tuple(rollout), "reward": (), "sync": (*rollout, trainer)}
+        workflow, engine = self.workflow(), self.engine
         return Simulation(
-            workflow=WORKFLOW,
+            workflow=workflow,
             plan=Plan(
                 {
-                    "generate": Placement(tuple(rollout)),
-                    "train": Placement((trainer,), TrainStrategy(dp=1)),
-                    "weight_sync": Placement((*rollout, trainer)),
+                    call.name: Placement(gpus.get(call.name, (trainer,)), TrainStrategy(dp=1))
+                    if call.kind in ("inference", "train")
+                    else Placement(gpus[call.name])
+                    for call in workflow.calls
                 }
             ),
             cluster=load_cluster(f"{nodes + 1}x8xh100"),
-            control=Nothing(),
+            control=self.control,
             initial_tp=self.tp,
             feasible_tps=tuple(self.costs.steps),
             feed=PromptFeed(self.prompts, len(self.sizes[0])),
             requests=requests,
             costs=self.costs,
             times=times,
-            scoring=Checks(),
+            scoring=Scoring(self.rewards),
             config=FixedWatermark(
                 page_tokens=engine.page_tokens,
                 max_num_seqs=engine.max_num_seqs,
@@ -186,15 +275,15 @@ class OpenWorkload:
                 chunked_prefill=engine.chunked_prefill,
                 pages=engine.watermark_pages,
             ),
-            cap_tokens=max(length for prompt in self.sizes for _, length in prompt),
-            steps=len(self.train_s),
-            batching=self.rule,
+            cap_tokens=self.cap_tokens,
+            steps=len(self.sync_s),
+            batching=Batchings((self.rule, self.filter)),
             routing=self.routing,
         )
 
     def simulate(self) -> OpenRun:
         """The engine's answer."""
-        run = OpenRun(Outcome(), {}, [], 0)
+        run = OpenRun()
         run.outcome = simulate(self.simulation(run))
         return run
 
@@ -232,14 +321,43 @@ Clock = Literal["real", "grid", "whole"]
 CLOCKS: tuple[Clock, ...] = get_args(Clock)
 
 
+#: What a run may have besides a queue and updates.
+Extension = Literal["rewards", "windows", "control"]
+EXTENSIONS: tuple[Extension, ...] = get_args(Extension)
+
+
+@dataclass(frozen=True)
+class AbortAtFirst(AbortLongest):
+    """So long as no more than `total` have been launched; later it would for ever abort what is launched anew."""
+
+    total: int = 20
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        return super().on_finish(view) if view.total <= self.total else None
+
+
+CONTROLS = ("switch", "unused", "balance", "gather", "abort")
+MIXTURES = (("switch", "abort"), ("balance", "abort"), ("gather", "abort"), ("unused", "abort"))
+
+
+def controls(responses: int, gpus: int) -> st.SearchStrategy[Scripted]:
+    """Controls that switch, migrate and abort, for rollouts with so many responses under way."""
+    kinds = _kinds(responses, gpus) | {"abort": st.builds(AbortAtFirst, st.integers(1, responses), COUNT)}
+    alone = [kinds[name] for name in CONTROLS]
+    mixed = [st.tuples(*(kinds[name] for name in names)).map(Together) for names in MIXTURES]
+    return st.one_of(alone + mixed).map(Noted)
+
+
 @st.composite
-def open_workloads(draw: st.DrawFn, clock: Clock = "real") -> OpenWorkload:
+def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | None = None) -> OpenWorkload:
     """Whole runs. Capacities are tight, so that preemption is frequent, but fit the longest response alone.
 
     `clock`: times of the size of real ones, which never tie but by accident; the same as multiples of 2⁻²⁰; or whole
-    seconds (every iteration takes one), so that most of what happens does so together with something else.
+    seconds (every iteration takes one), so that most of what happens does so together with something else. `always`
+    says what every run has; the others have it now and then.
     """
     ties = clock != "real"
+    extensions = {one for one in EXTENSIONS if one == always or draw(st.sampled_from([False, False, False, True]))}
     steps, samples = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     prompts = draw(st.integers(1, 5 if samples < 3 else 3))
     lengths = st.one_of(st.integers(1, 60), st.integers(1, 12), st.just(1), st.sampled_from([16, 30]))
@@ -264,27 +382,63 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real") -> OpenWorkload:
         watermark_pages=draw(st.sampled_from([0, 0, 1, 3])),
     )
     full = [-(-(p + n) // engine.page_tokens) for prompt in sizes for p, n in prompt]
-    room = draw(st.one_of(st.integers(0, max(full)), st.integers(0, 3 * sum(full))))
+    room = st.one_of(st.integers(0, max(full)), st.integers(0, 3 * sum(full)))
     rng = random.Random(draw(st.integers(0, 2**32)))
-    iteration = {tp: LinearStep(a=1.0)} if clock == "whole" else _steps(draw, gpus, ties)
-    if clock == "whole":
-        whole = st.sampled_from([0, 1, 1, 2, 3, 5, 10, 40])
-        train_s, sync_s = (draw(st.lists(whole, min_size=steps, max_size=steps)) for _ in range(2))
-    else:
-        once = iteration[tp].decode_s(4, 100.0)
-        often = draw(st.sampled_from([0.3, 10.0, 60.0]))
-        train_s, sync_s = ([once * rng.uniform(0.0, most) for _ in range(steps)] for most in (often, often / 3))
-        if ties:
-            train_s, sync_s = ([round(s * 2**20) / 2**20 for s in times] for times in (train_s, sync_s))
+    iteration = dict.fromkeys(degrees(gpus), LinearStep(a=1.0)) if clock == "whole" else _steps(draw, gpus, ties)
+    once = iteration[tp].decode_s(4, 100.0)
+    whole = st.sampled_from([0, 1, 1, 2, 3, 5, 10, 40])
+
+    def seconds(count: int, most: float) -> tuple[float, ...]:
+        """Of up to so many iterations."""
+        if clock == "whole":
+            return tuple(float(draw(whole)) for _ in range(count))
+        times = [once * rng.uniform(0.0, most) for _ in range(count)]
+        return tuple(round(s * 2**20) / 2**20 if ties else s for s in times)
+
+    windows = 0
+    if "windows" in extensions:
+        windows = draw(st.sampled_from([n for n in range(1, prompts + 1) if not prompts % n]))
+    parts, often = steps * max(windows, 1), draw(st.sampled_from([0.3, 10.0, 60.0]))
+    checks: list[tuple[RefCheck, ...]] = []
+    least = 0
+    if "rewards" in extensions:
+        slow, least = draw(st.sampled_from([0.3, 3.0, 30.0])), draw(st.integers(0, samples))
+        for _ in range(draw(st.integers(1, 12))):
+            of_runs = [seconds(draw(st.integers(0, 3)), slow) for _ in range(samples)]
+            rewards = draw(st.lists(st.sampled_from([0.0, 1.0, 1.0]), min_size=samples, max_size=samples))
+            limit_s = draw(st.sampled_from([4.0, 100.0])) * (1.0 if clock == "whole" else once)
+            checks.append(tuple(RefCheck(r, limit_s, reward) for r, reward in zip(of_runs, rewards, strict=True)))
+        checks[::2] = [(RefCheck(runs_s[:1], 100.0, 1.0),) * samples for (runs_s, *_), *_ in checks[::2]]  # these count
+    moving = {
+        name: seconds(1, most)[0]
+        for name, most in [("weights_s", 10.0), ("capture_s", 3.0), ("first_use_s", 3.0), ("transfer_base_s", 1.0)]
+    }
+    if not ties:
+        moving |= {"kv_per_token_s": once * rng.uniform(0, 0.1), "transfer_per_token_s": once * rng.uniform(0, 0.1)}
+    control = Nothing()
+    if "control" in extensions:
+        control = draw(controls(draw(st.integers(1, 2 * prompts * samples)), gpus))
     return OpenWorkload(
         sizes=tuple(sizes),
         prompts=prompts,
         rule=draw(rules(prompts)),
-        train_s=tuple(map(float, train_s)),
-        sync_s=tuple(map(float, sync_s)),
+        train_s=seconds(parts, often / max(windows, 1)),
+        infer_s=seconds(parts, often / max(windows, 1)) if windows and draw(st.booleans()) else (),
+        sync_s=seconds(steps, often / 3),
         node_gpus=node_gpus,
         tp=tp,
-        costs=StubCosts(iteration, dict.fromkeys(iteration, max(full) + room)),
+        costs=StubCosts(
+            iteration,
+            {degree: max(full) + draw(room) for degree in iteration},
+            other_node=2.0,
+            **moving,
+        ),
         engine=engine,
         routing=draw(st.sampled_from(["contiguous", "round_robin"])),
+        control=control,
+        checks=tuple(checks),
+        workers=draw(st.sampled_from([1, 1, 2, 4])),
+        filter=SomeCount(least) if least else Batching(),
+        windows=windows,
+        grouped=draw(st.booleans()),
     )

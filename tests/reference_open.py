@@ -1,23 +1,24 @@
 """Continuous generation token by token: the plain reading of that section of docs/engine.md, held against the engine.
 
-Written from the specification alone. What a replica does in an iteration is `reference._Rollout`'s; here is what comes
-with one rollout for all steps: launches, the queue, windows, and updates. A moment is worked through in this order:
-iterations end, prompts become ready, then the trainer and the update go on, then a step takes, then `room`
-is asked, and last of all the replicas begin their next iterations. So no iteration ever has to count as not begun.
+Written from the specification alone. What a replica does in an iteration, and what a control's actions do, is
+`reference._Rollout`'s; here is what comes with one rollout for all steps: launches, rewards, the queue, parts of a
+batch, and updates. A moment is worked through in this order: iterations end; rewards come, the trainer goes on, an
+update is over, and the replicas begin their next iterations; then prompts line up, a step takes some, `room` and the
+control are asked; last of all an update that was asked for has the replicas stand still.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from reference import RefEngine, RefStay, _Replica, _Request, _Rollout
-from workloads import Nothing
+from reference import RefEngine, RefStay, _Replica, _Request, _Rollout, _View
 
+from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
-from rlsim.sim.control import Prompt, RolloutCosts
+from rlsim.sim.control import Action, Prompt, RolloutControl, RolloutCosts, decides
 
 #: A response: the position of its prompt, and which of the prompt's responses it is.
 Key = tuple[int, int]
@@ -25,6 +26,23 @@ Key = tuple[int, int]
 
 class HaltedError(Exception):
     """A step waits for prompts, and nothing will ever happen again."""
+
+
+class RefCheck(NamedTuple):
+    """What scoring a response takes, and its reward unless one of the runs takes longer than the limit."""
+
+    runs_s: tuple[float, ...]
+    limit_s: float
+    reward: float
+
+
+@dataclass(frozen=True)
+class RefRewards:
+    """Rewards by the sample."""
+
+    workers: int
+    check: Callable[[int, int], RefCheck]  # of a prompt's position, and which of its responses
+    filter: Batching  # says whether a prompt's rewards count
 
 
 @dataclass
@@ -38,7 +56,8 @@ class RefStep:
     sync_ends_at: float = math.nan
     trained: list[int] = field(default_factory=list)  # positions, in the order in which it took them
     staleness: list[int] = field(default_factory=list)  # of these
-    dropped: list[int] = field(default_factory=list)  # positions
+    dropped: list[int] = field(default_factory=list)  # positions, since the step before had its batch
+    parts: list[tuple[float, float]] = field(default_factory=list)  # of its batch: when training began and ended each
 
 
 @dataclass
@@ -47,14 +66,17 @@ class RefResponse:
 
     prompt_tokens: int
     response_tokens: int
-    replica: int
     launched_at: float
+    replica: int = -1  # that admitted it last
     generated: int = 0
     preemptions: int = 0
-    nearly: int = 0  # of the times its KV was lost to an update: at boundaries where it would have been preempted
+    aborted: bool = False
     first_token_at: float = math.nan
     finished_at: float = math.nan
     finished_version: int = -1  # of the rollout at that moment
+    check_at: float = math.nan  # a worker begins
+    scored_at: float = math.nan
+    reward: float = math.nan
     runs: list[tuple[int, int]] = field(default_factory=list)  # version and tokens, oldest first
 
 
@@ -65,6 +87,7 @@ class OpenResult:
     launches: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)  # moment and positions
     asked: list[tuple[float, OpenView, int]] = field(default_factory=list)  # `room`, where the answer counted
     in_flight: set[int] = field(default_factory=set)  # positions that are running or waiting at the end
+    switches: list[float] = field(default_factory=list)  # moments at which one began
 
 
 def simulate_open(
@@ -78,14 +101,20 @@ def simulate_open(
     tp: int,
     costs: RolloutCosts,
     engine: RefEngine,
+    cap_tokens: int,
+    control: RolloutControl,
     routing: Literal["contiguous", "round_robin"] = "contiguous",
+    rewards: RefRewards | None = None,
+    windows: int = 1,
 ) -> OpenResult:
-    """All steps of a run, as many as there are durations.
+    """All steps of a run, as many as there are durations of syncs.
 
     `sizes` says for the prompt at a position how long it and each of its responses are, in tokens; `train_s` is the
-    time from the moment at which a step has its batch to the one at which its update is asked for.
+    time that training takes for each of the `windows` equal parts of a step's batch, of all steps one after the other.
     """
-    run = _Run(node_gpus, tp, costs, engine, batching, prompts, sizes, train_s, sync_s, routing)
+    run = _Run([], node_gpus, tp, costs, engine, cap_tokens, control, None)
+    run.sizes, run.prompts, run.batching, run.routing = sizes, prompts, batching, routing
+    run.train_s, run.sync_s, run.rewards, run.windows = train_s, sync_s, rewards, windows
     run.to_the_end()
     return run.open
 
@@ -98,40 +127,53 @@ class _Group:
     requests: list[_Request]
 
 
+@dataclass(eq=False)
+class _Check:
+    """A response that a worker checks."""
+
+    request: _Request
+    ends_at: float
+    reward: float
+
+
 class _Run(_Rollout):
-    def __init__(
-        self,
-        node_gpus: Sequence[int],
-        tp: int,
-        costs: RolloutCosts,
-        engine: RefEngine,
-        batching: Continuous,
-        prompts: int,
-        sizes: Callable[[int], Sequence[tuple[int, int]]],
-        train_s: Sequence[float],
-        sync_s: Sequence[float],
-        routing: Literal["contiguous", "round_robin"],
-    ) -> None:
-        super().__init__([], node_gpus, tp, costs, engine, 0, Nothing(), None)
-        self.batching, self.prompts, self.sizes = batching, prompts, sizes
-        self.train_s, self.sync_s = train_s, sync_s
-        self.routing: Literal["contiguous", "round_robin"] = routing
-        self.update = Update()  # of the present step
+    sizes: Callable[[int], Sequence[tuple[int, int]]]
+    prompts: int
+    batching: Continuous
+    routing: Literal["contiguous", "round_robin"]
+    train_s: Sequence[float]
+    sync_s: Sequence[float]
+    rewards: RefRewards | None
+    windows: int
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
         self.open = OpenResult()
+        self.update = Update()  # of the present step
         self.keys: dict[int, Key] = {}  # by request id
         self.version = 0
         self.running: list[_Group] = []
         self.queue: list[tuple[Ready, _Group]] = []
-        self.taken = self.dropped = self.ready = self.launched = 0  # prompts so far
+        self.taken = self.ready = self.launched = 0  # prompts so far
+        self.dropped: list[int] = []  # positions so far
+        self.told_dropped = 0  # of these, to a step
         self.launched_since_update = self.left_at_update = 0
-        self.phase: Literal["takes", "trains", "asks", "syncs", "over"] = "takes"  # of the present step
-        self.until = math.nan  # when it has trained, or has synced
+        self.phase: Literal["works", "asks", "stops", "syncs", "over"] = "works"  # of the present step
+        self.begins = False  # the step, at this moment
+        self.works_until: float | None = None  # on a part of its batch
+        self.synced_at = math.nan
         self.places: set[int] = set()  # positions of prompts that the step waits for
         self.still: set[int] = set()  # replicas that stand still
+        self.complete: list[_Request] = []  # at this moment, not yet given to a reward
+        self.unchecked: list[_Request] = []  # wait for a worker
+        self.checks: list[_Check] = []
 
     @property
     def step(self) -> RefStep:
         return self.open.steps[-1]
+
+    def response(self, request: _Request) -> RefResponse:
+        return self.open.responses[self.keys[request.id]]
 
     # --- prompts
 
@@ -142,9 +184,9 @@ class _Run(_Rollout):
             running=len(self.running),
             waiting=len(self.queue),
             taken=self.taken,
-            dropped=self.dropped,
-            replicas=len(self.replicas),
-            free=tuple(replica.index for replica in self.replicas if not replica.requests()),
+            dropped=len(self.dropped),
+            replicas=sum(gpus // self.tps[node] for node, gpus in enumerate(self.node_gpus)),
+            free=tuple(replica.index for replica in self.active() if not replica.requests()),
             launched_since_update=self.launched_since_update,
             left_at_update=self.left_at_update,
         )
@@ -159,11 +201,10 @@ class _Run(_Rollout):
             group = _Group(position, [])
             for sample, (prompt_tokens, response_tokens) in enumerate(self.sizes(position)):
                 request = _Request(len(self.requests), position, prompt_tokens, response_tokens, 0, response_tokens)
-                if self.pages_of(prompt_tokens + response_tokens) > self.costs.capacity_pages(self.tps[0]):
-                    raise ValueError(f"request {request.id} does not fit an empty replica")
                 self.requests.append(request)
                 self.by_id[request.id] = request
                 self.keys[request.id] = position, sample
+                self.open.responses[position, sample] = RefResponse(prompt_tokens, response_tokens, self.now)
                 self.result.preemptions[request.id] = 0
                 group.requests.append(request)
             new += group.requests
@@ -174,17 +215,34 @@ class _Run(_Rollout):
         self.launched_since_update += count
         return new
 
-    def begin_response(self, request: _Request, replica: _Replica) -> None:
-        self.open.responses[self.keys[request.id]] = RefResponse(
-            request.prompt_tokens, request.response_tokens, replica.index, self.now
-        )
+    def deal_launched(self, new: list[_Request], idle: bool) -> None:
+        """One by one to the replica with the fewest; where nothing was unfinished, as at the start of a rollout."""
+        replicas = self.active()
+        if not replicas:
+            self.homeless += new
+        elif not idle:
+            for request in new:
+                replica = min(replicas, key=lambda replica: (len(replica.requests()), replica.index))
+                replica.arrive(request, self.now)
+        else:
+            each, more = divmod(len(new), len(replicas))
+            for i, replica in enumerate(replicas):
+                first = i * each + min(i, more)
+                contiguous = new[first : first + each + (i < more)]
+                for request in new[i :: len(replicas)] if self.routing == "round_robin" else contiguous:
+                    replica.arrive(request, self.now)
+
+    def begin(self, replica: _Replica) -> None:
+        super().begin(replica)
+        for r in replica.admitted:
+            self.response(r).replica = replica.index
 
     def end(self, replica: _Replica) -> bool:
         """Every token is of the version that the rollout has now."""
         there = [(r, r.generated) for r in replica.admitted]
         finished = super().end(replica)
         for r, before in there:
-            response = self.open.responses[self.keys[r.id]]
+            response = self.response(r)
             for _ in range(r.generated - before):
                 if math.isnan(response.first_token_at):
                     response.first_token_at = self.now
@@ -194,179 +252,236 @@ class _Run(_Rollout):
                     response.runs.append((self.version, 1))
             if r.state == "finished":
                 response.finished_at, response.finished_version = self.now, self.version
+                self.complete.append(r)
         return finished
 
-    def become_ready(self) -> bool:
-        """Prompts whose responses are all complete join the queue, by position. Says whether there are any."""
-        before = self.ready
-        for group in sorted(self.running, key=lambda group: group.position):
-            if all(r.state == "finished" for r in group.requests):
-                self.running.remove(group)
-                oldest = min(self.open.responses[self.keys[r.id]].runs[0][0] for r in group.requests)
-                lengths = tuple(r.generated for r in group.requests)
-                self.queue.append((Ready(Prompt(group.position), self.ready, oldest, lengths), group))
-                self.ready += 1
-        return self.ready > before
+    # --- what happens without a decision; each says whether anything did
 
-    def begin_step(self) -> None:
-        """It keeps places for prompts under way that it waits for."""
-        number, self.phase = len(self.open.steps), "takes"
-        self.open.steps.append(RefStep(self.now))
-        for group in self.running:
-            runs = [self.open.responses[self.keys[r.id]].runs for r in group.requests]
-            oldest = min(r[0][0] if r else self.version for r in runs)
-            if self.batching.awaited(number - oldest):
-                self.places.add(group.position)
-
-    # --- what follows within a moment; each says whether anything did
-
-    def take(self) -> bool:
-        """The step that takes prompts is offered the queue."""
-        if self.phase != "takes":
+    def check(self) -> bool:
+        """Workers take responses first come, first served; those of one moment as they were launched."""
+        if self.rewards is None:
             return False
-        number = len(self.open.steps) - 1
-        for item in list(self.queue):
-            if not self.batching.usable(item[0], number - item[0].version):
-                self.queue.remove(item)
-                self.dropped += 1
-                self.step.dropped.append(item[0].prompt.position)
-                self.places.discard(item[1].position)
-        while len(self.step.trained) < self.prompts:
-            fit = [item for item in self.queue if item[1].position in self.places]
-            if not fit and len(self.step.trained) + len(self.places) < self.prompts:
-                fit = self.queue
-            if not fit:
-                break
-            item = min(fit, key=lambda item: self.batching.rank(item[0]))  # of equals the first in the queue
-            self.queue.remove(item)
-            self.places.discard(item[1].position)
-            self.taken += 1
-            self.step.trained.append(item[0].prompt.position)
-            self.step.staleness.append(number - item[0].version)
-        if len(self.step.trained) < self.prompts:
-            return False
-        self.step.has_batch_at = self.now
-        self.places.clear()
-        self.phase, self.until = "trains", self.now + self.train_s[number]
-        return True
+        ended = [check for check in self.checks if self.reached(check.ends_at)]
+        for check in ended:
+            self.checks.remove(check)
+            response = self.response(check.request)
+            response.scored_at, response.reward = self.now, check.reward
+        self.unchecked += sorted(self.complete, key=lambda r: r.id)
+        followed, self.complete = bool(ended), []
+        while self.unchecked and len(self.checks) < self.rewards.workers:
+            request = self.unchecked.pop(0)
+            runs_s, limit_s, reward = self.rewards.check(*self.keys[request.id])
+            too_long = [i for i, run_s in enumerate(runs_s) if run_s > limit_s]
+            if too_long:
+                runs_s, reward = (*runs_s[: too_long[0]], limit_s), 0.0
+            self.checks.append(_Check(request, self.now + sum(runs_s), reward))
+            self.response(request).check_at, followed = self.now, True
+        return followed
 
-    def ask_for_update(self) -> bool:
-        """The step has trained: its update is asked for."""
-        if self.phase != "trains" or not self.reached(self.until):
+    def train(self) -> bool:
+        """The step trains on the next part of its batch once that is there; after the last it asks for its update."""
+        if self.phase != "works":
             return False
-        self.step.asks_at = self.now
-        self.update = self.batching.update()
-        self.phase = "asks"
+        if self.works_until is not None:
+            if not self.reached(self.works_until):
+                return False
+            self.step.parts[-1] = self.step.parts[-1][0], self.now
+            self.works_until = None
+        done = len(self.step.parts)
+        if done == self.windows:
+            self.phase, self.step.asks_at, self.update = "asks", self.now, self.batching.update()
+        elif len(self.step.trained) * self.windows >= (done + 1) * self.prompts:
+            self.works_until = self.now + self.train_s[(len(self.open.steps) - 1) * self.windows + done]
+            self.step.parts.append((self.now, math.nan))
+        else:
+            return False
         return True
 
     def stand_still(self) -> bool:
         """Replicas stop at their boundaries, and when the last one has, the weights come."""
-        if self.phase != "asks" or (self.update.responses == "drain" and any(r.left for r in self.requests)):
+        if self.phase != "stops":
             return False
-        for replica in self.replicas:
+        for replica in self.active():
             if replica.index in self.still or replica.iteration is not None:
                 continue
             self.still.add(replica.index)
             if self.update.kv == "recompute":
-                if self.step.asks_at == self.now:
-                    self.note_nearly_preempted(replica)
                 losing, replica.admitted = replica.admitted, []
                 for r in losing:
                     self.end_stay(r, "updated")
                     r.lose_kv()
                     r.stay = RefStay(r.id, replica.gpus, self.now)
                 replica.waiting[:0] = losing
-        if len(self.still) < len(self.replicas):
+        if self.switches or any(replica.index not in self.still for replica in self.active()):
             return False
         self.step.sync_starts_at = self.now
-        self.phase, self.until = "syncs", self.now + self.sync_s[len(self.open.steps) - 1]
+        self.phase, self.synced_at = "syncs", self.now + self.sync_s[len(self.open.steps) - 1]
         return True
-
-    def note_nearly_preempted(self, replica: _Replica) -> None:
-        """Choice: what a boundary would evict loses its KV to the update instead, where that is asked for just then."""
-        staying = list(replica.admitted)
-        while sum(self.pages_of(r.context) for r in staying) > self.costs.capacity_pages(replica.tp):
-            self.open.responses[self.keys[staying.pop().id]].nearly += 1
 
     def go_on(self) -> bool:
         """The weights are there: the next version, and the next step."""
-        if self.phase != "syncs" or not self.reached(self.until):
+        if self.phase != "syncs" or not self.reached(self.synced_at):
             return False
         self.step.sync_ends_at = self.now
         self.version += 1
         self.left_at_update, self.launched_since_update = len(self.running) + len(self.queue), 0
         self.still.clear()
+        if self.update.kv == "recompute":
+            for r in self.requests:
+                r.arrived_kv = False
+            for move in self.moves:
+                move.held = []
         if len(self.open.steps) == len(self.sync_s):
             self.phase = "over"
         else:
-            self.begin_step()
+            self.phase, self.begins = "works", True
+            self.open.steps.append(RefStep(self.now))
         return True
+
+    def begin_all(self) -> None:
+        """Where an update has been asked for, and is not over, replicas stand still at their boundaries."""
+        if self.phase not in ("stops", "syncs"):
+            for replica in self.active():
+                if replica.arrivals and replica.iteration is not None:
+                    self.at_boundary(replica)
+                if replica.iteration is None and replica.requests():
+                    self.begin(replica)
+
+    # --- decisions, at the end of a moment
+
+    def over_with(self, request: _Request) -> bool:
+        """It is complete, and scored where that is asked for, or was aborted."""
+        if self.rewards and request.state == "finished":
+            return not math.isnan(self.response(request).scored_at)
+        return not request.left
+
+    def ready_now(self) -> list[_Group]:
+        groups = [group for group in self.running if all(map(self.over_with, group.requests))]
+        return sorted(groups, key=lambda group: group.position)
+
+    def line_up(self) -> None:
+        """Prompts that are ready join the queue, by position, if all of their responses are there and they count."""
+        for group in self.ready_now():
+            self.running.remove(group)
+            responses = [self.response(r) for r in group.requests]
+            aborted = any(r.state == "aborted" for r in group.requests)
+            if aborted or (self.rewards and not self.rewards.filter.counts([r.reward for r in responses])):
+                self.drop(group.position)
+                continue
+            lengths = tuple(r.generated for r in group.requests)
+            oldest = min(response.runs[0][0] for response in responses)
+            self.queue.append((Ready(Prompt(group.position), self.ready, oldest, lengths), group))
+            self.ready += 1
+
+    def drop(self, position: int) -> None:
+        self.dropped.append(position)
+        self.places.discard(position)
+
+    def keep_places(self) -> None:
+        """A step that begins keeps places for prompts under way that it waits for."""
+        number, self.begins = len(self.open.steps) - 1, False
+        for group in self.running:
+            runs = [self.response(r).runs for r in group.requests]
+            oldest = min(r[0][0] if r else self.version for r in runs)
+            if self.batching.awaited(number - oldest):
+                self.places.add(group.position)
+
+    def take(self) -> None:
+        """The step that takes prompts is offered the queue."""
+        number = len(self.open.steps) - 1
+        if self.phase != "works" or len(self.step.trained) == self.prompts:
+            return
+        for item in list(self.queue):
+            if not self.batching.usable(item[0], number - item[0].version):
+                self.queue.remove(item)
+                self.drop(item[1].position)
+        while len(self.step.trained) < self.prompts:
+            fit = [item for item in self.queue if item[1].position in self.places]
+            if not fit and len(self.step.trained) + len(self.places) < self.prompts:
+                fit = self.queue
+            if not fit:
+                return
+            item = min(fit, key=lambda item: self.batching.rank(item[0]))  # of equals the first in the queue
+            self.queue.remove(item)
+            self.places.discard(item[1].position)
+            self.taken += 1
+            self.step.trained.append(item[0].prompt.position)
+            self.step.staleness.append(number - item[0].version)
+        self.step.has_batch_at = self.now
+        self.places.clear()
+        self.tell_dropped()
+
+    def tell_dropped(self) -> None:
+        self.step.dropped += self.dropped[self.told_dropped :]
+        self.told_dropped = len(self.dropped)
+
+    def decide(self, finished_on: set[int]) -> None:
+        """First the batching, if there is something new for it; the control sees the moment as it was before."""
+        count, actions = 0, []
+        if self.begins or self.ready_now():
+            self.line_up()
+            if self.begins:
+                self.keep_places()
+            self.take()
+            if self.phase == "works":
+                count = self.room()
+        if decides(self.control):
+            answer = self.control.on_finish(_View(self, finished_on))
+            actions = [answer] if isinstance(answer, Action) else list(answer or ())
+        idle = not any(r.left for r in self.requests)
+        self.deal_launched(self.launch(count), idle)
+        for action in actions:
+            self.note(action)
 
     # --- the loop
 
-    def begin_all(self) -> None:
-        for replica in self.replicas:
-            if replica.iteration is None and replica.index not in self.still:
-                self.begin(replica)
+    def moments(self) -> Iterable[float]:
+        yield from super().moments()
+        yield from (check.ends_at for check in self.checks)
+        if self.works_until is not None:
+            yield self.works_until
+        if self.phase == "syncs":
+            yield self.synced_at
 
-    def rest_of_moment(self, asked: bool) -> None:
-        """All but the ends of iterations; `asked`: whether `room` is, whatever else happens.
-
-        Where training takes no time, its update is asked for at the moment at which the step took its last prompts, but
-        after `room` was.
-        """
-        took = True
-        while took and self.phase != "over":
-            steps = len(self.open.steps)
-            while self.ask_for_update() or self.stand_still() or self.go_on():
+    def rest_of_moment(self, finished_on: set[int]) -> None:
+        """All but the ends of iterations."""
+        followed = True
+        while followed:
+            while followed and self.phase != "over":
+                self.settle()
+                followed = self.check() + self.train() + self.stand_still() + self.go_on() > 0
+            self.begin_all()
+            followed = self.phase != "over"
+            if self.phase == "over":
                 pass
-            took = self.take()
-            if (asked or len(self.open.steps) > steps) and self.phase in ("takes", "trains"):
-                self.launch_more()
-            asked = False
-        self.begin_all()
-
-    def launch_more(self) -> None:
-        idle = not any(r.left for r in self.requests)
-        new = self.launch(self.room())
-        if idle:
-            self.deal_evenly(new)
-            return
-        for request in new:
-            replica = min(self.replicas, key=lambda replica: (len(replica.requests()), replica.index))
-            replica.arrive(request, self.now)
-            self.begin_response(request, replica)
-
-    def deal_evenly(self, new: list[_Request]) -> None:
-        """As at the start of a rollout."""
-        each, more = divmod(len(new), len(self.replicas))
-        for i, replica in enumerate(self.replicas):
-            if self.routing == "round_robin":
-                share = [r for j, r in enumerate(new) if j % len(self.replicas) == i]
+            elif self.begins or self.ready_now() or (finished_on and decides(self.control)):
+                self.decide(finished_on)
+                finished_on = set()
+            elif self.phase == "asks" and (
+                self.update.responses == "interrupt" or not any(r.left for r in self.requests)
+            ):
+                self.phase = "stops"
+                for replica in self.active():
+                    self.at_boundary(replica)  # an iteration that has just begun counts as not begun
             else:
-                first = i * each + min(i, more)
-                share = new[first : first + each + (i < more)]
-            for request in share:
-                replica.arrive(request, self.now)
-                self.begin_response(request, replica)
+                followed = False
 
     def to_the_end(self) -> None:
-        self.deal_evenly(self.launch(self.room()))
-        self.begin_step()
-        self.rest_of_moment(asked=True)
+        self.open.steps.append(RefStep(self.now))
+        self.deal_launched(self.launch(self.room()), idle=True)
+        self.begins = True
+        self.rest_of_moment(set())
         while self.phase != "over":
-            moments = [replica.iteration.ends_at for replica in self.replicas if replica.iteration is not None]
-            if self.phase in ("trains", "syncs"):
-                moments.append(self.until)
+            moments = list(self.moments())
             if not moments:
                 raise HaltedError
-            self.now, idle = min(moments), False
-            for replica in self.replicas:
-                if replica.iteration is not None and self.reached(replica.iteration.ends_at):
-                    self.end(replica)
-                    idle |= not replica.requests()
-            self.rest_of_moment(asked=self.become_ready() or idle)
+            self.now = min(moments)
+            ending = [r for r in self.replicas if r.iteration is not None and self.reached(r.iteration.ends_at)]
+            self.rest_of_moment({replica.node for replica in ending if self.end(replica)})
+        self.tell_dropped()
         for r in self.requests:
-            response = self.open.responses[self.keys[r.id]]
+            response = self.response(r)
             response.generated, response.preemptions = r.generated, self.result.preemptions[r.id]
+            response.aborted = r.state == "aborted"
         self.open.in_flight = {group.position for group in (*self.running, *(group for _, group in self.queue))}
+        self.open.switches = [switch.begun_at for switch in self.result.switches]

@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 import pytest
 from open_workloads import OpenRun, OpenWorkload, Rule, StepTimes
-from workloads import LinearStep, StubCosts
+from reference_open import RefCheck
+from workloads import LinearStep, Scripted, StubCosts
 
 from rlsim.errors import PolicyError
 from rlsim.sim import scheduler
+from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import Update
-from rlsim.sim.control import RolloutControl, RolloutView
+from rlsim.sim.control import Abort, Action, Reconfigure, RolloutControl, RolloutView
 from rlsim.sim.request import Request, UpdatedKv
 from rlsim.sim.run import simulate
 from rlsim.workflow import Call
@@ -41,7 +43,7 @@ def run(
 def moments(outcome: OpenRun, step: int) -> tuple[float, float, float, float]:
     """When the step has its batch, when its update is asked for, begins and ends."""
     calls = {call.call: call for call in outcome.outcome.calls if call.step == step}
-    sync = calls["weight_sync"]
+    sync = calls["sync"]
     return calls["generate"].end_at, sync.ready_at, sync.start_at, sync.end_at
 
 
@@ -163,19 +165,94 @@ def test_room_is_asked_as_often_whoever_else_is_asked() -> None:
     assert asked[0] == asked[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class Once(Scripted):
+    """One action, when so many responses have finished."""
+
+    finished: int
+    action: Action
+
+    def on_finish(self, view: RolloutView) -> Action | None:
+        return self.action if view.finished == self.finished and view.finished_nodes else None
+
+
+TWO_LAYOUTS = StubCosts({tp: LinearStep(a=1.0, p=1 / 8) for tp in (1, 2)}, {1: 10**6, 2: 10**6}, weights_s=6.0)
+
+
+def test_a_node_may_change_its_layout_while_an_update_waits_for_it() -> None:
+    # The second replica prefills for 11 s. On the first one a response finishes at 6 s, where it would stand still.
+    sizes = ((8, 2),), ((80, 9),), ((8, 4),)
+    rule, control = Rule("quota", 200), Once(2, Reconfigure(0, 2))
+    work = OpenWorkload(sizes, 1, rule, (1.5,), (2.0,), (2,), costs=TWO_LAYOUTS, routing="round_robin", control=control)
+    done = work.simulate()
+    assert moments(done, 0) == (4.0, 5.5, 14.0, 16.0)  # both replicas have stopped at 11 s; the switch takes 3 s
+    assert [(switch.at, switch.to_tp) for switch in done.outcome.switches] == [(11.0, 2)]
+    assert [view.replicas for view, _ in rule.asked] == [2, 2, 2]
+
+
+def test_room_knows_the_layouts_that_the_nodes_have() -> None:
+    rule = Rule("under_way", 2)
+    work = OpenWorkload(
+        (((8, 2),), ((8, 20),)), 1, rule, (30.0,), (1.0,), (2,), costs=TWO_LAYOUTS, control=Once(1, Reconfigure(0, 2))
+    )
+    work.simulate()
+    assert [view.replicas for view, _ in rule.asked] == [2, 2, 2, 1, 1]
+
+
+def test_a_prompt_is_dropped_when_a_control_has_aborted_a_response() -> None:
+    sizes = ((8, 2), (8, 2)), ((8, 9), (8, 4))
+    rule = Rule("under_way", 2)
+    done = OpenWorkload(sizes, 1, rule, (20.0, 1.0), (1.0, 1.0), costs=COSTS, control=Once(2, Abort((2,)))).simulate()
+    assert done.requests[1, 0].aborted
+    assert not done.requests[1, 1].aborted
+    assert done.requests[1, 1].finished  # the other one goes on; then the prompt is dropped and gives its place back
+    assert positions(done, 1, "dropped") == [1, 1]
+    assert rule.asked[-1][0].dropped == 1
+
+
+def test_responses_of_one_moment_are_scored_in_the_order_of_their_prompts() -> None:
+    # Both finish at 8 s; the second replica has not had anything else to do since 2 s, the first since 4 s.
+    sizes, checks = (((8, 6),), ((8, 7),), ((8, 2),)), ((RefCheck((3.0,), 9.0, 1.0),),)
+    rule = Rule("quota", 200)
+    done = OpenWorkload(sizes, 1, rule, (9.0,), (1.0,), (2,), costs=COSTS, routing="round_robin", checks=checks)
+    requests = done.simulate().requests
+    assert [requests[at, 0].finished_at for at in range(3)] == [8.0, 8.0, 4.0]
+    assert [requests[at, 0].score_started_at for at in range(3)] == [8.0, 11.0, 4.0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Heard(Batching):
+    """Every prompt counts; keeps the rewards that it is told of."""
+
+    rewards: list[list[float]]
+
+    def counts(self, rewards: Sequence[float]) -> bool:
+        self.rewards.append(list(rewards))
+        return True
+
+
+def test_rewards_stand_in_the_order_in_which_the_responses_finished() -> None:
+    checks = (tuple(RefCheck((0.0,), 1.0, reward) for reward in (0.25, 0.5, 0.75)),)
+    heard = Heard([])
+    OpenWorkload(
+        (((8, 5), (8, 2), (8, 4)),), 1, Rule(), (1.0,), (1.0,), costs=COSTS, checks=checks, filter=heard
+    ).simulate()
+    assert heard.rewards == [[0.5, 0.75, 0.25]]
+
+
 class Counting(StepTimes):
     """Counts the requests in memory whenever a sync is asked for."""
 
     def __init__(self, train_s: Sequence[float], sync_s: Sequence[float], every: int) -> None:
-        super().__init__(train_s, sync_s)
+        super().__init__(train=train_s, sync=sync_s)
         self.every = every
         self.alive: list[int] = []
 
-    def parts(self, call: Call, *_: Any) -> list[tuple[str, float]]:
+    def parts(self, call: Call, *more: Any) -> list[tuple[str, float]]:
         if call.kind == "sync" and self.syncs % self.every == 0:
             gc.collect()
             self.alive.append(sum(type(thing) is Request for thing in gc.get_objects()))
-        return super().parts(call)
+        return super().parts(call, *more)
 
 
 @pytest.mark.parametrize("drops", [False, True])

@@ -84,7 +84,7 @@ def simulation(
     return dataclasses.replace(
         plain,
         workflow=GRAPH,
-        plan=Plan({**plain.plan.placements, "reward": reward}),
+        plan=Plan({**plain.plan.placements, "weight_sync": plain.plan.of("sync"), "reward": reward}),
         cluster=load_cluster(f"{nodes + -(-judges // 8)}x8xh100"),
         scoring=scoring,
         judge=engine if scoring.kind == "judge" else None,
@@ -93,7 +93,7 @@ def simulation(
 
 
 def run(work: OpenWorkload, scoring: Scoring, judges: int = 1, **more: Any) -> OpenRun:
-    found = OpenRun(Outcome(), {}, [], 0)
+    found = OpenRun()
     found.outcome = simulate(simulation(work, scoring, judges, found, **more))
     return found
 
@@ -160,7 +160,7 @@ def unless_it_halts(*args: Any, **kwargs: Any) -> OpenRun | None:
 
 
 @settings(relaxed, max_examples=150)
-@given(st.sampled_from(CLOCKS).flatmap(open_workloads), st.booleans())
+@given(st.sampled_from(CLOCKS).flatmap(open_workloads).map(OpenWorkload.plain), st.booleans())
 def test_a_judge_that_no_load_slows_down_is_as_a_rule_of_that_duration(work: OpenWorkload, drops: bool) -> None:
     """Every response has a replica, or a worker, of its own."""
     rule = unless_it_halts(work, Scoring("rule"), judges=Scoring.workers, drops=drops)
@@ -186,7 +186,7 @@ def test_a_judge_that_no_load_slows_down_is_as_a_rule_of_that_duration(work: Ope
 
 @settings(relaxed, max_examples=150)
 @given(
-    st.sampled_from(CLOCKS).flatmap(open_workloads),
+    st.sampled_from(CLOCKS).flatmap(open_workloads).map(OpenWorkload.plain),
     st.sampled_from([1, 2, 3]),
     st.sampled_from([1, 2, 256]),
     st.booleans(),

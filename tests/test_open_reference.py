@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from open_workloads import CLOCKS, OpenRun, OpenWorkload, open_workloads
+from open_workloads import CLOCKS, EXTENSIONS, Clock, Extension, Noted, OpenRun, OpenWorkload, open_workloads
 from reference_open import HaltedError, OpenResult
 
 from rlsim.errors import PolicyError
@@ -28,9 +28,16 @@ def check_equal(run: OpenRun, expected: OpenResult) -> None:
     for number, step in enumerate(expected.steps):
         calls = {call.call: call for call in outcome.calls if call.step == number}
         assert calls["generate"].end_at == near(step.has_batch_at), f"step {number} has its batch"
-        assert calls["weight_sync"].ready_at == near(step.asks_at), f"step {number} asks for its update"
-        assert calls["weight_sync"].start_at == near(step.sync_starts_at), f"step {number} has all replicas stand"
-        assert calls["weight_sync"].end_at == near(step.sync_ends_at), f"step {number} has synced"
+        assert calls["sync"].ready_at == near(step.asks_at), f"step {number} asks for its update"
+        assert calls["sync"].start_at == near(step.sync_starts_at), f"step {number} has all replicas stand"
+        assert calls["sync"].end_at == near(step.sync_ends_at), f"step {number} has synced"
+        assert calls["train"].end_at == near(step.parts[-1][1]), f"step {number} has trained"
+        size = len(step.trained) // len(step.parts)
+        for part in range(len(step.parts)):
+            positions = [at for at in step.trained[part * size : (part + 1) * size] for _ in range(samples)]
+            for worked_on in run.times.parts_of.values():
+                got = worked_on[number * len(step.parts) + part] if worked_on else positions
+                assert sorted(got) == sorted(positions), f"part {part} of step {number}"
         responses = outcome.responses[number]
         trained = responses.position[responses.trained].tolist()
         assert trained == [at for at in sorted(step.trained) for _ in range(samples)], f"step {number} trains on"
@@ -47,16 +54,23 @@ def check_equal(run: OpenRun, expected: OpenResult) -> None:
     assert set(last.position[last.paused].tolist()) == expected.in_flight
     assert not any(responses.paused.any() for responses in outcome.responses[:-1])
     assert run.requests.keys() == expected.responses.keys()
+    end = outcome.step_ends[-1]
     for key, response in expected.responses.items():
         request = run.requests[key]
         assert request.generated == response.generated, f"tokens of {key}"
         assert request.finished_at == near(response.finished_at), f"finish of {key}"
         assert request.first_token_at == near(response.first_token_at), f"first token of {key}"
         assert [tuple(r) for r in request.runs] == response.runs, f"versions of {key}"
-        more = request.preemptions - response.preemptions
-        assert 0 <= more <= response.nearly, f"preemptions of {key}"
+        assert request.preemptions == response.preemptions, f"preemptions of {key}"
+        assert request.aborted == response.aborted, f"whether {key} was aborted"
+        if response.check_at != near(end):  # what else happens at that very moment is left open
+            assert request.score_started_at == near(response.check_at), f"check of {key}"
+        if response.scored_at != near(end):
+            assert request.scored_at == near(response.scored_at), f"reward of {key}"
+            assert request.reward == pytest.approx(response.reward, nan_ok=True), f"reward of {key}"
         if request.generated:  # the engine notes it down when a request is admitted
             assert request.replica == response.replica, f"replica of {key}"
+    assert [switch.at for switch in outcome.switches] == [near(at) for at in expected.switches]
 
 
 def check_invariants(work: OpenWorkload, run: OpenRun) -> None:
@@ -74,7 +88,7 @@ def check_invariants(work: OpenWorkload, run: OpenRun) -> None:
         assert responses.finished[responses.trained].all()
         if rule.most_stale is not None:
             assert number - responses.version[responses.trained].min() <= rule.most_stale
-    syncs = np.array([call.end_at for call in outcome.calls if call.call == "weight_sync"])
+    syncs = np.array([call.end_at for call in outcome.calls if call.call == "sync"])
     for request in run.requests.values():
         versions = [r.version for r in request.runs]
         assert versions == sorted(set(versions))
@@ -90,9 +104,17 @@ def compare(work: OpenWorkload) -> None:
         with pytest.raises(PolicyError, match="comes to a halt"):
             work.simulate()
         return
-    theirs = list(work.rule.asked)
+    theirs, notes = list(work.rule.asked), []
     work.rule.asked.clear()
+    if isinstance(work.control, Noted):
+        notes = list(work.control.notes)
+        work.control.notes.clear()
     run = work.simulate()
+    if isinstance(work.control, Noted):
+        for ours, known in zip(work.control.notes, notes, strict=False):
+            assert ours[0] == near(known[0]), "moments at which the control is asked"
+            assert ours[1] == known[1], "what the control sees"
+        assert len(work.control.notes) == len(notes)
     check_equal(run, expected)
     assert work.rule.asked == theirs, "the views at which room is asked"
     check_invariants(work, run)
@@ -121,3 +143,10 @@ def test_the_engine_equals_the_reference_on_a_grid_of_times(work: OpenWorkload) 
 @given(st.sampled_from(CLOCKS).flatmap(open_workloads))
 def test_the_engine_equals_the_reference_on_many_runs(work: OpenWorkload) -> None:
     compare(work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_the_engine_equals_the_reference_on_many_runs_with(extension: Extension, clock: Clock) -> None:
+    given(open_workloads(clock, extension))(settings(relaxed, max_examples=1000)(compare))()

@@ -15,24 +15,20 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from open_workloads import OpenRun, OpenWorkload, Rule, open_workloads
 from test_continuous import COSTS, moments, runs
+from workloads import Scripted
 
 from rlsim.errors import PolicyError
 from rlsim.sim.continuous import OpenView, Update
-from rlsim.sim.control import Migrate, RolloutControl, RolloutView
-from rlsim.sim.outcome import Outcome
-from rlsim.sim.run import simulate
+from rlsim.sim.control import Migrate, RolloutView
 
 EACH = {way: Update(way, "recompute", "each") for way in ("interrupt", "drain")}
 
 
-def run(rule: Rule, lengths: list[int], control: RolloutControl | None = None, steps: int = 2, **more: Any) -> OpenRun:
+def run(rule: Rule, lengths: list[int], steps: int = 2, **more: Any) -> OpenRun:
     """Steps of one prompt of eight tokens with one response each on two replicas, that train and push for a second."""
     second = (1.0,) * steps
-    work = OpenWorkload(tuple(((8, n),) for n in lengths), 1, rule, second, second, (2,), costs=COSTS, **more)
-    done = OpenRun(Outcome(), {}, [], 0)
-    simulation = work.simulation(done)
-    done.outcome = simulate(dataclasses.replace(simulation, control=control) if control else simulation)
-    return done
+    sizes = tuple(((8, length),) for length in lengths)
+    return OpenWorkload(sizes, 1, rule, second, second, (2,), costs=COSTS, **more).simulate()
 
 
 def test_each_replica_is_interrupted_at_a_boundary_of_its_own() -> None:
@@ -85,7 +81,7 @@ def test_prompts_go_to_the_replicas_that_are_named() -> None:
         assert len(request.runs) <= 1  # by weights of one version
 
 
-class MoveOnce(RolloutControl):
+class MoveOnce(Scripted):
     """Moves what the second replica has to the first, once."""
 
     moved = False
@@ -100,7 +96,7 @@ class MoveOnce(RolloutControl):
 
 def test_a_replica_whose_responses_have_moved_takes_new_weights_and_prompts() -> None:
     rule = PerReplica(weights=EACH["drain"])
-    done = run(rule, [2, 20, 2, 2, 2], MoveOnce(), spread_s=0.0, pull_s=2.0)
+    done = run(rule, [2, 20, 2, 2, 2], control=MoveOnce(), spread_s=0.0, pull_s=2.0)
     long = done.requests[1, 0]
     assert (long.replica, long.tps) == (0, (1,))
     assert done.requests[3, 0].replica == 1
@@ -120,7 +116,12 @@ relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), deran
 
 
 @settings(relaxed, max_examples=150)
-@given(open_workloads(), st.sampled_from(["interrupt", "drain"]), st.floats(0, 20), st.floats(0, 20))
+@given(
+    open_workloads().map(OpenWorkload.plain),
+    st.sampled_from(["interrupt", "drain"]),
+    st.floats(0, 20),
+    st.floats(0, 20),
+)
 def test_what_holds_on_random_runs(work: OpenWorkload, way: str, spread_s: float, pull_s: float) -> None:
     rule = dataclasses.replace(work.rule, weights=EACH[way], waits_from=None, most_stale=None, asked=[])
     work = dataclasses.replace(work, rule=rule, spread_s=spread_s, pull_s=pull_s)
@@ -138,5 +139,5 @@ def test_what_holds_on_random_runs(work: OpenWorkload, way: str, spread_s: float
     for step, responses in enumerate(done.outcome.responses):
         assert responses.trained.sum() == work.prompts * len(work.sizes[0])
         assert (responses.version[responses.trained] <= step).all()
-        sync = next(c for c in done.outcome.calls if c.step == step and c.call == "weight_sync")
+        sync = next(c for c in done.outcome.calls if c.step == step and c.call == "sync")
         assert sync.start_at == sync.ready_at  # the trainer waits for no replica

@@ -33,7 +33,7 @@ class OpenView(NamedTuple):
     waiting: int  # complete, and not yet taken by a step
     taken: int  # by steps so far
     dropped: int  # so far
-    replicas: int  # of the rollout
+    replicas: int  # of the rollout, in the layouts that its nodes have
     free: tuple[int, ...]  # replicas that have no response to generate
     launched_since_update: int
     left_at_update: int  # were running or waiting when the last update came

@@ -37,9 +37,20 @@ def at(env: simpy.Environment, moment: float) -> simpy.Event:
 
 
 def rest_of(env: simpy.Environment) -> float | None:
-    """A later event that is of this same moment but for rounding (1e-9 of its value); None if there is none."""
-    following = env.peek()
-    return following if env.now < following <= env.now * (1 + REACHED) else None
+    """When the next event is that is later, but of this same moment but for rounding (1e-9 of its value), if any is.
+
+    It may stand behind others that wait for the end of this one, so it is looked for in SimPy's heap.
+    """
+    queue, last = env._queue, env.now * (1 + REACHED)
+    later, look_at = [], [0]
+    while look_at:
+        i = look_at.pop()
+        if i < len(queue) and queue[i][0] <= last:
+            if queue[i][0] > env.now:
+                later.append(queue[i][0])
+            else:
+                look_at += [2 * i + 1, 2 * i + 2]
+    return min(later, default=None)
 
 
 def settled(env: simpy.Environment) -> Generator[simpy.Event, object, None]:

@@ -13,6 +13,7 @@ from rlsim.sim.batching import PromptFeed, Settled
 from rlsim.sim.continuous import Continuous, OpenView, Ready
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView, decides
 from rlsim.sim.flow import BATCH
+from rlsim.sim.moment import settled
 from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
 from rlsim.sim.recorder import NO_STEP, Recorder
 from rlsim.sim.request import Request
@@ -49,7 +50,7 @@ class _Window(NamedTuple):
     state: StepState
     call: Call
     complete: simpy.Event
-    awaited: set[int]  # positions of prompts under way for which it keeps places
+    awaited: set[int] | None  # positions of prompts under way for which it keeps places, once that is known
 
 
 class OpenGeneration(RolloutControl):
@@ -90,8 +91,6 @@ class OpenGeneration(RolloutControl):
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
         self._noted = [0, 0, 0, 0]  # of the last window: responses launched, prompts dropped, preemptions, switches
-        mesh = what.plan.of(call.name).rollout_mesh(what.cluster)
-        self._replicas = sum(len(gpus) // what.initial_tp for gpus in mesh)
         self._rollout = self._begin(call, what.plan.of(call.name))
         for launch in self._launches():
             self._rollout.launch(launch)
@@ -99,10 +98,10 @@ class OpenGeneration(RolloutControl):
     # ---- the rollout ------------------------------------------------------------------------------------------------
 
     def _begin(self, call: Call, placement: Placement) -> Rollout:
-        what = self._what
+        what, mesh = self._what, placement.rollout_mesh(self._what.cluster)
         stage = GenerationStage(
             requests=(),
-            mesh=placement.rollout_mesh(what.cluster),
+            mesh=mesh,
             tp=what.initial_tp,
             costs=what.costs,
             config=what.config,
@@ -114,8 +113,9 @@ class OpenGeneration(RolloutControl):
             open=True,
             launcher=self._launched,
             on_finish=self._finished,
+            on_abort=self._aborted,
             on_drained=self._all_finished,
-            on_idle=self._ask,
+            on_idle=self._idle,
             on_release=self._refuse_release,
             recorder=Recorder(self._outcome.spans, NO_STEP, stays=self._outcome.stays, call=call.name),
         )
@@ -146,12 +146,20 @@ class OpenGeneration(RolloutControl):
             else:
                 self._counted(request)
 
+    def _aborted(self, responses: Sequence[Request]) -> None:
+        for request in responses:
+            self._counted(request)
+
     def _counted(self, request: Request) -> None:
-        """This response is complete, and scored where rewards come by the sample."""
+        """This response is complete, and scored where rewards come by the sample; or it is aborted."""
         group = self._groups[request.position]
         group.left -= 1
         if not group.left:
             self._ready_now.append(self._groups.pop(request.position))
+            self._ask()
+
+    def _idle(self) -> None:
+        if self.relays:
             self._ask()
 
     def _ask(self) -> None:
@@ -166,7 +174,7 @@ class OpenGeneration(RolloutControl):
         self._due = False
         self._line_up()
         self._serve()
-        if not self._updating and self._rollout.open_to_launches():
+        if not self._updating and (self._rollout.open_to_launches() or not self._rollout.active()):
             yield from self._launches()
 
     def _launches(self) -> Iterator[Launch]:
@@ -186,7 +194,7 @@ class OpenGeneration(RolloutControl):
             len(self._queue),
             self._taken,
             self._dropped,
-            self._replicas,
+            self._rollout.size,
             free,
             self._launched_since_update,
             self._left_at_update,
@@ -195,10 +203,10 @@ class OpenGeneration(RolloutControl):
     # ---- the queue and the steps that take from it ------------------------------------------------------------------
 
     def _line_up(self) -> None:
-        """What became ready at this moment joins the queue, by position, unless its rewards do not count."""
+        """What became ready at this moment joins the queue, by position, if it is whole and its rewards count."""
         for group in sorted(self._ready_now, key=lambda g: g.prompt.position):
             self._rollout.forget(group.requests)
-            if self._what.batching.needs_rewards and not self._what.batching.counts([r.reward for r in group.requests]):
+            if any(r.aborted for r in group.requests) or not self._counts(group):
                 self._drop(group)
                 continue
             lengths = tuple(r.generated for r in group.requests)
@@ -207,17 +215,24 @@ class OpenGeneration(RolloutControl):
             self._ready += 1
         self._ready_now.clear()
 
+    def _counts(self, group: _Group) -> bool:
+        batching, responses = self._what.batching, sorted(group.requests, key=attrgetter("finished_at"))
+        return not batching.needs_rewards or batching.counts([r.reward for r in responses])
+
     def _drop(self, group: _Group) -> None:
         self._dropped += 1
         self._discarded.append(group)
-        if self._window:
+        if self._window and self._window.awaited:
             self._window.awaited.discard(group.prompt.position)
 
     def _serve(self) -> None:
         """The step whose window is open takes prompts until it has its batch."""
         window = self._window
-        if window is None or not self._queue:
+        if window is None:
             return
+        if (waiting_for := window.awaited) is None:  # it begins at this moment
+            waiting_for = self._awaited(window.step)
+            self._window = window._replace(awaited=waiting_for)
         usable = []
         for ready, group in self._queue:
             if self._batching.usable(ready, window.step - ready.version):
@@ -225,10 +240,10 @@ class OpenGeneration(RolloutControl):
             else:
                 self._drop(group)
         usable.sort(key=lambda one: self._batching.rank(one[0]))
-        awaited = [one for one in usable if one[0].prompt.position in window.awaited][: self._missing]
-        window.awaited.difference_update(ready.prompt.position for ready, _ in awaited)
+        awaited = [one for one in usable if one[0].prompt.position in waiting_for][: self._missing]
+        waiting_for.difference_update(ready.prompt.position for ready, _ in awaited)
         others = [one for one in usable if one not in awaited]
-        free = max(self._missing - len(awaited) - len(window.awaited), 0)
+        free = max(self._missing - len(awaited) - len(waiting_for), 0)
         taken, self._queue = [*awaited, *others[:free]], others[free:]
         self._missing -= len(taken)
         self._taken += len(taken)
@@ -244,10 +259,10 @@ class OpenGeneration(RolloutControl):
     def window(self, call: Call, step: int, state: StepState) -> Generator[simpy.Event, Any, None]:
         """A step takes its batch from the queue; over when it has all of it."""
         state.version = self.version
-        self._window = _Window(step, state, call, self._env.event(), self._awaited(step))
-        self._missing = self._feed.prompts
+        complete = self._env.event()
+        self._window, self._missing = _Window(step, state, call, complete, None), self._feed.prompts
         self._ask()
-        yield self._window.complete
+        yield complete
         self.served_at = self._env.now
         state.requests.sort(key=attrgetter("id"))  # as they were launched, in whatever order they came
         if state.flow.wants(call.name) and not self.scores:
@@ -277,6 +292,7 @@ class OpenGeneration(RolloutControl):
         if how.responses == "drain" and self._rollout.unfinished:
             self._drained = self._env.event()
             yield self._drained
+        yield from settled(self._env)
         yield self._rollout.updates.pause(how.kv)
         start = self._env.now
         yield self._env.timeout(seconds)
@@ -315,18 +331,22 @@ class OpenGeneration(RolloutControl):
             state.requests += group.requests
         so_far = [self._ids, self._dropped, sum(r.preemptions for r in rollout.replicas), len(switches)]
         launched, dropped, preemptions, _ = (now - before for now, before in zip(so_far, self._noted, strict=True))
-        for at, node, from_tp, to_tp, time in switches[self._noted[3] :]:
-            self._outcome.switches.append(
-                SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
-            )
+        self._note_switches(step)
         self._noted = so_far
         peak = max(replica.peak_tokens for replica in rollout.replicas)
         settled = Settled("", launched, dropped, 0)
         summary = RolloutSummary(step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), 0.0)
         self._outcome.rollouts.append(summary)
 
+    def _note_switches(self, step: int) -> None:
+        for at, node, from_tp, to_tp, time in self._rollout.switches[self._noted[3] :]:
+            self._outcome.switches.append(
+                SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
+            )
+
     def end(self, state: StepState) -> None:
         """The run is over: its last step has all that is in flight, to go on in a step that does not come."""
+        self._note_switches(len(self._outcome.step_ends) - 1)
         self._rollout.break_off()
         if self._judge:
             self._judge.break_off()

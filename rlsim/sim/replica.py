@@ -305,6 +305,8 @@ class Replica:
             self.close()
             self._stopped_at = self.env.now
             self.stopped.succeed()
+            if self._hold is not None and not self._hold.triggered:
+                self._hold.succeed()  # it stands still for good
         elif self._arrivals:
             self._scheduler.arrive(self._arrivals)
             self._arrivals.clear()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Literal, NamedTuple, Protocol
 
 import simpy
 
+from rlsim.cost.curve import REACHED
 from rlsim.hooks import Hooked, hook, is_number
+from rlsim.sim.moment import DEAL, at_end, rest_of
 from rlsim.sim.request import Request
 from rlsim.sim.server import InferenceServer
 
@@ -58,13 +61,17 @@ class RewardFunction(Protocol):
 class RewardDesk:
     """Scores the responses of all steps: on `scoring.workers` CPU workers, first come first served, or by a judge.
 
-    `on_scored` is told when a response has its reward.
+    What comes at one moment is taken at its end, in the order of the prompts. `on_scored` is told when a response has
+    its reward.
     """
 
     def __init__(self, env: simpy.Environment, scoring: RewardFunction, control: RewardControl) -> None:
         self._env, self._scoring, self._control = env, scoring, control
         self._free = scoring.workers
-        self._queue: deque[tuple[Request, RewardJob, Callable[[Request], None]]] = deque()
+        #: A heap: when it came, its prompt, its number, one number more, and what is to be done.
+        self._queue: list[tuple[float, int, int, int, Request, RewardJob, Callable[[Request], None]]] = []
+        self._came_at, self._numbers = env.now, count()
+        self._due = False  # workers take responses at the end of this moment
 
     def submit(self, request: Request, judge: InferenceServer | None, on_scored: Callable[[Request], None]) -> None:
         """Have a response scored; `judge` is that of its step, or of all steps."""
@@ -75,20 +82,34 @@ class RewardDesk:
             asked = Request(request.id, request.position, job.judge_prompt_tokens, job.judge_tokens)
             judge.submit(asked, lambda: self._score(request, job.reward, on_scored))
             return
-        self._queue.append((request, job, on_scored))
-        self._start()
+        if self._env.now > self._came_at * (1 + REACHED):
+            self._came_at = self._env.now
+        place = self._came_at, request.position, request.id, next(self._numbers)
+        heappush(self._queue, (*place, request, job, on_scored))
+        self._start_at_end()
 
     def withdraw(self, requests: Sequence[Request], judge: InferenceServer | None) -> None:
         """Forget responses of a step that nobody needs scored any more; a run that a worker has begun is finished."""
         unwanted = set(map(id, requests))  # their numbers are of the step, the queue is of all steps
-        self._queue = deque(item for item in self._queue if id(item[0]) not in unwanted)
+        self._queue = [item for item in self._queue if id(item[4]) not in unwanted]
+        heapify(self._queue)
         if judge:
             judge.forget(frozenset(request.id for request in requests))
 
-    def _start(self) -> None:
+    def _start_at_end(self) -> None:
+        if not self._due:
+            self._due = True
+            at_end(self._env, DEAL, self._start)
+
+    def _start(self, _: simpy.Event) -> None:
+        following = rest_of(self._env)
+        if following is not None:
+            at_end(self._env, DEAL, self._start, following)
+            return
+        self._due = False
         while self._free and self._queue:
             self._free -= 1
-            request, job, on_scored = self._queue.popleft()
+            request, job, on_scored = heappop(self._queue)[4:]
             request.score_started_at = self._env.now
             ran: list[float] = []
             for test, run_s in enumerate(job.run_s):
@@ -105,7 +126,7 @@ class RewardDesk:
         self._free += 1
         self._control.observe(job.kind, job.prompt, ran, job.correct and not request.timed_out)
         self._score(request, 0.0 if request.timed_out else job.reward, on_scored)
-        self._start()
+        self._start_at_end()
 
     def _score(self, request: Request, reward: float, on_scored: Callable[[Request], None]) -> None:
         request.reward = reward

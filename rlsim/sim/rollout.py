@@ -61,6 +61,8 @@ class Rollout(RolloutState):
         self._pauses: dict[int, tuple[float, int, str]] = {}  # nodes that pause for a switch: since when, to what
         self._homeless: list[Request] = []
         self._released: list[Replica] = []  # stopped at this moment
+        #: Nodes that start at this moment: TP, version of the weights, requests.
+        self._starting: dict[int, tuple[int, int, Sequence[Request]]] = {}
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
         self._longest = [(-r.prompt_tokens - r.response_tokens, r.id) for r in self._requests.values()]  # a heap
@@ -173,8 +175,7 @@ class Rollout(RolloutState):
             shares = evenly(requests, len(replicas), self._stage.routing)
             self._deal({replica.index: share for replica, share in zip(replicas, shares, strict=True)})
         else:
-            in_order = sorted(replicas, key=attrgetter("index"))
-            self._deal(by_number(requests, {replica.index: replica.unfinished for replica in in_order}))
+            self._deal(by_number(requests, {replica.index: replica.unfinished for replica in replicas}))
 
     def _wanted(self, requests: Sequence[Request], replicas: Sequence[Replica]) -> Shares | None:
         if not requests or not dispatches(self._stage.control):
@@ -336,8 +337,7 @@ class Rollout(RolloutState):
         holding = [r for running, _ in drained for r in running]
         others = [r for _, rest in drained for r in rest]
         if not (holding or others or self._bound_for[node]):  # nothing to switch for
-            if not self.done.triggered:
-                self._restart(node, self._tp[node], version)
+            self._restart(node, self._tp[node], version)
             return
         old_tp = self._tp[node]
         contexts, sequences = [r.context for r in holding], len(holding) + len(others)
@@ -356,13 +356,26 @@ class Rollout(RolloutState):
         self._restart(node, tp, version, [*holding, *others])
 
     def _restart(self, node: int, tp: int, version: int, requests: Sequence[Request] = ()) -> None:
-        """New replicas on a node, for these requests and for those that nobody was there to take."""
-        self._switching.discard(node)
-        new, place = self._start_node(node, tp, version), {request.id: i for i, request in enumerate(requests)}
-        self.updates.switched()
-        shares = by_context(requests, {replica.index: 0 for replica in new})
-        self._deal({index: sorted(share, key=lambda r: place[r.id]) for index, share in shares.items()})
-        homeless, self._homeless = self._homeless, []
+        """New replicas on a node, for these requests; nodes that start at this moment do so at its end, one by one."""
+        if not self._starting:
+            at_end(self.env, DEAL, self._start_nodes)
+        self._starting[node] = tp, version, requests
+
+    def _start_nodes(self, _: simpy.Event) -> None:
+        following = rest_of(self.env)
+        if following is not None:
+            at_end(self.env, DEAL, self._start_nodes, following)
+            return
+        starting, self._starting = self._starting, {}
+        if self._stopping or self.done.triggered:
+            return
+        for node, (tp, version, requests) in sorted(starting.items()):
+            self._switching.discard(node)
+            new, place = self._start_node(node, tp, version), {request.id: i for i, request in enumerate(requests)}
+            self.updates.switched()
+            shares = by_context(requests, {replica.index: 0 for replica in new})
+            self._deal({index: sorted(share, key=lambda r: place[r.id]) for index, share in shares.items()})
+        homeless, self._homeless = self._homeless, []  # those that nobody was there to take
         self._deal_to_active(homeless)
 
     def _migrate(self, ids: Sequence[int], to: Replica, kv: KvHandling) -> None:
@@ -453,6 +466,8 @@ class Rollout(RolloutState):
         for request in (*running, *others):
             request.aborted = True
             self._left -= 1
+        if self._stage.on_abort:
+            self._stage.on_abort([*running, *others])
         if self._left == 0:
             self._none_left()
 

@@ -74,7 +74,7 @@ class Scheduler:
 
     def arrive(self, requests: Sequence[Request]) -> None:
         """Append requests to the waiting queue."""
-        self._kv_arrived = any(r.has_kv for r in requests)
+        self._kv_arrived |= any(r.has_kv for r in requests)
         self.waiting.extend(requests)
 
     def schedule(self, now: float) -> list[Chunk]:

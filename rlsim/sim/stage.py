@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 import simpy
@@ -41,6 +42,7 @@ class GenerationStage:
     open: bool = False  # goes on when no request is left, as more may be launched; only a `Stop` ends it
     launcher: Callable[[Launch], Sequence[Request]] | None = None  # makes the requests of a `Launch`
     on_finish: Callable[[Sequence[Request]], None] | None = None  # is told of responses that are complete
+    on_abort: Callable[[Sequence[Request]], None] | None = None  # is told of those that a control has dropped
     on_drained: Callable[[], None] | None = None  # is told each time that no request is left of an open stage
     on_idle: Callable[[], None] | None = None  # is told each time that a replica has nothing left
     on_release: Callable[[Iterable[int]], None] | None = None  # is told of GPUs that are given up before the end
@@ -81,7 +83,12 @@ class RolloutState:
         """Requests neither finished nor aborted."""
         return self._left
 
+    @property
+    def size(self) -> int:
+        """How many replicas the layouts of its nodes have."""
+        return sum(len(gpus) // self._tp[node] for node, gpus in enumerate(self.mesh))
+
     def active(self, node: int | None = None) -> list[Replica]:
-        """Replicas that have not been told to stop, of one node or of all."""
+        """Replicas that have not been told to stop, of one node or of all, by index."""
         nodes = self._active if node is None else (node,)
-        return [r for n in nodes for r in self._active[n] if r.stopped is None]
+        return sorted((r for n in nodes for r in self._active[n] if r.stopped is None), key=attrgetter("index"))

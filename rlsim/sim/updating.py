@@ -46,10 +46,12 @@ class WeightUpdates:
         return self._env.process(self._stand_still())
 
     def _stand_still(self) -> Generator[simpy.Event, Any, None]:
-        while self._rollout._switching:
-            self._switched = self._env.event()
-            yield self._switched
-        yield simpy.AllOf(self._env, self._holds or [])
+        assert self._holds is not None
+        while self._rollout._switching or not all(hold.triggered for hold in self._holds):
+            yield simpy.AllOf(self._env, self._holds)
+            if self._rollout._switching:
+                self._switched = self._env.event()
+                yield self._switched
 
     def resume(self, version: int) -> None:
         """All replicas have weights of this version, and go on."""
