@@ -186,7 +186,7 @@ class Config(Schema):
             raise ValueError("experts need moe_intermediate_size and num_experts_per_tok, at most num_experts")
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types names {len(self.layer_types)} layers, num_hidden_layers {self.num_hidden_layers}"
+                f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}"
             )
         if {_SLIDING, _CHUNKED} & set(self.layer_types) and not self.sliding_window:
             raise ValueError("layers with a window need sliding_window")
@@ -266,9 +266,12 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
         case "qwen3_next":
             types = [_LINEAR if number % interval else _FULL for number in numbers]
     found = data.setdefault("layer_types", types)
-    if isinstance(found, list | tuple) and set(found) <= {_FULL}:
+    if not isinstance(found, list | tuple):
+        return
+    named = {one for one in found if isinstance(one, str)}
+    if not types and all(one == _FULL for one in found):
         del data["layer_types"]  # all alike, however many there are
-    if not {_SLIDING, _CHUNKED} & {one for one in found if isinstance(one, str)}:
+    if not named & {_SLIDING, _CHUNKED}:
         data.pop("sliding_window", None)
 
 

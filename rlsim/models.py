@@ -76,6 +76,13 @@ class Model(Config):
         named = ", ".join(dict.fromkeys(features))
         return ConfigError(f"{self.name} has {named}, which rlsim counts but cannot simulate yet (docs/models.md)")
 
+    def within(self, tokens: int) -> Model:
+        """The model as sequences of at most so many tokens meet it: a window that none outgrows is none."""
+        if self.sliding_window is None or self.sliding_window < tokens:
+            return self
+        kinds = ("linear_attention" if kind == "linear_attention" else "full_attention" for kind in self.layer_types)
+        return self.model_copy(update={"layer_types": tuple(kinds), "sliding_window": None})
+
     @property
     def scalar_head(self) -> bool:
         """Whether the model ends in one number per token (a critic or reward model) instead of vocabulary logits."""

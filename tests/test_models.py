@@ -168,7 +168,7 @@ def test_unknown_models(tmp_path: Path) -> None:
 def test_a_catalogue_file_refuses_unknown_keys(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text(catalogue.names("models")["qwen3-8b"].read_text() + "hiden_size: 3\n")
-    with pytest.raises(ConfigError, match=r"m.yaml:14:1: hiden_size: unknown key; did you mean 'hidden_size'"):
+    with pytest.raises(ConfigError, match=r"m.yaml:15:1: hiden_size: unknown key; did you mean 'hidden_size'"):
         load_model(path)
 
 
