@@ -55,26 +55,37 @@ class Model(Config):
         return self.layers[0]
 
     @property
-    def attention(self) -> FullAttention:
-        """The attention that all layers share, over all tokens before.
-
-        Raises `ConfigError` with the names of what the model has that the cost models do not.
-        """
-        special = [name for layer in self.groups for name in layer.attention.special]
+    def special(self) -> tuple[str, ...]:
+        """What of the model the cost models lack, by name; empty for a model that can be simulated."""
+        found = [name for layer in self.groups for name in layer.attention.special]
         if self.expert_dtype_bytes not in (None, self.dtype_bytes):
-            special.append(f"experts of {8 * (self.expert_dtype_bytes or 0):g} bits a weight")
-        shared = {layer.attention for layer in self.groups}
-        if len(shared) > 1 and not special:
-            special.append("attention that differs from layer to layer")
-        for attention in shared:
-            if not special and isinstance(attention, FullAttention):
-                return attention
-        raise self.beyond(special)
+            found.append(f"experts of {8 * (self.expert_dtype_bytes or 0):g} bits a weight")
+        if not found and len({layer.attention for layer in self.groups}) > 1:
+            found.append("attention that differs from layer to layer")
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def simulated(self) -> str:
+        """Whether costs can be computed: `yes`, `up to` the tokens of a window that no sequence outgrows, or `no: why`."""
+        if not self.special:
+            return "yes"
+        if self.sliding_window and not self.within(self.sliding_window).special:
+            return f"up to {self.sliding_window:,} tokens"
+        return f"no: {', '.join(self.special)}"
+
+    @property
+    def attention(self) -> FullAttention:
+        """The attention that all layers share, over all tokens before; raises `ConfigError` with what is `special`."""
+        attention, special = self.layers[0].attention, self.special
+        if special or not isinstance(attention, FullAttention):
+            raise self.beyond(special)
+        return attention
 
     def beyond(self, features: Iterable[str]) -> ConfigError:
         """The error that names what the cost models lack."""
-        named = ", ".join(dict.fromkeys(features))
-        return ConfigError(f"{self.name} has {named}, which rlsim counts but cannot simulate yet (docs/models.md)")
+        return ConfigError(
+            f"{self.name} has {', '.join(features)}, which rlsim counts but cannot simulate yet (docs/models.md)"
+        )
 
     def within(self, tokens: int) -> Model:
         """The model as sequences of at most so many tokens meet it: a window that none outgrows is none."""

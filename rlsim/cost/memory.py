@@ -74,7 +74,7 @@ def kv_page_bytes(model: Model, tp: int, page_tokens: int, pp: int = 1) -> float
     """
     attentions = [layer.attention for layer in model.groups]
     if special := [name for a in attentions if a.window_tokens or a.state_elements for name in a.special]:
-        raise model.beyond(special)
+        raise model.beyond(dict.fromkeys(special))
     kept = model.fullest_stage(pp, lambda layer: layer.attention.cached_elements(tp))
     return kept * model.dtype_bytes * page_tokens
 
