@@ -51,11 +51,19 @@ FAMILIES = {
     "qwen3": Family(head_norms=True),
     "qwen3_moe": Family(head_norms=True, experts=True),
     "qwen3_next": Family(head_norms=True, gated=True, experts=True, shared_gate=True),
+    "qwen3_5": Family(head_norms=True, gated=True),
+    "qwen3_5_moe": Family(head_norms=True, gated=True, experts=True, shared_gate=True),
+    "phi3": Family(),
+    "granite": Family(),
+    "seed_oss": Family(o_bias=False),
+    "smollm3": Family(defaults={"tie_word_embeddings": True}),
     "deepseek_v2": Family(latent=True, experts=True),
     "deepseek_v3": Family(latent=True, experts=True, router_bias=True),
     "kimi_k2": Family(latent=True, experts=True, router_bias=True),
     "glm4_moe": Family(o_bias=False, experts=True, router_bias=True),
     "gpt_oss": Family(sinks=True, experts=True, router_bias=True, expert_bias=True, defaults={"attention_bias": True}),
+    "glm4_moe_lite": Family(latent=True, experts=True, router_bias=True),
+    "gemma": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
     "gemma2": Family(norms=4, defaults=_GEMMA),
     "gemma3": Family(
         head_norms=True,
@@ -80,6 +88,8 @@ TEXT_PARTS = {
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 
@@ -152,6 +162,9 @@ class Config(Schema):
     linear_key_head_dim: int = Field(default=0, ge=0, le=100_000)
     linear_value_head_dim: int = Field(default=0, ge=0, le=100_000)
     linear_conv_kernel_dim: int = Field(default=0, ge=0, le=1000)
+    mamba_ssm_dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        default=None, description="type of the state of linear attention; none: the model's"
+    )
 
     intermediate_size: int = Field(gt=0, le=10_000_000, description="width of the dense MLP")
     mlp_bias: bool = Field(default=False, description="biases on gate, up and down")
@@ -233,6 +246,8 @@ def _experts(kind: str, data: dict[str, Any]) -> None:
                 data.setdefault("shared_expert_intermediate_size", data["intermediate_size"])
             data["intermediate_size"] = dense
     shared, width = data.pop("n_shared_experts", 0), data.get("moe_intermediate_size", 0)
+    if kind == "qwen3_5_moe":
+        data.setdefault("intermediate_size", width)  # it has no dense layers
     if isinstance(shared, int) and isinstance(width, int) and shared:
         data.setdefault("shared_expert_intermediate_size", shared * width)
 
@@ -253,7 +268,7 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
         case "qwen2" | "qwen3" | "qwen2_moe" | "qwen3_moe":
             if asked and window and isinstance(first, int):
                 types = [_SLIDING if number > first else _FULL for number in numbers]
-        case "mistral" | "mixtral":
+        case "mistral" | "mixtral" | "phi3":
             types = [_SLIDING] * layers if window else []
         case "gemma2" | "gpt_oss":
             types = [_SLIDING if number % 2 else _FULL for number in numbers]
@@ -263,7 +278,7 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
             plain = [number % spaced for number in numbers]
             rotary = roped if isinstance(roped, list | tuple) and roped else plain
             types = [_CHUNKED if window and one else _FULL for one in rotary]
-        case "qwen3_next":
+        case "qwen3_next" | "qwen3_5" | "qwen3_5_moe":
             types = [_LINEAR if number % interval else _FULL for number in numbers]
     found = data.setdefault("layer_types", types)
     if not isinstance(found, list | tuple):
@@ -310,6 +325,7 @@ def _attention(config: Config, family: Family, kind: str) -> Attention:
             key_dim=config.linear_key_head_dim,
             value_dim=config.linear_value_head_dim,
             kernel=config.linear_conv_kernel_dim,
+            state_scale=4 / config.dtype_bytes if config.mamba_ssm_dtype == "float32" else 1,
         )
     if family.latent and config.kv_lora_rank:
         return LatentAttention(

@@ -35,8 +35,8 @@ class Attention(ABC):
         return None
 
     @property
-    def state_elements(self) -> int:
-        """Numbers kept for each sequence, whatever its length."""
+    def state_elements(self) -> float:
+        """Numbers of the model's type kept for each sequence, whatever its length."""
         return 0
 
     @abstractmethod
@@ -205,6 +205,7 @@ class LinearAttention(Attention):
     key_dim: int  # of one head
     value_dim: int
     kernel: int  # taps of the convolution over the last tokens' queries, keys and values
+    state_scale: float = 1  # bytes of a number of the state over those of the model's type
 
     kv_heads = 0
     head_elements = 0
@@ -223,13 +224,14 @@ class LinearAttention(Attention):
         return _weights(self.linears(hidden, tp)) + small
 
     @property
-    def state_elements(self) -> int:
+    def state_elements(self) -> float:
         """The state of every value head, key_dim × value_dim, and the last kernel − 1 inputs of the convolution.
 
-        As vLLM keeps them (`MambaStateShapeCalculator.gated_delta_net_state_shape`), both in the model's type.
+        As vLLM keeps them: `gated_delta_net_state_shape` and `gated_delta_net_state_dtype` of its `mamba_utils.py`.
         """
         key, value = self._widths(1)
-        return self.value_heads * self.key_dim * self.value_dim + (self.kernel - 1) * (2 * key + value)
+        state = self.value_heads * self.key_dim * self.value_dim * self.state_scale
+        return state + (self.kernel - 1) * (2 * key + value)
 
     @property
     def tensors(self) -> int:

@@ -66,7 +66,7 @@ class Model(Config):
 
     @property
     def simulated(self) -> str:
-        """Whether costs can be computed: `yes`, `up to N tokens` of a window that no sequence outgrows, or `no: why`."""
+        """Whether costs can be computed: `yes`, `up to N tokens` of a window none outgrows, or `no: why`."""
         if not self.special:
             return "yes"
         if self.sliding_window and not self.within(self.sliding_window).special:
