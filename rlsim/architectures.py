@@ -265,9 +265,12 @@ def _attention_kinds(kind: str, data: dict[str, Any]) -> None:
     numbers = range(1, layers + 1)
     types: list[str] = []
     match kind:
-        case "qwen2" | "qwen3" | "qwen2_moe" | "qwen3_moe":
-            if asked and window and isinstance(first, int):
-                types = [_SLIDING if number > first else _FULL for number in numbers]
+        case "qwen2" | "qwen3" if asked and window and isinstance(first, int):
+            types = [_SLIDING if number > first else _FULL for number in numbers]
+        case "qwen2_moe" if asked and window and isinstance(first, int):
+            types = [_SLIDING if number % 2 and number <= first else _FULL for number in numbers]
+        case "qwen3_moe" if asked:
+            types = [_SLIDING] * layers if window else []
         case "mistral" | "mixtral" | "phi3":
             types = [_SLIDING] * layers if window else []
         case "gemma2" | "gpt_oss":

@@ -245,6 +245,16 @@ def test_windows_of_a_config_json(tmp_path: Path) -> None:
     assert read(tmp_path, **idle).layer_types == ()
     some = read(tmp_path, **{**idle, "use_sliding_window": True})
     assert some.layer_types == ("full_attention", *("sliding_attention",) * 3)
+    for kind, windows in (("qwen2_moe", [0, 2]), ("qwen3_moe", [0, 1, 2, 3])):
+        words = {
+            **EXPERTS,
+            "model_type": kind,
+            "use_sliding_window": True,
+            "sliding_window": 32,
+            "max_window_layers": 3,
+        }
+        found = read(tmp_path, **words).layer_types
+        assert [index for index, one in enumerate(found) if one == "sliding_attention"] == windows
     own = read(tmp_path, model_type="gemma2", layer_types=["full_attention"] * 4)
     assert own.attention.window_tokens is None
 

@@ -51,10 +51,10 @@ def weight_splits(model: Model) -> list[dict[str, Split]]:
 
     Raises `CalibrationError` for a model that is more than llama-like blocks.
     """
-    if model.num_experts or model.scalar_head or model.mlp_bias or model.attention_bias:
+    if model.num_experts or model.scalar_head or model.mlp_bias or model.attention_bias or model.layer.norms != 2:
         raise CalibrationError(
-            f"whole steps of {model.name} cannot be measured: experts, a scalar head, and biases other than qwen2's "
-            "are not built here"
+            f"whole steps of {model.name} cannot be measured: experts, a scalar head, biases other than qwen2's "
+            "and more norms than two are not built here"
         )
     attention = model.attention
     hidden, q, kv, width = model.hidden_size, attention.q_dim, attention.kv_dim, model.intermediate_size
