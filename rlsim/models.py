@@ -241,10 +241,11 @@ def _from_config_json(path: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: not a config.json: expected an object")
-    notes, types = [], {}
+    notes: list[str] = []
+    types: dict[str, float] = {}
     text = config.get("text_config")
     if isinstance(text, dict):
-        notes.append(f"the text part of {config.get('model_type')}; its other parts are not counted")
+        notes = [f"the text part of {config.get('model_type')}; its other parts are not counted"]
         whole = {key: config[key] for key in ("architectures", "model_type", "quantization_config") if key in config}
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config = {**tied, **whole, **text}
@@ -272,15 +273,13 @@ def _longest(config: Mapping[str, Any]) -> dict[str, int]:
     YaRN multiplies the length that it names as the original one; longrope, llama3 and gemma3's lengths are already
     those after scaling; other types multiply `max_position_embeddings`.
     """
-    longest, scaling = (
-        config.get("max_position_embeddings"),
-        config.get("rope_scaling") or config.get("rope_parameters"),
-    )
+    longest = config.get("max_position_embeddings")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(longest, int) or not isinstance(scaling, dict):
         return {}
     kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor", 1.0)
     grows = kind not in ("su", "longrope", "llama3", "mrope", "default") and isinstance(factor, int | float)
-    if not grows or family_name(config.get("model_type")) == "gemma3":
+    if not grows or not math.isfinite(factor) or family_name(config.get("model_type")) == "gemma3":
         return {}
     original = scaling.get("original_max_position_embeddings", longest) if kind == "yarn" else longest
     return {"max_position_embeddings": max(longest, int(original * factor))} if isinstance(original, int) else {}

@@ -267,6 +267,7 @@ def test_windows_of_a_config_json(tmp_path: Path) -> None:
         ({"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 100}, 4096),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
         ({"rope_type": "linear", "factor": 2.0}, 8192),
+        ({"rope_type": "linear", "factor": float("inf")}, 4096),
     ],
 )
 def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | None, tokens: int) -> None:
