@@ -21,11 +21,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlsim import units
+from rlsim import catalogue, units
+from rlsim.architectures import Config
 from rlsim.experiment.columns import TABLES, Column
 from rlsim.experiment.schema import Experiment
 from rlsim.hardware import Cluster
 from rlsim.hooks import hooks as hooks_of
+from rlsim.models import load_model
 from rlsim.policies.parts import KINDS, ChunkStreaming
 from rlsim.policies.registry import BUILTIN, load_policy
 from rlsim.sim import control
@@ -257,6 +259,19 @@ def hooks() -> str:
     return "\n\n".join(parts)
 
 
+def models() -> str:
+    """The models of the catalogue: what they hold and cache, and whether they can be simulated."""
+    rows = []
+    for model in map(load_model, catalogue.names("models")):
+        windows = {layer.attention.window_tokens for layer in model.groups} - {None}
+        seen = "".join(f"; {tokens:,} tokens in windows" for tokens in sorted(filter(None, windows)))
+        state = f"; {model.state_bytes / 2**20:.1f} MiB a sequence" if model.state_bytes else ""
+        counts = (f"{model.parameters:,}", f"{model.active_parameters / 1e9:.1f}")
+        cached = f"{model.kv_bytes_per_token / 1024:.1f}{seen}{state}"
+        rows.append((f"`{model.name}`", *counts, cached, model.simulated))
+    return table(("name", "parameters", "active, G", "KV cache, KiB per token", "simulated"), rows)
+
+
 def _field_names(record: Any) -> list[str]:
     known = getattr(record, "_fields", None) or [field.name for field in dataclasses.fields(record)]
     return [*known, *(name for name, member in vars(record).items() if isinstance(member, property))]
@@ -270,6 +285,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "experiment": lambda: schema_tables(Experiment, "The file"),
     "sweep": lambda: schema_tables(SweepSpec, "The sweep file"),
     "cluster": lambda: schema_tables(Cluster, "A cluster spelled out"),
+    "model": lambda: schema_tables(Config, "A model file"),
+    "models": models,
     "recipe": lambda: schema_tables(Recipe, "The recipe", leave_out=(LengthFit, LengthModel)),
     "policies": policies,
     "results": result_tables,

@@ -272,7 +272,7 @@ def test_the_plan_has_every_operator_once_within_bounds() -> None:
     shapes = {(task.point.row()["n"], task.point.row()["k"]) for task in tasks["gemm"]}
     model = tiny()
     for tp in (1, 2):
-        assert {(linear.n_out, linear.k_in) for linear in [*model.linear_layers(tp), model.head(tp)]} <= shapes
+        assert {(linear.n_out, linear.k_in) for linear in [*model.layer.linears(tp), model.head(tp)]} <= shapes
     assert any(task.point.row()["longest"] > task.point.row()["context"] for task in tasks["decode_attention"])
     assert {task.point.row()["prior"] for task in tasks["prefill_attention"]} == {0, 512, 4096}
     ops = {task.point.row()["op"] for task in tasks["collective"]}

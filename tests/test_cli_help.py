@@ -84,7 +84,7 @@ def test_bash_completes_experiments() -> None:
     ("line", "expected"),
     [
         ("rlsim init --gpu h10", "h100-sxm"),
-        ("rlsim init --model qwen2.5-7", "qwen2.5-7b"),
+        ("rlsim init --model qwen2.5-1.5", "qwen2.5-1.5b"),
         ("rlsim init --trace rollpacker-m", "rollpacker-math"),
         ("rlsim init --verl-version 0.9", "0.9"),
         ("rlsim advise pat_vs_static --set trace.c", "trace.cap="),

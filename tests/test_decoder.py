@@ -187,7 +187,7 @@ def _reference_logits(model, tokens):
 
     x = around["embedding"][tokens]
     for w in layers:
-        q, k, v = (norm(x, w["attention_norm"]) @ w["qkv"].T).split((model.q_dim, model.kv_dim, model.kv_dim), 1)
+        q, k, v = (norm(x, w["attention_norm"]) @ w["qkv"].T).split((heads * d, kv_heads * d, kv_heads * d), 1)
         q = rotate(norm(q.view(n, heads, d), w["q_norm"]))
         k = rotate(norm(k.view(n, kv_heads, d), w["k_norm"]))
         k, v = (y.repeat_interleave(heads // kv_heads, 1) for y in (k, v.view(n, kv_heads, d)))

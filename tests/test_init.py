@@ -431,7 +431,12 @@ def test_an_unknown_value_is_an_error_only_where_it_is_needed(tmp_path: Path) ->
     [
         ("Qwen/Qwen2.5-32B-Instruct", "qwen2.5-32b"),
         ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
-        ("/ckpt/DeepSeek-R1-Distill-Qwen-7B/", "qwen2.5-7b"),
+        ("/ckpt/DeepSeek-R1-Distill-Qwen-7B/", "r1-distill-qwen-7b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("google/gemma-3-4b-it", "gemma-3-4b"),
+        ("zai-org/GLM-4.5-Air", "glm-4.5-air"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "r1-distill-qwen-1.5b"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
@@ -441,7 +446,7 @@ def test_models_by_their_published_names(tmp_path: Path, path: str, expected: st
     assert find_model(path, tmp_path)[0] == expected
 
 
-@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-8B-FP8", "google/gemma-2-9b", "qwen3-80b"])
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-8B-FP8", "google/gemma-7b", "qwen3-80b"])
 def test_models_of_another_shape_are_not_taken_for_a_known_one(tmp_path: Path, path: str) -> None:
     with pytest.raises(CatalogueError, match=r"give --model a name .* or the path of its config.json"):
         find_model(path, tmp_path)
@@ -456,6 +461,14 @@ HF: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936, "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128, "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    },
+    "mixtral": {
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "sliding_window": None,
+    },
+    "glm4_moe": {
+        "num_key_value_heads": 8, "intermediate_size": 10944, "vocab_size": 151552, "n_routed_experts": 8,
+        "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
 
@@ -472,8 +485,8 @@ def test_a_hugging_face_config_is_a_model(tmp_path: Path, kind: str) -> None:
     overrides = {"workflow.steps": 1, "workflow.prompts": 1, "trace.cap": 64, "systems": [{"verl": {"tp": 1}}]}
     overrides |= {"seeds": 1, "baseline": "verl"}
     assert rlsim.run(tmp_path / "mine.yaml", overrides=overrides).manifest["model"]["model_type"] == kind
-    (folder / "config.json").write_text(json.dumps({"model_type": "gemma2", **shape}))
-    with pytest.raises(ConfigError, match="model_type 'gemma2' is not supported; one of: llama, mistral, qwen2"):
+    (folder / "config.json").write_text(json.dumps({"model_type": "mamba", **shape}))
+    with pytest.raises(ConfigError, match="model_type 'mamba' is not supported; one of: llama, mistral, mixtral"):
         starter("mine", folder=tmp_path, model=str(folder))
 
 

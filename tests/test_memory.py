@@ -20,6 +20,7 @@ from rlsim.hardware import load_gpu
 from rlsim.models import load_model
 
 LLAMA = load_model("llama-3.1-8b")
+LAYER = LLAMA.layer, LLAMA.attention
 A40 = load_gpu("a40")
 
 
@@ -149,14 +150,17 @@ def test_model_parallelism_divides_the_states() -> None:
     assert tp.parameter_bytes == pytest.approx(one.parameter_bytes / 8)
     assert tp.logits_bytes == pytest.approx(one.logits_bytes / 8)
     pp = training_memory(LLAMA, TrainStrategy(pp=4))
-    stage = 8 * LLAMA.layer_parameters + 128_256 * 4096 + 4096  # eight layers, and the head with the final norm
+    stage = 8 * LLAMA.layer.parameters + 128_256 * 4096 + 4096  # eight layers, and the head with the final norm
     assert pp.parameter_bytes == 2 * stage
 
 
 def test_activations_by_hand() -> None:
     width = 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
-    assert activation_bytes_per_token(LLAMA, TrainStrategy(recompute="none")) == (2 * width, 2 * width)
-    kept, everything = activation_bytes_per_token(LLAMA, TrainStrategy(recompute="full"))
+    assert activation_bytes_per_token(*LAYER, TrainStrategy(recompute="none")) == (
+        2 * width,
+        2 * width,
+    )
+    kept, everything = activation_bytes_per_token(*LAYER, TrainStrategy(recompute="full"))
     assert (kept, everything) == (8192, 2 * width)
     memory = training_memory(LLAMA, TrainStrategy(recompute="full"), 1000)
     assert (memory.activation_bytes, memory.logits_bytes) == (1000 * 32 * 8192, 1000 * 128_256 * 4)  # at the head
@@ -191,11 +195,11 @@ def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages
     assert cut.activation_bytes == 1000 * 4 * 8 * layer
     uneven = training_memory(LLAMA.as_critic(), TrainStrategy(pp=3, recompute="none"), 1000)
     assert uneven.activation_bytes == 1000 * 3 * 11 * layer  # eleven of 32 layers
-    selective, _ = activation_bytes_per_token(LLAMA, TrainStrategy(recompute="selective"))
+    selective, _ = activation_bytes_per_token(*LAYER, TrainStrategy(recompute="selective"))
     assert selective == 2 * (2 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)  # neither normed inputs nor the product
-    both, _ = activation_bytes_per_token(LLAMA, TrainStrategy(tp=4, sequence_parallel=True, recompute="selective"))
+    both, _ = activation_bytes_per_token(*LAYER, TrainStrategy(tp=4, sequence_parallel=True, recompute="selective"))
     assert both == selective / 4
-    alone, _ = activation_bytes_per_token(LLAMA, TrainStrategy(tp=4, recompute="selective"))
+    alone, _ = activation_bytes_per_token(*LAYER, TrainStrategy(tp=4, recompute="selective"))
     assert alone == 2 * (2 * 4096 + (2 * 4096 + 2 * 1024 + 2 * 14_336) / 4)
 
 

@@ -5,7 +5,8 @@ import pytest
 
 from rlsim import catalogue
 from rlsim.errors import CatalogueError, ConfigError
-from rlsim.models import Linear, Model, load_model
+from rlsim.layers import Dense, Experts, Linear
+from rlsim.models import Model, load_model
 
 # Sums over the tensors of the published checkpoints (model cards, safetensors indices).
 PUBLISHED = {
@@ -59,10 +60,11 @@ def test_published_parameter_counts(name: str, parameters: int) -> None:
 def test_every_model_loads_and_adds_up(name: str) -> None:
     model = load_model(name.upper())
     assert model.name == name
-    layers = model.num_hidden_layers * model.layer_parameters
+    layers = sum(layer.parameters for layer in model.layers)
     assert layers + model.embedding_parameters + model.hidden_size == model.parameters
     assert model.active_parameters <= model.parameters
-    assert model.weight_bytes == 2 * model.parameters
+    if model.expert_dtype_bytes is None:
+        assert model.weight_bytes == 2 * model.parameters
 
 
 def test_kv_bytes_per_token() -> None:
@@ -79,30 +81,28 @@ def test_active_parameters_of_a_mixture() -> None:
 
 def test_linear_layers_under_tp() -> None:
     model = load_model("llama-3.1-8b")
-    assert model.linear_layers(8) == (
-        Linear("qkv", 768, 4096, 1),
-        Linear("o", 4096, 512, 1),
-        Linear("gate_up", 3584, 4096, 1),
-        Linear("down", 4096, 1792, 1),
+    assert model.layer.linears(8) == (
+        Linear("qkv", 768, 4096),
+        Linear("o", 4096, 512),
+        Linear("gate_up", 3584, 4096),
+        Linear("down", 4096, 1792),
     )
-    assert model.head(8) == Linear("head", 16032, 4096, 1)
-    weights = [sum(x.n_out * x.k_in for x in model.linear_layers(tp)) * tp for tp in (1, 2, 4, 8)]
+    assert model.head(8) == Linear("head", 16032, 4096)
+    weights = [sum(x.n_out * x.k_in for x in model.layer.linears(tp)) * tp for tp in (1, 2, 4, 8)]
     assert len(set(weights)) == 1
 
 
 def test_kv_heads_are_replicated_when_too_few() -> None:
     model = load_model("qwen2.5-3b")  # 16 heads, 2 KV heads
-    assert [model.kv_heads_per_gpu(tp) for tp in (1, 2, 4, 8)] == [2, 1, 1, 1]
-    assert model.linear_layers(8)[0].n_out == 2 * 128 + 2 * 128
+    assert [model.attention.kv_heads_per_gpu(tp) for tp in (1, 2, 4, 8)] == [2, 1, 1, 1]
+    assert model.layer.linears(8)[0].n_out == 2 * 128 + 2 * 128
 
 
 def test_experts() -> None:
     model = load_model("qwen3-30b-a3b")
-    experts = model.experts(2)
-    assert experts is not None
-    assert (experts.experts, experts.top_k, experts.intermediate, experts.hidden) == (128, 8, 384, 2048)
-    assert [linear.name for linear in model.linear_layers(2)] == ["qkv", "o", "router"]
-    assert load_model("qwen3-8b").experts() is None
+    assert model.layer.mlp == Experts(experts=128, active=8, width=768)
+    assert [linear.name for linear in model.layer.linears(2)] == ["qkv", "o", "router"]
+    assert load_model("qwen3-8b").layer.mlp == Dense(width=12288)
 
 
 def test_critic_has_a_scalar_head() -> None:
@@ -118,14 +118,14 @@ def test_tp_that_does_not_fit() -> None:
     model = load_model("qwen2.5-7b")  # 28 heads
     assert [tp for tp in (1, 2, 4, 8) if model.supports_tp(tp)] == [1, 2, 4]
     with pytest.raises(ConfigError, match=r"^qwen2.5-7b: TP 8 does not divide its 28 heads"):
-        model.linear_layers(8)
+        model.check_tp(8)
 
 
 def test_config_json_of_hugging_face(tmp_path: Path) -> None:
     folder = write(tmp_path / "tiny")
     model = load_model(folder)
     assert model == load_model(str(folder / "config.json"))
-    assert (model.name, model.head_dim, model.q_dim, model.kv_dim) == ("tiny", 16, 64, 32)
+    assert (model.name, model.head_dim, model.attention.q_dim, model.attention.kv_dim) == ("tiny", 16, 64, 32)
     # embedding + final norm + 2 layers of (q, o) + (k, v) + MLP + 2 norms, by hand
     assert model.parameters == 6400 + 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
 
@@ -136,7 +136,7 @@ def test_biases_and_defaults(tmp_path: Path) -> None:
     biased = load_model(write(tmp_path / "c", attention_bias=True, mlp_bias=True))
     assert qwen2.parameters - plain.parameters == 2 * (64 + 2 * 32)
     assert biased.parameters - plain.parameters == 2 * (64 + 2 * 32 + 64 + 2 * 128 + 64)
-    assert load_model(write(tmp_path / "d", num_key_value_heads=...)).kv_dim == 64
+    assert load_model(write(tmp_path / "d", num_key_value_heads=...)).attention.kv_dim == 64
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_unknown_models(tmp_path: Path) -> None:
 def test_a_catalogue_file_refuses_unknown_keys(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text(catalogue.names("models")["qwen3-8b"].read_text() + "hiden_size: 3\n")
-    with pytest.raises(ConfigError, match=r"m.yaml:14:1: hiden_size: unknown key; did you mean 'hidden_size'"):
+    with pytest.raises(ConfigError, match=r"m.yaml:15:1: hiden_size: unknown key; did you mean 'hidden_size'"):
         load_model(path)
 
 

@@ -98,7 +98,7 @@ def loop_s(cluster: Cluster, collectives: CollectiveTime, source: Layout, target
     def parameters(placement: Layout, stage: int) -> dict[str, int]:
         size = math.ceil(LLAMA.num_hidden_layers / placement.pp)
         layers = range(min(stage * size, LLAMA.num_hidden_layers), min((stage + 1) * size, LLAMA.num_hidden_layers))
-        units = {f"layer {layer}": LLAMA.layer_parameters for layer in layers}
+        units = {f"layer {layer}": LLAMA.layer.parameters for layer in layers}
         if stage == 0:
             units["embedding"] = LLAMA.vocab_size * LLAMA.hidden_size
         if stage == placement.pp - 1:
@@ -214,7 +214,7 @@ def test_near_sources_first() -> None:
 
 
 def test_stages_by_hand() -> None:
-    layer, end = LLAMA.layer_parameters, LLAMA.vocab_size * LLAMA.hidden_size
+    layer, end = LLAMA.layer.parameters, LLAMA.vocab_size * LLAMA.hidden_size
     # 32 layers over three stages are 11, 11 and 10, over two 16 and 16.
     expected = [[11 * layer + end, 0], [5 * layer, 6 * layer], [0, 10 * layer + end + 4096]]
     assert common_bytes(LLAMA, 3, 2).tolist() == [[2 * x for x in row] for row in expected]

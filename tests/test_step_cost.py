@@ -79,7 +79,7 @@ def test_prefill_grows_and_chunks_pay_for_what_they_attend_to() -> None:
 
 def test_prefill_flops_stay_below_the_peak() -> None:
     tokens = 8192
-    flop = 2 * LLAMA.num_hidden_layers * LLAMA.layer_parameters * tokens
+    flop = 2 * LLAMA.num_hidden_layers * LLAMA.layer.parameters * tokens
     share = flop / roofline().prefill_s([Chunk(tokens, 0)]) / H100.gpu.bf16_flop_per_s
     assert 0.4 < share < 0.8
 

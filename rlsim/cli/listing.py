@@ -51,7 +51,7 @@ def clusters() -> None:
 
 @app.command()
 def models() -> None:
-    """Models: parameters and KV cache.
+    """Models: parameters, KV cache, and whether they can be simulated (if not, docs/models.md says why).
 
     Example: rlsim list models
     """
@@ -60,8 +60,9 @@ def models() -> None:
     rows = []
     for model in _loaded("models", load_model):
         billions = (f"{count / 1e9:.2f}" for count in (model.parameters, model.active_parameters))
-        rows.append((model.name, *billions, f"{model.kv_bytes_per_token / 1024:.0f}", model.title))
-    _print(("name", "params G", "active G", "KV KiB/token", "title"), rows)
+        simulated = model.simulated.partition(":")[0].removesuffix(" tokens")
+        rows.append((model.name, *billions, f"{model.kv_bytes_per_token / 1024:.0f}", simulated, model.title))
+    _print(("name", "params G", "active G", "KV KiB/token", "simulated", "title"), rows)
 
 
 @app.command()

@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import CapacityError
 from rlsim.hardware import Gpu
+from rlsim.layers import FullAttention, Layer
 from rlsim.models import Model
 
 BF16 = 2
@@ -56,32 +57,26 @@ def rollout_weight_bytes(model: Model, tp: int, pp: int = 1) -> float:
     has ⌈layers / pp⌉ layers and the larger of the embedding (first stage) and the head with the final norm (last
     stage). Raises `ConfigError` if `tp` or `pp` does not fit.
     """
-    kv = model.kv_heads_per_gpu(tp) * model.head_dim
-    layer = sum(linear.n_out * linear.k_in * linear.count for linear in model.linear_layers(tp))
-    experts = model.experts(tp)
-    if experts:
-        layer += 3 * experts.experts * experts.intermediate * experts.hidden
-    layer += model.norm_parameters + model.qkv_bias * (model.q_dim // tp + 2 * kv)
-    layer += model.attention_bias * model.hidden_size
-    layer += model.mlp_bias * (2 * model.intermediate_size // tp + model.hidden_size)
+    model.check_tp(tp)
+    layers = model.fullest_stage(pp, lambda layer: model.layer_bytes(layer, tp))
     embedding = math.ceil(model.vocab_size / tp) * model.hidden_size
     head = 0 if model.head_parameters == 0 else model.head(tp).n_out * model.hidden_size
     head += model.hidden_size
     ends = embedding + head if pp == 1 else max(embedding, head)
-    return (_stage_layers(model, pp) * layer + ends) * model.dtype_bytes
+    return layers + ends * model.dtype_bytes
 
 
 def kv_page_bytes(model: Model, tp: int, page_tokens: int, pp: int = 1) -> float:
-    """One page of KV cache on one GPU: 2 · ⌈layers / pp⌉ · KV heads here · head_dim · bytes · tokens."""
-    heads = model.kv_heads_per_gpu(tp)
-    return 2 * _stage_layers(model, pp) * heads * model.head_dim * model.dtype_bytes * page_tokens
+    """One page of KV cache on one GPU: what each of the fullest stage's layers keeps of a token here · bytes · tokens.
 
-
-def _stage_layers(model: Model, pp: int) -> int:
-    """Layers of the fullest of `pp` stages."""
-    if not 1 <= pp <= model.num_hidden_layers:
-        raise ConfigError(f"{model.name}: PP {pp} does not go with its {model.num_hidden_layers} layers")
-    return math.ceil(model.num_hidden_layers / pp)
+    Grouped-query attention keeps 2 · KV heads here · head_dim numbers, latent attention its latent, whole. Raises
+    `ConfigError` where some layers keep a window or a state: not every token has its place in a page.
+    """
+    attentions = [layer.attention for layer in model.groups]
+    if special := [name for a in attentions if a.window_tokens or a.state_elements for name in a.special]:
+        raise model.beyond(dict.fromkeys(special))
+    kept = model.fullest_stage(pp, lambda layer: layer.attention.cached_elements(tp))
+    return kept * model.dtype_bytes * page_tokens
 
 
 def rollout_activation_bytes(model: Model, tp: int, max_batched_tokens: int, max_sequences: int) -> float:
@@ -90,7 +85,7 @@ def rollout_activation_bytes(model: Model, tp: int, max_batched_tokens: int, max
     The larger of a layer's live tensors (residual, normed input, gate and up, their product) for `max_batched_tokens`,
     and sampling's logits of `max_sequences` over the whole vocabulary (bf16, and two fp32 copies).
     """
-    width = model.moe_intermediate_size * model.num_experts_per_tok if model.num_experts else model.intermediate_size
+    width = max(layer.mlp.active_width for layer in model.groups)
     layer = max_batched_tokens * (2 * model.hidden_size + 3 * width / tp) * BF16
     logits = 0 if model.scalar_head else max_sequences * model.vocab_size * (BF16 + 2 * FP32)
     return float(max(layer, logits))
@@ -172,29 +167,30 @@ def stage_parameters(model: Model, strategy: TrainStrategy) -> float:
 
     A stage holds ⌈layers / PP⌉ layers; the first also holds the embedding, the last the head and final norm.
     """
-    layers = math.ceil(model.num_hidden_layers / strategy.pp) * model.layer_parameters
+    layers = model.fullest_stage(strategy.pp, lambda layer: layer.parameters)
     embedding, head = model.vocab_size * model.hidden_size, model.head_parameters + model.hidden_size
     ends = embedding + head if strategy.pp == 1 else max(embedding, head)
     return (layers + ends) / strategy.tp
 
 
-def activation_bytes_per_token(model: Model, strategy: TrainStrategy) -> tuple[float, float]:
+def activation_bytes_per_token(layer: Layer, attention: FullAttention, strategy: TrainStrategy) -> tuple[float, float]:
     """Bytes per token kept from forward to backward in one layer: (kept under `strategy.recompute`, all of a layer).
 
     All of a layer, in elements: the inputs of both norms and their outputs (4 · hidden), q, k, v and the attention
-    output (2 · q_dim + 2 · kv_dim), gate, up and their product (3 · MLP width; times top-k for experts). TP divides the
-    last two groups, sequence parallelism the first too. `selective` keeps neither norm outputs nor the product; `full`
-    keeps one input. Elements are bf16, kernels fused: an eager implementation keeps more.
+    output (2 · q_dim + 2 · kv_dim), gate, up and their product (3 · the width of the MLP, or of all experts that a
+    token passes). TP divides the last two groups, sequence parallelism the first too. `selective` keeps neither norm
+    outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an eager implementation keeps
+    more.
     """
     tp = strategy.tp
     outside = tp if strategy.sequence_parallel else 1
-    width = model.moe_intermediate_size * model.num_experts_per_tok if model.num_experts else model.intermediate_size
-    attention = 2 * model.q_dim + 2 * model.kv_dim
-    everything = BF16 * (4 * model.hidden_size / outside + (attention + 3 * width) / tp)
+    hidden, width = layer.hidden, layer.mlp.active_width
+    heads = 2 * attention.q_dim + 2 * attention.kv_dim
+    everything = BF16 * (4 * hidden / outside + (heads + 3 * width) / tp)
     if strategy.recompute == "full":
-        return BF16 * model.hidden_size / outside, everything
+        return BF16 * hidden / outside, everything
     if strategy.recompute == "selective":
-        return BF16 * (2 * model.hidden_size / outside + (attention + 2 * width) / tp), everything
+        return BF16 * (2 * hidden / outside + (heads + 2 * width) / tp), everything
     return everything, everything
 
 
@@ -255,11 +251,14 @@ def training_memory(
     tokens = (micro_batch_tokens or strategy.budget(backward=True)) / strategy.cp
     local, shards = stage_parameters(model, strategy), strategy.sharded_over
     zero = strategy.zero_stage
-    unit = max(model.layer_parameters, model.vocab_size * model.hidden_size) / strategy.tp
+    unit = max(model.largest_layer, model.vocab_size * model.hidden_size) / strategy.tp
     gathered = (2 * BF16 + strategy.gradient_bytes) * unit if zero == 3 and shards > 1 else 0.0
-    kept, everything = activation_bytes_per_token(model, strategy)
-    layers = math.ceil(model.num_hidden_layers / strategy.pp)
-    working = everything if strategy.recompute != "none" else 0.0
+    each = {layer: activation_bytes_per_token(layer, model.attention, strategy) for layer in model.groups}
+    kept = max(
+        sum(tokens * count * strategy.pp * each[layer][0] for layer, count in stage.items())
+        for stage in model.stages(strategy.pp)
+    )
+    working = max(everything for _, everything in each.values()) if strategy.recompute != "none" else 0.0
     logits = logits_bytes(model, strategy, tokens, backward=True)
     return TrainMemory(
         parameter_bytes=BF16 * local / (shards if zero == 3 else 1),
@@ -267,7 +266,7 @@ def training_memory(
         optimizer_bytes=3 * FP32 * local / (shards if zero >= 1 else 1),
         gathered_bytes=gathered,
         reserved_bytes=reserved_bytes,
-        **_at_peak(tokens * layers * strategy.pp * kept, tokens * working, logits),
+        **_at_peak(kept, tokens * working, logits),
     )
 
 
@@ -289,8 +288,9 @@ def inference_memory(
     strategy.check_model(model)
     tokens = (micro_batch_tokens or strategy.budget(backward=False)) / strategy.cp
     sharded = strategy.sharded_over if strategy.zero_stage == 3 else 1
-    unit = max(model.layer_parameters, model.vocab_size * model.hidden_size) / strategy.tp
-    _, everything = activation_bytes_per_token(model, strategy)
+    unit = max(model.largest_layer, model.vocab_size * model.hidden_size) / strategy.tp
+    attention = model.attention
+    everything = max(activation_bytes_per_token(layer, attention, strategy)[1] for layer in model.groups)
     return TrainMemory(
         parameter_bytes=BF16 * stage_parameters(model, strategy) / sharded,
         gradient_bytes=0.0,

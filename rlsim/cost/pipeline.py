@@ -71,9 +71,10 @@ class Pipelined(StepCost):
 
     The sequences of an iteration are cut into m = min(b, pp) micro-batches (⌈b/m⌉ sequences each, of average context),
     which follow each other through the stages round after round. A stage takes its share σ = ⌈layers/pp⌉/layers of the
-    time L of all layers (and of the embedding and last norm, which are small), the last one also that of the head, H;
-    every boundary takes a send that neither side overlaps with its own work. The host (time h a micro-batch) schedules
-    micro-batches one after another, each when its last token is back, unless it works ahead (`host.overlapped`).
+    time L of all layers, taken as alike (and of the embedding and last norm, which are small), the last one also that
+    of the head, H; every boundary takes a send that neither side overlaps with its own work. The host (time h a
+    micro-batch) schedules micro-batches one after another, each when its last token is back, unless it works ahead
+    (`host.overlapped`).
 
         iteration = max( m · (σ·L + max(H, slowest send)),      the busiest stage has always work
                          L + H + all sends + h,                 a micro-batch waits for itself; no h if overlapped

@@ -102,7 +102,7 @@ class Reallocation:
             return groups.time_s("all_gather", BF16 * parameters / source.tp, "shards")
 
         ends_s = unit_s(model.vocab_size * model.hidden_size) + unit_s(model.head_parameters + model.hidden_size)
-        return model.num_hidden_layers * unit_s(model.layer_parameters) + ends_s
+        return sum(count * unit_s(layer.parameters) for layer, count in model.groups.items()) + ends_s
 
 
 def _without_cp(placement: Layout) -> Layout:
@@ -243,8 +243,9 @@ def common_bytes(model: Model, source_pp: int, target_pp: int) -> Floats:
         start = np.minimum(np.arange(pp) * math.ceil(layers / pp), layers)
         bounds.append((start, np.append(start[1:], layers)))
     (start, end), (target_start, target_end) = bounds
-    common = np.minimum(end[:, None], target_end) - np.maximum(start[:, None], target_start)
-    parameters: Floats = np.maximum(common, 0) * float(model.layer_parameters)
+    before = np.cumsum([0.0, *(layer.parameters for layer in model.layers)])
+    last, first = np.minimum(end[:, None], target_end), np.maximum(start[:, None], target_start)
+    parameters: Floats = np.maximum(before[last] - before[first], 0.0)
     parameters[0, 0] += model.vocab_size * model.hidden_size
     parameters[-1, -1] += model.head_parameters + model.hidden_size
     return BF16 * parameters

@@ -17,8 +17,10 @@ from rlsim.cost.sharing import Scaled
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError
 from rlsim.hardware import Cluster
+from rlsim.layers import Experts
 
 if TYPE_CHECKING:
+    from rlsim.layers import Layer, Linear
     from rlsim.models import Model
 
 
@@ -31,11 +33,13 @@ class RooflineStep(StepCost):
     """One replica of `model` on `tp` GPUs of one node, from a calibration's operators.
 
     A layer is: add+norm, fused QKV product, rotary embedding and KV write, attention, output product, all-reduce,
-    add+norm, fused gate-up product, activation, down product, all-reduce. An iteration adds the embedding, a last
-    norm, the LM head (sharded over the vocabulary, last tokens only), the gather of its logits, and the host time
-    that is not hidden. Every decode batch is taken to run from a captured CUDA graph.
+    add+norm, fused gate-up product, activation, down product, all-reduce; of a mixture of experts the router, the
+    products of the shared expert, and two grouped products of the experts that some token picks. An iteration adds the
+    embedding, a last norm, the LM head (sharded over the vocabulary, last tokens only), the gather of its logits, and
+    the host time that is not hidden. Every decode batch is taken to run from a captured CUDA graph.
 
-    Raises `ConfigError` if the model does not split over `tp`, `CapacityError` if `tp` exceeds a node.
+    Raises `ConfigError` if the model does not split over `tp` or has layers of another kind, `CapacityError` if `tp`
+    exceeds a node.
     """
 
     def __init__(self, model: Model, tp: int, cluster: Cluster, calibration: Calibration) -> None:
@@ -50,10 +54,10 @@ class RooflineStep(StepCost):
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._host = calibration.host
         self._model = model
-        self._q_heads = model.num_attention_heads // tp
-        self._kv_heads = model.kv_heads_per_gpu(tp)
-        self._linears = model.linear_layers(tp)
-        self._experts = model.experts(tp)
+        self._attention = model.attention
+        self._q_heads = self._attention.heads // tp
+        self._kv_heads = self._attention.kv_heads_per_gpu(tp)
+        self._layers = tuple((count, layer, layer.linears(tp)) for layer, count in model.groups.items())
         self._head = model.head(tp)
         self._curves: dict[int, DecodeCurve] = {}
         self._known_tokens_s: dict[float, float] = {}
@@ -66,7 +70,7 @@ class RooflineStep(StepCost):
             return known
         layers = self._model.num_hidden_layers
         fixed = self._tokens_s(batch) + self.head_s(batch) + self._host.step_s + self._host.sequence_s * batch
-        knots, times = self.operators.decode_attention_curve(batch, self._kv_heads, self._model.head_dim)
+        knots, times = self.operators.decode_attention_curve(batch, self._kv_heads, self._attention.head_dim)
         curve = DecodeCurve(batch, knots, [fixed + layers * time for time in times])
         self._curves[batch] = curve
         return curve
@@ -87,7 +91,7 @@ class RooflineStep(StepCost):
         """Seconds of one iteration in which the products run over decode and prefill tokens together."""
         tokens = batch + sum(chunk.new_tokens for chunk in chunks)
         decode_attention = self.operators.decode_attention_s(
-            batch, context_tokens, self._q_heads, self._kv_heads, self._model.head_dim
+            batch, context_tokens, self._q_heads, self._kv_heads, self._attention.head_dim
         )
         rows = batch + len(chunks)
         return (
@@ -116,14 +120,15 @@ class RooflineStep(StepCost):
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one decode step by kind: products, attention, elementwise, all_reduce, head, host."""
-        model, layers = self._model, self._model.num_hidden_layers
+        layers = self._model.num_hidden_layers
         attention = self.operators.decode_attention_s(
-            batch, context_tokens, self._q_heads, self._kv_heads, model.head_dim
+            batch, context_tokens, self._q_heads, self._kv_heads, self._attention.head_dim
         )
+        elementwise = sum(count * self._elementwise_s(layer, batch) for count, layer, _ in self._layers)
         return {
-            "products": layers * self._products_s(batch),
+            "products": sum(count * self._products_s(layer, linears, batch) for count, layer, linears in self._layers),
             "attention": layers * attention,
-            "elementwise": layers * self._elementwise_s(batch) + self._embedding_s(batch),
+            "elementwise": elementwise + self._embedding_s(batch),
             "all_reduce": (2 * layers + 1) * self._all_reduce_s(batch),
             "head": self.head_s(batch),
             "host": self._host.step_s + self._host.sequence_s * batch,
@@ -135,37 +140,38 @@ class RooflineStep(StepCost):
         known = self._known_tokens_s.get(tokens)
         if known is not None:
             return known
-        layers = self._model.num_hidden_layers
-        layer = self._products_s(tokens) + self._elementwise_s(tokens)
-        time = layers * layer + (2 * layers + 1) * self._all_reduce_s(tokens) + self._embedding_s(tokens)
+        layers_s = sum(
+            count * (self._products_s(layer, linears, tokens) + self._elementwise_s(layer, tokens))
+            for count, layer, linears in self._layers
+        )
+        all_reduces = 2 * self._model.num_hidden_layers + 1
+        time = layers_s + all_reduces * self._all_reduce_s(tokens) + self._embedding_s(tokens)
         self._known_tokens_s[tokens] = time
         return time
 
-    def _products_s(self, tokens: float) -> float:
-        gemm = self.operators.gemm_s
-        total = sum(linear.count * gemm(tokens, linear.n_out, linear.k_in) for linear in self._linears)
-        experts = self._experts
-        if experts is not None:
-            hit = distinct_experts(tokens, experts.experts, experts.top_k)
-            rows = tokens * experts.top_k / hit
-            total += gemm(rows, 2 * experts.intermediate, experts.hidden, hit)
-            total += gemm(rows, experts.hidden, experts.intermediate, hit)
+    def _products_s(self, layer: Layer, linears: Sequence[Linear], tokens: float) -> float:
+        gemm, experts = self.operators.gemm_s, layer.mlp
+        total = sum(gemm(tokens, linear.n_out, linear.k_in) for linear in linears)
+        if isinstance(experts, Experts):
+            hit = distinct_experts(tokens, experts.experts, experts.active)
+            rows, width = tokens * experts.active / hit, experts.width // self.tp
+            total += gemm(rows, 2 * width, layer.hidden, hit)
+            total += gemm(rows, layer.hidden, width, hit)
         return total
 
-    def _elementwise_s(self, tokens: float) -> float:
-        model, element = self._model, self._model.dtype_bytes
+    def _elementwise_s(self, layer: Layer, tokens: float) -> float:
+        element, attention = self._model.dtype_bytes, self._attention
         heads = self._q_heads + self._kv_heads
-        experts = self._experts
-        inner = experts.intermediate * experts.top_k if experts is not None else model.intermediate_size / self.tp
 
         def move(elements_per_token: float) -> float:
             return self.operators.memory_bound_s(tokens * elements_per_token * element, tokens)
 
-        norm = move(4 * model.hidden_size)  # read input and residual, write sum and norm
-        rotary = move((2 * heads + self._kv_heads) * model.head_dim)
-        activation = move(3 * inner)
-        head_norm = move(2 * heads * model.head_dim) if model.model_type.startswith("qwen3") else 0.0
-        return 2 * norm + rotary + activation + head_norm
+        norm = move(4 * layer.hidden)  # read input and residual, write sum and norm
+        rotary = move((2 * heads + self._kv_heads) * attention.head_dim)
+        activation = move(3 * (layer.mlp.active_width / self.tp))
+        head_norm = move(2 * heads * attention.head_dim) if attention.head_norms else 0.0
+        more_norms = (layer.norms - 2) * move(2 * layer.hidden) if layer.norms > 2 else 0.0
+        return 2 * norm + rotary + activation + head_norm + more_norms
 
     def _embedding_s(self, tokens: float) -> float:
         one = self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * self._model.dtype_bytes, tokens)
@@ -190,7 +196,7 @@ class RooflineStep(StepCost):
         return time
 
     def _prefill_attention_s(self, chunks: Sequence[Chunk]) -> float:
-        one = self.operators.prefill_attention_s(chunks, self._q_heads, self._kv_heads, self._model.head_dim)
+        one = self.operators.prefill_attention_s(chunks, self._q_heads, self._kv_heads, self._attention.head_dim)
         return self._model.num_hidden_layers * one
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -101,11 +102,16 @@ def judge_bytes(model: Model, layers: int, tp: int, batched_tokens: int, sequenc
 
     The weights that stay, buffers for two of those that are streamed, working memory, context and graphs.
     """
-    streamed = min(2, layers) - layers
-    weights = rollout_weight_bytes(model, tp) + streamed * model.layer_bytes / tp
+    streamed = _largest_bytes(model, min(2, layers)) - _largest_bytes(model, layers)
+    weights = rollout_weight_bytes(model, tp) + streamed / tp
     return weights + rollout_activation_bytes(model, tp, batched_tokens, sequences) + RESERVED_BYTES
 
 
 def stream_s(model: Model, layers: int, tp: int, host: Link) -> float:
     """Seconds to copy that many layers of a replica from host memory once, each GPU its share."""
-    return host_copy_s(math.ceil(layers * model.layer_bytes / tp), host)
+    return host_copy_s(math.ceil(_largest_bytes(model, layers) / tp), host)
+
+
+def _largest_bytes(model: Model, layers: int) -> float:
+    """Weights of so many layers, the largest ones."""
+    return sum(heapq.nlargest(layers, map(model.layer_bytes, model.layers)))

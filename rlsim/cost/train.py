@@ -23,6 +23,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
+from rlsim.layers import Layer
 from rlsim.models import Model
 
 #: FLOPs of the backward pass over those of the forward pass. Flash attention recomputes the scores on the way back:
@@ -101,24 +102,27 @@ def forward_flops(model: Model, lengths: npt.ArrayLike) -> float:
 
     2 per token and active weight of the linear layers and the head, and 4 · q_dim per layer for each of the n(n+1)/2
     pairs of a query and a key not after it. A training step without recomputation costs three times the linear part
-    (and 3.5 times the attention part with a flash kernel).
+    (and 3.5 times the attention part with a flash kernel). Raises `ConfigError` for layers of another kind.
     """
     n = np.asarray(lengths, dtype=np.float64)
     pairs = float((n * (n + 1)).sum()) / 2
-    return float(n.sum()) * _linear_flops(model) + 4.0 * model.num_hidden_layers * model.q_dim * pairs
-
-
-def _layer_weights(model: Model) -> int:
-    """Weights of one layer's matrices that one token passes (biases and norms are not multiplications)."""
-    mlp = model.mlp_parameters
-    if model.num_experts:
-        mlp = model.hidden_size * (model.num_experts + 3 * model.moe_intermediate_size * model.num_experts_per_tok)
-    return model.hidden_size * (2 * model.q_dim + 2 * model.kv_dim) + mlp
+    return float(n.sum()) * _linear_flops(model) + 4.0 * model.num_hidden_layers * model.attention.q_dim * pairs
 
 
 def _linear_flops(model: Model) -> float:
     head = model.hidden_size * (1 if model.scalar_head else model.vocab_size)
-    return 2.0 * (model.num_hidden_layers * _layer_weights(model) + head)
+    return 2.0 * (sum(count * layer.active_weights for layer, count in model.groups.items()) + head)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Equal layers of the busiest stage: how many, and one's times per token, and of reading its weights, forward."""
+
+    count: int
+    linear_s: float
+    weights_s: float
+    memory_s: float
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -161,30 +165,38 @@ class TrainCost:
         self._groups = Groups(collectives, cluster, Layout.of(first_gpu, strategy), strategy.sharded_over)
         gpu = cluster.gpu
         split = strategy.tp * strategy.cp
-        self._layers = math.ceil(model.num_hidden_layers / strategy.pp)
         flops, memory = gpu.bf16_flop_per_s, gpu.memory_bytes_per_s * efficiency.memory
         self._memory_bytes_per_s = memory
+        self._attention = model.attention
+        stages = model.stages(strategy.pp)
+        busiest = max(stages, key=lambda stage: sum(n * layer.active_weights for layer, n in stage.items()))
         # Seconds per token (or per query-key pair) of one layer's forward pass on one GPU.
-        self._linear_s = 2.0 * _layer_weights(model) / split / (flops * efficiency.flop)
-        self._weights_s = model.layer_bytes / strategy.tp / memory
-        self._pair_s = 4.0 * model.q_dim / split / (flops * efficiency.attention)
-        self._linear_pairs = _linear_flops(model) / (4.0 * model.num_hidden_layers * model.q_dim)  # a token in pairs
-        self._memory_s = self._elementwise_bytes() / strategy.cp / memory
+        self._layers = tuple(
+            _Layers(
+                count,
+                linear_s=2.0 * layer.active_weights / split / (flops * efficiency.flop),
+                weights_s=model.layer_bytes(layer) / strategy.tp / memory,
+                memory_s=self._elementwise_bytes(layer) / strategy.cp / memory,
+                parameters=layer.parameters,
+            )
+            for layer, count in busiest.items()
+        )
+        q_dim = self._attention.q_dim
+        self._pair_s = 4.0 * q_dim / split / (flops * efficiency.attention)
+        self._linear_pairs = _linear_flops(model) / (4.0 * model.num_hidden_layers * q_dim)  # a token in pairs
         vocabulary = 1 if model.scalar_head else model.vocab_size
         self._head_s = vocabulary / split * (2.0 * model.hidden_size / (flops * efficiency.flop) + LOGIT_BYTES / memory)
 
-    def _elementwise_bytes(self) -> float:
+    def _elementwise_bytes(self, layer: Layer) -> float:
         """Memory traffic per token of a layer's element-wise kernels, fused, forward.
 
-        Norms (4 hidden) and residual additions (6 hidden), rotary embedding (q and k read and written), gated
-        activation (3 MLP widths).
+        Norms (2 hidden each) and residual additions (6 hidden), rotary embedding (q and k read and written), gated
+        activation (3 widths of the MLP, or of all experts that a token passes).
         """
-        model, strategy = self.model, self.strategy
-        width = (
-            model.moe_intermediate_size * model.num_experts_per_tok if model.num_experts else model.intermediate_size
-        )
-        outside = 10 * model.hidden_size / (strategy.tp if strategy.sequence_parallel else 1)
-        return BF16 * (outside + (2 * (model.q_dim + model.kv_dim) + 3 * width) / strategy.tp)
+        attention, strategy = self._attention, self.strategy
+        outside = (6 + 2 * layer.norms) * layer.hidden / (strategy.tp if strategy.sequence_parallel else 1)
+        turned = 2 * (attention.q_dim + attention.kv_dim)
+        return BF16 * (outside + (turned + 3 * layer.mlp.active_width) / strategy.tp)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -296,14 +308,17 @@ class TrainCost:
         tokens, pairs = micro
         if not tokens.any():
             return TrainTime()
-        strategy, layers = self.strategy, self._layers
-        compute, exposed = self._layer_s(tokens, pairs, passes)
-        busy = layers * compute + tokens * (self._head_s * passes.head)
-        communication = layers * exposed
+        strategy = self.strategy
+        busy, communication = np.zeros_like(tokens), np.zeros_like(tokens)
+        for layer in self._layers:
+            compute, exposed = self._layer_s(layer, tokens, pairs, passes)
+            busy += layer.count * compute
+            communication += layer.count * exposed
+        busy += tokens * (self._head_s * passes.head)
         if strategy.zero_stage == 3 and strategy.sharded_over > 1:
             # The ranks meet at every layer: each micro-batch takes as long as its slowest rank.
             slowest_s = float((busy + communication).max(axis=0).sum())
-            late_s = self._late_gathers_s(tokens, pairs, compute + exposed, passes)
+            late_s = self._late_gathers_s(tokens, pairs, passes)
             mean_s, talk_s = float(busy.mean(axis=0).sum()), float(communication.mean(axis=0).sum())
             return TrainTime(compute_s=mean_s, communication_s=talk_s + late_s, imbalance_s=slowest_s - mean_s - talk_s)
         # The ranks meet at the end of the mini-batch only. Micro-batches of unequal size pass equal stages in the sum
@@ -319,38 +334,46 @@ class TrainCost:
             imbalance_s=float((work.sum(axis=1) + bubbles).max()) - mean_s - talk_s - bubble_s,
         )
 
-    def _late_gathers_s(self, tokens: Floats, pairs: Floats, layer: Floats, passes: _Passes) -> float:
+    def _late_gathers_s(self, tokens: Floats, pairs: Floats, passes: _Passes) -> float:
         """ZeRO-3: what gathers and scatters last longer than the compute of the layer they hide behind.
 
-        In the forward pass a layer's gather hides behind the layer before it; in the backward pass a gather and the
-        scatter of the gradient. The first layer, embedding and head are gathered, and scattered, in the open.
+        In the forward pass a layer's gather hides behind the layer before it, taken as one like itself; in the backward
+        pass a gather and the scatter of the gradient. The first layer, embedding and head are gathered, and scattered,
+        in the open.
         """
-        forward, exposed = self._layer_s(tokens, pairs, _FORWARD)
-        forward += exposed
-        gather, scatter = self._gather_s(self.model.layer_parameters), self._scatter_s(self.model.layer_parameters)
-        late = np.maximum(gather - forward.max(axis=0), 0.0)
-        opened = gather + self._gather_s(self.model.embedding_parameters)
+        total_s, opened = 0.0, self._gather_s(self.model.layers[0].parameters)
+        opened += self._gather_s(self.model.embedding_parameters)
+        for layer in self._layers:
+            forward, exposed = self._layer_s(layer, tokens, pairs, _FORWARD)
+            forward += exposed
+            gather, scatter = self._gather_s(layer.parameters), self._scatter_s(layer.parameters)
+            late = np.maximum(gather - forward.max(axis=0), 0.0)
+            if passes.backward:
+                compute, exposed = self._layer_s(layer, tokens, pairs, passes)
+                late += np.maximum(gather + scatter - (compute + exposed - forward).max(axis=0), 0.0)
+            total_s += late.sum() * layer.count
         if passes.backward:
-            late += np.maximum(gather + scatter - (layer - forward).max(axis=0), 0.0)
             opened += self._scatter_s(self.model.embedding_parameters)
-        return float(late.sum() * self._layers + opened * tokens.shape[1])
+        return float(total_s + opened * tokens.shape[1])
 
-    def _layer_s(self, tokens: Floats, pairs: Floats, passes: _Passes) -> tuple[Floats, Floats]:
+    def _layer_s(self, layer: _Layers, tokens: Floats, pairs: Floats, passes: _Passes) -> tuple[Floats, Floats]:
         """One layer of every micro-batch: seconds of compute, and of TP and CP communication that nothing hides."""
-        model, strategy = self.model, self.strategy
-        linear = np.maximum(tokens * self._linear_s, self._weights_s * (tokens > 0))
+        strategy = self.strategy
+        linear = np.maximum(tokens * layer.linear_s, layer.weights_s * (tokens > 0))
         overhead = 0.5 * self.efficiency.overhead_tokens * tokens
         attention = (pairs + overhead) * (self._pair_s * passes.attention)
-        compute = linear * passes.linear + attention + tokens * (self._memory_s * passes.memory)
+        compute = linear * passes.linear + attention + tokens * (layer.memory_s * passes.memory)
         exposed = np.zeros_like(tokens)
         local = tokens / strategy.cp
         if strategy.tp > 1:
             ops = ("all_gather", "reduce_scatter") if strategy.sequence_parallel else ("all_reduce",)
             for op in ops:
-                time = _interpolated(partial(self._groups.time_s, op, group="tp"), local * (model.hidden_size * BF16))
+                time = _interpolated(
+                    partial(self._groups.time_s, op, group="tp"), local * (self.model.hidden_size * BF16)
+                )
                 exposed += 2 * passes.tensor_parallel * time
         if strategy.cp > 1:
-            size = tokens * (2 * model.kv_dim * BF16 / strategy.tp)
+            size = tokens * (2 * self._attention.kv_dim * BF16 / strategy.tp)
             exchange = _interpolated(partial(self._groups.time_s, "all_gather", group="cp"), size)
             exposed += np.maximum(exchange * passes.tensor_parallel - attention, 0.0)
         return compute, exposed

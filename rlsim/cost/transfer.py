@@ -104,7 +104,7 @@ def _over_units(model: Model, unit_s: Callable[[float], float]) -> float:
     """The sum of `unit_s(bytes)` over all layers, the embedding and the head."""
     embedding = model.vocab_size * model.hidden_size * model.dtype_bytes
     head = model.head_parameters * model.dtype_bytes
-    total = model.num_hidden_layers * unit_s(model.layer_bytes) + unit_s(embedding)
+    total = sum(count * unit_s(model.layer_bytes(layer)) for layer, count in model.groups.items()) + unit_s(embedding)
     return total + (unit_s(head) if head else 0.0)
 
 
@@ -112,7 +112,7 @@ def _over_units(model: Model, unit_s: Callable[[float], float]) -> float:
 
 
 def kv_rank_bytes(model: Model, context_tokens: float, tp_src: int) -> float:
-    """KV bytes that one rank of a TP switch handles (PAT): 2 · layers · kv_dim · bytes · Σ context / tp_src.
+    """KV bytes that one rank of a TP switch handles (PAT): those of a token · Σ context / tp_src.
 
     `context_tokens` is the sum over all sequences that move, in every replica that merges.
     """
@@ -212,6 +212,7 @@ def switch_peak_bytes(
     growth = max(rollout_weight_bytes(model, tp_dst) - weights_held, 0.0)
     if not layerwise:
         return model.weight_bytes - weights_held + max(kv_gathered - kv_held, kv_new)
-    one_layer = model.layer_bytes * (1 - 1 / tp_src) + (kv_gathered - kv_held) / layers
-    before_last_layer = max(growth - model.layer_bytes * max(1 / tp_dst - 1 / tp_src, 0.0), 0.0)
+    largest = max(map(model.layer_bytes, model.groups))
+    one_layer = largest * (1 - 1 / tp_src) + (kv_gathered - kv_held) / layers
+    before_last_layer = max(growth - largest * max(1 / tp_dst - 1 / tp_src, 0.0), 0.0)
     return one_layer + kv_new + before_last_layer

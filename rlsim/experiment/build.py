@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -64,7 +64,7 @@ class LoadedExperiment:
         judge = experiment.workflow.reward.judge
         actor = find_model(experiment.model, folder)
         cluster = load_any_cluster(experiment.cluster, source=f"{shown}: cluster")
-        return cls(
+        loaded = cls(
             experiment,
             cluster,
             actor,
@@ -74,6 +74,32 @@ class LoadedExperiment:
             _by_role(actor, {role: find_model(name, folder) for role, name in experiment.models.items()}),
             find_model(judge.model, folder) if judge else None,
         )
+        return loaded._with_models_that_do(shown)
+
+    def _with_models_that_do(self, shown: str) -> LoadedExperiment:
+        """The same without windows that no sequence outgrows.
+
+        Raises `ConfigError` for a model in use whose context the longest prompt and the cap exceed, or whose layers the
+        cost models lack.
+        """
+        longest, cap = self.longest_sequence, self.experiment.trace.cap
+        used = {call.model for call in self.algorithm.calls}
+        models = {role: model.within(longest) for role, model in self.models.items()}
+        for model in [*(models[role] for role in used if role in models), *filter(None, [self.judge_model])]:
+            _ = model.attention  # raises for what cannot be simulated
+            limit = model.max_position_embeddings
+            if limit is not None and longest > limit:
+                raise ConfigError(
+                    f"{shown}: trace.cap of {cap:,} tokens after a prompt of up to {self.longest_prompt:,} exceeds the "
+                    f"context of {model.name}, {limit:,} tokens (max_position_embeddings)"
+                )
+        return replace(self, model=self.model.within(longest), models=models)
+
+    @property
+    def model_notes(self) -> tuple[str, ...]:
+        """What the shapes of the models leave out."""
+        known = [*self.models.values(), *filter(None, [self.judge_model])]
+        return tuple(dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note))
 
     def kind(self, gpus: Sequence[int], what: str = "a call") -> Kind:
         """What these GPUs cost; raises `ConfigError`, about `what` they are for, if they are of several kinds."""

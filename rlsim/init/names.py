@@ -22,17 +22,19 @@ from rlsim.trace import Trace, read_trace
 #: Published models that have exactly the shape of one in the catalogue, by their config.json.
 SAME_SHAPE = {
     "deepscaler-1.5b": "r1-distill-qwen-1.5b",
-    "deepseek-r1-distill-llama-70b": "llama-3-70b",
-    "deepseek-r1-distill-llama-8b": "llama-3.1-8b",
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-r1-distill-llama-70b": "r1-distill-llama-70b",
+    "deepseek-r1-distill-llama-8b": "r1-distill-llama-8b",
     "deepseek-r1-distill-qwen-1.5b": "r1-distill-qwen-1.5b",
-    "deepseek-r1-distill-qwen-7b": "qwen2.5-7b",
-    "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
-    "deepseek-r1-distill-qwen-32b": "qwen2.5-32b",
+    "deepseek-r1-distill-qwen-7b": "r1-distill-qwen-7b",
+    "deepseek-r1-distill-qwen-14b": "r1-distill-qwen-14b",
+    "deepseek-r1-distill-qwen-32b": "r1-distill-qwen-32b",
+    "deepseek-v3.1": "deepseek-v3",
     "llama-3-8b": "llama-3.1-8b",
-    "llama-3.1-70b": "llama-3-70b",
-    "llama-3.3-70b": "llama-3-70b",
+    "llama-3.3-70b": "llama-3.1-70b",
     "meta-llama-3-70b": "llama-3-70b",
     "meta-llama-3-8b": "llama-3.1-8b",
+    "meta-llama-3.1-70b": "llama-3.1-70b",
     "meta-llama-3.1-8b": "llama-3.1-8b",
     "qwen2-1.5b": "qwen2.5-1.5b",
     "qwen2-7b": "qwen2.5-7b",
@@ -45,7 +47,7 @@ SAME_SHAPE = {
     "qwen2.5-math-7b": "qwen2.5-7b",
 }
 #: What may follow the size in a model's name without changing its shape.
-_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|sft|rl|dpo|rm|preview|thinking|v?\d+(\.\d+)*|\d{4}))*")
+_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|rm|preview|thinking|v?\d+(\.\d+)*|\d{4}))*")
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)
 
 

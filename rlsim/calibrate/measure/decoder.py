@@ -51,12 +51,13 @@ def weight_splits(model: Model) -> list[dict[str, Split]]:
 
     Raises `CalibrationError` for a model that is more than llama-like blocks.
     """
-    if model.num_experts or model.scalar_head or model.mlp_bias or model.attention_bias:
+    if model.num_experts or model.scalar_head or model.mlp_bias or model.attention_bias or model.layer.norms != 2:
         raise CalibrationError(
-            f"whole steps of {model.name} cannot be measured: experts, a scalar head, and biases other than qwen2's "
-            "are not built here"
+            f"whole steps of {model.name} cannot be measured: experts, a scalar head, biases other than qwen2's "
+            "and more norms than two are not built here"
         )
-    hidden, q, kv, width = model.hidden_size, model.q_dim, model.kv_dim, model.intermediate_size
+    attention = model.attention
+    hidden, q, kv, width = model.hidden_size, attention.q_dim, attention.kv_dim, model.intermediate_size
     layer = {
         "attention_norm": Split((hidden,), None, ()),
         "qkv": Split((q + 2 * kv, hidden), 0, (q, kv, kv)),
@@ -65,9 +66,9 @@ def weight_splits(model: Model) -> list[dict[str, Split]]:
         "gate_up": Split((2 * width, hidden), 0, (width, width)),
         "down": Split((hidden, width), 1, (width,)),
     }
-    if model.qkv_bias:
+    if attention.qkv_bias:
         layer["qkv_bias"] = Split((q + 2 * kv,), 0, (q, kv, kv))
-    if model.model_type.startswith("qwen3"):
+    if attention.head_norms:
         layer["q_norm"] = layer["k_norm"] = Split((model.head_dim,), None, ())
     around = {
         "embedding": Split((model.vocab_size, hidden), 0, (model.vocab_size,)),
@@ -98,7 +99,7 @@ class KvCache:
     def __init__(self, model: Model, slots: int, max_tokens: int, device: str, dtype: torch.dtype) -> None:
         self.model, self.max_tokens, self._slots = model, max_tokens, slots
         self.on_cpu = device == "cpu"
-        size = slots * max_tokens * model.kv_dim
+        size = slots * max_tokens * model.attention.kv_dim
         self._pool = torch.empty((model.num_hidden_layers, 2, size), device=device, dtype=dtype)
         for layer in self._pool:
             layer.normal_()

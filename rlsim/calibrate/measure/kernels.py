@@ -72,12 +72,12 @@ def train_block(bench: Bench, model: Model, direction: str, tokens: int, length:
     import torch
 
     backward = direction == "forward_backward"
-    sequences = tokens // length
+    sequences, attention = tokens // length, model.attention
     weights = {
         name: bench.tensor(*shape).requires_grad_(backward)
         for name, shape in {
-            "qkv": (model.q_dim + 2 * model.kv_dim, model.hidden_size),
-            "o": (model.hidden_size, model.q_dim),
+            "qkv": (attention.q_dim + 2 * attention.kv_dim, model.hidden_size),
+            "o": (model.hidden_size, attention.q_dim),
             "gate_up": (2 * model.intermediate_size, model.hidden_size),
             "down": (model.hidden_size, model.intermediate_size),
             "norm1": (model.hidden_size,),
@@ -116,7 +116,7 @@ def block(x: Any, weights: dict[str, Any], rotation: tuple[Any, Any], model: Mod
     first, second = turned.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     query, keys = turned[:, :heads], turned[:, heads:]
-    seen = causal_attention(query, keys, values).transpose(1, 2).reshape(sequences, length, model.q_dim)
+    seen = causal_attention(query, keys, values).transpose(1, 2).reshape(sequences, length, model.attention.q_dim)
     x = x + functional.linear(seen, weights["o"])
     normed = functional.rms_norm(x, (hidden,), weights["norm2"], 1e-6)
     gate, up = functional.linear(normed, weights["gate_up"]).chunk(2, dim=-1)

@@ -13,7 +13,8 @@ from rlsim.calibrate.measure.kernels import DIRECTIONS
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.transfer import kv_rank_bytes
-from rlsim.models import Linear, Model
+from rlsim.layers import Linear
+from rlsim.models import Model
 
 #: Share of the budget that each operator gets (what one does not use goes to the others), and the points that it gets
 #: before the shares count, so that a small budget still gives something of everything.
@@ -163,7 +164,7 @@ def _shapes(setup: GridSetup) -> list[tuple[int, int]]:
     degrees = [*setup.tps, *(tp for tp in (1, 2, 4, 8) if tp not in setup.tps and model.supports_tp(tp))]
     linears: list[Linear] = []
     for tp in degrees:
-        linears += [*model.linear_layers(tp), model.head(tp)]
+        linears += [*model.layer.linears(tp), model.head(tp)]
     own = [(linear.n_out, linear.k_in) for linear in linears]
     others = [(round(n * a), round(k * b)) for a, b in ((0.5, 2), (2, 0.5), (0.75, 0.75), (1.5, 1.5)) for n, k in own]
     return list(dict.fromkeys(shape for shape in [*own, *others] if min(shape) >= 16))
@@ -173,7 +174,7 @@ def _gemms(setup: GridSetup) -> Iterator[Task]:
     """All shapes at few token counts, then ever more: held-out points need shapes enough. Large products come first:
     they give the peak rate."""
     element = setup.model.dtype_bytes
-    own = len(setup.model.linear_layers(1)) + 1
+    own = len(setup.model.layer.linears()) + 1
     counts = [*doublings(1, 64), *doublings(96, 16384, 2)]
     ranked = []
     for index, (n, k) in enumerate(_shapes(setup)):
@@ -192,8 +193,8 @@ def _largest(setup: GridSetup) -> Iterator[tuple[int, int, int]]:
 
 def _heads(setup: GridSetup) -> list[tuple[int, int]]:
     """(query heads, KV heads) on one device at every TP of the run."""
-    model = setup.model
-    return list(dict.fromkeys((model.num_attention_heads // tp, model.kv_heads_per_gpu(tp)) for tp in setup.tps))
+    attention = setup.model.attention
+    return list(dict.fromkeys((attention.heads // tp, attention.kv_heads_per_gpu(tp)) for tp in setup.tps))
 
 
 def _decode_attention(setup: GridSetup) -> Iterator[Task]:
@@ -227,8 +228,8 @@ def _elementwise(setup: GridSetup) -> Iterator[Task]:
     """A layer's four kernels, with the bytes that the step model counts for them (`RooflineStep`)."""
     model = setup.model
     for (tokens,), tp in itertools.product(coarse_to_fine(doublings(1, 2**15)), setup.tps):
-        heads, kv_heads = model.num_attention_heads // tp, model.kv_heads_per_gpu(tp)
-        width = (model.moe_intermediate_size * model.num_experts_per_tok or model.intermediate_size) // tp
+        heads, kv_heads = model.attention.heads // tp, model.attention.kv_heads_per_gpu(tp)
+        width = model.layer.mlp.active_width // tp
         elements = 8 * model.hidden_size + (2 * heads + 3 * kv_heads) * model.head_dim + 3 * width
         size = int(tokens * elements * model.dtype_bytes)
         arguments = (tokens, model.hidden_size, heads, kv_heads, model.head_dim, width)
@@ -240,14 +241,15 @@ def _train(setup: GridSetup) -> Iterator[Task]:
     model = setup.model
     if model.num_experts:  # the block measured is dense
         return
+    q_dim, weights = model.attention.q_dim, model.layer.parameters
     for (tokens,), share, direction in itertools.product(coarse_to_fine(doublings(128, 2**15)), (1, 4), DIRECTIONS):
         length = tokens // share
-        activations = tokens * (8 * model.hidden_size + 4 * model.q_dim + 4 * model.intermediate_size)
+        activations = tokens * (8 * model.hidden_size + 4 * q_dim + 4 * model.intermediate_size)
         scores = share * length**2 * model.num_attention_heads if setup.device == "cpu" else 0
         work = (3 if direction == "forward_backward" else 1) * (
-            2.0 * model.layer_parameters * tokens + 4.0 * share * length**2 * model.q_dim
+            2.0 * weights * tokens + 4.0 * share * length**2 * q_dim
         )
-        if setup.fits(work, model.dtype_bytes * (2 * model.layer_parameters + 2 * activations) + 4.0 * scores):
+        if setup.fits(work, model.dtype_bytes * (2 * weights + 2 * activations) + 4.0 * scores):
             yield Task.of(
                 "train_block", model.name, direction, tokens, length, arguments=(model, direction, tokens, length)
             )
@@ -281,7 +283,7 @@ def _step_fits(setup: GridSetup, tp: int, tokens: float, pairs: float, cached: f
     """Whether a step over `tokens` new tokens with `pairs` of queries and keys and `cached` tokens read is short
     enough."""
     model = setup.model
-    flops = 2.0 * model.active_parameters * tokens + 4.0 * model.num_hidden_layers * model.q_dim * pairs
+    flops = 2.0 * model.active_parameters * tokens + 4.0 * model.num_hidden_layers * model.attention.q_dim * pairs
     size = rollout_weight_bytes(model, tp) + cached * kv_page_bytes(model, tp, 1)
     return flops / tp / setup.flop_per_s + size / setup.bytes_per_s <= setup.longest_call_s
 

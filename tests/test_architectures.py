@@ -1,0 +1,414 @@
+"""Families of models: published counts, caches, what is read from a config.json, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes, stage_parameters, training_memory
+from rlsim.cost.reallocation import common_bytes
+from rlsim.cost.roofline import RooflineStep, distinct_experts
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
+from rlsim.errors import ConfigError
+from rlsim.experiment.check import check_experiment
+from rlsim.hardware import load_cluster
+from rlsim.layers import FullAttention, LatentAttention, LinearAttention
+from rlsim.models import Model, load_model
+
+H100 = load_cluster("8xh100")
+
+# Sums over the tensors of the published checkpoints (safetensors metadata on the model's page, its index's total_size,
+# or the model's paper), without layers for multi-token prediction and vision parts.
+PUBLISHED = {
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-12b": 11_766_034_176,  # llama.cpp's count of the text part
+    "glm-4.5": 352_797_829_024,
+    "glm-4.5-air": 106_852_251_264,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "kimi-k2": 1_026_408_232_448,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-small-24b-2501": 23_572_403_200,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-coder-480b-a35b": 480_154_875_392,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "r1-distill-llama-70b": 70_553_706_496,
+    "r1-distill-qwen-7b": 7_615_616_512,
+}
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", *_HEADS, "vocab_size")
+MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def config(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **dict(zip(_SIZES, sizes, strict=True)), **more}
+
+
+# The same for models that are not in the catalogue: what their config.json says of the shape.
+CONFIGS = {
+    "Llama-2-13b": (config("llama", 5120, 13824, 40, 40, 40, 32000), 13_015_864_320),
+    "Llama-2-70b": (config("llama", 8192, 28672, 80, 64, 8, 32000), 68_976_648_192),
+    "Mistral-Nemo-12B": (config("mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128), 12_247_782_400),
+    "gemma-7b": (config("gemma", 3072, 24576, 28, 16, 16, 256000, head_dim=256), 8_537_680_896),
+    "phi-4": (config("phi3", 5120, 17920, 40, 40, 10, 100352), 14_659_507_200),
+    "Seed-OSS-36B": (
+        config("seed_oss", 5120, 27648, 64, 80, 8, 155136, head_dim=128, attention_bias=True),
+        36_151_104_512,
+    ),
+    "SmolLM3-3B": (config("smollm3", 2048, 11008, 36, 16, 4, 128256), 3_075_098_624),
+    "gemma-3-270m": (config("gemma3_text", 640, 2048, 18, 4, 1, 262144, sliding_window=512), 268_098_176),
+    "DeepSeek-V2": (
+        config("deepseek_v2", 5120, 12288, 60, 128, 128, 102400, n_routed_experts=160, n_shared_experts=2,
+               num_experts_per_tok=6, moe_intermediate_size=1536, first_k_dense_replace=1, q_lora_rank=1536, **MLA),
+        235_741_434_880,
+    ),
+    "Qwen2-57B-A14B": (
+        config("qwen2_moe", 3584, 18944, 28, 28, 4, 151936, num_experts=64, num_experts_per_tok=8,
+               moe_intermediate_size=2560, shared_expert_intermediate_size=20480),
+        57_408_658_944,
+    ),
+}  # fmt: skip
+
+TINY = config("llama", 64, 128, 4, 4, 2, 100)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def model(**words: Any) -> Model:
+    return Model(**{"name": "tiny", **TINY, **words})
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_published_counts(name: str, parameters: int) -> None:
+    assert load_model(name).parameters == parameters
+
+
+@pytest.mark.parametrize(("words", "parameters"), CONFIGS.values(), ids=CONFIGS)
+def test_published_counts_of_other_configurations(words: dict[str, Any], parameters: int) -> None:
+    assert Model(name="-", **words).parameters == parameters
+
+
+def test_multimodal_models_of_one_family_have_the_same_vision_part() -> None:
+    # Published totals of text and vision. Gemma 3: SigLIP, and a projection and norm as wide as the text part.
+    totals = {"gemma-3-4b": 4_300_079_472, "gemma-3-12b": 12_187_325_040, "gemma-3-27b": 27_432_406_640}
+    towers = {
+        total - text.parameters - 1152 * (text.hidden_size + 1)
+        for text, total in ((load_model(name), total) for name, total in totals.items())
+    }
+    assert towers == {416_866_032}
+    scout = 108_641_793_536 - load_model("llama-4-scout-17b-16e").parameters
+    assert scout == 401_583_781_376 - load_model("llama-4-maverick-17b-128e").parameters
+
+
+def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
+    following = load_model("qwen3-next-80b-a3b")  # its page counts them
+    assert following.parameters + following.mtp_parameters == 81_324_862_720
+    air = load_model("glm-4.5-air")  # and here a copy of embedding and head with them
+    assert air.parameters + air.mtp_parameters + air.embedding_parameters == 110_468_824_832
+    assert load_model("deepseek-v3").mtp_parameters == pytest.approx(11.5e9, rel=0.01)  # its README_WEIGHTS
+    assert load_model("mixtral-8x7b").mtp_parameters == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),  # as the model cards round them
+    [("mixtral-8x7b", 12.9), ("deepseek-v3", 37), ("kimi-k2", 32), ("qwen3-235b-a22b", 22), ("glm-4.5", 32)],
+)
+def test_active_parameters(name: str, billions: float) -> None:
+    assert load_model(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.055)
+
+
+def test_what_a_sequence_caches() -> None:
+    latent = load_model("deepseek-v3")
+    assert latent.kv_bytes_per_token == 61 * 576 * 2 == 70_272
+    windows = load_model("gpt-oss-20b")  # 12 of 24 layers see 128 tokens
+    assert windows.kv_bytes_per_token == 24 * 2 * 8 * 64 * 2
+    assert windows.sequence_bytes(100) == 100 * windows.kv_bytes_per_token
+    assert windows.sequence_bytes(1000) == (12 * 1000 + 12 * 128) * 2 * 8 * 64 * 2
+    hybrid = load_model("qwen3-next-80b-a3b")  # 12 of 48 layers cache, 36 have a state
+    assert hybrid.kv_bytes_per_token == 12 * 2 * 2 * 256 * 2
+    assert hybrid.state_bytes == 36 * 2 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
+    assert hybrid.sequence_bytes(1000) == 1000 * hybrid.kv_bytes_per_token + hybrid.state_bytes
+    gemma = load_model("gemma-3-27b")  # every sixth of 62 layers is full
+    assert sum(layer.attention.window_tokens is None for layer in gemma.layers) == 10
+
+
+def test_a_hybrid_without_experts() -> None:
+    sizes = {"linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128}
+    sizes |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32"}
+    words = config("qwen3_5_text", 5120, 17408, 64, 24, 4, 248320, head_dim=256, mtp_num_hidden_layers=1, **sizes)
+    hybrid = Model(name="Qwen3.5-27B", **words)
+    assert hybrid.parameters == 26_895_998_464  # the text part, as transformers builds it
+    assert hybrid.state_bytes == 48 * (4 * 48 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 48 * 128))
+    assert hybrid.mtp_parameters == hybrid.layers[-1].parameters + 2 * 5120**2 + 3 * 5120
+
+
+def test_kinds_of_layers() -> None:
+    kinds = {name: {type(layer.attention) for layer in load_model(name).groups} for name in ("kimi-k2", "glm-4.5")}
+    assert kinds == {"kimi-k2": {LatentAttention}, "glm-4.5": {FullAttention}}
+    hybrid = load_model("qwen3-next-80b-a3b").layers[:4]
+    assert [type(layer.attention) for layer in hybrid] == [LinearAttention] * 3 + [FullAttention]
+    dense = {name: [bool(x.expert_weights()) for x in load_model(name).layers].index(True) for name in PUBLISHED_MOE}
+    assert dense == PUBLISHED_MOE
+    scout = load_model("llama-4-scout-17b-16e").layers[:4]
+    assert [layer.attention.window_tokens for layer in scout] == [8192, 8192, 8192, None]
+
+
+PUBLISHED_MOE = {"deepseek-v3": 3, "glm-4.5-air": 1, "mixtral-8x7b": 0, "llama-4-maverick-17b-128e": 1}
+
+
+def test_layers_with_and_without_experts() -> None:
+    def where(**words: Any) -> list[int]:
+        mixed = model(model_type="qwen3_moe", num_hidden_layers=6, **EXPERTS, **words)
+        return [index for index, layer in enumerate(mixed.layers) if layer.expert_weights()]
+
+    assert where() == [0, 1, 2, 3, 4, 5]
+    assert where(mlp_only_layers=[0, 4]) == [1, 2, 3, 5]
+    assert where(decoder_sparse_step=3) == [2, 5]
+    assert where(first_k_dense_replace=2, moe_layer_freq=2) == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b", "gemma-2-9b", "glm-4.5-air"])
+def test_gpus_of_a_group_hold_the_model_between_them(name: str) -> None:
+    whole = load_model(name)
+    for layer in whole.groups:
+        shared = 2 * layer.parameters_per_gpu(2) - layer.parameters  # what both have: norms, routers, latents
+        assert 0 < shared < 0.02 * layer.parameters + 3 * layer.hidden * 2112
+    assert whole.weight_bytes <= 2 * rollout_weight_bytes(whole, 2) < 1.05 * whole.weight_bytes
+
+
+def test_words_of_a_model_written_out_and_read_again_mean_the_same() -> None:
+    for name in (*PUBLISHED, "llama-4-maverick-17b-128e", "gemma-3-4b"):
+        known = load_model(name)
+        again = Model(**known.model_dump(exclude_defaults=True))
+        assert again == known
+        assert again.layers == known.layers
+
+
+# config.json ----------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path, **words: Any) -> Model:
+    (folder / "config.json").write_text(json.dumps({**TINY, **words}))
+    return load_model(folder)
+
+
+def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
+    text = {**config("gemma3_text", 64, 128, 12, 4, 2, 100), "head_dim": 16, "sliding_window": 8}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    )
+    found = load_model(tmp_path)
+    assert found.note == "the text part of gemma3; its other parts are not counted"
+    assert found.tie_word_embeddings
+    assert found.layer_types.count("full_attention") == 2
+    assert found.layers == Model(name="-", **text).layers
+
+
+def test_quantised_weights(tmp_path: Path) -> None:
+    words = {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    plain, quantised = read(tmp_path, **words), read(tmp_path, **words, quantization_config={"quant_method": "mxfp4"})
+    experts = 4 * 4 * 3 * 64 * 128
+    assert plain.weight_bytes - quantised.weight_bytes == experts * (2 - 17 / 32)
+    assert quantised.parameters == plain.parameters
+    eight = read(tmp_path, quantization_config={"quant_method": "fp8"})
+    assert "taken in bf16" in eight.note
+    assert eight.weight_bytes == 2 * eight.parameters
+    with pytest.raises(ConfigError, match="quantised weights are not supported"):
+        read(tmp_path, quantization_config={"quant_method": "gptq"})
+
+
+def test_windows_of_a_config_json(tmp_path: Path) -> None:
+    assert read(tmp_path, model_type="mistral", sliding_window=None).layer_types == ()
+    assert read(tmp_path, model_type="mistral", sliding_window=32).layer_types == ("sliding_attention",) * 4
+    idle = {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": False, "max_window_layers": 1}
+    assert read(tmp_path, **idle).layer_types == ()
+    some = read(tmp_path, **{**idle, "use_sliding_window": True})
+    assert some.layer_types == ("full_attention", *("sliding_attention",) * 3)
+    for kind, windows in (("qwen2_moe", [0, 2]), ("qwen3_moe", [0, 1, 2, 3])):
+        words = {
+            **EXPERTS,
+            "model_type": kind,
+            "use_sliding_window": True,
+            "sliding_window": 32,
+            "max_window_layers": 3,
+        }
+        found = read(tmp_path, **words).layer_types
+        assert [index for index, one in enumerate(found) if one == "sliding_attention"] == windows
+    own = read(tmp_path, model_type="gemma2", layer_types=["full_attention"] * 4)
+    assert own.attention.window_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tokens"),
+    [
+        (None, 4096),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 100}, 4096),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
+        ({"rope_type": "linear", "factor": 2.0}, 8192),
+        ({"rope_type": "linear", "factor": float("inf")}, 4096),
+    ],
+)
+def test_context_under_rope_scaling(tmp_path: Path, scaling: dict[str, Any] | None, tokens: int) -> None:
+    assert read(tmp_path, max_position_embeddings=4096, rope_scaling=scaling).max_position_embeddings == tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"model_type": "deepseek_v3", **EXPERTS}, "the attention of deepseek_v3 needs kv_lora_rank, qk_nope_head_dim"),
+        ({"model_type": "qwen3_next", **EXPERTS}, "the attention of qwen3_next needs linear_num_key_heads"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types names 2 layers, num_hidden_layers is 4"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layers with a window need sliding_window"),
+        ({"layer_types": ["mamba"] * 4}, "layer_types.0: .*'full_attention'"),
+        ({"model_type": "mixtral"}, "'mixtral' does not go with num_experts 0"),
+    ],
+)
+def test_shapes_that_say_too_little(tmp_path: Path, words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, **words)
+
+
+# Costs ----------------------------------------------------------------------------------------------------------------
+
+
+def mixture(**words: Any) -> Model:
+    """Four layers of glm4_moe's kind, two of them dense."""
+    more = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 2}
+    sizes = config("glm4_moe", 1024, 8192, 4, 16, 4, 32000)
+    return Model(**{"name": "mixture", **sizes, "moe_intermediate_size": 512, **more, **words})
+
+
+def step(shape: Model, tp: int = 1) -> RooflineStep:
+    return RooflineStep(shape, tp, H100, load_calibration("h100-sglang"))
+
+
+def test_products_of_first_dense_layers_and_shared_experts() -> None:
+    kernels = step(mixture(), tp=2)
+    gemm, tokens = kernels.operators.gemm_s, 48
+    attention = gemm(tokens, 512 + 2 * 128, 1024) + gemm(tokens, 1024, 512)
+    dense = gemm(tokens, 8192, 1024) + gemm(tokens, 1024, 4096)
+    hit = distinct_experts(tokens, 8, 2)
+    shared = gemm(tokens, 512, 1024) + gemm(tokens, 1024, 256)
+    routed = gemm(tokens * 2 / hit, 512, 1024, hit) + gemm(tokens * 2 / hit, 1024, 256, hit)
+    expected = 4 * attention + 2 * dense + 2 * (gemm(tokens, 8, 1024) + shared + routed)
+    assert kernels.breakdown(tokens, 1000)["products"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_mixture_lies_between_its_layers_alone() -> None:
+    mixed = mixture()
+    alone = [mixture(first_k_dense_replace=k) for k in (0, 4)]
+    for of in (
+        lambda m: step(m).decode(32).step_s(20_000),
+        lambda m: forward_flops(m, [500, 700]),
+        lambda m: m.parameters,
+        lambda m: (
+            TrainCost(m, H100, NoTime(), TrainStrategy(dp=8, zero_stage=3), TrainEfficiency(flop=0.5))
+            .train_s([500] * 16)
+            .total_s
+        ),
+        lambda m: training_memory(m, TrainStrategy(recompute="none"), 1000).activation_bytes,
+    ):
+        low, high = sorted(map(of, alone))
+        assert of(mixed) == pytest.approx((low + high) / 2, rel=1e-9)
+
+
+class NoTime:
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        return 0.0
+
+
+def test_stages_of_unlike_layers() -> None:
+    mixed = mixture()
+    dense, experts = mixed.layers[0].parameters, mixed.layers[-1].parameters
+    embedding = mixed.vocab_size * mixed.hidden_size
+    assert experts < dense
+    assert stage_parameters(mixed, TrainStrategy(pp=2)) == 2 * dense + embedding + mixed.hidden_size
+    common = common_bytes(mixed, 1, 2) / 2
+    np.testing.assert_array_equal(common[0] - [embedding, embedding + mixed.hidden_size], [2 * dense, 2 * experts])
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("deepseek-v3", r"latent attention \(MLA\)"),
+        ("qwen3-next-80b-a3b", r"linear attention \(gated delta net\), attention with an output gate"),
+        ("gemma-2-9b", r"sliding-window attention \(4096 tokens\)"),
+        ("llama-4-scout-17b-16e", r"chunked attention \(8192 tokens\)"),
+        ("gpt-oss-20b", r"sliding-window attention \(128 tokens\), attention sinks, experts of 4.25 bits a weight"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_name(name: str, features: str) -> None:
+    shape, message = load_model(name), rf"^{name} has {features}, which rlsim counts but cannot simulate yet"
+    for cost in (
+        lambda: step(shape, tp=8),
+        lambda: forward_flops(shape, [100]),
+        lambda: training_memory(shape, TrainStrategy()),
+        lambda: check_experiment(experiment(name, cap=9000)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cost()
+
+
+def test_pages_of_a_latent_are_whole_on_every_gpu() -> None:
+    assert kv_page_bytes(load_model("deepseek-v3"), 8, 16) == 16 * 70_272
+    with pytest.raises(ConfigError, match=r"has sliding-window attention \(4096 tokens\)"):
+        kv_page_bytes(load_model("gemma-2-9b"), 1, 16)
+
+
+def experiment(name: str, cap: int) -> dict[str, Any]:
+    return {
+        "name": "x",
+        "cluster": "8xh100",
+        "calibration": "h100-sglang",
+        "model": name,
+        "trace": {"fixed": cap, "cap": cap, "default_prompt_tokens": 96},
+        "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+        "seeds": 1,
+        "training": {"offload": True},
+        "systems": [{"verl": {"tp": 8}}],
+    }
+
+
+def test_a_window_that_no_sequence_outgrows_is_none() -> None:
+    shape = load_model("gemma-2-9b")
+    assert shape.within(4097) is shape
+    assert shape.within(4096).attention.window_tokens is None
+    assert check_experiment(experiment("gemma-2-9b", cap=4000)).runs == 1
+    with pytest.raises(ConfigError, match="sliding-window"):
+        check_experiment(experiment("gemma-2-9b", cap=4001))
+
+
+def test_a_cap_beyond_the_context_is_refused() -> None:
+    assert check_experiment(experiment("qwen3-8b", cap=40_960 - 96)).runs == 1
+    message = "trace.cap of 40,960 tokens after a prompt of up to 96 exceeds the context of qwen3-8b, 40,960 tokens"
+    with pytest.raises(ConfigError, match=message):
+        check_experiment(experiment("qwen3-8b", cap=40_960))
+    assert load_model("llama-3-7b").max_position_embeddings is None
+    assert check_experiment(experiment("llama-3-7b", cap=40_960)).runs == 1
+
+
+def test_notes_of_models_stand_in_the_experiment() -> None:
+    notes = check_experiment(experiment("gemma-3-4b", cap=512)).notes
+    assert "gemma-3-4b: the text part; its vision part is not counted" in notes
