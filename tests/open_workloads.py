@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from hypothesis import strategies as st
 from reference import RefEngine
 from reference_open import OpenResult, RefCheck, RefRewards, simulate_open
+from reference_rolling import RollingRun
 from test_engine import FixedWatermark
 from workloads import COUNT, AbortLongest, LinearStep, Nothing, Scripted, StubCosts, Together, _kinds, _steps, degrees
 
@@ -176,6 +177,16 @@ class OpenWorkload:
     spread_s: float = 0.0  # where replicas take new weights on their own: until all nodes have them
     pull_s: float = 0.0  # then: until a replica has them
 
+    @property
+    def rolling(self) -> bool:
+        """Whether replicas take new weights each on its own."""
+        return self.rule.weights.replicas == "each"
+
+    def each(self, way: Literal["interrupt", "drain"], spread_s: float, pull_s: float) -> OpenWorkload:
+        """The same where each replica takes new weights on its own, without a control."""
+        rule = replace(self.rule, weights=Update(way, self.rule.weights.kv, "each"), asked=[])
+        return replace(self, rule=rule, control=Nothing(), spread_s=spread_s, pull_s=pull_s)
+
     def plain(self) -> OpenWorkload:
         """The same without rewards, windows or a control."""
         return replace(self, control=Nothing(), checks=(), filter=Batching(), windows=0, infer_s=(), grouped=False)
@@ -210,6 +221,7 @@ class OpenWorkload:
             routing=self.routing,
             rewards=self.rewards if self.checks else None,
             windows=max(self.windows, 1),
+            **({"kind": RollingRun, "spread_s": self.spread_s, "pull_s": self.pull_s} if self.rolling else {}),
         )
 
     def workflow(self) -> Workflow:

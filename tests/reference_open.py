@@ -106,13 +106,17 @@ def simulate_open(
     routing: Literal["contiguous", "round_robin"] = "contiguous",
     rewards: RefRewards | None = None,
     windows: int = 1,
+    kind: type[_Run] | None = None,
+    **more: float,
 ) -> OpenResult:
     """All steps of a run, as many as there are durations of syncs.
 
     `sizes` says for the prompt at a position how long it and each of its responses are, in tokens; `train_s` is the
     time that training takes for each of the `windows` equal parts of a step's batch, of all steps one after the other.
+    `kind` is another way in which new weights come, with what it asks for beyond.
     """
-    run = _Run([], node_gpus, tp, costs, engine, cap_tokens, control, None)
+    run = (kind or _Run)([], node_gpus, tp, costs, engine, cap_tokens, control, None)
+    vars(run).update(more)
     run.sizes, run.prompts, run.batching, run.routing = sizes, prompts, batching, routing
     run.train_s, run.sync_s, run.rewards, run.windows = train_s, sync_s, rewards, windows
     run.to_the_end()
@@ -160,6 +164,7 @@ class _Run(_Rollout):
         self.launched_since_update = self.left_at_update = 0
         self.phase: Literal["works", "asks", "stops", "syncs", "over"] = "works"  # of the present step
         self.begins = False  # the step, at this moment
+        self.news = False  # something else that is new for the batching
         self.works_until: float | None = None  # on a part of its batch
         self.synced_at = math.nan
         self.places: set[int] = set()  # positions of prompts that the step waits for
@@ -167,6 +172,24 @@ class _Run(_Rollout):
         self.complete: list[_Request] = []  # at this moment, not yet given to a reward
         self.unchecked: list[_Request] = []  # wait for a worker
         self.checks: list[_Check] = []
+
+    # --- which weights are where
+
+    @property
+    def shown_version(self) -> int:
+        return self.version
+
+    def version_of(self, replica: _Replica) -> int:
+        return self.version
+
+    def version_at(self, request: _Request) -> int:
+        return self.version
+
+    def may_launch(self) -> bool:
+        return self.phase == "works"
+
+    def launchable(self) -> list[_Replica]:
+        return self.active()
 
     @property
     def step(self) -> RefStep:
@@ -180,7 +203,7 @@ class _Run(_Rollout):
     def room(self) -> int:
         view = OpenView(
             prompts=self.prompts,
-            version=self.version,
+            version=self.shown_version,
             running=len(self.running),
             waiting=len(self.queue),
             taken=self.taken,
@@ -217,7 +240,7 @@ class _Run(_Rollout):
 
     def deal_launched(self, new: list[_Request], idle: bool) -> None:
         """One by one to the replica with the fewest; where nothing was unfinished, as at the start of a rollout."""
-        replicas = self.active()
+        replicas = self.launchable()
         if not replicas:
             self.homeless += new
         elif not idle:
@@ -238,7 +261,8 @@ class _Run(_Rollout):
             self.response(r).replica = replica.index
 
     def end(self, replica: _Replica) -> bool:
-        """Every token is of the version that the rollout has now."""
+        """Every token is of the version that the replica has now."""
+        version = self.version_of(replica)
         there = [(r, r.generated) for r in replica.admitted]
         finished = super().end(replica)
         for r, before in there:
@@ -246,12 +270,12 @@ class _Run(_Rollout):
             for _ in range(r.generated - before):
                 if math.isnan(response.first_token_at):
                     response.first_token_at = self.now
-                if response.runs and response.runs[-1][0] == self.version:
-                    response.runs[-1] = self.version, response.runs[-1][1] + 1
+                if response.runs and response.runs[-1][0] == version:
+                    response.runs[-1] = version, response.runs[-1][1] + 1
                 else:
-                    response.runs.append((self.version, 1))
+                    response.runs.append((version, 1))
             if r.state == "finished":
-                response.finished_at, response.finished_version = self.now, self.version
+                response.finished_at, response.finished_version = self.now, version
                 self.complete.append(r)
         return finished
 
@@ -306,17 +330,20 @@ class _Run(_Rollout):
                 continue
             self.still.add(replica.index)
             if self.update.kv == "recompute":
-                losing, replica.admitted = replica.admitted, []
-                for r in losing:
-                    self.end_stay(r, "updated")
-                    r.lose_kv()
-                    r.stay = RefStay(r.id, replica.gpus, self.now)
-                replica.waiting[:0] = losing
+                self.lose_kv_of(replica)
         if self.switches or any(replica.index not in self.still for replica in self.active()):
             return False
         self.step.sync_starts_at = self.now
         self.phase, self.synced_at = "syncs", self.now + self.sync_s[len(self.open.steps) - 1]
         return True
+
+    def lose_kv_of(self, replica: _Replica) -> None:
+        losing, replica.admitted = replica.admitted, []
+        for r in losing:
+            self.end_stay(r, "updated")
+            r.lose_kv()
+            r.stay = RefStay(r.id, replica.gpus, self.now)
+        replica.waiting[:0] = losing
 
     def go_on(self) -> bool:
         """The weights are there: the next version, and the next step."""
@@ -331,21 +358,32 @@ class _Run(_Rollout):
                 r.arrived_kv = False
             for move in self.moves:
                 move.held = []
+        self.next_step()
+        return True
+
+    def next_step(self) -> None:
         if len(self.open.steps) == len(self.sync_s):
             self.phase = "over"
         else:
             self.phase, self.begins = "works", True
             self.open.steps.append(RefStep(self.now))
-        return True
+
+    def stands(self, replica: _Replica) -> bool:
+        """Whether it begins no iteration."""
+        return self.phase in ("stops", "syncs")
 
     def begin_all(self) -> None:
         """Where an update has been asked for, and is not over, replicas stand still at their boundaries."""
-        if self.phase not in ("stops", "syncs"):
-            for replica in self.active():
+        for replica in self.active():
+            if not self.stands(replica):
                 if replica.arrivals and replica.iteration is not None:
                     self.at_boundary(replica)
                 if replica.iteration is None and replica.requests():
                     self.begin(replica)
+
+    def publish(self) -> bool:
+        """New weights are there for replicas that take them on their own."""
+        return False
 
     # --- decisions, at the end of a moment
 
@@ -382,7 +420,8 @@ class _Run(_Rollout):
         number, self.begins = len(self.open.steps) - 1, False
         for group in self.running:
             runs = [self.response(r).runs for r in group.requests]
-            oldest = min(r[0][0] if r else self.version for r in runs)
+            now = [self.version_at(r) for r in group.requests]
+            oldest = min(r[0][0] if r else version for r, version in zip(runs, now, strict=True))
             if self.batching.awaited(number - oldest):
                 self.places.add(group.position)
 
@@ -418,12 +457,13 @@ class _Run(_Rollout):
     def decide(self, finished_on: set[int]) -> None:
         """First the batching, if there is something new for it; the control sees the moment as it was before."""
         count, actions = 0, []
-        if self.begins or self.ready_now():
+        if self.begins or self.ready_now() or self.news:
+            self.news = False
             self.line_up()
             if self.begins:
                 self.keep_places()
             self.take()
-            if self.phase == "works":
+            if self.may_launch():
                 count = self.room()
         if decides(self.control):
             answer = self.control.on_finish(_View(self, finished_on))
@@ -440,8 +480,10 @@ class _Run(_Rollout):
         yield from (check.ends_at for check in self.checks)
         if self.works_until is not None:
             yield self.works_until
-        if self.phase == "syncs":
-            yield self.synced_at
+        yield from self.moments_of_update()
+
+    def moments_of_update(self) -> list[float]:
+        return [self.synced_at] if self.phase == "syncs" else []
 
     def rest_of_moment(self, finished_on: set[int]) -> None:
         """All but the ends of iterations."""
@@ -454,9 +496,11 @@ class _Run(_Rollout):
             followed = self.phase != "over"
             if self.phase == "over":
                 pass
-            elif self.begins or self.ready_now() or (finished_on and decides(self.control)):
+            elif self.begins or self.ready_now() or self.news or (finished_on and decides(self.control)):
                 self.decide(finished_on)
                 finished_on = set()
+            elif self.publish():
+                pass
             elif self.phase == "asks" and (
                 self.update.responses == "interrupt" or not any(r.left for r in self.requests)
             ):

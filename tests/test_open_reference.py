@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -135,6 +137,27 @@ def test_the_engine_equals_the_reference_where_much_happens_at_once(work: OpenWo
 @settings(relaxed, max_examples=100)
 @given(open_workloads("grid"))
 def test_the_engine_equals_the_reference_on_a_grid_of_times(work: OpenWorkload) -> None:
+    compare(work)
+
+
+@st.composite
+def rolling(draw: st.DrawFn, clock: Clock) -> OpenWorkload:
+    """Runs whose replicas take new weights each on its own."""
+    seconds = st.floats(0, 20) if clock == "real" else st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0])
+    way: Literal["interrupt", "drain"] = draw(st.sampled_from(("interrupt", "drain")))
+    return draw(open_workloads(clock)).each(way, draw(seconds), draw(seconds))
+
+
+@settings(relaxed, max_examples=150)
+@given(st.sampled_from(CLOCKS).flatmap(rolling))
+def test_the_engine_equals_the_reference_where_each_replica_takes_weights_on_its_own(work: OpenWorkload) -> None:
+    compare(work)
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=4500)
+@given(st.sampled_from(CLOCKS).flatmap(rolling))
+def test_the_engine_equals_the_reference_on_many_runs_of_replicas_on_their_own(work: OpenWorkload) -> None:
     compare(work)
 
 

@@ -214,8 +214,7 @@ def _calibration(name: str, experiment: Experiment, folder: Path) -> Calibration
 def _by_role(actor: Model, given: Mapping[str, Model]) -> dict[str, Model]:
     """The models of an experiment; a reference and a critic are as large as the actor unless they are given."""
     models = {"actor": actor, "reference": actor, "critic": actor, **given}
-    scalar = {"scalar_head": True}
-    return {r: m.model_copy(update=scalar) if r in ("critic", "reward") else m for r, m in models.items()}
+    return {role: model.as_critic() if role in ("critic", "reward") else model for role, model in models.items()}
 
 
 def find_model(name: str, folder: Path) -> Model:

@@ -303,14 +303,15 @@ class OpenGeneration(RolloutControl):
 
     def publish(self, relay: Relay, call: str) -> None:
         """New weights are on their way to every replica, which takes them on its own."""
-        how, version = self._batching.update(), self.version + 1
-        pull = Pull(version, how.responses == "drain", how.kv, relay.pull_s, call)
+        how = self._batching.update()
+        pull = Pull(self.version + 1, how.responses == "drain", how.kv, relay.pull_s, call)
+        self._env.process(self._spread(relay.spread_s, pull))
 
-        def arrive(_: simpy.Event) -> None:
-            self._rollout.updates.publish(pull)
-            self._begin_version()
-
-        self._env.timeout(relay.spread_s).callbacks.append(arrive)
+    def _spread(self, seconds: float, pull: Pull) -> Generator[simpy.Event, Any, None]:
+        yield self._env.timeout(seconds)
+        yield from settled(self._env)
+        self._rollout.updates.publish(pull)
+        self._begin_version()
 
     def _begin_version(self) -> None:
         left = len(self._groups) + len(self._ready_now) + len(self._queue)
