@@ -31,7 +31,7 @@ from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.policies.registry import BUILTIN
 from rlsim.report.speedups import verdict
-from rlsim.search.methods import find_plan
+from rlsim.search.methods import find_best
 from rlsim.sweeps.jobs import in_processes
 from rlsim.sweeps.points import load_sweep
 from rlsim.validate.calls import OUTLIER, shipped_calls
@@ -245,9 +245,9 @@ def test_a_plan_is_searched_for_once_and_kept_in_the_worlds(
 
     def counted(*arguments: Any, **more: Any) -> Any:
         searches.append(arguments)
-        return find_plan(*arguments, **more)
+        return find_best(*arguments, **more)
 
-    monkeypatch.setattr("rlsim.experiment.planning.find_plan", counted)
+    monkeypatch.setattr("rlsim.experiment.planning.find_best", counted)
     systems = ["verl", {"name": "found", "use": [{"real": {"evaluations": 500}}]}]
     loaded = load_experiment({**SMALL, "seeds": 2, "systems": systems})
     assert len(run_loaded(*loaded, execute=execute).manifest["worlds"][""]["found"]) == 2

@@ -304,7 +304,8 @@ def test_what_pat_knows() -> None:
 
     generate(Curious(), context(machine("8xh100", "h100-vllm"), 16), long_tail(16, 1000, 0))
     assert seen - {"count", "index"} == {
-        "context_tokens", "generated_tokens", "has_kv", "id", "position", "prompt_tokens",
+        "context_tokens", "generated_tokens", "has_kv", "id", "position", "predicted_tokens",
+        "prompt_tokens",
     }  # fmt: skip
 
 
