@@ -93,6 +93,12 @@ def test_a_response_is_interrupted_and_goes_on_under_new_weights(
     assert done.outcome.step_ends == [8.0, finished_at + 2]
 
 
+def test_a_prefill_that_an_update_stops_at_its_very_beginning_has_not_begun() -> None:
+    done = run([2, 20, 9], Rule("under_way", 2), [0.0, 1.0], [2.0, 1.0])
+    assert moments(done, 0) == (4.0, 4.0, 4.0, 6.0)  # the third prompt comes at 4 s too
+    assert done.requests[2, 0].started_at == 6.0
+
+
 def test_an_update_that_drains_waits_for_all_responses() -> None:
     done = run([2, 6, 9], two(Update("drain")), [1.5, 1.0], [2.0, 1.0])
     assert moments(done, 0) == (4.0, 5.5, 8.0, 10.0)  # at 8 s the second prompt has its six tokens

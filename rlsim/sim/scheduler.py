@@ -104,6 +104,8 @@ class Scheduler:
         fresh = [r for r in self.prefilling if r.prefill_left == r.context]
         for request in reversed(fresh):
             self._stop_prefill(request)
+            if request.started_at == request.admitted_at:
+                request.started_at = NAN
             request.admitted_at = NAN
             self.waiting.appendleft(request)
 
