@@ -53,6 +53,19 @@ def rest_of(env: simpy.Environment) -> float | None:
     return min(later, default=None)
 
 
+def when_over(env: simpy.Environment, priority: EventPriority, then: Callable[[], None]) -> None:
+    """Call `then` after all else of this moment, what is of it but for rounding included."""
+
+    def look(_: simpy.Event) -> None:
+        following = rest_of(env)
+        if following is None:
+            then()
+        else:
+            at_end(env, priority, look, following)
+
+    at_end(env, priority, look)
+
+
 def settled(env: simpy.Environment) -> Generator[simpy.Event, object, None]:
     """Wait until this moment is over."""
     at: float | None = env.now

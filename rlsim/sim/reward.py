@@ -11,7 +11,7 @@ import simpy
 
 from rlsim.cost.curve import REACHED
 from rlsim.hooks import Hooked, hook, is_number
-from rlsim.sim.moment import DEAL, at_end, rest_of
+from rlsim.sim.moment import DEAL, when_over
 from rlsim.sim.request import Request
 from rlsim.sim.server import InferenceServer
 
@@ -99,13 +99,9 @@ class RewardDesk:
     def _start_at_end(self) -> None:
         if not self._due:
             self._due = True
-            at_end(self._env, DEAL, self._start)
+            when_over(self._env, DEAL, self._start)
 
-    def _start(self, _: simpy.Event) -> None:
-        following = rest_of(self._env)
-        if following is not None:
-            at_end(self._env, DEAL, self._start, following)
-            return
+    def _start(self) -> None:
         self._due = False
         while self._free and self._queue:
             self._free -= 1

@@ -34,7 +34,7 @@ from rlsim.sim.control import (
     dispatches,
 )
 from rlsim.sim.dealing import Shares, by_context, by_number, evenly
-from rlsim.sim.moment import ASK, DEAL, at_end, rest_of
+from rlsim.sim.moment import ASK, DEAL, at_end, when_over
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.stage import GenerationStage, RolloutState
@@ -252,13 +252,9 @@ class Rollout(RolloutState):
         """Have the control asked at this moment, after everything else that happens at it."""
         if not self._asking:
             self._asking = True
-            at_end(self.env, ASK, self._ask)
+            when_over(self.env, ASK, self._ask)
 
-    def _ask(self, _: simpy.Event) -> None:
-        following = rest_of(self.env)
-        if following is not None:
-            at_end(self.env, ASK, self._ask, following)
-            return
+    def _ask(self) -> None:
         self._asking = False
         if self.done.triggered or self._stopping:
             return
@@ -358,14 +354,10 @@ class Rollout(RolloutState):
     def _restart(self, node: int, tp: int, version: int, requests: Sequence[Request] = ()) -> None:
         """New replicas on a node, for these requests; nodes that start at this moment do so at its end, one by one."""
         if not self._starting:
-            at_end(self.env, DEAL, self._start_nodes)
+            when_over(self.env, DEAL, self._start_nodes)
         self._starting[node] = tp, version, requests
 
-    def _start_nodes(self, _: simpy.Event) -> None:
-        following = rest_of(self.env)
-        if following is not None:
-            at_end(self.env, DEAL, self._start_nodes, following)
-            return
+    def _start_nodes(self) -> None:
         starting, self._starting = self._starting, {}
         if self._stopping or self.done.triggered:
             return
