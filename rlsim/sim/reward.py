@@ -97,7 +97,7 @@ class RewardDesk:
             judge.forget(frozenset(request.id for request in requests))
 
     def _start_at_end(self) -> None:
-        if not self._due:
+        if self._free and self._queue and not self._due:
             self._due = True
             when_over(self._env, DEAL, self._start)
 
