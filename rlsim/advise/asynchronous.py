@@ -41,6 +41,7 @@ def families(most: int, experiment: Experiment, skip: Collection[str] = ()) -> l
         Family("one_step_off", "one_step_off", ({"lag": 1},)),
         Family("verl_fully_async", "verl_fully_async", tuple(quotas)),
         Family("nemo_async", "nemo_async", ({"max_trajectory_age_steps": age},)),
+        Family("laminar", "laminar", ({"eta": age}, {"eta": age / 2})),
         Family("streamrl", "streamrl", ({"parts_per_step": parts},)),
         Family("colocated_async", "colocated_async", ({"active": 2.0}, {"active": 1.5}, {"active": 1.25}), split=False),
         Family("partial_rollout", "partial_rollout", ({"splits": age},), split=False),

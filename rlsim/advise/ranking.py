@@ -30,8 +30,9 @@ _STALE = (
 _ALONE = {
     "plan": "it is a plan spelled out, which only you can give (rlsim plan searches one)",
     "split": "alone it makes generation and training wait for each other; it is a part of one_step_off",
-    **dict.fromkeys(("active_groups", "colocated_async", "lagged", "one_step_off", "partial_rollout"), _STALE),
-    **dict.fromkeys(("areal", "nemo_async", "roll_flash", "streamrl", "verl_fully_async"), _STALE),
+    "repack": "it frees replicas that take new weights on their own, as those of laminar do; name it beside them",
+    "rollout_log_probs": "it trains with log-probs of another engine, which only you can accept",
+    "skewness_dispatch": "it needs a predictor of lengths, which only you can have; name it among the systems",
 }
 #: Parts that decide on a layout and take the degree that it starts with.
 _START_TP = ("pat", "planner")
@@ -69,7 +70,7 @@ def candidates(
             (spec,) = parse_systems([named])
             if known & {spec.key, _key(spec, simulator)}:
                 continue
-            why = unfit(simulator, spec)
+            why = _STALE if _is_stale(simulator, spec) else unfit(simulator, spec)
         if why is None:
             known |= {spec.key, _key(spec, simulator)}
             names.add(spec.name)
@@ -92,6 +93,15 @@ def _key(spec: SystemSpec, simulator: Simulator) -> str:
         return spec.key
     (part,) = spec.parts
     return replace(part, parameters={**part.parameters, **start}).key
+
+
+def _is_stale(simulator: Simulator, spec: SystemSpec) -> bool:
+    """Whether a system may train on responses of older weights; False too for one that cannot run."""
+    system = spec.make()
+    try:
+        return system.batching.pauses or simulator.overlap(system) > 0
+    except RlsimError:
+        return False
 
 
 def unfit(simulator: Simulator, spec: SystemSpec) -> str | None:

@@ -62,11 +62,8 @@ class ExperimentTimes:
         placed, (source, *_) = self._placed, self._workflow.beside(call.name)[0]
         training, rollout = placed.plan.of(source), placed.generation
         assert training.strategy is not None
-        sync, pp = (
-            placed.relaying(call.model, training.gpus, rollout.gpus),
-            1 if rollout.strategy is None else rollout.strategy.pp,
-        )
-        start = layout_of(training)
+        sync, start = placed.relaying(call.model, training.gpus, rollout.gpus), layout_of(training)
+        pp = 1 if rollout.strategy is None else rollout.strategy.pp
         return Relay(sync.push_s(start), sync.spread_s(start, layout_of(rollout)), lambda tp: sync.pull_s(tp, pp))
 
     def _weights_s(self, call: Call, rollout_tp: int) -> float:
