@@ -440,7 +440,8 @@ def test_all_shipped_policies_are_tried_or_refused_with_a_reason() -> None:
     assert "verl-tp2" not in names  # the experiment's own
     assert {"verl-tp1", "verl-tp4", "verl-tp8", "pat-tp1", "rollpacker", "rlhfuse"} <= set(names)
     assert "no response of the trace is judged" in refused["colocated_judge"]
-    assert "reward" in refused["oppo"]
+    assert "reward" in refused["oppo"]  # the reason for which it cannot run
+    assert all("--max-staleness" in refused[name] for name in ("laminar", "areal", "overcommit", "lagged"))
     assert refused["real"] == "left out, as asked"
     with pytest.raises(CatalogueError, match="did you mean 'rlhfuse'"):
         candidates(simulator, (), skip=["rlhfus"])

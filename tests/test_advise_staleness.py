@@ -281,7 +281,7 @@ def test_an_advice_without_a_bound_has_none_of_it(tmp_path: Path) -> None:
     found = advise(SHORT, overrides={"workflow.steps": 1}, quick=True, skip=ON_POLICY, out=tmp_path / "out")
     data = json.loads((tmp_path / "out" / "advice.json").read_text())
     assert not {*ALLOWING, "max_staleness"} & {*data, *data["settings"]}
-    stale = {"areal", "laminar", "one_step_off", "oppo", "roll_flash", "verl_fully_async"}
+    stale = {"areal", "laminar", "one_step_off", "overcommit", "roll_flash", "verl_fully_async"}
     assert stale <= set(found.not_applicable)
     assert "--max-staleness" in found.not_applicable["areal"]
     assert read_tables(tmp_path / "out")["splits"].empty

@@ -99,7 +99,7 @@ def _is_stale(simulator: Simulator, spec: SystemSpec) -> bool:
     """Whether a system may train on responses of older weights; False too for one that cannot run."""
     system = spec.make()
     try:
-        return system.batching.pauses or simulator.overlap(system) > 0
+        return simulator.overlap(system) > 0 or system.batching.pauses
     except RlsimError:
         return False
 
