@@ -17,11 +17,9 @@ from rlsim import catalogue
 from rlsim.architectures import MODEL_TYPES, Config, canonical, family_name, layers_of, unsupported
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.layers import FullAttention, Layer, Linear
+from rlsim.precision import WEIGHT_BYTES
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
-
-#: Bytes of an MXFP4 weight: 4 bits, and a scale of 8 bits for every 32 (OCP Microscaling Formats 1.0).
-MXFP4_BYTES = 17 / 32
 
 
 class Model(Config):
@@ -255,7 +253,7 @@ def _from_config_json(path: Path) -> dict[str, Any]:
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         if method == "mxfp4":
-            types = {"expert_dtype_bytes": MXFP4_BYTES}
+            types = {"expert_dtype_bytes": WEIGHT_BYTES["mxfp4"]}
         elif method == "fp8":
             notes.append("its weights are published in fp8; they are taken in bf16, as they are trained")
         else:
