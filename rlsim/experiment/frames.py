@@ -230,12 +230,14 @@ def _staleness(responses: Responses, step: int) -> dict[str, Any]:
 
 def _idle_share(spans: Iterable[Span], gpus: Set[int], edges: Sequence[float]) -> Floats:
     """The share of each step in which none of these GPUs did anything."""
-    busy = [(span.start_at, span.end_at) for span in spans if not gpus.isdisjoint(span.gpus)]
-    idle_s = [
-        last - first - _union_s((max(a, first), min(b, last)) for a, b in busy if a < last and b > first)
-        for first, last in itertools.pairwise(edges)
-    ]
-    return np.maximum(np.array(idle_s) / np.diff(edges), 0.0)
+    busy = sorted((span.start_at, span.end_at) for span in spans if not gpus.isdisjoint(span.gpus))
+    start, end = np.array(busy, dtype=np.float64).reshape(-1, 2).T
+    end = np.maximum.accumulate(end)  # stretches that overlap count once: each begins where those before it end
+    start = np.minimum(np.maximum(start, np.append(0.0, end[:-1])), end)
+    before = np.append(0.0, (end - start).cumsum())
+    at = np.searchsorted(start, edges)
+    busy_s = before[at] - np.maximum(np.append(0.0, end)[at] - edges, 0.0)  # from the beginning to each edge
+    return np.maximum(1.0 - np.diff(busy_s) / np.diff(edges), 0.0)
 
 
 def _gpu_seconds(held: Iterable[Sequence[float]], edges: Sequence[float]) -> Floats:

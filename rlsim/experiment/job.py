@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -126,12 +128,24 @@ def remembering(execute: Execute) -> Execute:
 def simulated(simulator: Simulator, spec: SystemSpec, sampler: StepSampler, steady: range) -> Frames:
     """The tables of one run, without the columns that name it."""
     system = spec.make()
-    with blamed(spec.shown):
-        outcome = simulator.simulate(system, sampler)
-    placed = simulator.placed(system)
-    frames = frames_of(outcome, sampler, placed.bound, simulator.loaded.cluster.gpus, steady, placed.apart)
+    with _few_collections():
+        with blamed(spec.shown):
+            outcome = simulator.simulate(system, sampler)
+        placed = simulator.placed(system)
+        frames = frames_of(outcome, sampler, placed.bound, simulator.loaded.cluster.gpus, steady, placed.apart)
     check_steps(frames, spec.shown)
     return frames
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Collect garbage rarely: a run makes many small objects and no cycles worth looking for (a fifth of its time)."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 1_000_000), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @lru_cache(maxsize=KEPT)

@@ -34,11 +34,12 @@ class TraceScoring:
         self.says_rewards = not bool(np.isnan(worth).any())
         worth = np.where(np.isnan(worth), 1.0, worth)
         self._worth = np.where(cut, np.minimum(worth, 0.0), worth).tolist()
-        self._correct = (np.where(np.isnan(correct), worth, correct) > 0) & ~cut
+        self._correct = ((np.where(np.isnan(correct), worth, correct) > 0) & ~cut).tolist()
         timed = frame if spec.from_trace else frame.iloc[:, :0]
-        self._check_s = _floats(timed.get("reward_time_s"), unknown)
-        self._judge = _floats(timed.get("judge_tokens"), unknown)
-        self.judged = ~np.isnan(self._judge)
+        check_s, judge_tokens = (_floats(timed.get(name), unknown) for name in ("reward_time_s", "judge_tokens"))
+        self.judged = ~np.isnan(judge_tokens)
+        self._judge_tokens: list[int] = np.where(self.judged, judge_tokens, -1).astype(int).tolist()  # -1: not judged
+        self._check_s: list[float] = np.where(np.isnan(check_s), spec.time_per_response, check_s).tolist()
         tests = timed.get("test_run_s")
         self._tests: list[Any] = [None] * len(frame) if tests is None else tests.tolist()
         if self.judged.any() and spec.judge is None:
@@ -46,7 +47,7 @@ class TraceScoring:
                 f"trace {trace.meta.name} has responses for an LLM judge (judge_tokens): say which under "
                 "workflow.reward.judge, such as {model: qwen2.5-7b}; or set workflow.reward.from_trace: false"
             )
-        late = float((self._check_s > spec.timeout).mean())
+        late = float((check_s > spec.timeout).mean())
         if late:
             self.notes.append(
                 f"{late:.1%} of the trace's responses take longer to check than workflow.reward.timeout, "
@@ -55,16 +56,16 @@ class TraceScoring:
 
     def job(self, request: Request) -> RewardJob:
         row, spec = request.row, self._spec
-        code, worth, correct = self._prompt[row], self._worth[row], bool(self._correct[row])
-        if self.judged[row]:
+        code, worth, correct = self._prompt[row], self._worth[row], self._correct[row]
+        judge_tokens = self._judge_tokens[row]
+        if judge_tokens >= 0:
             assert spec.judge is not None
             prompt = spec.judge.prompt_tokens + request.prompt_tokens + request.generated
-            return RewardJob("judge", code, (), 0.0, worth, correct, prompt, int(self._judge[row]))
+            return RewardJob("judge", code, (), 0.0, worth, correct, prompt, judge_tokens)
         tests = self._tests[row]
         if tests is not None and not isinstance(tests, float):
             return RewardJob("sandbox", code, tuple(tests), spec.sandbox_timeout, worth, correct)
-        check_s = spec.time_per_response if np.isnan(self._check_s[row]) else float(self._check_s[row])
-        return RewardJob("rule", code, (check_s,), spec.timeout, worth, correct)
+        return RewardJob("rule", code, (self._check_s[row],), spec.timeout, worth, correct)
 
 
 def _floats(column: Any, unknown: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from rlsim.sim.request import Request
 from rlsim.sim.stage import Routing
 
-#: Requests of each replica, by its index, in the order in which they come there.
+#: Requests of each replica that gets any, by its index, in the order in which they come there.
 Shares = Mapping[int, Sequence[Request]]
 
 _T = TypeVar("_T")
@@ -36,11 +36,11 @@ def by_number(requests: Iterable[Request], load: Mapping[int, int]) -> Shares:
 
 
 def _least(weighed: Iterable[tuple[Request, int]], load: Mapping[int, int]) -> Shares:
-    shares: dict[int, list[Request]] = {index: [] for index in load}
+    shares: dict[int, list[Request]] = {}
     least = [(amount, index) for index, amount in load.items()]
     heapify(least)
     for request, weight in weighed:
         amount, index = least[0]
         heapreplace(least, (amount + weight, index))
-        shares[index].append(request)
-    return shares
+        shares.setdefault(index, []).append(request)
+    return {index: shares[index] for index in load if index in shares}

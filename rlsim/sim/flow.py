@@ -162,6 +162,11 @@ class Flow:
             if source in join.sources:
                 join.close(source)
 
+    def forget(self) -> None:
+        """The step is over: let go of its samples and of those who listen, which may deliver to this flow."""
+        for inbox in self.inboxes.values():
+            inbox.samples, inbox.chunks, inbox.on_samples, inbox.on_chunks = [], {}, None, None
+
 
 def _sources(workflow: Workflow, call: Call, sources: set[str]) -> frozenset[str]:
     if call.kind == "reward":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from functools import partial
 from heapq import heappush
 
 import simpy
@@ -42,6 +43,8 @@ def rest_of(env: simpy.Environment) -> float | None:
     It may stand behind others that wait for the end of this one, so it is looked for in SimPy's heap.
     """
     queue, last = env._queue, env.now * (1 + REACHED)
+    if not queue or queue[0][0] > last:
+        return None
     later, look_at = [], [0]
     while look_at:
         i = look_at.pop()
@@ -55,15 +58,15 @@ def rest_of(env: simpy.Environment) -> float | None:
 
 def when_over(env: simpy.Environment, priority: EventPriority, then: Callable[[], None]) -> None:
     """Call `then` after all else of this moment, what is of it but for rounding included."""
+    at_end(env, priority, partial(_look, env, priority, then))
 
-    def look(_: simpy.Event) -> None:
-        following = rest_of(env)
-        if following is None:
-            then()
-        else:
-            at_end(env, priority, look, following)
 
-    at_end(env, priority, look)
+def _look(env: simpy.Environment, priority: EventPriority, then: Callable[[], None], _: simpy.Event) -> None:
+    following = rest_of(env)
+    if following is None:
+        then()
+    else:
+        at_end(env, priority, partial(_look, env, priority, then), following)
 
 
 def settled(env: simpy.Environment) -> Generator[simpy.Event, object, None]:

@@ -263,13 +263,7 @@ class Replica:
             if chunks:
                 yield from self._prefill(chunks)
             elif self._quiet and batch.size and not scheduler.waiting and batch.fits_to_the_end():
-                start = env.now
-                end, finished, peak = batch.drain(start, self.cost.decode)
-                yield at(env, end)
-                self._extend_span("decode", start)
-                self.peak_tokens = max(self.peak_tokens, peak)
-                self._stays.finished(finished)
-                self._on_finish(self, finished)
+                yield from self._to_the_end()
             elif batch.size:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
                 tokens, steps = batch.padded_tokens(), batch.steps_ahead()
@@ -296,6 +290,16 @@ class Replica:
                 self._asleep = True
                 with suppress(simpy.Interrupt):
                     yield env.event()
+
+    def _to_the_end(self) -> Generator[simpy.Event, Any, None]:
+        """Decode until every response is complete: nothing comes in between."""
+        start = self.env.now
+        end, finished, peak = self._batch.drain(start, self.cost.decode)
+        yield at(self.env, end)
+        self._extend_span("decode", start)
+        self.peak_tokens = max(self.peak_tokens, peak)
+        self._stays.finished(finished)
+        self._on_finish(self, finished)
 
     def _look_up(self) -> None:
         """At a boundary: carry out orders, then stop if told to, or take in what has arrived."""

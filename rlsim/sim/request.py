@@ -130,7 +130,7 @@ class Request:
 
     def end_run(self, version: int, generated: int) -> None:
         """With so many tokens, those that stand in no run yet are of weights of this version."""
-        tokens = generated - sum(run.tokens for run in self.runs)
+        tokens = generated - sum([run.tokens for run in self.runs])
         if tokens and self.runs and self.runs[-1].version == version:
             self.runs = (*self.runs[:-1], Run(version, self.runs[-1].tokens + tokens))
         elif tokens:
@@ -141,7 +141,7 @@ class Request:
 
         `version` is that of the step's weights, which generated those that stand in no run.
         """
-        own = self.generated - sum(run.tokens for run in self.runs)
+        own = self.generated - sum([run.tokens for run in self.runs])
         return (*self.runs, Run(version, own)) if own else self.runs
 
     def resume(self, id: int, version: int) -> Request:  # noqa: A002
@@ -165,6 +165,11 @@ class Request:
     def context(self) -> int:
         """Tokens of prompt and response so far (of a request that is not running)."""
         return self.prompt_tokens + self.generated
+
+    @property
+    def full_tokens(self) -> int:
+        """Tokens of prompt and whole response."""
+        return self.prompt_tokens + self.response_tokens
 
     @property
     def scored(self) -> bool:

@@ -126,6 +126,6 @@ def _versions(requests: Sequence[Request], version: int, trained_version: int) -
     for i, request in enumerate(requests):
         if request.runs:
             runs = request.runs_under(version)
-            oldest[i] = min(runs).version
-            stale[i] = sum(run.tokens for run in runs if run.version < trained_version)
+            oldest[i] = min(runs)[0]
+            stale[i] = sum([tokens for generated_by, tokens in runs if generated_by < trained_version])
     return {"version": oldest, "stale_tokens": stale}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import Any
 
@@ -65,8 +64,7 @@ class Rollout(RolloutState):
         self._starting: dict[int, tuple[int, int, Sequence[Request]]] = {}
         self._leaving: set[int] = set()  # requests that a migration has told to leave, until they do
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
-        self._longest = [(-r.prompt_tokens - r.response_tokens, r.id) for r in self._requests.values()]  # a heap
-        heapify(self._longest)
+        self._longest: Request | None = None  # of those that were unfinished when that was last asked
         self._asks = stage.asked_at_finish and decides(stage.control)
         #: Nobody decides anything or is told of anything before the end.
         self._quiet = not (self._asks or stage.open or stage.on_finish or stage.chunks or stage.crowded)
@@ -309,10 +307,10 @@ class Rollout(RolloutState):
             room = self._stage.costs.capacity_pages(tp) * self._stage.config.page_tokens
         except RlsimError as error:
             self._check(False, action, str(error))
-        heap = self._longest
-        while heap and ((r := self._requests.get(heap[0][1])) is None or r.finished or r.aborted):
-            heappop(heap)
-        longest = -heap[0][0] if heap else 0
+        if self._longest is None or self._longest.finished or self._longest.aborted:
+            unfinished = (r for r in self._requests.values() if not (r.finished or r.aborted))
+            self._longest = max(unfinished, key=attrgetter("full_tokens"), default=None)
+        longest = self._longest.full_tokens if self._longest else 0
         self._check(longest <= room, action, f"a replica holds {room} tokens of KV, too few for a whole response")
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
@@ -435,7 +433,7 @@ class Rollout(RolloutState):
         requests = list(self._stage.launcher(launch)) if self._stage.launcher else []
         for request in requests:
             self._requests[request.id] = request
-            heappush(self._longest, (-request.prompt_tokens - request.response_tokens, request.id))
+        self._longest = None
         idle = not self._left
         self._left += len(requests)
         self.launched += len(requests)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
 from math import isnan
 from operator import attrgetter
 from typing import Any
@@ -35,8 +33,7 @@ from rlsim.workflow.plan import Placement
 
 def simulate(simulation: Simulation) -> Outcome:
     """Simulate all steps. Raises `PolicyError` if a policy does what it may not, or a step comes to a halt."""
-    with _few_collections():
-        return _Run(simulation).to_the_end()
+    return _Run(simulation).to_the_end()
 
 
 class _Run:
@@ -78,6 +75,7 @@ class _Run:
             if self.open and not self.steps:
                 self.open.end(state)
             self.outcome.responses.append(state.responses())
+            state.forget()
         self.outcome.settle()
         self.outcome.spans.sort(key=attrgetter("start_at", "gpus"))
         return self.outcome
@@ -137,7 +135,7 @@ class _Run:
         if call.kind == "generate":
             held -= yield from self.generation.run(call, step, state, placement)
         else:
-            parts = tuple(self.what.times.parts(call, placement, state.responses(), self.generation.planned_tp))
+            parts = self._parts(call, placement, state, self.generation.planned_tp)
             yield env.timeout(sum(seconds for _, seconds in parts))
             Recorder(self.outcome.spans, step).add(placement.gpus, start_at, env.now, call.name)
             if state.flow.wants(call.name):
@@ -170,13 +168,20 @@ class _Run:
             yield self.env.timeout(relay.push_s)
             generation.publish(relay, call.name)
         else:
-            parts = tuple(self.what.times.parts(call, placement, state.responses(), generation.planned_tp))
+            parts = self._parts(call, placement, state, generation.planned_tp)
             start_at = yield from generation.update(sum(seconds for _, seconds in parts))
             busy = placement.gpus
         Recorder(self.outcome.spans, step).add(busy, start_at, self.env.now, call.name)
         self.pool.release(own)
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, self.env.now, gpus, parts)
+
+    def _parts(
+        self, call: Call, placement: Placement, state: StepState, rollout_tp: int
+    ) -> tuple[tuple[str, float], ...]:
+        """What a call spends its time on; to a sync the step's responses do not matter."""
+        responses = Responses.of(()) if call.kind == "sync" else state.responses()
+        return tuple(self.what.times.parts(call, placement, responses, rollout_tp))
 
     def _gpus_of(self, call: Call) -> tuple[int, ...]:
         return self.what.plan.of(call.name).gpus
@@ -406,14 +411,3 @@ def _updating(workflow: Workflow) -> frozenset[str]:
     syncs = {e.source for e in workflow.edges if e.target in generate and workflow.call(e.source).kind == "sync"}
     trains = (call.name for call in workflow.calls if call.kind == "train" and call.model in generate.values())
     return frozenset(syncs or trains)
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Collect garbage rarely: a run makes many small objects and no cycles worth looking for (a fifth of its time)."""
-    before = gc.get_threshold()
-    gc.set_threshold(max(before[0], 200_000), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

@@ -65,6 +65,11 @@ class StepState:
         self.taken = self.taken or set()
         self.taken.update(request.id for request in requests)
 
+    def forget(self) -> None:
+        """The step is over: let go of what keeps its requests in cycles, so that they are freed at once."""
+        self.flow.forget()
+        self.rollout = None
+
     @property
     def _accepted(self) -> Set[int] | None:
         return self.batch.accepted if self.batch else self.taken

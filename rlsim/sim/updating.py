@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import simpy
 
@@ -28,7 +29,8 @@ class WeightUpdates:
 
     def __init__(self, rollout: RolloutState, recorder: Recorder, version: int) -> None:
         self.version = version  # the newest that a replica may take
-        self._env, self._rollout, self._recorder = rollout.env, rollout, recorder
+        self._env, self._recorder = rollout.env, recorder
+        self._rollout = proxy(rollout)  # which holds this one: a cycle would keep its requests
         self._kv: UpdatedKv = "recompute"  # in the last update
         self._holds: list[simpy.Event] | None = None  # while an update of all goes on, by replica: it stands still
         self._switched: simpy.Event | None = None  # a node has changed its layout, while that is waited for
