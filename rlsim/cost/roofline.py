@@ -62,6 +62,7 @@ class RooflineStep(StepCost):
         self._curves: dict[int, DecodeCurve] = {}
         self._known_tokens_s: dict[float, float] = {}
         self._known_head_s: dict[float, float] = {}
+        self._known_prefill_s: dict[Chunk, float] = {}
 
     def decode(self, batch: int) -> DecodeCurve:
         """The decode curve of `batch` sequences; its knots are those of decode attention."""
@@ -196,8 +197,14 @@ class RooflineStep(StepCost):
         return time
 
     def _prefill_attention_s(self, chunks: Sequence[Chunk]) -> float:
+        known = self._known_prefill_s.get(chunks[0]) if len(chunks) == 1 else None
+        if known is not None:
+            return known
         one = self.operators.prefill_attention_s(chunks, self._q_heads, self._kv_heads, self._attention.head_dim)
-        return self._model.num_hidden_layers * one
+        time = self._model.num_hidden_layers * one
+        if len(chunks) == 1:  # the samples of a prompt, each on a replica of its own
+            self._known_prefill_s[chunks[0]] = time
+        return time
 
 
 def step_cost(model: Model, tp: int, cluster: Cluster, calibration: Calibration | str) -> StepCost:
