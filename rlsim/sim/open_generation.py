@@ -152,11 +152,13 @@ class OpenGeneration(RolloutControl):
         self._pool.release(gpus)
 
     def _call_in(self) -> Generator[simpy.Event, Any, list[Replica]]:
-        """Wait for the GPUs that are lent; returns whose they were."""
-        lent = [replica for replica in self._rollout.lent if replica.gpus[0] in self._lent_at]
+        """At the end of a moment: wait for the GPUs that are lent; returns whose they were, by index."""
+        yield from settled(self._env)
+        lent = sorted((r for r in self._rollout.lent if r.gpus[0] in self._lent_at), key=attrgetter("index"))
         since = {gpu: self._lent_at.pop(gpu) for replica in lent for gpu in replica.gpus}
-        if lent:
-            yield self._pool.acquire(since, "generate")
+        if lent and not (granted := self._pool.acquire(since, "generate")).triggered:
+            yield granted
+            yield from settled(self._env)
         self._lent_gpu_s += sum(self._env.now - at for at in since.values())
         return lent
 
@@ -312,12 +314,11 @@ class OpenGeneration(RolloutControl):
     def update(self, seconds: float) -> Generator[simpy.Event, Any, float]:
         """Bring new weights, which takes so long once all replicas stand still; returns when they did."""
         self._updating = True
-        lent = yield from self._call_in()
         how = self._batching.update()
         if how.responses == "drain" and self._rollout.unfinished:
             self._drained = self._env.event()
             yield self._drained
-        yield from settled(self._env)
+        lent = yield from self._call_in()
         paused = self._rollout.updates.pause(how.kv)
         self._rollout.take_back(lent)
         yield paused
@@ -338,7 +339,6 @@ class OpenGeneration(RolloutControl):
     def _spread(self, seconds: float, pull: Pull) -> Generator[simpy.Event, Any, None]:
         yield self._env.timeout(seconds)
         lent = yield from self._call_in()
-        yield from settled(self._env)
         self._spreading -= 1
         self._rollout.take_back(lent)
         self._rollout.updates.publish(pull)
