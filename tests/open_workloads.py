@@ -233,7 +233,8 @@ class OpenWorkload:
         edges = [Edge(a, b) for a, b in ends if {a, b} <= set(kinds)]
         calls = tuple(Call(kind, kind, "actor") for kind in kinds)
         workflow = Workflow("open", calls, (*edges, Edge("sync", "generate", lag=1)), group_advantage=self.grouped)
-        return workflow.in_windows(self.windows) if self.windows else workflow.streaming(["generate"], ["reward"])
+        streaming = workflow.streaming(["generate"], ["reward"])
+        return workflow.in_windows(self.windows) if self.windows else replace(streaming, elastic=True)
 
     def simulation(self, run: OpenRun | None = None) -> Simulation:
         """What the engine is given; what it launches is noted down in `run`."""
@@ -348,15 +349,20 @@ class AbortAtFirst(AbortLongest):
         return super().on_finish(view) if view.total <= self.total else None
 
 
-CONTROLS = ("switch", "unused", "balance", "gather", "abort")
-MIXTURES = (("switch", "abort"), ("balance", "abort"), ("gather", "abort"), ("unused", "abort"))
+CONTROLS = ("switch", "unused", "balance", "gather", "abort", "shrink")
+MIXTURES = (
+    ("switch", "abort"), ("balance", "abort"), ("gather", "abort"), ("unused", "abort"), ("shrink", "abort"),
+    ("shrink", "switch"),
+)  # fmt: skip
 
 
-def controls(responses: int, gpus: int) -> st.SearchStrategy[Scripted]:
-    """Controls that switch, migrate and abort, for rollouts with so many responses under way."""
+def controls(responses: int, gpus: int, lends: bool) -> st.SearchStrategy[Scripted]:
+    """Controls that switch, migrate, abort, and perhaps lend, for rollouts with so many responses under way."""
     kinds = _kinds(responses, gpus) | {"abort": st.builds(AbortAtFirst, st.integers(1, responses), COUNT)}
-    alone = [kinds[name] for name in CONTROLS]
-    mixed = [st.tuples(*(kinds[name] for name in names)).map(Together) for names in MIXTURES]
+    alone = [kinds[name] for name in CONTROLS if lends or name != "shrink"]
+    mixed = [
+        st.tuples(*(kinds[name] for name in names)).map(Together) for names in MIXTURES if lends or "shrink" not in names
+    ]
     return st.one_of(alone + mixed).map(Noted)
 
 
@@ -429,7 +435,7 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
         moving |= {"kv_per_token_s": once * rng.uniform(0, 0.1), "transfer_per_token_s": once * rng.uniform(0, 0.1)}
     control = Nothing()
     if "control" in extensions:
-        control = draw(controls(draw(st.integers(1, 2 * prompts * samples)), gpus))
+        control = draw(controls(draw(st.integers(1, 2 * prompts * samples)), gpus, lends=not windows))
     return OpenWorkload(
         sizes=tuple(sizes),
         prompts=prompts,

@@ -169,6 +169,7 @@ class _Run(_Rollout):
         self.synced_at = math.nan
         self.places: set[int] = set()  # positions of prompts that the step waits for
         self.still: set[int] = set()  # replicas that stand still
+        self.back: set[int] = set()  # replicas that were lent, and in whose place there are others
         self.complete: list[_Request] = []  # at this moment, not yet given to a reward
         self.unchecked: list[_Request] = []  # wait for a worker
         self.checks: list[_Check] = []
@@ -198,6 +199,17 @@ class _Run(_Rollout):
     def response(self, request: _Request) -> RefResponse:
         return self.open.responses[self.keys[request.id]]
 
+    # --- GPUs that are lent
+
+    def lent(self) -> list[_Replica]:
+        """Replicas that were released, whose GPUs generate nothing since."""
+        return [r for r in self.replicas if r.stopping == "release" and r.stopped and r.index not in self.back]
+
+    def take_back(self) -> None:
+        for old in self.lent():
+            self.back.add(old.index)
+            self.replicas.append(_Replica(len(self.replicas), old.node, old.tp, old.gpus))
+
     # --- prompts
 
     def room(self) -> int:
@@ -208,7 +220,7 @@ class _Run(_Rollout):
             waiting=len(self.queue),
             taken=self.taken,
             dropped=len(self.dropped),
-            replicas=sum(gpus // self.tps[node] for node, gpus in enumerate(self.node_gpus)),
+            replicas=sum(gpus // self.tps[node] for node, gpus in enumerate(self.node_gpus)) - len(self.lent()),
             free=tuple(replica.index for replica in self.active() if not replica.requests()),
             launched_since_update=self.launched_since_update,
             left_at_update=self.left_at_update,
@@ -507,6 +519,7 @@ class _Run(_Rollout):
                 self.phase = "stops"
                 for replica in self.active():
                     self.at_boundary(replica)  # an iteration that has just begun counts as not begun
+                self.take_back()
             else:
                 followed = False
 

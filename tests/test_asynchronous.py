@@ -287,7 +287,7 @@ def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes:
 
 
 def test_gpus_of_a_rollout_that_never_ends_are_not_released() -> None:
-    with pytest.raises(PolicyError, match="nothing would bring them back"):
+    with pytest.raises(PolicyError, match="no call of the workflow takes them"):
         run(use("released", RULE, "tail_consolidation"))
 
 

@@ -85,6 +85,11 @@ class TrainTime:
         work = self.compute_s + self.communication_s + self.bubble_s
         return work + self.optimizer_s + self.offload_s + self.imbalance_s
 
+    @property
+    def named(self) -> list[tuple[str, float]]:
+        """The parts that take time: names and seconds."""
+        return [(name.removesuffix("_s"), seconds) for name, seconds in vars(self).items() if seconds]
+
     def __add__(self, other: TrainTime) -> TrainTime:
         """Both, one after the other."""
         return TrainTime(*(a + b for a, b in zip(self._parts(), other._parts(), strict=True)))

@@ -10,6 +10,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
+from rlsim.experiment.guests import check_elastic
 from rlsim.experiment.open_rollout import check_open, check_open_gpus
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
@@ -60,6 +61,11 @@ class Simulator:
             raise ConfigError(
                 f"workflow.prompts {loaded.experiment.workflow.prompts} cannot be cut into {graph.windows} equal parts"
             )
+        if graph.elastic and graph.windows not in (0, training.mini_batches):
+            raise ConfigError(
+                f"training with replicas on other GPUs makes one update a part; {training.mini_batches} mini-batches "
+                f"in {graph.windows} parts of a batch are more: set training.mini_batches to {graph.windows}"
+            )
         if streamed and not graph.windows and (training.mini_batches > 1 or training.epochs > 1):
             raise ConfigError(
                 "training on samples as they come makes one update a step; it needs training.mini_batches: 1 and "
@@ -85,7 +91,7 @@ class Simulator:
         _ = placed.judge  # raises if it does not fit
         self.scorers(system)
         system.control.setup(placed.context)
-        system.initial_tp(placed.context)
+        check_elastic(placed, system.initial_tp(placed.context))
 
     def placed(self, system: System | None = None) -> PlacedExperiment:
         """Where a system runs; systems that connect and place their calls and place the judge alike share it.

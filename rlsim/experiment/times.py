@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlsim.cost.train import TrainTime
+from rlsim.experiment.guests import guests_of
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.responses import Responses
@@ -44,7 +44,7 @@ class ExperimentTimes:
         padded = len(lengths) * self._placed.loaded.longest_sequence
         data_s = self._data_s(call, float(lengths.sum()), rollout_tp)
         data_s += self._training.driver_per_token * padded + calls.call_s
-        return [*_named(time), *([("data", data_s)] if data_s else ())]
+        return [*time.named, *([("data", data_s)] if data_s else ())]
 
     def pieces(self, call: Call) -> Pieces:
         placement = self._placed.plan.of(call.name)
@@ -55,8 +55,9 @@ class ExperimentTimes:
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
         tokens = strategy.budget(backward=train) * (1 if strategy.pp == 1 else 4 * strategy.pp)
         load_s = cost.load_s(backward=train)
-        finish = [*(_named(cost.update_time()) if train else ()), *([("offload", load_s)] if load_s else ())]
-        return Pieces(lambda lengths: _named(cost.part_time(lengths, backward=train)), tokens, load_s, finish)
+        finish = [*(cost.update_time().named if train else ()), *([("offload", load_s)] if load_s else ())]
+        guests = guests_of(self._placed, call, tokens) if train and self._workflow.elastic else None
+        return Pieces(lambda lengths: cost.part_time(lengths, backward=train).named, tokens, load_s, finish, guests)
 
     def relay(self, call: Call) -> Relay:
         placed, (source, *_) = self._placed, self._workflow.beside(call.name)[0]
@@ -95,7 +96,3 @@ class ExperimentTimes:
                 data = self._placed.calls_on(source.gpus).data(receiver)
                 total += data.time_s(handed_on_bytes(kind, tokens), layout_of(source, rollout_tp), to)
         return total
-
-
-def _named(time: TrainTime) -> list[tuple[str, float]]:
-    return [(name.removesuffix("_s"), value) for name, value in vars(time).items() if value]

@@ -19,6 +19,7 @@ BUILTIN = {
     "colocated_async": "rlsim.policies.relaxed:ColocatedAsync",
     "colocated_judge": "rlsim.policies.reward_scheduler:ColocatedJudge",
     "deepspeed_chat": "rlsim.policies.frameworks:DeepSpeedChat",
+    "elastic_split": "rlsim.policies.elastic_split:ElasticSplit",
     "dynamic_sampling": "rlsim.policies.dynamic_sampling:DynamicSampling",
     "laminar": "rlsim.policies.laminar:Laminar",
     "lagged": "rlsim.policies.relaxed:Lagged",

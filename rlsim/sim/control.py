@@ -39,7 +39,10 @@ class Migrate:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give up the GPUs of these replicas; their requests go to those that stay, to be recomputed."""
+    """Give up the GPUs of these replicas; their requests go to those that stay, to be recomputed.
+
+    In continuous generation they are lent, until the next weights come.
+    """
 
     replicas: tuple[int, ...]
 
@@ -204,6 +207,12 @@ class RolloutView(Protocol):
 
     def used_tps(self, node: int) -> frozenset[int]:
         """Degrees that this node has used before in the run: their communication groups exist."""
+
+    @property
+    def launching(self) -> bool:
+        """Whether prompts begin at this moment, or may when new weights that are on their way have come; False where
+        generation ends with the step.
+        """
 
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
         """The active replicas of one node or of all, with their requests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
@@ -15,14 +16,49 @@ from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import Request
 from rlsim.workflow.graph import Call
 
+#: One replica's work on sequences of these lengths (tokens): names and seconds.
+PartTime = Callable[[Sequence[int]], Sequence[tuple[str, float]]]
+
+
+class Guests(NamedTuple):
+    """Further data-parallel replicas of a training call, each with all of the model, on GPUs that it may borrow.
+
+    They accumulate gradients as the call's own replicas do; the optimizer states stay on the call's own GPUs.
+    """
+
+    replicas: Sequence[tuple[int, ...]]  # their GPUs
+    part: PartTime
+    load_s: float  # until one has the trainer's weights, before its first part
+    worth_tokens: int  # one without the weights begins when so many wait: the call's own take as long as `load_s`
+    reduce_s: float  # once at the end: their gradients are added to those of the call's own replicas
+
 
 class Pieces(NamedTuple):
     """What a call costs when it is done in pieces, and how much of it one replica takes at a time."""
 
-    part: Callable[[Sequence[int]], Sequence[tuple[str, float]]]  # one replica, these lengths (tokens): names, seconds
+    part: PartTime
     tokens: int  # at most in one part
     load_s: float  # a replica's states in from host memory, before its first part
     finish: Sequence[tuple[str, float]]  # what all replicas do once at the end: names and seconds
+    guests: Guests | None = None
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A data-parallel replica at work on a call."""
+
+    number: int
+    gpus: tuple[int, ...]
+    costs: Pieces | Guests
+    loaded: bool = False  # whether it has its states
+
+    @property
+    def guest(self) -> bool:
+        return isinstance(self.costs, Guests)
+
+    def wants(self, tokens: int) -> bool:
+        """Whether so many tokens that wait are worth beginning for."""
+        return self.loaded or not isinstance(self.costs, Guests) or tokens >= self.costs.worth_tokens
 
 
 class ElasticCall:
@@ -31,6 +67,9 @@ class ElasticCall:
     A replica holds its GPUs for one part at a time, so several such calls, and the rollout whose GPUs these are, take
     turns. `slowdown` of its GPUs, asked when a part begins, is how many times as long it takes beside what else is
     there. Once no more samples can come, what is left is spread evenly over all replicas.
+
+    Guests do the same on GPUs that nobody else wants, with what the call's own replicas cannot take up at once. One
+    whose GPUs do not become free is not waited for.
     """
 
     def __init__(
@@ -47,22 +86,30 @@ class ElasticCall:
         self._env, self._pool, self._pieces, self._inbox = env, pool, pieces, inbox
         self._recorder, self._call, self._slowdown = recorder, call, slowdown
         self.on_done: Callable[[Sequence[Request]], None] | None = None
-        self._replicas = len(replicas)
+        self._own = len(replicas)
         self._queue: deque[Request] = deque()
         self._tokens = 0  # of all that is in the queue
-        self._idle: deque[simpy.Event] = deque()  # replicas that have nothing to do, in the order in which they had
+        #: Replicas that have nothing to do, the call's own and guests, in the order in which they had.
+        self._idle: tuple[deque[simpy.Event], deque[simpy.Event]] = (deque(), deque())
         self._coming = 0  # replicas whose GPUs are theirs, and that are about to take a part
+        self._all_taken = env.event()  # no sample waits, and no more can come
         self.started_at = inf  # until the first part begins
-        self.parts_s: dict[str, float] = {}  # what the work went to, mean over replicas
-        self.samples = [0] * len(replicas)  # that each replica worked on: its weight in the mean of the gradients
+        self.parts_s: dict[str, float] = {}  # what the work went to, mean over the call's own replicas
+        workers = [_Worker(i, gpus, pieces) for i, gpus in enumerate(replicas)]
+        if pieces.guests:
+            workers += [_Worker(i, gpus, pieces.guests) for i, gpus in enumerate(pieces.guests.replicas, self._own)]
+        self._workers = workers
+        #: That each replica worked on, guests last: its weight in the mean of the gradients.
+        self.samples = [0] * len(workers)
         inbox.listen(self._arrived)
-        self._workers = [env.process(self._work(i, gpus)) for i, gpus in enumerate(replicas)]
+        self.done = simpy.AllOf(env, [env.process(self._work(worker)) for worker in workers])  # all is worked on
         env.process(self._end())
 
     @property
-    def done(self) -> simpy.Event:
-        """Fires when every sample that ever came is worked on."""
-        return simpy.AllOf(self._env, self._workers)
+    def finish(self) -> list[tuple[str, float]]:
+        """What all of the call's own GPUs do together when it is done: names and seconds."""
+        guests, helped = self._pieces.guests, any(self.samples[self._own :])
+        return [*self._pieces.finish, *([("communication", guests.reduce_s)] if guests and helped else ())]
 
     def _arrived(self, samples: Sequence[Request]) -> None:
         self._queue.extend(samples)
@@ -71,56 +118,73 @@ class ElasticCall:
 
     def _rouse(self) -> None:
         """Wake the next idle replica if not all of the queue will be taken at this moment anyway; it wakes another."""
-        if self._idle and self._coming < len(self._queue):
-            self._idle.popleft().succeed()
+        idle = self._idle[0] or self._idle[1]
+        if idle and self._coming < len(self._queue):
+            idle.popleft().succeed()
 
     def _end(self) -> Generator[simpy.Event, Any, None]:
         yield self._inbox.closed
-        while self._idle:
-            self._idle.popleft().succeed()
+        for idle in self._idle:
+            while idle:
+                idle.popleft().succeed()
+        self._look_for_end()
 
-    def _work(self, index: int, gpus: tuple[int, ...]) -> Generator[simpy.Event, Any, None]:
-        env, loaded = self._env, False
+    def _look_for_end(self) -> None:
+        if self._inbox.closed.triggered and not self._queue and not self._all_taken.triggered:
+            self._all_taken.succeed()
+
+    def _work(self, worker: _Worker) -> Generator[simpy.Event, Any, None]:
+        env, gpus = self._env, worker.gpus
         while self._queue or not self._inbox.closed.triggered:
-            if self._coming >= len(self._queue):
+            if self._coming >= len(self._queue) or not worker.wants(self._tokens):
                 if self._inbox.closed.triggered:
                     return  # others take what is left
-                self._idle.append(env.event())
-                yield self._idle[-1]
+                idle = self._idle[worker.guest]
+                idle.append(env.event())
+                yield idle[-1]
                 continue
-            granted = self._pool.acquire(gpus, self._call.kind)
+            granted = self._pool.acquire(gpus, self._call.kind, guest=worker.guest)
             at_once = granted.triggered
             self._coming += at_once
             self._rouse()
-            yield granted
+            yield granted | self._all_taken if worker.guest else granted
+            if not granted.triggered:
+                self._pool.withdraw(granted)
+                return
             self._coming -= at_once
             part = self._take()
             if part:
-                start = env.now
-                self.started_at = min(start, self.started_at)
-                work = list(self._pieces.part([r.context for r in part]))
-                if not loaded and self._pieces.load_s:
-                    work.append(("offload", self._pieces.load_s))
-                loaded = True
-                slowdown = self._slowdown(gpus)
-                for name, seconds in work:
-                    self.parts_s[name] = self.parts_s.get(name, 0.0) + slowdown * seconds / self._replicas
-                self.samples[index] += len(part)
-                yield env.timeout(slowdown * sum(seconds for _, seconds in work))
-                self._recorder.add(gpus, start, env.now, self._call.name)
+                yield from self._work_on(part, worker)
             self._pool.release(gpus)
             if part and self.on_done:
                 self.on_done(part)
+
+    def _work_on(self, part: Sequence[Request], worker: _Worker) -> Generator[simpy.Event, Any, None]:
+        start = self._env.now
+        self.started_at = min(start, self.started_at)
+        work = list(worker.costs.part([r.context for r in part]))
+        if not worker.loaded and worker.costs.load_s:
+            work.append(("offload", worker.costs.load_s))
+        worker.loaded = True
+        slowdown = self._slowdown(worker.gpus)
+        if not worker.guest:
+            for name, seconds in work:
+                self.parts_s[name] = self.parts_s.get(name, 0.0) + slowdown * seconds / self._own
+        self.samples[worker.number] += len(part)
+        yield self._env.timeout(slowdown * sum(seconds for _, seconds in work))
+        self._recorder.add(worker.gpus, start, self._env.now, self._call.name)
 
     def _take(self) -> list[Request]:
         """The next part: in order of arrival, no more than an even share of what is left when no more can come."""
         queue, most = self._queue, self._pieces.tokens
         if self._inbox.closed.triggered:
-            most = min(most, max(self._tokens // self._replicas, 1))
+            sharing = sum(not worker.guest or worker.loaded for worker in self._workers)
+            most = min(most, max(self._tokens // sharing, 1))
         part: list[Request] = []
         tokens = 0
         while queue and (not part or tokens + queue[0].context <= most):
             tokens += queue[0].context
             part.append(queue.popleft())
         self._tokens -= tokens
+        self._look_for_end()
         return part

@@ -78,6 +78,14 @@ class Inbox:
             self._tell(max((samples for samples, _ in self._awaited), default=0))
 
 
+def closed(env: simpy.Environment, samples: Sequence[Request]) -> Inbox:
+    """An inbox of these samples, to which no more will come."""
+    inbox = Inbox(env)
+    inbox.put(samples)
+    inbox.close()
+    return inbox
+
+
 class _Join:
     """Lets a sample through to a call once all its sources have delivered it."""
 

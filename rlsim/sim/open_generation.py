@@ -15,7 +15,9 @@ from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutV
 from rlsim.sim.flow import BATCH
 from rlsim.sim.moment import settled
 from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
+from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import NO_STEP, Recorder
+from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
@@ -68,6 +70,7 @@ class OpenGeneration(RolloutControl):
         desk: RewardDesk,
         call: Call,
         judge: Callable[[Call, int], InferenceServer | None],
+        pool: GpuPool,
     ) -> None:
         self.version = 0
         self.planned_tp = what.initial_tp
@@ -80,6 +83,7 @@ class OpenGeneration(RolloutControl):
         reward = next((end for end in ends if end.kind == "reward"), None)
         self.scores = reward is not None
         self._judge = judge(reward, NO_STEP) if reward else None
+        self._pool = pool  # where it lends GPUs, and takes them back
         self._groups: dict[int, _Group] = {}  # by prompt position: those that are not ready
         self._ready_now: list[_Group] = []
         self._queue: list[tuple[Ready, _Group]] = []
@@ -87,6 +91,9 @@ class OpenGeneration(RolloutControl):
         self._window: _Window | None = None
         self._missing = 0  # prompts of the window
         self._updating = self._due = False
+        self._spreading = 0  # weights on their way to replicas that take them each on its own
+        self._lent_at: dict[int, float] = {}  # by GPU
+        self._lent_gpu_s = 0.0  # of those taken back since the last window
         self._drained: simpy.Event | None = None
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
@@ -99,6 +106,7 @@ class OpenGeneration(RolloutControl):
 
     def _begin(self, call: Call, placement: Placement) -> Rollout:
         what, mesh = self._what, placement.rollout_mesh(self._what.cluster)
+        self._pool.acquire(placement.gpus, call.kind)
         stage = GenerationStage(
             requests=(),
             mesh=mesh,
@@ -116,7 +124,7 @@ class OpenGeneration(RolloutControl):
             on_abort=self._aborted,
             on_drained=self._all_finished,
             on_idle=self._idle,
-            on_release=self._refuse_release,
+            on_release=self._lend,
             recorder=Recorder(self._outcome.spans, NO_STEP, stays=self._outcome.stays, call=call.name),
         )
         return Rollout(self._env, stage)
@@ -133,10 +141,26 @@ class OpenGeneration(RolloutControl):
             group.left += 1
         return requests
 
-    def _refuse_release(self, _: Iterable[int]) -> None:
-        raise PolicyError(
-            "a part of the system releases GPUs of a rollout that never ends: nothing would bring them back"
-        )
+    def _lend(self, gpus: Iterable[int]) -> None:
+        """Training may have these GPUs until the next weights come."""
+        if not self._what.workflow.elastic:
+            raise PolicyError(
+                "a part of the system releases GPUs of a rollout that never ends, and no call of the workflow takes "
+                "them: add elastic_split"
+            )
+        self._lent_at.update(dict.fromkeys(gpus, self._env.now))
+        self._pool.release(gpus)
+
+    def _call_in(self) -> Generator[simpy.Event, Any, list[Replica]]:
+        """At the end of a moment: wait for the GPUs that are lent; returns whose they were, by index."""
+        yield from settled(self._env)
+        lent = sorted((r for r in self._rollout.lent if r.gpus[0] in self._lent_at), key=attrgetter("index"))
+        since = {gpu: self._lent_at.pop(gpu) for replica in lent for gpu in replica.gpus}
+        if lent and not (granted := self._pool.acquire(since, "generate")).triggered:
+            yield granted
+            yield from settled(self._env)
+        self._lent_gpu_s += sum(self._env.now - at for at in since.values())
+        return lent
 
     def _finished(self, responses: Sequence[Request]) -> None:
         for request in responses:
@@ -167,15 +191,17 @@ class OpenGeneration(RolloutControl):
         self._due = True
         self._rollout.ask()
 
-    def on_finish(self, view: RolloutView) -> Iterator[Launch]:  # noqa: ARG002
+    def on_finish(self, view: RolloutView) -> list[Launch]:  # noqa: ARG002
         """At the end of a moment: the open window takes what is ready, and prompts begin where there is room."""
-        if not self._due:  # another control is asked more often
-            return
-        self._due = False
-        self._line_up()
-        self._serve()
-        if not self._updating and (self._rollout.open_to_launches() or not self._rollout.active()):
-            yield from self._launches()
+        launches: list[Launch] = []
+        if self._due:  # another control is asked more often
+            self._due = False
+            self._line_up()
+            self._serve()
+            if not self._updating and (self._rollout.open_to_launches() or not self._rollout.active()):
+                launches += self._launches()
+        self._rollout.launching = bool(launches or self._updating or self._spreading)
+        return launches
 
     def _launches(self) -> Iterator[Launch]:
         room = self._batching.room(self._seen())
@@ -292,8 +318,10 @@ class OpenGeneration(RolloutControl):
         if how.responses == "drain" and self._rollout.unfinished:
             self._drained = self._env.event()
             yield self._drained
-        yield from settled(self._env)
-        yield self._rollout.updates.pause(how.kv)
+        lent = yield from self._call_in()
+        paused = self._rollout.updates.pause(how.kv)
+        self._rollout.take_back(lent)
+        yield paused
         start = self._env.now
         yield self._env.timeout(seconds)
         self._rollout.updates.resume(self.version + 1)
@@ -305,11 +333,14 @@ class OpenGeneration(RolloutControl):
         """New weights are on their way to every replica, which takes them on its own."""
         how = self._batching.update()
         pull = Pull(self.version + 1, how.responses == "drain", how.kv, relay.pull_s, call)
+        self._spreading += 1
         self._env.process(self._spread(relay.spread_s, pull))
 
     def _spread(self, seconds: float, pull: Pull) -> Generator[simpy.Event, Any, None]:
         yield self._env.timeout(seconds)
-        yield from settled(self._env)
+        lent = yield from self._call_in()
+        self._spreading -= 1
+        self._rollout.take_back(lent)
         self._rollout.updates.publish(pull)
         self._begin_version()
 
@@ -336,7 +367,8 @@ class OpenGeneration(RolloutControl):
         self._noted = so_far
         peak = max(replica.peak_tokens for replica in rollout.replicas)
         settled = Settled("", launched, dropped, 0)
-        summary = RolloutSummary(step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), 0.0)
+        lent_gpu_s, self._lent_gpu_s = self._lent_gpu_s, 0.0
+        summary = RolloutSummary(step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), lent_gpu_s)
         self._outcome.rollouts.append(summary)
 
     def _note_switches(self, step: int) -> None:

@@ -2,7 +2,8 @@
 
 First come, first served, but for weight syncs: one goes before the generations that wait. Where steps overlap, the next
 generation may have waited for longer than the sync of an earlier step, and that step's trainer would stand still for as
-long as it takes. (Without overlap no generation can wait while weights are still to come.)
+long as it takes. (Without overlap no generation can wait while weights are still to come.) And but for guests: who only
+borrows GPUs that others leave idle goes after all of these.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ _rank = attrgetter("rank")
 
 
 class _Waiting(NamedTuple):
-    rank: tuple[int, int, int]  # its place in the order of all that wait
+    rank: tuple[float, int, int]  # its place in the order of all that wait
     gpus: frozenset[int]
     granted: simpy.Event
 
@@ -36,11 +38,16 @@ class GpuPool:
         self._queues: defaultdict[int, list[_Waiting]] = defaultdict(list)  # by GPU, in the order of ranks
         self._generations: dict[simpy.Event, _Waiting] = {}  # those that wait
 
-    def acquire(self, gpus: Iterable[int], kind: CallKind) -> simpy.Event:
-        """An event that fires when all of `gpus` are the caller's, a call of that kind; at once if they are free."""
+    def acquire(self, gpus: Iterable[int], kind: CallKind, *, guest: bool = False) -> simpy.Event:
+        """An event that fires when all of `gpus` are the caller's, a call of that kind; at once if they are free.
+
+        A `guest` waits behind everybody else, who may ask later than it does; `withdraw` ends its wait.
+        """
         self._calls += 1
-        rank = (self._calls, 1, 0)
-        if kind == "sync" and self._generations:
+        rank: tuple[float, int, int] = (self._calls, 1, 0)
+        if guest:
+            rank = (inf, 1, self._calls)
+        elif kind == "sync" and self._generations:
             rank = (min(map(_rank, self._generations.values()))[0], 0, self._calls)
         call = _Waiting(rank, frozenset(gpus), self._env.event())
         for gpu in call.gpus:
@@ -54,6 +61,15 @@ class GpuPool:
         """Give GPUs back."""
         freed = set(gpus)
         self._busy -= freed
+        self._serve(freed)
+
+    def withdraw(self, granted: simpy.Event) -> None:
+        """Who waits for this event does so no more, and got nothing."""
+        for gpu, queue in self._queues.items():
+            self._queues[gpu] = [call for call in queue if call.granted is not granted]
+        self._serve(self._queues)
+
+    def _serve(self, freed: Iterable[int]) -> None:
         # Only a call that is the first to want each of its GPUs can have them.
         firsts = {queue[0].rank: queue[0] for gpu in freed if (queue := self._queues[gpu])}
         for rank in sorted(firsts):

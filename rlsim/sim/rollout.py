@@ -87,31 +87,30 @@ class Rollout(RolloutState):
 
     def _start_node(self, node: int, tp: int, version: int) -> list[Replica]:
         gpus = self.mesh[node]
-        pages = self._stage.costs.capacity_pages(tp)
-        started = []
-        for first in range(0, len(gpus), tp):
-            index = len(self.replicas)
-            replica = Replica(
-                self.env,
-                index,
-                node,
-                gpus[first : first + tp],
-                self._step_cost(gpus[first : first + tp]),
-                pages,
-                self._stage.config,
-                self._stage.recorder,
-                self._finished,
-                self._numbers,
-                self._stage.chunks,
-                self._quiet,
-                version,
-            )
-            self.replicas.append(replica)
-            started.append(replica)
+        started = [self._start(node, gpus[first : first + tp], version) for first in range(0, len(gpus), tp)]
         self._active[node] = started
         self._tp[node] = tp
         self.updates.started(started)
         return started
+
+    def _start(self, node: int, gpus: tuple[int, ...], version: int) -> Replica:
+        replica = Replica(
+            self.env,
+            len(self.replicas),
+            node,
+            gpus,
+            self._step_cost(gpus),
+            self._stage.costs.capacity_pages(len(gpus)),
+            self._stage.config,
+            self._stage.recorder,
+            self._finished,
+            self._numbers,
+            self._stage.chunks,
+            self._quiet,
+            version,
+        )
+        self.replicas.append(replica)
+        return replica
 
     def _step_cost(self, gpus: tuple[int, ...]) -> StepCost:
         crowded = self._stage.crowded is not None and any(self._shared[gpu] for gpu in gpus)
@@ -424,8 +423,17 @@ class Rollout(RolloutState):
             self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
             if self._stage.on_release:
                 self._stage.on_release(replica.gpus)
+            self.lent.append(replica)
             running, others = self._take(replica, "released")
             self._deal_to_active([*running, *others])
+
+    def take_back(self, lent: Sequence[Replica]) -> None:
+        """New replicas on the GPUs of these, which were released, with the weights that they had."""
+        for replica in lent:
+            self.lent.remove(replica)
+            there = self._active[replica.node]
+            new = there[there.index(replica)] = self._start(replica.node, replica.gpus, replica.version)
+            self.updates.started([new])
 
     def launch(self, launch: Launch) -> None:
         """Carry out a launch now."""

@@ -13,7 +13,7 @@ from rlsim.errors import PolicyError
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import ScoringReport
 from rlsim.sim.elastic import ElasticCall
-from rlsim.sim.flow import Flow
+from rlsim.sim.flow import Flow, Inbox, closed
 from rlsim.sim.generation import Generation
 from rlsim.sim.open_generation import OpenGeneration
 from rlsim.sim.outcome import CallRecord, Outcome
@@ -60,7 +60,7 @@ class _Run:
         if not generating:
             self.generation.take_given(list(self.steps.values()))
         elif isinstance(what.batching.launcher, Continuous):
-            self.open = OpenGeneration(self.env, what, self.outcome, self.desk, generating[0], self._judge)
+            self.open = OpenGeneration(self.env, what, self.outcome, self.desk, generating[0], self._judge, self.pool)
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
@@ -189,9 +189,20 @@ class _Run:
     def _in_pieces(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
         """A call on samples as they come, then what it does once at the end."""
         env, flow = self.env, self.steps[step].flow
-        inbox, pieces = flow.inboxes[call.name], self.what.times.pieces(call)
+        inbox = flow.inboxes[call.name]
         yield inbox.first
         ready_at = env.now
+        work = self._elastic(inbox, call, step, placement)
+        work.on_done = lambda samples: flow.deliver(call.name, samples)
+        yield work.done
+        flow.close(call.name)
+        yield from self._finish(work, call, step, placement)
+        start_at, gpus, parts = min(work.started_at, env.now), len(placement.gpus), tuple(work.parts_s.items())
+        record = (step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus)
+        return CallRecord(*record, parts, tuple(work.samples))
+
+    def _elastic(self, inbox: Inbox, call: Call, step: int, placement: Placement) -> ElasticCall:
+        """A call begins to work on the samples of an inbox in pieces."""
         recorder, state = Recorder(self.outcome.spans, step), self.steps[step]
 
         def slowdown(gpus: tuple[int, ...]) -> float:
@@ -200,29 +211,26 @@ class _Run:
                 beside += [(self.what.judge.slowdown, judge.busy_gpus) for _, judge in self.judges]
             return max((factor for factor, busy in beside if not busy.isdisjoint(gpus)), default=1.0)
 
-        work = ElasticCall(env, self.pool, placement.replicas(), pieces, inbox, recorder, call, slowdown)
-        work.on_done = lambda samples: flow.deliver(call.name, samples)
-        yield work.done
-        flow.close(call.name)
-        if pieces.finish:
+        pieces = self.what.times.pieces(call)
+        return ElasticCall(self.env, self.pool, placement.replicas(), pieces, inbox, recorder, call, slowdown)
+
+    def _finish(
+        self, work: ElasticCall, call: Call, step: int, placement: Placement
+    ) -> Generator[simpy.Event, Any, None]:
+        """What a call in pieces does on all of its own GPUs at the end."""
+        if finish := work.finish:
             yield self.pool.acquire(placement.gpus, call.kind)
-            start = env.now
-            yield env.timeout(sum(seconds for _, seconds in pieces.finish))
-            recorder.add(placement.gpus, start, env.now, call.name)
+            start = self.env.now
+            yield self.env.timeout(sum(seconds for _, seconds in finish))
+            Recorder(self.outcome.spans, step).add(placement.gpus, start, self.env.now, call.name)
             self.pool.release(placement.gpus)
-        start_at = min(work.started_at, env.now)
-        parts: dict[str, float] = dict(work.parts_s)
-        for name, seconds in pieces.finish:
-            parts[name] = parts.get(name, 0.0) + seconds
-        gpus, samples = len(placement.gpus), tuple(work.samples)
-        return CallRecord(
-            step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, tuple(parts.items()), samples
-        )
+        for name, seconds in finish:
+            work.parts_s[name] = work.parts_s.get(name, 0.0) + seconds
 
     def _in_windows(self, call: Call, step: int, placement: Placement) -> Generator[simpy.Event, Any, CallRecord]:
-        """A call on equal parts of the batch, one after the other, each whole and on all GPUs."""
+        """A call on equal parts of the batch, one after the other, each whole and on all GPUs, or in pieces."""
         env, state, windows = self.env, self.steps[step], self.what.workflow.windows
-        inbox, recorder = state.flow.inboxes[call.name], Recorder(self.outcome.spans, step)
+        inbox = state.flow.inboxes[call.name]
         size = self.what.feed.prompts * self.what.feed.responses // windows
         yield inbox.at_least(size)
         ready_at, start_at, parts_s = env.now, NAN, dict[str, float]()
@@ -231,15 +239,21 @@ class _Run:
             if window:
                 yield state.trained[window - 1].done
             samples = inbox.samples[window * size : (window + 1) * size]
-            yield self.pool.acquire(placement.gpus, call.kind)
-            start = env.now
+            if self.what.workflow.elastic and call.kind == "train":
+                work = self._elastic(closed(env, samples), call, step, placement)
+                yield work.done
+                yield from self._finish(work, call, step, placement)
+                start, parts = work.started_at, list(work.parts_s.items())
+            else:
+                yield self.pool.acquire(placement.gpus, call.kind)
+                start, tp = env.now, self.generation.planned_tp
+                parts = list(self.what.times.parts(call, placement, Responses.of(samples), tp, windows))
+                yield env.timeout(sum(seconds for _, seconds in parts))
+                Recorder(self.outcome.spans, step).add(placement.gpus, start, env.now, call.name)
+                self.pool.release(placement.gpus)
             start_at = start if isnan(start_at) else start_at
-            parts = self.what.times.parts(call, placement, Responses.of(samples), self.generation.planned_tp, windows)
             for name, seconds in parts:
                 parts_s[name] = parts_s.get(name, 0.0) + seconds
-            yield env.timeout(sum(seconds for _, seconds in parts))
-            recorder.add(placement.gpus, start, env.now, call.name)
-            self.pool.release(placement.gpus)
             state.flow.deliver(call.name, samples)
             if call.kind == "train":
                 state.trained[window].one()

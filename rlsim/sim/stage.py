@@ -72,6 +72,8 @@ class RolloutState:
         self._active: dict[int, list[Replica]] = {}
         self._switching: set[int] = set()
         self._just_finished: set[int] = set()
+        self.lent: list[Replica] = []  # released, their GPUs not taken back
+        self.launching = False  # prompts begin at this moment, or when the weights that are on their way have come
 
     @property
     def requests(self) -> list[Request]:
@@ -85,8 +87,8 @@ class RolloutState:
 
     @property
     def size(self) -> int:
-        """How many replicas the layouts of its nodes have."""
-        return sum(len(gpus) // self._tp[node] for node, gpus in enumerate(self.mesh))
+        """How many replicas the layouts of its nodes have, without those that are lent."""
+        return sum(len(gpus) // self._tp[node] for node, gpus in enumerate(self.mesh)) - len(self.lent)
 
     def active(self, node: int | None = None) -> list[Replica]:
         """Replicas that have not been told to stop, of one node or of all, by index."""

@@ -76,6 +76,10 @@ class LiveView:
     def used_tps(self, node: int) -> frozenset[int]:
         return frozenset(self._rollout._used_tps[node])
 
+    @property
+    def launching(self) -> bool:
+        return self._rollout.launching
+
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
         return tuple(view_of_replica(replica) for replica in self._rollout.active(node))
 

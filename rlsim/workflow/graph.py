@@ -57,6 +57,8 @@ class Workflow:
     their mean). `baseline_responses`: so many more to each prompt, scored but not trained on (ReMax). With `windows`
     inference and training that take samples as they come take a step's batch in so many equal parts: each is worked on
     whole, on all GPUs of the call, once it is there and the one before is trained on. Without, they work in pieces.
+    `elastic`: training that takes samples as they come, or a window's, works in pieces, also on GPUs that generation
+    leaves idle: as further data-parallel replicas.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Workflow:
     group_advantage: bool = False
     baseline_responses: int = 0
     windows: int = 0
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]

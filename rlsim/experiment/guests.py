@@ -1,0 +1,106 @@
+"""Training on GPUs that generation lends: what a further data-parallel replica there costs, and whether it fits.
+
+Such a replica has all of the model (under TP and PP a replica's share on each GPU) and its gradients, but no optimizer
+states, beside the weights of the rollout engine, whose KV cache is empty then. It gets the trainer's weights once a
+training call, by broadcast (`rlsim.cost.reallocation`), works on its own, and its gradients are added to the others' by
+one all-reduce over all replicas that there may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlsim.cost.layout import Layout
+from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes, training_memory
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.placed import PlacedExperiment, layout_of
+from rlsim.sim.elastic import Guests
+from rlsim.workflow import Call
+from rlsim.workflow.plan import Placement
+
+
+def check_elastic(placed: PlacedExperiment, tp: int) -> None:
+    """Raises `ConfigError` if generation's GPUs cannot help training, `CapacityError` if its states do not fit there.
+
+    `tp`: GPUs of a rollout replica, whose weights stay there.
+    """
+    if not placed.workflow.elastic:
+        return
+    for call in placed.workflow.calls:
+        if call.kind == "train":
+            _check(placed, call, tp)
+
+
+def _check(placed: PlacedExperiment, call: Call, tp: int) -> None:
+    training, rollout = placed.plan.of(call.name), placed.generation
+    loaded = placed.loaded
+    if not set(training.gpus).isdisjoint(rollout.gpus):
+        raise ConfigError(
+            f"call {call.name} and generation share GPUs, so that none can be lent to it: add `split`, or a plan, that "
+            "gives generation GPUs of its own (on shared GPUs, `stream` trains on those that generation gives up)"
+        )
+    if placed.calls_on(training.gpus) is not placed.calls_on(rollout.gpus):
+        raise ConfigError(
+            f"generation has another kind of GPU than call {call.name}: how fast training is there, and how gradients "
+            "of both kinds are added up, is not modelled"
+        )
+    strategy, gpu = _guest_strategy(training), loaded.cluster.gpu_at(rollout.gpus[0])
+    if not _replicas(placed, strategy):
+        raise ConfigError(
+            f"a data-parallel replica of call {call.name} has {strategy.gpus} GPUs, more than generation has to lend: "
+            f"{len(rollout.gpus)}"
+        )
+    tokens = max(strategy.budget(backward=True), loaded.longest_sequence)
+    memory = training_memory(loaded.models[call.model], strategy, tokens, reserved_bytes=RESERVED_BYTES)
+    pp = 1 if rollout.strategy is None else rollout.strategy.pp
+    engine_bytes = rollout_weight_bytes(loaded.model, tp if rollout.strategy is None else rollout.strategy.tp, pp)
+    parts = {
+        "weights": memory.parameter_bytes,
+        "gradients": memory.gradient_bytes,
+        "activations and logits": memory.activation_bytes + memory.logits_bytes,
+        "the rollout engine's weights": engine_bytes,
+        "context and communication": RESERVED_BYTES,
+    }
+    need_bytes = sum(parts.values())
+    if need_bytes > gpu.memory_bytes:
+        listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items())
+        raise CapacityError(
+            f"call {call.name} does not fit on a GPU that generation lends: {listed} = {need_bytes / 1e9:.2f} GB > "
+            f"{gpu.memory_bytes / 1e9:.2f} GB of {gpu.name}; a larger training.tp, training.gradients: bf16 or fewer "
+            "training.micro_batch_tokens need less"
+        )
+
+
+def _guest_strategy(training: Placement) -> TrainStrategy:
+    """Of one data-parallel replica alone."""
+    assert training.strategy is not None
+    return replace(training.strategy, dp=1, zero_stage=0, shard_gpus=None, offload=False)
+
+
+def _replicas(placed: PlacedExperiment, strategy: TrainStrategy) -> list[tuple[int, ...]]:
+    """Neighbouring GPUs of generation for each replica that there may be, on no more nodes than it needs."""
+    cluster = placed.loaded.cluster
+    most = -(-strategy.gpus // cluster.gpus_per_node)
+    groups = placed.generation.replicas(strategy.gpus)
+    return [gpus for gpus in groups if len({cluster.node_of(gpu) for gpu in gpus}) <= most]
+
+
+def guests_of(placed: PlacedExperiment, call: Call, tokens: int) -> Guests:
+    """The replicas of a training call on the GPUs of generation, in parts of so many tokens."""
+    training, rollout, calls = placed.plan.of(call.name), placed.generation, placed.calls_on(placed.generation.gpus)
+    strategy, own = _guest_strategy(training), training.strategy
+    assert own is not None
+    replicas = _replicas(placed, strategy)
+    cost = calls.of(call.model, strategy, rollout.gpus[0])
+    there = Layout.of(rollout.gpus[0], replace(strategy, dp=len(replicas)))
+    load_s = calls.reallocation(call.model, calls).time_s(layout_of(training), there)
+    together = replace(strategy, dp=own.dp + len(replicas))
+    reduce_s = calls.of(call.model, together, min(rollout.gpus + training.gpus)).update_time().communication_s
+    rate = tokens / cost.part_time([tokens], backward=True).total_s  # of one replica, in tokens a second
+
+    def part(lengths: Sequence[int]) -> list[tuple[str, float]]:
+        return cost.part_time(lengths, backward=True).named
+
+    return Guests(replicas, part, load_s, round(own.dp * rate * load_s), reduce_s)
