@@ -29,6 +29,12 @@ class Gpu(Schema):
     memory_bytes: Bytes = Field(gt=0, description="device memory")
     memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
     bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 tensor-core rate")
+    fp8_flop_per_s: FlopPerSecond | None = Field(
+        default=None, ge=1, description="peak dense FP8 tensor-core rate; none: the GPU has no FP8"
+    )
+    fp4_flop_per_s: FlopPerSecond | None = Field(
+        default=None, ge=1, description="peak dense FP4 tensor-core rate; none: the GPU has no FP4"
+    )
     l2_bytes: Bytes = Field(gt=0, description="L2 cache")
     sm_count: int = Field(gt=0, le=1_000_000, description="streaming multiprocessors")
     source: str = Field(description="where the figures are from")
@@ -44,14 +50,21 @@ class Link(Schema):
 
 
 class Cluster(Schema):
-    """Identical nodes of identical GPUs; GPU g sits in node g // gpus_per_node."""
+    """Identical nodes of identical GPUs; GPU g sits in node g // gpus_per_node.
+
+    Neighbouring nodes that `intra` joins are one NVLink domain: a single node, or up to 18 of a GB200 NVL72 rack. GPU g
+    sits in domain g // domain_gpus; only messages between domains take `inter`.
+    """
 
     name: Name = Field(default="custom", description="catalogue name; an inline cluster needs none")
     gpu: Gpu = Field(description="a catalogue name, or the fields of a GPU")
     nodes: int = Field(gt=0, le=MOST_GPUS)
     gpus_per_node: int = Field(gt=0, le=1024)
-    intra: Link = Field(description="GPU to GPU inside a node")
-    inter: Link | None = Field(default=None, description="GPU to GPU across nodes; none in a one-node cluster")
+    nodes_per_domain: int = Field(
+        default=1, gt=0, le=MOST_GPUS, description="nodes that `intra` joins: 18 in an NVL72 rack, else 1"
+    )
+    intra: Link = Field(description="GPU to GPU inside a node, and between the nodes of a domain")
+    inter: Link | None = Field(default=None, description="GPU to GPU across domains; none in a cluster of one")
     host: Link = Field(description="GPU to host memory")
 
     @field_validator("gpu", mode="before")
@@ -68,7 +81,7 @@ class Cluster(Schema):
     def _nodes_are_joined(self) -> Cluster:
         if self.gpus > MOST_GPUS:
             raise ValueError(f"{self.nodes:,} nodes of {self.gpus_per_node:,} GPUs: at most {MOST_GPUS:,} GPUs")
-        if self.nodes > 1 and self.inter is None:
+        if self.nodes > self.nodes_per_domain and self.inter is None:
             raise ValueError("a cluster of several nodes needs `inter`, the link between them")
         return self
 
@@ -82,9 +95,18 @@ class Cluster(Schema):
         """The name of its GPU, as the names of those of a `MixedCluster`."""
         return (self.gpu.name,)
 
+    @property
+    def domain_gpus(self) -> int:
+        """GPUs that `intra` joins: those of a node, or of all nodes of a domain."""
+        return min(self.nodes_per_domain, self.nodes) * self.gpus_per_node
+
     def node_of(self, gpu: int) -> int:
         """The node that GPU number `gpu` sits in."""
         return gpu // self.gpus_per_node
+
+    def domain_of(self, gpu: int) -> int:
+        """The NVLink domain that GPU number `gpu` sits in."""
+        return gpu // self.domain_gpus
 
     def gpu_at(self, number: int) -> Gpu:  # noqa: ARG002
         """The GPU of that number."""
@@ -119,6 +141,12 @@ class MixedCluster(Schema):
         sizes = dict.fromkeys(group.gpus_per_node for group in self.groups)
         if len(sizes) > 1:
             raise ValueError(f"nodes of {' and '.join(map(str, sizes))} GPUs: groups need as many GPUs per node")
+        domains = {group.nodes_per_domain for group in self.groups}
+        if len(domains) > 1 or any(group.nodes % max(domains) for group in self.groups[:-1]):
+            raise ValueError(
+                f"nodes_per_domain {' and '.join(map(str, sorted(domains)))}: groups need as many nodes per NVLink "
+                "domain, and whole domains in every group but the last"
+            )
         if self.gpus > MOST_GPUS:
             raise ValueError(f"{self.nodes:,} nodes of {self.gpus_per_node:,} GPUs: at most {MOST_GPUS:,} GPUs")
         first: dict[str, Cluster] = {}
@@ -152,9 +180,18 @@ class MixedCluster(Schema):
         """The names of its GPUs, in the order of the groups."""
         return tuple(dict.fromkeys(group.gpu.name for group in self.groups))
 
+    @property
+    def domain_gpus(self) -> int:
+        """GPUs of each NVLink domain, in all groups."""
+        return min(self.groups[0].nodes_per_domain, self.nodes) * self.gpus_per_node
+
     def node_of(self, gpu: int) -> int:
         """The node that GPU number `gpu` sits in."""
         return gpu // self.gpus_per_node
+
+    def domain_of(self, gpu: int) -> int:
+        """The NVLink domain that GPU number `gpu` sits in."""
+        return gpu // self.domain_gpus
 
     def gpu_at(self, number: int) -> Gpu:
         """The GPU of that number."""

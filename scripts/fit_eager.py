@@ -36,7 +36,7 @@ def steps(
 ) -> list[Row]:
     """The runs of `table` with these launches."""
     eager = EagerFit(layer_s=layer_s, collective_s=collective_s, source="tried")
-    calibration = load_calibration("a100-sglang").model_copy(update={"eager": eager})
+    calibration = load_calibration("a800-sglang").model_copy(update={"eager": eager})
     return list(realhf_rows(table, Options(), write_yaml(calibration, folder), efficiency))
 
 

@@ -168,7 +168,7 @@ def test_what_was_not_measured_is_counted() -> None:
     c.time_s("all_gather", 1.1e8, 8)
     assert c.lookups.examples == {"all_gather": "1.1e+08 bytes over 8 GPUs, beyond what was measured"}
     c.time_s("reduce_scatter", 1e6, 16)
-    assert c.lookups.examples["reduce_scatter"] == "16 GPUs of a node, measured 2 to 8"
+    assert c.lookups.examples["reduce_scatter"] == "16 GPUs of one domain, measured 2 to 8"
     for _ in range(2):
         c.time_s("send_recv", 1e6, 2, nodes=2)
     assert c.lookups.counts["send_recv across nodes"] == {"extrapolated": 1}

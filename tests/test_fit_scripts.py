@@ -58,7 +58,7 @@ def test_a_file_read_and_written_again_says_the_same(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("gpu", sorted(DERIVED))
 def test_derived_files_are_what_deriving_gives(gpu: str, tmp_path: Path) -> None:
-    for engine in ("sglang", "vllm", "trtllm"):
+    for engine in DERIVED[gpu].engines:
         derived = derive(load_calibration(f"{DERIVED[gpu].source}-{engine}"), gpu)
         write_yaml(derived, tmp_path)
         assert (tmp_path / f"{derived.name}.yaml").read_bytes() == (
@@ -73,7 +73,8 @@ def test_derived_files_are_what_deriving_gives(gpu: str, tmp_path: Path) -> None
 def test_training_adds_traffic_to_the_gpus_own_gemms(name: str) -> None:
     calibration = load_calibration(name)
     gpu = name.rpartition("-")[0]
-    gemm = {"h200-sxm": 0.685, "a100-sxm-80gb": 0.789, "l40s": 0.543, "a40": 0.75}.get(gpu, 0.742)
+    shares = {"h100-sxm": 0.742, "h200-sxm": 0.685, "b200-sxm": 0.658, "a100-sxm-80gb": 0.789, "l40s": 0.543}
+    gemm = {**shares, "a40": 0.75}[DERIVED[gpu].source if gpu in DERIVED else gpu]
     reference = calibration.reference
     inverse = 1 / gemm + TRAFFIC * reference.bf16_flop_per_s / reference.memory_bytes_per_s
     assert calibration.training.flop_efficiency == {

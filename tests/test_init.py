@@ -15,8 +15,9 @@ from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.hardware import load_cluster
+from rlsim.hardware import load_cluster, load_gpu
 from rlsim.init.draft import Draft, Entry
+from rlsim.init.engines import own_limits
 from rlsim.init.names import find_cluster, find_model, nearest_trace
 from rlsim.init.parts import check
 from rlsim.init.settings import Unknown
@@ -71,6 +72,10 @@ def draft_of(tmp_path: Path, *sources: str, text: str = SCRIPT, **options: Any) 
     return from_verl(
         [str(tmp_path / "run.sh"), *sources], folder=tmp_path, **{"gpu": "h100", "trace": "rollpacker-math", **options}
     )
+
+
+def some(data: dict[str, Any], **expected: Any) -> dict[str, Any]:
+    return {**data, **expected}
 
 
 def with_setting(*settings: str) -> str:
@@ -216,6 +221,54 @@ def test_every_value_says_where_it_is_from(tmp_path: Path) -> None:
     assert "give --trace for your own lengths" in text.replace("\n#   ", " ")
 
 
+@pytest.mark.parametrize(("gpu", "tokens"), [("h100", 8192), ("l40s", 4096), ("b200", 16384)])
+def test_limits_that_an_engine_sets_itself(tmp_path: Path, gpu: str, tokens: int) -> None:
+    """veRL hands a budget of tokens on to vLLM, not to SGLang, whose own goes by the GPU's memory."""
+    sglang = draft_of(tmp_path, "actor_rollout_ref.rollout.max_num_batched_tokens=1234", gpu=gpu).data()["engine"]
+    assert sglang == {"max_num_seqs": 256, "max_num_batched_tokens": tokens}
+    vllm = draft_of(tmp_path, "actor_rollout_ref.rollout.max_num_batched_tokens=1234",
+                    "actor_rollout_ref.rollout.name=vllm", gpu=gpu).data()["engine"]  # fmt: skip
+    assert vllm == {"max_num_seqs": 256, "max_num_batched_tokens": 1234, "chunked_prefill": True}
+    assert own_limits("vllm", load_gpu("a100-sxm-80gb"), served=True)["max_num_batched_tokens"] == 2048
+    assert own_limits("vllm", load_gpu("h200-sxm"))["max_num_batched_tokens"] == 16384
+
+
+def test_an_eager_engine_has_no_graphs(tmp_path: Path) -> None:
+    eager = "actor_rollout_ref.rollout.enforce_eager=True"
+    engine = draft_of(tmp_path, eager, "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32").data()["engine"]
+    assert engine == {"max_num_seqs": 256, "graphs": False, "page_tokens": 32}
+    # A calibration that was given has the launches in its host time.
+    assert "graphs" not in draft_of(tmp_path, eager, calibration="h100-sglang").data()["engine"]
+
+
+def test_devices_and_nodes_of_another_maker(tmp_path: Path) -> None:
+    """A script that asks for Ascend's plugin runs on GPUs here, and a node of 16 devices is two of 8."""
+    asks = "DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}\n"
+    chosen = 'if [ "$DEVICE" = npu ]; then\n  PER_NODE=7\nelse\n  PER_NODE=16\nfi\n'
+    text = asks + chosen + SCRIPT.replace("trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node=$PER_NODE")
+    draft = draft_of(tmp_path, text=text)
+    assert draft.data()["cluster"] == "2x8xh100"
+    assert any("nodes of 16" in note for note in draft.notes)
+
+
+def test_places_of_files_need_not_be_known(tmp_path: Path) -> None:
+    text = SCRIPT.replace("$HOME/models", "$DATA_ROOT/models")
+    assert draft_of(tmp_path, text=text).data()["model"] == "qwen2.5-7b"
+
+
+def test_veomni_is_simulated_as_fsdp2(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor."
+    draft = draft_of(tmp_path, f"{actor}strategy=veomni", f"{actor}veomni.ulysses_parallel_size=2")
+    assert draft.data()["training"]["backend"] == "fsdp"
+    assert draft.data()["training"]["cp"] == 2
+    assert any("VeOmni" in note for note in draft.notes)
+
+
+def test_degrees_of_megatron_mean_megatron(tmp_path: Path) -> None:
+    draft = draft_of(tmp_path, "+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2")
+    assert draft.data()["training"] == some(draft.data()["training"], backend="megatron", pp=2)
+
+
 def test_later_sources_win(tmp_path: Path) -> None:
     data = draft_of(tmp_path, "data.train_batch_size=32", "MODEL_PATH=Qwen/Qwen3-8B").data()
     assert data["workflow"]["prompts"] == 32
@@ -223,7 +276,8 @@ def test_later_sources_win(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_the_release(tmp_path: Path) -> None:
-    assert draft_of(tmp_path, version="0.8").data()["engine"]["chunked_prefill"] is True
+    vllm = draft_of(tmp_path, "actor_rollout_ref.rollout.name=vllm", version="0.8").data()["engine"]
+    assert vllm["chunked_prefill"] is True
     assert "max_num_seqs" not in draft_of(tmp_path, version="0.8").data()["engine"]  # 1,024, as rlsim's
     without_mode = SCRIPT.replace("    actor_rollout_ref.rollout.mode=sync \\\n", "")
     assert draft_of(tmp_path, text=without_mode).data()["routing"] == "round_robin"
@@ -323,7 +377,6 @@ def test_what_is_not_represented_is_listed(tmp_path: Path) -> None:
     settings = [
         "actor_rollout_ref.rollout.multi_turn.enable=True",
         "actor_rollout_ref.model.lora_rank=32",
-        "actor_rollout_ref.rollout.enforce_eager=True",
         "custom_reward_function.path=reward.py",
         "trainer.test_freq=5",
     ]
@@ -394,7 +447,7 @@ def test_the_configuration_in_a_log(tmp_path: Path) -> None:
         (["actor_rollout_ref.actor.use_kl_loss=3"], {}, "expected True or False, got 3"),
         (["algorithm.adv_estimator=grop"], {}, "did you mean 'grpo'"),
         (["actor_rollout_ref.rollout.name=hf"], {}, "unknown rollout engine 'hf'"),
-        (["actor_rollout_ref.actor.strategy=veomni"], {}, "veomni is not simulated"),
+        (["actor_rollout_ref.actor.strategy=torchtitan"], {}, "torchtitan is not simulated"),
         (["trainer.v1.trainer_mode=separate_async"], {}, "this trainer is not simulated"),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], {}, "does not divide the 8 GPUs"),
         (["actor_rollout_ref.model.path=Qwen/Qwen9-8B"], {}, "its shape is not known; the nearest .*give --model"),
@@ -440,13 +493,15 @@ def test_an_unknown_value_is_an_error_only_where_it_is_needed(tmp_path: Path) ->
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "r1-distill-qwen-1.5b"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3-30b-a3b"),
+        ("checkpoint/multiturn-sft-qwen-2.5-7b-instruct/global_step_372", "qwen2.5-7b"),
     ],
 )
 def test_models_by_their_published_names(tmp_path: Path, path: str, expected: str) -> None:
     assert find_model(path, tmp_path)[0] == expected
 
 
-@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-8B-FP8", "google/gemma-7b", "qwen3-80b"])
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-Omni-30B-A3B", "Qwen/Qwen3-8B-FP8", "google/gemma-7b", "qwen3-80b"])
 def test_models_of_another_shape_are_not_taken_for_a_known_one(tmp_path: Path, path: str) -> None:
     with pytest.raises(CatalogueError, match=r"give --model a name .* or the path of its config.json"):
         find_model(path, tmp_path)

@@ -34,7 +34,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
     left = len(placed.generation.nodes(cluster)[0])  # of a node; as many of each
     beside_bytes = placed.memory.resident_bytes(plan, placed.gpus)
     rows = []
-    for tp in powers_of_two(cluster.gpus_per_node):
+    for tp in powers_of_two(cluster.domain_gpus):
         row: dict[str, object] = {"tp": tp, "replicas": gpus // tp, "fits": False, "waits": False}
         if left % tp:
             why_not = f"TP {tp} does not divide the {left} GPUs of a node that workflow.reward.judge leaves"

@@ -67,7 +67,7 @@ class Search:
         """Notes by TP the numbers of GPUs that may generate: whole replicas, and what training and memory allow."""
         cluster = self._simulator.loaded.cluster
         whole = cluster.gpus_per_node if cluster.nodes >= WHOLE_NODES else 1
-        for tp in powers_of_two(cluster.gpus_per_node):
+        for tp in powers_of_two(cluster.domain_gpus):
             counts = range(max(tp, whole), self._total, max(tp, whole))
             if grid := [count for count in counts if self._fits(Point(family, 0, tp, count))]:
                 self._grids[tp] = grid

@@ -42,10 +42,12 @@ DEFAULTS: dict[str, Any] = {
 ENGINE_KEYS: dict[str, dict[str, str]] = {
     "vllm": {
         "memory": "vllm.gpu_memory_utilization", "max_num_seqs": "vllm.max_num_seqs", "eager": "vllm.enforce_eager",
+        "page_tokens": "vllm.block_size",
     },
     "sglang": {
         "memory": "sglang.mem_fraction_static", "max_num_seqs": "sglang.max_running_requests",
         "max_num_batched_tokens": "sglang.chunked_prefill_size", "eager": "sglang.disable_cuda_graph",
+        "chunked": "sglang.enable_mixed_chunk", "page_tokens": "sglang.page_size",
     },
 }  # fmt: skip
 

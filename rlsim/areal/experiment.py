@@ -11,6 +11,7 @@ from rlsim.areal.allocation import GENERATES, TRAINS, Allocation, allocation, bo
 from rlsim.areal.defaults import ACTOR, BETWEEN_STEPS, DEFAULTS, ENGINE_KEYS, GENERATION, ROLLOUT, UNLIKE
 from rlsim.areal.training import add_training
 from rlsim.errors import ConfigError
+from rlsim.hardware import Gpu
 from rlsim.init import parts
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import Options, joined
@@ -72,7 +73,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     _workflow(config, draft, sides)
     _critic(config, draft, options, actor)
     add_training(config, draft, sides.training, sides.where, lengths, cap.value)
-    _engine(config, draft, sides.generation.engine)
+    _engine(config, draft, sides.generation.engine, machines.gpu)
     _systems(config, draft, sides)
     memory = ENGINE_KEYS[sides.generation.engine]["memory"]
     parts.add_memory(draft, Entry(config.share(memory), config.where(memory)), options.folder, apart=not sides.shared)
@@ -143,14 +144,12 @@ def _critic(config: Settings, draft: Draft, options: Options, actor: Model) -> N
         draft.entries["models"] = {"critic": Entry(other.data()["model"], config.where(key))}
 
 
-def _engine(config: Settings, draft: Draft, engine: str) -> None:
-    parts.add_engine(config, draft, ENGINE_KEYS[engine])
+def _engine(config: Settings, draft: Draft, engine: str, gpu: Gpu) -> None:
+    parts.add_engine(config, draft, ENGINE_KEYS[engine], engine, gpu, served=True)
     whole, entries = "vllm.no_enable_chunked_prefill", draft.entries["engine"]
     assert isinstance(entries, dict)
     if engine == "vllm":
         entries["chunked_prefill"] = Entry(not config.flag(whole), config.where(whole))
-    elif chunk := entries.get("max_num_batched_tokens"):
-        entries["chunked_prefill"] = Entry(True, chunk.comment)
 
 
 def _systems(config: Settings, draft: Draft, sides: _Sides) -> None:

@@ -8,16 +8,17 @@ are from and how far off the fit is on shapes it has not seen. Efficiencies are 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from rlsim import catalogue
 from rlsim.cost.draw import Draw
-from rlsim.errors import CalibrationError, ConfigError, unknown_name
+from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
 from rlsim.hardware import Cluster
 from rlsim.schema import Schema, load
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
@@ -379,6 +380,12 @@ class Calibration(Fitted):
     _draw: Draw = PrivateAttr(default=Draw())
 
     @property
+    def release(self) -> str:
+        """The release of the engine that was measured, as `0.24.0`; empty if the sources do not say."""
+        found = re.match(rf"{self.engine} (\S+?),?(?: |$)", self.provenance.sources[0].engine_version)
+        return found[1] if found else ""
+
+    @property
     def draw(self) -> Draw:
         """The world that costs are for: not as fitted, but as far off as `Draw` says."""
         return self._draw
@@ -399,17 +406,44 @@ def calibration_names() -> dict[str, Path]:
     return catalogue.names("calibration")
 
 
+_NAME = re.compile(rf"(?P<gpu>.+)-(?P<engine>{'|'.join(get_args(Engine))})(?:-(?P<release>\d[\w.]*))?")
+
+
 def _resolve(name: str) -> Path:
-    """The file of a full or short name: `h100-sglang` is `h100-sxm-sglang` if only one GPU begins that way."""
+    """The file of a full or short name.
+
+    `h100-sglang` is `h100-sxm-sglang` if only one GPU begins that way; `h100-sglang-0.5` is the release of the engine
+    that begins so, if it is one.
+    """
     known = calibration_names()
-    wanted = name.lower()
-    if wanted in known:
-        return known[wanted]
-    gpu, _, engine = wanted.rpartition("-")
-    near = [full for full in known if gpu and full.startswith(f"{gpu}-") and full.endswith(f"-{engine}")]
+    if name.lower() in known:
+        return known[name.lower()]
+    wanted = _NAME.fullmatch(name.lower())
+    if wanted is None:
+        raise unknown_name("calibration", name, known)
+    gpu, engine, release = wanted.groups()
+    same = [full for full in known if full.startswith(f"{gpu}-") and f"-{engine}" in full]
+    near = [full for full in same if _is_release(full, release)]
     if len(near) == 1:
         return known[near[0]]
+    if release is not None and same:
+        shipped = ", ".join(f"{_load(known[full]).release} ({full})" for full in same)
+        raise CatalogueError(f"unknown calibration {shown(name)}; releases of {engine} that ship: {shipped}")
+    fitting = [one for one in catalogue.names("gpus") if f"{one}-".startswith(f"{gpu}-")]
+    if fitting and not any(full.startswith(f"{gpu}-") for full in known):
+        raise CatalogueError(
+            f"no calibration of {fitting[0]} ships: no open table has its kernels; `rlsim calibrate` measures one on "
+            "such a machine, and an experiment takes the path of its file"
+        )
     raise unknown_name("calibration", name, known)
+
+
+def _is_release(full: str, release: str | None) -> bool:
+    """Whether a calibration of the catalogue is the default one, or of the release that begins so."""
+    if release is None:
+        named = _NAME.fullmatch(full)
+        return named is not None and named["release"] is None
+    return f"{_load(calibration_names()[full]).release}.".startswith(f"{release}.")
 
 
 def _load(path: Path) -> Calibration:
@@ -421,6 +455,8 @@ def _load(path: Path) -> Calibration:
 
 def load_calibration(name_or_path: str | Path) -> Calibration:
     """The calibration of that name (`h100-sxm-sglang`, or short `h100-sglang`), or of a `.yaml` path.
+
+    Without a release of the engine it is the newest one that was measured; `h100-sglang-0.5.10` is an older one.
 
     Raises `CatalogueError` if no calibration has the name, `CalibrationError` with all mistakes of a damaged file.
     """

@@ -59,7 +59,7 @@ class CallCosts:
 
         Raises `ConfigError` if the strategy suits neither model nor cluster.
         """
-        first_gpu %= self.cluster.gpus_per_node  # which nodes does not matter
+        first_gpu %= self.cluster.domain_gpus  # which domains does not matter
         key = self._shapes[role], strategy, first_gpu  # roles with models of one shape share it
         if key not in self._made:
             self._made[key] = TrainCost(

@@ -1,8 +1,9 @@
 """Seconds of communication between GPUs.
 
-Inside a node: curves fitted to NCCL and to the engine's own all-reduce. Across nodes nothing is measured: a
-hierarchical ring (reduce-scatter inside each node, ring between nodes, all-gather inside each node) at a stated
-share of the link.
+Inside an NVLink domain, a node or a rack of them: curves fitted to NCCL, and inside a node to the engine's own
+all-reduce, which shares memory between the processes of one host. Across domains nothing is measured: a hierarchical
+ring (reduce-scatter inside each domain, ring between domains, all-gather inside each domain) at a stated share of the
+link.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Collectives:
         self._custom = {gpus: _Curve(fit, stretch) for gpus, fit in sorted(fits.custom_all_reduce.items())}
 
     def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
-        """Seconds of `op` over `gpus` GPUs spread evenly over `nodes` nodes.
+        """Seconds of `op` over `gpus` GPUs spread evenly over `nodes` nodes (NVLink domains where these are larger).
 
         Zero for one GPU or no bytes. Raises `ValueError` for an unknown operation or GPUs that do not divide over the
         nodes, `CalibrationError` if the cluster has no inter-node link.
@@ -93,7 +94,7 @@ class Collectives:
             # A pipelined ring moves the whole tensor over each link, an all-gather only (gpus − 1) / gpus of it.
             return self._nccl_s("all_gather", size * gpus / (gpus - 1), gpus)
         time = self._nccl_s(op, size, gpus)
-        if op == "all_reduce" and gpus in self._custom:
+        if op == "all_reduce" and gpus in self._custom and gpus <= self.cluster.gpus_per_node:
             time = min(time, self._custom[gpus](size))
         return time
 
@@ -106,7 +107,7 @@ class Collectives:
         if (op, size, gpus) in self._seen:
             pass
         elif not counts[0] <= gpus <= counts[-1]:
-            self.lookups.add(op, "extrapolated", f"{gpus} GPUs of a node, measured {counts[0]} to {counts[-1]}")
+            self.lookups.add(op, "extrapolated", f"{gpus} GPUs of one domain, measured {counts[0]} to {counts[-1]}")
         elif not nearest.measured(size):
             self.lookups.add(op, "extrapolated", f"{size:g} bytes over {gpus} GPUs, beyond what was measured")
         else:
@@ -117,7 +118,7 @@ class Collectives:
         if gpus < counts[0]:
             return curves[counts[0]](size)
         if gpus > counts[-1]:
-            # Ring inside one large node: the bytes each link carries hardly change, the number of hops does.
+            # Ring inside one large domain: the bytes each link carries hardly change, the number of hops does.
             last, high = counts[-1], counts[-1]
             latency, rest = curves[last](0.0), curves[last](size) - curves[last](0.0)
             factor = ((gpus - 1) / gpus) / ((high - 1) / high)

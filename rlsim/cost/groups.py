@@ -1,4 +1,7 @@
-"""Communication inside the groups of a layout, wherever on the nodes of a cluster its mesh lies."""
+"""Communication inside the groups of a layout, wherever on the nodes of a cluster its mesh lies.
+
+Here a node is what the faster link joins: an NVLink domain where that is larger than a node.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Groups:
     ) -> None:
         self._collectives, self._layout = collectives, layout
         self._sharded_over = sharded_over or layout.shards
-        self._per_node = cluster.gpus_per_node
+        self._per_domain = cluster.domain_gpus
         self._spreads: dict[Group, list[tuple[int, int, int]]] = {}
 
     def time_s(self, op: str, message_bytes: float, group: Group) -> float:
@@ -72,7 +75,7 @@ class Groups:
         """The nodes of the GPUs of every such group: (groups, GPUs of a group)."""
         layout = self._layout
         gpus = np.arange(layout.first_gpu, layout.end_gpu, dtype=np.int64)
-        mesh = (gpus // self._per_node).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+        mesh = (gpus // self._per_domain).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
         match group:
             case "tp":
                 return mesh.reshape(-1, layout.tp)

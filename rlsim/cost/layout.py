@@ -1,4 +1,7 @@
-"""Which GPUs a model's call has, in what layout, and times between many pairs of such placements."""
+"""Which GPUs a model's call has, in what layout, and times between many pairs of such placements.
+
+Here a node is what the faster link joins: an NVLink domain where that is larger than a node.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def canonical(cluster: Cluster, source: Layout, target: Layout) -> tuple[Layout,
 
     Raises `ConfigError` for a GPU that the cluster does not have.
     """
-    size = cluster.gpus_per_node
+    size = cluster.domain_gpus
     if max(source.end_gpu, target.end_gpu) > cluster.gpus:
         raise ConfigError(f"layout beyond the {cluster.gpus} GPUs of cluster {cluster.name!r}: {source}, {target}")
     starts = source.first_gpu // size, target.first_gpu // size
@@ -99,7 +102,7 @@ class PairTimes:
     ) -> None:
         self._time_s = time_s
         self._sources, self._targets = sources, targets
-        per_node = cluster.gpus_per_node
+        per_node = cluster.domain_gpus
         self._reach = 2 * cluster.gpus + 1
         self._source_layout, self._source_at = _layouts(sources, per_node)
         self._target_layout, self._target_at = _layouts(targets, per_node)

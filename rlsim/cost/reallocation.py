@@ -167,7 +167,7 @@ class _Broadcasts:
         """Seconds of the busiest GPU or port; `busy` are those that each target GPU spends on copies besides."""
         if not len(wants.size) or not wants.size.any():
             return float(busy.max())
-        per_node = self._sender.cluster.gpus_per_node
+        per_node = self._sender.cluster.domain_gpus
         gpus = max(len(busy), int(wants.source.max()) + 1)
         # Rows in the order of messages, and of the nodes that each of them goes to.
         at, to = wants.source // per_node, wants.target // per_node
@@ -274,7 +274,7 @@ def _parameter_wants(cluster: Cluster, common: Floats, source: Layout, target: L
     place = j * (target.shards * target.tp) + member  # within the target mesh
     gpu = target.first_gpu + place
     base = source.first_gpu + i * stage + r
-    per_node = cluster.gpus_per_node
+    per_node = cluster.domain_gpus
     node_start = gpu // per_node * per_node
     low = np.clip(-((base - node_start) // source.tp), 0, source.shards)
     high = np.clip(-((base - node_start - per_node) // source.tp), 0, source.shards)

@@ -96,10 +96,10 @@ class RolloutCostModel:
     ) -> tuple[tuple[int, ...], dict[int, str]]:
         """Degrees whose replica holds one sequence of so many tokens; the others and why not.
 
-        Of `degrees`, by default the powers of two that divide a whole node.
+        Of `degrees`, by default the powers of two that divide a whole NVLink domain.
         """
         feasible, infeasible = [], {}
-        for tp in powers_of_two(self.cluster.gpus_per_node) if degrees is None else degrees:
+        for tp in powers_of_two(self.cluster.domain_gpus) if degrees is None else degrees:
             try:
                 self.capacity_pages(tp, sequence_tokens)
                 feasible.append(tp)

@@ -30,7 +30,7 @@ def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
 
 
 class RooflineStep(StepCost):
-    """One replica of `model` on `tp` GPUs of one node, from a calibration's operators.
+    """One replica of `model` on `tp` GPUs of one NVLink domain, from a calibration's operators.
 
     A layer is: add+norm, fused QKV product, rotary embedding and KV write, attention, output product, all-reduce,
     add+norm, fused gate-up product, activation, down product, all-reduce; of a mixture of experts the router, the
@@ -39,14 +39,15 @@ class RooflineStep(StepCost):
     the host time that is not hidden. Every decode batch is taken to run from a captured CUDA graph.
 
     Raises `ConfigError` if the model does not split over `tp` or has layers of another kind, `CapacityError` if `tp`
-    exceeds a node.
+    exceeds a domain.
     """
 
     def __init__(self, model: Model, tp: int, cluster: Cluster, calibration: Calibration) -> None:
         model.check_tp(tp)
-        if tp > cluster.gpus_per_node:
+        if tp > cluster.domain_gpus:
             raise CapacityError(
-                f"TP {tp} exceeds the {cluster.gpus_per_node} GPUs of a node of cluster {cluster.name!r}"
+                f"TP {tp} exceeds the {cluster.domain_gpus} GPUs that {cluster.intra.name} joins in cluster "
+                f"{cluster.name!r}"
             )
         self.tp = tp
         self.skew = calibration.operators.decode_attention.skew

@@ -147,8 +147,8 @@ class WeightSync:
     def _transport_s(self, source: Layout, target: Layout) -> float:
         if source.first_gpu <= target.first_gpu and target.end_gpu <= source.end_gpu:
             return 2 * rollout_weight_bytes(self.model, target.tp, target.pp) / self.cluster.gpu.memory_bytes_per_s
-        first = self.cluster.node_of(min(source.first_gpu, target.first_gpu))
-        if first == self.cluster.node_of(max(source.first_gpu, target.end_gpu - 1)):
+        first = self.cluster.domain_of(min(source.first_gpu, target.first_gpu))
+        if first == self.cluster.domain_of(max(source.first_gpu, target.end_gpu - 1)):
             return self.collectives.time_s("broadcast", self.model.weight_bytes, 1 + target.gpus)
         senders = min(source.gpus, target.gpus, self.cluster.gpus_per_node) if self.method == "multi_sender" else 1
         return self._network_s(senders)

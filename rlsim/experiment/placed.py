@@ -347,7 +347,7 @@ class PlacedExperiment:
             feasible, infeasible = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, degrees)
         else:
             feasible, infeasible = (1,), {}  # responses are given: one layout is as good as another
-        for tp in powers_of_two(self.loaded.cluster.gpus_per_node) if replica is None else ():
+        for tp in powers_of_two(self.loaded.cluster.domain_gpus) if replica is None else ():
             if odd := [gpus for gpus in node_gpus if gpus % tp]:
                 who = "workflow.reward.judge leaves" if self._placing is None else "generation has"
                 infeasible[tp] = f"TP {tp} does not divide the {odd[0]} GPUs of a node that {who}"

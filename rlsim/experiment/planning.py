@@ -61,11 +61,11 @@ class Candidate:
 class PlanSpace:
     """All plans of an experiment's workflow on its GPUs, costed on the lengths of its first step.
 
-    Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside a node, every GPU of a
-    mesh is used, DP is no larger than a mini-batch; generation has PP 1 unless `pipelined`. With `context_parallel`
-    training and inference may split sequences over GPUs too (CP, a power of two, in a node with TP). Of strategies that
-    differ in micro-batches or offload only, those worse in both time and memory are left out. Raises `CapacityError` if
-    a call fits nowhere.
+    Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside an NVLink domain, every
+    GPU of a mesh is used, DP is no larger than a mini-batch; generation has PP 1 unless `pipelined`. With
+    `context_parallel` training and inference may split sequences over GPUs too (CP, a power of two, in a domain with
+    TP). Of strategies that differ in micro-batches or offload only, those worse in both time and memory are left out.
+    Raises `CapacityError` if a call fits nowhere.
 
     Where generation runs ahead of its weights it has the first GPUs for itself, all of their memory included, and the
     other calls have the rest: as meshes above, or all of it. `splits` has one space for each number of GPUs.
@@ -89,8 +89,8 @@ class PlanSpace:
             shape = repr((call.kind, loaded.models[call.model], call.model in self._trained))
             found = []
             for first, gpus in self._meshes(call):
-                place = first % self._cluster.gpus_per_node
-                if place + gpus <= self._cluster.gpus_per_node:  # in a node GPUs are alike
+                place = first % self._cluster.domain_gpus
+                if place + gpus <= self._cluster.domain_gpus:  # in a domain GPUs are alike
                     place = 0
                 key = (shape, place, gpus)
                 if key not in made:
@@ -237,8 +237,8 @@ class PlanSpace:
         share = len(self._lengths) // mini
         spread = [
             (gpus // tp // pp, tp, pp)
-            for tp, pp in degrees(gpus, min(self._cluster.gpus_per_node, gpus))
-            if self._suits(call, tp, pp) and gpus // tp // pp <= share and self._within_nodes(tp, place, gpus)
+            for tp, pp in degrees(gpus, min(self._cluster.domain_gpus, gpus))
+            if self._suits(call, tp, pp) and gpus // tp // pp <= share and self._within_domains(tp, place, gpus)
         ]
         if call.kind == "generate":
             kept = [TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread if self._pipelined or pp == 1]
@@ -247,17 +247,17 @@ class PlanSpace:
         style = self._placed.style
         for dp, tp, pp in spread:
             zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
-            most = math.gcd(dp, self._cluster.gpus_per_node // tp) if self._context_parallel else 1
+            most = math.gcd(dp, self._cluster.domain_gpus // tp) if self._context_parallel else 1
             for cp in powers_of_two(most):
                 shape = replace(
                     style, dp=dp // cp, tp=tp, pp=pp, cp=cp, zero_stage=zero, sequence_parallel=tp > 1
                 )  # fmt: skip
                 yield from undominated(self._variants(call, shape, place, share // shape.dp))
 
-    def _within_nodes(self, tp: int, place: int, gpus: int) -> bool:
-        """Whether every TP group of a mesh lies in one node."""
-        per_node = self._cluster.gpus_per_node
-        return place + gpus <= per_node or place % tp == per_node % tp == 0
+    def _within_domains(self, tp: int, place: int, gpus: int) -> bool:
+        """Whether every TP group of a mesh lies in one NVLink domain."""
+        per_domain = self._cluster.domain_gpus
+        return place + gpus <= per_domain or place % tp == per_domain % tp == 0
 
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
         model = self._loaded.models[call.model]

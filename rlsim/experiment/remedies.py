@@ -34,7 +34,7 @@ def _changes(loaded: LoadedExperiment) -> Iterator[tuple[str, LoadedExperiment]]
     settings: dict[str, object] = {
         "micro_batch_tokens": max(training.micro_batch_tokens // 2, 1),
         "cp": 2 * training.cp,
-        "tp": min(2 * training.tp, cluster.gpus_per_node),
+        "tp": min(2 * training.tp, cluster.domain_gpus),
         "pp": 2 * training.pp,
         "zero_stage": 3 if training.pp == 1 else 1,
         "recompute": "full",

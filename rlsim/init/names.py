@@ -30,12 +30,17 @@ SAME_SHAPE = {
     "deepseek-r1-distill-qwen-14b": "r1-distill-qwen-14b",
     "deepseek-r1-distill-qwen-32b": "r1-distill-qwen-32b",
     "deepseek-v3.1": "deepseek-v3",
+    "eurus-2-7b": "qwen2.5-7b",
+    "fapo-genrm-4b": "qwen3-4b",
     "llama-3-8b": "llama-3.1-8b",
     "llama-3.3-70b": "llama-3.1-70b",
     "meta-llama-3-70b": "llama-3-70b",
     "meta-llama-3-8b": "llama-3.1-8b",
     "meta-llama-3.1-70b": "llama-3.1-70b",
     "meta-llama-3.1-8b": "llama-3.1-8b",
+    "mistral-nemo": "mistral-nemo-12b",
+    "multiturn-sft-qwen-2.5-7b": "qwen2.5-7b",  # what veRL's ReTool recipe writes, of these models
+    "multiturn-sft-qwen-2.5-32b": "qwen2.5-32b",
     "qwen2-1.5b": "qwen2.5-1.5b",
     "qwen2-7b": "qwen2.5-7b",
     "qwen2.5-coder-1.5b": "qwen2.5-1.5b",
@@ -45,9 +50,30 @@ SAME_SHAPE = {
     "qwen2.5-coder-32b": "qwen2.5-32b",
     "qwen2.5-math-1.5b": "qwen2.5-1.5b",
     "qwen2.5-math-7b": "qwen2.5-7b",
+    "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3-30b-moe": "qwen3-30b-a3b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
 }
+#: Published models that see or hear, and whose language model has the shape of one in the catalogue.
+LANGUAGE_MODEL = {
+    "minicpm-o-2_6": "qwen2.5-7b",
+    "qwen2-vl-7b": "qwen2.5-7b",
+    "qwen2.5-vl-3b": "qwen2.5-3b",
+    "qwen2.5-vl-7b": "qwen2.5-7b",
+    "qwen2.5-vl-32b": "qwen2.5-32b",
+    "qwen2.5-vl-72b": "qwen2.5-72b",
+    "qwen3-vl-2b": "qwen3-1.7b",
+    "qwen3-vl-4b": "qwen3-4b",
+    "qwen3-vl-8b": "qwen3-8b",
+    "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-vl-32b": "qwen3-32b",
+    "qwen3-vl-235b-a22b": "qwen3-235b-a22b",
+}
+UNSEEN = "what it sees or hears, and the time that takes, is not represented"
 #: What may follow the size in a model's name without changing its shape.
 _SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|rm|preview|thinking|v?\d+(\.\d+)*|\d{4}))*")
+#: The end of a checkpoint's path, below the name of its model.
+_STEP = re.compile(r"(/(global_step_\d+|huggingface))+$")
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)
 
 
@@ -64,9 +90,10 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
             return _from_folder(config, folder), ""
     if name.endswith((".json", ".yaml", ".yml")):
         raise ConfigError(f"{name}: no such file")
-    last = name.rstrip("/").rpartition("/")[2].lower()
+    whole = _STEP.sub("", name.rstrip("/")).rpartition("/")[2]
+    last = whole.lower()
     known = catalogue.names("models")
-    named = {**SAME_SHAPE, **{entry: entry for entry in known}}
+    named = {**SAME_SHAPE, **LANGUAGE_MODEL, **{entry: entry for entry in known}}
     fitting = [entry for entry in named if last.startswith(entry) and _SUFFIX.fullmatch(last[len(entry) :])]
     if not fitting:
         near = difflib.get_close_matches(last, sorted(known), n=3, cutoff=0.5)
@@ -76,8 +103,10 @@ def find_model(name: str, folder: Path, *, option: str = "--model") -> tuple[str
             "path of its config.json"
         )
     chosen = named[max(fitting, key=len)]
+    if max(fitting, key=len) in LANGUAGE_MODEL:
+        return chosen, f"{whole} has a language model of this shape; {UNSEEN}"
     same = chosen in (last, name.lower())
-    return chosen, "" if same else f"{name.rstrip('/').rpartition('/')[2]} has the shape of {chosen}"
+    return chosen, "" if same else f"{whole} has the shape of {chosen}"
 
 
 def _from_folder(path: Path, folder: Path) -> str:
@@ -90,9 +119,10 @@ def _from_folder(path: Path, folder: Path) -> str:
 
 
 def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
-    """The cluster of `nodes` × `per_node` such GPUs; an experiment writes its name.
+    """The cluster of `nodes` × `per_node` such GPUs, as nodes of the catalogue; an experiment writes its name.
 
-    Raises `ConfigError` if no GPU is named, and `CatalogueError` if the catalogue has no such GPU, nodes or link.
+    As many GPUs on more nodes, if the GPU's own nodes have fewer and so many fill them. Raises `ConfigError` if no GPU
+    is named, and `CatalogueError` if the catalogue has no such GPU, nodes or link.
     """
     kinds = node_types()
     size = f"{nodes}x{per_node}" if nodes > 1 else f"{per_node}"
@@ -106,6 +136,9 @@ def find_cluster(gpu: str | None, nodes: int, per_node: int) -> Cluster:
     kind = next((kind for kind, node in kinds.items() if node.gpu.name == described), None)
     if kind is None:
         raise ConfigError(f"the catalogue has no cluster of {described}: spell one out in YAML and give --cluster FILE")
+    most = kinds[kind].gpus_per_node
+    if per_node > most and nodes * per_node % most == 0:
+        size = f"{nodes * per_node // most}x{most}"
     return load_cluster(f"{size}x{kind}")
 
 

@@ -12,18 +12,28 @@ from rlsim.errors import CatalogueError, ConfigError, RlsimError, unknown_name
 from rlsim.experiment.build import LoadedExperiment, find_trace
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.hardware import Cluster, load_cluster
+from rlsim.hardware import Cluster, Gpu, load_cluster
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.names import check_calibration, find_calibration, find_cluster, find_model, load_from, nearest_trace
+from rlsim.init.engines import own_limits
+from rlsim.init.names import (
+    UNSEEN,
+    check_calibration,
+    find_calibration,
+    find_cluster,
+    find_model,
+    load_from,
+    nearest_trace,
+)
 from rlsim.init.settings import Settings
 from rlsim.models import Model
 from rlsim.schema import validate
+from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace, read_trace
 
 STEPS, SEEDS = 5, 5
 #: A policy, and its parameters but for TP.
 System = tuple[str, Mapping[str, Any]]
-ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm"}
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "vllm_omni": "vllm", "dynamo": "vllm"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,11 @@ def add_cluster(draft: Draft, options: Options, nodes: int, per_node: int, where
         except CatalogueError as error:
             raise CatalogueError(f"{where}: {error}") from None
         draft.entries["cluster"] = Entry(found.name, joined(f"--gpu {options.gpu}", where))
+        if found.gpus_per_node < per_node:
+            draft.notes.append(
+                f"{where}: nodes of {per_node}, as which {options.gpu} is not built: taken as {found.nodes} nodes of "
+                f"{found.gpus_per_node}"
+            )
         return found
     found = load_cluster(options.cluster)
     if found.gpus != nodes * per_node:
@@ -78,6 +93,8 @@ def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
     except CatalogueError as error:
         raise CatalogueError(f"{'--model' if options.model else where}: {error}") from None
     draft.entries["model"] = Entry(chosen, joined("--model" if options.model else where, said))
+    if said.endswith(UNSEEN):
+        draft.notes.append(f"{where}: {said}")
     return load_from(chosen, options.folder)
 
 
@@ -183,12 +200,20 @@ def add_systems(
     draft.entries["systems"] = Entry(tuple(systems))
 
 
-def add_engine(config: Settings, draft: Draft, keys: Mapping[str, str]) -> None:
-    """Limits of the engine that are given, by its keys; what is not is the engine's own matter."""
-    draft.entries["engine"] = entries = dict[str, Entry]()
-    for limit in ("max_num_seqs", "max_num_batched_tokens"):
+def add_engine(
+    config: Settings, draft: Draft, keys: Mapping[str, str], engine: str, gpu: Gpu, *, served: bool = False
+) -> None:
+    """Limits of the engine that are given, by its `keys`, and those that it sets itself if they are not rlsim's."""
+    draft.entries["engine"] = entries = {
+        limit: Entry(value, f"{engine}'s default on {gpu.name}")
+        for limit, value in own_limits(engine, gpu, served=served).items()
+        if value != getattr(EngineConfig(), limit)
+    }
+    for limit in ("max_num_seqs", "max_num_batched_tokens", "page_tokens"):
         if limit in keys and config.get(keys[limit]) not in (None, -1):  # -1: SGLang's for no chunks
             entries[limit] = Entry(config.whole(keys[limit]), config.where(keys[limit]))
+    if "chunked" in keys and config.is_given(keys["chunked"]):
+        entries["chunked_prefill"] = Entry(config.flag(keys["chunked"]), config.where(keys["chunked"]))
     if config.flag(keys["eager"]):
         entries["graphs"] = Entry(False, config.where(keys["eager"]))
 

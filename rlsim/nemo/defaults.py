@@ -54,11 +54,13 @@ ENGINE_KEYS: dict[str, dict[str, str]] = {
         "tp": _VLLM + "cfg.tensor_parallel_size", "memory": _VLLM + "cfg.gpu_memory_utilization",
         "max_num_seqs": _VLLM + "kwargs.max_num_seqs",
         "max_num_batched_tokens": _VLLM + "kwargs.max_num_batched_tokens", "eager": _VLLM + "cfg.enforce_eager",
+        "chunked": _VLLM + "kwargs.enable_chunked_prefill", "page_tokens": _VLLM + "kwargs.block_size",
     },
     "sglang": {
         "tp": _SGLANG + "tp_size", "memory": _SGLANG + "mem_fraction_static",
         "max_num_seqs": _SGLANG + "max_running_requests", "max_num_batched_tokens": _SGLANG + "chunked_prefill_size",
-        "eager": _SGLANG + "disable_cuda_graph",
+        "eager": _SGLANG + "disable_cuda_graph", "chunked": _SGLANG + "enable_mixed_chunk",
+        "page_tokens": _SGLANG + "page_size",
     },
     "trtllm": {
         "tp": _TRTLLM + "tensor_parallel_size", "memory": _TRTLLM + "gpu_memory_utilization",

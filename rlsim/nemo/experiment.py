@@ -76,7 +76,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     lengths = parts.add_trace(draft, options, actor, cap, filters, None)
     _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
     add_training(config, draft, lengths, cap.value, apart=generation.gpus is not None)
-    parts.add_engine(config, draft, ENGINE_KEYS[generation.engine])
+    parts.add_engine(config, draft, ENGINE_KEYS[generation.engine], generation.engine, machines.gpu)
     _systems(config, draft, generation)
     memory = ENGINE_KEYS[generation.engine]["memory"]
     share = Entry(config.share(memory), config.where(memory))

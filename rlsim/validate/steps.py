@@ -43,7 +43,7 @@ def section(options: Options) -> Section | Skipped:
 
 
 def realhf_rows(
-    table: pd.DataFrame, options: Options, calibration: str | Path = "a100-sglang", efficiency: float = EFFICIENCY
+    table: pd.DataFrame, options: Options, calibration: str | Path = "a800-sglang", efficiency: float = EFFICIENCY
 ) -> Iterator[Row]:
     """ReaLHF's steps, by actor, batch and plan; those of a searched plan with the plan that rlsim finds."""
     setting = ["model_b_parameters", "nodes_of_8_a800", "batch", "generated_tokens"]
@@ -65,7 +65,7 @@ def realhf_experiment(
     batch: int,
     tokens: int,
     plans: Sequence[str],
-    calibration: str | Path = "a100-sglang",
+    calibration: str | Path = "a800-sglang",
     efficiency: float = EFFICIENCY,
 ) -> dict[str, Any]:
     """PPO as ReaLHF ran it: `tokens` new tokens of each of `batch` prompts, an actor of `size` billion parameters.

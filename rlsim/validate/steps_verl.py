@@ -59,7 +59,7 @@ class Stack:
 def _a100(*fitted: str, **training: Any) -> Stack:
     sequences = 4 if training else 16
     chosen = training or {"backend": "fsdp"}
-    return Stack({**chosen, "mini_batches": 4}, "a100-vllm", "a800", 2, sequences, shape=SHAPE,
+    return Stack({**chosen, "mini_batches": 4}, "a800-vllm", "a800", 2, sequences, shape=SHAPE,
                  memory_utilization=0.78, fitted=fitted, note="guessed: PCIe between the GPUs")  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def from_verl(
     lengths = _trace(config, draft, actor, settings, options)
     _workflow(config, draft, settings, apart)
     _models(config, draft, options)
-    add_engine(config, draft, settings)
+    add_engine(config, draft, settings, measured=options.calibration is not None)
     add_training(config, draft, settings, lengths)
     _systems(config, draft, settings, apart)
     share = ROLLOUT + "gpu_memory_utilization"

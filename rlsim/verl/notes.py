@@ -9,7 +9,6 @@ from rlsim.verl.settings import VerlSettings
 #: Key, when it matters, and what it does that the experiment has not.
 _UNLIKE: Table = (
     (ROLLOUT + "multi_turn.enable", "on", "turns with tools between them: not all of a response's tokens are decoded"),
-    (ROLLOUT + "enforce_eager", "on", "no CUDA graphs: decode steps take longer (rlsim calibrate from-run has that)"),
     (ROLLOUT + "pipeline_model_parallel_size", "above 1", "generation in pipeline stages: here without"),
     (ROLLOUT + "expert_parallel_size", "above 1", "generation with experts apart: here they are cut by TP"),
     (ROLLOUT + "data_parallel_size", "above 1", "data parallelism inside an engine: here replicas are apart"),
@@ -19,6 +18,7 @@ _UNLIKE: Table = (
     (ROLLOUT + "quantization", "set", "a quantised rollout: here in bf16"),
     (MODEL + "use_remove_padding", "off", "training on padded sequences: here on packed ones, which is much faster"),
     (ACTOR + "megatron.use_remove_padding", "off", "training on padded sequences: here on packed ones"),
+    ("data.min_response_length", "set", "a least length of responses"),
     (MODEL + "lora_rank", "set", "LoRA: here all weights are trained"),
     (MODEL + "enable_activation_offload", "on", "activations in host memory"),
     (ACTOR + "entropy_coeff", "set", "training computes the entropy of every token"),
@@ -26,6 +26,7 @@ _UNLIKE: Table = (
     (ACTOR + "fsdp_config.offload_policy", "on", "weights come from host memory while training runs"),
     (ACTOR + "megatron.virtual_pipeline_model_parallel_size", "above 1", "interleaved pipeline stages"),
     (ACTOR + "megatron.expert_model_parallel_size", "above 1", "experts on GPUs of their own in training"),
+    (ACTOR + "veomni.expert_parallel_size", "above 1", "experts on GPUs of their own in training"),
     (ACTOR + "freeze_vision_tower", "on", "a vision model"),
     ("algorithm.filter_groups.max_num_gen_batches", "above 1", "a limit on the batches generated in a step"),
     ("trainer.balance_batch", "off", "sequences dealt to GPUs as they come: here they are balanced"),

@@ -11,7 +11,8 @@ from pydantic import Field
 
 from rlsim.cost.strategy import GradientType, Recompute, TrainStrategy, logits_of
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster
+from rlsim.hardware import Cluster, Gpu
+from rlsim.init.engines import own_limits
 from rlsim.schema import Schema, validate
 from rlsim.sim.request import EngineConfig
 from rlsim.units import Tokens
@@ -139,7 +140,7 @@ def settings_of(
         train=strategies[0], inference=strategies[1],
         mini_batches=find.prefer("mini_batches", given.mini_batches, math.ceil(prompts / mini) if mini else None) or 1,
         epochs=find.pick("epochs", given.epochs, ACTOR + "ppo_epochs") or 1,
-        engine=_engine(engine or {}, find), memory_utilization=share or 0.9, notes=tuple(find.notes),
+        engine=_engine(engine or {}, find, cluster.gpu), memory_utilization=share or 0.9, notes=tuple(find.notes),
     )  # fmt: skip
 
 
@@ -289,10 +290,14 @@ def _micro_batches(find: _Finder, kind: str, cp: int, tokens: int | None, sequen
     return {"micro_batch_sequences": int(count)} if count else {}
 
 
-def _engine(given: Mapping[str, Any], find: _Finder) -> EngineConfig:
+def _engine(given: Mapping[str, Any], find: _Finder, gpu: Gpu) -> EngineConfig:
+    """Limits as given, else as veRL hands them to its engine; to SGLang it hands on the number of sequences alone."""
     logged = {
         "max_num_seqs": find.logged(ROLLOUT + "max_num_seqs"),
         "max_num_batched_tokens": find.logged(ROLLOUT + "max_num_batched_tokens"),
         "chunked_prefill": find.logged(ROLLOUT + "enable_chunked_prefill"),
     }
+    if find.logged(ROLLOUT + "name") == "sglang":
+        own = own_limits("sglang", gpu)
+        logged |= {limit: own[limit] for limit in ("max_num_batched_tokens", "chunked_prefill")}
     return validate({**{k: v for k, v in logged.items() if v is not None}, **given}, EngineConfig, "engine")

@@ -17,19 +17,31 @@ from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY, VerlSe
 _OFFLOADED = ("param", "optimizer")
 
 
-def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings) -> None:
-    """Limits of the engine that are not rlsim's own defaults."""
+def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, measured: bool) -> None:
+    """Limits of the engine that are not rlsim's own defaults, and whether it decodes without CUDA graphs.
+
+    `measured`: its calibration is one that was given, whose host time is that of the run.
+    """
     keys = {
         "max_num_seqs": "max_num_seqs",
         "max_num_batched_tokens": "max_num_batched_tokens",
         "chunked_prefill": "enable_chunked_prefill",
     }
     default = EngineConfig()
-    draft.entries["engine"] = {
-        ours: Entry(getattr(settings.engine, ours), config.where(ROLLOUT + theirs))
+    own = "" if config.get(ROLLOUT + "name") != "sglang" else "SGLang's own: veRL does not hand it on"
+    entries = draft.entries["engine"] = {
+        ours: Entry(
+            getattr(settings.engine, ours),
+            own if own and ours != "max_num_seqs" else config.where(ROLLOUT + theirs),
+        )
         for ours, theirs in keys.items()
         if config.is_given(ROLLOUT + theirs) or getattr(settings.engine, ours) != getattr(default, ours)
     }
+    block, eager = f"{ROLLOUT}engine_kwargs.vllm.block_size", ROLLOUT + "enforce_eager"
+    if config.get(block) is not None:
+        entries["page_tokens"] = Entry(config.whole(block), config.where(block))
+    if config.get(eager) and not measured:
+        entries["graphs"] = Entry(False, f"{config.where(eager)}; launch times of an eager `generate`")
 
 
 def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trace: Trace) -> None:

@@ -17,6 +17,7 @@ _PARAMETER = re.compile(
     r"(?P<name>\w+|[@*#?$!])(?:(?P<rule>:?[-=+?])(?P<default>.*)|(?P<cut>##?|%%?)(?P<pattern>[^$]*))?", re.DOTALL
 )
 _INTERPOLATION = re.compile(r"[\w.]+(:.*)?", re.DOTALL)  # of OmegaConf, not of the shell
+_PLACE = re.compile(r"\w+_(HOME|ROOT|DIR)")
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -24,6 +25,10 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
     ast.FloorDiv: operator.floordiv,
 }
+#: Asks for Ascend's plugin of PyTorch, which machines with GPUs do not have: what is said there.
+_ASKS_FOR_NPU = re.compile(
+    r"""python3? -c (['"])import torch_npu\1 *(?:&?[12]?>\S+ *)*&& *echo \S+ *\|\| *echo (\S+)"""
+)
 _TESTS = {"[": "]", "[[": "]]", "test": ""}
 
 
@@ -137,6 +142,8 @@ class Variables:
             return str(self._arithmetic(text[3:-2]))
         if text.startswith(("$(", "`")):
             command = text.strip("`") if text.startswith("`") else text[2:-1]
+            if asked := _ASKS_FOR_NPU.fullmatch(command.strip()):
+                return asked[2]
             raise UnresolvedError(Unknown(f"$({command.strip()}) would have to be run"))
         return self._parameter(text[2:-1] if text.startswith("${") else text[1:])
 
@@ -161,6 +168,8 @@ class Variables:
         if not rule or rule.endswith("?"):
             argument = name.isdigit()
             what = f"argument ${name} of the script" if argument else f"variable {name}"
+            if _PLACE.fullmatch(name) and not rule:
+                return f"${name}"  # where files lie bears on nothing; the names at a path's end do
             raise UnresolvedError(Unknown(f"{what} is not set", "" if argument else name))
         if rule.endswith("="):
             self.set(name, self.text(default))

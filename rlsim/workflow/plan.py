@@ -39,11 +39,11 @@ class Placement:
         return self.replicas(replica) if any(len(node) % replica for node in nodes) else nodes
 
     def nodes(self, cluster: AnyCluster) -> tuple[tuple[int, ...], ...]:
-        """The placement's GPUs node by node."""
-        by_node: dict[int, list[int]] = {}
+        """The placement's GPUs node by node, or by NVLink domain where that is larger."""
+        by_domain: dict[int, list[int]] = {}
         for gpu in self.gpus:
-            by_node.setdefault(cluster.node_of(gpu), []).append(gpu)
-        return tuple(tuple(gpus) for gpus in by_node.values())
+            by_domain.setdefault(cluster.domain_of(gpu), []).append(gpu)
+        return tuple(tuple(gpus) for gpus in by_domain.values())
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from calibration.a40 import fit_a40, under_engine
 from calibration.derived import derive
-from calibration.gpus import DERIVED, GPUS
+from calibration.gpus import DERIVED, ENGINES, GPUS
 from calibration.measured import against_hot_rows, fit_measured
 from rlsim.cost.calibration import Calibration, Engine, Residual
 from rlsim.validate.transfer import shipped_fits
 
-ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
 SERVED_ON = "h100-sxm"  # the GPU of the serving runs
 
 
@@ -27,8 +26,9 @@ class Catalogue:
     @staticmethod
     def names() -> list[str]:
         """Every calibration."""
-        gpus = (*GPUS, *DERIVED)
-        return sorted(["a40-sglang", "a40-vllm", *(f"{gpu}-{engine}" for gpu in gpus for engine in ENGINES)])
+        measured = [f"{name}-{engine}" for name, gpu in GPUS.items() for engine in gpu.versions]
+        derived = [f"{name}-{engine}" for name, about in DERIVED.items() for engine in about.engines]
+        return sorted(["a40-sglang", "a40-vllm", *measured, *derived])
 
     def all(self) -> dict[str, Calibration]:
         """Every calibration by name."""
@@ -39,7 +39,7 @@ class Catalogue:
         return {
             f"{name}-{engine}": against_hot_rows(self.data, gpu, self.kernels(name, engine))
             for name, gpu in sorted(GPUS.items())
-            for engine in sorted(ENGINES)
+            for engine in sorted(gpu.versions)
         }
 
     def _kernels(self, gpu: str, engine: Engine) -> Calibration:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from calibration.gpus import DERIVED
 from calibration.training import carried_over
 from rlsim.calibrate.build import without_correction
-from rlsim.cost.calibration import Calibration, Reference
+from rlsim.cost.calibration import Calibration, GemmFit, OperatorFits, Reference, Tile
 from rlsim.hardware import load_cluster
+
+#: The fewest rows that a block of a product is padded to: matrix instructions take tokens by 8 (PTX ISA, `wgmma` and
+#: `mma.m16n8k16`), in the other operand's place where they are few. Where tables are from, the weights' way from memory
+#: hides how few rows a block has, so the fits' smallest is 64. On a GPU with few FLOPs for its bandwidth it would not.
+FEWEST_ROWS = 16
 
 
 def derive(source: Calibration, gpu: str) -> Calibration:
@@ -18,11 +23,8 @@ def derive(source: Calibration, gpu: str) -> Calibration:
         key: value.model_copy(update={"note": f"of {source.gpu}; not measured on {gpu}. {value.note}".strip()})
         for key, value in source.residuals.items()
     }
-    operators = source.operators
-    if reference.sm_count != source.reference.sm_count:
-        operators = operators.model_copy(update={name: without_correction(fit) for name, fit in operators})
     update = {
-        "operators": operators,
+        "operators": carried_operators(source, reference),
         "name": f"{gpu}-{source.engine}",
         "gpu": gpu,
         "reference": reference.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s}),
@@ -31,3 +33,19 @@ def derive(source: Calibration, gpu: str) -> Calibration:
         "training": carried_over(source.training, source.reference, gpu, reference),
     }
     return source.model_copy(update=update)
+
+
+def carried_operators(source: Calibration, reference: Reference) -> OperatorFits:
+    """The kernels' fits for a GPU with these figures: where its SMs are as many, as they are; else formulas alone."""
+    operators = source.operators
+    if reference.sm_count == source.reference.sm_count:
+        return operators
+    plain = {name: without_correction(fit) for name, fit in operators}
+    return operators.model_copy(update=plain | {"gemm": _with_few_rows(without_correction(operators.gemm))})
+
+
+def _with_few_rows(fit: GemmFit) -> GemmFit:
+    """With blocks of few rows too, at the efficiency of the smallest ones fitted."""
+    least = min(tile.m for tile in fit.tiles)
+    few = (Tile(m=FEWEST_ROWS, n=tile.n, efficiency=tile.efficiency) for tile in fit.tiles if tile.m == least)
+    return fit.model_copy(update={"tiles": (*few, *fit.tiles)})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from rlsim.cost.calibration import Engine
 
 
 @dataclass(frozen=True)
@@ -12,21 +15,15 @@ class Gpu:
     name: str
     folder: str  # in the operator tables
     cluster: str  # of the catalogue: a node as measured
-    vllm: str  # release of vLLM
-    trtllm: str  # release of TensorRT-LLM
+    versions: Mapping[Engine, str]  # the release fitted, by engine
     vidur: tuple[str, ...]  # layer tables for the elementwise kernels, of this GPU or the nearest one
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """The release fitted, by engine."""
-        return {"sglang": "0.5.10", "vllm": self.vllm, "trtllm": self.trtllm}
 
     @property
     def elementwise_donor(self) -> str:
         """Vidur's name of the GPU that the elementwise kernels were measured on."""
         return self.vidur[0].split("/")[0]
 
-    def gemm(self, engine: str) -> str:
+    def gemm(self, engine: Engine) -> str:
         """Path of the GEMM table."""
         return f"{self.folder}/gemm/{engine}/{self.versions[engine]}/gemm_perf.parquet"
 
@@ -38,7 +35,10 @@ class Derived:
     source: str
     cluster: str
     note: str
+    engines: tuple[Engine, ...] = ("sglang", "vllm")
 
+
+ENGINES: tuple[Engine, ...] = ("sglang", "vllm", "trtllm")
 
 #: Vidur's layer tables, by GPU and model; the only tables there are of the A40.
 H100_VIDUR = ("h100/meta-llama/Llama-2-7b-hf", "h100/meta-llama/Llama-2-70b-hf")
@@ -47,13 +47,17 @@ A40_VIDUR = ("a40/meta-llama/Llama-2-7b-hf", "a40/meta-llama/Llama-2-70b-hf")
 
 #: vLLM 0.14.0 was measured on Hopper without what its server does there: decode attention that splits the KV of few
 #: sequences over all SMs, and all-reduce by the switch (multicast) beyond 256 KiB on eight GPUs. 0.24.0 has both.
+HOPPER: dict[Engine, str] = {"sglang": "0.5.10", "vllm": "0.24.0", "trtllm": "1.2.0rc5"}
+BEFORE: dict[Engine, str] = {"sglang": "0.5.10", "vllm": "0.14.0", "trtllm": "1.0.0"}
+BLACKWELL: dict[Engine, str] = {"sglang": "0.5.14", "vllm": "0.24.0"}
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("h100-sxm", "h100_sxm", "8xh100", "0.24.0", "1.2.0rc5", H100_VIDUR),
-        Gpu("h200-sxm", "h200_sxm", "8xh200", "0.24.0", "1.2.0rc5", H100_VIDUR),
-        Gpu("a100-sxm-80gb", "a100_sxm", "8xa100", "0.14.0", "1.0.0", A100_VIDUR),
-        Gpu("l40s", "l40s", "8xl40s", "0.14.0", "1.0.0", A40_VIDUR),
+        Gpu("b200-sxm", "b200_sxm", "8xb200", BLACKWELL, H100_VIDUR),
+        Gpu("h100-sxm", "h100_sxm", "8xh100", HOPPER, H100_VIDUR),
+        Gpu("h200-sxm", "h200_sxm", "8xh200", HOPPER, H100_VIDUR),
+        Gpu("a100-sxm-80gb", "a100_sxm", "8xa100", BEFORE, A100_VIDUR),
+        Gpu("l40s", "l40s", "8xl40s", BEFORE, A40_VIDUR),
     )
 }
 
@@ -62,15 +66,52 @@ DERIVED = {
         "h100-sxm",
         "2x8xh800",
         "H100 kernels; NVLink part of the collectives stretched by the ratio of the link rates",
+        ENGINES,
     ),
     "h20": Derived(
         "h100-sxm",
         "4x8xh20",
         "H100 efficiencies on H20's own peak rates and SM count; no H20 kernel is measured here",
+        ENGINES,
     ),
     "gh200": Derived(
         "h100-sxm",
         "8xgh200",
         "H100 efficiencies on GH200's own peak rates; no GH200 kernel is measured here",
+        ENGINES,
+    ),
+    "a800-sxm-80gb": Derived(
+        "a100-sxm-80gb",
+        "8xa800",
+        "A100 kernels; NVLink part of the collectives stretched by the ratio of the link rates",
+        ENGINES,
+    ),
+    "b300-sxm": Derived(
+        "b200-sxm",
+        "8xb300",
+        "B200 efficiencies on B300's own peak rates; no B300 kernel is measured here",
+    ),
+    "gb200": Derived(
+        "b200-sxm",
+        "4xgb200",
+        "B200 efficiencies on GB200's own peak rates and SM count; no GB200 kernel is measured here, and no collective "
+        "beyond eight GPUs",
+    ),
+    "gb300": Derived(
+        "b200-sxm",
+        "4xgb300",
+        "B200 efficiencies on GB300's own peak rates and SM count; no GB300 kernel is measured here, and no collective "
+        "beyond eight GPUs",
+    ),
+    "l20": Derived(
+        "l40s",
+        "8xl20",
+        "L40S efficiencies on L20's own peak rates and SM count; no L20 kernel is measured here",
+    ),
+    "rtx-pro-6000": Derived(
+        "l40s",
+        "8xrtx-pro-6000",
+        "L40S efficiencies on the RTX PRO 6000's own peak rates and SM count, a generation later; none of its kernels "
+        "is measured here; the PCIe part of the collectives is stretched by the ratio of the link rates",
     ),
 }

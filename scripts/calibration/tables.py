@@ -12,11 +12,12 @@ from calibration.gpus import Gpu
 from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.importers.reading import MS
 from rlsim.calibrate.measurements import Measurements
+from rlsim.cost.calibration import Engine
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
-def operator_tables(data: Path, gpu: Gpu, engine: str) -> Measurements:
+def operator_tables(data: Path, gpu: Gpu, engine: Engine) -> Measurements:
     """What aiconfigurator measured of an engine on a GPU."""
     folder = data / "kernels/aiconfigurator" / gpu.folder
     measured = aiconfigurator.read(folder, engine, gpu.versions[engine])
@@ -30,7 +31,7 @@ def operator_tables(data: Path, gpu: Gpu, engine: str) -> Measurements:
     return Measurements({**measured.tables, "gemm": gemm, "decode_attention": decode}, (source,))
 
 
-def all_gemms(data: Path, gpu: Gpu, engine: str) -> pd.DataFrame:
+def all_gemms(data: Path, gpu: Gpu, engine: Engine) -> pd.DataFrame:
     """bf16 products of every size measured: m, n, k, seconds."""
     return aiconfigurator.gemms(data / "kernels/aiconfigurator" / gpu.gemm(engine))
 
