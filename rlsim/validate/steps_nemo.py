@@ -16,7 +16,13 @@ from rlsim.validate.steps_stated import seconds
 PERFORMANCE = "rl_timings/nemo_perf.csv"
 RECIPES = "rl_timings/nemo_recipes.csv"
 RELEASE = "v0.4"
-MODELS = {"LLAMA3.1_8B": "llama-3.1-8b", "Qwen3-32B": "qwen3-32b"}
+MODELS = {
+    "LLAMA3.1_8B": "llama-3.1-8b",
+    "Qwen3-32B": "qwen3-32b",
+    "Qwen3-30B3A": "qwen3-30b-a3b",
+    "Qwen3-235B": "qwen3-235b-a22b",
+    "DeepSeek V3": "deepseek-v3",
+}
 #: GRPO one step off policy: generation may use weights of the step before the last. Log-probs begin when those of the
 #: last one are on their way, the policy's first.
 OFF_POLICY = (
@@ -57,7 +63,7 @@ def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> d
     """A recipe as an experiment, without the trace's path."""
     asynchronous = bool(recipe["async_on"])
     batch = {"prompts": int(recipe["prompts_per_step"]), "responses": int(recipe["n"])}
-    degrees = {name: int(recipe[f"train_{name}"]) for name in ("tp", "pp", "cp")}
+    degrees = {name: int(recipe[f"train_{name}"]) for name in ("tp", "pp", "cp", "ep")}
     samples = batch["prompts"] * batch["responses"]
     return {
         "name": str(model),
