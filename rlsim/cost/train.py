@@ -213,16 +213,20 @@ class TrainCost:
         split = strategy.tp * strategy.cp
         flops, memory = gpu.bf16_flop_per_s, gpu.memory_bytes_per_s * efficiency.memory
         self._memory_bytes_per_s = memory
-        stages = model.stages(strategy.pp)
-        busiest = max(stages, key=lambda stage: sum(n * layer.active_weights for layer, n in stage.items()))
+        # The busiest stage; the head is the last one's.
+        *others, last = model.stages(strategy.pp)
+        head = 1 if model.scalar_head else model.vocab_size
+        work = [sum(n * layer.active_weights for layer, n in stage.items()) for stage in (*others, last)]
+        at_head = not others or work[-1] + head * model.hidden_size >= max(work[:-1])
+        busiest = last if at_head else others[work.index(max(work[:-1]))]
         # Seconds per token (or per query-key pair) of one layer's forward pass on one GPU.
         self._layers = tuple(self._of_layer(layer, count, flops, memory) for layer, count in busiest.items())
         pair_flops = _pair_flops(model)
         whole = sum(pair_flops.values()) or 1.0
         self._reaches = {reach: flop / whole for reach, flop in pair_flops.items()}
         self._linear_pairs = (_linear_flops(model) + _token_flops(model)) / whole  # a token in pairs
-        vocabulary = 1 if model.scalar_head else model.vocab_size
-        self._head_s = vocabulary / split * (2.0 * model.hidden_size / (flops * efficiency.flop) + LOGIT_BYTES / memory)
+        logit_s = 2.0 * model.hidden_size / (flops * efficiency.flop) + LOGIT_BYTES / memory
+        self._head_s = head / split * logit_s if at_head else 0.0
 
     def _of_layer(self, layer: Layer, count: int, flops: float, memory: float) -> _Layers:
         strategy, efficiency, work = self.strategy, self.efficiency, attention_work(layer.attention)
