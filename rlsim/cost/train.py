@@ -415,9 +415,8 @@ class TrainCost:
 
     def _sharing(self, rows: Floats) -> Floats:
         """Rows of data-parallel ranks, those that share experts beside each other: (groups, ranks, micro-batches)."""
-        strategy = self.strategy
-        own = strategy.tp * strategy.cp
-        ranks = math.lcm(strategy.expert_cut, own) // own if strategy.experts_apart else 1
+        own, cut = self.strategy.tp * self.strategy.cp, self.strategy.expert_cut
+        ranks = math.lcm(cut, own) // own if any(layer.expert_s for layer in self._layers) else 1
         return rows.reshape(-1, min(ranks, len(rows)), rows.shape[1])  # one row: a replica's part, taken as all alike
 
     def _together(self, seconds: Floats) -> Floats:
@@ -484,11 +483,11 @@ class TrainCost:
 
         An all-to-all each way; GPUs that cut the same expert gather what any of them got, and scatter the sums.
         """
-        way = partial(self._dispatch.time_s, "all_to_all", group="cp")
-        total = 2 * _interpolated(way, sent_bytes)
-        for op in ("all_gather", "reduce_scatter"):
-            cut = partial(self._dispatch.time_s, op, group="tp")
-            total += _interpolated(cut, self.strategy.expert_tp_degree * sent_bytes)
+        degree, total = self.strategy.expert_tp_degree, np.zeros_like(sent_bytes)
+        if self.strategy.ep > 1:
+            total += 2 * _interpolated(partial(self._dispatch.time_s, "all_to_all", group="cp"), sent_bytes)
+        for op in ("all_gather", "reduce_scatter") if degree > 1 else ():
+            total += _interpolated(partial(self._dispatch.time_s, op, group="tp"), degree * sent_bytes)
         return total
 
     def _gather_s(self, parts: Sequence[float]) -> float:
