@@ -10,6 +10,7 @@ import pytest
 from test_train import H100, IDEAL, Free, Ring
 from test_train_by_hand import FLOPS_ONLY, MEMORY_ONLY, Seconds
 
+from rlsim import run
 from rlsim.cost.attention_work import DELTA_CHUNK_TOKENS, Reach, attention_work
 from rlsim.cost.collectives import OPERATIONS
 from rlsim.cost.groups import Groups
@@ -20,8 +21,13 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
 from rlsim.cost.transfer import gather_s
 from rlsim.cost.weight_sync import WeightSync
-from rlsim.errors import ConfigError
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.check import check_experiment
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.planning import PlanSpace
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.systems import parse_systems
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.init.draft import Entry
 from rlsim.init.settings import Settings
@@ -128,6 +134,19 @@ def test_a_plan_says_it_too_and_is_written_back() -> None:
     graph = Workflow("training", (Call("train", "train", "actor"),), ())
     written = ExplicitPlan.of(placed, graph).calls["train"]
     assert (written.tp, written.ep, written.expert_tp, written.dp) == (2, 8, 2, 16)
+
+
+def test_what_does_not_fit_is_told_of_expert_parallelism() -> None:
+    with pytest.raises(CapacityError, match=r"training\.ep=8 \("):
+        run(experiment(recompute="none", micro_batch_tokens=4096, zero_stage=1))
+
+
+def test_the_search_for_plans_tries_the_degree_that_is_given() -> None:
+    loaded = LoadedExperiment.of(*load_experiment(experiment(ep=8, recompute="none"))[::2])
+    placed = Simulator(loaded).placed(parse_systems(loaded.experiment.systems, "x")[0].make())
+    found = [candidate.strategy for _, candidate in PlanSpace(placed, pipelined=False).options["train"]]
+    assert 8 in {strategy.ep for strategy in found}
+    assert all(strategy.gpus % 8 == 0 for strategy in found if strategy.ep == 8)
 
 
 # Without expert parallelism ---------------------------------------------------------------------------------------
