@@ -82,6 +82,7 @@ def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> d
         "workflow": {**batch, **(_off_policy() if asynchronous else {"steps": 3})},
         "training": {
             "backend": "megatron",
+            "gradients": "bf16",
             **degrees,
             "micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["train_mbs"]),
             "log_prob_micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["logprob_bs"]),
