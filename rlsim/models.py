@@ -144,9 +144,12 @@ class Model(Config):
 
     def layer_bytes(self, layer: Layer, tp: int = 1) -> float:
         """Bytes of one layer's weights on one GPU under TP `tp`, in the serving types."""
-        experts = layer.expert_weights(tp)
-        rest = (layer.parameters_per_gpu(tp) - experts) * self.dtype_bytes
-        return rest + experts * (self.expert_dtype_bytes or self.dtype_bytes)
+        rest = (layer.parameters_per_gpu(tp) - layer.expert_weights(tp)) * self.dtype_bytes
+        return rest + self.expert_bytes(layer, tp)
+
+    def expert_bytes(self, layer: Layer, tp: int = 1) -> float:
+        """Those of them that are the matrices of experts."""
+        return layer.expert_weights(tp) * (self.expert_dtype_bytes or self.dtype_bytes)
 
     @property
     def weight_bytes(self) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes, stage_parameters, training_memory
+from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes, stage_parts, training_memory
 from rlsim.cost.reallocation import common_bytes
 from rlsim.cost.roofline import RooflineStep, distinct_experts
 from rlsim.cost.strategy import TrainStrategy
@@ -347,7 +347,8 @@ def test_stages_of_unlike_layers() -> None:
     dense, experts = mixed.layers[0].parameters, mixed.layers[-1].parameters
     embedding = mixed.vocab_size * mixed.hidden_size
     assert experts < dense
-    assert stage_parameters(mixed, TrainStrategy(pp=2)) == 2 * dense + embedding + mixed.hidden_size
+    pp2 = TrainStrategy(pp=2)
+    assert stage_parts(mixed, pp2) == [(2 * dense + embedding + mixed.hidden_size, pp2)]
     common = common_bytes(mixed, 1, 2) / 2
     np.testing.assert_array_equal(common[0] - [embedding, embedding + mixed.hidden_size], [2 * dense, 2 * experts])
 
@@ -366,8 +367,6 @@ def test_what_cannot_be_simulated_is_refused_by_name(name: str, features: str) -
     shape, message = load_model(name), rf"^{name} has {features}, which rlsim counts but cannot simulate yet"
     for cost in (
         lambda: step(shape, tp=8),
-        lambda: forward_flops(shape, [100]),
-        lambda: training_memory(shape, TrainStrategy()),
         lambda: check_experiment(experiment(name, cap=9000)),
     ):
         with pytest.raises(ConfigError, match=message):

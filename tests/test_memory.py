@@ -20,7 +20,7 @@ from rlsim.hardware import load_gpu
 from rlsim.models import load_model
 
 LLAMA = load_model("llama-3.1-8b")
-LAYER = LLAMA.layer, LLAMA.attention
+LAYER = LLAMA.layer
 A40 = load_gpu("a40")
 
 
@@ -156,11 +156,11 @@ def test_model_parallelism_divides_the_states() -> None:
 
 def test_activations_by_hand() -> None:
     width = 4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
-    assert activation_bytes_per_token(*LAYER, TrainStrategy(recompute="none")) == (
+    assert activation_bytes_per_token(LAYER, TrainStrategy(recompute="none")) == (
         2 * width,
         2 * width,
     )
-    kept, everything = activation_bytes_per_token(*LAYER, TrainStrategy(recompute="full"))
+    kept, everything = activation_bytes_per_token(LAYER, TrainStrategy(recompute="full"))
     assert (kept, everything) == (8192, 2 * width)
     memory = training_memory(LLAMA, TrainStrategy(recompute="full"), 1000)
     assert (memory.activation_bytes, memory.logits_bytes) == (1000 * 32 * 8192, 1000 * 128_256 * 4)  # at the head
@@ -195,11 +195,11 @@ def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages
     assert cut.activation_bytes == 1000 * 4 * 8 * layer
     uneven = training_memory(LLAMA.as_critic(), TrainStrategy(pp=3, recompute="none"), 1000)
     assert uneven.activation_bytes == 1000 * 3 * 11 * layer  # eleven of 32 layers
-    selective, _ = activation_bytes_per_token(*LAYER, TrainStrategy(recompute="selective"))
+    selective, _ = activation_bytes_per_token(LAYER, TrainStrategy(recompute="selective"))
     assert selective == 2 * (2 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14_336)  # neither normed inputs nor the product
-    both, _ = activation_bytes_per_token(*LAYER, TrainStrategy(tp=4, sequence_parallel=True, recompute="selective"))
+    both, _ = activation_bytes_per_token(LAYER, TrainStrategy(tp=4, sequence_parallel=True, recompute="selective"))
     assert both == selective / 4
-    alone, _ = activation_bytes_per_token(*LAYER, TrainStrategy(tp=4, recompute="selective"))
+    alone, _ = activation_bytes_per_token(LAYER, TrainStrategy(tp=4, recompute="selective"))
     assert alone == 2 * (2 * 4096 + (2 * 4096 + 2 * 1024 + 2 * 14_336) / 4)
 
 

@@ -175,8 +175,6 @@ def _missing(config: Settings, sides: _Sides) -> list[str]:
                      f"prompts; here of the {batch} of a step")  # fmt: skip
     if sides.generation.pp > 1:
         found.append(f"{sides.where}: generation in pipeline stages: here replicas of TP {sides.generation.tp} alone")
-    if sides.training.ep > 1:
-        found.append(f"{sides.where}: experts on GPUs of their own in training: here cut by TP")
     if sides.training.engine == "archon":
         found.append(f"{sides.where}: Archon's own layers: here those of FSDP")
     mode = ACTOR + "weight_update_mode"

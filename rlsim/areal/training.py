@@ -18,7 +18,7 @@ def add_training(config: Settings, draft: Draft, strategy: Allocation, where: st
     """Degrees, micro-batches and switches of training."""
     megatron = strategy.engine == "megatron"
     entries = {"backend": Entry("megatron" if megatron else "fsdp", where)}
-    for name, degree in (("tp", strategy.tp), ("pp", strategy.pp), ("cp", strategy.cp)):
+    for name, degree in (("tp", strategy.tp), ("pp", strategy.pp), ("cp", strategy.cp), ("ep", strategy.ep)):
         if degree > 1:
             entries[name] = Entry(degree, where)
     reduced = ACTOR + ("megatron.ddp.grad_reduce_in_fp32" if megatron else "grad_reduce_dtype")

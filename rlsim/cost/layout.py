@@ -23,8 +23,9 @@ Integers = npt.NDArray[np.int64]
 class Layout:
     """A mesh, the GPUs from number `first_gpu` on, and the degrees of a model on it.
 
-    On the mesh TP is innermost, then CP, DP and PP, as in `TrainStrategy`. Raises `ConfigError` for a degree below 1, a
-    GPU number below 0, or parameters sharded over data-parallel ranks (`zero3`) together with PP.
+    On the mesh TP is innermost, then CP, DP and PP, as in `TrainStrategy`. `expert_cut`: neighbouring GPUs of a stage
+    that hold the experts of a layer once, where these are cut otherwise than the rest. Raises `ConfigError` for a
+    degree below 1, a GPU number below 0, or parameters sharded over data-parallel ranks (`zero3`) together with PP.
     """
 
     first_gpu: int
@@ -33,6 +34,7 @@ class Layout:
     pp: int = 1
     cp: int = 1
     zero3: bool = False
+    expert_cut: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.dp, self.tp, self.pp, self.cp) < 1 or self.first_gpu < 0:
@@ -50,7 +52,16 @@ class Layout:
             pp=strategy.pp,
             cp=strategy.cp,
             zero3=strategy.zero_stage == 3 and strategy.shards > 1,
+            expert_cut=strategy.expert_cut if strategy.experts_apart else None,
         )
+
+    @property
+    def experts(self) -> Layout:
+        """Where the experts' weights lie: as tensors do under TP of degree `expert_cut`; itself where all are alike."""
+        if self.expert_cut is None:
+            return self
+        dp = self.shards * self.tp // self.expert_cut
+        return replace(self, dp=dp, tp=self.expert_cut, cp=1, zero3=self.zero3 and dp > 1, expert_cut=None)
 
     @property
     def shards(self) -> int:
@@ -148,7 +159,7 @@ class PairTimes:
 def _layouts(placements: Sequence[Layout], per_node: int) -> tuple[Integers, tuple[Integers, Integers, Integers]]:
     """A number for each placement's degrees; and first GPUs, first nodes and last nodes."""
     numbers: dict[tuple[object, ...], int] = {}
-    layout = [numbers.setdefault((p.dp, p.tp, p.pp, p.cp, p.zero3), len(numbers)) for p in placements]
+    layout = [numbers.setdefault((p.dp, p.tp, p.pp, p.cp, p.zero3, p.expert_cut), len(numbers)) for p in placements]
     first = np.array([p.first_gpu for p in placements], dtype=np.int64)
     last = np.array([p.end_gpu - 1 for p in placements], dtype=np.int64)
     return np.array(layout, dtype=np.int64), (first, first // per_node, last // per_node)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlsim.cost.attention_work import attention_work
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
 from rlsim.hardware import Gpu
-from rlsim.layers import FullAttention, Layer
+from rlsim.layers import Experts, Layer
 from rlsim.models import Model
 
 BF16 = 2
@@ -162,35 +163,54 @@ class TrainMemory:
         return self.parameter_bytes + self.optimizer_bytes
 
 
-def stage_parameters(model: Model, strategy: TrainStrategy) -> float:
-    """Parameters of the fullest pipeline stage on one GPU after TP, before ZeRO shards them.
+def stage_parts(model: Model, strategy: TrainStrategy) -> list[tuple[float, TrainStrategy]]:
+    """Parameters of the fullest pipeline stage on one GPU, before ZeRO shards them, with what spreads them.
 
-    A stage holds ⌈layers / PP⌉ layers; the first also holds the embedding, the last the head and final norm.
+    One part, or two where the matrices of experts are apart: all others, cut by TP, and these, cut by EP × expert TP
+    (`TrainStrategy.experts`). A stage holds ⌈layers / PP⌉ layers; the first also holds the embedding, the last the head
+    and final norm.
     """
-    layers = model.fullest_stage(strategy.pp, lambda layer: layer.parameters)
+    stage = max(
+        model.stages(strategy.pp), key=lambda one: sum(count * _local(layer, strategy) for layer, count in one.items())
+    )
     embedding, head = model.vocab_size * model.hidden_size, model.head_parameters + model.hidden_size
-    ends = embedding + head if strategy.pp == 1 else max(embedding, head)
-    return (layers + ends) / strategy.tp
+    rest = embedding + head if strategy.pp == 1 else max(embedding, head)
+    rest += sum(count * layer.parameters for layer, count in stage.items())
+    routed = sum(count * layer.expert_weights() for layer, count in stage.items())
+    if not (strategy.experts_apart and routed):
+        return [(rest / strategy.tp, strategy)]
+    return [((rest - routed) / strategy.tp, strategy), (routed / strategy.expert_cut, strategy.experts)]
 
 
-def activation_bytes_per_token(layer: Layer, attention: FullAttention, strategy: TrainStrategy) -> tuple[float, float]:
+def _local(layer: Layer, strategy: TrainStrategy) -> float:
+    """Parameters of a layer on one GPU, before ZeRO shards them."""
+    if not strategy.experts_apart:
+        return layer.parameters / strategy.tp
+    routed = layer.expert_weights()
+    return (layer.parameters - routed) / strategy.tp + routed / strategy.expert_cut
+
+
+def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:
     """Bytes per token kept from forward to backward in one layer: (kept under `strategy.recompute`, all of a layer).
 
-    All of a layer, in elements: the inputs of both norms and their outputs (4 · hidden), q, k, v and the attention
-    output (2 · q_dim + 2 · kv_dim), gate, up and their product (3 · the width of the MLP, or of all experts that a
-    token passes). TP divides the last two groups, sequence parallelism the first too. `selective` keeps neither norm
-    outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an eager implementation keeps
-    more.
+    All of a layer, in elements: the inputs of both norms and their outputs (4 · hidden); q, k, v and the attention
+    output (`AttentionWork.kept`: 2 · q_dim + 2 · kv_dim for grouped queries); gate, up and their product (3 · the width
+    of the MLP, or of all experts that a token passes), and under EP a copy of the token for each of these, as its
+    expert gets it. TP divides all but the first group, sequence parallelism the first too. `selective` keeps neither
+    norm outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an eager implementation
+    keeps more. Experts get equal shares of the tokens.
     """
     tp = strategy.tp
     outside = tp if strategy.sequence_parallel else 1
-    hidden, width = layer.hidden, layer.mlp.active_width
-    heads = 2 * attention.q_dim + 2 * attention.kv_dim
-    everything = BF16 * (4 * hidden / outside + (heads + 3 * width) / tp)
+    work = attention_work(layer.attention)
+    hidden, width, heads = layer.hidden, layer.mlp.active_width, work.kept
+    if isinstance(layer.mlp, Experts) and strategy.ep > 1:
+        heads += layer.mlp.active * hidden * strategy.expert_tp_degree
+    everything = BF16 * (4 * hidden / outside + (heads + 3 * width) / tp) + BF16 * work.latent
     if strategy.recompute == "full":
         return BF16 * hidden / outside, everything
     if strategy.recompute == "selective":
-        return BF16 * (2 * hidden / outside + (heads + 2 * width) / tp), everything
+        return BF16 * (2 * hidden / outside + (heads + 2 * width) / tp) + BF16 * work.latent, everything
     return everything, everything
 
 
@@ -231,6 +251,13 @@ def _at_peak(kept: float, working: float, logits: float) -> dict[str, float]:
     return {"activation_bytes": kept + working, "logits_bytes": 0.0}
 
 
+def _largest_unit(model: Model, strategy: TrainStrategy) -> float:
+    """Parameters of the largest unit that ZeRO-3 gathers, on one GPU: a layer or the embedding; 0 on a single rank."""
+    if strategy.sharded_over == 1:
+        return 0.0
+    return max(*(_local(layer, strategy) for layer in model.groups), model.vocab_size * model.hidden_size / strategy.tp)
+
+
 def training_memory(
     model: Model,
     strategy: TrainStrategy,
@@ -241,29 +268,32 @@ def training_memory(
     """Peak bytes on the fullest GPU of one training call with micro-batches of `micro_batch_tokens` tokens.
 
     Per parameter: 2 bytes of bf16 weight, 4 or 2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam
-    moments; ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the data-parallel ranks. Stage 3 gathers two
-    layers (one in use, one prefetched), or the embedding, and holds that unit's whole gradient. A 1F1B pipeline keeps
-    PP micro-batches on its first stage. Logits are those
-    of `logits_bytes`. Host offload empties the GPU between calls, not while one runs: the peak is the same,
+    moments; ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the data-parallel ranks, those of experts
+    that are apart by the ranks with the same experts. Stage 3 gathers two layers (one in use, one prefetched), or the
+    embedding, and holds that unit's whole gradient. A 1F1B pipeline keeps PP micro-batches on its first stage. Logits
+    are those of `logits_bytes`. Host offload empties the GPU between calls, not while one runs: the peak is the same,
     `resident_bytes` is what changes. Raises `ConfigError` if the strategy does not suit the model.
     """
     strategy.check_model(model)
     tokens = (micro_batch_tokens or strategy.budget(backward=True)) / strategy.cp
-    local, shards = stage_parameters(model, strategy), strategy.sharded_over
     zero = strategy.zero_stage
-    unit = max(model.largest_layer, model.vocab_size * model.hidden_size) / strategy.tp
-    gathered = (2 * BF16 + strategy.gradient_bytes) * unit if zero == 3 and shards > 1 else 0.0
-    each = {layer: activation_bytes_per_token(layer, model.attention, strategy) for layer in model.groups}
+    gathered = (2 * BF16 + strategy.gradient_bytes) * _largest_unit(model, strategy) if zero == 3 else 0.0
+    each = {layer: activation_bytes_per_token(layer, strategy) for layer in model.groups}
     kept = max(
         sum(tokens * count * strategy.pp * each[layer][0] for layer, count in stage.items())
         for stage in model.stages(strategy.pp)
     )
     working = max(everything for _, everything in each.values()) if strategy.recompute != "none" else 0.0
     logits = logits_bytes(model, strategy, tokens, backward=True)
+    parts = stage_parts(model, strategy)
+
+    def sharded(bytes_per_parameter: int, stage: int) -> float:
+        return sum(bytes_per_parameter * n / (spread.sharded_over if zero >= stage else 1) for n, spread in parts)
+
     return TrainMemory(
-        parameter_bytes=BF16 * local / (shards if zero == 3 else 1),
-        gradient_bytes=strategy.gradient_bytes * local / (shards if zero >= 2 else 1),
-        optimizer_bytes=3 * FP32 * local / (shards if zero >= 1 else 1),
+        parameter_bytes=sharded(BF16, 3),
+        gradient_bytes=sharded(strategy.gradient_bytes, 2),
+        optimizer_bytes=sharded(3 * FP32, 1),
         gathered_bytes=gathered,
         reserved_bytes=reserved_bytes,
         **_at_peak(kept, tokens * working, logits),
@@ -287,15 +317,14 @@ def inference_memory(
     """
     strategy.check_model(model)
     tokens = (micro_batch_tokens or strategy.budget(backward=False)) / strategy.cp
-    sharded = strategy.sharded_over if strategy.zero_stage == 3 else 1
-    unit = max(model.largest_layer, model.vocab_size * model.hidden_size) / strategy.tp
-    attention = model.attention
-    everything = max(activation_bytes_per_token(layer, attention, strategy)[1] for layer in model.groups)
+    zero3 = strategy.zero_stage == 3
+    everything = max(activation_bytes_per_token(layer, strategy)[1] for layer in model.groups)
+    parts = stage_parts(model, strategy)
     return TrainMemory(
-        parameter_bytes=BF16 * stage_parameters(model, strategy) / sharded,
+        parameter_bytes=sum(BF16 * n / (spread.sharded_over if zero3 else 1) for n, spread in parts),
         gradient_bytes=0.0,
         optimizer_bytes=0.0,
-        gathered_bytes=2 * BF16 * unit if sharded > 1 else 0.0,
+        gathered_bytes=2 * BF16 * _largest_unit(model, strategy) if zero3 else 0.0,
         reserved_bytes=reserved_bytes,
         **_at_peak(0.0, tokens * everything, logits_bytes(model, strategy, tokens, backward=False, entropy=entropy)),
     )
@@ -326,7 +355,8 @@ def check_training(model: Model, gpu: Gpu, strategy: TrainStrategy, *, beside_by
             "context and communication": memory.reserved_bytes,
             "others on the GPU": beside_bytes,
         }
-        layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, ZeRO {strategy.zero_stage}"
+        layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
+        layout += f"EP {strategy.ep}, " * (strategy.ep > 1) + f"ZeRO {strategy.zero_stage}"
         raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0)
     return memory
 

@@ -15,6 +15,7 @@ does both at once; GPUs that share a port to the network also take turns there. 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -65,7 +66,9 @@ class Reallocation:
         embedding and the head among its data-parallel ranks (not if the placements are the same, which costs nothing);
         a `zero3` target needs only each GPU's own share, which nobody else does, so there are no broadcasts.
 
-        KV heads and norms that tensor parallelism replicates are taken as sharded, and tied embeddings as held once.
+        Experts that are apart are taken as one tensor cut over the GPUs that hold all of them: a GPU under TP gets the
+        right bytes in all, but what it finds of them in place is not exact. KV heads and norms that tensor parallelism
+        replicates are taken as sharded, and tied embeddings as held once.
         Raises `ConfigError` if a placement suits neither model nor cluster.
         """
         pair = canonical(self.cluster, _without_cp(source), _without_cp(target))
@@ -84,25 +87,38 @@ class Reallocation:
     def _time_s(self, source: Layout, target: Layout) -> float:
         if source == target:
             return 0.0
-        wants = _parameter_wants(self.cluster, common_bytes(self.model, source.pp, target.pp), source, target)
-        here = wants.source == wants.target
+        parts: list[tuple[Layout, Layout, bool | None]]
+        parts = [(source, target, False), (source.experts, target.experts, True)]
+        if source.expert_cut is target.expert_cut is None:
+            parts = [(source, target, None)]
+        found: list[_Wants] = []
         copied: Floats = np.zeros(target.end_gpu)
-        if source.tp != target.tp:
-            rate = self.cluster.gpu.memory_bytes_per_s / 2
-            copied = np.bincount(wants.target[here], wants.size[here] / rate, target.end_gpu).astype(np.float64)
-        return self._gather_s(source) + self._broadcasts.slowest_s(wants.where(~here), copied)
+        for have, need, experts in parts:
+            wants = _parameter_wants(
+                self.cluster, common_bytes(self.model, have.pp, need.pp, experts=experts), have, need
+            )
+            here = wants.source == wants.target
+            if have.tp != need.tp:
+                rate = self.cluster.gpu.memory_bytes_per_s / 2
+                copied += np.bincount(wants.target[here], wants.size[here] / rate, target.end_gpu)
+            found.append(wants.where(~here))
+        return self._gather_s(source) + self._broadcasts.slowest_s(_Wants.together(found), copied)
 
     def _gather_s(self, source: Layout) -> float:
         """All-gathering what ZeRO-3 shards: layer by layer, the embedding, the head with the final norm."""
         if not source.zero3:
             return 0.0
-        model, groups = self.model, Groups(self._collectives, self.cluster, source)
+        model = self.model
 
-        def unit_s(parameters: float) -> float:
-            return groups.time_s("all_gather", BF16 * parameters / source.tp, "shards")
+        def unit_s(parameters: float, spread: Layout = source) -> float:
+            groups = Groups(self._collectives, self.cluster, spread)
+            return groups.time_s("all_gather", BF16 * parameters / spread.tp, "shards")
 
-        ends_s = unit_s(model.vocab_size * model.hidden_size) + unit_s(model.head_parameters + model.hidden_size)
-        return sum(count * unit_s(layer.parameters) for layer, count in model.groups.items()) + ends_s
+        total_s = unit_s(model.vocab_size * model.hidden_size) + unit_s(model.head_parameters + model.hidden_size)
+        for layer, count in model.groups.items():
+            routed = layer.expert_weights() if source.expert_cut else 0
+            total_s += count * (unit_s(layer.parameters - routed) + unit_s(routed, source.experts))
+        return total_s
 
 
 def _without_cp(placement: Layout) -> Layout:
@@ -151,6 +167,17 @@ class _Wants:
     def where(self, rows: npt.NDArray[np.bool_]) -> _Wants:
         """Some of the rows."""
         return _Wants(self.source[rows], self.target[rows], self.piece[rows], self.size[rows])
+
+    @classmethod
+    def together(cls, parts: Sequence[_Wants]) -> _Wants:
+        """The rows of all; pieces of different parts are different pieces."""
+        if len(parts) == 1:
+            return parts[0]
+        first = np.cumsum([0, *(int(part.piece.max(initial=-1)) + 1 for part in parts[:-1])])
+        pieces = [part.piece + start for part, start in zip(parts, first, strict=True)]
+        columns = ([getattr(part, name) for part in parts] for name in ("source", "target", "size"))
+        source, target, size = (np.concatenate(column) for column in columns)
+        return cls(source, target, np.concatenate(pieces), size)
 
 
 class _Broadcasts:
@@ -231,8 +258,10 @@ def _busiest_port_s(cluster: Cluster, gpu: Integers, busy_s: Floats) -> float:
     return float(np.bincount(port, busy_s).max())
 
 
-def common_bytes(model: Model, source_pp: int, target_pp: int) -> Floats:
+def common_bytes(model: Model, source_pp: int, target_pp: int, *, experts: bool | None = None) -> Floats:
     """Bytes in bf16 that pipeline stages have in common, before TP: (source_pp, target_pp).
+
+    `experts`: of the matrices of experts only, or of all others only; default: of all.
 
     A stage holds ⌈layers / PP⌉ layers (the last ones what is left), the first also the embedding, the last the head and
     the final norm.
@@ -243,9 +272,13 @@ def common_bytes(model: Model, source_pp: int, target_pp: int) -> Floats:
         start = np.minimum(np.arange(pp) * math.ceil(layers / pp), layers)
         bounds.append((start, np.append(start[1:], layers)))
     (start, end), (target_start, target_end) = bounds
-    before = np.cumsum([0.0, *(layer.parameters for layer in model.layers)])
+    routed = [layer.expert_weights() if experts is not None else 0 for layer in model.layers]
+    counted = routed if experts else [layer.parameters - n for layer, n in zip(model.layers, routed, strict=True)]
+    before = np.cumsum([0.0, *counted])
     last, first = np.minimum(end[:, None], target_end), np.maximum(start[:, None], target_start)
     parameters: Floats = np.maximum(before[last] - before[first], 0.0)
+    if experts:
+        return BF16 * parameters
     parameters[0, 0] += model.vocab_size * model.hidden_size
     parameters[-1, -1] += model.head_parameters + model.hidden_size
     return BF16 * parameters

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlsim.errors import ConfigError
+from rlsim.layers import Experts
 from rlsim.models import Model
 
 Recompute = Literal["none", "selective", "full"]
@@ -24,6 +25,12 @@ def logits_of(backend: str, fused_kernels: bool = False) -> Logits:
 class TrainStrategy:
     """Degrees and switches of one call; GPUs are numbered with TP innermost, then CP, DP and PP (Megatron's order).
 
+    - `ep`: expert parallelism: the experts of a layer are dealt to that many neighbouring blocks of `expert_tp` GPUs of
+      a pipeline stage, whichever of TP, CP and DP these belong to (Megatron Core's parallel folding: Liu et al. 2025,
+      arXiv 2504.14960). Every ep · expert_tp GPUs hold all experts of a layer; those with the same ones reduce their
+      gradients. `expert_tp` cuts every expert; default: `tp` without expert parallelism, else 1 (as in NeMo-RL and
+      Megatron Bridge; Megatron-LM's own is `tp`). Neither matters to a model without experts.
+    - `expert_imbalance`: tokens of the busiest GPU's experts over the mean of the GPUs that share them.
     - `micro_batch_tokens`: most tokens in one micro-batch of one data-parallel rank, summed over its sequences
       (veRL's `ppo_max_token_len_per_gpu`); a longer sequence gets a micro-batch of its own.
     - `log_prob_micro_batch_tokens`: the same for calls without gradient, if it is another one (veRL's
@@ -52,6 +59,9 @@ class TrainStrategy:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    expert_tp: int | None = None
+    expert_imbalance: float = 1.0
     micro_batch_tokens: int = 16384
     log_prob_micro_batch_tokens: int | None = None
     micro_batch_sequences: int | None = None
@@ -65,14 +75,23 @@ class TrainStrategy:
     logits: Logits = "bf16"
 
     def __post_init__(self) -> None:
-        for key in ("dp", "tp", "pp", "cp", "micro_batch_tokens"):
+        for key in ("dp", "tp", "pp", "cp", "ep", "micro_batch_tokens"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"training strategy: {key} must be at least 1, got {getattr(self, key)}")
         if self.micro_batch_sequences is not None and self.micro_batch_sequences < 1:
             raise ConfigError("training strategy: micro_batch_sequences must be at least 1")
-        for key in ("micro_batches", "log_prob_micro_batch_tokens", "shard_gpus"):
+        for key in ("expert_tp", "micro_batches", "log_prob_micro_batch_tokens", "shard_gpus"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ConfigError(f"training strategy: {key} must be at least 1")
+        if self.expert_imbalance < 1:
+            raise ConfigError(f"training strategy: expert_imbalance must be at least 1, got {self.expert_imbalance}")
+        if (self.shards * self.tp) % self.expert_cut:
+            raise ConfigError(
+                f"training strategy: ep × expert_tp = {self.expert_cut} does not divide the "
+                f"{self.shards * self.tp} GPUs of a pipeline stage (tp {self.tp} × cp {self.cp} × dp {self.dp})"
+            )
+        if self.experts_apart and self.shard_gpus is not None:
+            raise ConfigError("training strategy: shard_gpus (HSDP) does not go with experts apart (ep, expert_tp)")
         if self.shards % self.sharded_over:
             raise ConfigError(f"training strategy: shard_gpus {self.shard_gpus} does not divide {self.shards} ranks")
         if self.zero_stage not in (0, 1, 2, 3):
@@ -95,6 +114,29 @@ class TrainStrategy:
         return self.dp * self.cp
 
     @property
+    def expert_tp_degree(self) -> int:
+        """GPUs over which every single expert is cut."""
+        return self.expert_tp or (self.tp if self.ep == 1 else 1)
+
+    @property
+    def expert_cut(self) -> int:
+        """Neighbouring GPUs that hold the experts of a layer once."""
+        return self.ep * self.expert_tp_degree
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether experts are cut otherwise than the rest of a layer."""
+        return self.ep > 1 or self.expert_tp_degree != self.tp
+
+    @property
+    def experts(self) -> TrainStrategy:
+        """How the experts' weights and their states are spread: as tensors under TP of degree `expert_cut` are."""
+        if not self.experts_apart:
+            return self
+        dp = self.shards * self.tp // self.expert_cut
+        return replace(self, dp=dp, tp=self.expert_cut, cp=1, ep=1, expert_tp=None)
+
+    @property
     def gradient_bytes(self) -> int:
         """Of one gradient."""
         return 4 if self.gradients == "fp32" else 2
@@ -113,3 +155,12 @@ class TrainStrategy:
         model.check_tp(self.tp)
         if self.pp > model.num_hidden_layers:
             raise ConfigError(f"{model.name}: PP {self.pp} exceeds its {model.num_hidden_layers} layers")
+        for layer in model.groups:
+            if isinstance(layer.mlp, Experts):
+                if layer.mlp.experts % self.ep:
+                    raise ConfigError(f"{model.name}: EP {self.ep} does not divide its {layer.mlp.experts} experts")
+                if layer.mlp.width % self.expert_tp_degree:
+                    raise ConfigError(
+                        f"{model.name}: expert TP {self.expert_tp_degree} does not divide its experts' width of "
+                        f"{layer.mlp.width}"
+                    )

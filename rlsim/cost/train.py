@@ -1,29 +1,33 @@
 """Seconds of training and of inference (log-probability) calls over sequences of uneven length.
 
 Sources of the formulas: FLOPs as in Megatron-LM (Narayanan et al. 2021) with the exact causal sum over every sequence;
-tensor, sequence and pipeline parallelism as there and in Korthikanti et al. 2023; ZeRO as in Rajbhandari et al. 2020
-with FSDP's prefetching of one layer; micro-batching by token budget as in veRL.
+tensor, sequence and pipeline parallelism as there and in Korthikanti et al. 2023; expert parallelism as Megatron Core
+has it (Liu et al. 2025, arXiv 2504.14960; Yan et al. 2026, arXiv 2603.07685): no token is dropped, tokens go to their
+experts and back by all-to-alls; ZeRO as in Rajbhandari et al. 2020 with FSDP's prefetching of one layer; micro-batching
+by token budget as in veRL.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.cost.attention_work import Reach, attention_work
 from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
-from rlsim.cost.memory import BF16, FP32, stage_parameters
+from rlsim.cost.memory import BF16, FP32, stage_parts
 from rlsim.cost.packing import Floats, deal, pack
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
-from rlsim.layers import Layer
+from rlsim.layers import Experts, Layer
 from rlsim.models import Model
 
 #: FLOPs of the backward pass over those of the forward pass. Flash attention recomputes the scores on the way back:
@@ -105,13 +109,14 @@ class TrainTime:
 def forward_flops(model: Model, lengths: npt.ArrayLike) -> float:
     """FLOPs of one forward pass over sequences of `lengths` tokens, attention exactly causal.
 
-    2 per token and active weight of the linear layers and the head, and 4 · q_dim per layer for each of the n(n+1)/2
-    pairs of a query and a key not after it. A training step without recomputation costs three times the linear part
-    (and 3.5 times the attention part with a flash kernel). Raises `ConfigError` for layers of another kind.
+    2 per token and active weight of the linear layers and the head, and in each layer those of its attention for each
+    pair of a query and a key that it sees (`rlsim.cost.attention_work`: 4 · q_dim for each of n(n+1)/2 pairs). A
+    training step without recomputation costs three times the linear part (and 3.5 times the attention part with a flash
+    kernel).
     """
     n = np.asarray(lengths, dtype=np.float64)
-    pairs = float((n * (n + 1)).sum()) / 2
-    return float(n.sum()) * _linear_flops(model) + 4.0 * model.num_hidden_layers * model.attention.q_dim * pairs
+    pairs = sum(flops * float(reach.pairs(n).sum()) for reach, flops in _pair_flops(model).items())
+    return float(n.sum()) * (_linear_flops(model) + _token_flops(model)) + pairs
 
 
 def _linear_flops(model: Model) -> float:
@@ -119,15 +124,50 @@ def _linear_flops(model: Model) -> float:
     return 2.0 * (sum(count * layer.active_weights for layer, count in model.groups.items()) + head)
 
 
+def _token_flops(model: Model) -> float:
+    """FLOPs of a token in all attention, beside projections and pairs."""
+    return sum(count * attention_work(layer.attention).token_flops for layer, count in model.groups.items())
+
+
+def _pair_flops(model: Model) -> dict[Reach, float]:
+    """FLOPs of a pair of a query and a key in all layers, by the keys that their queries see."""
+    found: dict[Reach, float] = {}
+    for layer, count in model.groups.items():
+        work = attention_work(layer.attention)
+        found[work.reach] = found.get(work.reach, 0.0) + count * work.pair_flops
+    return found
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What some micro-batches hold, arrays (ranks, micro-batches): tokens, and query-key pairs by reach."""
+
+    tokens: Floats
+    pairs: dict[Reach, Floats]
+
+
 @dataclass(frozen=True)
 class _Layers:
-    """Equal layers of the busiest stage: how many, and one's times per token, and of reading its weights, forward."""
+    """Equal layers of the busiest stage: how many, and one's times per token, and of reading its weights, forward.
+
+    `expert_s` and `expert_weights_s` are those of experts that are apart, which are not in the rest; `sent_bytes` what
+    a GPU sends of a token to its experts. `blocks`: parts of the layer, attention and feed-forward, under TP. `parts`:
+    parameters on one GPU, those of experts that are apart last.
+    """
 
     count: int
+    reach: Reach
     linear_s: float
     weights_s: float
     memory_s: float
-    parameters: int
+    pair_s: float
+    attention_token_s: float
+    kv_bytes: float
+    parts: tuple[float, ...]
+    blocks: int = 2
+    expert_s: float = 0.0
+    expert_weights_s: float = 0.0
+    sent_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,41 +207,75 @@ class TrainCost:
             raise ConfigError(f"training strategy needs {strategy.gpus} GPUs; {cluster.name} has {cluster.gpus}")
         self.model, self.cluster, self.strategy, self.efficiency = model, cluster, strategy, efficiency
         self._collectives = collectives
-        self._groups = Groups(collectives, cluster, Layout.of(first_gpu, strategy), strategy.sharded_over)
+        layout = Layout.of(first_gpu, strategy)
+        self._groups = Groups(collectives, cluster, layout, strategy.sharded_over)
+        experts = strategy.experts
+        self._expert_groups = Groups(collectives, cluster, layout.experts, experts.sharded_over)
+        # EP is the second of the degrees by which a stage's experts are cut, as CP is of the others.
+        dispatch = replace(layout.experts, tp=strategy.expert_tp_degree, cp=strategy.ep)
+        self._dispatch = Groups(collectives, cluster, dispatch)
         gpu = cluster.gpu
         split = strategy.tp * strategy.cp
         flops, memory = gpu.bf16_flop_per_s, gpu.memory_bytes_per_s * efficiency.memory
         self._memory_bytes_per_s = memory
-        self._attention = model.attention
-        stages = model.stages(strategy.pp)
-        busiest = max(stages, key=lambda stage: sum(n * layer.active_weights for layer, n in stage.items()))
+        # The busiest stage; the head is the last one's.
+        *others, last = model.stages(strategy.pp)
+        head = 1 if model.scalar_head else model.vocab_size
+        work = [sum(n * layer.active_weights for layer, n in stage.items()) for stage in (*others, last)]
+        at_head = not others or work[-1] + head * model.hidden_size >= max(work[:-1])
+        busiest = last if at_head else others[work.index(max(work[:-1]))]
         # Seconds per token (or per query-key pair) of one layer's forward pass on one GPU.
-        self._layers = tuple(
-            _Layers(
-                count,
-                linear_s=2.0 * layer.active_weights / split / (flops * efficiency.flop),
-                weights_s=model.layer_bytes(layer) / strategy.tp / memory,
-                memory_s=self._elementwise_bytes(layer) / strategy.cp / memory,
-                parameters=layer.parameters,
-            )
-            for layer, count in busiest.items()
+        self._layers = tuple(self._of_layer(layer, count, flops, memory) for layer, count in busiest.items())
+        pair_flops = _pair_flops(model)
+        whole = sum(pair_flops.values()) or 1.0
+        self._reaches = {reach: flop / whole for reach, flop in pair_flops.items()}
+        self._linear_pairs = (_linear_flops(model) + _token_flops(model)) / whole  # a token in pairs
+        logit_s = 2.0 * model.hidden_size / (flops * efficiency.flop) + LOGIT_BYTES / memory
+        self._head_s = head / split * logit_s if at_head else 0.0
+
+    def _of_layer(self, layer: Layer, count: int, flops: float, memory: float) -> _Layers:
+        strategy, efficiency, work = self.strategy, self.efficiency, attention_work(layer.attention)
+        split = strategy.tp * strategy.cp
+        linear_flops, weight_bytes, routed = 2.0 * layer.active_weights, self.model.layer_bytes(layer), 0
+        apart: dict[str, Any] = {}
+        if strategy.experts_apart and isinstance(layer.mlp, Experts):
+            mlp, routed = layer.mlp, layer.expert_weights()
+            expert_flops = 6.0 * mlp.active * mlp.width * layer.hidden
+            linear_flops -= expert_flops
+            weight_bytes = BF16 * (layer.parameters - routed)
+            apart = {
+                "expert_s": expert_flops / split / (flops * efficiency.flop),
+                "expert_weights_s": BF16 * routed / strategy.expert_cut / memory,
+                "sent_bytes": BF16 * mlp.active * layer.hidden / split,
+                "blocks": 2 if mlp.shared_width else 1,
+            }
+        return _Layers(
+            count,
+            work.reach,
+            linear_s=linear_flops / split / (flops * efficiency.flop),
+            weights_s=weight_bytes / strategy.tp / memory,
+            memory_s=self._elementwise_bytes(layer) / strategy.cp / memory,
+            pair_s=work.pair_flops / split / (flops * efficiency.attention),
+            attention_token_s=work.token_flops / split / (flops * efficiency.attention),
+            kv_bytes=work.exchanged * BF16 / strategy.tp,
+            parts=((layer.parameters - routed) / strategy.tp, *([routed / strategy.expert_cut] if routed else [])),
+            **apart,
         )
-        q_dim = self._attention.q_dim
-        self._pair_s = 4.0 * q_dim / split / (flops * efficiency.attention)
-        self._linear_pairs = _linear_flops(model) / (4.0 * model.num_hidden_layers * q_dim)  # a token in pairs
-        vocabulary = 1 if model.scalar_head else model.vocab_size
-        self._head_s = vocabulary / split * (2.0 * model.hidden_size / (flops * efficiency.flop) + LOGIT_BYTES / memory)
 
     def _elementwise_bytes(self, layer: Layer) -> float:
         """Memory traffic per token of a layer's element-wise kernels, fused, forward.
 
-        Norms (2 hidden each) and residual additions (6 hidden), rotary embedding (q and k read and written), gated
-        activation (3 widths of the MLP, or of all experts that a token passes).
+        Norms (2 hidden each) and residual additions (6 hidden), those of attention (`AttentionWork.moved`: rotary
+        embedding reads and writes q and k), gated activation (3 widths of the MLP, or of all experts that a token
+        passes). Under EP a token is copied for each of its experts, sorted by expert where it arrives, sorted back, and
+        its outputs are added up: 2 + 6 · experts of a token hidden widths (Megatron Core's all-to-all dispatcher).
         """
-        attention, strategy = self._attention, self.strategy
+        work, strategy = attention_work(layer.attention), self.strategy
         outside = (6 + 2 * layer.norms) * layer.hidden / (strategy.tp if strategy.sequence_parallel else 1)
-        turned = 2 * (attention.q_dim + attention.kv_dim)
-        return BF16 * (outside + (turned + 3 * layer.mlp.active_width) / strategy.tp)
+        width = 3 * layer.mlp.active_width
+        if isinstance(layer.mlp, Experts) and strategy.ep > 1:
+            width += (2 + 6 * layer.mlp.active) * layer.hidden
+        return BF16 * (outside + work.latent_moved + (work.moved + width) / strategy.tp)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -234,11 +308,11 @@ class TrainCost:
         With `backward` it accumulates their gradients; reduction and update come once, see `update_time`.
         """
         sizes = np.asarray(lengths, dtype=np.float64)
-        pairs = 0.5 * sizes * (sizes + 1.0)
+        pairs = {reach: reach.pairs(sizes) for reach in self._reaches}
         count = self._within_budget(sizes, backward)
-        bins = self._bins(sizes * self._linear_pairs + pairs, count)
-        tokens = np.bincount(bins, sizes, count).astype(np.float64)[None, :]
-        micro = tokens, np.bincount(bins, pairs, count).astype(np.float64)[None, :]
+        bins = self._bins(self._in_pairs(sizes, pairs), count)
+        sums = [np.bincount(bins, each, count).astype(np.float64)[None, :] for each in (sizes, *pairs.values())]
+        micro = _Work(sums[0], dict(zip(pairs, sums[1:], strict=True)))
         return self._mini_batch(micro, self._passes(backward=backward))
 
     def update_time(self) -> TrainTime:
@@ -266,8 +340,12 @@ class TrainCost:
             backward=True,
         )
 
-    def _micro_batches(self, lengths: Floats, mini_batches: int, *, backward: bool) -> list[tuple[Floats, Floats]]:
-        """Tokens and query-key pairs of every micro-batch: per mini-batch two arrays (ranks, micro-batches).
+    def _in_pairs(self, tokens: Floats, pairs: dict[Reach, Floats]) -> Floats:
+        """The work of sequences, as the number of query-key pairs (in a layer of the average) that cost as much."""
+        return tokens * self._linear_pairs + sum(share * pairs[reach] for reach, share in self._reaches.items())
+
+    def _micro_batches(self, lengths: Floats, mini_batches: int, *, backward: bool) -> list[_Work]:
+        """Tokens and query-key pairs of every micro-batch, per mini-batch.
 
         All ranks run as many micro-batches as the one that needs most (veRL's rule; ZeRO-3 could not do otherwise), but
         never more than the fullest rank has sequences: no sequence is cut in two.
@@ -275,8 +353,8 @@ class TrainCost:
         if lengths.ndim != 1 or (len(lengths) and lengths.min() < 0):
             raise ValueError("lengths must be a flat sequence of token counts")
         strategy = self.strategy
-        pairs = 0.5 * lengths * (lengths + 1.0)
-        work = lengths * self._linear_pairs + pairs
+        pairs = {reach: reach.pairs(lengths) for reach in self._reaches}
+        work = self._in_pairs(lengths, pairs)
         shares = [np.array_split(indices, mini_batches) for indices in deal(work, strategy.dp)]
         result = []
         for step in range(mini_batches):
@@ -287,12 +365,12 @@ class TrainCost:
                 count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
             else:
                 count = max(self._within_budget(lengths[part], backward) for part in parts)
-            tokens, pair_sums = np.zeros((strategy.dp, count)), np.zeros((strategy.dp, count))
-            for rank, part in enumerate(parts):
-                bins = self._bins(work[part], count)
-                tokens[rank] = np.bincount(bins, lengths[part], count)
-                pair_sums[rank] = np.bincount(bins, pairs[part], count)
-            result.append((tokens, pair_sums))
+            bins = [self._bins(work[part], count) for part in parts]
+            sums = [
+                np.array([np.bincount(at, each[part], count) for at, part in zip(bins, parts, strict=True)], float)
+                for each in (lengths, *pairs.values())
+            ]
+            result.append(_Work(sums[0], dict(zip(pairs, sums[1:], strict=True))))
         return result
 
     def _within_budget(self, tokens: Floats, backward: bool) -> int:
@@ -309,26 +387,27 @@ class TrainCost:
             bins[members] = i
         return bins
 
-    def _mini_batch(self, micro: tuple[Floats, Floats], passes: _Passes) -> TrainTime:
-        tokens, pairs = micro
+    def _mini_batch(self, micro: _Work, passes: _Passes) -> TrainTime:
+        tokens = micro.tokens
         if not tokens.any():
             return TrainTime()
         strategy = self.strategy
         busy, communication = np.zeros_like(tokens), np.zeros_like(tokens)
         for layer in self._layers:
-            compute, exposed = self._layer_s(layer, tokens, pairs, passes)
+            compute, exposed = self._layer_s(layer, micro, passes)
             busy += layer.count * compute
             communication += layer.count * exposed
         busy += tokens * (self._head_s * passes.head)
         if strategy.zero_stage == 3 and strategy.sharded_over > 1:
             # The ranks meet at every layer: each micro-batch takes as long as its slowest rank.
             slowest_s = float((busy + communication).max(axis=0).sum())
-            late_s = self._late_gathers_s(tokens, pairs, passes)
+            late_s = self._late_gathers_s(micro, passes)
             mean_s, talk_s = float(busy.mean(axis=0).sum()), float(communication.mean(axis=0).sum())
             return TrainTime(compute_s=mean_s, communication_s=talk_s + late_s, imbalance_s=slowest_s - mean_s - talk_s)
-        # The ranks meet at the end of the mini-batch only. Micro-batches of unequal size pass equal stages in the sum
-        # of their times and, for every further stage, the time of the largest: a proportionate flow shop's makespan.
-        work = busy + communication
+        # The ranks meet at the end of the mini-batch, those that share experts at every layer. Micro-batches of unequal
+        # size pass equal stages in the sum of their times and, for every further stage, the time of the largest: a
+        # proportionate flow shop's makespan.
+        work = self._together(busy + communication)
         bubbles = (strategy.pp - 1) * work.max(axis=1)
         mean_s, talk_s = float(busy.sum(axis=1).mean()), float(communication.sum(axis=1).mean())
         bubble_s = float(bubbles.mean())
@@ -339,34 +418,52 @@ class TrainCost:
             imbalance_s=float((work.sum(axis=1) + bubbles).max()) - mean_s - talk_s - bubble_s,
         )
 
-    def _late_gathers_s(self, tokens: Floats, pairs: Floats, passes: _Passes) -> float:
+    def _sharing(self, rows: Floats) -> Floats:
+        """Rows of data-parallel ranks, those that share experts beside each other: (groups, ranks, micro-batches)."""
+        own, cut = self.strategy.tp * self.strategy.cp, self.strategy.expert_cut
+        ranks = math.lcm(cut, own) // own if any(layer.expert_s for layer in self._layers) else 1
+        return rows.reshape(-1, min(ranks, len(rows)), rows.shape[1])  # one row: a replica's part, taken as all alike
+
+    def _together(self, seconds: Floats) -> Floats:
+        """Seconds of micro-batches when ranks that share experts wait for the slowest of them."""
+        groups = self._sharing(seconds)
+        return np.broadcast_to(groups.max(axis=1, keepdims=True), groups.shape).reshape(seconds.shape)
+
+    def _mean_tokens(self, tokens: Floats) -> Floats:
+        """Tokens of micro-batches, on average over ranks that share experts."""
+        groups = self._sharing(tokens)
+        return np.broadcast_to(groups.mean(axis=1, keepdims=True), groups.shape).reshape(tokens.shape)
+
+    def _late_gathers_s(self, micro: _Work, passes: _Passes) -> float:
         """ZeRO-3: what gathers and scatters last longer than the compute of the layer they hide behind.
 
         In the forward pass a layer's gather hides behind the layer before it, taken as one like itself; in the backward
         pass a gather and the scatter of the gradient. The first layer, embedding and head are gathered, and scattered,
         in the open.
         """
-        total_s, opened = 0.0, self._gather_s(self.model.layers[0].parameters)
-        opened += self._gather_s(self.model.embedding_parameters)
+        ends = (self.model.embedding_parameters / self.strategy.tp,)
+        total_s, opened = 0.0, self._gather_s(self._layers[0].parts)
+        opened += self._gather_s(ends)
         for layer in self._layers:
-            forward, exposed = self._layer_s(layer, tokens, pairs, _FORWARD)
+            forward, exposed = self._layer_s(layer, micro, _FORWARD)
             forward += exposed
-            gather, scatter = self._gather_s(layer.parameters), self._scatter_s(layer.parameters)
+            gather, scatter = self._gather_s(layer.parts), self._scatter_s(layer.parts)
             late = np.maximum(gather - forward.max(axis=0), 0.0)
             if passes.backward:
-                compute, exposed = self._layer_s(layer, tokens, pairs, passes)
+                compute, exposed = self._layer_s(layer, micro, passes)
                 late += np.maximum(gather + scatter - (compute + exposed - forward).max(axis=0), 0.0)
             total_s += late.sum() * layer.count
         if passes.backward:
-            opened += self._scatter_s(self.model.embedding_parameters)
-        return float(total_s + opened * tokens.shape[1])
+            opened += self._scatter_s(ends)
+        return float(total_s + opened * micro.tokens.shape[1])
 
-    def _layer_s(self, layer: _Layers, tokens: Floats, pairs: Floats, passes: _Passes) -> tuple[Floats, Floats]:
-        """One layer of every micro-batch: seconds of compute, and of TP and CP communication that nothing hides."""
-        strategy = self.strategy
+    def _layer_s(self, layer: _Layers, micro: _Work, passes: _Passes) -> tuple[Floats, Floats]:
+        """One layer of every micro-batch: seconds of compute, and of TP, CP and EP communication that nothing hides."""
+        strategy, tokens = self.strategy, micro.tokens
         linear = np.maximum(tokens * layer.linear_s, layer.weights_s * (tokens > 0))
         overhead = 0.5 * self.efficiency.overhead_tokens * tokens
-        attention = (pairs + overhead) * (self._pair_s * passes.attention)
+        attention = (micro.pairs[layer.reach] + overhead) * (layer.pair_s * passes.attention)
+        attention += tokens * (layer.attention_token_s * passes.attention)
         compute = linear * passes.linear + attention + tokens * (layer.memory_s * passes.memory)
         exposed = np.zeros_like(tokens)
         local = tokens / strategy.cp
@@ -376,21 +473,40 @@ class TrainCost:
                 time = _interpolated(
                     partial(self._groups.time_s, op, group="tp"), local * (self.model.hidden_size * BF16)
                 )
-                exposed += 2 * passes.tensor_parallel * time
+                exposed += layer.blocks * passes.tensor_parallel * time
         if strategy.cp > 1:
-            size = tokens * (2 * self._attention.kv_dim * BF16 / strategy.tp)
-            exchange = _interpolated(partial(self._groups.time_s, "all_gather", group="cp"), size)
+            exchange = _interpolated(partial(self._groups.time_s, "all_gather", group="cp"), tokens * layer.kv_bytes)
             exposed += np.maximum(exchange * passes.tensor_parallel - attention, 0.0)
+        if layer.expert_s:
+            routed = self._mean_tokens(tokens) * strategy.expert_imbalance
+            compute += np.maximum(routed * layer.expert_s, layer.expert_weights_s * (routed > 0)) * passes.linear
+            exposed += self._dispatch_s(routed * layer.sent_bytes) * passes.tensor_parallel
         return compute, exposed
 
-    def _gather_s(self, parameters: float) -> float:
-        """ZeRO-3: gathering one unit of the model in bf16."""
-        return self._groups.time_s("all_gather", parameters / self.strategy.tp * BF16, "sharded")
+    def _dispatch_s(self, sent_bytes: Floats) -> Floats:
+        """Seconds of bringing tokens to their experts and back, once each, where a GPU sends `sent_bytes`.
 
-    def _scatter_s(self, parameters: float) -> float:
+        An all-to-all each way; GPUs that cut the same expert gather what any of them got, and scatter the sums.
+        """
+        degree, total = self.strategy.expert_tp_degree, np.zeros_like(sent_bytes)
+        if self.strategy.ep > 1:
+            total += 2 * _interpolated(partial(self._dispatch.time_s, "all_to_all", group="cp"), sent_bytes)
+        for op in ("all_gather", "reduce_scatter") if degree > 1 else ():
+            total += _interpolated(partial(self._dispatch.time_s, op, group="tp"), degree * sent_bytes)
+        return total
+
+    def _gather_s(self, parts: Sequence[float]) -> float:
+        """ZeRO-3: gathering one unit of the model in bf16; `parts` are its parameters on one GPU."""
+        return sum(groups.time_s("all_gather", n * BF16, "sharded") for n, groups in self._spread(parts))
+
+    def _scatter_s(self, parts: Sequence[float]) -> float:
         """ZeRO-3: reducing one unit's gradient to its shards."""
-        size = parameters / self.strategy.tp * self.strategy.gradient_bytes
-        return self._groups.time_s("reduce_scatter", size, "sharded")
+        width = self.strategy.gradient_bytes
+        return sum(groups.time_s("reduce_scatter", n * width, "sharded") for n, groups in self._spread(parts))
+
+    def _spread(self, parts: Sequence[float]) -> Iterable[tuple[float, Groups]]:
+        """Parameters, and the groups that share them: of all, and of experts that are apart."""
+        return zip(parts, (self._groups, self._expert_groups), strict=False)
 
     def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
         """Sends of activations (and gradients): all micro-batches over a slowest boundary, the largest over others."""
@@ -412,36 +528,45 @@ class TrainCost:
     # Updates ---------------------------------------------------------------------------------------------------------
 
     def _reduce_s(self) -> float:
-        """Gradient reduction of one optimizer step.
+        """Gradient reduction of one optimizer step; experts that are apart have ranks of their own to share theirs.
 
         Under ZeRO-3 it has happened layer by layer within a group of `shard_gpus`; replicas of the group add theirs up.
         """
-        strategy = self.strategy
-        local, group = stage_parameters(self.model, strategy), strategy.sharded_over
+        return sum(
+            self._reduce_part_s(local, strategy, groups)
+            for (local, strategy), groups in zip(self._parts, (self._groups, self._expert_groups), strict=False)
+        )
+
+    def _reduce_part_s(self, local: float, strategy: TrainStrategy, groups: Groups) -> float:
+        group = strategy.sharded_over
         if strategy.shards == 1 or (strategy.zero_stage == 3 and group == strategy.shards):
             return 0.0
         if strategy.zero_stage == 3:
-            return self._groups.time_s("all_reduce", local / group * strategy.gradient_bytes, "replicas")
+            return groups.time_s("all_reduce", local / group * strategy.gradient_bytes, "replicas")
         if strategy.zero_stage == 0:
-            return self._groups.time_s("all_reduce", local * strategy.gradient_bytes, "shards")
-        scatter_s = self._groups.time_s("reduce_scatter", local * strategy.gradient_bytes, "shards")
-        return scatter_s + self._groups.time_s("all_gather", local * BF16, "shards")
+            return groups.time_s("all_reduce", local * strategy.gradient_bytes, "shards")
+        scatter_s = groups.time_s("reduce_scatter", local * strategy.gradient_bytes, "shards")
+        return scatter_s + groups.time_s("all_gather", local * BF16, "shards")
 
     def _optimizer_s(self) -> float:
         """One Adam step over this GPU's share, bound by memory."""
-        strategy = self.strategy
-        share = strategy.sharded_over if strategy.zero_stage >= 1 else 1
-        return OPTIMIZER_BYTES * stage_parameters(self.model, strategy) / share / self._memory_bytes_per_s
+        shares = [(n, spread.sharded_over if spread.zero_stage >= 1 else 1) for n, spread in self._parts]
+        return sum(OPTIMIZER_BYTES * n / share / self._memory_bytes_per_s for n, share in shares)
 
     def _offload_s(self, bytes_per_parameter: float) -> float:
         """In from host memory before the call and out after it, of this GPU's share of the states."""
-        strategy = self.strategy
-        if not strategy.offload:
+        zero = self.strategy.zero_stage
+        if not self.strategy.offload:
             return 0.0
-        local = stage_parameters(self.model, strategy)
-        parameters = BF16 * local / (strategy.sharded_over if strategy.zero_stage == 3 else 1)
-        optimizer = (bytes_per_parameter - BF16) * local / (strategy.sharded_over if strategy.zero_stage >= 1 else 1)
-        return 2 * host_copy_s(parameters + optimizer, self.cluster.host)
+        total = 0.0
+        for local, spread in self._parts:
+            total += BF16 * local / (spread.sharded_over if zero == 3 else 1)
+            total += (bytes_per_parameter - BF16) * local / (spread.sharded_over if zero >= 1 else 1)
+        return 2 * host_copy_s(total, self.cluster.host)
+
+    @cached_property
+    def _parts(self) -> list[tuple[float, TrainStrategy]]:
+        return stage_parts(self.model, self.strategy)
 
 
 def _interpolated(time_s: Callable[[float], float], sizes: Floats) -> Floats:

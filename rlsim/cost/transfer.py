@@ -59,22 +59,28 @@ def gather_s(
     """Making whole tensors of a trainer's shards, layer by layer (and the embedding and head).
 
     Under ZeRO-3 all-gathered over the ranks that share it, `sharded_over` under HSDP (default: all data-parallel ones);
-    with PP broadcast from a layer's stage to the others; with `over_tp` all-gathered over the TP group.
+    with PP broadcast from a layer's stage to the others; with `over_tp` all-gathered over the TP group. Experts that
+    are apart are broadcast likewise, each GPU its own, and all-gathered over the GPUs that hold all of them once.
     """
-    tp, pp = source.tp, source.pp
-    groups = Groups(collectives, cluster, source, sharded_over)
 
-    def unit_s(size: float) -> float:
-        total = 0.0
-        if source.zero3 and sharded_over != 1:
-            total += groups.time_s("all_gather", size / tp, "sharded")
-        if pp > 1:
-            total += groups.time_s("broadcast", size / tp, "pp")
-        if tp > 1 and over_tp:
-            total += groups.time_s("all_gather", size, "tp")
-        return total
+    def unit(spread: Layout, over_tp: bool) -> Callable[[float], float]:
+        tp, groups = spread.tp, Groups(collectives, cluster, spread, sharded_over)
 
-    return _over_units(model, unit_s)
+        def unit_s(size: float) -> float:
+            total = 0.0
+            if spread.zero3 and sharded_over != 1:
+                total += groups.time_s("all_gather", size / tp, "sharded")
+            if spread.pp > 1:
+                total += groups.time_s("broadcast", size / tp, "pp")
+            if tp > 1 and over_tp:
+                total += groups.time_s("all_gather", size, "tp")
+            return total
+
+        return unit_s
+
+    if source.expert_cut is None:
+        return _over_units(model, unit(source, over_tp))
+    return _over_units(model, unit(source, over_tp), unit(source.experts, True))
 
 
 def reshard_s(
@@ -100,12 +106,19 @@ def reshard_s(
     return _over_units(model, lambda size: collectives.time_s("all_gather", size, tp_src, 1))
 
 
-def _over_units(model: Model, unit_s: Callable[[float], float]) -> float:
-    """The sum of `unit_s(bytes)` over all layers, the embedding and the head."""
+def _over_units(
+    model: Model, unit_s: Callable[[float], float], experts_s: Callable[[float], float] | None = None
+) -> float:
+    """The sum of `unit_s(bytes)` over all layers, the embedding and the head; of their experts that of `experts_s`."""
     embedding = model.vocab_size * model.hidden_size * model.dtype_bytes
     head = model.head_parameters * model.dtype_bytes
-    total = sum(count * unit_s(model.layer_bytes(layer)) for layer, count in model.groups.items()) + unit_s(embedding)
-    return total + (unit_s(head) if head else 0.0)
+    total = 0.0
+    for layer, count in model.groups.items():
+        experts = model.expert_bytes(layer) if experts_s else 0.0
+        total += count * unit_s(model.layer_bytes(layer) - experts)
+        if experts_s and experts:
+            total += count * experts_s(experts)
+    return total + unit_s(embedding) + (unit_s(head) if head else 0.0)
 
 
 # KV cache -----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 Three stages, one after another (measured syncs show no overlap beyond their buckets):
 
-1. **Export.** The trainer makes whole tensors of its shards: all-gathers over ZeRO ranks and TP, broadcasts over stages
-   (`rlsim.cost.transfer.gather_s`), and some time for every tensor that ZeRO-3 gathers. Shards that wait in host memory
-   come from there first, tensor by tensor.
+1. **Export.** The trainer makes whole tensors of its shards: all-gathers over ZeRO ranks, TP and EP, broadcasts over
+   stages (`rlsim.cost.transfer.gather_s`), and some time for every tensor that ZeRO-3 gathers. Shards that wait in host
+   memory come from there first, tensor by tensor.
 2. **Transport.** On the same GPUs CUDA IPC: one copy in GPU memory. Elsewhere in the node an NCCL broadcast over
    NVLink. To other nodes a broadcast of one sender, which has no more than its own network port.
 3. **Load.** The engine finds the place of every tensor by its name (each expert of a mixture has its own tensors) and
@@ -139,10 +139,17 @@ class WeightSync:
         if self.offload and source.zero3:
             total += _SHARD_BYTES * model.parameters / source.gpus / fit.staging_bytes_per_s
         elif self.offload:
-            total += host_copy_s(model.weight_bytes / (source.tp * source.pp), self.cluster.host)
+            total += host_copy_s(self._held_bytes(source), self.cluster.host)
         if self.method == "checkpoint_engine":  # into host memory and out of it, each GPU its share
             total += 2 * host_copy_s(model.weight_bytes / source.gpus, self.cluster.host)
         return total
+
+    def _held_bytes(self, source: Layout) -> float:
+        """Weights on each GPU of training without ZeRO-3: a slice of its stage, and its experts if these are apart."""
+        model, routed = self.model, 0.0
+        if source.expert_cut is not None:
+            routed = sum(count * model.expert_bytes(layer) for layer, count in model.groups.items())
+        return (model.weight_bytes - routed) / (source.tp * source.pp) + routed / (source.experts.tp * source.pp)
 
     def _transport_s(self, source: Layout, target: Layout) -> float:
         if source.first_gpu <= target.first_gpu and target.end_gpu <= source.end_gpu:

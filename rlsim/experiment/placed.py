@@ -136,12 +136,16 @@ class PlacedExperiment:
                 f"training.tp {training.tp} does not divide the {self._gpus_per_node} GPUs of a node that "
                 f"workflow.reward.judge leaves ({len(apart)} of the cluster are kept for it)"
             )
+        if training.ep > 1 and not any(model.num_experts for model in self.loaded.models.values()):
+            raise ConfigError(f"training.ep {training.ep}: {self.loaded.model.name} has no experts to share out")
         return replace(
             self.style,
             dp=gpus // share,
             tp=training.tp,
             pp=training.pp,
             cp=training.cp,
+            ep=training.ep,
+            expert_tp=training.expert_tp,
             sequence_parallel=training.tp > 1,
         )
 
@@ -153,6 +157,7 @@ class PlacedExperiment:
             micro_batch_tokens=training.micro_batch_tokens,
             log_prob_micro_batch_tokens=training.log_prob_micro_batch_tokens,
             shard_gpus=training.shard_gpus,
+            expert_imbalance=training.expert_imbalance,
             gradients=training.gradients,
             zero_stage=training.stage,
             recompute=training.recompute,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,10 @@ class PlanSpace:
     """All plans of an experiment's workflow on its GPUs, costed on the lengths of its first step.
 
     Meshes are aligned power-of-two slices of a node and runs of whole nodes. TP stays inside an NVLink domain, every
-    GPU of a mesh is used, DP is no larger than a mini-batch; generation has PP 1 unless `pipelined`. With
-    `context_parallel` training and inference may split sequences over GPUs too (CP, a power of two, in a domain with
-    TP). Of strategies that differ in micro-batches or offload only, those worse in both time and memory are left out.
-    Raises `CapacityError` if a call fits nowhere.
+    GPU of a mesh is used, DP is no larger than a mini-batch; experts are cut as all else is, or as `training` says;
+    generation has PP 1 unless `pipelined`. With `context_parallel` training and inference may split sequences over GPUs
+    too (CP, a power of two, in a domain with TP). Of strategies that differ in micro-batches or offload only, those
+    worse in both time and memory are left out. Raises `CapacityError` if a call fits nowhere.
 
     Where generation runs ahead of its weights it has the first GPUs for itself, all of their memory included, and the
     other calls have the rest: as meshes above, or all of it. `splits` has one space for each number of GPUs.
@@ -210,7 +211,10 @@ class PlanSpace:
         def size(source: Layout, to: Layout) -> float:
             if source == to:
                 return 0.0
-            strategy = TrainStrategy(dp=to.dp, tp=to.tp, pp=to.pp, cp=to.cp, zero_stage=3 if to.zero3 else 0)
+            zero = 3 if to.zero3 else 0
+            strategy = TrainStrategy(dp=to.dp, tp=to.tp, pp=to.pp, cp=to.cp, zero_stage=zero)
+            if to.expert_cut is not None:
+                strategy = replace(strategy, ep=to.expert_cut, expert_tp=1)
             return inference_memory(model, strategy).parameter_bytes
 
         return PairTimes(size, self._cluster, *pair)
@@ -248,9 +252,9 @@ class PlanSpace:
         for dp, tp, pp in spread:
             zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
             most = math.gcd(dp, self._cluster.domain_gpus // tp) if self._context_parallel else 1
-            for cp in powers_of_two(most):
+            for cp, experts in product(powers_of_two(most), self._expert_degrees(call, dp * tp)):
                 shape = replace(
-                    style, dp=dp // cp, tp=tp, pp=pp, cp=cp, zero_stage=zero, sequence_parallel=tp > 1
+                    style, dp=dp // cp, tp=tp, pp=pp, cp=cp, zero_stage=zero, sequence_parallel=tp > 1, **experts
                 )  # fmt: skip
                 yield from undominated(self._variants(call, shape, place, share // shape.dp))
 
@@ -258,6 +262,14 @@ class PlanSpace:
         """Whether every TP group of a mesh lies in one NVLink domain."""
         per_domain = self._cluster.domain_gpus
         return place + gpus <= per_domain or place % tp == per_domain % tp == 0
+
+    def _expert_degrees(self, call: Call, stage_gpus: int) -> Iterator[dict[str, Any]]:
+        """Experts cut as all else, and as `training` says where a stage of so many GPUs allows that."""
+        yield {}
+        training, experts = self._loaded.experiment.training, self._loaded.models[call.model].num_experts
+        divides = experts % training.ep == 0 and stage_gpus % (training.ep * (training.expert_tp or 1)) == 0
+        if training.ep > 1 and experts and divides:
+            yield {"ep": training.ep, "expert_tp": training.expert_tp}
 
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
         model = self._loaded.models[call.model]

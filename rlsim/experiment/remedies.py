@@ -36,6 +36,7 @@ def _changes(loaded: LoadedExperiment) -> Iterator[tuple[str, LoadedExperiment]]
         "cp": 2 * training.cp,
         "tp": min(2 * training.tp, cluster.domain_gpus),
         "pp": 2 * training.pp,
+        "ep": max(2 * training.ep, cluster.gpus_per_node),
         "zero_stage": 3 if training.pp == 1 else 1,
         "recompute": "full",
         "fused_kernels": True,

@@ -230,6 +230,21 @@ class TrainingSpec(Schema):
     tp: int = Field(default=1, ge=1, le=1024, description="tensor-parallel degree")
     pp: int = Field(default=1, ge=1, le=1024, description="pipeline-parallel degree")
     cp: int = Field(default=1, ge=1, le=1024, description="context-parallel degree")
+    ep: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="expert-parallel degree: so many GPUs of a pipeline stage (of TP, CP or DP) share the experts",
+    )
+    expert_tp: int | None = Field(
+        default=None, ge=1, le=1024, description="tensor-parallel degree of an expert; default: tp if ep is 1, else 1"
+    )
+    expert_imbalance: float = Field(
+        default=1.0,
+        ge=1,
+        le=1024,
+        description="tokens of the busiest GPU's experts over the mean of all that share experts; 1 is balanced",
+    )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         default=None, description="ZeRO stage; default 3 for fsdp, 1 for megatron"
     )

@@ -75,7 +75,9 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     filters = _FILTER if config.flag(_FILTER) else ""
     lengths = parts.add_trace(draft, options, actor, cap, filters, None)
     _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
-    add_training(config, draft, lengths, cap.value, apart=generation.gpus is not None)
+    add_training(
+        config, draft, lengths, cap.value, apart=generation.gpus is not None, has_experts=actor.num_experts > 0
+    )
     parts.add_engine(config, draft, ENGINE_KEYS[generation.engine], generation.engine, machines.gpu)
     _systems(config, draft, generation)
     memory = ENGINE_KEYS[generation.engine]["memory"]

@@ -15,7 +15,9 @@ _SEQUENCES = {"train": POLICY + "train_micro_batch_size", "logprob": POLICY + "l
 _BATCH = POLICY + "train_global_batch_size"
 
 
-def add_training(config: Settings, draft: Draft, trace: Trace, cap: int, *, apart: bool) -> None:
+def add_training(
+    config: Settings, draft: Draft, trace: Trace, cap: int, *, apart: bool, has_experts: bool = False
+) -> None:
     """Degrees, micro-batches and switches of training; with generation on its GPUs its states make room for it."""
     megatron = config.flag(MEGATRON + "enabled")
     entries = {"backend": Entry("megatron" if megatron else "fsdp", config.where(MEGATRON + "enabled"))}
@@ -28,6 +30,7 @@ def add_training(config: Settings, draft: Draft, trace: Trace, cap: int, *, apar
     for name, key in degrees.items():
         if config.whole(key) > 1 or megatron:
             entries[name] = Entry(config.whole(key), config.where(key))
+    _add_experts(config, entries, megatron, has_experts)
     sharded = MEGATRON + "optimizer.use_distributed_optimizer"
     reduced = MEGATRON + "distributed_data_parallel_config.grad_reduce_in_fp32"
     if megatron and not config.flag(sharded):
@@ -51,6 +54,17 @@ def add_training(config: Settings, draft: Draft, trace: Trace, cap: int, *, apar
     if batch > responses:
         draft.notes.append(f"{config.where(_BATCH)} = {batch:,} is more than the {responses:,} responses of a step")
     draft.entries["training"] = entries
+
+
+def _add_experts(config: Settings, entries: dict[str, Entry], megatron: bool, has_experts: bool) -> None:
+    """How experts are spread, where the model has any; DTensor shares them out whole."""
+    key = MEGATRON + "expert_model_parallel_size" if megatron else DTENSOR + "expert_parallel_size"
+    cut = MEGATRON + "expert_tensor_parallel_size"
+    ep, expert_tp = config.whole(key), config.whole(cut) if megatron else 1
+    if has_experts and ep > 1:
+        entries["ep"] = Entry(ep, config.where(key))
+    if has_experts and megatron and expert_tp != (1 if ep > 1 else entries["tp"].value):
+        entries["expert_tp"] = Entry(expert_tp, config.where(cut))
 
 
 def _micro_batch(config: Settings, kind: str, trace: Trace, cap: int) -> Entry:

@@ -32,6 +32,10 @@ class CallPlan(Schema):
     pp: int = Field(default=1, ge=1, description="pipeline-parallel degree")
     cp: int = Field(default=1, ge=1, description="context-parallel degree")
     dp: int | None = Field(default=None, ge=1, description="data-parallel degree; default: what the GPUs leave")
+    ep: int = Field(default=1, ge=1, description="expert-parallel degree, of the GPUs of a pipeline stage")
+    expert_tp: int | None = Field(
+        default=None, ge=1, description="tensor-parallel degree of an expert; default: tp if ep is 1, else 1"
+    )
     micro_batches: int | None = Field(
         default=None, ge=1, le=1_000_000, description="micro-batches of a data-parallel rank, at most its sequences"
     )
@@ -71,8 +75,9 @@ class ExplicitPlan(Schema, Placing):
                 given: dict[str, Any] = {}
                 if strategy is not None:
                     given = {"tp": strategy.tp, "pp": strategy.pp, "dp": strategy.dp}
-                    if strategy.cp > 1:
-                        given["cp"] = strategy.cp
+                    given |= {key: n for key in ("cp", "ep") if (n := getattr(strategy, key)) > 1}
+                    if strategy.expert_tp is not None:
+                        given["expert_tp"] = strategy.expert_tp
                 if strategy is not None and call.kind != "generate":
                     given |= {"zero_stage": strategy.zero_stage, "offload": strategy.offload}
                     if strategy.micro_batches is not None:

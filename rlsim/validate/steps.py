@@ -14,6 +14,7 @@ from rlsim.validate.parts import Options, Section, Skipped
 from rlsim.validate.published import published_section
 from rlsim.validate.rows import Kind, Row
 from rlsim.validate.runs import run
+from rlsim.validate.steps_megatron import megatron_rows
 from rlsim.validate.steps_nemo import nemo_rows
 from rlsim.validate.steps_verl import verl_rows
 
@@ -38,8 +39,11 @@ def section(options: Options) -> Section | Skipped:
         return Skipped("there are no measured tables here")
     realhf = list(realhf_rows(pd.read_csv(options.data / REALHF), options))
     order = spearmanr([one.reference for one in realhf], [one.simulated for one in realhf])[0]
-    found = [*realhf, *nemo_rows(options.data, options), *verl_rows(options.data, options)]
-    return published_section("steps", found, realhf_order=f"{order:.2f}")
+    nemo, refused = nemo_rows(options.data, options)
+    options.progress("Megatron, mixtures of experts")
+    found = [*realhf, *nemo, *megatron_rows(), *verl_rows(options.data, options)]
+    not_run = "\n".join(refused) or "- none"
+    return published_section("steps", found, realhf_order=f"{order:.2f}", nemo_not_run=not_run)
 
 
 def realhf_rows(

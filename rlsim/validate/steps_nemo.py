@@ -1,14 +1,14 @@
-"""Measured steps of NeMo-RL v0.4 on H100: its dense models, on policy and one step off policy."""
+"""Measured steps of NeMo-RL v0.4 on H100: dense models and mixtures of experts, on policy and one step off policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from rlsim.errors import CapacityError, ConfigError
 from rlsim.validate.parts import Options
 from rlsim.validate.rows import Row
 from rlsim.validate.steps_stated import seconds
@@ -16,7 +16,13 @@ from rlsim.validate.steps_stated import seconds
 PERFORMANCE = "rl_timings/nemo_perf.csv"
 RECIPES = "rl_timings/nemo_recipes.csv"
 RELEASE = "v0.4"
-MODELS = {"LLAMA3.1_8B": "llama-3.1-8b", "Qwen3-32B": "qwen3-32b"}
+MODELS = {
+    "LLAMA3.1_8B": "nemo-rl/llama-3.1-8b",
+    "Qwen3-32B": "nemo-rl/qwen3-32b",
+    "Qwen3-30B3A": "nemo-rl-moe/qwen3-30b-a3b",
+    "Qwen3-235B": "nemo-rl-moe/qwen3-235b-a22b",
+    "DeepSeek V3": "nemo-rl-moe/deepseek-v3",
+}
 #: GRPO one step off policy: generation may use weights of the step before the last. Log-probs begin when those of the
 #: last one are on their way, the policy's first.
 OFF_POLICY = (
@@ -32,32 +38,39 @@ OFF_POLICY = (
 row = partial(Row, "steps")
 
 
-def nemo_rows(data: Path, options: Options) -> Iterator[Row]:
-    """The dense rows of the release, each as its recipe says, and what one step off gains on as many GPUs."""
+def nemo_rows(data: Path, options: Options) -> tuple[list[Row], list[str]]:
+    """The rows of the release, each as its recipe says, and what one step off gains; and which cannot run, and why."""
     recipes = pd.read_csv(data / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
     table = pd.read_csv(data / PERFORMANCE).query(f"release == '{RELEASE}'")
     known: dict[tuple[str, str], tuple[float, float]] = {}  # measured and simulated steps of a model
+    rows: list[Row] = []
+    refused: list[str] = []
     for run in table[table["model"].isin(MODELS)].to_dict("records"):
         options.progress(f"NeMo-RL, {run['recipe']}")
         recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
         prompt = run["tokens_per_sample_implied"] - run["mean_len"]
-        found = seconds(nemo_experiment(recipe, MODELS[run["model"]], round(prompt)), run["mean_len"])
         kind = "one-step-off" if recipe["async_on"] else "on-policy"
-        model = MODELS[run["model"]]
-        known[model, kind] = run["step_s"], found["step"]
-        yield row(f"nemo-rl/{model}/{kind}", "step_time_s", run["step_s"], found["step"])
-    for model in MODELS.values():
-        if (model, "one-step-off") in known:
-            both = zip(known[model, "on-policy"], known[model, "one-step-off"], strict=True)
+        case = MODELS[run["model"]]
+        try:
+            found = seconds(nemo_experiment(recipe, case.split("/")[1], round(prompt)), run["mean_len"])
+        except (CapacityError, ConfigError) as error:
+            refused.append(f"- `{case}/{kind}`: {str(error).splitlines()[0]}")
+            continue
+        known[case, kind] = run["step_s"], found["step"]
+        rows.append(row(f"{case}/{kind}", "step_time_s", run["step_s"], found["step"]))
+    for case in MODELS.values():
+        if {(case, "on-policy"), (case, "one-step-off")} <= known.keys():
+            both = zip(known[case, "on-policy"], known[case, "one-step-off"], strict=True)
             measured, simulated = (on_policy / off for on_policy, off in both)
-            yield row(f"nemo-rl/{model}/one-step-off", "gain", measured, simulated)
+            rows.append(row(f"{case}/one-step-off", "gain", measured, simulated))
+    return rows, refused
 
 
 def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> dict[str, Any]:
     """A recipe as an experiment, without the trace's path."""
     asynchronous = bool(recipe["async_on"])
     batch = {"prompts": int(recipe["prompts_per_step"]), "responses": int(recipe["n"])}
-    degrees = {name: int(recipe[f"train_{name}"]) for name in ("tp", "pp", "cp")}
+    degrees = {name: int(recipe[f"train_{name}"]) for name in ("tp", "pp", "cp", "ep")}
     samples = batch["prompts"] * batch["responses"]
     return {
         "name": str(model),
@@ -69,6 +82,7 @@ def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> d
         "workflow": {**batch, **(_off_policy() if asynchronous else {"steps": 3})},
         "training": {
             "backend": "megatron",
+            "gradients": "bf16",
             **degrees,
             "micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["train_mbs"]),
             "log_prob_micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["logprob_bs"]),

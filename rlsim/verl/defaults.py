@@ -64,6 +64,7 @@ _MEGATRON: dict[str, Any] = {
     ACTOR + "megatron.tensor_model_parallel_size": {"0.2": 4, "0.4": 1},
     ACTOR + "megatron.pipeline_model_parallel_size": 1,
     ACTOR + "megatron.context_parallel_size": 1,
+    ACTOR + "megatron.expert_model_parallel_size": 1,
     ACTOR + "megatron.param_offload": False,
     ACTOR + "megatron.optimizer_offload": False,
     ACTOR + "megatron.use_distributed_optimizer": True,

@@ -25,8 +25,6 @@ _UNLIKE: Table = (
     (ACTOR + "fsdp_config.reshard_after_forward", "off", "weights stay gathered between forward and backward"),
     (ACTOR + "fsdp_config.offload_policy", "on", "weights come from host memory while training runs"),
     (ACTOR + "megatron.virtual_pipeline_model_parallel_size", "above 1", "interleaved pipeline stages"),
-    (ACTOR + "megatron.expert_model_parallel_size", "above 1", "experts on GPUs of their own in training"),
-    (ACTOR + "veomni.expert_parallel_size", "above 1", "experts on GPUs of their own in training"),
     (ACTOR + "freeze_vision_tower", "on", "a vision model"),
     ("algorithm.filter_groups.max_num_gen_batches", "above 1", "a limit on the batches generated in a step"),
     ("trainer.balance_batch", "off", "sequences dealt to GPUs as they come: here they are balanced"),

@@ -38,6 +38,8 @@ class TrainingArguments(Schema):
     tp: int | None = Field(default=None, ge=1, description="tensor-parallel degree")
     pp: int | None = Field(default=None, ge=1, description="pipeline-parallel degree")
     cp: int | None = Field(default=None, ge=1, description="context-parallel degree (veRL's Ulysses degree)")
+    ep: int | None = Field(default=None, ge=1, description="expert-parallel degree")
+    expert_tp: int | None = Field(default=None, ge=1, description="tensor-parallel degree of an expert")
     zero_stage: int | None = Field(default=None, ge=0, le=3, description="default 3 for fsdp, 1 for megatron")
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(default=None, description="per DP rank")
     micro_batch_sequences: int | None = Field(default=None, ge=1, description="instead of a token budget")
@@ -224,7 +226,13 @@ def _strategies(
     if cluster.gpus % share:
         raise CalibrationError(f"train: tp × pp × cp = {share} does not divide the {cluster.gpus} GPUs")
     zero = given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1)
+    expert_keys = [f"{ACTOR}megatron.expert_{kind}_parallel_size" for kind in ("model", "tensor")]
+    logged_ep, logged_cut = map(find.logged, expert_keys) if backend == "megatron" else (None, None)
+    ep = find.prefer("train.ep", given.ep, logged_ep) or 1
+    expert_tp = find.prefer("train.expert_tp", given.expert_tp, logged_cut)
     common: dict[str, Any] = {
+        "ep": ep,
+        "expert_tp": tp if expert_tp is None and ep > 1 else expert_tp,  # Megatron-LM's own default
         "dp": cluster.gpus // share,
         "tp": tp,
         "pp": pp,

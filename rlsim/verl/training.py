@@ -58,6 +58,10 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trac
         add("tp", strategy.tp, ACTOR + "megatron.tensor_model_parallel_size")
         add("pp", strategy.pp, ACTOR + "megatron.pipeline_model_parallel_size")
         add("cp", strategy.cp, ACTOR + "megatron.context_parallel_size")
+        if strategy.ep > 1:
+            add("ep", strategy.ep, ACTOR + "megatron.expert_model_parallel_size")
+        if strategy.expert_tp is not None and strategy.experts_apart:
+            add("expert_tp", strategy.expert_tp, ACTOR + "megatron.expert_tensor_parallel_size")
         if config.get(sharded) is False:
             add("zero_stage", 0, sharded)
     elif strategy.cp > 1:

@@ -142,7 +142,8 @@ class PlanMemory:
         if total > of.memory_bytes and strategy is not None:
             model = self._models[self._workflow.call(name).model].name
             layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
-            layout += f"CP {strategy.cp}, " * (strategy.cp > 1) + f"ZeRO {strategy.zero_stage}"
+            layout += f"CP {strategy.cp}, " * (strategy.cp > 1) + f"EP {strategy.ep}, " * (strategy.ep > 1)
+            layout += f"ZeRO {strategy.zero_stage}"
             listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items() if size)
             raise CapacityError(
                 f"{model}: call {name} ({layout}) does not fit on GPU {gpu}: {listed} = {total / 1e9:.2f} GB > "

@@ -113,7 +113,8 @@ def same_weights(one: Placement, other: Placement) -> bool:
     if one.gpus != other.gpus or a is None or b is None:
         return False
     sharded = [s.sharded_over if s.zero_stage == 3 else 1 for s in (a, b)]
-    return (a.shards, a.tp, a.pp) == (b.shards, b.tp, b.pp) and sharded[0] == sharded[1]
+    cut = [(s.shards, s.tp, s.pp, s.expert_cut) for s in (a, b)]
+    return cut[0] == cut[1] and sharded[0] == sharded[1]
 
 
 def check_meshes(workflow: Workflow, plan: Plan, cluster: AnyCluster) -> None:

@@ -1,0 +1,84 @@
+"""Published iterations of pre-training mixtures of experts with Megatron Core in bf16, beside rlsim's training call.
+
+On H800, 8 a node, micro-batches of whole sequences, load forced to be balanced (30B: tokens beyond an expert's capacity
+dropped), all-to-all dispatcher, distributed optimizer: Qwen3-30B-A3B from github.com/alibaba/Pai-Megatron-Patch issue
+643, Qwen3-235B-A22B from InternLM/xtuner docs/en/benchmark/megatron_moe_benchmark.md (commit 79f2136). Of the latter,
+rows with DeepEP, dropped tokens, recomputation of the MoE part alone or ZeRO and TP overlapped are left out: rlsim has
+none of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.calls import CallCosts
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+from rlsim.validate.rows import Row
+
+CALIBRATION = "h100-vllm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One configuration and its seconds for an optimizer step over `sequences` of `tokens` tokens each.
+
+    `interleaved`: chunks of layers of a GPU, which divide the pipeline's bubble (Narayanan et al. 2021).
+    """
+
+    model: str = "qwen3-235b-a22b"
+    gpus: int = 256
+    tokens: int = 4096
+    sequences: int
+    micro_batch: int = 1
+    tp: int = 1
+    pp: int
+    ep: int
+    interleaved: int = 1
+    recompute: str
+    iteration_s: float
+
+    @property
+    def case(self) -> str:
+        cut = f"tp{self.tp}-pp{self.pp}-ep{self.ep}" + f"-vpp{self.interleaved}" * (self.interleaved > 1)
+        return f"megatron-moe/{self.model}/{cut}/{self.micro_batch}x{self.tokens}-{self.recompute}"
+
+    def simulated_s(self) -> float:
+        """The same by rlsim, with the share of the peak of the calibration, which no mixture was fitted to."""
+        cluster = load_cluster(f"{self.gpus // 8}x8xh800")
+        costs = CallCosts({"actor": load_model(self.model)}, cluster, load_calibration(CALIBRATION), "megatron")
+        kinds: dict[str, Any] = {"recompute": self.recompute, "logits": "fp32"}
+        strategy = TrainStrategy(
+            dp=self.gpus // (self.tp * self.pp), tp=self.tp, pp=self.pp, ep=self.ep, zero_stage=1,
+            sequence_parallel=self.tp > 1, micro_batch_sequences=self.micro_batch, **kinds,
+        )  # fmt: skip
+        time = costs.of("actor", strategy).train_s(np.full(self.sequences, float(self.tokens)))
+        return time.total_s - time.bubble_s * (1 - 1 / self.interleaved)
+
+
+_SMALL = partial(Iteration, model="qwen3-30b-a3b", gpus=16, tokens=8192, recompute="none")
+ITERATIONS = (
+    _SMALL(sequences=128, pp=2, ep=8, iteration_s=10.361),
+    _SMALL(sequences=256, pp=4, ep=4, iteration_s=20.992),
+    Iteration(sequences=2048, tp=2, pp=8, ep=8, recompute="selective", iteration_s=27.555),
+    Iteration(sequences=2048, tp=2, pp=32, ep=8, interleaved=3, recompute="selective", iteration_s=22.42),
+    Iteration(sequences=2048, tp=2, pp=8, ep=32, interleaved=4, recompute="selective", iteration_s=35.392),
+    Iteration(sequences=2048, tp=4, pp=8, ep=8, interleaved=4, recompute="none", iteration_s=35.481),
+    Iteration(sequences=8192, micro_batch=4, tp=2, pp=32, ep=8, recompute="full", iteration_s=92.652),
+    Iteration(sequences=4096, micro_batch=4, tp=2, pp=32, ep=8, interleaved=3, recompute="full", iteration_s=43.495),
+    Iteration(sequences=4096, micro_batch=4, pp=32, ep=8, interleaved=3, recompute="full", iteration_s=42.537),
+    Iteration(sequences=8192, micro_batch=8, pp=32, ep=8, interleaved=3, recompute="full", iteration_s=86.186),
+)
+
+
+def megatron_rows() -> Iterator[Row]:
+    """Every published iteration beside rlsim's."""
+    for one in ITERATIONS:
+        yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s())

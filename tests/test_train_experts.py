@@ -1,0 +1,456 @@
+"""Expert parallelism in training: memory, FLOPs, all-to-alls and reductions worked out by hand; every attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_train import H100, IDEAL, Free, Ring
+from test_train_by_hand import FLOPS_ONLY, MEMORY_ONLY, Seconds
+
+from rlsim import run
+from rlsim.cost.attention_work import DELTA_CHUNK_TOKENS, Reach, attention_work
+from rlsim.cost.collectives import OPERATIONS
+from rlsim.cost.groups import Groups
+from rlsim.cost.layout import Layout
+from rlsim.cost.memory import activation_bytes_per_token, inference_memory, stage_parts, training_memory
+from rlsim.cost.reallocation import Reallocation, common_bytes
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
+from rlsim.cost.transfer import gather_s
+from rlsim.cost.weight_sync import WeightSync
+from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.check import check_experiment
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.planning import PlanSpace
+from rlsim.experiment.simulator import Simulator
+from rlsim.experiment.systems import parse_systems
+from rlsim.hardware import Cluster, load_cluster
+from rlsim.init.draft import Entry
+from rlsim.init.settings import Settings
+from rlsim.layers import Experts, FullAttention, Layer, LinearAttention
+from rlsim.models import Model, load_model
+from rlsim.nemo.defaults import DEFAULTS, MEGATRON
+from rlsim.nemo.training import _add_experts
+from rlsim.policies.plan import ExplicitPlan
+from rlsim.validate.parts import Options, data_folder
+from rlsim.validate.steps_megatron import megatron_rows
+from rlsim.validate.steps_nemo import nemo_rows
+from rlsim.workflow.graph import Call, Workflow
+from rlsim.workflow.plan import Placement, Plan
+
+QWEN = load_model("qwen3-30b-a3b")
+DEEPSEEK = load_model("deepseek-v3")
+NODES = load_cluster("4x8xh100")
+LAYERS, HIDDEN, WIDTH, EXPERTS, ACTIVE = 48, 2048, 768, 128, 8
+ROUTED = 3 * EXPERTS * WIDTH * HIDDEN  # weights of a layer's experts
+LAYER = ROUTED + 2 * HIDDEN * 32 * 128 + 2 * HIDDEN * 4 * 128 + EXPERTS * HIDDEN + 2 * HIDDEN + 2 * 128
+ENDS = 2 * 151_936 * HIDDEN + HIDDEN
+SENT = 2 * ACTIVE * HIDDEN  # bytes of a token's copies
+
+
+def cost(strategy: TrainStrategy, collectives: Any = None, cluster: Cluster = NODES, model: Model = QWEN) -> TrainCost:
+    return TrainCost(model, cluster, collectives or Free(), strategy, IDEAL)
+
+
+# Degrees ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "cut", "copies"),
+    [
+        ({"dp": 32}, 1, 32),
+        ({"dp": 8, "tp": 4}, 4, 8),  # as the rest: TP cuts experts too
+        ({"dp": 16, "tp": 2, "ep": 8}, 8, 4),  # every expert whole
+        ({"dp": 16, "tp": 2, "ep": 8, "expert_tp": 2}, 16, 2),
+        ({"dp": 16, "tp": 2, "expert_tp": 1}, 1, 32),
+        ({"dp": 4, "tp": 2, "cp": 2, "pp": 2, "ep": 16}, 16, 1),  # over TP, CP and DP of a stage
+    ],
+)
+def test_experts_are_cut_over_neighbours_of_a_stage(given: dict[str, int], cut: int, copies: int) -> None:
+    strategy = TrainStrategy(**given)  # type: ignore[arg-type]
+    assert strategy.gpus == 32
+    assert (strategy.expert_cut, strategy.experts.shards) == (cut, copies)
+    assert strategy.experts.gpus == 32
+    layout = Layout.of(0, strategy)
+    assert layout.experts.gpus == layout.gpus
+    assert (layout.experts.tp, layout.experts.dp) == (strategy.experts.tp, strategy.experts.dp)
+    rest, *experts = (n for n, _ in stage_parts(QWEN, strategy))
+    whole = (LAYER * LAYERS // strategy.pp + ENDS // strategy.pp) / strategy.tp
+    assert sum([rest, *experts]) == pytest.approx(
+        whole + ROUTED * LAYERS / strategy.pp * (1 / cut - 1 / strategy.tp), rel=1e-4
+    )
+
+
+def test_errors_name_the_degrees_and_what_they_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match=r"ep × expert_tp = 16 does not divide the 8 GPUs of a pipeline stage"):
+        TrainStrategy(dp=2, tp=4, pp=2, ep=16)
+    with pytest.raises(ConfigError, match=r"ep × expert_tp = 3 does not divide the 8 GPUs"):
+        TrainStrategy(dp=8, ep=3)
+    with pytest.raises(ConfigError, match="qwen3-30b-a3b: EP 3 does not divide its 128 experts"):
+        cost(TrainStrategy(dp=3, ep=3))
+    with pytest.raises(ConfigError, match="expert TP 512 does not divide its experts' width of 768"):
+        TrainStrategy(dp=512, expert_tp=512).check_model(QWEN)
+    for key in ("ep", "expert_tp"):
+        with pytest.raises(ConfigError, match=f"{key} must be at least 1"):
+            TrainStrategy(**{key: 0})
+    with pytest.raises(ConfigError, match="expert_imbalance must be at least 1"):
+        TrainStrategy(expert_imbalance=0.5)
+    with pytest.raises(ConfigError, match=r"shard_gpus .* does not go with experts apart"):
+        TrainStrategy(dp=8, ep=8, zero_stage=3, shard_gpus=4)
+
+
+def experiment(**training: Any) -> dict[str, Any]:
+    return {
+        "name": "x",
+        "cluster": "4x8xh100",
+        "calibration": "h100-vllm",
+        "model": "qwen3-30b-a3b",
+        "trace": {"fixed": 512, "cap": 512, "default_prompt_tokens": 96},
+        "workflow": {"prompts": 8, "responses": 8, "steps": 1},
+        "seeds": 1,
+        "training": {"offload": True, "backend": "megatron", **training},
+        "systems": [{"verl": {"tp": 4}}],
+    }
+
+
+def test_an_experiment_says_how_experts_are_spread() -> None:
+    assert check_experiment(experiment(tp=2, ep=8, recompute="none")).runs == 1
+    with pytest.raises(ConfigError, match=r"training\.ep 8: qwen2.5-7b has no experts to share out"):
+        check_experiment({**experiment(ep=8), "model": "qwen2.5-7b"})
+    with pytest.raises(ConfigError, match="ep × expert_tp = 64 does not divide the 32 GPUs of a pipeline stage"):
+        check_experiment(experiment(ep=64))
+
+
+def test_a_plan_says_it_too_and_is_written_back() -> None:
+    call = {"gpus": "0-31", "tp": 2, "ep": 8, "expert_tp": 2}
+    calls = dict.fromkeys(("train", "old_log_prob", "ref_log_prob"), call) | {"generate": {"gpus": "all", "tp": 4}}
+    plan = experiment() | {"systems": [{"name": "own", "use": [{"plan": {"calls": calls}}]}]}
+    assert check_experiment(plan).runs == 1
+    placed = Plan({"train": Placement(tuple(range(32)), TrainStrategy(dp=16, tp=2, ep=8, expert_tp=2))})
+    graph = Workflow("training", (Call("train", "train", "actor"),), ())
+    written = ExplicitPlan.of(placed, graph).calls["train"]
+    assert (written.tp, written.ep, written.expert_tp, written.dp) == (2, 8, 2, 16)
+
+
+def test_what_does_not_fit_is_told_of_expert_parallelism() -> None:
+    with pytest.raises(CapacityError, match=r"training\.ep=8 \("):
+        run(experiment(recompute="none", micro_batch_tokens=4096, zero_stage=1))
+
+
+def test_the_search_for_plans_tries_the_degree_that_is_given() -> None:
+    loaded = LoadedExperiment.of(*load_experiment(experiment(ep=8, recompute="none"))[::2])
+    placed = Simulator(loaded).placed(parse_systems(loaded.experiment.systems, "x")[0].make())
+    found = [candidate.strategy for _, candidate in PlanSpace(placed, pipelined=False).options["train"]]
+    assert 8 in {strategy.ep for strategy in found}
+    assert all(strategy.gpus % 8 == 0 for strategy in found if strategy.ep == 8)
+
+
+# Without expert parallelism ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 32}, {"dp": 8, "tp": 4}, {"dp": 8, "tp": 2, "pp": 2}])
+def test_ep_1_is_training_under_tp(degrees: dict[str, int]) -> None:
+    """Named or not, and of a model without experts under any EP."""
+    lengths = np.arange(100.0, 4100.0, 50.0)
+    plain, named = (
+        TrainStrategy(zero_stage=1, **degrees, **more)  # type: ignore[arg-type]
+        for more in ({}, {"ep": 1, "expert_tp": degrees.get("tp", 1)})
+    )
+    assert cost(plain, Ring()).train_s(lengths) == cost(named, Ring()).train_s(lengths)
+    assert training_memory(QWEN, plain) == training_memory(QWEN, named)
+    dense, apart = load_model("llama-3.1-8b"), TrainStrategy(zero_stage=1, ep=8, **degrees)  # type: ignore[arg-type]
+    assert cost(plain, Ring(), model=dense).train_s(lengths) == cost(apart, Ring(), model=dense).train_s(lengths)
+    assert training_memory(dense, plain) == training_memory(dense, apart)
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_states_by_hand() -> None:
+    """Experts once over EP's eight GPUs, their optimizer states over the four GPUs that hold the same ones."""
+    memory = training_memory(QWEN, TrainStrategy(dp=16, tp=2, ep=8, zero_stage=1))
+    rest, experts = (LAYERS * (LAYER - ROUTED) + ENDS) / 2, LAYERS * ROUTED / 8
+    assert memory.parameter_bytes == 2 * rest + 2 * experts
+    assert memory.gradient_bytes == 4 * rest + 4 * experts
+    assert memory.optimizer_bytes == pytest.approx(12 * rest / 16 + 12 * experts / 4)
+    one_copy = training_memory(QWEN, TrainStrategy(dp=8, ep=8, zero_stage=1))
+    assert one_copy.optimizer_bytes == pytest.approx(12 * (LAYERS * (LAYER - ROUTED) + ENDS) / 8 + 12 * experts)
+    sharded = training_memory(QWEN, TrainStrategy(dp=32, ep=8, zero_stage=3))
+    assert sharded.parameter_bytes == pytest.approx(2 * QWEN.parameters / 32)
+    assert sharded.gathered_bytes == 8 * 151_936 * HIDDEN  # more than a layer with its 16 experts
+    assert inference_memory(QWEN, TrainStrategy(dp=16, tp=2, ep=8)).parameter_bytes == memory.parameter_bytes
+
+
+def test_a_token_is_kept_for_each_of_its_experts() -> None:
+    tp, ep = TrainStrategy(dp=4, tp=2, recompute="none"), TrainStrategy(dp=4, tp=2, ep=8, recompute="none")
+    more = activation_bytes_per_token(QWEN.layer, ep)[0] - activation_bytes_per_token(QWEN.layer, tp)[0]
+    assert more == SENT / 2
+
+
+# Work -------------------------------------------------------------------------------------------------------------
+
+
+def test_active_parameters_decide_the_flops() -> None:
+    """Six FLOPs a token and active weight for a pass with gradients, whatever EP; on a GPU its share of them."""
+    active = QWEN.active_parameters - 151_936 * HIDDEN - LAYERS * (2 * HIDDEN + 2 * 128) - HIDDEN
+    tokens = 4096.0
+    pairs = 4 * LAYERS * 32 * 128 * tokens * (tokens + 1) / 2
+    assert forward_flops(QWEN, [tokens]) == pytest.approx(2 * active * tokens + pairs)
+    lengths = np.full(32, tokens)
+    for strategy in (
+        TrainStrategy(dp=32, ep=8, recompute="none"),
+        TrainStrategy(dp=16, tp=2, ep=32, recompute="none"),
+        TrainStrategy(dp=8, tp=2, cp=2, ep=4, recompute="none", expert_tp=2),
+    ):
+        time = cost(strategy, cluster=FLOPS_ONLY.model_copy(update={"nodes": 4})).train_s(lengths)
+        assert time.compute_s == pytest.approx((6 * active * tokens + 3.5 * pairs) * 32 / 32 / 1e12, rel=1e-6)
+        assert time.communication_s == 0
+
+
+def test_the_busiest_experts_hold_all_up() -> None:
+    lengths = np.full(32, 1024.0)
+    even, uneven = (
+        cost(TrainStrategy(dp=32, ep=8, recompute="none", expert_imbalance=x), Seconds(all_to_all=1.0), FLOPS_ONLY_4)
+        for x in (1.0, 1.5)
+    )
+    experts = 6 * LAYERS * 3 * ACTIVE * WIDTH * HIDDEN * 1024 / 1e12
+    assert uneven.train_s(lengths).compute_s - even.train_s(lengths).compute_s == pytest.approx(experts / 2)
+
+
+FLOPS_ONLY_4 = FLOPS_ONLY.model_copy(update={"nodes": 4})
+
+
+def test_ranks_that_share_experts_wait_for_each_other() -> None:
+    """Two micro-batches a rank, one long and one short; ranks of a group of eight meet at every layer."""
+    lengths = np.array([4096.0, 512.0] * 8 + [512.0, 4096.0] * 8)
+    apart, shared = (
+        cost(TrainStrategy(dp=16, ep=ep, expert_tp=1, micro_batch_sequences=1), cluster=FLOPS_ONLY_4) for ep in (1, 16)
+    )
+    assert shared.train_s(lengths).compute_s == pytest.approx(apart.train_s(lengths).compute_s)
+    assert shared.train_s(lengths).total_s >= apart.train_s(lengths).total_s
+    uneven = np.geomspace(64, 4096, 16)
+    assert shared.train_s(uneven).imbalance_s > 0
+    piece = shared.part_time([4096.0, 512.0], backward=True)
+    assert piece.total_s == pytest.approx(apart.part_time([4096.0, 512.0], backward=True).total_s)
+
+
+def test_element_wise_bytes_of_the_dispatcher() -> None:
+    """Copies made (1 + 8 hidden widths), sorted (16), sorted back (16), added up (9)."""
+    memory = MEMORY_ONLY.model_copy(update={"nodes": 4})
+    tokens, lengths = 4096.0, np.full(32, 4096.0)
+    plain, ep = (
+        cost(TrainStrategy(dp=32, ep=ep, recompute="none"), cluster=memory).forward_s(lengths) for ep in (1, 8)
+    )
+    weights = 2 * LAYERS * ROUTED * (1 - 1 / 8)  # read by a GPU that holds them all
+    moved = LAYERS * tokens * 2 * HIDDEN * (2 + 6 * ACTIVE)
+    assert ep.compute_s - plain.compute_s == pytest.approx((moved - weights) / 1e12)
+
+
+# Communication ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
+def test_all_to_alls_by_hand(recompute: Any, passes: int) -> None:
+    """Dispatch and combine in each layer, forward and backward, and once more where the forward pass is repeated."""
+    spy = Seconds(all_to_all=1e-3)
+    strategy = TrainStrategy(dp=32, ep=16, recompute=recompute, micro_batch_sequences=1)
+    time = cost(strategy, spy).train_s(np.full(32, 4096.0))
+    assert time.communication_s == pytest.approx(LAYERS * 2 * passes * 1e-3)
+    assert {asked for asked in spy.asked if asked[0] == "all_to_all"} == {("all_to_all", 4096.0 * SENT, 16, 2)}
+    assert cost(strategy, spy).forward_s(np.full(32, 4096.0)).communication_s == pytest.approx(LAYERS * 2 * 1e-3)
+
+
+def test_tp_and_cp_ranks_send_their_own_tokens() -> None:
+    spy = Seconds(all_to_all=1e-3, all_gather=1e-3, reduce_scatter=1e-3)
+    strategy = TrainStrategy(dp=8, tp=4, ep=8, recompute="none", sequence_parallel=True, micro_batch_sequences=1)
+    time = cost(strategy, spy).forward_s(np.full(8, 4096.0))
+    asked = {(op, size, gpus, nodes) for op, size, gpus, nodes in spy.asked if gpus > 1}
+    assert ("all_to_all", 1024.0 * SENT, 8, 1) in asked
+    # Attention alone is under TP: its input gathered, its output scattered; experts are whole.
+    assert time.communication_s == pytest.approx(LAYERS * (2 + 2) * 1e-3)
+    spy = Seconds(all_gather=1.0, reduce_scatter=1.0, all_to_all=1.0)
+    cut = TrainStrategy(dp=8, tp=4, ep=4, expert_tp=2, recompute="none", sequence_parallel=True)
+    cost(cut, spy).forward_s(np.full(8, 4096.0))
+    assert {(op, gpus) for op, size, gpus, _ in spy.asked if size == 2 * 1024.0 * SENT} == {
+        ("all_gather", 2),
+        ("reduce_scatter", 2),
+    }
+
+
+def test_gradients_are_reduced_where_they_are_the_same() -> None:
+    """Of experts over the four GPUs that hold the same ones, eight apart; of all else over DP × CP."""
+    spy = Seconds()
+    cost(TrainStrategy(dp=16, tp=2, ep=8, zero_stage=1), spy).update_time()
+    rest, experts = (LAYERS * (LAYER - ROUTED) + ENDS) / 2, LAYERS * ROUTED / 8
+    assert spy.asked == {
+        ("reduce_scatter", 4 * rest, 16, 4),
+        ("all_gather", 2 * rest, 16, 4),
+        ("reduce_scatter", 4 * experts, 4, 4),
+        ("all_gather", 2 * experts, 4, 4),
+    }
+    alone = Seconds()
+    cost(TrainStrategy(dp=16, tp=2, ep=32), alone).update_time()
+    assert alone.asked == {("all_reduce", 4 * rest, 16, 4)}
+    layout = Layout.of(0, TrainStrategy(dp=16, tp=2, ep=8))
+    assert Groups(Free(), NODES, layout.experts).spreads("shards") == [(4, 1, 1)]
+
+
+def test_zero_3_gathers_experts_among_their_own_ranks() -> None:
+    spy = Seconds()
+    cost(TrainStrategy(dp=32, ep=8, zero_stage=3), spy).forward_s(np.full(32, 512.0))
+    assert ("all_gather", 2.0 * ROUTED / 8, 4, 4) in spy.asked
+    assert ("all_gather", 2.0 * (LAYER - ROUTED), 32, 4) in spy.asked
+
+
+# New weights ------------------------------------------------------------------------------------------------------
+
+
+def test_export_gathers_experts_over_the_gpus_that_hold_them_once() -> None:
+    spy = Seconds()
+    gather_s(QWEN, spy, NODES, Layout.of(0, TrainStrategy(dp=8, tp=2, pp=2, ep=8)))
+    assert {asked for asked in spy.asked if asked[1] in (2.0 * ROUTED, 2.0 * ROUTED / 8)} == {
+        ("broadcast", 2.0 * ROUTED / 8, 2, 2),
+        ("all_gather", 2.0 * ROUTED, 8, 1),
+    }
+    assert ("all_gather", 2.0 * (LAYER - ROUTED), 2, 1) in spy.asked
+
+
+def test_offloaded_experts_come_from_the_host_of_their_own_gpus() -> None:
+    sources = [Layout.of(0, TrainStrategy(dp=32, ep=ep)) for ep in (1, 32)]
+    times = [
+        WeightSync(model=QWEN, cluster=NODES, collectives=Free(), engine=None, offload=True).parts(
+            source, Layout(first_gpu=0, tp=4, dp=8)
+        )
+        for source in sources
+    ]
+    routed = 2.0 * LAYERS * ROUTED
+    host = NODES.host
+    saved = routed * (1 - 1 / 32) * host.shared_by_gpus / host.bytes_per_s
+    assert times[0].export_s - times[1].export_s == pytest.approx(saved)
+
+
+class PerByte:
+    """A second for each byte of a broadcast or send."""
+
+    def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
+        assert op in OPERATIONS
+        return message_bytes if gpus > 1 else 0.0
+
+
+def test_reallocation_moves_experts_from_where_they_lie() -> None:
+    one = load_cluster("8xh100")
+    moved = Reallocation(QWEN, one, PerByte())
+    apart, same = (Layout.of(0, TrainStrategy(dp=4, ep=4)), Layout.of(4, TrainStrategy(dp=4, ep=4)))
+    assert moved.time_s(apart, apart) == 0
+    routed = float(common_bytes(QWEN, 1, 1, experts=True)[0, 0])
+    rest = float(common_bytes(QWEN, 1, 1, experts=False)[0, 0])
+    assert (routed, rest) == (2.0 * LAYERS * ROUTED, 2.0 * (QWEN.parameters - LAYERS * ROUTED))
+    assert moved.time_s(apart, same) == pytest.approx(rest + routed / 4)  # all of the rest, a quarter of the experts
+    whole = Layout(first_gpu=4, dp=4)
+    assert moved.time_s(apart, whole) == pytest.approx(rest + routed)
+
+
+# Attention of every kind ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("window", [1, 3, 4, 7, 100])
+def test_pairs_within_a_window_are_counted_in_closed_form(window: int, chunked: bool) -> None:
+    def seen(query: int, key: int) -> bool:
+        return key <= query and (query // window == key // window if chunked else query - key < window)
+
+    for tokens in range(13):
+        pairs = sum(seen(query, key) for query in range(tokens) for key in range(tokens))
+        assert Reach(window, chunked).pairs(np.array([float(tokens)]))[0] == pairs
+    assert Reach().pairs(np.array([13.0]))[0] == 91
+
+
+def test_latent_attention_is_not_absorbed_in_training() -> None:
+    work = attention_work(DEEPSEEK.layers[0].attention)
+    assert work.pair_flops == 2 * 128 * (128 + 64) + 2 * 128 * 128
+    assert work.kept == 128 * 2 * 192 + 128 * 2 * 128  # queries and keys, values and output
+    # 37 billion active parameters, as published, without embedding (0.9) and with the head
+    assert forward_flops(DEEPSEEK, [1]) == pytest.approx(2 * 36.6e9, rel=0.01)
+
+
+def test_each_kind_of_layer_has_its_own_attention() -> None:
+    hybrid = load_model("qwen3-next-80b-a3b")
+    kinds = {type(layer.attention) for layer in hybrid.groups}
+    assert kinds == {LinearAttention, FullAttention}
+    linear = next(layer.attention for layer in hybrid.groups if isinstance(layer.attention, LinearAttention))
+    work = attention_work(linear)
+    inside = DELTA_CHUNK_TOKENS * (6 * 128 + 4 * 128)
+    assert (work.pair_flops, work.token_flops) == (0.0, 32 * (6 * 128 * 128 + inside))
+    long, short = (forward_flops(hybrid, [tokens]) / tokens for tokens in (65_536, 64))
+    assert long - short == pytest.approx(12 * 4 * 16 * 256 * (65_536 - 64) / 2)  # of the 12 full layers alone
+    gemma = load_model("gemma-3-27b")
+    more = forward_flops(gemma, [8192]) - forward_flops(gemma, [8191])
+    full, windows = 10, 52
+    matrices = forward_flops(gemma, [1]) - 62 * 4 * 32 * 128
+    assert more == pytest.approx(matrices + 4 * 32 * 128 * (full * 8192 + windows * 1024))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "gemma-2-9b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
+def test_every_catalogue_model_trains_and_scores(name: str) -> None:
+    model, lengths = load_model(name), np.full(16, 9000.0)
+    strategy = TrainStrategy(dp=8, tp=2, cp=2, sequence_parallel=True, zero_stage=1, recompute="selective")
+    call = TrainCost(model, NODES, Ring(), strategy, TrainEfficiency(flop=0.5))
+    least = forward_flops(model, lengths) / 32 / H100.gpu.bf16_flop_per_s
+    assert call.train_s(lengths).total_s > 3 * call.forward_s(lengths).compute_s > 3 * least
+    assert training_memory(model, strategy).activation_bytes > 0
+
+
+def test_layers_of_one_shape_and_different_windows_share_weights_but_not_pairs() -> None:
+    gemma = load_model("gemma-2-9b")
+    assert all(isinstance(layer, Layer) and not isinstance(layer.mlp, Experts) for layer in gemma.groups)
+    tokens = np.array([8192.0])
+    whole = gemma.model_copy(update={"layer_types": (), "sliding_window": None})
+    fewer = forward_flops(whole, tokens) - forward_flops(gemma, tokens)
+    assert fewer == 21 * 4 * 16 * 256 * 4096 * 4097 / 2
+
+
+# Stages and recipes -----------------------------------------------------------------------------------------------
+
+
+def test_the_head_counts_where_it_is() -> None:
+    """DeepSeek-V3 in 16 stages: four layers each, one and the head in the last, which is not the busiest."""
+    cluster = FLOPS_ONLY.model_copy(update={"nodes": 32})
+    time = cost(TrainStrategy(dp=16, pp=16, ep=16), cluster=cluster, model=DEEPSEEK).forward_s(np.full(16, 1.0))
+    layer = 2 * DEEPSEEK.layers[-1].active_weights + 2 * 128 * 320
+    assert time.compute_s == pytest.approx(4 * layer / 1e12)
+
+
+def test_nemo_recipes_say_how_experts_are_spread() -> None:
+    def entries(tp: int, ep: int, expert_tp: int, *, has_experts: bool = True) -> dict[str, Any]:
+        degrees = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": expert_tp}
+        config = Settings(default=DEFAULTS)
+        config.put(degrees, "recipe.yaml", MEGATRON)
+        found: dict[str, Any] = {"tp": Entry(tp, "")}
+        _add_experts(config, found, True, has_experts)
+        return {key: entry.value for key, entry in found.items() if key != "tp"}
+
+    assert entries(2, 8, 1) == {"ep": 8}
+    assert entries(2, 8, 2) == {"ep": 8, "expert_tp": 2}
+    assert entries(2, 1, 1) == {"expert_tp": 1}
+    assert entries(4, 1, 1, has_experts=False) == {}
+
+
+def test_published_iterations_of_megatron_core_are_near() -> None:
+    """Nothing is fitted to them; micro-batches of one sequence are too fast for want of launch times."""
+    errors = {row.case: row.error for row in megatron_rows()}
+    assert np.mean(np.abs(list(errors.values()))) < 0.15
+    assert all(abs(error) < 0.08 for case, error in errors.items() if case.endswith("-full"))
+
+
+def test_measured_rows_of_mixtures_run_or_say_why_not() -> None:
+    folder = data_folder(None)
+    if folder is None or not (Path(folder) / "rl_timings").is_dir():
+        pytest.skip("the measured tables (RLSIM_DATA) are not here")
+    rows, refused = nemo_rows(Path(folder), Options(data=folder))
+    cases = {row.case for row in rows if row.quantity == "step_time_s"}
+    assert {"nemo-rl-moe/qwen3-30b-a3b/on-policy", "nemo-rl-moe/qwen3-30b-a3b/one-step-off"} <= cases
+    assert len(cases) + len(refused) == 10
