@@ -29,6 +29,10 @@ class Gpu(Schema):
     memory_bytes: Bytes = Field(gt=0, description="device memory")
     memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
     bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 tensor-core rate")
+    fp8_flop_per_s: FlopPerSecond | None = Field(
+        default=None, ge=1, description="peak dense FP8 tensor-core rate; none: it has no FP8 tensor cores"
+    )
+    fp4_flop_per_s: FlopPerSecond | None = Field(default=None, ge=1, description="peak dense FP4 tensor-core rate")
     l2_bytes: Bytes = Field(gt=0, description="L2 cache")
     sm_count: int = Field(gt=0, le=1_000_000, description="streaming multiprocessors")
     source: str = Field(description="where the figures are from")

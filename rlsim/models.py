@@ -17,7 +17,7 @@ from rlsim import catalogue
 from rlsim.architectures import MODEL_TYPES, Config, canonical, family_name, layers_of, unsupported
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.layers import FullAttention, Layer, Linear
-from rlsim.precision import WEIGHT_BYTES
+from rlsim.precision import KV_BYTES, WEIGHT_BYTES, KvPrecision, Precision
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
 
@@ -56,8 +56,6 @@ class Model(Config):
     def special(self) -> tuple[str, ...]:
         """What of the model the cost models lack, by name; empty for a model that can be simulated."""
         found = [name for layer in self.groups for name in layer.attention.special]
-        if self.expert_dtype_bytes not in (None, self.dtype_bytes):
-            found.append(f"experts of {8 * (self.expert_dtype_bytes or 0):g} bits a weight")
         if not found and len({layer.attention for layer in self.groups}) > 1:
             found.append("attention that differs from layer to layer")
         return tuple(dict.fromkeys(found))
@@ -144,9 +142,32 @@ class Model(Config):
 
     def layer_bytes(self, layer: Layer, tp: int = 1) -> float:
         """Bytes of one layer's weights on one GPU under TP `tp`, in the serving types."""
-        experts = layer.expert_weights(tp)
-        rest = (layer.parameters_per_gpu(tp) - experts) * self.dtype_bytes
-        return rest + experts * (self.expert_dtype_bytes or self.dtype_bytes)
+        experts, matrices = layer.expert_weights(tp), layer.quantised_weights(tp)
+        rest = (layer.parameters_per_gpu(tp) - experts - matrices) * self.dtype_bytes
+        return rest + matrices * self._bytes_of(self.precision) + experts * self._bytes_of(self.of_experts)
+
+    def _bytes_of(self, precision: Precision) -> float:
+        return self.dtype_bytes if precision == "bf16" else WEIGHT_BYTES[precision]
+
+    @property
+    def of_experts(self) -> Precision:
+        """The precision of experts."""
+        return self.expert_precision or self.precision
+
+    @property
+    def quantised_parameters(self) -> int:
+        """Weights that an engine serves in another precision than they are trained in."""
+        matrices = self.precision != "bf16", self.of_experts != "bf16"
+        each = {layer: (layer.quantised_weights(), layer.expert_weights()) for layer in self.groups}
+        return sum(
+            count * sum(weights for weights, there in zip(each[layer], matrices, strict=True) if there)
+            for layer, count in self.groups.items()
+        )
+
+    def served(self, precision: Precision | None = None, kv_precision: KvPrecision = "bf16") -> Model:
+        """The model as an engine serves it: all matrices of its layers in that precision, or as they are published."""
+        weights = {} if precision is None else {"precision": precision, "expert_precision": None}
+        return self.model_copy(update={**weights, "kv_precision": kv_precision})
 
     @property
     def weight_bytes(self) -> float:
@@ -165,7 +186,12 @@ class Model(Config):
     def kv_bytes_per_token(self) -> float:
         """KV cache of one token over all GPUs of a replica, in the layers that keep it: no replicated heads."""
         cached = sum(count * layer.attention.cached_elements() for layer, count in self.groups.items())
-        return cached * self.dtype_bytes
+        return cached * self.kv_element_bytes
+
+    @property
+    def kv_element_bytes(self) -> float:
+        """Bytes of one number of the KV cache."""
+        return self.dtype_bytes if self.kv_precision == "bf16" else KV_BYTES[self.kv_precision]
 
     @property
     def state_bytes(self) -> float:
@@ -179,7 +205,7 @@ class Model(Config):
         for layer, count in self.groups.items():
             attention = layer.attention
             kept += count * attention.cached_elements() * min(tokens, attention.window_tokens or tokens)
-        return kept * self.dtype_bytes + self.state_bytes
+        return kept * self.kv_element_bytes + self.state_bytes
 
     # Tensor parallelism ----------------------------------------------------------------------------------------------
 
@@ -197,7 +223,7 @@ class Model(Config):
 
     def head(self, tp: int = 1) -> Linear:
         """The output head on one GPU: the vocabulary is cut over `tp` GPUs, a scalar head is not."""
-        return Linear("head", 1 if self.scalar_head else math.ceil(self.vocab_size / tp), self.hidden_size)
+        return Linear("head", 1 if self.scalar_head else math.ceil(self.vocab_size / tp), self.hidden_size, quantised=False)
 
 
 #: What classes of transformers that end in vocabulary logits are called.

@@ -39,7 +39,7 @@ class RooflineStep(StepCost):
     the host time that is not hidden. Every decode batch is taken to run from a captured CUDA graph.
 
     Raises `ConfigError` if the model does not split over `tp` or has layers of another kind, `CapacityError` if `tp`
-    exceeds a node.
+    exceeds a node, and `CalibrationError` if the calibration lacks the precision of its weights or KV cache.
     """
 
     def __init__(self, model: Model, tp: int, cluster: Cluster, calibration: Calibration) -> None:
@@ -48,6 +48,9 @@ class RooflineStep(StepCost):
             raise CapacityError(
                 f"TP {tp} exceeds the {cluster.gpus_per_node} GPUs of a node of cluster {cluster.name!r}"
             )
+        for precision in {model.precision} | {model.of_experts for layer in model.groups if layer.expert_weights()}:
+            calibration.check_precision(precision, model.kv_precision)
+        calibration = calibration.on_kv(model.kv_precision)
         self.tp = tp
         self.skew = calibration.operators.decode_attention.skew
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
@@ -151,12 +154,15 @@ class RooflineStep(StepCost):
 
     def _products_s(self, layer: Layer, linears: Sequence[Linear], tokens: float) -> float:
         gemm, experts = self.operators.gemm_s, layer.mlp
-        total = sum(gemm(tokens, linear.n_out, linear.k_in) for linear in linears)
+        total = 0.0
+        for linear in linears:
+            precision = self._model.precision if linear.quantised else "bf16"
+            total += gemm(tokens, linear.n_out, linear.k_in, precision=precision)
         if isinstance(experts, Experts):
             hit = distinct_experts(tokens, experts.experts, experts.active)
             rows, width = tokens * experts.active / hit, experts.width // self.tp
-            total += gemm(rows, 2 * width, layer.hidden, hit)
-            total += gemm(rows, layer.hidden, width, hit)
+            total += gemm(rows, 2 * width, layer.hidden, hit, self._model.of_experts)
+            total += gemm(rows, layer.hidden, width, hit, self._model.of_experts)
         return total
 
     def _elementwise_s(self, layer: Layer, tokens: float) -> float:
@@ -213,7 +219,7 @@ def step_cost(model: Model, tp: int, cluster: Cluster, calibration: Calibration 
             f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
         )
     profile, host = calibration.profile(model.name, tp), calibration.host
-    if profile is not None:
+    if profile is not None and model == model.served("bf16"):  # as profiles were measured
         return drawn(ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew), calibration)
     if not host.overlapped:
         return drawn(RooflineStep(model, tp, cluster, calibration), calibration)

@@ -99,7 +99,7 @@ class PlanMemory:
             gpu = self._cluster.gpu_at(placement.gpus[0])
             return CallMemory({}, {"rollout engine": placement.memory_share * gpu.memory_bytes - RESERVED_BYTES})
         strategy = placement.strategy
-        return CallMemory({}, {"weights": rollout_weight_bytes(self._models[call.model], strategy.tp, strategy.pp)})
+        return CallMemory({}, {"weights": rollout_weight_bytes(self._rollout or self._models[call.model], strategy.tp, strategy.pp)})
 
     def calls(self, plan: Plan) -> dict[str, tuple[Placement, CallMemory]]:
         """The memory of every call that the plan says how to spread; a rollout's KV cache takes what is left."""

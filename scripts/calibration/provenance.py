@@ -7,13 +7,17 @@ from collections.abc import Iterable
 from rlsim.calibrate.build import COLD, INTER, MIXTURE, PAIR
 from rlsim.cost.calibration import Provenance, Source
 
-DATE = "2026-11-21"
+DATE = "2026-11-23"
 SCRIPT = "scripts/fit_calibrations.py"
 
 SKEW = "skew of unequal contexts is derived by list scheduling of the kernel's split, not measured"
 GROUPED = (
     "decode attention is fitted to rows with one query head per KV head: with grouped queries this engine's rows imply "
     "1.2 to 1.7 times the peak bandwidth however large the KV cache, so they cannot have read what they state"
+)
+BORROWED = (
+    "products in fp8_block are SGLang's of the same GPU (both run DeepGEMM): vLLM's table was timed without CUDA "
+    "graphs, so with the host's time"
 )
 COMMON = (COLD, MIXTURE, SKEW, INTER, PAIR)
 
