@@ -139,7 +139,9 @@ class Config(Schema):
     num_nextn_predict_layers: int = Field(
         default=0, ge=0, le=1000, description="layers for multi-token prediction; counted apart from all others"
     )
-    dtype_bytes: float = Field(default=2, ge=0.125, le=8, description="bytes of a number that is not quantised; 2 = bf16")
+    dtype_bytes: float = Field(
+        default=2, ge=0.125, le=8, description="bytes of a number that is not quantised; 2 = bf16"
+    )
     precision: Precision = Field(
         default="bf16", description="as an engine serves the matrices of its layers; router, embedding and head not"
     )

@@ -15,9 +15,9 @@ from typing import Any
 
 from rlsim import catalogue
 from rlsim.architectures import MODEL_TYPES, Config, canonical, family_name, layers_of, unsupported
-from rlsim.errors import ConfigError, unknown_name
+from rlsim.errors import ConfigError, shown, unknown_name
 from rlsim.layers import FullAttention, Layer, Linear
-from rlsim.precision import KV_BYTES, WEIGHT_BYTES, KvPrecision, Precision
+from rlsim.precision import KV_BYTES, PRECISIONS, WEIGHT_BYTES, KvPrecision, Precision, published_precision
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
 
@@ -151,7 +151,7 @@ class Model(Config):
 
     @property
     def of_experts(self) -> Precision:
-        """The precision of experts."""
+        """The precision of experts; of a dense model that of all matrices."""
         return self.expert_precision or self.precision
 
     @property
@@ -223,7 +223,9 @@ class Model(Config):
 
     def head(self, tp: int = 1) -> Linear:
         """The output head on one GPU: the vocabulary is cut over `tp` GPUs, a scalar head is not."""
-        return Linear("head", 1 if self.scalar_head else math.ceil(self.vocab_size / tp), self.hidden_size, quantised=False)
+        return Linear(
+            "head", 1 if self.scalar_head else math.ceil(self.vocab_size / tp), self.hidden_size, quantised=False
+        )
 
 
 #: What classes of transformers that end in vocabulary logits are called.
@@ -243,8 +245,8 @@ def load_model(name_or_path: str | Path) -> Model:
 
     A path may lead to a Hugging Face `config.json`, to the folder it lies in, or to a YAML file as in
     `rlsim/data/models`; keys of a `config.json` that say nothing about the shape are passed over. Raises
-    `CatalogueError` for an unknown name and `ConfigError` for a file that is missing, damaged, incomplete, quantised
-    after training or of an unsupported `model_type`.
+    `CatalogueError` for an unknown name and `ConfigError` for a file that is missing, damaged, incomplete, of
+    an unsupported `model_type`, or quantised to what no engine's measured kernels multiply.
     """
     known = catalogue.names("models")
     text = str(name_or_path)
@@ -266,7 +268,7 @@ def _from_config_json(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: not a config.json: expected an object")
     notes: list[str] = []
-    types: dict[str, float] = {}
+    types: dict[str, Precision] = {}
     text = config.get("text_config")
     if isinstance(text, dict):
         notes = [f"the text part of {config.get('model_type')}; its other parts are not counted"]
@@ -277,15 +279,15 @@ def _from_config_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {unsupported(config.get('model_type'))}")
     quantised = config.get("quantization_config")
     if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        if method == "mxfp4":
-            types = {"expert_dtype_bytes": WEIGHT_BYTES["mxfp4"]}
-        elif method == "fp8":
-            notes.append("its weights are published in fp8; they are taken in bf16, as they are trained")
-        else:
+        precision = published_precision(quantised)
+        if precision is None:
             raise ConfigError(
-                f"{path}: quantised weights are not supported; give the config.json of the unquantised model"
+                f"{path}: quantised weights are not supported but in {', '.join(PRECISIONS[1:])}, activations too; "
+                f"quantization_config is {shown(quantised)}; give the config.json of the unquantised model"
             )
+        types = {"expert_precision" if precision == "mxfp4" else "precision": precision}
+        of = "experts" if precision == "mxfp4" else "weights"
+        notes.append(f"its {of} are published in {precision}: engines serve them so, training takes bf16")
     data = canonical({**config, **_longest(config), **types})
     given = {key: data[key] for key in Model.model_fields if key in data}
     return {**given, "name": path.parent.name or path.stem, "source": str(path), "note": "; ".join(notes)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,3 +68,45 @@ def quantising_bytes(precision: Precision, m: N, k: N) -> N:
     """Bytes that quantising m×k bf16 activations before the product reads and writes; 0 where they stay in bf16."""
     activation = ACTIVATION_BYTES[precision]
     return (2.0 + activation) * m * k if activation < 2.0 else 0.0 * m
+
+
+def published_precision(config: Any) -> Precision | None:
+    """What the `quantization_config` of a `config.json` says of the weights; None if rlsim knows no such precision.
+
+    As transformers (`fp8`, `mxfp4`), compressed-tensors (`config_groups`) and NVIDIA's modelopt (`quant_algo`, as in
+    TensorRT-LLM) write them. Quantised weights with bf16 activations run other kernels, which were not measured.
+    """
+    if not isinstance(config, Mapping):
+        return None
+    match config.get("quant_method"):
+        case "mxfp4":
+            return "mxfp4"
+        case "fp8":
+            block = config.get("weight_block_size")
+            return "fp8" if not block else "fp8_block" if block == [128, 128] else None
+        case "modelopt":
+            return _MODELOPT.get(str(config.get("quant_algo")))
+        case "compressed-tensors":
+            groups = config.get("config_groups")
+            found = {_compressed(group) for group in groups.values()} if isinstance(groups, Mapping) else {None}
+            return found.pop() if len(found) == 1 else None
+    return None
+
+
+_MODELOPT: dict[str, Precision] = {"FP8": "fp8", "FP8_BLOCK_SCALES": "fp8_block", "NVFP4": "nvfp4"}
+#: compressed-tensors: bits of weights and activations, and the weights that share a scale.
+_COMPRESSED: dict[tuple[Any, Any, Any], Precision] = {
+    (8, 8, "tensor"): "fp8",
+    (8, 8, "channel"): "fp8",
+    (8, 8, "block"): "fp8_block",
+    (4, 4, "tensor_group"): "nvfp4",
+}
+
+
+def _compressed(group: Any) -> Precision | None:
+    """Of one of compressed-tensors' `config_groups`."""
+    parts = [group.get(key) for key in ("weights", "input_activations")] if isinstance(group, Mapping) else []
+    known = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "float"]
+    if len(known) < 2:
+        return None
+    return _COMPRESSED.get((known[0].get("num_bits"), known[1].get("num_bits"), str(known[0].get("strategy"))))

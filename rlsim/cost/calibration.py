@@ -453,9 +453,9 @@ class Calibration(Fitted):
         """Raises `CalibrationError` for a precision that the GPU has no tensor cores for, or that was not measured."""
         known = [one for one in self.operators.gemms if peak_flop_per_s(self.reference, one)]
         if precision not in known:
-            lacks = "was not measured" if peak_flop_per_s(self.reference, precision) else f"{self.gpu} cannot multiply"
+            cores = "" if peak_flop_per_s(self.reference, precision) else f"{self.gpu} has no tensor cores for it; "
             raise CalibrationError(
-                f"precision {precision}: {lacks}: calibration {self.name} has products in {', '.join(known)}"
+                f"precision {precision}: {cores}calibration {self.name} has matrix products in {', '.join(known)}"
             )
         if kv_precision not in self.operators.kv_precisions:
             raise CalibrationError(

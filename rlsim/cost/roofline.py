@@ -29,6 +29,12 @@ def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
     return experts * (1.0 - float((1.0 - per_token / experts) ** tokens))
 
 
+def check_served(model: Model, calibration: Calibration) -> None:
+    """Raises `CalibrationError` for a precision of weights or KV cache that the GPU or the calibration lacks."""
+    for precision in dict.fromkeys((model.precision, model.of_experts)):
+        calibration.check_precision(precision, model.kv_precision)
+
+
 class RooflineStep(StepCost):
     """One replica of `model` on `tp` GPUs of one node, from a calibration's operators.
 
@@ -48,16 +54,15 @@ class RooflineStep(StepCost):
             raise CapacityError(
                 f"TP {tp} exceeds the {cluster.gpus_per_node} GPUs of a node of cluster {cluster.name!r}"
             )
-        for precision in {model.precision} | {model.of_experts for layer in model.groups if layer.expert_weights()}:
-            calibration.check_precision(precision, model.kv_precision)
-        calibration = calibration.on_kv(model.kv_precision)
         self.tp = tp
+        self._attention = model.attention
+        check_served(model, calibration)
+        calibration = calibration.on_kv(model.kv_precision)
         self.skew = calibration.operators.decode_attention.skew
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._host = calibration.host
         self._model = model
-        self._attention = model.attention
         self._q_heads = self._attention.heads // tp
         self._kv_heads = self._attention.kv_heads_per_gpu(tp)
         self._layers = tuple((count, layer, layer.linears(tp)) for layer, count in model.groups.items())

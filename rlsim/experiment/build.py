@@ -15,6 +15,7 @@ import pandas as pd
 
 from rlsim import catalogue
 from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.roofline import check_served
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
@@ -34,6 +35,15 @@ def placing(shown: str, case: str) -> Iterator[None]:
         yield
     except CatalogueError as error:
         raise CatalogueError(f"{shown}: {f'case {case!r}: ' if case else ''}{error}") from None
+
+
+@contextmanager
+def _measured(section: str) -> Iterator[None]:
+    """Names a section of the experiment in errors about what the calibration lacks."""
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"{section}: {error}") from None
 
 
 class Kind(NamedTuple):
@@ -100,6 +110,12 @@ class LoadedExperiment:
                 f"{shown}: weight_sync: reshard leaves weights as they are trained, in bf16, but the rollout of "
                 f"{rollout.name} has others; give engine.precision: bf16, or a weight_sync into an engine (bucketed)"
             )
+        if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
+            (calibration,) = self.calibrations.values()
+            with _measured(f"{shown}: engine"):
+                check_served(rollout, calibration)
+            with _measured(f"{shown}: training"):
+                calibration.check_precision(self.experiment.training.precision)
         return replace(self, model=rollout, models=models)
 
     @property

@@ -6,11 +6,11 @@ from typing import Any
 
 from rlsim.experiment.schema import TrainingSpec
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import of_sequences
+from rlsim.init.parts import add_precision, of_sequences
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
-from rlsim.verl.notes import REFERENCE_OFFLOAD
+from rlsim.verl.notes import KV_TYPES, QUANTISED, REFERENCE_OFFLOAD
 from rlsim.verl.run import RunSettings
 from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY, VerlSettings
 
@@ -30,6 +30,7 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings) -> Non
         for ours, theirs in keys.items()
         if config.is_given(ROLLOUT + theirs) or getattr(settings.engine, ours) != getattr(default, ours)
     }
+    draft.missing += add_precision(config, draft, QUANTISED, {"fp8": "fp8_block", True: "fp8_block"}, *KV_TYPES)
 
 
 def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trace: Trace) -> None:
