@@ -211,7 +211,14 @@ class Model(Config):
 
     def supports_tp(self, tp: int) -> bool:
         """Whether heads and MLPs split evenly over `tp` GPUs (KV heads are replicated when there are too few)."""
-        return tp > 0 and all(layer.splits(tp) for layer in self.groups)
+        return tp > 0 and all(layer.splits(tp) and not self._cut_blocks(layer, tp) for layer in self.groups)
+
+    def _cut_blocks(self, layer: Layer, tp: int) -> list[int]:
+        """Widths of the MLP that TP cuts inside a block of 128 weights, which engines refuse (vLLM, SGLang:
+        `validate_fp8_block_shape`)."""
+        if tp == 1 or "fp8_block" not in (self.precision, self.of_experts):
+            return []
+        return [width for width in layer.mlp.widths if width // tp % 128]
 
     def check_tp(self, tp: int) -> None:
         """Raises `ConfigError` if the model cannot be split over `tp` GPUs."""
@@ -220,6 +227,11 @@ class Model(Config):
                 heads = ", ".join(f"{count} {name}" for name, count in layer.attention.split.items())
                 widths = " and ".join(map(str, layer.mlp.widths))
                 raise ConfigError(f"{self.name}: TP {tp} does not divide its {heads} and MLP width {widths}")
+            for width in self._cut_blocks(layer, tp):
+                raise ConfigError(
+                    f"{self.name}: TP {tp} cuts its MLP width {width} inside a block of 128 weights that share a "
+                    "scale; engines refuse that in fp8_block"
+                )
 
     def head(self, tp: int = 1) -> Linear:
         """The output head on one GPU: the vocabulary is cut over `tp` GPUs, a scalar head is not."""

@@ -204,6 +204,16 @@ def test_the_router_of_a_mixture_stays_in_bf16() -> None:
     assert published.served().of_experts == "mxfp4"
 
 
+def test_tp_must_not_cut_a_block() -> None:
+    """As `validate_fp8_block_shape` of vLLM and SGLang: 768 / 4 is no multiple of 128, 14336 / 8 is."""
+    served = MIXTURE.served("fp8_block")
+    assert [tp for tp in (1, 2, 4, 8) if served.supports_tp(tp)] == [1, 2]
+    assert LLAMA.served("fp8_block").supports_tp(8)
+    assert MIXTURE.served("fp8").supports_tp(4)
+    with pytest.raises(ConfigError, match="TP 4 cuts its MLP width 768 inside a block of 128 weights"):
+        served.check_tp(4)
+
+
 def test_a_kv_cache_in_fp8_takes_half() -> None:
     served = LLAMA.served("bf16", "fp8")
     assert served.kv_bytes_per_token == LLAMA.kv_bytes_per_token / 2

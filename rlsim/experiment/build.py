@@ -114,6 +114,9 @@ class LoadedExperiment:
             (calibration,) = self.calibrations.values()
             with _measured(f"{shown}: engine"):
                 check_served(rollout, calibration)
+            if self.judge_model:
+                with _measured(f"{shown}: workflow.reward.judge"):
+                    check_served(self.judge_model, calibration)
             with _measured(f"{shown}: training"):
                 calibration.check_precision(self.experiment.training.precision)
         return replace(self, model=rollout, models=models)

@@ -260,7 +260,7 @@ class PlanSpace:
         return place + gpus <= per_node or place % tp == per_node % tp == 0
 
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
-        model = self._loaded.models[call.model]
+        model = self._loaded.model if call.kind == "generate" else self._loaded.models[call.model]
         try:
             model.check_tp(tp)
         except ConfigError:
