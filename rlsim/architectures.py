@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from rlsim.layers import Attention, Dense, Experts, FullAttention, LatentAttention, Layer, LinearAttention
+from rlsim.precision import KvPrecision, Precision
 from rlsim.schema import Name, Schema
 
 
@@ -138,10 +139,14 @@ class Config(Schema):
     num_nextn_predict_layers: int = Field(
         default=0, ge=0, le=1000, description="layers for multi-token prediction; counted apart from all others"
     )
-    dtype_bytes: float = Field(default=2, ge=0.125, le=8, description="bytes of one weight or KV element; 2 = bf16")
-    expert_dtype_bytes: float | None = Field(
-        default=None, ge=0.125, le=8, description="bytes of one weight of an expert, if it is another; 0.53125 = MXFP4"
+    dtype_bytes: float = Field(
+        default=2, ge=0.125, le=8, description="bytes of a number that is not quantised; 2 = bf16"
     )
+    precision: Precision = Field(
+        default="bf16", description="as an engine serves the matrices of its layers; router, embedding and head not"
+    )
+    expert_precision: Precision | None = Field(default=None, description="of experts, if it is another")
+    kv_precision: KvPrecision = Field(default="bf16", description="of the KV cache in an engine")
 
     num_attention_heads: int = Field(gt=0, le=100_000)
     num_key_value_heads: int = Field(gt=0, le=100_000)

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One matrix multiplication of a layer on one GPU: (tokens × `k_in`) · (`k_in` × `n_out`)."""
+    """One matrix multiplication of a layer on one GPU: (tokens × `k_in`) · (`k_in` × `n_out`).
+
+    `quantised`: its weights have the precision in which an engine serves the model. Those of a router and of the LM
+    head never do (vLLM: `ignored_layers` of published checkpoints, and `Fp8Config` quantises no `ParallelLMHead`).
+    """
 
     name: str
     n_out: int
     k_in: int
+    quantised: bool = True
 
     @property
     def weights(self) -> int:
@@ -298,11 +303,11 @@ class Experts:
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
         """The router and the shared expert; the experts themselves are grouped products."""
-        found = [Linear("router", self.experts, hidden)]
+        found = [Linear("router", self.experts, hidden, quantised=False)]
         if self.shared_width:
             found += Dense(width=self.shared_width).linears(hidden, tp)
         if self.shared_gate:
-            found.append(Linear("shared_gate", 1, hidden))
+            found.append(Linear("shared_gate", 1, hidden, quantised=False))
         return tuple(found)
 
     def grouped_weights(self, hidden: int, tp: int = 1) -> int:
@@ -356,6 +361,10 @@ class Layer:
         """Weights on one GPU of a TP group."""
         around = self.norms * self.hidden
         return self.attention.parameters(self.hidden, tp) + self.mlp.parameters(self.hidden, tp) + around
+
+    def quantised_weights(self, tp: int = 1) -> int:
+        """Those of them that have the precision of the layers' matrices; experts are not among them."""
+        return _weights(tuple(linear for linear in self.linears(tp) if linear.quantised))
 
     def expert_weights(self, tp: int = 1) -> int:
         """Those of them that are matrices of experts; 0 for a dense layer."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from rlsim import catalogue
 from rlsim.architectures import MODEL_TYPES, Config, canonical, family_name, layers_of, unsupported
-from rlsim.errors import ConfigError, unknown_name
+from rlsim.errors import ConfigError, shown, unknown_name
 from rlsim.layers import FullAttention, Layer, Linear
-from rlsim.precision import WEIGHT_BYTES
+from rlsim.precision import KV_BYTES, PRECISIONS, WEIGHT_BYTES, KvPrecision, Precision, published_precision
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
 
@@ -56,8 +56,6 @@ class Model(Config):
     def special(self) -> tuple[str, ...]:
         """What of the model the cost models lack, by name; empty for a model that can be simulated."""
         found = [name for layer in self.groups for name in layer.attention.special]
-        if self.expert_dtype_bytes not in (None, self.dtype_bytes):
-            found.append(f"experts of {8 * (self.expert_dtype_bytes or 0):g} bits a weight")
         if not found and len({layer.attention for layer in self.groups}) > 1:
             found.append("attention that differs from layer to layer")
         return tuple(dict.fromkeys(found))
@@ -144,12 +142,36 @@ class Model(Config):
 
     def layer_bytes(self, layer: Layer, tp: int = 1) -> float:
         """Bytes of one layer's weights on one GPU under TP `tp`, in the serving types."""
-        rest = (layer.parameters_per_gpu(tp) - layer.expert_weights(tp)) * self.dtype_bytes
-        return rest + self.expert_bytes(layer, tp)
+        matrices = layer.quantised_weights(tp)
+        rest = (layer.parameters_per_gpu(tp) - layer.expert_weights(tp) - matrices) * self.dtype_bytes
+        return rest + matrices * self._bytes_of(self.precision) + self.expert_bytes(layer, tp)
 
     def expert_bytes(self, layer: Layer, tp: int = 1) -> float:
         """Those of them that are the matrices of experts."""
-        return layer.expert_weights(tp) * (self.expert_dtype_bytes or self.dtype_bytes)
+        return layer.expert_weights(tp) * self._bytes_of(self.of_experts)
+
+    def _bytes_of(self, precision: Precision) -> float:
+        return self.dtype_bytes if precision == "bf16" else WEIGHT_BYTES[precision]
+
+    @property
+    def of_experts(self) -> Precision:
+        """The precision of experts; of a dense model that of all matrices."""
+        return self.expert_precision or self.precision
+
+    @property
+    def quantised_parameters(self) -> int:
+        """Weights that an engine serves in another precision than they are trained in."""
+        matrices = self.precision != "bf16", self.of_experts != "bf16"
+        each = {layer: (layer.quantised_weights(), layer.expert_weights()) for layer in self.groups}
+        return sum(
+            count * sum(weights for weights, there in zip(each[layer], matrices, strict=True) if there)
+            for layer, count in self.groups.items()
+        )
+
+    def served(self, precision: Precision | None = None, kv_precision: KvPrecision = "bf16") -> Model:
+        """The model as an engine serves it: all matrices of its layers in that precision, or as they are published."""
+        weights = {} if precision is None else {"precision": precision, "expert_precision": None}
+        return self.model_copy(update={**weights, "kv_precision": kv_precision})
 
     @property
     def weight_bytes(self) -> float:
@@ -168,7 +190,12 @@ class Model(Config):
     def kv_bytes_per_token(self) -> float:
         """KV cache of one token over all GPUs of a replica, in the layers that keep it: no replicated heads."""
         cached = sum(count * layer.attention.cached_elements() for layer, count in self.groups.items())
-        return cached * self.dtype_bytes
+        return cached * self.kv_element_bytes
+
+    @property
+    def kv_element_bytes(self) -> float:
+        """Bytes of one number of the KV cache."""
+        return self.dtype_bytes if self.kv_precision == "bf16" else KV_BYTES[self.kv_precision]
 
     @property
     def state_bytes(self) -> float:
@@ -182,13 +209,20 @@ class Model(Config):
         for layer, count in self.groups.items():
             attention = layer.attention
             kept += count * attention.cached_elements() * min(tokens, attention.window_tokens or tokens)
-        return kept * self.dtype_bytes + self.state_bytes
+        return kept * self.kv_element_bytes + self.state_bytes
 
     # Tensor parallelism ----------------------------------------------------------------------------------------------
 
     def supports_tp(self, tp: int) -> bool:
         """Whether heads and MLPs split evenly over `tp` GPUs (KV heads are replicated when there are too few)."""
-        return tp > 0 and all(layer.splits(tp) for layer in self.groups)
+        return tp > 0 and all(layer.splits(tp) and not self._cut_blocks(layer, tp) for layer in self.groups)
+
+    def _cut_blocks(self, layer: Layer, tp: int) -> list[int]:
+        """Widths of the MLP that TP cuts inside a block of 128 weights, which engines refuse (vLLM, SGLang:
+        `validate_fp8_block_shape`)."""
+        if tp == 1 or "fp8_block" not in (self.precision, self.of_experts):
+            return []
+        return [width for width in layer.mlp.widths if width // tp % 128]
 
     def check_tp(self, tp: int) -> None:
         """Raises `ConfigError` if the model cannot be split over `tp` GPUs."""
@@ -197,10 +231,17 @@ class Model(Config):
                 heads = ", ".join(f"{count} {name}" for name, count in layer.attention.split.items())
                 widths = " and ".join(map(str, layer.mlp.widths))
                 raise ConfigError(f"{self.name}: TP {tp} does not divide its {heads} and MLP width {widths}")
+            for width in self._cut_blocks(layer, tp):
+                raise ConfigError(
+                    f"{self.name}: TP {tp} cuts its MLP width {width} inside a block of 128 weights that share a "
+                    "scale; engines refuse that in fp8_block"
+                )
 
     def head(self, tp: int = 1) -> Linear:
         """The output head on one GPU: the vocabulary is cut over `tp` GPUs, a scalar head is not."""
-        return Linear("head", 1 if self.scalar_head else math.ceil(self.vocab_size / tp), self.hidden_size)
+        return Linear(
+            "head", 1 if self.scalar_head else math.ceil(self.vocab_size / tp), self.hidden_size, quantised=False
+        )
 
 
 #: What classes of transformers that end in vocabulary logits are called.
@@ -220,8 +261,8 @@ def load_model(name_or_path: str | Path) -> Model:
 
     A path may lead to a Hugging Face `config.json`, to the folder it lies in, or to a YAML file as in
     `rlsim/data/models`; keys of a `config.json` that say nothing about the shape are passed over. Raises
-    `CatalogueError` for an unknown name and `ConfigError` for a file that is missing, damaged, incomplete, quantised
-    after training or of an unsupported `model_type`.
+    `CatalogueError` for an unknown name and `ConfigError` for a file that is missing, damaged, incomplete, of
+    an unsupported `model_type`, or quantised to what no engine's measured kernels multiply.
     """
     known = catalogue.names("models")
     text = str(name_or_path)
@@ -243,7 +284,7 @@ def _from_config_json(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: not a config.json: expected an object")
     notes: list[str] = []
-    types: dict[str, float] = {}
+    types: dict[str, Precision] = {}
     text = config.get("text_config")
     if isinstance(text, dict):
         notes = [f"the text part of {config.get('model_type')}; its other parts are not counted"]
@@ -254,15 +295,15 @@ def _from_config_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {unsupported(config.get('model_type'))}")
     quantised = config.get("quantization_config")
     if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        if method == "mxfp4":
-            types = {"expert_dtype_bytes": WEIGHT_BYTES["mxfp4"]}
-        elif method == "fp8":
-            notes.append("its weights are published in fp8; they are taken in bf16, as they are trained")
-        else:
+        precision = published_precision(quantised)
+        if precision is None:
             raise ConfigError(
-                f"{path}: quantised weights are not supported; give the config.json of the unquantised model"
+                f"{path}: quantised weights are not supported but in {', '.join(PRECISIONS[1:])}, activations too; "
+                f"quantization_config is {shown(quantised)}; give the config.json of the unquantised model"
             )
+        types = {"expert_precision" if precision == "mxfp4" else "precision": precision}
+        of = "experts" if precision == "mxfp4" else "weights"
+        notes.append(f"its {of} are published in {precision}: engines serve them so, training takes bf16")
     data = canonical({**config, **_longest(config), **types})
     given = {key: data[key] for key in Model.model_fields if key in data}
     return {**given, "name": path.parent.name or path.stem, "source": str(path), "note": "; ".join(notes)}

@@ -336,8 +336,9 @@ def test_micro_batches_of_nemo_by_count(tmp_path: Path) -> None:
 
 def test_what_nemo_says_and_rlsim_has_not(tmp_path: Path) -> None:
     settings = {
-        "grpo.max_rollout_turns": "4", "policy.megatron_cfg.fp8_cfg.enabled": "true", "grpo.val_period": "10",
-        "policy.generation.vllm_cfg.precision": "fp8", "policy.generation.vllm_cfg.pipeline_parallel_size": "2",
+        "grpo.max_rollout_turns": "4", "grpo.val_period": "10",
+        "policy.generation.vllm_cfg.pipeline_parallel_size": "2",
+        "policy.generation.trtllm_cfg.precision": "fp8", "policy.generation.vllm_cfg.kv_cache_dtype": "int8",
     }  # fmt: skip
     draft = nemo(tmp_path, *(f"{key}={value}" for key, value in settings.items()))
     for key in settings:
@@ -345,6 +346,25 @@ def test_what_nemo_says_and_rlsim_has_not(tmp_path: Path) -> None:
     sampled = nemo(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=3")
     assert "dynamic_sampling" in system(sampled)
     assert any("grpo.batch_multiplier" in item for item in sampled.missing)
+
+
+def test_fp8_of_nemo(tmp_path: Path) -> None:
+    generation, fp8 = "policy.generation.vllm_cfg.", "policy.megatron_cfg.fp8_cfg."
+    megatron = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", f"{fp8}enabled=true")
+    draft = nemo(
+        tmp_path,
+        *megatron,
+        f"{fp8}fp8_recipe=blockwise",
+        f"{generation}precision=fp8",
+        f"{generation}kv_cache_dtype=fp8_e4m3",
+        f"{generation}num_last_layers_in_bf16=2",
+    )
+    assert draft.data()["engine"] | {"precision": "fp8_block", "kv_precision": "fp8"} == draft.data()["engine"]
+    assert draft.data()["training"]["precision"] == "fp8_block"
+    assert [item.split(" ")[0] for item in draft.missing] == [f"{generation}num_last_layers_in_bf16"]
+    other = nemo(tmp_path, *megatron, f"{fp8}fp8_recipe=mxfp8")
+    assert "precision" not in other.data()["training"]
+    assert any("fp8_recipe" in item and "here in bf16" in item for item in other.missing)
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,18 @@ def test_training(tmp_path: Path) -> None:
     assert counted["recompute"] == "none"
 
 
+def test_a_quantised_rollout(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout."
+    draft = draft_of(
+        tmp_path, f"+{rollout}quantization=fp8", f"+{rollout}engine_kwargs.vllm.kv_cache_dtype=fp8", gpu="h100"
+    )
+    engine = draft.data()["engine"]
+    assert (engine["precision"], engine["kv_precision"]) == ("fp8_block", "fp8")
+    other = draft_of(tmp_path, f"+{rollout}quantization=int4")
+    assert "precision" not in other.data()["engine"]
+    assert any("quantization" in item and "here in bf16" in item for item in other.missing)
+
+
 def test_filtered_groups_become_dynamic_sampling(tmp_path: Path) -> None:
     draft = draft_of(tmp_path, "algorithm.filter_groups.enable=True", "data.gen_batch_size=192")
     assert all("dynamic_sampling" in system["use"] for system in draft.data()["systems"])

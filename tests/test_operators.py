@@ -195,8 +195,7 @@ def test_fitted_gemms_fall_no_more_than_measured_ones(fitted: Operators) -> None
 
 
 def uncorrected(o: Operators) -> Operators:
-    bare = {name: fit.model_copy(update={"correction": None}) for name, fit in o.fits}
-    return Operators(o.fits.model_copy(update=bare), o.reference)
+    return Operators(o.fits.without_corrections(), o.reference)
 
 
 def test_fitted_gemm_never_beats_the_data_sheet(fitted: Operators) -> None:

@@ -15,6 +15,7 @@ from rlsim.calibrate.fit.decode import kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
+from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join
@@ -26,7 +27,6 @@ from rlsim.cost.calibration import (
     CollectiveFits,
     Engine,
     HostFit,
-    MemoryOpFit,
     OperatorFits,
     Provenance,
     Reference,
@@ -40,7 +40,6 @@ from rlsim.models import Model, load_model
 from rlsim.schema import Schema
 
 T = TypeVar("T")
-S = TypeVar("S", bound=Schema)
 
 COLD = "weights and KV are taken as cold: bandwidths are fitted on footprints beyond L2 and used for every size"
 MIXTURE = "a mixture's grouped GEMM is approximated from plain GEMMs, not measured"
@@ -234,18 +233,13 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         else:
             found[operator] = parts.borrow(operator, operator, partial(_kernel_from, operator))
             parts.borrow_residuals(operator)
-    return None if parts.missing else OperatorFits.model_validate(found)
+    quantised = [parts.add(part) for part in quantised_kernels(parts.measured, reference, engine, cold)]
+    return None if parts.missing else with_quantised(OperatorFits.model_validate(found), quantised)
 
 
 def _kernel_from(operator: str, base: Calibration, gpu: str) -> Schema:
-    fit: Schema = getattr(base.operators, operator)
-    return fit if base.gpu == gpu else without_correction(fit)
-
-
-def without_correction(fit: S) -> S:
-    """The formula alone: what it leaves over on one GPU says little about another with other SMs. An elementwise kernel
-    keeps its correction, which is about bytes."""
-    return fit if isinstance(fit, MemoryOpFit) else fit.model_copy(update={"correction": None})
+    fit: Schema = getattr(base.operators if base.gpu == gpu else base.operators.without_corrections(), operator)
+    return fit
 
 
 def _collectives(parts: _Parts) -> CollectiveFits | None:

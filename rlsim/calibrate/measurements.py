@@ -13,15 +13,25 @@ import numpy as np
 import pandas as pd
 
 from rlsim.cost.calibration import Source
+from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
+from rlsim.precision import PRECISIONS
+
+#: Attention: mean and longest context of a decode step; new and cached tokens of a sequence that is prefilled.
+ATTENTION: Mapping[str, tuple[str, ...]] = {
+    "decode_attention": ("batch", "context", "longest", "q_heads", "kv_heads", "head_dim"),
+    "prefill_attention": ("batch", "new", "prior", "q_heads", "kv_heads", "head_dim"),
+}
 
 #: Operators and the columns that identify a point. Every table has `seconds` besides, and may have `spread`: half the
 #: interquartile range of the repeats over their median.
 KEYS: Mapping[str, tuple[str, ...]] = {
     "copy": ("kind", "bytes"),  # device, host_to_device or device_to_host; bytes copied (read once, written once)
     "gemm": ("m", "n", "k"),  # tokens x (n, k) weight, after tensor-parallel sharding
-    "decode_attention": ("batch", "context", "longest", "q_heads", "kv_heads", "head_dim"),  # mean and longest context
-    "prefill_attention": ("batch", "new", "prior", "q_heads", "kv_heads", "head_dim"),  # per sequence: new, cached
+    **{gemm_of(precision): ("m", "n", "k") for precision in PRECISIONS[1:]},  # the same, with activations quantised
+    **ATTENTION,
+    "decode_attention_fp8": ATTENTION["decode_attention"],  # on an FP8 KV cache
+    "prefill_attention_fp8": ATTENTION["prefill_attention"],
     "memory_bound": ("kernels", "tokens", "bytes"),  # launches in the row, bytes moved by all of them
     "collective": ("op", "gpus", "bytes"),  # full tensor; the engine's own all-reduce is `custom_all_reduce`
     "decode_step": ("model", "tp", "mode", "batch", "context_tokens"),  # whole step; sum of contexts; graph or eager

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
@@ -20,6 +20,7 @@ from rlsim import catalogue
 from rlsim.cost.draw import Draw
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
 from rlsim.hardware import Cluster
+from rlsim.precision import KvPrecision, Precision, peak_flop_per_s
 from rlsim.schema import Schema, load
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
@@ -38,6 +39,7 @@ Amount = Annotated[float, Field(gt=0, le=1e15)]
 Blend = Annotated[float, Field(ge=1, le=50)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Rate = Annotated[BytesPerSecond, Field(ge=1e3, le=1e16)]
+PeakRate = Annotated[FlopPerSecond, Field(ge=1e6, le=1e20)]
 
 
 class Fitted(Schema):
@@ -73,7 +75,9 @@ class Provenance(Schema):
 class Reference(Fitted):
     """Data-sheet figures that the efficiencies are relative to."""
 
-    bf16_flop_per_s: FlopPerSecond = Field(ge=1e6, le=1e20, description="peak dense bf16 rate")
+    bf16_flop_per_s: PeakRate = Field(description="peak dense bf16 rate")
+    fp8_flop_per_s: PeakRate | None = Field(default=None, description="peak dense FP8 rate, where there is one")
+    fp4_flop_per_s: PeakRate | None = Field(default=None, description="peak dense FP4 rate, where there is one")
     memory_bytes_per_s: Rate = Field(description="peak device-memory bandwidth")
     sm_count: Count = Field(description="streaming multiprocessors")
     l2_bytes: Bytes = Field(gt=0, le=1e15, description="L2 cache")
@@ -85,6 +89,8 @@ class Reference(Fitted):
         gpu = cluster.gpu
         return cls(
             bf16_flop_per_s=gpu.bf16_flop_per_s,
+            fp8_flop_per_s=gpu.fp8_flop_per_s,
+            fp4_flop_per_s=gpu.fp4_flop_per_s,
             memory_bytes_per_s=gpu.memory_bytes_per_s,
             sm_count=gpu.sm_count,
             l2_bytes=gpu.l2_bytes,
@@ -142,9 +148,13 @@ class Tile(Fitted):
 
 
 class GemmFit(Fitted):
-    """`launch + (compute^p + memory^p)^(1/p)`; compute = waves of the best tile shape and split of k."""
+    """`launch + quantise + (compute^p + memory^p)^(1/p)`; compute = waves of the best tile shape and split of k.
 
-    launch_s: KernelSeconds = Field(description="time of an empty kernel")
+    `quantise` is the traffic of turning bf16 activations into the precision's own, which the engines do just before.
+    """
+
+    precision: Precision = Field(default="bf16", description="of the weights")
+    launch_s: KernelSeconds = Field(description="time of an empty kernel, with that which quantises activations")
     memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
     k_overhead: float = Field(ge=0, le=1e6, description="start and end of a tile, as extra depth in elements of k")
     split_s: KernelSeconds = Field(description="cost of splitting k over blocks")
@@ -158,6 +168,7 @@ class GemmFit(Fitted):
 class DecodeAttentionFit(Fitted):
     """`max(floor, stream)`: both grow with sequences and KV heads, stream also with the KV bytes."""
 
+    kv_precision: KvPrecision = "bf16"
     floor_s: KernelSeconds = Field(description="shortest kernel")
     floor_tile_s: KernelSeconds = Field(description="per sequence and KV head, tiny contexts")
     floor_sequence_s: KernelSeconds = Field(description="per sequence, tiny contexts")
@@ -180,6 +191,7 @@ class DecodeAttentionFit(Fitted):
 class PrefillAttentionFit(Fitted):
     """`launch + (total^p + longest^p)^(1/p)`: all work over all SMs, and the longest block on one SM."""
 
+    kv_precision: KvPrecision = "bf16"
     launch_s: KernelSeconds
     block_tokens: Count = Field(description="queries per block")
     overhead_tokens: float = Field(ge=0, le=1e6, description="start and end of a block, as extra keys")
@@ -213,6 +225,42 @@ class OperatorFits(Fitted):
     decode_attention: DecodeAttentionFit
     prefill_attention: PrefillAttentionFit
     memory_bound: MemoryOpFit
+    quantised_gemm: tuple[GemmFit, ...] = Field(
+        default=(), description="one for each other precision that was measured"
+    )
+    decode_attention_fp8: DecodeAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
+    prefill_attention_fp8: PrefillAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        if self.gemm.precision != "bf16" or len(self.gemms) <= len(self.quantised_gemm):
+            raise ValueError("gemm must be of bf16, and quantised_gemm have one fit for each other precision")
+        caches = [fit.kv_precision for fit in (self.decode_attention, self.prefill_attention)]
+        fp8 = [fit and fit.kv_precision for fit in (self.decode_attention_fp8, self.prefill_attention_fp8)]
+        if caches != ["bf16", "bf16"] or fp8 not in ([None, None], ["fp8", "fp8"]):
+            raise ValueError("attention must be of a bf16 KV cache, …_attention_fp8 both of an fp8 one, or missing")
+        return self
+
+    @property
+    def gemms(self) -> dict[Precision, GemmFit]:
+        """Matrix products by precision."""
+        return {fit.precision: fit for fit in (self.gemm, *self.quantised_gemm)}
+
+    @property
+    def kv_precisions(self) -> tuple[KvPrecision, ...]:
+        """The precisions of KV caches that attention was measured on."""
+        return ("bf16", "fp8") if self.decode_attention_fp8 else ("bf16",)
+
+    def without_corrections(self) -> Self:
+        """The formulas alone: what they leave over on one GPU says little about another with other SMs. An elementwise
+        kernel keeps its correction, which is about bytes."""
+
+        def bare(fit: Any) -> Any:
+            if isinstance(fit, tuple):
+                return tuple(map(bare, fit))
+            return fit if fit is None or isinstance(fit, MemoryOpFit) else fit.model_copy(update={"correction": None})
+
+        return self.model_copy(update={name: bare(fit) for name, fit in self})
 
 
 class CollectiveFit(Fitted):
@@ -395,6 +443,32 @@ class Calibration(Fitted):
         found = self.model_copy()
         found._draw = Draw(number)
         return found
+
+    def on_kv(self, precision: KvPrecision) -> Calibration:
+        """The same with attention on a KV cache of that precision, one of `operators.kv_precisions`."""
+        if precision == "bf16":
+            return self
+        names = ("decode_attention", "prefill_attention")
+        fits = {name: getattr(self.operators, f"{name}_{precision}") for name in names}
+        known = {
+            name: self.residuals[f"{name}_{precision}"] for name in names if f"{name}_{precision}" in self.residuals
+        }
+        update = {"operators": self.operators.model_copy(update=fits), "residuals": {**self.residuals, **known}}
+        return self.model_copy(update=update)
+
+    def check_precision(self, precision: Precision, kv_precision: KvPrecision = "bf16") -> None:
+        """Raises `CalibrationError` for a precision that the GPU has no tensor cores for, or that was not measured."""
+        known = [one for one in self.operators.gemms if peak_flop_per_s(self.reference, one)]
+        if precision not in known:
+            cores = "" if peak_flop_per_s(self.reference, precision) else f"{self.gpu} has no tensor cores for it; "
+            raise CalibrationError(
+                f"precision {precision}: {cores}calibration {self.name} has matrix products in {', '.join(known)}"
+            )
+        if kv_precision not in self.operators.kv_precisions:
+            raise CalibrationError(
+                f"kv_precision {kv_precision}: calibration {self.name} has attention on a KV cache of "
+                f"{', '.join(self.operators.kv_precisions)} only"
+            )
 
     def profile(self, model: str, tp: int) -> DecodeProfile | None:
         """The measured decode profile of `model` at `tp`, if the file carries one."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.lookups import Lookups
+from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
@@ -14,7 +16,9 @@ from rlsim.cost.transfer import weight_sync_s
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
+from rlsim.layers import Experts, Layer, Linear
 from rlsim.models import Model
+from rlsim.precision import Precision, peak_flop_per_s
 
 
 class CallCosts:
@@ -22,7 +26,8 @@ class CallCosts:
 
     `models` are named by their roles (`actor`, `critic`, …); `backend` names the training framework whose efficiency
     the calibration gives, unless `efficiency` (share of the peak) does. `call_s`: what each call takes beside that.
-    Raises `ConfigError` for an unknown one.
+    `precision` is that of the layers' products, `rollout` the model that generates as its engine serves it. Raises
+    `ConfigError` for an unknown backend, `CalibrationError` for a precision that the GPU or the calibration lacks.
     """
 
     def __init__(
@@ -32,6 +37,9 @@ class CallCosts:
         calibration: Calibration,
         backend: str,
         efficiency: float | None = None,
+        *,
+        precision: Precision = "bf16",
+        rollout: Model | None = None,
     ) -> None:
         known = calibration.training.flop_efficiency
         if backend not in known:
@@ -48,6 +56,13 @@ class CallCosts:
             flop = min(flop / self._draw.call("train"), 1.0)
         self._efficiency = TrainEfficiency(flop=flop, forward=forward)
         self.call_s = calibration.training.call_s.get(backend, 0.0)
+        calibration.check_precision(precision)
+        self._precision: Precision = precision
+        self._operators, self._reference = (
+            Operators(calibration.operators, calibration.reference),
+            calibration.reference,
+        )
+        self._rollout = rollout
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine
         self._moved: dict[tuple[str, CallCosts], Reallocation] = {}
@@ -62,10 +77,30 @@ class CallCosts:
         first_gpu %= self.cluster.domain_gpus  # which domains does not matter
         key = self._shapes[role], strategy, first_gpu  # roles with models of one shape share it
         if key not in self._made:
-            self._made[key] = TrainCost(
-                self.models[role], self.cluster, self.collectives, strategy, self._efficiency, first_gpu
-            )
+            model = self.models[role]
+            efficiency = replace(self._efficiency, fp8_saved=self._fp8_saved(model, strategy))
+            self._made[key] = TrainCost(model, self.cluster, self.collectives, strategy, efficiency, first_gpu)
         return self._made[key]
+
+    def _fp8_saved(self, model: Model, strategy: TrainStrategy) -> float:
+        """`TrainEfficiency.fp8_saved`, read off the inference engine's measured products of a full micro-batch.
+
+        Forward products alone are measured, with one quantising of the activations; the backward ones are taken to save
+        as much each. No product beats the FP8 peak.
+        """
+        if self._precision == "bf16":
+            return 0.0
+        peak, gemm_s = self._reference.bf16_flop_per_s, self._operators.gemm_s
+        tokens = strategy.micro_batch_tokens / strategy.cp
+        saved_s = ideal_s = 0.0
+        for layer, count in model.groups.items():
+            for m, linear, groups in products(layer, tokens, strategy.tp):
+                if linear.quantised:
+                    shape = (m, linear.n_out, linear.k_in, groups)
+                    saved_s += count * (gemm_s(*shape) - gemm_s(*shape, self._precision))
+                ideal_s += count * 2.0 * m * groups * linear.weights / peak
+        most = 1.0 / self._efficiency.flop - peak / (peak_flop_per_s(self._reference, self._precision) or peak)
+        return min(saved_s / ideal_s, most)
 
     def weight_sync(self, role: str, method: SyncMethod, to: CallCosts, *, offload: bool) -> WeightSync:
         """Seconds of bringing updated weights into the rollout engine, on GPUs of the kind of `to`.
@@ -80,6 +115,7 @@ class CallCosts:
             rollout=to.cluster,
             method=method,
             offload=offload,
+            served=self._rollout,
             factor=self._draw.sync(),
         )
 
@@ -106,3 +142,13 @@ class CallCosts:
     def lookups(self) -> Lookups:
         """The messages asked for so far, by how far they rest on measurements."""
         return self.collectives.lookups
+
+
+def products(layer: Layer, tokens: float, tp: int) -> Iterator[tuple[float, Linear, int]]:
+    """A layer's matrix products on one GPU: rows, the matrix, and how many of it; experts are met evenly."""
+    for linear in layer.linears(tp):
+        yield tokens, linear, 1
+    if isinstance(layer.mlp, Experts):
+        rows, width = tokens * layer.mlp.active / layer.mlp.experts, layer.mlp.width // tp
+        yield rows, Linear("gate_up", 2 * width, layer.hidden), layer.mlp.experts
+        yield rows, Linear("down", layer.hidden, width), layer.mlp.experts

@@ -77,7 +77,7 @@ def kv_page_bytes(model: Model, tp: int, page_tokens: int, pp: int = 1) -> float
     if special := [name for a in attentions if a.window_tokens or a.state_elements for name in a.special]:
         raise model.beyond(dict.fromkeys(special))
     kept = model.fullest_stage(pp, lambda layer: layer.attention.cached_elements(tp))
-    return kept * model.dtype_bytes * page_tokens
+    return kept * model.kv_element_bytes * page_tokens
 
 
 def rollout_activation_bytes(model: Model, tp: int, max_batched_tokens: int, max_sequences: int) -> float:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import ceil, gcd, inf, log2, nan
+from math import inf, log2, nan
 
-from rlsim.cost.calibration import Correction, OperatorFits, Reference, Residual
+from rlsim.cost.calibration import OperatorFits, Reference, Residual
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.surface import Surface
+from rlsim.cost.products import Products
+from rlsim.cost.surface import Surface, surface_of
+from rlsim.precision import KV_BYTES, Precision
 
 _BF16 = 2.0  # bytes
 
@@ -34,14 +36,20 @@ def interpolate(knots: Sequence[float], values: Sequence[float], x: float) -> fl
 
 
 #: Axes of the corrections, in order.
-GEMM_AXES = ("m", "n", "k")
 DECODE_AXES = ("batch", "context", "kv_heads")
 MEMORY_AXES = ("tokens", "bytes")
 PREFILL_AXES = ("sequences", "new", "q_heads", "group")
 
 
+def gemm_of(precision: Precision) -> str:
+    """The operator's name in tables of measurements, residuals and look-ups."""
+    return "gemm" if precision == "bf16" else f"gemm_{precision}"
+
+
 class Operators:
-    """The kernels of one GPU. bf16 throughout; sizes are those one GPU sees, after tensor-parallel sharding.
+    """The kernels of one GPU; sizes are those one GPU sees, after tensor-parallel sharding.
+
+    Activations are bf16; products are of any precision that was measured, attention on the KV cache of `fits`.
 
     `lookups` counts the shapes that were asked for, and which of them lay beyond the measured ranges of the
     calibration: the formula still holds its shape there, but its error is not known. Raises `CalibrationError` for a
@@ -53,15 +61,11 @@ class Operators:
         self.reference = reference
         self._lookups = Lookups()  # of all kernels but the products
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
-        self._gemm: dict[tuple[float, int, int, float], float] = {}
-        self._row_block = gcd(*(tile.m for tile in fits.gemm.tiles))
-        self._split_times: dict[tuple[int, int, int, float], list[float]] = {}
-        self._gemm_factors: dict[tuple[int, int], Surface] = {}
+        self._products = {precision: Products(fit, reference) for precision, fit in fits.gemms.items()}
         self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
-        self._gemm_factor = _surface(fits.gemm.correction, GEMM_AXES)
-        self._decode_factor = _surface(fits.decode_attention.correction, DECODE_AXES)
-        self._memory_factor = _surface(fits.memory_bound.correction, MEMORY_AXES)
-        self._prefill_factor = _surface(fits.prefill_attention.correction, PREFILL_AXES)
+        self._decode_factor = surface_of(fits.decode_attention.correction, DECODE_AXES)
+        self._memory_factor = surface_of(fits.memory_bound.correction, MEMORY_AXES)
+        self._prefill_factor = surface_of(fits.prefill_attention.correction, PREFILL_AXES)
         self._decode_factors: dict[int, Surface] = {}
         self._prefill_factors: dict[tuple[int, int], Surface] = {}
         self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
@@ -73,10 +77,12 @@ class Operators:
     @property
     def lookups(self) -> Lookups:
         """Every shape asked for so far."""
-        products, ranges = Lookups(), self._ranges.get("gemm")
-        for m, n, k, groups in self._gemm:
-            products.add_within("gemm", ranges, m=m * groups, n=n, k=k)
-        return self._lookups.merge([products])
+        found = Lookups()
+        for precision, products in self._products.items():
+            operator = gemm_of(precision)
+            for m, n, k, groups in products.shapes:
+                found.add_within(operator, self._ranges.get(operator), m=m * groups, n=n, k=k)
+        return self._lookups.merge([found])
 
     def count(self, operator: str, **values: float) -> None:
         """Counts a look-up of `operator` at these values."""
@@ -86,60 +92,9 @@ class Operators:
         """The measured ranges of `operator` by variable, if they are known."""
         return self._ranges.get(operator)
 
-    def gemm_s(self, m: float, n: int, k: int, groups: float = 1) -> float:
-        """Seconds of `groups` products of an m×k activation and a k×n weight in one kernel.
-
-        `compute` takes the fastest of a few block shapes and splits of k: `blocks · split / SMs` waves (at least
-        one, rounded up in part) of `2 · block · (k / split + overhead)` FLOPs each. `memory` reads the weights cold.
-        More than one group stands for a mixture's experts (each with `m` rows); that form is an approximation from
-        plain GEMMs, not measured.
-        """
-        key = (m, n, k, groups)
-        known = self._gemm.get(key)
-        if known is not None:
-            return known
-        fit, ref = self.fits.gemm, self.reference
-        compute = inf
-        for split, time in zip(fit.splits, self._split_times_s(m, n, k, groups), strict=True):
-            if split > 1:
-                time += fit.split_s + 4.0 * m * n * groups * split / ref.memory_bytes_per_s
-            if time < compute:
-                compute = time
-        size = _BF16 * groups * (float(n) * k + m * k + m * n)
-        memory = size / (ref.memory_bytes_per_s * fit.memory_efficiency)
-        high, low = (compute, memory) if compute > memory else (memory, compute)
-        time = fit.launch_s + high * float((1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend))
-        if self._gemm_factor is not None:
-            factor = self._gemm_factors.get((n, k))
-            if factor is None:
-                factor = self._gemm_factors[n, k] = self._gemm_factor.sliced(n, k)
-            fastest = max(2.0 * m * n * k * groups / ref.bf16_flop_per_s, size / ref.memory_bytes_per_s)
-            time = max(time * factor(m), fastest)
-        self._gemm[key] = time
-        return time
-
-    def _split_times_s(self, m: float, n: int, k: int, groups: float) -> list[float]:
-        """Seconds of the blocks at each split of k, in the shape that is fastest there.
-
-        They depend on m by its number of blocks alone, which many m share.
-        """
-        key = (ceil(m / self._row_block), n, k, groups)
-        known = self._split_times.get(key)
-        if known is not None:
-            return known
-        fit, ref = self.fits.gemm, self.reference
-        rounding = fit.wave_rounding
-        sms, per_sm = ref.sm_count, ref.bf16_flop_per_s / ref.sm_count
-        times = [inf] * len(fit.splits)
-        for tile in fit.tiles:
-            blocks = ceil(m / tile.m) * ceil(n / tile.n) * groups
-            unit = 2.0 * tile.m * tile.n / (per_sm * tile.efficiency)
-            for i, split in enumerate(fit.splits):
-                waves = blocks * split / sms
-                waves = max(1.0, waves + rounding * (ceil(waves) - waves))
-                times[i] = min(times[i], waves * unit * (k / split + fit.k_overhead))
-        self._split_times[key] = times
-        return times
+    def gemm_s(self, m: float, n: int, k: int, groups: float = 1, precision: Precision = "bf16") -> float:
+        """Seconds of `groups` products of an m×k activation and a k×n weight in one kernel: see `Products.time_s`."""
+        return self._products[precision].time_s(m, n, k, groups)
 
     def decode_attention_curve(self, batch: int, kv_heads: int, head_dim: int) -> tuple[list[float], list[float]]:
         """Knots of T, the sum of the batch's context tokens, and one layer's seconds there; linear in between, the
@@ -153,7 +108,7 @@ class Operators:
         floor = fit.floor_s + fit.floor_tile_s * tiles + fit.floor_sequence_s * batch
         stream = fit.stream_s + fit.stream_tile_s * tiles + fit.stream_sequence_s * batch
         efficiency = interpolate(fit.parallelism, fit.efficiency, log2(tiles))
-        token_bytes = 2.0 * kv_heads * head_dim * _BF16
+        token_bytes = 2.0 * kv_heads * head_dim * KV_BYTES[fit.kv_precision]
         slope = token_bytes / (ref.memory_bytes_per_s * efficiency)
         turn = (floor - stream) / slope
         knots = {0.0, turn} if turn > 0.0 else {0.0}
@@ -233,8 +188,8 @@ class Operators:
         longest_s = flop * longest / (ref.bf16_flop_per_s / ref.sm_count * fit.single_efficiency)
         p = fit.blend
         compute = float((total_s**p + longest_s**p) ** (1.0 / p))
-        size = tokens * q_heads * 2 + context * kv_heads * 2
-        memory = size * head_dim * _BF16 / (ref.memory_bytes_per_s * fit.memory_efficiency)
+        size = (tokens * q_heads * 2 * _BF16 + context * kv_heads * 2 * KV_BYTES[fit.kv_precision]) * head_dim
+        memory = size / (ref.memory_bytes_per_s * fit.memory_efficiency)
         time = fit.launch_s + max(compute, memory)
         if self._prefill_factor is None:
             return time
@@ -243,7 +198,7 @@ class Operators:
             factor = self._prefill_factor.sliced(q_heads, q_heads / kv_heads)
             self._prefill_factors[q_heads, kv_heads] = factor
         # The prompt with as many keys per query.
-        return max(time * factor(len(chunks), pairs / tokens), size * head_dim * _BF16 / ref.memory_bytes_per_s)
+        return max(time * factor(len(chunks), pairs / tokens), size / ref.memory_bytes_per_s)
 
     def memory_bound_s(self, size_bytes: float, tokens: float) -> float:
         """Seconds of an elementwise kernel or norm over `tokens` tokens that moves `size_bytes` to and from memory."""
@@ -261,7 +216,3 @@ class Operators:
                 self._memory_factor_at = (tokens, factor)
             time = max(time * factor(size_bytes), size_bytes / ref.memory_bytes_per_s)
         return time
-
-
-def _surface(correction: Correction | None, axes: Sequence[str]) -> Surface | None:
-    return None if correction is None else Surface(correction, axes)

@@ -29,6 +29,12 @@ def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
     return experts * (1.0 - float((1.0 - per_token / experts) ** tokens))
 
 
+def check_served(model: Model, calibration: Calibration) -> None:
+    """Raises `CalibrationError` for a precision of weights or KV cache that the GPU or the calibration lacks."""
+    for precision in dict.fromkeys((model.precision, model.of_experts)):
+        calibration.check_precision(precision, model.kv_precision)
+
+
 class RooflineStep(StepCost):
     """One replica of `model` on `tp` GPUs of one NVLink domain, from a calibration's operators.
 
@@ -39,7 +45,7 @@ class RooflineStep(StepCost):
     the host time that is not hidden. Every decode batch is taken to run from a captured CUDA graph.
 
     Raises `ConfigError` if the model does not split over `tp` or has layers of another kind, `CapacityError` if `tp`
-    exceeds a domain.
+    exceeds a domain, and `CalibrationError` if the calibration lacks the precision of its weights or KV cache.
     """
 
     def __init__(self, model: Model, tp: int, cluster: Cluster, calibration: Calibration) -> None:
@@ -50,12 +56,14 @@ class RooflineStep(StepCost):
                 f"{cluster.name!r}"
             )
         self.tp = tp
+        self._attention = model.attention
+        check_served(model, calibration)
+        calibration = calibration.on_kv(model.kv_precision)
         self.skew = calibration.operators.decode_attention.skew
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._host = calibration.host
         self._model = model
-        self._attention = model.attention
         self._q_heads = self._attention.heads // tp
         self._kv_heads = self._attention.kv_heads_per_gpu(tp)
         self._layers = tuple((count, layer, layer.linears(tp)) for layer, count in model.groups.items())
@@ -153,12 +161,15 @@ class RooflineStep(StepCost):
 
     def _products_s(self, layer: Layer, linears: Sequence[Linear], tokens: float) -> float:
         gemm, experts = self.operators.gemm_s, layer.mlp
-        total = sum(gemm(tokens, linear.n_out, linear.k_in) for linear in linears)
+        total = 0.0
+        for linear in linears:
+            precision = self._model.precision if linear.quantised else "bf16"
+            total += gemm(tokens, linear.n_out, linear.k_in, precision=precision)
         if isinstance(experts, Experts):
             hit = distinct_experts(tokens, experts.experts, experts.active)
             rows, width = tokens * experts.active / hit, experts.width // self.tp
-            total += gemm(rows, 2 * width, layer.hidden, hit)
-            total += gemm(rows, layer.hidden, width, hit)
+            total += gemm(rows, 2 * width, layer.hidden, hit, self._model.of_experts)
+            total += gemm(rows, layer.hidden, width, hit, self._model.of_experts)
         return total
 
     def _elementwise_s(self, layer: Layer, tokens: float) -> float:
@@ -221,7 +232,7 @@ def step_cost(model: Model, tp: int, cluster: Cluster, calibration: Calibration 
             f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
         )
     profile, host = calibration.profile(model.name, tp), calibration.host
-    if profile is not None:
+    if profile is not None and model == model.served("bf16"):  # as profiles were measured
         return drawn(ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew), calibration)
     if not host.overlapped:
         return drawn(RooflineStep(model, tp, cluster, calibration), calibration)

@@ -95,3 +95,8 @@ def _at(axes: list[list[float]], values: list[Any], x: list[float], axis: int) -
             return float(low)
         high = _at(axes, high, x, axis + 1)
     return float(low + (high - low) * share)
+
+
+def surface_of(correction: Correction | None, names: Sequence[str]) -> Surface | None:
+    """`Surface`, or None where there is no correction."""
+    return None if correction is None else Surface(correction, names)

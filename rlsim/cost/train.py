@@ -54,10 +54,12 @@ class TrainEfficiency:
     A100 0.66 and 290, H100 0.62 and 600 tokens (aiconfigurator commit 095f58a, context_attention, SGLang 0.5.10,
     forward). `memory` is that of memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak
     bandwidth on A100 and H100 (Vidur commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
+    `fp8_saved`: seconds that FP8 products of the layers save of each second that they would take at the bf16 peak.
     """
 
     flop: float
     forward: float | None = None
+    fp8_saved: float = 0.0
     attention: float = 0.62
     overhead_tokens: float = 400.0
     memory: float = 0.55
@@ -66,6 +68,11 @@ class TrainEfficiency:
         for key in ("flop", "forward", "attention", "memory"):
             if getattr(self, key) is not None and not 0 < getattr(self, key) <= 1:
                 raise ConfigError(f"training efficiency: {key} must lie in (0, 1], got {getattr(self, key)}")
+
+    @property
+    def layers(self) -> float:
+        """The share of the bf16 peak that the layers' products reach; in FP8 it may be above 1."""
+        return 1.0 / (1.0 / self.flop - self.fp8_saved) if self.fp8_saved else self.flop
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,7 @@ class TrainCost:
             linear_flops -= expert_flops
             weight_bytes = BF16 * (layer.parameters - routed)
             apart = {
-                "expert_s": expert_flops / split / (flops * efficiency.flop),
+                "expert_s": expert_flops / split / (flops * efficiency.layers),
                 "expert_weights_s": BF16 * routed / strategy.expert_cut / memory,
                 "sent_bytes": BF16 * mlp.active * layer.hidden / split,
                 "blocks": 2 if mlp.shared_width else 1,
@@ -252,7 +259,7 @@ class TrainCost:
         return _Layers(
             count,
             work.reach,
-            linear_s=linear_flops / split / (flops * efficiency.flop),
+            linear_s=linear_flops / split / (flops * efficiency.layers),
             weights_s=weight_bytes / strategy.tp / memory,
             memory_s=self._elementwise_bytes(layer) / strategy.cp / memory,
             pair_s=work.pair_flops / split / (flops * efficiency.attention),

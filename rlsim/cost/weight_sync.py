@@ -8,7 +8,9 @@ Three stages, one after another (measured syncs show no overlap beyond their buc
 2. **Transport.** On the same GPUs CUDA IPC: one copy in GPU memory. Elsewhere in the node an NCCL broadcast over
    NVLink. To other nodes a broadcast of one sender, which has no more than its own network port.
 3. **Load.** The engine finds the place of every tensor by its name (each expert of a mixture has its own tensors) and
-   copies its slice.
+   copies its slice. A rollout in another precision quantises there: what is sent is bf16, and every rank quantises
+   whole tensors before it takes its slice (veRL: docs/advance/fp8.md, `quant_weights` of
+   `verl/utils/vllm/vllm_fp8_utils.py`; NeMo-RL: docs/fp8.md, `load_weights` of `nemo_rl/models/generation/fp8.py`).
 
 What no measurement tells apart is one constant: see `SyncFit`.
 """
@@ -33,6 +35,11 @@ from rlsim.models import Model
 #: sender's node. checkpoint_engine: bucketed by way of the trainers' host memory. reshard: every GPU takes the pieces
 #: that it lacks from where they are, with no engine to load them (`Reallocation`, or `weight_sync_s` on the same GPUs).
 SyncMethod = Literal["naive", "bucketed", "multi_sender", "checkpoint_engine", "reshard"]
+
+#: Memory traffic of quantising a weight by blocks with PyTorch's own kernels, as veRL and NeMo-RL do one after the
+#: other: bf16 to fp32 (2 + 4), reordered (4 + 4), its size and the largest of a block (4 + 4 + 4), scaled and clamped
+#: (2 · (4 + 4)), cast (4 + 1) and reordered back (1 + 1).
+QUANTISING_BYTES = 49.0
 
 #: ZeRO-3 shards of FSDP are fp32 master weights.
 _SHARD_BYTES = 4
@@ -84,6 +91,7 @@ class WeightSync:
     `cluster` and `collectives` are those of the trainer, `rollout` the cluster as the engine's GPUs know it, if these
     are of another kind. `offload`: the trainer's shards wait in host memory. `stacked`: the trainer keeps the experts
     of a layer in one tensor, as transformers does from version 5 on. `engine` None: the weights are only received.
+    `served`: the model as that engine serves it, if in another precision.
     """
 
     model: Model
@@ -94,6 +102,7 @@ class WeightSync:
     method: SyncMethod = "bucketed"
     offload: bool = False
     stacked: bool = True
+    served: Model | None = None
     fit: SyncFit = FITTED
     factor: float = 1.0  # of the time of the whole sync
 
@@ -178,4 +187,5 @@ class WeightSync:
         total = tensor_s * model.tensors()
         if self.engine == "sglang":
             total += fit.sglang_s + model.weight_bytes / fit.sglang_bytes_per_s
-        return total
+        quantised = self.served.quantised_parameters if self.served else 0
+        return total + QUANTISING_BYTES * quantised / (self.rollout or self.cluster).gpu.memory_bytes_per_s

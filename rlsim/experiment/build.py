@@ -15,6 +15,7 @@ import pandas as pd
 
 from rlsim import catalogue
 from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.roofline import check_served
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
@@ -36,6 +37,15 @@ def placing(shown: str, case: str) -> Iterator[None]:
         raise CatalogueError(f"{shown}: {f'case {case!r}: ' if case else ''}{error}") from None
 
 
+@contextmanager
+def _measured(section: str) -> Iterator[None]:
+    """Names a section of the experiment in errors about what the calibration lacks."""
+    try:
+        yield
+    except CalibrationError as error:
+        raise CalibrationError(f"{section}: {error}") from None
+
+
 class Kind(NamedTuple):
     """What costs of GPUs of one kind follow from: the cluster as they know it, and their calibration."""
 
@@ -49,11 +59,11 @@ class LoadedExperiment:
 
     experiment: Experiment
     cluster: AnyCluster
-    model: Model
+    model: Model  # as the rollout engine serves it
     calibrations: Mapping[str, Calibration]  # by GPU
     trace: Trace
     trace_paths: tuple[Path, ...]
-    models: Mapping[str, Model]  # by role: actor, reference, critic, reward
+    models: Mapping[str, Model]  # as they are trained, by role: actor, reference, critic, reward
     judge_model: Model | None = None
 
     @classmethod
@@ -84,7 +94,7 @@ class LoadedExperiment:
         """
         longest, cap = self.longest_sequence, self.experiment.trace.cap
         used = {call.model for call in self.algorithm.calls}
-        models = {role: model.within(longest) for role, model in self.models.items()}
+        models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
         for model in [*(models[role] for role in used if role in models), *filter(None, [self.judge_model])]:
             _ = model.attention  # raises for what cannot be simulated
             limit = model.max_position_embeddings
@@ -93,7 +103,23 @@ class LoadedExperiment:
                     f"{shown}: trace.cap of {cap:,} tokens after a prompt of up to {self.longest_prompt:,} exceeds the "
                     f"context of {model.name}, {limit:,} tokens (max_position_embeddings)"
                 )
-        return replace(self, model=self.model.within(longest), models=models)
+        engine = self.experiment.engine
+        rollout = self.model.within(longest).served(engine.precision, engine.kv_precision)
+        if self.experiment.weight_sync == "reshard" and rollout.quantised_parameters:
+            raise ConfigError(
+                f"{shown}: weight_sync: reshard leaves weights as they are trained, in bf16, but the rollout of "
+                f"{rollout.name} has others; give engine.precision: bf16, or a weight_sync into an engine (bucketed)"
+            )
+        if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
+            (calibration,) = self.calibrations.values()
+            with _measured(f"{shown}: engine"):
+                check_served(rollout, calibration)
+            if self.judge_model:
+                with _measured(f"{shown}: workflow.reward.judge"):
+                    check_served(self.judge_model, calibration)
+            with _measured(f"{shown}: training"):
+                calibration.check_precision(self.experiment.training.precision)
+        return replace(self, model=rollout, models=models)
 
     @property
     def model_notes(self) -> tuple[str, ...]:

@@ -272,7 +272,7 @@ class PlacedExperiment:
     @cached_property
     def memory(self) -> PlanMemory:
         loaded = self.loaded
-        return PlanMemory(self.workflow, loaded.models, loaded.cluster, loaded.batch)
+        return PlanMemory(self.workflow, loaded.models, loaded.cluster, loaded.batch, rollout=loaded.model)
 
     def calls_on(self, gpus: Sequence[int]) -> CallCosts:
         """Costs of inference and training calls on these GPUs, which are of one kind."""
@@ -281,7 +281,15 @@ class PlacedExperiment:
         known = self._calls.get(cluster.gpu.name)
         if known is None:
             cluster = self.left_of(cluster)
-            known = CallCosts(loaded.models, cluster, calibration, training.backend, training.efficiency)
+            known = CallCosts(
+                loaded.models,
+                cluster,
+                calibration,
+                training.backend,
+                training.efficiency,
+                precision=training.precision,
+                rollout=loaded.model,
+            )
             self._calls[cluster.gpu.name] = known
         return known
 

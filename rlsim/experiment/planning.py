@@ -272,7 +272,7 @@ class PlanSpace:
             yield {"ep": training.ep, "expert_tp": training.expert_tp}
 
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
-        model = self._loaded.models[call.model]
+        model = self._loaded.model if call.kind == "generate" else self._loaded.models[call.model]
         try:
             model.check_tp(tp)
         except ConfigError:

@@ -227,6 +227,11 @@ class TrainingSpec(Schema):
     efficiency: float | None = Field(
         default=None, gt=0, le=1, description="share of the peak that linear layers reach; default: the calibration's"
     )
+    precision: Literal["bf16", "fp8", "fp8_block"] = Field(
+        default="bf16",
+        description="of the layers' matrix products, in all three passes and log-probs; states, and what is sent, stay "
+        "as they are. What FP8 saves is what the engine's kernels save at such sizes: not measured in training",
+    )
     tp: int = Field(default=1, ge=1, le=1024, description="tensor-parallel degree")
     pp: int = Field(default=1, ge=1, le=1024, description="pipeline-parallel degree")
     cp: int = Field(default=1, ge=1, le=1024, description="context-parallel degree")

@@ -26,6 +26,7 @@ from rlsim.init.names import (
 )
 from rlsim.init.settings import Settings
 from rlsim.models import Model
+from rlsim.precision import Precision
 from rlsim.schema import validate
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace, read_trace
@@ -216,6 +217,27 @@ def add_engine(
         entries["chunked_prefill"] = Entry(config.flag(keys["chunked"]), config.where(keys["chunked"]))
     if config.flag(keys["eager"]):
         entries["graphs"] = Entry(False, config.where(keys["eager"]))
+
+
+def add_precision(config: Settings, draft: Draft, key: str, known: Mapping[Any, Precision], *kv_keys: str) -> list[str]:
+    """The rollout's precision, where `key` has a `known` value, and that of its KV cache; what is neither, in words.
+
+    What the frameworks call fp8 has a scale for each block of 128 × 128 weights.
+    """
+    unlike, entries = list[str](), draft.entries["engine"]
+    assert isinstance(entries, dict)
+    value = config.get(key)
+    if value in known:
+        entries["precision"] = Entry(known[value], config.where(key))
+    elif value not in (None, False, "none", "auto", "bfloat16"):
+        unlike.append(f"{config.where(key)} = {value}: here in bf16")
+    for kv_key in kv_keys:
+        value = config.get(kv_key)
+        if isinstance(value, str) and value.startswith("fp8"):
+            entries["kv_precision"] = Entry("fp8", config.where(kv_key))
+        elif value not in (None, "auto", "bfloat16"):
+            unlike.append(f"{config.where(kv_key)} = {value}: here in bf16")
+    return unlike
 
 
 def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:

@@ -84,7 +84,6 @@ UNLIKE: Table = (
     (GENERATION + "vllm_kwargs.speculative_config.num_speculative_tokens", "set", "speculative decoding"),
     (GENERATION + "vllm_kwargs.speculative_config.method", "set", "speculative decoding"),
     (GENERATION + "refit_transport", "set", "how weights are sent: here as weight_sync says"),
-    (MEGATRON + "fp8_cfg.enabled", "on", "training in fp8: here in bf16"),
     (MEGATRON + "peft.enabled", "on", "LoRA: here all weights are trained"),
     (MEGATRON + "optimizer.optimizer_cpu_offload", "on", "the optimizer steps on the CPU"),
     (MEGATRON + "mtp_num_layers", "above 1", "multi-token prediction"),
@@ -101,5 +100,13 @@ UNLIKE: Table = (
 #: Those of other words: periods of what happens between steps, precisions.
 BETWEEN_STEPS = (GRPO + "val_period",)
 SAVES, SAVE_PERIOD = "checkpointing.enabled", "checkpointing.save_period"
-PRECISIONS = (GENERATION + "vllm_cfg.precision", GENERATION + "trtllm_cfg.precision", POLICY + "precision")
-KV_PRECISION = GENERATION + "vllm_cfg.kv_cache_dtype"
+PRECISION, KV_PRECISION = GENERATION + "vllm_cfg.precision", GENERATION + "vllm_cfg.kv_cache_dtype"
+PRECISIONS = (GENERATION + "trtllm_cfg.precision", POLICY + "precision")
+#: Microscaling (MXFP8) in the place of blocks, and layers that stay in bf16.
+FP8_VARIANTS: Table = (
+    (GENERATION + "vllm_cfg.is_mx", "on", "MXFP8: here fp8 with a scale for each block of weights"),
+    (GENERATION + "vllm_cfg.num_first_layers_in_bf16", "set", "first layers that stay in bf16: here none do"),
+    (GENERATION + "vllm_cfg.num_last_layers_in_bf16", "set", "last layers that stay in bf16: here none do"),
+)
+FP8, FP8_RECIPE = MEGATRON + "fp8_cfg.enabled", MEGATRON + "fp8_cfg.fp8_recipe"
+FP8_RECIPES = {"tensorwise": "fp8", "blockwise": "fp8_block"}

@@ -19,10 +19,15 @@ from rlsim.nemo.defaults import (
     COLOCATED,
     DEFAULTS,
     ENGINE_KEYS,
+    FP8,
+    FP8_RECIPE,
+    FP8_RECIPES,
+    FP8_VARIANTS,
     GENERATION,
     GRPO,
     KV_PRECISION,
     POLICY,
+    PRECISION,
     PRECISIONS,
     SAVE_PERIOD,
     SAVES,
@@ -79,11 +84,12 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
         config, draft, lengths, cap.value, apart=generation.gpus is not None, has_experts=actor.num_experts > 0
     )
     parts.add_engine(config, draft, ENGINE_KEYS[generation.engine], generation.engine, machines.gpu)
+    quantised = parts.add_precision(config, draft, PRECISION, {"fp8": "fp8_block"}, KV_PRECISION)
     _systems(config, draft, generation)
     memory = ENGINE_KEYS[generation.engine]["memory"]
     share = Entry(config.share(memory), config.where(memory))
     parts.add_memory(draft, share, options.folder, apart=generation.gpus is not None)
-    draft.missing = _missing(config)
+    draft.missing = [*_missing(config), *quantised]
     draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, parts.own_name(config.name))
 
@@ -178,7 +184,12 @@ def _systems(config: Settings, draft: Draft, generation: _Generation) -> None:
 def _missing(config: Settings) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     found = unlike(config, UNLIKE)
-    for key in (*PRECISIONS, KV_PRECISION):
+    if config.get(PRECISION) == "fp8":
+        found += unlike(config, FP8_VARIANTS)
+    recipe = config.get(FP8_RECIPE)
+    if config.flag(FP8) and recipe not in FP8_RECIPES:
+        found.append(f"{config.where(FP8)}, {config.where(FP8_RECIPE)} = {recipe}: here in bf16")
+    for key in PRECISIONS:
         value = config.get(key)
         if value not in (None, "bfloat16", "auto"):
             found.append(f"{config.where(key)} = {value}: here in bf16")

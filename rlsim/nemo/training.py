@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import of_sequences, recompute
+from rlsim.init.parts import joined, of_sequences, recompute
 from rlsim.init.settings import Settings
-from rlsim.nemo.defaults import COLOCATED, DTENSOR, GRPO, MEGATRON, POLICY
+from rlsim.nemo.defaults import COLOCATED, DTENSOR, FP8, FP8_RECIPE, FP8_RECIPES, GRPO, MEGATRON, POLICY
 from rlsim.trace import Trace
 
 _PACKING, _DYNAMIC = POLICY + "sequence_packing.", POLICY + "dynamic_batching."
@@ -21,6 +21,9 @@ def add_training(
     """Degrees, micro-batches and switches of training; with generation on its GPUs its states make room for it."""
     megatron = config.flag(MEGATRON + "enabled")
     entries = {"backend": Entry("megatron" if megatron else "fsdp", config.where(MEGATRON + "enabled"))}
+    recipe = config.get(FP8_RECIPE)
+    if megatron and config.flag(FP8) and recipe in FP8_RECIPES:
+        entries["precision"] = Entry(FP8_RECIPES[recipe], joined(config.where(FP8), config.where(FP8_RECIPE)))
     degrees = (
         {name: f"{MEGATRON}{key}_model_parallel_size" for name, key in (("tp", "tensor"), ("pp", "pipeline"))}
         if megatron

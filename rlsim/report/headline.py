@@ -11,6 +11,7 @@ import pandas as pd
 from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
 from rlsim.formats import is_missing, rate
+from rlsim.precision import PRECISIONS
 from rlsim.report.choice import best_other, fastest
 from rlsim.report.setups import calibrations_of
 from rlsim.report.speedups import intervals, verdict, verdicts
@@ -127,8 +128,13 @@ def calibration_sentence(manifest: Mapping[str, Any]) -> str:
     """The error of the calibrations used, and how much was looked up outside what they were measured at."""
     records = {record["name"]: record for setup in manifest["setups"].values() for record in calibrations_of(setup)}
     texts = []
+    asked = {operator for table in manifest["lookups"].values() for operator in table}
     for name, record in records.items():
-        medians = [residual["median"] for residual in record["residuals"].values()]
+        medians = [
+            residual["median"]
+            for operator, residual in record["residuals"].items()
+            if operator in asked or not any(f"_{precision}" in operator for precision in PRECISIONS)
+        ]
         if medians:
             low, high = (f"{value:.1%}" for value in (min(medians), max(medians)))
             error = f"off by {low}" if low == high else f"off by {low} to {high}"

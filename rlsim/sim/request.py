@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
+from rlsim.precision import KvPrecision, Precision
 from rlsim.schema import Schema
 from rlsim.units import Seconds, Tokens
 
@@ -41,6 +42,12 @@ class EngineConfig(Schema):
         le=1,
         description="GPU time for each vocabulary entry of a sampled token; 0: fused sampling, as serving engines have",
     )
+    precision: Precision | None = Field(
+        default=None,
+        description="of the rollout's weights: the matrices of all layers; router, embedding and head stay in bf16. "
+        "Default: as the model is published",
+    )
+    kv_precision: KvPrecision = Field(default="bf16", description="of the rollout's KV cache: bf16 or fp8")
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
 
     def watermark_pages(self, capacity_pages: int) -> int:

@@ -15,7 +15,6 @@ _UNLIKE: Table = (
     (ROLLOUT + "free_cache_engine", "off", "the KV cache stays while training runs: here it is freed"),
     (ROLLOUT + "over_sample_rate", "set", "the last requests of a batch are cut off early"),
     (ROLLOUT + "skip_rollout", "on", "generation is skipped"),
-    (ROLLOUT + "quantization", "set", "a quantised rollout: here in bf16"),
     (MODEL + "use_remove_padding", "off", "training on padded sequences: here on packed ones, which is much faster"),
     (ACTOR + "megatron.use_remove_padding", "off", "training on padded sequences: here on packed ones"),
     ("data.min_response_length", "set", "a least length of responses"),
@@ -39,7 +38,19 @@ _SANDBOX = ("reward_model.sandbox_fusion.url", "reward.sandbox_fusion.url")
 _BETWEEN_STEPS = ("trainer.test_freq", "trainer.save_freq")
 _GENERATED, _CRITIC = "data.gen_batch_size", "critic.ppo_mini_batch_size"
 REFERENCE_OFFLOAD = "actor_rollout_ref.ref.fsdp_config.param_offload"
-KEYS = (*(key for key, _, _ in _UNLIKE), REFERENCE_OFFLOAD, *_SCORING, *_SANDBOX, *_BETWEEN_STEPS, _GENERATED, _CRITIC)
+QUANTISED = ROLLOUT + "quantization"
+KV_TYPES = tuple(f"{ROLLOUT}engine_kwargs.{engine}.kv_cache_dtype" for engine in ("vllm", "sglang"))
+KEYS = (
+    *(key for key, _, _ in _UNLIKE),
+    QUANTISED,
+    *KV_TYPES,
+    REFERENCE_OFFLOAD,
+    *_SCORING,
+    *_SANDBOX,
+    *_BETWEEN_STEPS,
+    _GENERATED,
+    _CRITIC,
+)
 
 
 def missing(config: VerlSettings) -> list[str]:

@@ -6,11 +6,11 @@ from typing import Any
 
 from rlsim.experiment.schema import TrainingSpec
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import of_sequences
+from rlsim.init.parts import add_precision, of_sequences
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
-from rlsim.verl.notes import REFERENCE_OFFLOAD
+from rlsim.verl.notes import KV_TYPES, QUANTISED, REFERENCE_OFFLOAD
 from rlsim.verl.run import RunSettings
 from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY, VerlSettings
 
@@ -42,6 +42,7 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
         entries["page_tokens"] = Entry(config.whole(block), config.where(block))
     if config.get(eager) and not measured:
         entries["graphs"] = Entry(False, f"{config.where(eager)}; launch times of an eager `generate`")
+    draft.missing += add_precision(config, draft, QUANTISED, {"fp8": "fp8_block", True: "fp8_block"}, *KV_TYPES)
 
 
 def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trace: Trace) -> None:

@@ -59,10 +59,21 @@ class CallMemory:
 
 
 class PlanMemory:
-    """Memory of the calls of a workflow under any plan; `models` are named by role."""
+    """Memory of the calls of a workflow under any plan.
 
-    def __init__(self, workflow: Workflow, models: Mapping[str, Model], cluster: AnyCluster, batch: BatchSize) -> None:
+    `models` are named by role; `rollout`: the model that generates, as its engine serves it (default: as trained).
+    """
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        models: Mapping[str, Model],
+        cluster: AnyCluster,
+        batch: BatchSize,
+        rollout: Model | None = None,
+    ) -> None:
         self._workflow, self._models, self._cluster, self._batch = workflow, models, cluster, batch
+        self._rollout = rollout
 
     def of(self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False) -> CallMemory:
         """A call's memory on each GPU. `holds_weights`: training of the same model keeps just these weights there."""
@@ -99,7 +110,9 @@ class PlanMemory:
             gpu = self._cluster.gpu_at(placement.gpus[0])
             return CallMemory({}, {"rollout engine": placement.memory_share * gpu.memory_bytes - RESERVED_BYTES})
         strategy = placement.strategy
-        return CallMemory({}, {"weights": rollout_weight_bytes(self._models[call.model], strategy.tp, strategy.pp)})
+        return CallMemory(
+            {}, {"weights": rollout_weight_bytes(self._rollout or self._models[call.model], strategy.tp, strategy.pp)}
+        )
 
     def calls(self, plan: Plan) -> dict[str, tuple[Placement, CallMemory]]:
         """The memory of every call that the plan says how to spread; a rollout's KV cache takes what is left."""

@@ -10,7 +10,7 @@ from calibration.provenance import COMMON, pat_source, provenance, vidur_source
 from calibration.runtime import runtime_of
 from calibration.tables import a40_all_reduce, vidur_layers
 from calibration.training import large_gemm_share, training_fit
-from rlsim.calibrate.build import with_ring, without_correction
+from rlsim.calibrate.build import with_ring
 from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, fit_collective
 from rlsim.calibrate.fit.common import as_written, rounded
 from rlsim.calibrate.fit.elementwise import fit_elementwise
@@ -70,7 +70,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
         operators=OperatorFits(
             gemm=gemm.fit,
             decode_attention=_decode_attention(ref),
-            prefill_attention=without_correction(donor.operators.prefill_attention),
+            prefill_attention=donor.operators.without_corrections().prefill_attention,
             memory_bound=memory.fit,
         ),
         collectives=_collectives(small, 60e-6, 4e9),
@@ -86,7 +86,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
 
 def under_engine(a40: Calibration, donor: Calibration) -> Calibration:
     """`a40`'s GPU and links under `donor`'s engine: its host time, prompt attention and graph batch sizes."""
-    prompt = without_correction(donor.operators.prefill_attention)
+    prompt = donor.operators.without_corrections().prefill_attention
     shared = tuple(note for note in a40.provenance.notes if not note.startswith("prefill attention"))
     notes = (f"derived: {a40.name} under another engine", _prefill_note(donor), *shared)
     update = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from calibration.gpus import DERIVED
 from calibration.training import carried_over
-from rlsim.calibrate.build import without_correction
 from rlsim.cost.calibration import Calibration, GemmFit, OperatorFits, Reference, Tile
 from rlsim.hardware import load_cluster
 
@@ -40,8 +39,9 @@ def carried_operators(source: Calibration, reference: Reference) -> OperatorFits
     operators = source.operators
     if reference.sm_count == source.reference.sm_count:
         return operators
-    plain = {name: without_correction(fit) for name, fit in operators}
-    return operators.model_copy(update=plain | {"gemm": _with_few_rows(without_correction(operators.gemm))})
+    plain = operators.without_corrections()
+    quantised = tuple(map(_with_few_rows, plain.quantised_gemm))
+    return plain.model_copy(update={"gemm": _with_few_rows(plain.gemm), "quantised_gemm": quantised})
 
 
 def _with_few_rows(fit: GemmFit) -> GemmFit:

@@ -8,26 +8,28 @@ from pathlib import Path
 import pandas as pd
 
 from calibration.gpus import Gpu
-from calibration.provenance import COMMON, GROUPED, provenance, vidur_source
+from calibration.provenance import BORROWED, COMMON, GROUPED, provenance, vidur_source
 from calibration.runtime import runtime_of
-from calibration.tables import all_gemms, operator_tables, vidur_layers
+from calibration.tables import all_gemms, all_precisions, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.fit import decode, gemm
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
-from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
+from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of
 from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
-from rlsim.calibrate.fit.kernels import predict
+from rlsim.calibrate.fit.kernels import compared, predict
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
-from rlsim.calibrate.importers import vidur
+from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
+from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.node import measured_node
-from rlsim.calibrate.points import Fitted, residual
+from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import (
     Calibration,
     CollectiveFits,
     Engine,
+    GemmFit,
     MemoryOpFit,
     OperatorFits,
     Reference,
@@ -35,7 +37,9 @@ from rlsim.cost.calibration import (
     TrainingFit,
 )
 from rlsim.hardware import load_cluster
+from rlsim.precision import Precision
 
+SHORT_PRODUCT_S = 20e-6  # of a GPU's time: launched from Python, such a product takes as long as the launch
 ELEMENTWISE_NOTE = "sum over a layer's kernels, token counts not fitted; kernels timed to 1 us"
 
 
@@ -49,28 +53,51 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         "prefill_attention": kernel_prefill_attention(measured.table("prefill_attention"), ref),
         "memory_bound": _elementwise(data, gpu),
     }
+    quantised = list(quantised_kernels(measured, ref, engine, cold=False))
+    notes = list(COMMON)
+    if borrowed := _block_products(data, gpu, engine, ref):
+        quantised.append(borrowed)
+        notes.append(BORROWED)
+    operators = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
-    notes = list(COMMON)
     if engine == "trtllm":
         notes.append(GROUPED)
     if not gpu.name.startswith(gpu.elementwise_donor):
         donor = gpu.elementwise_donor
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
-    residuals = {name: item for part in kernels.values() for name, item in part.residuals.items()}
+    residuals = {name: item for part in (*kernels.values(), *quantised) for name, item in part.residuals.items()}
     return Calibration(
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
         provenance=provenance((*measured.sources, vidur_source(gpu.vidur)), notes),
         reference=ref,
-        operators=OperatorFits.model_validate({name: part.fit for name, part in kernels.items()}),
+        operators=with_quantised(operators, [part.fit for part in quantised]),
         collectives=_in_order(collectives.fit),
         host=NO_HOST,
         runtime=runtime_of(engine),
         training=_training(data, gpu, ref),
         residuals={**residuals, **_described(collectives.residuals)},
     )
+
+
+def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fitted[GemmFit] | None:
+    """Products in fp8_block of vLLM, where its own table times the host: SGLang's, which run the same DeepGEMM, judged
+    by vLLM's rows long enough for the host not to matter. None if either engine has no such table."""
+    if engine != "vllm" or not all("fp8_block" in all_precisions(data, gpu, name) for name in ("vllm", "sglang")):
+        return None
+    precision: Precision = "fp8_block"
+    table = aiconfigurator.used_sizes(all_gemms(data, gpu, "sglang", precision))
+    fit = kernel_gemm(table, ref, False, precision).fit
+    rows = aiconfigurator.used_sizes(all_gemms(data, gpu, "vllm", precision))
+    predicted_s = predict(kernel_of(precision), fit, ref, rows)
+    host_s = float(rows.seconds[predicted_s < SHORT_PRODUCT_S].median())
+    points = compared(kernel_of(precision), fit, ref, rows[predicted_s > 3 * host_s], True)
+    note = (
+        f"SGLang's fit against vLLM's products of over {3 * host_s * 1e3:.2f} ms, three times what launching one takes"
+    )
+    return Fitted(fit, {"gemm_fp8_block": residual_of(points, table[["m", "n", "k"]], note)}, points)
 
 
 def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, Residual]:

@@ -15,6 +15,10 @@ GROUPED = (
     "decode attention is fitted to rows with one query head per KV head: with grouped queries this engine's rows imply "
     "1.2 to 1.7 times the peak bandwidth however large the KV cache, so they cannot have read what they state"
 )
+BORROWED = (
+    "products in fp8_block are SGLang's of the same GPU (both run DeepGEMM): vLLM's table was timed without CUDA "
+    "graphs, so with the host's time"
+)
 COMMON = (COLD, MIXTURE, SKEW, INTER, PAIR)
 
 

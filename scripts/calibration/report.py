@@ -46,6 +46,12 @@ peak are left out.
 NAMES = {
     "gemm": "GEMM",
     "decode_attention": "decode attention",
+    "gemm_fp8": "GEMM in fp8",
+    "gemm_fp8_block": "GEMM in fp8_block",
+    "gemm_nvfp4": "GEMM in nvfp4",
+    "decode_attention_fp8": "decode attention, FP8 KV",
+    "prefill_attention_fp8": "prefill attention, FP8 KV",
+    "prefill_attention_fp8_long": "prefill attention, FP8 KV, 1K tokens and more",
     "prefill_attention": "prefill attention",
     "prefill_attention_long": "prefill attention, 1K tokens and more",
     "memory_bound": "elementwise, per layer",

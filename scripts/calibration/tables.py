@@ -13,6 +13,7 @@ from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.importers.reading import MS
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Engine
+from rlsim.precision import Precision
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -24,16 +25,26 @@ def operator_tables(data: Path, gpu: Gpu, engine: Engine) -> Measurements:
     (source,) = measured.sources
     *kernels, nccl, own = source.files
     source = source.model_copy(update={"commit": "095f58a", "files": (*kernels, own, nccl)})
-    gemm = aiconfigurator.used_sizes(measured.table("gemm"))
-    decode = measured.table("decode_attention")
-    if engine == "trtllm":  # its grouped-query rows outrun the memory (`provenance.GROUPED`)
-        decode = decode[decode.q_heads == decode.kv_heads]
-    return Measurements({**measured.tables, "gemm": gemm, "decode_attention": decode}, (source,))
+    tables = {}
+    for name, table in measured.tables.items():
+        if name.startswith("gemm"):
+            table = aiconfigurator.used_sizes(table)
+        elif name.startswith("decode_attention") and engine == "trtllm":
+            table = table[
+                table.q_heads == table.kv_heads
+            ]  # grouped-query rows outrun the memory (`provenance.GROUPED`)
+        tables[name] = table
+    return Measurements(tables, (source,))
 
 
-def all_gemms(data: Path, gpu: Gpu, engine: Engine) -> pd.DataFrame:
-    """bf16 products of every size measured: m, n, k, seconds."""
-    return aiconfigurator.gemms(data / "kernels/aiconfigurator" / gpu.gemm(engine))
+def all_gemms(data: Path, gpu: Gpu, engine: Engine, precision: Precision = "bf16") -> pd.DataFrame:
+    """Products of every size measured: m, n, k, seconds."""
+    return aiconfigurator.gemms(data / "kernels/aiconfigurator" / gpu.gemm(engine), precision=precision)
+
+
+def all_precisions(data: Path, gpu: Gpu, engine: Engine) -> list[Precision]:
+    """The precisions other than bf16 in which products were measured."""
+    return aiconfigurator.precisions(data / "kernels/aiconfigurator" / gpu.gemm(engine))
 
 
 def vidur_layers(data: Path, names: Iterable[str]) -> list[Path]:

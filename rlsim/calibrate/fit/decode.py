@@ -24,6 +24,7 @@ from rlsim.calibrate.fit.common import (
 from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, per_head_of_128, usual_groups, with_one_head_dim
 from rlsim.calibrate.fit.kernels import (
     Kernel,
+    Knots,
     compared,
     corrected,
     distinct,
@@ -52,7 +53,7 @@ KERNEL = Kernel(
 
 
 def kernel_decode_attention(
-    table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool
+    table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, knots: Knots = KNOTS
 ) -> Fitted[DecodeAttentionFit]:
     """Decode attention of `table` (columns as in `KEYS`, seconds), unequal contexts apart.
 
@@ -70,7 +71,7 @@ def kernel_decode_attention(
     skew = derived_skew(ref, uniform=engine == "trtllm")
     full = enough_for_all_constants(ref, used & train) and (tiny & train).sum() >= 4 and (used & test).any()
     if full and (streamed & ~tiny & train).sum() >= 12:
-        fit = fit_decode_attention(equal, ref, skew, include_hot=cold)
+        fit = fit_decode_attention(equal, ref, skew, include_hot=cold, knots=knots)
         note = "KV beyond L2 or contexts of at most 64 tokens; "
         note += f"{percent(float(np.mean(~streamed[beyond])))} of the former dropped as impossible"
     else:
@@ -114,7 +115,7 @@ def decode_rows(table: pd.DataFrame, ref: Reference, include_hot: bool = False) 
 
 
 def fit_decode_attention(
-    table: pd.DataFrame, ref: Reference, skew: float, include_hot: bool = False
+    table: pd.DataFrame, ref: Reference, skew: float, include_hot: bool = False, knots: Knots = KNOTS
 ) -> DecodeAttentionFit:
     """Fit decode attention. `table`: batch, context, q_heads, kv_heads, seconds (head size 128).
 
@@ -134,7 +135,7 @@ def fit_decode_attention(
         efficiency=tuple(np.minimum(squash(stream[3:]), PLAUSIBLE).tolist()),
         skew=skew,
     )
-    return corrected(KERNEL, as_written(fit), ref, table[(streamed | tiny) & ~test], KNOTS)
+    return corrected(KERNEL, as_written(fit), ref, table[(streamed | tiny) & ~test], knots)
 
 
 def _launch_us(p: Array, b: Array, kv: Array) -> Array:

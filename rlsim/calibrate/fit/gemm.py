@@ -32,6 +32,9 @@ from rlsim.calibrate.fit.kernels import (
 )
 from rlsim.calibrate.points import Fitted, residual_of
 from rlsim.cost.calibration import GemmFit, Reference, Tile
+from rlsim.cost.operators import gemm_of
+from rlsim.errors import CalibrationError
+from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s, product_bytes, quantising_bytes
 
 TILES = ((64, 64), (64, 128), (128, 64), (64, 256), (128, 128), (128, 256), (256, 128))
 SPLITS = (1, 2, 4, 8)
@@ -44,32 +47,43 @@ KNOTS = {
     "n": [4.0**e for e in range(4, 9)],
     "k": [4.0**e for e in range(4, 8)],
 }
-KERNEL = Kernel(
-    "gemm",
-    lambda operators, row: operators.gemm_s(row.m, int(row.n), int(row.k)),
-    lambda row: f"{row.m:.0f} x {row.n:.0f} x {row.k:.0f}",
-)
+#: Of products in other precisions than bf16, whose kernels change their block shape at powers of two of m.
+QUANTISED_KNOTS = {**KNOTS, "m": [1.0, *(2.0**e for e in range(4, 14))]}
 
 
-def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool) -> Fitted[GemmFit]:
-    """Products of `table` (m, n, k, seconds).
+def kernel_of(precision: Precision) -> Kernel:
+    """The products of one precision."""
+    return Kernel(
+        gemm_of(precision),
+        lambda operators, row: operators.gemm_s(row.m, int(row.n), int(row.k), precision=precision),
+        lambda row: f"{row.m:.0f} x {row.n:.0f} x {row.k:.0f}",
+        slot="gemm",
+    )
+
+
+KERNEL = kernel_of("bf16")
+
+
+def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool, precision: Precision = "bf16") -> Fitted[GemmFit]:
+    """Products of `table` (m, n, k, seconds), with bf16 activations and weights of that precision.
 
     `cold`: their weights were brought from memory, so every row counts; otherwise rows whose weights the L2 may have
     held are left out, as `fit_gemm` says.
     """
     table = distinct(table, "gemm", ["m", "n", "k"])
     seen = ref.model_copy(update={"l2_bytes": 1.0}) if cold else ref
-    test, hot, streamed = gemm_rows(table, seen)
+    kernel = kernel_of(precision)
+    test, hot, streamed = gemm_rows(table, seen, precision)
     full = enough_for_all_constants(ref, ~test & ~hot) and streamed.sum() >= 4 and (test & ~hot).any()
     if full:
         with np.errstate(divide="ignore"):  # no slope at all: the fit takes its upper bound
-            fit = fit_gemm(table, seen)
+            fit = fit_gemm(table, seen, precision)
     else:
         test, hot = held_out_rows(_weights_of(table)), np.zeros(len(table), dtype=bool)
-        fit = small_gemm(table[~test], ref)
-    points = compared(KERNEL, fit, ref, table[~hot], test[~hot])
+        fit = small_gemm(table[~test], ref, precision)
+    points = compared(kernel, fit, ref, table[~hot], test[~hot])
     note = f"shapes (n, k) not fitted; {'weights beyond L2 or compute-bound' if full else few_constants(points)}"
-    return Fitted(fit, {"gemm": residual_of(points, table[["m", "n", "k"]], note)}, points)
+    return Fitted(fit, {kernel.operator: residual_of(points, table[["m", "n", "k"]], note)}, points)
 
 
 class GemmRows(NamedTuple):
@@ -80,14 +94,29 @@ class GemmRows(NamedTuple):
     streamed: Mask  # of those to fit, products of few rows with weights beyond four times L2
 
 
-def gemm_rows(table: pd.DataFrame, ref: Reference) -> GemmRows:
+def gemm_rows(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16") -> GemmRows:
     """The rows of `table` (m, n, k)."""
     m, n, k = columns_of(table, ("m", "n", "k"))
-    foot = 2.0 * n * k
+    foot = WEIGHT_BYTES[precision] * n * k
     test = held_out(_weights_of(table))
-    ridge = min(ref.bf16_flop_per_s / ref.memory_bytes_per_s, 64.0 if ref.l2_bytes < 60e6 else 1e9)
+    ridge = min(
+        _peak(ref, precision) * WEIGHT_BYTES[precision] / 2.0 / ref.memory_bytes_per_s,
+        64.0 if ref.l2_bytes < 60e6 else 1e9,
+    )
     hot = (foot < 1.5 * ref.l2_bytes) & (m <= ridge)
     return GemmRows(test, hot, (m <= 16) & (foot > 4.0 * ref.l2_bytes) & ~test)
+
+
+def _knots(precision: Precision) -> dict[str, list[float]]:
+    return KNOTS if precision == "bf16" else QUANTISED_KNOTS
+
+
+def _peak(ref: Reference, precision: Precision) -> float:
+    """The peak rate of products; raises `CalibrationError` for a GPU that has no tensor cores for them."""
+    peak = peak_flop_per_s(ref, precision)
+    if peak is None:
+        raise CalibrationError(f"products in {precision} were measured, but the GPU's data sheet has no rate for them")
+    return peak
 
 
 def _weights_of(table: pd.DataFrame) -> pd.Series:
@@ -97,16 +126,17 @@ def _weights_of(table: pd.DataFrame) -> pd.Series:
 # All constants --------------------------------------------------------------------------------------------------------
 
 
-def fit_gemm(table: pd.DataFrame, ref: Reference) -> GemmFit:
+def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16") -> GemmFit:
     """Fit the GEMM of one GPU. `table`: m, n, k, seconds.
 
     Rows that are memory-bound and whose weights are under 1.5 L2 are left out and only compared. The memory
     efficiency comes first, from products of few rows with weights beyond four times L2; the rest follows with it fixed.
     """
-    test, hot, streamed = gemm_rows(table, ref)
-    efficiency = _memory_efficiency(table[streamed], ref)
-    best = _search(table[~test & ~hot], efficiency, ref)
+    test, hot, streamed = gemm_rows(table, ref, precision)
+    efficiency = _memory_efficiency(table[streamed], ref, precision)
+    best = _search(table[~test & ~hot], efficiency, ref, precision)
     fit = GemmFit(
+        precision=precision,
         launch_s=float(np.exp(best[0]) * 1e-6),
         memory_efficiency=float(efficiency),
         k_overhead=float(np.exp(best[1])),
@@ -119,18 +149,19 @@ def fit_gemm(table: pd.DataFrame, ref: Reference) -> GemmFit:
     fit = as_written(fit)
     if len(table[["n", "k"]].drop_duplicates()) < CORRECTED_SHAPES:
         return fit
-    return corrected(KERNEL, fit, ref, table[~test & ~hot], KNOTS)
+    return corrected(kernel_of(precision), fit, ref, table[~test & ~hot], _knots(precision))
 
 
-def _memory_efficiency(rows: pd.DataFrame, ref: Reference) -> float:
+def _memory_efficiency(rows: pd.DataFrame, ref: Reference, precision: Precision) -> float:
     """From seconds = launch + size / rate, in relative errors."""
     m, n, k, y = columns_of(rows, ("m", "n", "k", "seconds"))
-    design = np.stack([1.0 / y, 2.0 * (n * k + m * k + m * n) / y], axis=1)
+    size = product_bytes(precision, m, n, k) + quantising_bytes(precision, m, k)
+    design = np.stack([1.0 / y, size / y], axis=1)
     (_, slope), _ = nnls(design, np.ones(len(y)))
     return float(min(1.0 / (slope * ref.memory_bytes_per_s), 0.95))
 
 
-def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference) -> Array:
+def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference, precision: Precision) -> Array:
     """The other constants, as `gemm_time` takes them: the best of three descents."""
     chosen = np.random.default_rng(0).choice(np.arange(len(rows)), min(MOST_ROWS, len(rows)), replace=False)
     m, n, k, y = columns_of(rows.iloc[np.sort(chosen)], ("m", "n", "k", "seconds"))
@@ -139,7 +170,7 @@ def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference) -> Arr
     def loss(p: Array) -> float:
         # a launch under 0.5 us or a blend above 20 is not told apart by the data
         guard = max(0.0, -p[0] - 0.7) + max(0.0, p[3] - 3.0)
-        error = np.log(gemm_time(p, memory_efficiency, m, n, k, ref)) - target
+        error = np.log(gemm_time(p, memory_efficiency, m, n, k, ref, precision)) - target
         return float(np.mean(2.0 * soft_l1(error)) + 0.1 * guard)
 
     found = []
@@ -149,8 +180,10 @@ def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference) -> Arr
     return min(found, key=lambda pair: pair[1])[0]
 
 
-def gemm_time(p: Array, memory_efficiency: float, m: Array, n: Array, k: Array, ref: Reference) -> Array:
-    """`Operators.gemm_s` on arrays.
+def gemm_time(
+    p: Array, memory_efficiency: float, m: Array, n: Array, k: Array, ref: Reference, precision: Precision = "bf16"
+) -> Array:
+    """`Products.time_s` on arrays.
 
     p = log launch (us), log k overhead, log split (us), log (blend - 1), rounding, tiles.
     """
@@ -159,32 +192,36 @@ def gemm_time(p: Array, memory_efficiency: float, m: Array, n: Array, k: Array, 
     compute = np.full(m.shape, np.inf)
     for (bm, bn), eff in zip(TILES, efficiency, strict=True):
         blocks = np.ceil(m / bm) * np.ceil(n / bn)
-        unit = 2.0 * bm * bn / (ref.bf16_flop_per_s / ref.sm_count * eff)
+        unit = 2.0 * bm * bn / (_peak(ref, precision) / ref.sm_count * eff)
         for split in SPLITS:
             waves = blocks * split / ref.sm_count
             waves = np.maximum(1.0, waves + share * (np.ceil(waves) - waves))
             extra = split_s + 4.0 * m * n * split / ref.memory_bytes_per_s if split > 1 else 0.0
             compute = np.minimum(compute, waves * unit * (k / split + overhead) + extra)
-    memory = 2.0 * (n * k + m * k + m * n) / (ref.memory_bytes_per_s * memory_efficiency)
+    rate = ref.memory_bytes_per_s * memory_efficiency
+    memory, quantised = product_bytes(precision, m, n, k) / rate, quantising_bytes(precision, m, k) / rate
     high, low = np.maximum(compute, memory), np.minimum(compute, memory)
-    return np.asarray(launch + high * (1.0 + (low / high) ** blend) ** (1.0 / blend))
+    return np.asarray(launch + quantised + high * (1.0 + (low / high) ** blend) ** (1.0 / blend))
 
 
 # Few constants --------------------------------------------------------------------------------------------------------
 
 
-def small_gemm(rows: pd.DataFrame, ref: Reference) -> GemmFit:
+def small_gemm(rows: pd.DataFrame, ref: Reference, precision: Precision = "bf16") -> GemmFit:
     """Launch time, share of the bandwidth and share of the peak, one tile: for tables that cannot tell more."""
     m, n, k, y = columns_of(rows, ("m", "n", "k", "seconds"))
-    size = 2.0 * (n * k + m * k + m * n)
+    size, quantised = product_bytes(precision, m, n, k), quantising_bytes(precision, m, k)
 
     def fitted(tile: tuple[int, int]) -> OptimizeResult:
         waves = np.maximum(1.0, np.ceil(m / tile[0]) * np.ceil(n / tile[1]) / ref.sm_count)
-        work = waves * 2.0 * tile[0] * tile[1] * k * ref.sm_count / ref.bf16_flop_per_s
+        work = waves * 2.0 * tile[0] * tile[1] * k * ref.sm_count / _peak(ref, precision)
 
         def shown(p: Array) -> Array:
-            compute, memory = work / squash(p[1]), size / (ref.memory_bytes_per_s * squash(p[2]))
-            return np.asarray(np.exp(p[0]) + (compute**SMALL_BLEND + memory**SMALL_BLEND) ** (1.0 / SMALL_BLEND))
+            rate = ref.memory_bytes_per_s * squash(p[2])
+            compute, memory = work / squash(p[1]), size / rate
+            return np.asarray(
+                np.exp(p[0]) + quantised / rate + (compute**SMALL_BLEND + memory**SMALL_BLEND) ** (1.0 / SMALL_BLEND)
+            )
 
         start = np.array([math.log(0.5 * y.min()), unsquash(0.5), unsquash(0.5)])
         return fit_logs(shown, y, start, pull=0.02, within=12.0)
@@ -193,6 +230,7 @@ def small_gemm(rows: pd.DataFrame, ref: Reference) -> GemmFit:
     tile = min(found, key=lambda one: float(found[one].cost))
     p = found[tile].x
     fit = GemmFit(
+        precision=precision,
         launch_s=math.exp(p[0]),
         memory_efficiency=float(squash(p[2])),
         k_overhead=0.0,
@@ -202,4 +240,4 @@ def small_gemm(rows: pd.DataFrame, ref: Reference) -> GemmFit:
         tiles=(Tile(m=tile[0], n=tile[1], efficiency=float(squash(p[1]))),),
         splits=(1,),
     )
-    return corrected(KERNEL, as_written(fit), ref, rows, KNOTS)
+    return corrected(kernel_of(precision), as_written(fit), ref, rows, _knots(precision))

@@ -18,6 +18,7 @@ from rlsim.errors import CalibrationError
 from rlsim.schema import Schema
 
 F = TypeVar("F", bound=Schema)
+Knots = Mapping[str, Sequence[float]]  # of a correction, by axis
 
 #: Fewest distinct rows that a fit is made of; below that there is an error, not a guess.
 FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_bound": 4, "collective": 3}
@@ -25,26 +26,31 @@ FULL = 60  # rows to fit from which the full fits, with their dozen constants, a
 SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 
 #: Stands for an operator that is not asked for: the look-ups prepare products and corrections for all of them.
-_ABSENT = SimpleNamespace(tiles=(), correction=None)
+_ABSENT = SimpleNamespace(tiles=(), correction=None, precision="bf16", kv_precision="bf16")
 
 
 class Kernel(NamedTuple):
-    """One kind of kernel: the operator's name, and the time and the label of a row of its table."""
+    """One kind of kernel: the operator's name, and the time and the label of a row of its table.
+
+    `slot`: where `Operators` looks for its fit, if that is not under the operator's name.
+    """
 
     operator: str
     seconds: Callable[[Operators, Any], float]
     label: Callable[[Any], str]
+    slot: str = ""
 
 
 def operators_with(ref: Reference, **fits: Schema) -> Operators:
     """The look-ups of the given fits (by operator); the others cannot be asked for."""
-    everything: dict[str, Any] = {**dict.fromkeys(OperatorFits.model_fields, _ABSENT), **fits}
+    absent = {**dict.fromkeys(OperatorFits.model_fields, _ABSENT), "quantised_gemm": ()}
+    everything: dict[str, Any] = {**absent, **fits}
     return Operators(OperatorFits.model_construct(**everything), ref)
 
 
 def predict(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -> Array:
     """Seconds of each of `rows` with this fit."""
-    operators = operators_with(ref, **{kernel.operator: fit})
+    operators = operators_with(ref, **{kernel.slot or kernel.operator: fit})
     return np.array([kernel.seconds(operators, row) for row in rows.itertuples(index=False)], float)
 
 
@@ -56,7 +62,7 @@ def compared(
     return point_rows(name or kernel.operator, labels, rows.seconds, predict(kernel, fit, ref, rows), held_out)
 
 
-def corrected(kernel: Kernel, fit: F, ref: Reference, rows: pd.DataFrame, knots: Mapping[str, Sequence[float]]) -> F:
+def corrected(kernel: Kernel, fit: F, ref: Reference, rows: pd.DataFrame, knots: Knots) -> F:
     """`fit` with the factor that it leaves over on `rows`, which have a column for each axis of `knots`."""
     error = np.log(rows.seconds.to_numpy(float) / predict(kernel, fit, ref, rows))
     return fit.model_copy(update={"correction": fit_correction(rows, knots, error)})

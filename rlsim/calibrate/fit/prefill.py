@@ -22,6 +22,7 @@ from rlsim.calibrate.fit.common import (
 from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, per_head_of_128, usual_groups, with_one_head_dim
 from rlsim.calibrate.fit.kernels import (
     Kernel,
+    Knots,
     compared,
     corrected,
     distinct,
@@ -61,7 +62,7 @@ KERNEL = Kernel(
 )
 
 
-def kernel_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAttentionFit]:
+def kernel_prefill_attention(table: pd.DataFrame, ref: Reference, knots: Knots = KNOTS) -> Fitted[PrefillAttentionFit]:
     """Prompt attention of `table` (columns as in `KEYS`, seconds).
 
     The full fit takes rows with nothing cached and is compared with the others; few rows are all fitted.
@@ -78,7 +79,7 @@ def kernel_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[Pref
     full = enough_for_all_constants(ref, ~test) and (test & long).any()
     if full:
         table, note = whole, "prompts of 16 tokens or more"
-        fit = fit_prefill_attention(table[~test], ref)
+        fit = fit_prefill_attention(table[~test], ref, knots)
     else:
         test, cached = held_out_rows(heads_of(table)), cached.head(0)
         fit, note = small_prefill_attention(table[~test], ref), ""
@@ -97,7 +98,7 @@ def kernel_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[Pref
     return Fitted(fit, residuals, points, notes)
 
 
-def fit_prefill_attention(rows: pd.DataFrame, ref: Reference) -> PrefillAttentionFit:
+def fit_prefill_attention(rows: pd.DataFrame, ref: Reference, knots: Knots = KNOTS) -> PrefillAttentionFit:
     """All constants of causal prompt attention with nothing cached, from the columns of `KNOTS`, batch, kv_heads and
     seconds (head size 128)."""
     b, s, q, kv, y = columns_of(rows, ("batch", "new", "q_heads", "kv_heads", "seconds"))
@@ -127,7 +128,7 @@ def fit_prefill_attention(rows: pd.DataFrame, ref: Reference) -> PrefillAttentio
         single_efficiency=float(squash(p[3])),
         memory_efficiency=MEMORY_EFFICIENCY,
     )
-    return corrected(KERNEL, as_written(fit), ref, rows, KNOTS)
+    return corrected(KERNEL, as_written(fit), ref, rows, knots)
 
 
 def small_prefill_attention(rows: pd.DataFrame, ref: Reference) -> PrefillAttentionFit:

@@ -31,13 +31,20 @@ from rlsim.calibrate.importers.reading import (
 )
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Reference
+from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.hardware import Gpu
+from rlsim.precision import KV_BYTES, KvPrecision, Precision, peak_flop_per_s, product_bytes
 from rlsim.reading import read_yaml
 
 SUFFIXES = (".parquet", ".txt", ".csv")
 KERNEL_TABLES = {"gemm_perf": "gemm", "generation_attention_perf": "attention", "context_attention_perf": "attention"}
 BF16 = ("bfloat16", "float16")  # older tables call every 16-bit float float16
+#: Products in other precisions; the names are the project's own.
+QUANTISED: tuple[Precision, ...] = ("fp8", "fp8_block", "nvfp4")
+#: These were launched one by one from Python, without a CUDA graph (`use_cuda_graph` of the project's
+#: collector/vllm/collect_gemm.py): below some 0.1 ms (Hopper) or 0.2 ms (Blackwell) they time the host.
+NOT_CAPTURED = {("vllm", "fp8_block")}
 OPERATIONS = {"alltoall": "all_to_all"}  # where the names differ
 ELEMENT_BYTES = 2.0
 #: Products and heads of the sizes that RL runs use.
@@ -48,8 +55,8 @@ MOST_HEADS = 64
 def read(
     folder: Path, backend: str, version: str | None = None, *, gpu: str = "", reference: Reference | None = None
 ) -> Measurements:
-    """GEMM, decode and prompt attention of `backend`, its own all-reduce, and NCCL's collectives, from the folder of
-    one GPU.
+    """GEMM, decode and prompt attention of `backend`, each in every precision, its own all-reduce, and NCCL's
+    collectives, from the folder of one GPU.
 
     `version` is a release of the backend, the newest one with all three kernel tables by default; NCCL is the newest.
     With `gpu` (a catalogue name) and `reference`, tables of another GPU or in other units are refused. Raises
@@ -65,6 +72,14 @@ def read(
         "decode_attention": decode_attention(paths["generation_attention_perf"], reference, notes),
         "prefill_attention": prefill_attention(paths["context_attention_perf"], reference, notes),
     }
+    for precision in precisions(paths["gemm_perf"]):
+        if (backend, precision) in NOT_CAPTURED:
+            notes.append(f"products in {precision} were timed without a CUDA graph, so with the host's time: left out")
+        else:
+            tables[gemm_of(precision)] = gemms(paths["gemm_perf"], reference, notes, precision)
+    if all(has_fp8_kv(paths[name]) for name in ("generation_attention_perf", "context_attention_perf")):
+        tables["decode_attention_fp8"] = decode_attention(paths["generation_attention_perf"], reference, notes, "fp8")
+        tables["prefill_attention_fp8"] = prefill_attention(paths["context_attention_perf"], reference, notes, "fp8")
     collectives = []
     nccl_version, found = _newest(_existing(folder / "comm" / "nccl", folder / "nccl"), "nccl_perf")
     if found is not None:
@@ -155,13 +170,34 @@ def _published(path: Path) -> dict[str, float]:
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def gemms(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
-    """bf16 products: m, n, k, seconds."""
+def gemms(
+    path: Path, ref: Reference | None = None, notes: list[str] | None = None, precision: Precision = "bf16"
+) -> pd.DataFrame:
+    """Products in one precision: m, n, k, seconds.
+
+    Quantised ones come with the kernel that quantises their bf16 activations: the project times the engines' own layers
+    (vLLM, TensorRT-LLM), or both kernels (SGLang). vLLM's fp8 takes activation scales as given.
+    """
     table = read_table(path, ["gemm_dtype", "m", "n", "k", "latency"])
-    table = _timed(path, choose(path, table, "gemm_dtype", BF16), ["m", "n", "k"])
+    wanted = BF16 if precision == "bf16" else (precision,)
+    table = _timed(path, choose(path, table, "gemm_dtype", wanted), ["m", "n", "k"])
     m, n, k = (table[name].to_numpy(float) for name in ("m", "n", "k"))
-    table = check_kernels(path, table, 2.0 * m * n * k, 2.0 * (m * k + n * k + m * n), ref, notes)
-    return medians(table, "gemm")
+    flops = 2.0 * m * n * k
+    if ref is not None:  # as many as bf16 would need for the same time
+        flops *= ref.bf16_flop_per_s / (peak_flop_per_s(ref, precision) or ref.bf16_flop_per_s)
+    table = check_kernels(path, table, flops, product_bytes(precision, m, n, k), ref, notes)
+    return medians(table, gemm_of(precision))
+
+
+def precisions(path: Path) -> list[Precision]:
+    """The precisions other than bf16 in a table of products."""
+    found = set(read_table(path, ["gemm_dtype"]).gemm_dtype)
+    return [precision for precision in QUANTISED if precision in found]
+
+
+def has_fp8_kv(path: Path) -> bool:
+    """Whether a table of attention has rows on an FP8 KV cache."""
+    return "fp8" in set(read_table(path, ["kv_cache_dtype"]).kv_cache_dtype)
 
 
 def used_sizes(table: pd.DataFrame) -> pd.DataFrame:
@@ -170,19 +206,26 @@ def used_sizes(table: pd.DataFrame) -> pd.DataFrame:
     return table[inside[0] & inside[1] & inside[2]]
 
 
-def decode_attention(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
-    """bf16 decode attention of equal contexts without a sliding window; columns of `KEYS` and seconds."""
-    table = _attention(path)
+def decode_attention(
+    path: Path, ref: Reference | None = None, notes: list[str] | None = None, kv: KvPrecision = "bf16"
+) -> pd.DataFrame:
+    """Decode attention of equal contexts without a sliding window; columns of `KEYS` and seconds."""
+    table = _attention(path, kv)
     table = table.assign(context=table.step + 1, longest=table.step + 1)
-    size = 4.0 * table.batch * table.context * table.kv_heads * table.head_dim
+    size = 2.0 * KV_BYTES[kv] * table.batch * table.context * table.kv_heads * table.head_dim
     flops = 4.0 * table.batch * table.context * table.q_heads * table.head_dim
     table = check_kernels(path, table, flops, size, ref, notes)
     return medians(table, "decode_attention")
 
 
-def prefill_attention(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
-    """bf16 causal prompt attention without a sliding window; columns of `KEYS` and seconds."""
-    table = _attention(path)
+def prefill_attention(
+    path: Path, ref: Reference | None = None, notes: list[str] | None = None, kv: KvPrecision = "bf16"
+) -> pd.DataFrame:
+    """Causal prompt attention without a sliding window; columns of `KEYS` and seconds.
+
+    On an FP8 KV cache queries are bf16 where that was measured, else FP8 too (SGLang 0.5.14).
+    """
+    table = _attention(path, kv)
     table = table.assign(new=table.isl, prior=table.step)
     pairs = table.new * (table.prior + 0.5 * table.new)
     size = 4.0 * table.batch * table.head_dim * (table.new * table.q_heads + (table.new + table.prior) * table.kv_heads)
@@ -208,7 +251,7 @@ def custom_all_reduce(path: Path, ref: Reference | None = None) -> pd.DataFrame:
     return _collectives(path, table.assign(op="custom_all_reduce"), ref)
 
 
-def _attention(path: Path) -> pd.DataFrame:
+def _attention(path: Path, kv: KvPrecision) -> pd.DataFrame:
     needed = [
         "attn_dtype",
         "kv_cache_dtype",
@@ -220,7 +263,10 @@ def _attention(path: Path) -> pd.DataFrame:
         "step",
     ]
     table = read_table(path, [*needed, "latency"])
-    table = choose(path, choose(path, table, "attn_dtype", BF16), "kv_cache_dtype", BF16)
+    if kv == "bf16":
+        table = choose(path, choose(path, table, "attn_dtype", BF16), "kv_cache_dtype", BF16)
+    else:
+        table = choose(path, choose(path, table, "kv_cache_dtype", (kv,)), "attn_dtype", (*BF16, kv))
     if "window_size" in table:
         table = table[table.window_size == 0]
     table = _timed(path, table, needed[2:])

@@ -36,7 +36,8 @@ LARGE_MESSAGE_S = 100e-6
 
 def reference_of(gpu: Gpu, link_bytes_per_s: float, **rates: float) -> Reference:
     """The data-sheet figures of a GPU behind such a link; `rates` replace those of the catalogue."""
-    sheet = {"bf16_flop_per_s": gpu.bf16_flop_per_s, "memory_bytes_per_s": gpu.memory_bytes_per_s}
+    rate_names = ("bf16_flop_per_s", "fp8_flop_per_s", "fp4_flop_per_s", "memory_bytes_per_s")
+    sheet = {name: getattr(gpu, name) for name in rate_names}
     sizes = {"sm_count": gpu.sm_count, "l2_bytes": gpu.l2_bytes}
     return Reference.model_validate({**sheet, **sizes, "link_bytes_per_s": link_bytes_per_s, **rates})
 

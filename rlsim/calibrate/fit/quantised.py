@@ -1,0 +1,72 @@
+"""Products in other precisions than bf16, and attention on an FP8 KV cache: the formulas of bf16 with fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from rlsim.calibrate.fit.decode import kernel_decode_attention
+from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.fit.prefill import kernel_prefill_attention
+from rlsim.calibrate.measurements import Measurements
+from rlsim.calibrate.points import Fitted
+from rlsim.cost.calibration import DecodeAttentionFit, Engine, GemmFit, OperatorFits, PrefillAttentionFit, Reference
+from rlsim.cost.operators import gemm_of
+from rlsim.precision import PRECISIONS
+
+F = TypeVar("F", DecodeAttentionFit, PrefillAttentionFit)
+
+DECODE_KNOTS = {
+    "batch": [4.0**e for e in range(6)],
+    "context": [2.0, *(4.0**e for e in range(2, 9))],
+    "kv_heads": [1.0, 4.0, 16.0],
+}
+PREFILL_KNOTS = {
+    "sequences": [1.0, 16.0, 256.0],
+    "new": [16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0],
+    "q_heads": [4.0, 16.0, 64.0],
+    "group": [1.0, 8.0],
+}
+
+
+def quantised_kernels(measured: Measurements, ref: Reference, engine: Engine, cold: bool) -> Iterator[Fitted[Any]]:
+    """A fit of every table in `measured` that is not of bf16; attention on FP8 only if decode and prefill both are."""
+    for precision in PRECISIONS[1:]:
+        if gemm_of(precision) in measured:
+            yield kernel_gemm(measured.table(gemm_of(precision)), ref, cold, precision)
+    decode, prefill = (measured.table(f"{name}_attention_fp8") for name in ("decode", "prefill"))
+    if len(decode) and len(prefill):
+        yield kernel_decode_attention_fp8(decode, ref, engine, cold)
+        yield kernel_prefill_attention_fp8(prefill, ref)
+
+
+def with_quantised(operators: OperatorFits, fits: list[Any]) -> OperatorFits:
+    """`operators` with what `quantised_kernels` gives."""
+    update: dict[str, Any] = {"quantised_gemm": tuple(fit for fit in fits if isinstance(fit, GemmFit))}
+    for slot, kind in (("decode_attention_fp8", DecodeAttentionFit), ("prefill_attention_fp8", PrefillAttentionFit)):
+        update[slot] = next((fit for fit in fits if isinstance(fit, kind)), None)
+    return operators.model_copy(update=update)
+
+
+def kernel_decode_attention_fp8(
+    table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool
+) -> Fitted[DecodeAttentionFit]:
+    """As `kernel_decode_attention`: half the bytes are a bf16 cache under twice the bandwidth and L2."""
+    twice = {name: 2 * getattr(ref, name) for name in ("memory_bytes_per_s", "l2_bytes")}
+    fitted = kernel_decode_attention(table, ref.model_copy(update=twice), engine, cold, DECODE_KNOTS)
+    return _on_fp8(fitted, "decode_attention")
+
+
+def kernel_prefill_attention_fp8(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAttentionFit]:
+    """As `kernel_prefill_attention`; the FLOPs, which decide, are those of bf16."""
+    return _on_fp8(kernel_prefill_attention(table, ref, PREFILL_KNOTS), "prefill_attention")
+
+
+def _on_fp8(fitted: Fitted[F], operator: str) -> Fitted[F]:
+    """The same under the operator's name on an FP8 cache."""
+    named = f"{operator}_fp8"
+    residuals = {name.replace(operator, named): item for name, item in fitted.residuals.items()}
+    points = fitted.points.assign(operator=fitted.points.operator.str.replace(operator, named))
+    return Fitted(fitted.fit.model_copy(update={"kv_precision": "fp8"}), residuals, points, fitted.notes)

@@ -1,0 +1,384 @@
+"""Precisions of weights, activations and KV caches: bytes, kernels by hand, refusals, quantised configurations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from pydantic import ValidationError
+
+from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.fit.kernels import operators_with
+from rlsim.calibrate.fit.quantised import quantised_kernels
+from rlsim.calibrate.importers import aiconfigurator
+from rlsim.calibrate.measurements import Measurements
+from rlsim.cost.calibration import Calibration, GemmFit, OperatorFits, Reference, Tile, load_calibration
+from rlsim.cost.calls import CallCosts
+from rlsim.cost.layout import Layout
+from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
+from rlsim.cost.operators import Operators
+from rlsim.cost.products import Products
+from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainEfficiency
+from rlsim.cost.weight_sync import QUANTISING_BYTES
+from rlsim.errors import CalibrationError, ConfigError
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.schema import Experiment
+from rlsim.hardware import load_cluster, load_gpu
+from rlsim.models import load_model
+from rlsim.precision import Precision, published_precision
+
+LLAMA, MIXTURE = load_model("llama-3.1-8b"), load_model("qwen3-30b-a3b")
+MATRICES = 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)  # of LLaMA's layers
+H100 = load_cluster("8xh100")
+REFERENCE = Reference(
+    bf16_flop_per_s=100e12,
+    fp8_flop_per_s=200e12,
+    fp4_flop_per_s=400e12,
+    memory_bytes_per_s=1e12,
+    sm_count=100,
+    l2_bytes=40e6,
+    link_bytes_per_s=100e9,
+)
+
+
+def fit(precision: Precision) -> GemmFit:
+    return GemmFit(
+        precision=precision,
+        launch_s=1e-6,
+        memory_efficiency=0.1,
+        k_overhead=0.0,
+        split_s=0.0,
+        blend=50.0,
+        wave_rounding=1.0,
+        tiles=(Tile(m=100, n=100, efficiency=0.5),),
+        splits=(1,),
+    )
+
+
+def quantised(name: str = "h100-vllm", *precisions: Precision) -> Calibration:
+    """A calibration with products of these precisions as good as its bf16 ones, and attention on FP8 KV caches."""
+    known = load_calibration(name)
+    fits = known.operators
+    update: dict[str, Any] = {
+        "quantised_gemm": tuple(fits.gemm.model_copy(update={"precision": one}) for one in precisions),
+        **{
+            f"{kind}_attention_fp8": getattr(fits, f"{kind}_attention").model_copy(update={"kv_precision": "fp8"})
+            for kind in ("decode", "prefill")
+        },
+    }
+    reference = known.reference.model_copy(update={"fp8_flop_per_s": 2 * known.reference.bf16_flop_per_s})
+    return known.model_copy(update={"operators": fits.model_copy(update=update), "reference": reference})
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "weight", "activation", "speed"),
+    [("bf16", 2, 2, 1), ("fp8", 1, 1, 2), ("fp8_block", 1 + 4 / 128**2, 1 + 4 / 128, 2), ("nvfp4", 9 / 16, 9 / 16, 4)],
+)
+def test_products_by_hand(precision: Precision, weight: float, activation: float, speed: float) -> None:
+    products, quantised_bytes = Products(fit(precision), REFERENCE), 0.0 if precision == "bf16" else 2 + activation
+    m, n, k = 1, 10_000, 1000
+    size = weight * n * k + activation * m * k + 2 * m * n + quantised_bytes * m * k
+    assert products.time_s(m, n, k) == pytest.approx(1e-6 + size / 0.1e12, rel=1e-3), "bound by memory"
+    m = n = k = 10_000
+    compute = 2 * m * n * k / (speed * 100e12 * 0.5)
+    assert products.time_s(m, n, k) == pytest.approx(1e-6 + compute + quantised_bytes * m * k / 0.1e12, rel=1e-3)
+
+
+def test_fits_name_each_precision_once() -> None:
+    known = load_calibration("h100-vllm").operators
+    with pytest.raises(ValidationError, match="one fit for each other precision"):
+        OperatorFits.model_validate({**dict(known), "quantised_gemm": (fit("fp8"), fit("fp8"))})
+    with pytest.raises(ValidationError, match="attention must be of a bf16 KV cache"):
+        OperatorFits.model_validate({**dict(known), "decode_attention_fp8": known.decode_attention})
+
+
+def test_attention_on_fp8_reads_half_the_bytes() -> None:
+    known = quantised()
+    plain, halved = (Operators(known.on_kv(kv).operators, known.reference) for kv in ("bf16", "fp8"))
+    context, fast = 4e6, plain.decode_attention_s(64, 1e6, 32, 8, 128)
+    assert fast < plain.decode_attention_s(64, context, 32, 8, 128)
+    fits = known.operators.decode_attention.model_copy(update={"correction": None})
+    bare, bare8 = (
+        operators_with(known.reference, decode_attention=fits.model_copy(update={"kv_precision": kv}))
+        for kv in ("bf16", "fp8")
+    )
+    times = [[o.decode_attention_s(64, t, 32, 8, 128) for t in (1e6, 2e6)] for o in (bare, bare8)]
+    slow, quick = (high - low for low, high in times)
+    assert slow == pytest.approx(2 * quick)
+    assert halved.decode_attention_s(64, context, 32, 8, 128) < plain.decode_attention_s(64, context, 32, 8, 128)
+
+
+def test_a_fit_finds_what_a_table_in_fp8_was_made_with() -> None:
+    ref = load_calibration("h100-sglang").reference.model_copy(update={"fp8_flop_per_s": 1978.9e12})
+    known = load_calibration("h100-sglang").operators.gemm.model_copy(update={"correction": None, "precision": "fp8"})
+    products, widths = Products(known, ref), [2048, 4096, 6144, 8192, 14336, 28672]
+    rows = [(m, n, k, products.time_s(m, n, k)) for n in widths for k in widths for m in (1, 16, 64, 512, 2048, 8192)]
+    table = pd.DataFrame(rows, columns=["m", "n", "k", "seconds"])
+    found = kernel_gemm(table, ref, cold=False, precision="fp8")
+    assert found.fit.precision == "fp8"
+    assert found.fit.memory_efficiency == pytest.approx(known.memory_efficiency, rel=0.05)
+    assert found.residuals["gemm_fp8"].median < 0.03
+    assert set(found.points.operator) == {"gemm_fp8"}
+    with pytest.raises(CalibrationError, match="data sheet has no rate"):
+        kernel_gemm(table, ref.model_copy(update={"fp8_flop_per_s": None}), cold=False, precision="fp8")
+
+
+def test_attention_on_fp8_is_fitted_under_its_own_name() -> None:
+    known = load_calibration("h100-sglang")
+    bare = {
+        name: getattr(known.operators.without_corrections(), name) for name in ("decode_attention", "prefill_attention")
+    }
+    fp8 = {name: one.model_copy(update={"kv_precision": "fp8"}) for name, one in bare.items()}
+    operators = operators_with(known.reference, **fp8)
+    decode = [
+        (b, c, c, kv * 4, kv, 128, operators.decode_attention_s(b, b * c, kv * 4, kv, 128))
+        for b in (1, 4, 16, 64, 256)
+        for c in (2, 16, 256, 1024, 4096, 16384, 65536)
+        for kv in (1, 2, 4, 8)
+    ]
+    prefill = [
+        (b, n, 0, kv * 4, kv, 128, operators.prefill_attention_s([(n, 0)] * b, kv * 4, kv, 128))
+        for b in (1, 2, 4, 8)
+        for n in (16, 64, 256, 1024, 4096, 16384)
+        for kv in (1, 2, 4, 8)
+    ]
+    heads = ["q_heads", "kv_heads", "head_dim", "seconds"]
+    tables = {
+        "decode_attention_fp8": pd.DataFrame(decode, columns=["batch", "context", "longest", *heads]),
+        "prefill_attention_fp8": pd.DataFrame(prefill, columns=["batch", "new", "prior", *heads]),
+    }
+    found = list(quantised_kernels(Measurements(tables), known.reference, "sglang", cold=False))
+    assert [part.fit.kv_precision for part in found] == ["fp8", "fp8"]
+    for part, name in zip(found, tables, strict=True):
+        assert part.residuals[name].median < 0.05
+        assert part.points.operator.str.startswith(name).all()
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def test_products_of_a_table_by_precision(tmp_path: Path) -> None:
+    rows = [
+        (dtype, m, 4096, 4096, ms)
+        for dtype, ms in (("bfloat16", 0.1), ("fp8", 0.06), ("fp8_static", 0.05))
+        for m in (1, 64)
+    ]
+    path = tmp_path / "gemm_perf.parquet"
+    pd.DataFrame(rows, columns=["gemm_dtype", "m", "n", "k", "latency"]).to_parquet(path)
+    assert aiconfigurator.precisions(path) == ["fp8"]
+    assert aiconfigurator.gemms(path).seconds.tolist() == [0.1e-3] * 2
+    assert aiconfigurator.gemms(path, precision="fp8").seconds.tolist() == [0.06e-3] * 2
+    with pytest.raises(CalibrationError, match="no rows with gemm_dtype nvfp4"):
+        aiconfigurator.gemms(path, precision="nvfp4")
+
+
+# Models and memory ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_a_model_by_precision() -> None:
+    whole = LLAMA.weight_bytes
+    assert LLAMA.served("fp8").weight_bytes == whole - MATRICES
+    assert LLAMA.served("fp8_block").weight_bytes == whole - MATRICES * (1 - 4 / 128**2)
+    assert LLAMA.served("nvfp4").weight_bytes == whole - MATRICES * (2 - 9 / 16)
+    assert LLAMA.served("fp8").quantised_parameters == MATRICES
+    assert LLAMA.quantised_parameters == 0
+    assert rollout_weight_bytes(LLAMA.served("fp8"), 4) == rollout_weight_bytes(LLAMA, 4) - MATRICES / 4
+
+
+def test_the_router_of_a_mixture_stays_in_bf16() -> None:
+    attention = 48 * 2048 * 128 * (32 + 2 * 4 + 32)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert MIXTURE.served("fp8").quantised_parameters == attention + experts
+    published = MIXTURE.model_copy(update={"expert_precision": "mxfp4"})
+    assert published.quantised_parameters == experts
+    assert published.served("bf16").weight_bytes == MIXTURE.weight_bytes
+    assert published.served().of_experts == "mxfp4"
+
+
+def test_tp_must_not_cut_a_block() -> None:
+    """As `validate_fp8_block_shape` of vLLM and SGLang: 768 / 4 is no multiple of 128, 14336 / 8 is."""
+    served = MIXTURE.served("fp8_block")
+    assert [tp for tp in (1, 2, 4, 8) if served.supports_tp(tp)] == [1, 2]
+    assert LLAMA.served("fp8_block").supports_tp(8)
+    assert MIXTURE.served("fp8").supports_tp(4)
+    with pytest.raises(ConfigError, match="TP 4 cuts its MLP width 768 inside a block of 128 weights"):
+        served.check_tp(4)
+
+
+def test_a_kv_cache_in_fp8_takes_half() -> None:
+    served = LLAMA.served("bf16", "fp8")
+    assert served.kv_bytes_per_token == LLAMA.kv_bytes_per_token / 2
+    assert kv_page_bytes(served, 2, 16) == kv_page_bytes(LLAMA, 2, 16) / 2
+    assert served.sequence_bytes(100) == LLAMA.sequence_bytes(100) / 2
+    assert served.weight_bytes == LLAMA.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, None),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, None),
+        ({"quant_method": "gptq", "bits": 4}, None),
+        ("fp8", None),
+    ],
+)
+def test_what_a_config_json_says_of_its_weights(config: Any, precision: str | None) -> None:
+    assert published_precision(config) == precision
+
+
+@pytest.mark.parametrize(
+    ("bits", "strategy", "activations", "precision"),
+    [
+        (8, "channel", {"num_bits": 8, "type": "float"}, "fp8"),
+        (8, "block", {"num_bits": 8, "type": "float"}, "fp8_block"),
+        (4, "tensor_group", {"num_bits": 4, "type": "float"}, "nvfp4"),
+        (4, "group", None, None),  # weights alone
+        (8, "channel", {"num_bits": 8, "type": "int"}, None),
+    ],
+)
+def test_what_compressed_tensors_say(bits: int, strategy: str, activations: Any, precision: str | None) -> None:
+    group = {"weights": {"num_bits": bits, "type": "float", "strategy": strategy}, "input_activations": activations}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    assert published_precision(config) == precision
+
+
+# Steps and calls ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_in_fp8_is_shorter_and_its_head_as_long() -> None:
+    calibration = quantised("h100-vllm", "fp8")
+    plain, fp8 = (RooflineStep(model, 1, H100, calibration) for model in (LLAMA, LLAMA.served("fp8")))
+    slow, quick = plain.breakdown(8, 8000), fp8.breakdown(8, 8000)
+    assert quick["products"] < 0.65 * slow["products"]
+    assert {**quick, "products": 0} == {**slow, "products": 0}
+    halved = RooflineStep(LLAMA.served("bf16", "fp8"), 1, H100, calibration)
+    assert halved.decode(64).step_s(64 * 20_000) < 0.75 * plain.decode(64).step_s(64 * 20_000)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "cluster", "precision", "kv", "message"),
+    [
+        ("a100-vllm", "8xa100", "fp8", "bf16", "a100-sxm-80gb has no tensor cores for it; .* products in bf16$"),
+        ("h100-vllm", "8xh100", "nvfp4", "bf16", "h100-sxm has no tensor cores for it; .* products in bf16"),
+        ("h100-vllm", "8xh100", "mxfp4", "bf16", "precision mxfp4: calibration h100-sxm-vllm has matrix products in"),
+        ("a100-vllm", "8xa100", "bf16", "fp8", "kv_precision fp8: calibration .* on a KV cache of bf16 only"),
+    ],
+)
+def test_what_a_gpu_lacks_is_refused_by_name(
+    calibration: str, cluster: str, precision: Precision, kv: Any, message: str
+) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        RooflineStep(LLAMA.served(precision, kv), 1, load_cluster(cluster), load_calibration(calibration))
+
+
+def test_only_gpus_with_such_tensor_cores_have_rates_of_fp8() -> None:
+    for name in ("h100-sxm", "h200-sxm", "h800-sxm", "gh200", "h20", "l40s"):
+        gpu = load_gpu(name)
+        assert gpu.fp8_flop_per_s == pytest.approx(2 * gpu.bf16_flop_per_s, rel=0.02)
+    assert load_gpu("a100-sxm-80gb").fp8_flop_per_s is load_gpu("a40").fp8_flop_per_s is None
+
+
+def costs(precision: Precision, **changes: Any) -> CallCosts:
+    return CallCosts({"actor": LLAMA}, H100, quantised("h100-vllm", "fp8"), "fsdp", precision=precision, **changes)
+
+
+def test_fp8_training_saves_what_its_products_save() -> None:
+    strategy, lengths = TrainStrategy(dp=8, zero_stage=1), np.full(64, 4096.0)
+    plain, fp8 = (costs(one).of("actor", strategy).train_s(lengths, 1) for one in ("bf16", "fp8"))
+    assert 0.6 < fp8.compute_s / plain.compute_s < 0.95
+    assert fp8.optimizer_s == plain.optimizer_s
+    saved = costs("fp8").of("actor", strategy).efficiency.fp8_saved
+    flop = costs("bf16").of("actor", strategy).efficiency.flop
+    assert 0 < saved <= 1 / flop - 0.5, "no product beats the FP8 peak"
+    assert TrainEfficiency(flop=0.5, fp8_saved=0.5).layers == pytest.approx(1 / 1.5)
+    assert TrainEfficiency(flop=0.5).layers == 0.5
+
+
+def test_a_rollout_quantises_what_it_receives() -> None:
+    source, target = Layout(first_gpu=0, dp=8), Layout(first_gpu=0, tp=1)
+    served = costs("bf16", rollout=LLAMA.served("fp8"))
+    parts, plain = (
+        one.weight_sync("actor", "bucketed", one, offload=False).parts(source, target)
+        for one in (served, costs("bf16"))
+    )
+    assert parts.load_s - plain.load_s == pytest.approx(QUANTISING_BYTES * MATRICES / H100.gpu.memory_bytes_per_s)
+    assert (parts.export_s, parts.transport_s) == (plain.export_s, plain.transport_s), "bf16 is sent"
+
+
+# Experiments ----------------------------------------------------------------------------------------------------------
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "precise",
+        "cluster": "8xh100",
+        "model": "llama-3.1-8b",
+        "calibration": "h100-vllm",
+        "trace": {"fixed": 200, "cap": 400},
+        "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 2, "steps": 1},
+        "seeds": 1,
+        "systems": [{"verl": {"tp": 1}}],
+        **changes,
+    }
+
+
+def loaded(folder: Path, **changes: Any) -> LoadedExperiment:
+    return LoadedExperiment.of(Experiment.model_validate(experiment(**changes)), folder)
+
+
+def test_a_rollout_has_a_precision_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = loaded(tmp_path)
+    assert plain.model == plain.models["actor"] == LLAMA
+    measured = quantised("h100-vllm", "fp8_block")
+    monkeypatch.setattr("rlsim.experiment.build.load_calibration", lambda _: measured)
+    served = loaded(tmp_path, engine={"precision": "fp8_block", "kv_precision": "fp8"})
+    assert served.model == LLAMA.served("fp8_block", "fp8")
+    assert served.models["actor"] == LLAMA
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"engine": {"precision": "nvfp4"}}, CalibrationError, "experiment: engine: precision nvfp4: h100-sxm has no"),
+        (
+            {"training": {"precision": "fp8"}, "cluster": "8xa100", "calibration": "a100-vllm"},
+            CalibrationError,
+            "experiment: training: precision fp8: a100-sxm-80gb has no tensor cores",
+        ),
+        (
+            {"engine": {"precision": "fp8"}, "weight_sync": "reshard"},
+            ConfigError,
+            "weight_sync: reshard leaves weights",
+        ),
+    ],
+)
+def test_precisions_that_an_experiment_cannot_have(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        loaded(tmp_path, **changes)
+
+
+def test_a_quantised_config_json_is_served_as_published(tmp_path: Path) -> None:
+    words = {name: getattr(LLAMA, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size", "head_dim")}
+    words |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "model_type": "llama"}
+    words["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    model = load_model(tmp_path)
+    assert model.precision == "fp8_block"
+    assert "engines serve them so, training takes bf16" in model.note
+    bf16 = loaded(tmp_path, model=str(tmp_path / "config.json"), engine={"precision": "bf16"})
+    assert bf16.model.precision == bf16.models["actor"].precision == "bf16"
