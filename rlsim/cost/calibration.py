@@ -197,6 +197,34 @@ class PrefillAttentionFit(Fitted):
         return self
 
 
+class LatentAttentionFit(Fitted):
+    """Latent attention (MLA) beside its products with the model's weights.
+
+    Decode works in the latent: a launch, and for each cached token the blend of its bytes and of the FLOPs of all
+    heads. A prompt's attention is that of grouped queries over keys and values made of the latent;
+    prompts of few tokens may work in the latent as decode does.
+    """
+
+    launch_s: KernelSeconds = Field(description="all small kernels of a layer")
+    sequence_s: KernelSeconds = Field(description="per sequence")
+    head_s: KernelSeconds = Field(description="per sequence and head")
+    parallelism: tuple[float, ...] = Field(min_length=1, description="ascending knots: log2(sequences)")
+    efficiency: tuple[Efficiency, ...] = Field(description="share of peak bandwidth at the knots")
+    flop_efficiency: Share = Field(description="share of peak FLOP/s of attention in the latent")
+    correction: Correction | None = Field(default=None, description="over batch, context, heads")
+    prompt_launch_s: KernelSeconds = Field(description="all small kernels of a layer in a prefill")
+    prompt_head_s: KernelSeconds = Field(description="of copies and elementwise kernels, per new token and head")
+    prompt_speed: float = Field(ge=0.1, le=10, description="prompt attention, times as fast as with grouped queries")
+    latent_prompt_tokens: int = Field(ge=0, le=1_000_000, description="longest prompt that works in the latent")
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if len(self.parallelism) != len(self.efficiency):
+            raise ValueError("parallelism and efficiency must have the same length")
+        _ascend(self.parallelism, "parallelism")
+        return self
+
+
 class MemoryOpFit(Fitted):
     """`launch + bytes / (bandwidth * efficiency)`: norms, rotary embedding, activation."""
 
@@ -212,6 +240,7 @@ class OperatorFits(Fitted):
     decode_attention: DecodeAttentionFit
     prefill_attention: PrefillAttentionFit
     memory_bound: MemoryOpFit
+    latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
 
 
 class CollectiveFit(Fitted):

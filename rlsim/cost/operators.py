@@ -20,7 +20,7 @@ from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.surface import Surface
 
-_BF16 = 2.0  # bytes
+BF16_BYTES = 2.0
 
 
 def interpolate(knots: Sequence[float], values: Sequence[float], x: float) -> float:
@@ -58,10 +58,10 @@ class Operators:
         self._split_times: dict[tuple[int, int, int, float], list[float]] = {}
         self._gemm_factors: dict[tuple[int, int], Surface] = {}
         self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
-        self._gemm_factor = _surface(fits.gemm.correction, GEMM_AXES)
-        self._decode_factor = _surface(fits.decode_attention.correction, DECODE_AXES)
-        self._memory_factor = _surface(fits.memory_bound.correction, MEMORY_AXES)
-        self._prefill_factor = _surface(fits.prefill_attention.correction, PREFILL_AXES)
+        self._gemm_factor = surface_of(fits.gemm.correction, GEMM_AXES)
+        self._decode_factor = surface_of(fits.decode_attention.correction, DECODE_AXES)
+        self._memory_factor = surface_of(fits.memory_bound.correction, MEMORY_AXES)
+        self._prefill_factor = surface_of(fits.prefill_attention.correction, PREFILL_AXES)
         self._decode_factors: dict[int, Surface] = {}
         self._prefill_factors: dict[tuple[int, int], Surface] = {}
         self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
@@ -105,7 +105,7 @@ class Operators:
                 time += fit.split_s + 4.0 * m * n * groups * split / ref.memory_bytes_per_s
             if time < compute:
                 compute = time
-        size = _BF16 * groups * (float(n) * k + m * k + m * n)
+        size = BF16_BYTES * groups * (float(n) * k + m * k + m * n)
         memory = size / (ref.memory_bytes_per_s * fit.memory_efficiency)
         high, low = (compute, memory) if compute > memory else (memory, compute)
         time = fit.launch_s + high * float((1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend))
@@ -153,29 +153,15 @@ class Operators:
         floor = fit.floor_s + fit.floor_tile_s * tiles + fit.floor_sequence_s * batch
         stream = fit.stream_s + fit.stream_tile_s * tiles + fit.stream_sequence_s * batch
         efficiency = interpolate(fit.parallelism, fit.efficiency, log2(tiles))
-        token_bytes = 2.0 * kv_heads * head_dim * _BF16
+        token_bytes = 2.0 * kv_heads * head_dim * BF16_BYTES
         slope = token_bytes / (ref.memory_bytes_per_s * efficiency)
-        turn = (floor - stream) / slope
-        knots = {0.0, turn} if turn > 0.0 else {0.0}
-        if self._decode_factor is None or fit.correction is None:
-            ordered = [*sorted(knots), max(turn, 0.0) + 1.0]
-            return ordered, [max(floor, stream + slope * total) for total in ordered]
-        heads = self._decode_factors.get(kv_heads)
-        if heads is None:
-            heads = self._decode_factors[kv_heads] = self._decode_factor.sliced(kv_heads)
-        factor = heads.along(batch)
-        contexts = fit.correction.knots("context")
-        factors = {batch * context: at for context, at in zip(contexts, factor.at_knots(), strict=True)}
-        knots.update(factors)
-        ordered, times, longest = sorted(knots), [], 0.0
-        for total in ordered:
-            at = factors.get(total) or factor(max(total / batch, contexts[0]))
-            time = max(floor, stream + slope * total) * at
-            longest = max(longest, time, total * token_bytes / ref.memory_bytes_per_s)
-            times.append(longest)
-        # beyond the last knot the formula goes on under the factor of that knot
-        last = factors[batch * contexts[-1]]
-        return [*ordered, ordered[-1] * 2.0], [*times, longest + slope * last * ordered[-1]]
+        factor: Surface | None = None
+        if self._decode_factor is not None:
+            heads = self._decode_factors.get(kv_heads)
+            if heads is None:
+                heads = self._decode_factors[kv_heads] = self._decode_factor.sliced(kv_heads)
+            factor = heads.along(batch)
+        return bent(batch, floor, stream, slope, token_bytes / ref.memory_bytes_per_s, fit.correction, factor)
 
     def decode_attention_s(
         self, batch: int, context_tokens: float, q_heads: int, kv_heads: int, head_dim: int
@@ -195,7 +181,7 @@ class Operators:
         return curve.step_s(context_tokens)
 
     def prefill_attention_s(
-        self, chunks: Sequence[tuple[float, float]], q_heads: int, kv_heads: int, head_dim: int
+        self, chunks: Sequence[tuple[float, float]], q_heads: int, kv_heads: int, head_dim: float
     ) -> float:
         """Seconds of one layer's causal attention over `chunks` of (new tokens, tokens already cached), one kernel.
 
@@ -234,7 +220,7 @@ class Operators:
         p = fit.blend
         compute = float((total_s**p + longest_s**p) ** (1.0 / p))
         size = tokens * q_heads * 2 + context * kv_heads * 2
-        memory = size * head_dim * _BF16 / (ref.memory_bytes_per_s * fit.memory_efficiency)
+        memory = size * head_dim * BF16_BYTES / (ref.memory_bytes_per_s * fit.memory_efficiency)
         time = fit.launch_s + max(compute, memory)
         if self._prefill_factor is None:
             return time
@@ -243,7 +229,7 @@ class Operators:
             factor = self._prefill_factor.sliced(q_heads, q_heads / kv_heads)
             self._prefill_factors[q_heads, kv_heads] = factor
         # The prompt with as many keys per query.
-        return max(time * factor(len(chunks), pairs / tokens), size * head_dim * _BF16 / ref.memory_bytes_per_s)
+        return max(time * factor(len(chunks), pairs / tokens), size * head_dim * BF16_BYTES / ref.memory_bytes_per_s)
 
     def memory_bound_s(self, size_bytes: float, tokens: float) -> float:
         """Seconds of an elementwise kernel or norm over `tokens` tokens that moves `size_bytes` to and from memory."""
@@ -263,5 +249,38 @@ class Operators:
         return time
 
 
-def _surface(correction: Correction | None, axes: Sequence[str]) -> Surface | None:
+def bent(
+    batch: int,
+    floor: float,
+    stream: float,
+    slope: float,
+    least_slope: float,
+    correction: Correction | None,
+    factor: Surface | None,
+) -> tuple[list[float], list[float]]:
+    """Knots of T and the seconds there of `max(floor, stream + slope · T)`, bent by a correction's factor along its
+    axis `context` (T / batch); times never fall with T and are never below `least_slope · T`.
+
+    The last slope continues beyond the last knot.
+    """
+    turn = (floor - stream) / slope
+    knots = {0.0, turn} if turn > 0.0 else {0.0}
+    if correction is None or factor is None:
+        ordered = [*sorted(knots), max(turn, 0.0) + 1.0]
+        return ordered, [max(floor, stream + slope * total) for total in ordered]
+    contexts = correction.knots("context")
+    factors = {batch * context: at for context, at in zip(contexts, factor.at_knots(), strict=True)}
+    knots.update(factors)
+    ordered, times, longest = sorted(knots), [], 0.0
+    for total in ordered:
+        at = factors.get(total) or factor(max(total / batch, contexts[0]))
+        time = max(floor, stream + slope * total) * at
+        longest = max(longest, time, total * least_slope)
+        times.append(longest)
+    # beyond the last knot the formula goes on under the factor of that knot
+    last = factors[batch * contexts[-1]]
+    return [*ordered, ordered[-1] * 2.0], [*times, longest + slope * last * ordered[-1]]
+
+
+def surface_of(correction: Correction | None, axes: Sequence[str]) -> Surface | None:
     return None if correction is None else Surface(correction, axes)
