@@ -11,8 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from rlsim.cost.curve import InWindows
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.control import (
@@ -32,6 +34,14 @@ from rlsim.sim.control import (
 )
 
 ONE_MOMENT = 1e-9
+
+
+def in_windows(step: StepCost, contexts: Sequence[int]) -> InWindows | None:
+    """What these sequences read in windows in the one step that they take now."""
+    if step.kv.window_tokens is None:
+        return None
+    read = [min(context, step.kv.window_tokens) for context in contexts]
+    return InWindows(sum(read) + step.skew * (len(read) * max(read) - sum(read)), 0.0)
 
 
 def one_moment(a: float, b: float) -> bool:
@@ -105,7 +115,9 @@ class RefResult:
     aborted: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)
     end_at: float = 0.0
-    peak_pages: dict[int, int] = field(default_factory=dict)  # by replica index, at the start of executed iterations
+    peak_pages: dict[int, Fraction] = field(
+        default_factory=dict
+    )  # by replica index, at the start of executed iterations
     busy_s: dict[tuple[int, ...], float] = field(default_factory=dict)  # by the GPUs of a replica
     actions: list[tuple[float, Action]] = field(default_factory=list)  # carried out, not ignored
     released_at: dict[int, float] = field(default_factory=dict)  # by replica index
@@ -360,18 +372,23 @@ class _Rollout:
         for r in self.requests:
             if not 0 <= r.generated < r.response_tokens:
                 raise ValueError(f"request {r.id} has nothing to generate")
-            if self.pages_of(r.prompt_tokens + r.response_tokens) > costs.capacity_pages(tp):
+            if self.pages_of(r.prompt_tokens + r.response_tokens, tp) > costs.capacity_pages(tp):
                 raise ValueError(f"request {r.id} does not fit an empty replica")
         for node in range(len(node_gpus)):
             self.create_replicas(node)
 
     # --- simple questions
 
-    def pages_of(self, context: int) -> int:
-        return -(-context // self.engine.page_tokens)
+    def pages_of(self, context: int, tp: int) -> Fraction:
+        """Of all layers; a page begun beyond the window is only a part of one."""
+        kv, page = self.costs.step(tp).kv, self.engine.page_tokens
+        window = math.inf if kv.window_tokens is None else kv.window_tokens
+        whole = sum(1 for first in range(0, context, page) if first < window)
+        late = math.ceil(context / page) - whole
+        return Fraction(whole + math.ceil(kv.state_tokens / page)) + late * Fraction(kv.late_units, kv.page_units)
 
-    def pages(self, replica: _Replica) -> int:
-        return sum(self.pages_of(r.context) for r in replica.admitted)
+    def pages(self, replica: _Replica) -> Fraction:
+        return sum((self.pages_of(r.context, replica.tp) for r in replica.admitted), Fraction())
 
     def active(self) -> list[_Replica]:
         return [replica for replica in self.replicas if replica.active]
@@ -461,7 +478,7 @@ class _Rollout:
             if len(replica.admitted) >= engine.max_num_seqs:
                 break
             watermark = engine.watermark_pages if replica.admitted else 0
-            if self.pages_of(head.context) + self.pages(replica) + watermark > capacity:
+            if self.pages_of(head.context, replica.tp) + self.pages(replica) + watermark > capacity:
                 break
             if not head.arrived_kv:
                 if engine.chunked_prefill:
@@ -498,11 +515,13 @@ class _Rollout:
             kind, time_s = "mixed", step.prefill_s(new_chunks)
         elif chunks:
             padding = len(running) * max(contexts) - sum(contexts)
-            kind, time_s = "mixed", step.mixed_s(len(running), sum(contexts) + step.skew * padding, new_chunks)
+            total = sum(contexts) + step.skew * padding
+            kind, time_s = "mixed", step.mixed_s(len(running), total, new_chunks, in_windows(step, contexts))
         elif running:
             total = sum(contexts)
             padding = len(running) * max(contexts) - total
-            kind, time_s = "decode", step.decode(len(running)).step_s(total + step.skew * padding)
+            curve = step.decode(len(running), in_windows(step, contexts))
+            kind, time_s = "decode", curve.step_s(total + step.skew * padding)
         else:
             if replica.waiting:
                 raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")

@@ -195,7 +195,7 @@ def test_fitted_gemms_fall_no_more_than_measured_ones(fitted: Operators) -> None
 
 
 def uncorrected(o: Operators) -> Operators:
-    bare = {name: fit.model_copy(update={"correction": None}) for name, fit in o.fits}
+    bare = {name: fit.model_copy(update={"correction": None}) for name, fit in o.fits if fit}
     return Operators(o.fits.model_copy(update=bare), o.reference)
 
 

@@ -38,6 +38,8 @@ class LatentKernels:
         self._operators, self._fit, self._heads = operators, fit, heads
         self._rank = attention.kv_rank
         self._cached = attention.cached_elements()
+        self._norms = (attention.q_rank or 0) + attention.kv_rank
+        self._rope = attention.rope_dim
         self._made = attention.nope_dim + attention.v_dim
         self._mean_dim = (attention.nope_dim + attention.rope_dim + attention.v_dim) / 2
         factor = surface_of(fit.correction, LATENT_AXES)
@@ -56,6 +58,11 @@ class LatentKernels:
         absorb = self.absorb_s(batch)
         return knots, [time + absorb for time in times]
 
+    def elementwise_s(self, tokens: float) -> float:
+        """Seconds of the norms of the latents, and of rotary embedding and the KV write, for so many tokens."""
+        each = (2 * self._norms, 2 * (self._heads + 1) * self._rope + self._cached)
+        return sum([self._operators.memory_bound_s(tokens * one * BF16_BYTES, tokens) for one in each])
+
     @property
     def _token_flop(self) -> float:
         """FLOPs of all heads for one query and one latent: scores over all of it, values over its rank."""
@@ -63,10 +70,11 @@ class LatentKernels:
 
     def absorb_s(self, tokens: float) -> float:
         """Seconds in which the queries of so many tokens go into the latent and their results come out: each head's
-        part of kv_b is read once, and multiplied with all of them."""
-        ref, weights = self._operators.reference, self._heads * self._rank * self._made
-        read = BF16_BYTES * weights / (ref.memory_bytes_per_s * self._operators.fits.gemm.memory_efficiency)
-        return max(read, 2.0 * weights * tokens / (ref.bf16_flop_per_s * self._fit.flop_efficiency))
+        part of kv_b is read once, in one of two products, and multiplied with all of them."""
+        ref, gemm, weights = self._operators.reference, self._operators.fits.gemm, self._heads * self._rank * self._made
+        read = BF16_BYTES * weights / (ref.memory_bytes_per_s * gemm.memory_efficiency)
+        computed = 2.0 * weights * tokens / (ref.bf16_flop_per_s * self._fit.flop_efficiency)
+        return 2 * gemm.launch_s + max(read, computed)
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
         """Seconds of one layer's attention over `chunks` of (new tokens, tokens already cached), kv_b included.

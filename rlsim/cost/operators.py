@@ -181,9 +181,16 @@ class Operators:
         return curve.step_s(context_tokens)
 
     def prefill_attention_s(
-        self, chunks: Sequence[tuple[float, float]], q_heads: int, kv_heads: int, head_dim: float
+        self,
+        chunks: Sequence[tuple[float, float]],
+        q_heads: int,
+        kv_heads: int,
+        head_dim: float,
+        window_tokens: int | None = None,
     ) -> float:
         """Seconds of one layer's causal attention over `chunks` of (new tokens, tokens already cached), one kernel.
+
+        With a window a query attends to its last `window_tokens` tokens, and a block to that and its own queries.
 
         Work: `4 · q_heads · head_dim` FLOPs for each (query, key) pair, in blocks of queries; a block's last keys
         are masked but computed. Chunks with cached tokens are derived from the same formula (measured: none cached).
@@ -200,10 +207,22 @@ class Operators:
             n = -(-new // block)
             end = prior + n * block
             blocks += n
-            keys += n * (prior + block + end)
             tokens += new
-            context += prior + new
-            pairs += new * (2.0 * prior + new)
+            if window_tokens is None or prior + new <= window_tokens:
+                keys += n * (prior + block + end)
+                context += prior + new
+                pairs += new * (2.0 * prior + new)
+            else:
+                reach = window_tokens + block  # keys of a block that the window cuts
+                whole = max((reach - prior) // block, 0.0)  # blocks that it does not cut
+                growing = max(window_tokens - prior, 0.0)  # queries that have no more tokens before them than it holds
+                if whole < n:
+                    keys += whole * (2.0 * prior + (whole + 1) * block) + 2.0 * (n - whole) * reach
+                    end = reach
+                else:
+                    keys += n * (prior + block + end)
+                context += new + min(prior, window_tokens)
+                pairs += growing * (2.0 * prior + growing) + 2.0 * (new - growing) * window_tokens
             if end > last:
                 last = end
         if outside is None:
@@ -283,4 +302,5 @@ def bent(
 
 
 def surface_of(correction: Correction | None, axes: Sequence[str]) -> Surface | None:
+    """A correction ready for look-ups; raises `CalibrationError` if it is over other axes."""
     return None if correction is None else Surface(correction, axes)

@@ -1,8 +1,8 @@
 """Latent attention: decode in the latent, and prompts.
 
-Where the tables time a whole module, its products are those of the GEMM fit and the constants are fitted to the sum, so
-that what they hold is the module less its products; errors are those of the sum. The head counts of `UNSEEN` (whole
-degrees of tensor parallelism) are left out of every fit and judge it.
+Where the tables time a whole module, its products and elementwise kernels are those of the calibration's other fits,
+and the constants are fitted to the sum: what they hold is the module less those. Errors are those of the sum. The head
+counts of `UNSEEN` (whole degrees of tensor parallelism) are left out of every fit and judge it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,20 @@ KNOTS = {
     "heads": [1.0, 8.0, float(HEAD_BLOCK), 128.0],
 }
 
+#: Nothing fitted yet: no launches, everything at its peak, prompts as grouped queries.
+_NONE = LatentAttentionFit(
+    launch_s=0.0,
+    sequence_s=0.0,
+    head_s=0.0,
+    parallelism=(0.0,),
+    efficiency=(1.0,),
+    flop_efficiency=1.0,
+    prompt_launch_s=0.0,
+    prompt_head_s=0.0,
+    prompt_speed=1.0,
+    latent_prompt_tokens=0,
+)
+
 
 def kernel_latent_attention(
     decode: pd.DataFrame, prompts: pd.DataFrame, operators: Operators, *, module: bool
@@ -47,25 +61,25 @@ def kernel_latent_attention(
     decode = decode.assign(context=decode.prior + decode.new)
     size = decode.batch * decode.context * MEASURED.cached_elements() * BF16_BYTES
     rows = decode[(size > 1.2 * ref.l2_bytes) | (decode.context <= TINY)].reset_index(drop=True)
-    products = [products_s(operators, h, b) if module else 0.0 for h, b in zip(rows.heads, rows.batch, strict=True)]
-    rows = rows.assign(products_s=products)
-    seen = ~rows.heads.isin(UNSEEN)
-    fit = _fit_decode(rows[seen], operators)
+    beside = [_beside_s(operators, h, b) if module else 0.0 for h, b in zip(rows.heads, rows.batch, strict=True)]
+    rows = rows.assign(beside_s=beside, absorbs=float(module))
+    unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
+    fit = _fit_decode(rows[~unseen], operators)
     prompts = prompts[prompts.heads >= FEWEST_HEADS].reset_index(drop=True) if module else prompts.head(0)
     if module:
         tokens = prompts.batch * prompts.new
-        products = [products_s(operators, h, n) for h, n in zip(prompts.heads, tokens, strict=True)]
-        prompts = prompts.assign(products_s=products)
+        beside = [_beside_s(operators, h, n) for h, n in zip(prompts.heads, tokens, strict=True)]
+        prompts = prompts.assign(beside_s=beside)
         fit = _fit_prompts(prompts[~prompts.heads.isin(UNSEEN)], operators, fit)
     fit = as_written(fit)
-    what = "whole module, its products by the GEMM fit" if module else "kernel alone"
+    what = "whole module, its products by their own fit" if module else "kernel alone"
     note = f"heads of {UNSEEN[0]} and {UNSEEN[1]} on a GPU not fitted; {what}"
     shown = _decode_s(operators, fit, rows)
-    points = point_rows("latent_attention", _labels(rows), rows.seconds, shown, ~seen)
+    points = point_rows("latent_attention", _labels(rows), rows.seconds, shown, unseen)
     residuals = {"latent_attention": residual_of(points, rows[["batch", "context", "heads"]], note)}
     if module:
         shown = _prompts_s(operators, fit, prompts)
-        unseen = prompts.heads.isin(UNSEEN)
+        unseen = prompts.heads.isin(UNSEEN).to_numpy(bool)
         extra = point_rows("latent_attention_prompts", _labels(prompts), prompts.seconds, shown, unseen)
         residuals["latent_attention_prompts"] = residual_of(extra, prompts[["new", "heads"]], note)
         points = join([points, extra])
@@ -73,68 +87,70 @@ def kernel_latent_attention(
     return Fitted(fit, residuals, points, notes)
 
 
-def products_s(operators: Operators, heads: int, tokens: float) -> float:
-    """Seconds of a measured layer's products over all tokens, `kv_b` not among them."""
+def _beside_s(operators: Operators, heads: int, tokens: float) -> float:
+    """Seconds of a measured layer's products over all tokens, `kv_b` not among them, and of its elementwise kernels."""
     mine = MEASURED.linears(HIDDEN, MEASURED.heads // heads)
-    return sum(operators.gemm_s(tokens, linear.n_out, linear.k_in) for linear in mine if linear.name != "kv_b")
+    products = sum(operators.gemm_s(tokens, linear.n_out, linear.k_in) for linear in mine if linear.name != "kv_b")
+    return products + LatentKernels(operators, _NONE, MEASURED, heads).elementwise_s(tokens)
 
 
 def _labels(rows: pd.DataFrame) -> list[str]:
-    return [
-        f"{row.batch} x {row.new} tokens on {row.prior}, {row.heads} heads" for row in rows.itertuples(index=False)
-    ]
+    return [f"{row.batch} x {row.new} tokens on {row.prior}, {row.heads} heads" for row in rows.itertuples(index=False)]
 
 
 def _decode_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame) -> Array:
     found = np.empty(len(rows))
-    for (heads, batch), group in rows.groupby(["heads", "batch"]):
-        knots, times = LatentKernels(operators, fit, MEASURED, int(heads)).decode_curve(int(batch))
-        curve = DecodeCurve(int(batch), knots, times)
-        found[group.index] = [curve.step_s(batch * context) for context in group.context]
-    return np.asarray(found + rows.products_s.to_numpy(float))
+    for _, group in rows.groupby(["heads", "batch"]):
+        heads, batch = int(group.heads.iloc[0]), int(group.batch.iloc[0])
+        kernels = LatentKernels(operators, fit, MEASURED, heads)
+        curve = DecodeCurve(batch, *kernels.decode_curve(batch))
+        more = (1.0 - group.absorbs.iloc[0]) * kernels.absorb_s(batch)  # which a kernel's own table does not time
+        found[group.index] = [curve.step_s(batch * context) - more for context in group.context]
+    return np.asarray(found + rows.beside_s.to_numpy(float))
 
 
 def _prompts_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame) -> Array:
     kernels = {int(heads): LatentKernels(operators, fit, MEASURED, int(heads)) for heads in rows.heads.unique()}
-    shown = [kernels[row.heads].prefill_s([(row.new, row.prior)] * row.batch) for row in rows.itertuples(index=False)]
-    return np.asarray(np.array(shown) + rows.products_s.to_numpy(float))
+    columns = zip(rows.heads.tolist(), rows.batch.tolist(), rows.new.tolist(), rows.prior.tolist(), strict=True)
+    shown = [kernels[heads].prefill_s([(new, prior)] * batch) for heads, batch, new, prior in columns]
+    return np.asarray(np.array(shown) + rows.beside_s.to_numpy(float))
 
 
 def _fit_decode(rows: pd.DataFrame, operators: Operators) -> LatentAttentionFit:
     """All constants of decode at once, then what they leave over of the time without products."""
-    b, s, h, beside, y = columns_of(rows, ("batch", "context", "heads", "products_s", "seconds"))
-    ref = operators.reference
+    b, s, h, beside, y = columns_of(rows, ("batch", "context", "heads", "beside_s", "seconds"))
+    absorbs, gemm, ref = rows.absorbs.to_numpy(float), operators.fits.gemm, operators.reference
     least = MEASURED.cached_elements() * BF16_BYTES / ref.memory_bytes_per_s
     padded = np.array([padded_heads(int(heads)) for heads in h])
     flop_s = 2.0 * padded * (MEASURED.cached_elements() + MEASURED.kv_rank) / ref.bf16_flop_per_s
     weights = h * MEASURED.kv_rank * (MEASURED.nope_dim + MEASURED.v_dim)
-    read = BF16_BYTES * weights / (ref.memory_bytes_per_s * operators.fits.gemm.memory_efficiency)
+    read = BF16_BYTES * weights / (ref.memory_bytes_per_s * gemm.memory_efficiency)
+
+    def absorb(computes: float) -> Array:
+        computed = 2.0 * weights * b / (ref.bf16_flop_per_s * computes)
+        return np.asarray(absorbs * (2 * gemm.launch_s + np.maximum(read, computed)))
 
     def shown(p: Array) -> Array:
         launch_us = np.exp(p[0]) + np.exp(p[1]) * b + np.exp(p[2]) * b * h
         computes = squash(p[3])
         each = least / np.interp(np.log2(b), PARALLELISM, squash(p[4:]))
         each = (each**BLEND + (flop_s / computes) ** BLEND) ** (1.0 / BLEND)
-        absorb = np.maximum(read, 2.0 * weights * b / (ref.bf16_flop_per_s * computes))
-        return np.asarray(beside + absorb + launch_us * 1e-6 + each * b * s)
+        return np.asarray(beside + absorb(float(computes)) + launch_us * 1e-6 + each * b * s)
 
     start = np.concatenate([np.log([20.0, 0.02, 0.002]), np.full(1 + len(PARALLELISM), unsquash(0.7))])
     p = fit_logs(shown, y, start, pull=0.03).x
-    fit = LatentAttentionFit(
-        launch_s=math.exp(p[0]) * 1e-6,
-        sequence_s=math.exp(p[1]) * 1e-6,
-        head_s=math.exp(p[2]) * 1e-6,
-        parallelism=PARALLELISM,
-        efficiency=tuple(squash(p[4:]).tolist()),
-        flop_efficiency=float(squash(p[3])),
-        prompt_launch_s=0.0,
-        prompt_head_s=0.0,
-        prompt_speed=1.0,
-        latent_prompt_tokens=0,
-    )
-    absorb = np.maximum(read, 2.0 * weights * b / (ref.bf16_flop_per_s * fit.flop_efficiency))
-    kernel = _decode_s(operators, as_written(fit), rows.reset_index(drop=True)) - beside - absorb
-    left = np.log(np.maximum(y - beside - absorb, 0.1 * kernel) / kernel)
+    update = {
+        "launch_s": math.exp(p[0]) * 1e-6,
+        "sequence_s": math.exp(p[1]) * 1e-6,
+        "head_s": math.exp(p[2]) * 1e-6,
+        "parallelism": PARALLELISM,
+        "efficiency": tuple(squash(p[4:]).tolist()),
+        "flop_efficiency": float(squash(p[3])),
+    }
+    fit = _NONE.model_copy(update=update)
+    other = beside + absorb(fit.flop_efficiency)
+    kernel = _decode_s(operators, as_written(fit), rows.reset_index(drop=True)) - other
+    left = np.log(np.maximum(y - other, 0.1 * kernel) / kernel)
     return fit.model_copy(update={"correction": fit_correction(rows, KNOTS, left)})
 
 
