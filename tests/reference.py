@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from rlsim.cost.curve import InWindows
@@ -115,9 +114,7 @@ class RefResult:
     aborted: set[int] = field(default_factory=set)
     unfinished: set[int] = field(default_factory=set)
     end_at: float = 0.0
-    peak_pages: dict[int, Fraction] = field(
-        default_factory=dict
-    )  # by replica index, at the start of executed iterations
+    peak_pages: dict[int, int] = field(default_factory=dict)  # by replica index, at the start of executed iterations
     busy_s: dict[tuple[int, ...], float] = field(default_factory=dict)  # by the GPUs of a replica
     actions: list[tuple[float, Action]] = field(default_factory=list)  # carried out, not ignored
     released_at: dict[int, float] = field(default_factory=dict)  # by replica index
@@ -372,23 +369,25 @@ class _Rollout:
         for r in self.requests:
             if not 0 <= r.generated < r.response_tokens:
                 raise ValueError(f"request {r.id} has nothing to generate")
-            if self.pages_of(r.prompt_tokens + r.response_tokens, tp) > costs.capacity_pages(tp):
+            if (
+                self.pages_of(r.prompt_tokens + r.response_tokens, tp)
+                > costs.capacity_pages(tp) * costs.step(tp).kv.page_units
+            ):
                 raise ValueError(f"request {r.id} does not fit an empty replica")
         for node in range(len(node_gpus)):
             self.create_replicas(node)
 
     # --- simple questions
 
-    def pages_of(self, context: int, tp: int) -> Fraction:
-        """Of all layers; a page begun beyond the window is only a part of one."""
+    def pages_of(self, context: int, tp: int) -> int:
+        """In units of which a page of all layers has `page_units`, and one begun beyond the window `late_units`."""
         kv, page = self.costs.step(tp).kv, self.engine.page_tokens
-        window = math.inf if kv.window_tokens is None else kv.window_tokens
-        whole = sum(1 for first in range(0, context, page) if first < window)
-        late = math.ceil(context / page) - whole
-        return Fraction(whole + math.ceil(kv.state_tokens / page)) + late * Fraction(kv.late_units, kv.page_units)
+        pages = -(-context // page)
+        whole = pages if kv.window_tokens is None else sum(n * page < kv.window_tokens for n in range(pages))
+        return kv.page_units * (whole + math.ceil(kv.state_tokens / page)) + kv.late_units * (pages - whole)
 
-    def pages(self, replica: _Replica) -> Fraction:
-        return sum((self.pages_of(r.context, replica.tp) for r in replica.admitted), Fraction())
+    def pages(self, replica: _Replica) -> int:
+        return sum(self.pages_of(r.context, replica.tp) for r in replica.admitted)
 
     def active(self) -> list[_Replica]:
         return [replica for replica in self.replicas if replica.active]
@@ -447,7 +446,8 @@ class _Rollout:
         """Steps 1 to 4 of a boundary."""
         assert replica.iteration is None
         engine = self.engine
-        capacity = self.costs.capacity_pages(replica.tp)
+        units = self.costs.step(replica.tp).kv.page_units
+        capacity = self.costs.capacity_pages(replica.tp) * units
 
         # 1. arrivals
         replica.waiting += replica.arrivals
@@ -477,7 +477,7 @@ class _Rollout:
             head = replica.waiting[0]
             if len(replica.admitted) >= engine.max_num_seqs:
                 break
-            watermark = engine.watermark_pages if replica.admitted else 0
+            watermark = engine.watermark_pages * units if replica.admitted else 0
             if self.pages_of(head.context, replica.tp) + self.pages(replica) + watermark > capacity:
                 break
             if not head.arrived_kv:

@@ -234,6 +234,10 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         else:
             found[operator] = parts.borrow(operator, operator, partial(_kernel_from, operator))
             parts.borrow_residuals(operator)
+    if parts.base is not None and parts.base.gpu == parts.gpu and parts.base.operators.latent_attention is not None:
+        found["latent_attention"] = parts.base.operators.latent_attention
+        parts.borrowed.append("latent_attention")
+        parts.borrow_residuals("latent_attention")
     return None if parts.missing else OperatorFits.model_validate(found)
 
 

@@ -163,19 +163,19 @@ class Curves:
 
     def at(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The curve of `batch` sequences."""
-        if in_windows is not None:
-            last = self._unequal.get(batch)
-            if last is not None and last[0] == in_windows:
-                return last[1]
-            curve = self._make(batch, in_windows)
-            if last is not None:
-                curve.furthest_tokens = last[1].furthest_tokens
-            self._unequal[batch] = in_windows, curve
-            return curve
-        known = self._known.get(batch)
-        if known is None:
-            known = self._known[batch] = self._make(batch, None)
-        return known
+        if in_windows is None:
+            known = self._known.get(batch)
+            if known is None:
+                known = self._known[batch] = self._make(batch, None)
+            return known
+        last = self._unequal.get(batch)
+        if last is not None and last[0] == in_windows:
+            return last[1]
+        curve = self._make(batch, in_windows)
+        if last is not None:
+            curve.furthest_tokens = last[1].furthest_tokens
+        self._unequal[batch] = in_windows, curve
+        return curve
 
     def used(self) -> Iterator[tuple[int, float]]:
         """Batch sizes, and the largest T that each was asked about; not those that were only looked at."""

@@ -50,6 +50,7 @@ class RunningBatch:
         "size",
         "step",
         "tokens",
+        "windowed",
     )
 
     def __init__(
@@ -64,6 +65,7 @@ class RunningBatch:
         self._page_tokens = page_tokens
         self._padding = page_tokens - 1  # the most that one request's last page is short of being full
         self._kv = kv
+        self.windowed = kv.window_tokens is not None
         self._windows = WindowTokens(kv.window_tokens) if kv.window_tokens is not None else None
         self._capacity_pages = capacity_pages * kv.page_units
         # Below this many tokens the pages suffice for certain; nothing is certain where they are not proportional.
@@ -88,7 +90,7 @@ class RunningBatch:
         """Take in requests whose context is in the KV cache."""
         step, page, turns, finishing = self.step, self._page_tokens, self._turns, self._finishing
         longest, ages, windows = self._longest if self._skew else None, self._ages, self._windows
-        each = self._kv.late_units
+        each, plain = self._kv.late_units, self._capacity_tokens
         tokens = final = pages = begun = 0
         for request in requests:
             order, generated = request.order, request.generated
@@ -96,7 +98,7 @@ class RunningBatch:
             offset = request.offset = context - step
             tokens += context
             final += request.prompt_tokens + request.limit_tokens
-            pages += self.pages_of(context)
+            pages += -(-context // page) if plain else self.pages_of(context)
             if windows is not None:
                 each = self._kv.page_units if windows.join(request, step) else self._kv.late_units
             turns[-offset % page] += each
@@ -127,23 +129,21 @@ class RunningBatch:
         self.tokens += self.size * steps
         self.step += steps
         if self._windows is not None:
+            less = self._kv.page_units - self._kv.late_units
             for request in self._windows.outgrown(self.step):
-                self._turn(request, self._kv.late_units - self._kv.page_units)
-
-    def _turn(self, request: Request, units: int) -> None:
-        """The pages that a request begins take so much more."""
-        self._turns[-request.offset % self._page_tokens] += units
-        self._round += units
+                self._turns[-request.offset % self._page_tokens] -= less
+                self._round -= less
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
-        step, ages, windows = self.step, self._ages, self._windows
+        step, page, turns, ages, windows = self.step, self._page_tokens, self._turns, self._ages, self._windows
+        each, plain, begun = self._kv.late_units, self._capacity_tokens, 0
         for request in requests:
-            each = self._kv.late_units
-            if windows is not None and windows.leave(request, step):
-                each = self._kv.page_units
-            self._turn(request, -each)
             offset = request.offset
+            if windows is not None:
+                each = self._kv.page_units if windows.leave(request, step) else self._kv.late_units
+            turns[-offset % page] -= each
+            begun += each
             age = offset - request.prompt_tokens
             request.generated = age + step
             if ages[age] == 1:
@@ -152,8 +152,9 @@ class RunningBatch:
                 ages[age] -= 1
             request.order = 0
             self.tokens -= offset + step
-            self.pages -= self.pages_of(offset + step)
+            self.pages -= -(-(offset + step) // page) if plain else self.pages_of(offset + step)
             self._final_tokens -= request.prompt_tokens + request.limit_tokens
+        self._round -= begun
         self.size -= len(requests)
 
     def complete(self) -> list[Request]:

@@ -274,7 +274,7 @@ class Replica:
             elif batch.size:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
                 tokens, steps = batch.padded_tokens(), batch.steps_ahead()
-                curve = self.cost.decode(batch.size, batch.in_windows(tokens))
+                curve = self.cost.decode(batch.size, batch.in_windows(tokens) if batch.windowed else None)
                 start, owed_s = env.now, self._owed_s
                 self._jump = start + owed_s, curve, tokens
                 self._asleep = True

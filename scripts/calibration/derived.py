@@ -20,7 +20,9 @@ def derive(source: Calibration, gpu: str) -> Calibration:
     }
     operators = source.operators
     if reference.sm_count != source.reference.sm_count:
-        operators = operators.model_copy(update={name: without_correction(fit) for name, fit in operators})
+        operators = operators.model_copy(
+            update={name: without_correction(fit) for name, fit in operators if fit is not None}
+        )
     update = {
         "operators": operators,
         "name": f"{gpu}-{source.engine}",

@@ -10,7 +10,7 @@ import pandas as pd
 from calibration.gpus import Gpu
 from calibration.provenance import COMMON, GROUPED, provenance, vidur_source
 from calibration.runtime import runtime_of
-from calibration.tables import all_gemms, operator_tables, vidur_layers
+from calibration.tables import all_gemms, latent_tables, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.fit import decode, gemm
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
@@ -18,9 +18,10 @@ from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
 from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
-from rlsim.calibrate.fit.kernels import predict
+from rlsim.calibrate.fit.kernels import operators_with, predict
+from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
-from rlsim.calibrate.importers import vidur
+from rlsim.calibrate.importers import latent, vidur
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual
 from rlsim.calibrate.steps import NO_HOST
@@ -35,6 +36,7 @@ from rlsim.cost.calibration import (
     TrainingFit,
 )
 from rlsim.hardware import load_cluster
+from rlsim.schema import Schema
 
 ELEMENTWISE_NOTE = "sum over a layer's kernels, token counts not fitted; kernels timed to 1 us"
 
@@ -43,17 +45,25 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     """The calibration of one GPU and engine, host time still zero."""
     ref = Reference.of(load_cluster(gpu.cluster))
     measured = operator_tables(data, gpu, engine)
-    kernels = {
+    kernels: dict[str, Fitted[Schema]] = {
         "gemm": kernel_gemm(measured.table("gemm"), ref, cold=False),
         "decode_attention": kernel_decode_attention(measured.table("decode_attention"), ref, engine, cold=False),
         "prefill_attention": kernel_prefill_attention(measured.table("prefill_attention"), ref),
         "memory_bound": _elementwise(data, gpu),
     }
+    sources = [*measured.sources, vidur_source(gpu.vidur)]
+    found = latent_tables(data, gpu, engine)
+    if found is not None:
+        *tables, source = found
+        others = operators_with(ref, **{name: part.fit for name, part in kernels.items()})
+        kernels["latent_attention"] = kernel_latent_attention(*tables, others, module=latent.TABLES[engine][2])
+        sources.append(source)
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
     notes = list(COMMON)
     if engine == "trtllm":
         notes.append(GROUPED)
+    notes.extend(note for name, part in kernels.items() if name == "latent_attention" for note in part.notes)
     if not gpu.name.startswith(gpu.elementwise_donor):
         donor = gpu.elementwise_donor
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
@@ -62,7 +72,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
-        provenance=provenance((*measured.sources, vidur_source(gpu.vidur)), notes),
+        provenance=provenance(sources, notes),
         reference=ref,
         operators=OperatorFits.model_validate({name: part.fit for name, part in kernels.items()}),
         collectives=_in_order(collectives.fit),

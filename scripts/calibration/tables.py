@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 
 from calibration.gpus import Gpu
-from rlsim.calibrate.importers import aiconfigurator, vidur
-from rlsim.calibrate.importers.reading import MS
+from rlsim.calibrate.importers import aiconfigurator, latent, vidur
+from rlsim.calibrate.importers.reading import MS, imported
 from rlsim.calibrate.measurements import Measurements
+from rlsim.cost.calibration import Source
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -28,6 +29,19 @@ def operator_tables(data: Path, gpu: Gpu, engine: str) -> Measurements:
     if engine == "trtllm":  # its grouped-query rows outrun the memory (`provenance.GROUPED`)
         decode = decode[decode.q_heads == decode.kv_heads]
     return Measurements({**measured.tables, "gemm": gemm, "decode_attention": decode}, (source,))
+
+
+def latent_tables(data: Path, gpu: Gpu, engine: str) -> tuple[pd.DataFrame, pd.DataFrame, Source] | None:
+    """Latent attention as aiconfigurator measured it, of decode and of prompts, and where from; None if it did not."""
+    folder = data / "kernels/aiconfigurator" / gpu.folder
+    paths = latent.paths(folder, engine)
+    if paths is None:
+        return None
+    decode, prompts = map(latent.rows, paths)
+    release = f"{engine} {paths[0].parent.name}"
+    files = (str(path.relative_to(folder.parent)) for path in paths)
+    source = imported("NVIDIA aiconfigurator", "Apache-2.0", files, release)
+    return decode, prompts, source.model_copy(update={"commit": "095f58a"})
 
 
 def all_gemms(data: Path, gpu: Gpu, engine: str) -> pd.DataFrame:
