@@ -24,6 +24,7 @@ from rlsim.cost.calibration import (
     Calibration,
     CollectiveFit,
     CollectiveFits,
+    DecodeAttentionFit,
     Engine,
     HostFit,
     MemoryOpFit,
@@ -249,7 +250,10 @@ def _kernel_from(operator: str, base: Calibration, gpu: str) -> Schema:
 def without_correction(fit: S) -> S:
     """The formula alone: what it leaves over on one GPU says little about another with other SMs. An elementwise kernel
     keeps its correction, which is about bytes."""
-    return fit if isinstance(fit, MemoryOpFit) else fit.model_copy(update={"correction": None})
+    if isinstance(fit, MemoryOpFit):
+        return fit
+    alone = {"head_dims": {}} if isinstance(fit, DecodeAttentionFit) else {}
+    return fit.model_copy(update={"correction": None, **alone})
 
 
 def _collectives(parts: _Parts) -> CollectiveFits | None:

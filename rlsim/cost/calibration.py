@@ -167,6 +167,9 @@ class DecodeAttentionFit(Fitted):
     efficiency: tuple[Efficiency, ...] = Field(description="share of peak bandwidth at the knots, KV cold")
     skew: float = Field(ge=0, le=1, description="share of the padding of unequal contexts that is paid for (derived)")
     correction: Correction | None = Field(default=None, description="over batch, context, kv_heads")
+    head_dims: dict[Count, DecodeAttentionFit] = Field(
+        default={}, description="head size -> the kernel for it, where it was measured; others: as for heads of 128"
+    )
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:

@@ -141,9 +141,8 @@ def rollout_memory(
     budget = memory_utilization * gpu.memory_bytes
     pages = math.floor((budget - weights - activations - reserved_bytes - resident_bytes) / page)
     shape = kv_shape(model, tp)
-    needed_pages = math.ceil(shape.units(min_tokens, page_tokens) / shape.page_units)
-    if pages < needed_pages:
-        needed = needed_pages * page
+    if not shape.fits(min_tokens, page_tokens, pages):
+        needed = math.ceil(shape.units(min_tokens, page_tokens) / shape.page_units) * page
         parts = {
             "weights": weights,
             "activations": activations,

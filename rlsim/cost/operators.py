@@ -21,6 +21,7 @@ from rlsim.cost.lookups import Lookups
 from rlsim.cost.surface import Surface
 
 BF16_BYTES = 2.0
+_ANY_DIM = 0  # heads of another size than those that were measured apart
 
 
 def interpolate(knots: Sequence[float], values: Sequence[float], x: float) -> float:
@@ -59,10 +60,14 @@ class Operators:
         self._gemm_factors: dict[tuple[int, int], Surface] = {}
         self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
         self._gemm_factor = surface_of(fits.gemm.correction, GEMM_AXES)
-        self._decode_factor = surface_of(fits.decode_attention.correction, DECODE_AXES)
+        decode = fits.decode_attention
+        self._decode_fits = {
+            dim: (fit, surface_of(fit.correction, DECODE_AXES))
+            for dim, fit in {_ANY_DIM: decode, **getattr(decode, "head_dims", {})}.items()
+        }
         self._memory_factor = surface_of(fits.memory_bound.correction, MEMORY_AXES)
         self._prefill_factor = surface_of(fits.prefill_attention.correction, PREFILL_AXES)
-        self._decode_factors: dict[int, Surface] = {}
+        self._decode_factors: dict[tuple[int, int], Surface] = {}
         self._prefill_factors: dict[tuple[int, int], Surface] = {}
         self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
         self._memory_range = self._ranges.get("memory_bound", {}).get("bytes", (-inf, inf))
@@ -148,7 +153,8 @@ class Operators:
         The formula is `max(floor, stream + slope · T)`; a correction bends it at its own contexts. Times never fall
         with T and never beat the data sheet's bandwidth.
         """
-        fit, ref = self.fits.decode_attention, self.reference
+        dim = head_dim if head_dim in self._decode_fits else _ANY_DIM
+        (fit, surface), ref = self._decode_fits[dim], self.reference
         tiles = batch * kv_heads
         floor = fit.floor_s + fit.floor_tile_s * tiles + fit.floor_sequence_s * batch
         stream = fit.stream_s + fit.stream_tile_s * tiles + fit.stream_sequence_s * batch
@@ -156,10 +162,10 @@ class Operators:
         token_bytes = 2.0 * kv_heads * head_dim * BF16_BYTES
         slope = token_bytes / (ref.memory_bytes_per_s * efficiency)
         factor: Surface | None = None
-        if self._decode_factor is not None:
-            heads = self._decode_factors.get(kv_heads)
+        if surface is not None:
+            heads = self._decode_factors.get((dim, kv_heads))
             if heads is None:
-                heads = self._decode_factors[kv_heads] = self._decode_factor.sliced(kv_heads)
+                heads = self._decode_factors[dim, kv_heads] = surface.sliced(kv_heads)
             factor = heads.along(batch)
         return bent(batch, floor, stream, slope, token_bytes / ref.memory_bytes_per_s, fit.correction, factor)
 

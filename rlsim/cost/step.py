@@ -37,6 +37,10 @@ class KvShape(NamedTuple):
         state = ceil(self.state_tokens / page_tokens)
         return self.page_units * (kept + state) + self.late_units * (pages - kept)
 
+    def fits(self, context_tokens: int, page_tokens: int, pages: int) -> bool:
+        """Whether so many pages of all layers hold one sequence of so many tokens."""
+        return self.units(context_tokens, page_tokens) <= pages * self.page_units
+
 
 #: Of a model whose layers all keep all tokens.
 PLAIN_KV = KvShape()

@@ -305,15 +305,17 @@ class Rollout(RolloutState):
 
     def _check_room(self, tp: int, action: Action) -> None:
         """A layout must be able to hold every unfinished response at its full length."""
+        costs, page_tokens = self._stage.costs, self._stage.config.page_tokens
         try:
-            room = self._stage.costs.capacity_pages(tp) * self._stage.config.page_tokens
+            pages, kv = costs.capacity_pages(tp), costs.step(tp).kv
         except RlsimError as error:
             self._check(False, action, str(error))
         heap = self._longest
         while heap and ((r := self._requests.get(heap[0][1])) is None or r.finished or r.aborted):
             heappop(heap)
         longest = -heap[0][0] if heap else 0
-        self._check(longest <= room, action, f"a replica holds {room} tokens of KV, too few for a whole response")
+        fits, room = kv.fits(longest, page_tokens, pages), pages * page_tokens
+        self._check(fits, action, f"a replica holds {room} tokens of KV, too few for a whole response")
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:

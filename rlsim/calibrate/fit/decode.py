@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from rlsim.calibrate.fit.common import (
 )
 from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, per_head_of_128, usual_groups, with_one_head_dim
 from rlsim.calibrate.fit.kernels import (
+    FULL,
     Kernel,
     compared,
     corrected,
@@ -36,6 +38,7 @@ from rlsim.cost.calibration import DecodeAttentionFit, Engine, Reference
 
 PARALLELISM = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 11.0)
 PLAUSIBLE = 0.95  # rows that would need more of the peak bandwidth were served from L2 in part
+OTHER_HEAD_DIMS = (64, 256)  # of gpt-oss and gemma, beside 128
 TOKEN_BYTES = 4.0 * HEAD_DIM  # keys and values of one KV head
 KNOTS = {
     "batch": [2.0**e for e in range(12)],
@@ -57,10 +60,25 @@ def kernel_decode_attention(
     """Decode attention of `table` (columns as in `KEYS`, seconds), unequal contexts apart.
 
     Equal contexts give the fit, unequal ones the skew; without those the skew is derived. `cold`: KV was brought from
-    memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as `decode_rows` says.
+    memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as `decode_rows` says. Heads
+    of other sizes that models have get a fit of their own where there are enough rows.
     """
+    others = {dim: table[table.head_dim == dim] for dim in OTHER_HEAD_DIMS if HEAD_DIM in table.head_dim.values}
     table, dim, notes = with_one_head_dim(table, "decode_attention")
-    ref = per_head_of_128(ref, dim)
+    found = _of_one_head_dim(table, per_head_of_128(ref, dim), engine, cold, notes)
+    head_dims, residuals = {}, dict(found.residuals)
+    for dim, rows in others.items():
+        if len(rows) < FULL:
+            continue
+        own = _of_one_head_dim(rows.reset_index(drop=True), per_head_of_128(ref, dim), engine, cold, ())
+        head_dims[dim] = own.fit
+        residuals[f"decode_attention_heads_of_{dim}"] = own.residuals["decode_attention"]
+    return replace(found, fit=found.fit.model_copy(update={"head_dims": head_dims}), residuals=residuals)
+
+
+def _of_one_head_dim(
+    table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, notes: tuple[str, ...]
+) -> Fitted[DecodeAttentionFit]:
     equal = table[table.longest <= table.context * 1.0001]
     unequal = table[table.longest > table.context * 1.0001]
     equal = distinct(equal, "decode_attention", ["batch", "context", "q_heads", "kv_heads"])
