@@ -29,6 +29,7 @@ from rlsim.cost.calibration import (
     HostFit,
     MemoryOpFit,
     OperatorFits,
+    PrefillAttentionFit,
     Provenance,
     Reference,
     Residual,
@@ -252,8 +253,10 @@ def without_correction(fit: S) -> S:
     keeps its correction, which is about bytes."""
     if isinstance(fit, MemoryOpFit):
         return fit
-    alone = {"head_dims": {}} if isinstance(fit, DecodeAttentionFit) else {}
-    return fit.model_copy(update={"correction": None, **alone})
+    update: dict[str, object] = {"correction": None}
+    if isinstance(fit, DecodeAttentionFit | PrefillAttentionFit):
+        update["head_dims"] = {}
+    return fit.model_copy(update=update)
 
 
 def _collectives(parts: _Parts) -> CollectiveFits | None:

@@ -191,6 +191,9 @@ class PrefillAttentionFit(Fitted):
     single_efficiency: Share = Field(description="share of an SM's peak that one lone block reaches")
     memory_efficiency: Share = Field(description="share of peak bandwidth for q, k, v and output")
     correction: Correction | None = Field(default=None, description="over sequences, new, q_heads, group")
+    head_dims: dict[Count, PrefillAttentionFit] = Field(
+        default={}, description="head size -> the kernel for it, where it was measured; others: as for heads of 128"
+    )
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:

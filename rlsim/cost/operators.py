@@ -14,13 +14,22 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import ceil, gcd, inf, log2, nan
+from typing import TypeVar
 
-from rlsim.cost.calibration import Correction, OperatorFits, Reference, Residual
+from rlsim.cost.calibration import (
+    Correction,
+    DecodeAttentionFit,
+    OperatorFits,
+    PrefillAttentionFit,
+    Reference,
+    Residual,
+)
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.surface import Surface
 
 BF16_BYTES = 2.0
+A = TypeVar("A", DecodeAttentionFit, PrefillAttentionFit)
 _ANY_DIM = 0  # heads of another size than those that were measured apart
 
 
@@ -60,15 +69,11 @@ class Operators:
         self._gemm_factors: dict[tuple[int, int], Surface] = {}
         self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
         self._gemm_factor = surface_of(fits.gemm.correction, GEMM_AXES)
-        decode = fits.decode_attention
-        self._decode_fits = {
-            dim: (fit, surface_of(fit.correction, DECODE_AXES))
-            for dim, fit in {_ANY_DIM: decode, **getattr(decode, "head_dims", {})}.items()
-        }
+        self._decode_fits = _by_head_dim(fits.decode_attention, DECODE_AXES)
         self._memory_factor = surface_of(fits.memory_bound.correction, MEMORY_AXES)
-        self._prefill_factor = surface_of(fits.prefill_attention.correction, PREFILL_AXES)
+        self._prefill_fits = _by_head_dim(fits.prefill_attention, PREFILL_AXES)
         self._decode_factors: dict[tuple[int, int], Surface] = {}
-        self._prefill_factors: dict[tuple[int, int], Surface] = {}
+        self._prefill_factors: dict[tuple[float, int, int], Surface] = {}
         self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
         self._memory_range = self._ranges.get("memory_bound", {}).get("bytes", (-inf, inf))
         measured = self._ranges.get("prefill_attention", {})
@@ -201,7 +206,8 @@ class Operators:
         Work: `4 · q_heads · head_dim` FLOPs for each (query, key) pair, in blocks of queries; a block's last keys
         are masked but computed. Chunks with cached tokens are derived from the same formula (measured: none cached).
         """
-        fit, ref = self.fits.prefill_attention, self.reference
+        dim = head_dim if head_dim in self._prefill_fits else _ANY_DIM
+        (fit, surface), ref = self._prefill_fits[dim], self.reference
         block = fit.block_tokens
         shortest, longest_new, longest_context = self._prefill_range
         outside: tuple[float, float] | None = None
@@ -247,12 +253,12 @@ class Operators:
         size = tokens * q_heads * 2 + context * kv_heads * 2
         memory = size * head_dim * BF16_BYTES / (ref.memory_bytes_per_s * fit.memory_efficiency)
         time = fit.launch_s + max(compute, memory)
-        if self._prefill_factor is None:
+        if surface is None:
             return time
-        factor = self._prefill_factors.get((q_heads, kv_heads))
+        factor = self._prefill_factors.get((dim, q_heads, kv_heads))
         if factor is None:
-            factor = self._prefill_factor.sliced(q_heads, q_heads / kv_heads)
-            self._prefill_factors[q_heads, kv_heads] = factor
+            factor = surface.sliced(q_heads, q_heads / kv_heads)
+            self._prefill_factors[dim, q_heads, kv_heads] = factor
         # The prompt with as many keys per query.
         return max(time * factor(len(chunks), pairs / tokens), size * head_dim * BF16_BYTES / ref.memory_bytes_per_s)
 
@@ -272,6 +278,12 @@ class Operators:
                 self._memory_factor_at = (tokens, factor)
             time = max(time * factor(size_bytes), size_bytes / ref.memory_bytes_per_s)
         return time
+
+
+def _by_head_dim(fit: A, axes: Sequence[str]) -> dict[float, tuple[A, Surface | None]]:
+    """An attention fit and its correction, by the size of the heads that it is for."""
+    fits = {_ANY_DIM: fit, **getattr(fit, "head_dims", {})}
+    return {dim: (one, surface_of(one.correction, axes)) for dim, one in fits.items()}
 
 
 def bent(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -17,11 +18,11 @@ from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
-from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
+from rlsim.calibrate.fit.heads import GROUP, HEAD_DIM, usual_groups
 from rlsim.calibrate.fit.kernels import operators_with, predict
 from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
-from rlsim.calibrate.importers import latent, vidur
+from rlsim.calibrate.importers import aiconfigurator, latent, vidur
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual
 from rlsim.calibrate.steps import NO_HOST
@@ -33,8 +34,10 @@ from rlsim.cost.calibration import (
     OperatorFits,
     Reference,
     Residual,
+    Source,
     TrainingFit,
 )
+from rlsim.cost.operators import Operators
 from rlsim.hardware import load_cluster
 from rlsim.schema import Schema
 
@@ -58,6 +61,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         others = operators_with(ref, **{name: part.fit for name, part in kernels.items()})
         kernels["latent_attention"] = kernel_latent_attention(*tables, others, module=latent.TABLES[engine][2])
         sources.append(source)
+    fits = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
     notes = list(COMMON)
@@ -74,13 +78,39 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         engine=engine,
         provenance=provenance(sources, notes),
         reference=ref,
-        operators=OperatorFits.model_validate({name: part.fit for name, part in kernels.items()}),
+        operators=fits,
         collectives=_in_order(collectives.fit),
         host=NO_HOST,
         runtime=runtime_of(engine),
         training=_training(data, gpu, ref),
-        residuals={**residuals, **_described(collectives.residuals)},
+        residuals={**residuals, **_windows(data, measured.sources[0], fits, ref), **_described(collectives.residuals)},
     )
+
+
+def _windows(data: Path, source: Source, fits: OperatorFits, ref: Reference) -> dict[str, Residual]:
+    """How far attention in windows is off, by operator: no row of it is fitted."""
+    operators, found = Operators(fits, ref), {}
+    names = {"generation": "decode_attention_windows", "context": "prefill_attention_windows"}
+    for file in source.files:
+        name = names.get(Path(file).stem.partition("_attention_perf")[0])
+        if name is None:
+            continue
+        table = aiconfigurator.windows(data / "kernels/aiconfigurator" / file)
+        table = table[(table.q_heads <= GROUP * table.kv_heads) & table.head_dim.isin((64, 128, 256))]
+        if len(table):
+            shown = [_window_s(operators, row, name) for row in table.itertuples(index=False)]
+            ranges = table[["batch", "tokens", "window", "head_dim"]]
+            found[name] = residual(
+                shown, table.seconds, ranges, "sequences beyond their window, none fitted; KV from L2 too"
+            )
+    return found
+
+
+def _window_s(operators: Operators, row: Any, name: str) -> float:
+    batch, window, heads = int(row.batch), int(row.window), (int(row.q_heads), int(row.kv_heads), int(row.head_dim))
+    if name.startswith("decode"):
+        return operators.decode_attention_s(batch, batch * window, *heads)
+    return operators.prefill_attention_s([(float(row.tokens), 0.0)] * batch, *heads, window)
 
 
 def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, Residual]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +21,8 @@ from rlsim.calibrate.fit.common import (
     squash,
     unsquash,
 )
-from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, per_head_of_128, usual_groups, with_one_head_dim
+from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, of_every_head_dim, usual_groups
 from rlsim.calibrate.fit.kernels import (
-    FULL,
     Kernel,
     compared,
     corrected,
@@ -38,7 +36,6 @@ from rlsim.cost.calibration import DecodeAttentionFit, Engine, Reference
 
 PARALLELISM = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 11.0)
 PLAUSIBLE = 0.95  # rows that would need more of the peak bandwidth were served from L2 in part
-OTHER_HEAD_DIMS = (64, 256)  # of gpt-oss and gemma, beside 128
 TOKEN_BYTES = 4.0 * HEAD_DIM  # keys and values of one KV head
 KNOTS = {
     "batch": [2.0**e for e in range(12)],
@@ -63,22 +60,12 @@ def kernel_decode_attention(
     memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as `decode_rows` says. Heads
     of other sizes that models have get a fit of their own where there are enough rows.
     """
-    others = {dim: table[table.head_dim == dim] for dim in OTHER_HEAD_DIMS if HEAD_DIM in table.head_dim.values}
-    table, dim, notes = with_one_head_dim(table, "decode_attention")
-    found = _of_one_head_dim(table, per_head_of_128(ref, dim), engine, cold, notes)
-    head_dims, residuals = {}, dict(found.residuals)
-    for dim, rows in others.items():
-        if len(rows) < FULL:
-            continue
-        own = _of_one_head_dim(rows.reset_index(drop=True), per_head_of_128(ref, dim), engine, cold, ())
-        head_dims[dim] = own.fit
-        residuals[f"decode_attention_heads_of_{dim}"] = own.residuals["decode_attention"]
-    return replace(found, fit=found.fit.model_copy(update={"head_dims": head_dims}), residuals=residuals)
+    return of_every_head_dim(
+        table, ref, "decode_attention", lambda rows, scaled: _of_one_head_dim(rows, scaled, engine, cold)
+    )
 
 
-def _of_one_head_dim(
-    table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, notes: tuple[str, ...]
-) -> Fitted[DecodeAttentionFit]:
+def _of_one_head_dim(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool) -> Fitted[DecodeAttentionFit]:
     equal = table[table.longest <= table.context * 1.0001]
     unequal = table[table.longest > table.context * 1.0001]
     equal = distinct(equal, "decode_attention", ["batch", "context", "q_heads", "kv_heads"])
@@ -99,13 +86,13 @@ def _of_one_head_dim(
     note = f"(batch, heads) not fitted; {note or few_constants(points)}"
     residuals = {"decode_attention": residual_of(points, ranges, note)}
     if unequal.empty:
-        return Fitted(fit, residuals, points, (*notes, "skew of unequal contexts is derived, not measured"))
+        return Fitted(fit, residuals, points, ("skew of unequal contexts is derived, not measured"))
     skew, extra = measured_skew(fit, ref, unequal, equal)
     note = "unequal contexts, rows not fitted"
     residuals["decode_attention_unequal"] = residual_of(extra, unequal[["batch", "context"]], note)
     fit = fit.model_copy(update={"skew": rounded(skew)})
     note = f"skew of unequal contexts: {percent(skew)} of the padding, fitted to {len(unequal)} measured rows"
-    return Fitted(fit, residuals, join([points, extra]), (*notes, note))
+    return Fitted(fit, residuals, join([points, extra]), (note,))
 
 
 class DecodeRows(NamedTuple):
