@@ -70,7 +70,12 @@ class Attention(ABC):
     @property
     @abstractmethod
     def special(self) -> tuple[str, ...]:
-        """What the cost models cannot simulate, by name; empty for plain attention over all tokens before."""
+        """What sets it apart from plain grouped-query attention over all tokens before, by name."""
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """What the cost models of a rollout cannot simulate, by name."""
+        return ()
 
     def kv_heads_per_gpu(self, tp: int) -> int:
         """KV heads on one GPU; at least one, so that heads are replicated when `tp` exceeds their number."""
@@ -148,6 +153,10 @@ class FullAttention(Attention):
             "attention sinks": self.sinks,
         }
         return tuple(name for name, there in found.items() if there)
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        return (f"chunked attention ({self.window_tokens} tokens)",) if self.chunked else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 from rlsim import catalogue
 from rlsim.architectures import MODEL_TYPES, Config, canonical, family_name, layers_of, unsupported
 from rlsim.errors import ConfigError, shown, unknown_name
-from rlsim.layers import FullAttention, Layer, Linear
+from rlsim.layers import FullAttention, LatentAttention, Layer, Linear, LinearAttention
 from rlsim.precision import KV_BYTES, PRECISIONS, WEIGHT_BYTES, KvPrecision, Precision, published_precision
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
@@ -54,33 +54,38 @@ class Model(Config):
 
     @property
     def special(self) -> tuple[str, ...]:
-        """What of the model the cost models lack, by name; empty for a model that can be simulated."""
-        found = [name for layer in self.groups for name in layer.attention.special]
-        if not found and len({layer.attention for layer in self.groups}) > 1:
-            found.append("attention that differs from layer to layer")
+        """What of the model the cost models of a rollout lack, by name; empty for a model that can be simulated."""
+        found = [name for layer in self.groups for name in layer.attention.unpriced]
         return tuple(dict.fromkeys(found))
 
     @property
     def simulated(self) -> str:
-        """Whether costs can be computed: `yes`, `up to N tokens` of a window none outgrows, or `no: why`."""
-        if not self.special:
-            return "yes"
-        if self.sliding_window and not self.within(self.sliding_window).special:
-            return f"up to {self.sliding_window:,} tokens"
-        return f"no: {', '.join(self.special)}"
+        """Whether a rollout's costs can be computed: `yes`, with what is not measured, `up to N tokens` of a chunk
+        that none outgrows, or `no: why`."""
+        if self.special:
+            if self.sliding_window and not self.within(self.sliding_window).special:
+                return f"up to {self.sliding_window:,} tokens"
+            return f"no: {', '.join(self.special)}"
+        kinds = {type(layer.attention) for layer in self.groups}
+        if LinearAttention in kinds:
+            return "yes; linear attention not measured"
+        return "yes; latent attention on GPUs with its tables" if LatentAttention in kinds else "yes"
 
     @property
     def attention(self) -> FullAttention:
-        """The attention that all layers share, over all tokens before; raises `ConfigError` with what is `special`."""
-        attention, special = self.layers[0].attention, self.special
+        """The plain attention over all tokens before that all layers share; raises `ConfigError` if it is not so."""
+        attention = self.layers[0].attention
+        special = [name for layer in self.groups for name in layer.attention.special]
+        if not special and len({layer.attention for layer in self.groups}) > 1:
+            special.append("attention that differs from layer to layer")
         if special or not isinstance(attention, FullAttention):
-            raise self.beyond(special)
+            raise self.beyond(dict.fromkeys(special))
         return attention
 
     def beyond(self, features: Iterable[str]) -> ConfigError:
         """The error that names what the cost models lack."""
         return ConfigError(
-            f"{self.name} has {', '.join(features)}, which rlsim counts but cannot simulate yet (docs/models.md)"
+            f"{self.name} has {', '.join(features)}, which rlsim counts but cannot simulate here yet (docs/models.md)"
         )
 
     def within(self, tokens: int) -> Model:

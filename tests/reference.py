@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from rlsim.cost.curve import InWindows
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.control import (
@@ -32,6 +33,14 @@ from rlsim.sim.control import (
 )
 
 ONE_MOMENT = 1e-9
+
+
+def in_windows(step: StepCost, contexts: Sequence[int]) -> InWindows | None:
+    """What these sequences read in windows in the one step that they take now."""
+    if step.kv.window_tokens is None:
+        return None
+    read = [min(context, step.kv.window_tokens) for context in contexts]
+    return InWindows(sum(read) + step.skew * (len(read) * max(read) - sum(read)), 0.0)
 
 
 def one_moment(a: float, b: float) -> bool:
@@ -360,18 +369,25 @@ class _Rollout:
         for r in self.requests:
             if not 0 <= r.generated < r.response_tokens:
                 raise ValueError(f"request {r.id} has nothing to generate")
-            if self.pages_of(r.prompt_tokens + r.response_tokens) > costs.capacity_pages(tp):
+            if (
+                self.pages_of(r.prompt_tokens + r.response_tokens, tp)
+                > costs.capacity_pages(tp) * costs.step(tp).kv.page_units
+            ):
                 raise ValueError(f"request {r.id} does not fit an empty replica")
         for node in range(len(node_gpus)):
             self.create_replicas(node)
 
     # --- simple questions
 
-    def pages_of(self, context: int) -> int:
-        return -(-context // self.engine.page_tokens)
+    def pages_of(self, context: int, tp: int) -> int:
+        """In units of which a page of all layers has `page_units`, and one begun beyond the window `late_units`."""
+        kv, page = self.costs.step(tp).kv, self.engine.page_tokens
+        pages = -(-context // page)
+        whole = pages if kv.window_tokens is None else sum(n * page < kv.window_tokens for n in range(pages))
+        return kv.page_units * (whole + math.ceil(kv.state_tokens / page)) + kv.late_units * (pages - whole)
 
     def pages(self, replica: _Replica) -> int:
-        return sum(self.pages_of(r.context) for r in replica.admitted)
+        return sum(self.pages_of(r.context, replica.tp) for r in replica.admitted)
 
     def active(self) -> list[_Replica]:
         return [replica for replica in self.replicas if replica.active]
@@ -430,7 +446,8 @@ class _Rollout:
         """Steps 1 to 4 of a boundary."""
         assert replica.iteration is None
         engine = self.engine
-        capacity = self.costs.capacity_pages(replica.tp)
+        units = self.costs.step(replica.tp).kv.page_units
+        capacity = self.costs.capacity_pages(replica.tp) * units
 
         # 1. arrivals
         replica.waiting += replica.arrivals
@@ -460,8 +477,8 @@ class _Rollout:
             head = replica.waiting[0]
             if len(replica.admitted) >= engine.max_num_seqs:
                 break
-            watermark = engine.watermark_pages if replica.admitted else 0
-            if self.pages_of(head.context) + self.pages(replica) + watermark > capacity:
+            watermark = engine.watermark_pages * units if replica.admitted else 0
+            if self.pages_of(head.context, replica.tp) + self.pages(replica) + watermark > capacity:
                 break
             if not head.arrived_kv:
                 if engine.chunked_prefill:
@@ -498,11 +515,13 @@ class _Rollout:
             kind, time_s = "mixed", step.prefill_s(new_chunks)
         elif chunks:
             padding = len(running) * max(contexts) - sum(contexts)
-            kind, time_s = "mixed", step.mixed_s(len(running), sum(contexts) + step.skew * padding, new_chunks)
+            total = sum(contexts) + step.skew * padding
+            kind, time_s = "mixed", step.mixed_s(len(running), total, new_chunks, in_windows(step, contexts))
         elif running:
             total = sum(contexts)
             padding = len(running) * max(contexts) - total
-            kind, time_s = "decode", step.decode(len(running)).step_s(total + step.skew * padding)
+            curve = step.decode(len(running), in_windows(step, contexts))
+            kind, time_s = "decode", curve.step_s(total + step.skew * padding)
         else:
             if replica.waiting:
                 raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")

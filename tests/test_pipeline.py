@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from rlsim.cost.calibration import HostFit, load_calibration
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.host import longer
 from rlsim.cost.pipeline import Boundaries, Pipelined, pipelined_step_cost
 from rlsim.cost.roofline import step_cost
@@ -28,7 +28,7 @@ class Toy(StepCost):
     tp = 2
     skew = 0.5
 
-    def decode(self, batch: int) -> DecodeCurve:
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         assert batch >= 1
         fixed = 8e-3 + 1e-6 * batch + HEAD_S
         return DecodeCurve(batch, [0, 10_000, 20_000], [fixed, fixed + 10e-6, fixed + 30e-6])
@@ -36,7 +36,13 @@ class Toy(StepCost):
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         return 8e-3 + 1e-6 * sum(chunk.new_tokens for chunk in chunks) + HEAD_S
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+    def mixed_s(
+        self,
+        batch: int,
+        context_tokens: float,
+        chunks: Sequence[Chunk],
+        in_windows: InWindows | None = None,
+    ) -> float:
         return self.prefill_s(chunks) + self.decode(batch).step_s(context_tokens) - 8e-3 - HEAD_S
 
 

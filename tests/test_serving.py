@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.host import HostedStep, at_least
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
@@ -31,13 +31,19 @@ class FixedTimes(StepCost):
 
     tp = 1
 
-    def decode(self, batch: int) -> DecodeCurve:
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         return DecodeCurve(batch, [0.0], [DECODE_S])
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         return PREFILL_S
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+    def mixed_s(
+        self,
+        batch: int,
+        context_tokens: float,
+        chunks: Sequence[Chunk],
+        in_windows: InWindows | None = None,
+    ) -> float:
         return MIXED_S
 
 

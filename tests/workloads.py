@@ -11,8 +11,8 @@ from typing import Literal
 from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefResult, simulate
 
-from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.curve import DecodeCurve, InWindows, over_all, sum_of
+from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.control import (
     Abort,
@@ -39,8 +39,9 @@ from rlsim.sim.control import (
 class LinearStep(StepCost):
     """Iteration times that can be worked out by hand; all of them are multiplied by `scale`.
 
-    A decode step of s sequences with T context tokens takes `a + s·b + t·T`, and for each kink (T₀, extra) another
-    `extra·(T − T₀)` above T₀. A prefill takes `a + p·new + q·new·(prior + new/2)`, summed over the chunks but for `a`.
+    A decode step of s sequences with T context tokens takes `a + s·b + t·T`, for each kink (T₀, extra) another
+    `extra·(T − T₀)` above T₀, and `w` for each token in windows if `kv` has one. A prefill takes
+    `a + p·new + q·new·(prior + new/2)`, summed over the chunks but for `a`.
     A mixed iteration takes both less one `a`.
     """
 
@@ -53,11 +54,17 @@ class LinearStep(StepCost):
     scale: float = 1.0
     tp: int = 1
     skew: float = 0.0
+    kv: KvShape = PLAIN_KV
+    w: float = 0.0
 
-    def decode(self, batch: int) -> DecodeCurve:
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         knots = [0.0, *(at for at, _ in self.kinks)]
         knots.append(knots[-1] + 1.0)
-        return DecodeCurve(batch, knots, [self.decode_s(batch, total) for total in knots])
+        curve = DecodeCurve(batch, knots, [self.decode_s(batch, total) for total in knots])
+        if self.kv.window_tokens is None:
+            return curve
+        window = DecodeCurve(batch, [0.0, 1.0], [0.0, self.scale * self.w])
+        return sum_of([(1, curve), (1, over_all(window, self.kv.window_tokens, in_windows))], 0.0)
 
     def decode_s(self, batch: int, context_tokens: float) -> float:
         """The decode curve as the docstring writes it."""
@@ -69,8 +76,11 @@ class LinearStep(StepCost):
         attention = sum(chunk.new_tokens * (chunk.prior_tokens + chunk.new_tokens / 2) for chunk in chunks)
         return self.scale * (self.a + self.p * new + self.q * attention)
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
-        return self.decode_s(batch, context_tokens) + self.prefill_s(chunks) - self.scale * self.a
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
+        decode_s = self.decode(batch, in_windows).step_s(context_tokens)
+        return decode_s + self.prefill_s(chunks) - self.scale * self.a
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,10 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         else:
             found[operator] = parts.borrow(operator, operator, partial(_kernel_from, operator))
             parts.borrow_residuals(operator)
+    if parts.base is not None and parts.base.gpu == parts.gpu and parts.base.operators.latent_attention is not None:
+        found["latent_attention"] = parts.base.operators.latent_attention
+        parts.borrowed.append("latent_attention")
+        parts.borrow_residuals("latent_attention")
     quantised = [parts.add(part) for part in quantised_kernels(parts.measured, reference, engine, cold)]
     return None if parts.missing else with_quantised(OperatorFits.model_validate(found), quantised)
 

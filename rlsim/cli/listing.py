@@ -60,7 +60,7 @@ def models() -> None:
     rows = []
     for model in _loaded("models", load_model):
         billions = (f"{count / 1e9:.2f}" for count in (model.parameters, model.active_parameters))
-        simulated = model.simulated.partition(":")[0].removesuffix(" tokens")
+        simulated = model.simulated.replace(";", ":").partition(":")[0].removesuffix(" tokens")
         rows.append((model.name, *billions, f"{model.kv_bytes_per_token / 1024:.0f}", simulated, model.title))
     _print(("name", "params G", "active G", "KV KiB/token", "simulated", "title"), rows)
 

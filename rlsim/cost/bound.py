@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.step import StepCost
 
 _RATIO = 1.03  # of neighbouring batch sizes in the search for the cheapest
@@ -25,7 +25,8 @@ class GenerationBound:
       g(t) = min over TP and b of `tp · step(b, b·t) / b` GPU-seconds. A step's cost depends on its contexts by their
       sum only, so every straight line below g bounds the sum over all tokens; the best line at their mean context is
       the lower convex hull of g there. Steps are taken to grow with b; between sampled batch sizes that makes g
-      smaller, never larger.
+      smaller, never larger. Attention within windows does not depend on that sum, and counts as if there were no
+      tokens in them.
     """
 
     def __init__(self, steps: Mapping[int, StepCost], gpus: int, max_batch: int) -> None:
@@ -36,7 +37,7 @@ class GenerationBound:
         shares = []  # GPUs that a token of a batch pays for: of at most as many sequences as the next size has less one
         for tp, step in steps.items():
             for batch, following in zip(batches, [*batches[1:], max_batch + 1], strict=True):
-                self._curves.append(step.decode(batch))
+                self._curves.append(step.decode(batch, InWindows(0.0, 0.0) if step.kv.window_tokens else None))
                 shares.append(tp / (following - 1))
         # Between the knots of all curves each is a straight line, so the hull of g at the knots is that of g.
         contexts = np.unique([knot / curve.batch for curve in self._curves for knot in (0.0, *curve.knots)])

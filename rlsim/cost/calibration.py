@@ -179,6 +179,9 @@ class DecodeAttentionFit(Fitted):
     efficiency: tuple[Efficiency, ...] = Field(description="share of peak bandwidth at the knots, KV cold")
     skew: float = Field(ge=0, le=1, description="share of the padding of unequal contexts that is paid for (derived)")
     correction: Correction | None = Field(default=None, description="over batch, context, kv_heads")
+    head_dims: dict[Count, DecodeAttentionFit] = Field(
+        default={}, description="head size -> the kernel for it, where it was measured; others: as for heads of 128"
+    )
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
@@ -201,12 +204,43 @@ class PrefillAttentionFit(Fitted):
     single_efficiency: Share = Field(description="share of an SM's peak that one lone block reaches")
     memory_efficiency: Share = Field(description="share of peak bandwidth for q, k, v and output")
     correction: Correction | None = Field(default=None, description="over sequences, new, q_heads, group")
+    head_dims: dict[Count, PrefillAttentionFit] = Field(
+        default={}, description="head size -> the kernel for it, where it was measured; others: as for heads of 128"
+    )
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
         if len(self.keys) != len(self.efficiency):
             raise ValueError("keys and efficiency must have the same length")
         _ascend(self.keys, "keys")
+        return self
+
+
+class LatentAttentionFit(Fitted):
+    """Latent attention (MLA) beside its products with the model's weights.
+
+    Decode works in the latent: a launch, and for each cached token the blend of its bytes and of the FLOPs of all
+    heads. A prompt's attention is that of grouped queries over keys and values made of the latent;
+    prompts of few tokens may work in the latent as decode does.
+    """
+
+    launch_s: KernelSeconds = Field(description="all small kernels of a layer")
+    sequence_s: KernelSeconds = Field(description="per sequence")
+    head_s: KernelSeconds = Field(description="per sequence and head")
+    parallelism: tuple[float, ...] = Field(min_length=1, description="ascending knots: log2(sequences)")
+    efficiency: tuple[Efficiency, ...] = Field(description="share of peak bandwidth at the knots")
+    flop_efficiency: Share = Field(description="share of peak FLOP/s of attention in the latent")
+    correction: Correction | None = Field(default=None, description="over batch, context, heads")
+    prompt_launch_s: KernelSeconds = Field(description="all small kernels of a layer in a prefill")
+    prompt_head_s: KernelSeconds = Field(description="of copies and elementwise kernels, per new token and head")
+    prompt_speed: float = Field(ge=0.1, le=10, description="prompt attention, times as fast as with grouped queries")
+    latent_prompt_tokens: int = Field(ge=0, le=1_000_000, description="longest prompt that works in the latent")
+
+    @model_validator(mode="after")
+    def _same_length(self) -> Self:
+        if len(self.parallelism) != len(self.efficiency):
+            raise ValueError("parallelism and efficiency must have the same length")
+        _ascend(self.parallelism, "parallelism")
         return self
 
 
@@ -258,9 +292,14 @@ class OperatorFits(Fitted):
         def bare(fit: Any) -> Any:
             if isinstance(fit, tuple):
                 return tuple(map(bare, fit))
-            return fit if fit is None or isinstance(fit, MemoryOpFit) else fit.model_copy(update={"correction": None})
+            if fit is None or isinstance(fit, MemoryOpFit):
+                return fit
+            heads: dict[str, Any] = {"head_dims": {}} if hasattr(fit, "head_dims") else {}
+            return fit.model_copy(update={"correction": None, **heads})
 
         return self.model_copy(update={name: bare(fit) for name, fit in self})
+
+    latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
 
 
 class CollectiveFit(Fitted):

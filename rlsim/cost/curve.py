@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import lt
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,91 @@ class DecodeCurve:
         """The most steps that are complete after `time_s` (up to rounding, as in `steps_within`)."""
         steps = self.steps_within(context_tokens, time_s)
         return steps if steps == 0 or self.steps_s(context_tokens, steps) <= time_s * (1 + REACHED) else steps - 1
+
+
+class InWindows(NamedTuple):
+    """How many of the batch's T context tokens lie in the sequences' windows: `base_tokens + share · T`.
+
+    That holds until the next sequence outgrows its window: as many tokens then enter windows in each step.
+    """
+
+    base_tokens: float
+    share: float
+
+    def at(self, context_tokens: float) -> float:
+        """The tokens in windows where the batch has so many context tokens."""
+        return self.base_tokens + self.share * context_tokens
+
+    def of(self, part: float) -> InWindows:
+        """The same of such a part of the batch, with its part of T."""
+        return InWindows(self.base_tokens * part, self.share)
+
+
+_BEYOND_TOKENS = 1e6  # where a knot is put beyond the last one, to keep the slope there
+
+
+def over_all(curve: DecodeCurve, window_tokens: int, in_windows: InWindows | None) -> DecodeCurve:
+    """`curve`, over the sum of the tokens in windows, as one over T; `None` stands for equal contexts."""
+    batch = curve.batch
+    if in_windows is None:
+        full = float(batch * window_tokens)
+        knots = [*(knot for knot in curve.knots if knot < full), full]
+        times = list(map(curve.step_s, knots))
+        return DecodeCurve(batch, [*knots, full + 1.0], [*times, times[-1]])
+    base, share = in_windows
+    if not share:
+        return DecodeCurve(batch, [0.0], [curve.step_s(base)])
+    knots = [*curve.knots, curve.knots[-1] + _BEYOND_TOKENS]
+    return DecodeCurve(batch, [(knot - base) / share for knot in knots], list(map(curve.step_s, knots)))
+
+
+def sum_of(curves: Sequence[tuple[float, DecodeCurve]], fixed_s: float) -> DecodeCurve:
+    """`fixed_s` and so many times each curve, all of the same batch."""
+    knots = sorted({knot for _, curve in curves for knot in curve.knots})
+    if len(curves) > 1:
+        knots.append(knots[-1] + _BEYOND_TOKENS)
+    times = [fixed_s + sum([count * curve.step_s(knot) for count, curve in curves]) for knot in knots]
+    return DecodeCurve(curves[0][1].batch, knots, times)
+
+
+class Curves:
+    """The decode curves of a step cost, each made once; of those of unequal contexts in windows each size's last one
+    is kept."""
+
+    def __init__(self, make: Callable[[int, InWindows | None], DecodeCurve]) -> None:
+        self._make = make
+        self._known: dict[int, DecodeCurve] = {}
+        self._unequal: dict[int, tuple[InWindows, DecodeCurve]] = {}
+
+    def at(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        """The curve of `batch` sequences."""
+        if in_windows is None:
+            known = self._known.get(batch)
+            if known is None:
+                known = self._known[batch] = self._make(batch, None)
+            return known
+        last = self._unequal.get(batch)
+        if last is not None and last[0] == in_windows:
+            return last[1]
+        curve = self._make(batch, in_windows)
+        if last is not None:
+            curve.furthest_tokens = last[1].furthest_tokens
+        self._unequal[batch] = in_windows, curve
+        return curve
+
+    def used(self) -> Iterator[tuple[int, float]]:
+        """Batch sizes, and the largest T that each was asked about; not those that were only looked at."""
+        for batch in self._known.keys() | self._unequal.keys():
+            found = [self._known[batch]] if batch in self._known else []
+            found += [self._unequal[batch][1]] if batch in self._unequal else []
+            if furthest := max(curve.furthest_tokens for curve in found):
+                yield batch, furthest
+
+    def pass_on(self, decode: Callable[[int], DecodeCurve], size: Callable[[int], int] = int) -> None:
+        """Tell the curves that these are made of how far they were followed: `size` sequences for each batch size."""
+        for batch, furthest in self.used():
+            inner = decode(size(batch))
+            inner.furthest_tokens = max(inner.furthest_tokens, furthest * inner.batch / batch)
 
 
 class StackedCurves:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from rlsim.cost.calibration import HostFit
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.step import Chunk, StepCost
 
@@ -23,35 +23,33 @@ class HostedStep(StepCost):
     def __init__(self, kernels: StepCost, host: HostFit) -> None:
         self.tp = kernels.tp
         self.skew = kernels.skew
+        self.kv = kernels.kv
         self._kernels = kernels
         self._host = host
-        self._curves: dict[int, DecodeCurve] = {}
+        self.curves = Curves(self._decode)
 
-    def decode(self, batch: int) -> DecodeCurve:
-        known = self._curves.get(batch)
-        if known is None:
-            kernels, host_s = self._kernels.decode(batch), self._host_s(batch)
-            knots = kernels.knots
-            if self._host.overlapped:
-                known = at_least(kernels, host_s)
-            else:
-                knots.append(knots[-1] + _BEYOND_TOKENS)
-                known = DecodeCurve(batch, knots, [kernels.step_s(knot) + host_s for knot in knots])
-            self._curves[batch] = known
-        return known
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        return self.curves.at(batch, in_windows)
+
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
+        kernels, host_s = self._kernels.decode(batch, in_windows), self._host_s(batch)
+        if self._host.overlapped:
+            return at_least(kernels, host_s)
+        knots = [*kernels.knots, kernels.knots[-1] + _BEYOND_TOKENS]
+        return DecodeCurve(batch, knots, [kernels.step_s(knot) + host_s for knot in knots])
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         return self._both_s(self._kernels.prefill_s(chunks), self._host_s(len(chunks)) + self._host.prefill_s)
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
         """Seconds of one iteration that decodes `batch` sequences and prefills `chunks`."""
         host_s = self._host_s(batch + len(chunks)) + self._host.prefill_s
-        return self._both_s(self._kernels.mixed_s(batch, context_tokens, chunks), host_s)
+        return self._both_s(self._kernels.mixed_s(batch, context_tokens, chunks, in_windows), host_s)
 
     def lookups(self) -> Lookups:
-        for batch, curve in self._curves.items():
-            kernels = self._kernels.decode(batch)
-            kernels.furthest_tokens = max(kernels.furthest_tokens, curve.furthest_tokens)
+        self.curves.pass_on(self._kernels.decode)
         return self._kernels.lookups()
 
     def _host_s(self, sequences: int) -> float:

@@ -7,9 +7,11 @@ activations are kept, counted anew for llama-like layers; vLLM's memory profilin
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from rlsim.cost.attention_work import attention_work
+from rlsim.cost.step import KvShape
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
 from rlsim.hardware import Gpu
@@ -70,14 +72,32 @@ def rollout_weight_bytes(model: Model, tp: int, pp: int = 1) -> float:
 def kv_page_bytes(model: Model, tp: int, page_tokens: int, pp: int = 1) -> float:
     """One page of KV cache on one GPU: what each of the fullest stage's layers keeps of a token here · bytes · tokens.
 
-    Grouped-query attention keeps 2 · KV heads here · head_dim numbers, latent attention its latent, whole. Raises
-    `ConfigError` where some layers keep a window or a state: not every token has its place in a page.
+    Grouped-query attention keeps 2 · KV heads here · head_dim numbers, latent attention its latent, whole, linear
+    attention nothing. In layers with a window only a sequence's last pages are kept (`kv_shape`).
     """
-    attentions = [layer.attention for layer in model.groups]
-    if special := [name for a in attentions if a.window_tokens or a.state_elements for name in a.special]:
-        raise model.beyond(dict.fromkeys(special))
     kept = model.fullest_stage(pp, lambda layer: layer.attention.cached_elements(tp))
     return kept * model.kv_element_bytes * page_tokens
+
+
+def kv_shape(model: Model, tp: int) -> KvShape:
+    """What a sequence takes of such pages, as vLLM's hybrid KV cache manager keeps it.
+
+    Pages are those of all layers together, whatever the pipeline stages. vLLM's window moves by whole pages and may
+    touch one more than counted here.
+    """
+    elements: Counter[int | None] = Counter()
+    for layer, count in model.groups.items():
+        elements[layer.attention.window_tokens] += count * layer.attention.cached_elements(tp)
+    everything, always = sum(elements.values()), elements.pop(None, 0)
+    state = sum(count * layer.attention.state_elements / tp for layer, count in model.groups.items())
+    window = max((tokens for tokens in elements if tokens), default=None)
+    unit = math.gcd(everything, always) if window is not None else everything
+    return KvShape(
+        window_tokens=window,
+        page_units=everything // unit,
+        late_units=always // unit,
+        state_tokens=state / everything,
+    )
 
 
 def rollout_activation_bytes(model: Model, tp: int, max_batched_tokens: int, max_sequences: int) -> float:
@@ -121,8 +141,9 @@ def rollout_memory(
     page = kv_page_bytes(model, tp, page_tokens, pp)
     budget = memory_utilization * gpu.memory_bytes
     pages = math.floor((budget - weights - activations - reserved_bytes - resident_bytes) / page)
-    if pages * page_tokens < min_tokens:
-        needed = math.ceil(min_tokens / page_tokens) * page
+    shape = kv_shape(model, tp)
+    if not shape.fits(min_tokens, page_tokens, pages):
+        needed = math.ceil(shape.units(min_tokens, page_tokens) / shape.page_units) * page
         parts = {
             "weights": weights,
             "activations": activations,

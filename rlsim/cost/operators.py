@@ -14,15 +14,25 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import inf, log2, nan
+from typing import TypeVar
 
-from rlsim.cost.calibration import OperatorFits, Reference, Residual
+from rlsim.cost.calibration import (
+    Correction,
+    DecodeAttentionFit,
+    OperatorFits,
+    PrefillAttentionFit,
+    Reference,
+    Residual,
+)
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.products import Products
 from rlsim.cost.surface import Surface, surface_of
 from rlsim.precision import KV_BYTES, Precision
 
-_BF16 = 2.0  # bytes
+BF16_BYTES = 2.0
+A = TypeVar("A", DecodeAttentionFit, PrefillAttentionFit)
+_ANY_DIM = 0  # heads of another size than those that were measured apart
 
 
 def interpolate(knots: Sequence[float], values: Sequence[float], x: float) -> float:
@@ -63,11 +73,11 @@ class Operators:
         self._ranges = {name: residual.ranges for name, residual in (residuals or {}).items()}
         self._products = {precision: Products(fit, reference) for precision, fit in fits.gemms.items()}
         self._decode: dict[tuple[int, int, int], DecodeCurve] = {}
-        self._decode_factor = surface_of(fits.decode_attention.correction, DECODE_AXES)
+        self._decode_fits = _by_head_dim(fits.decode_attention, DECODE_AXES)
         self._memory_factor = surface_of(fits.memory_bound.correction, MEMORY_AXES)
-        self._prefill_factor = surface_of(fits.prefill_attention.correction, PREFILL_AXES)
-        self._decode_factors: dict[int, Surface] = {}
-        self._prefill_factors: dict[tuple[int, int], Surface] = {}
+        self._prefill_fits = _by_head_dim(fits.prefill_attention, PREFILL_AXES)
+        self._decode_factors: dict[tuple[int, int], Surface] = {}
+        self._prefill_factors: dict[tuple[float, int, int], Surface] = {}
         self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
         self._memory_range = self._ranges.get("memory_bound", {}).get("bytes", (-inf, inf))
         measured = self._ranges.get("prefill_attention", {})
@@ -103,34 +113,21 @@ class Operators:
         The formula is `max(floor, stream + slope · T)`; a correction bends it at its own contexts. Times never fall
         with T and never beat the data sheet's bandwidth.
         """
-        fit, ref = self.fits.decode_attention, self.reference
+        dim = head_dim if head_dim in self._decode_fits else _ANY_DIM
+        (fit, surface), ref = self._decode_fits[dim], self.reference
         tiles = batch * kv_heads
         floor = fit.floor_s + fit.floor_tile_s * tiles + fit.floor_sequence_s * batch
         stream = fit.stream_s + fit.stream_tile_s * tiles + fit.stream_sequence_s * batch
         efficiency = interpolate(fit.parallelism, fit.efficiency, log2(tiles))
         token_bytes = 2.0 * kv_heads * head_dim * KV_BYTES[fit.kv_precision]
         slope = token_bytes / (ref.memory_bytes_per_s * efficiency)
-        turn = (floor - stream) / slope
-        knots = {0.0, turn} if turn > 0.0 else {0.0}
-        if self._decode_factor is None or fit.correction is None:
-            ordered = [*sorted(knots), max(turn, 0.0) + 1.0]
-            return ordered, [max(floor, stream + slope * total) for total in ordered]
-        heads = self._decode_factors.get(kv_heads)
-        if heads is None:
-            heads = self._decode_factors[kv_heads] = self._decode_factor.sliced(kv_heads)
-        factor = heads.along(batch)
-        contexts = fit.correction.knots("context")
-        factors = {batch * context: at for context, at in zip(contexts, factor.at_knots(), strict=True)}
-        knots.update(factors)
-        ordered, times, longest = sorted(knots), [], 0.0
-        for total in ordered:
-            at = factors.get(total) or factor(max(total / batch, contexts[0]))
-            time = max(floor, stream + slope * total) * at
-            longest = max(longest, time, total * token_bytes / ref.memory_bytes_per_s)
-            times.append(longest)
-        # beyond the last knot the formula goes on under the factor of that knot
-        last = factors[batch * contexts[-1]]
-        return [*ordered, ordered[-1] * 2.0], [*times, longest + slope * last * ordered[-1]]
+        factor: Surface | None = None
+        if surface is not None:
+            heads = self._decode_factors.get((dim, kv_heads))
+            if heads is None:
+                heads = self._decode_factors[dim, kv_heads] = surface.sliced(kv_heads)
+            factor = heads.along(batch)
+        return bent(batch, floor, stream, slope, token_bytes / ref.memory_bytes_per_s, fit.correction, factor)
 
     def decode_attention_s(
         self, batch: int, context_tokens: float, q_heads: int, kv_heads: int, head_dim: int
@@ -150,14 +147,22 @@ class Operators:
         return curve.step_s(context_tokens)
 
     def prefill_attention_s(
-        self, chunks: Sequence[tuple[float, float]], q_heads: int, kv_heads: int, head_dim: int
+        self,
+        chunks: Sequence[tuple[float, float]],
+        q_heads: int,
+        kv_heads: int,
+        head_dim: float,
+        window_tokens: int | None = None,
     ) -> float:
         """Seconds of one layer's causal attention over `chunks` of (new tokens, tokens already cached), one kernel.
+
+        With a window a query attends to its last `window_tokens` tokens, and a block to that and its own queries.
 
         Work: `4 · q_heads · head_dim` FLOPs for each (query, key) pair, in blocks of queries; a block's last keys
         are masked but computed. Chunks with cached tokens are derived from the same formula (measured: none cached).
         """
-        fit, ref = self.fits.prefill_attention, self.reference
+        dim = head_dim if head_dim in self._prefill_fits else _ANY_DIM
+        (fit, surface), ref = self._prefill_fits[dim], self.reference
         block = fit.block_tokens
         shortest, longest_new, longest_context = self._prefill_range
         outside: tuple[float, float] | None = None
@@ -169,10 +174,22 @@ class Operators:
             n = -(-new // block)
             end = prior + n * block
             blocks += n
-            keys += n * (prior + block + end)
             tokens += new
-            context += prior + new
-            pairs += new * (2.0 * prior + new)
+            if window_tokens is None or prior + new <= window_tokens:
+                keys += n * (prior + block + end)
+                context += prior + new
+                pairs += new * (2.0 * prior + new)
+            else:
+                reach = window_tokens + block  # keys of a block that the window cuts
+                whole = max((reach - prior) // block, 0.0)  # blocks that it does not cut
+                growing = max(window_tokens - prior, 0.0)  # queries that have no more tokens before them than it holds
+                if whole < n:
+                    keys += whole * (2.0 * prior + (whole + 1) * block) + 2.0 * (n - whole) * reach
+                    end = reach
+                else:
+                    keys += n * (prior + block + end)
+                context += new + min(prior, window_tokens)
+                pairs += growing * (2.0 * prior + growing) + 2.0 * (new - growing) * window_tokens
             if end > last:
                 last = end
         if outside is None:
@@ -188,15 +205,15 @@ class Operators:
         longest_s = flop * longest / (ref.bf16_flop_per_s / ref.sm_count * fit.single_efficiency)
         p = fit.blend
         compute = float((total_s**p + longest_s**p) ** (1.0 / p))
-        size = (tokens * q_heads * 2 * _BF16 + context * kv_heads * 2 * KV_BYTES[fit.kv_precision]) * head_dim
+        size = (tokens * q_heads * 2 * BF16_BYTES + context * kv_heads * 2 * KV_BYTES[fit.kv_precision]) * head_dim
         memory = size / (ref.memory_bytes_per_s * fit.memory_efficiency)
         time = fit.launch_s + max(compute, memory)
-        if self._prefill_factor is None:
+        if surface is None:
             return time
-        factor = self._prefill_factors.get((q_heads, kv_heads))
+        factor = self._prefill_factors.get((dim, q_heads, kv_heads))
         if factor is None:
-            factor = self._prefill_factor.sliced(q_heads, q_heads / kv_heads)
-            self._prefill_factors[q_heads, kv_heads] = factor
+            factor = surface.sliced(q_heads, q_heads / kv_heads)
+            self._prefill_factors[dim, q_heads, kv_heads] = factor
         # The prompt with as many keys per query.
         return max(time * factor(len(chunks), pairs / tokens), size / ref.memory_bytes_per_s)
 
@@ -216,3 +233,42 @@ class Operators:
                 self._memory_factor_at = (tokens, factor)
             time = max(time * factor(size_bytes), size_bytes / ref.memory_bytes_per_s)
         return time
+
+
+def _by_head_dim(fit: A, axes: Sequence[str]) -> dict[float, tuple[A, Surface | None]]:
+    """An attention fit and its correction, by the size of the heads that it is for."""
+    fits = {_ANY_DIM: fit, **getattr(fit, "head_dims", {})}
+    return {dim: (one, surface_of(one.correction, axes)) for dim, one in fits.items()}
+
+
+def bent(
+    batch: int,
+    floor: float,
+    stream: float,
+    slope: float,
+    least_slope: float,
+    correction: Correction | None,
+    factor: Surface | None,
+) -> tuple[list[float], list[float]]:
+    """Knots of T and the seconds there of `max(floor, stream + slope · T)`, bent by a correction's factor along its
+    axis `context` (T / batch); times never fall with T and are never below `least_slope · T`.
+
+    The last slope continues beyond the last knot.
+    """
+    turn = (floor - stream) / slope
+    knots = {0.0, turn} if turn > 0.0 else {0.0}
+    if correction is None or factor is None:
+        ordered = [*sorted(knots), max(turn, 0.0) + 1.0]
+        return ordered, [max(floor, stream + slope * total) for total in ordered]
+    contexts = correction.knots("context")
+    factors = {batch * context: at for context, at in zip(contexts, factor.at_knots(), strict=True)}
+    knots.update(factors)
+    ordered, times, longest = sorted(knots), [], 0.0
+    for total in ordered:
+        at = factors.get(total) or factor(max(total / batch, contexts[0]))
+        time = max(floor, stream + slope * total) * at
+        longest = max(longest, time, total * least_slope)
+        times.append(longest)
+    # beyond the last knot the formula goes on under the factor of that knot
+    last = factors[batch * contexts[-1]]
+    return [*ordered, ordered[-1] * 2.0], [*times, longest + slope * last * ordered[-1]]

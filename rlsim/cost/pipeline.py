@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlsim.cost.calibration import Calibration, HostFit, load_calibration
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows
 from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.host import HostedStep, longer
 from rlsim.cost.layout import Layout
@@ -100,45 +100,49 @@ class Pipelined(StepCost):
     ) -> None:
         if not 1 <= pp <= layers:
             raise ConfigError(f"PP {pp} does not go with {layers} layers")
-        self.tp, self.pp, self.skew = kernels.tp, pp, kernels.skew
+        self.tp, self.pp, self.skew, self.kv = kernels.tp, pp, kernels.skew, kernels.kv
         self._kernels = kernels
         self._share = math.ceil(layers / pp) / layers
         self._head_s = head_s
         self._boundaries = boundaries
         self._host = host
-        self._curves: dict[int, DecodeCurve] = {}
+        self._curves = Curves(self._decode)
 
-    def decode(self, batch: int) -> DecodeCurve:
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The decode curve of `batch` sequences: the longest of the three lines, each piecewise linear in T."""
-        if batch not in self._curves:
-            count = min(batch, self.pp)
-            size = math.ceil(batch / count)
-            curve = self._kernels.decode(size)
-            inner = [*curve.knots, curve.knots[-1] + _BEYOND_TOKENS]
-            parts = [self._micro_batch(curve.step_s(tokens), size, size) for tokens in inner]
-            knots = [tokens * batch / size for tokens in inner]
-            stage = DecodeCurve(batch, knots, [count * self._stage_s(part) for part in parts])
-            floor_s = count * parts[0].host_s
-            way = DecodeCurve(batch, knots, [self._way_s(part) for part in parts])
-            self._curves[batch] = longer(longer(stage, way), DecodeCurve(batch, [0.0], [floor_s]))
-        return self._curves[batch]
+        return self._curves.at(batch, in_windows)
+
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
+        count, size = min(batch, self.pp), self._micro_batch_size(batch)
+        curve = self._kernels.decode(size, in_windows and in_windows.of(size / batch))
+        inner = [*curve.knots, curve.knots[-1] + _BEYOND_TOKENS]
+        parts = [self._micro_batch(curve.step_s(tokens), size, size) for tokens in inner]
+        knots = [tokens * batch / size for tokens in inner]
+        stage = DecodeCurve(batch, knots, [count * self._stage_s(part) for part in parts])
+        floor_s = count * parts[0].host_s
+        way = DecodeCurve(batch, knots, [self._way_s(part) for part in parts])
+        return longer(longer(stage, way), DecodeCurve(batch, [0.0], [floor_s]))
+
+    def _micro_batch_size(self, batch: int) -> int:
+        return math.ceil(batch / min(batch, self.pp))
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of one prefill iteration; whole chunks are dealt to the micro-batches, balanced by new tokens."""
         return self._iteration_s(0, 0.0, chunks)
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
         """Seconds of one mixed iteration; decoding sequences are dealt evenly, and chunks as in a prefill."""
-        return self._iteration_s(batch, context_tokens, chunks)
+        return self._iteration_s(batch, context_tokens, chunks, in_windows)
 
     def lookups(self) -> Lookups:
-        for batch, curve in self._curves.items():
-            size = math.ceil(batch / min(batch, self.pp))
-            known = self._kernels.decode(size)
-            known.furthest_tokens = max(known.furthest_tokens, curve.furthest_tokens * size / batch)
+        self._curves.pass_on(self._kernels.decode, self._micro_batch_size)
         return self._kernels.lookups()
 
-    def _iteration_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+    def _iteration_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
         count = min(batch + len(chunks), self.pp)
         dealt = pack([chunk.new_tokens for chunk in chunks], count)
         # Most of the decoding sequences go where the fewest chunks are, so that no micro-batch stays empty.
@@ -148,13 +152,14 @@ class Pipelined(StepCost):
             decoding = batch // count + (i < batch % count)
             own = [chunks[j] for j in members]
             tokens = decoding + sum(chunk.new_tokens for chunk in own)
-            context = context_tokens * decoding / batch if batch else 0.0
+            share = decoding / batch if batch else 0.0
+            context, within = context_tokens * share, in_windows and in_windows.of(share)
             if own and decoding:
-                kernels_s = self._kernels.mixed_s(decoding, context, own)
+                kernels_s = self._kernels.mixed_s(decoding, context, own, within)
             elif own:
                 kernels_s = self._kernels.prefill_s(own)
             else:
-                kernels_s = self._kernels.decode(decoding).step_s(context)
+                kernels_s = self._kernels.decode(decoding, within).step_s(context)
             parts.append(self._micro_batch(kernels_s, tokens, decoding + len(own), prefills=bool(own)))
         stage_s = sum(self._stage_s(part) for part in parts)
         return max(stage_s, *(self._way_s(part) for part in parts), sum(part.host_s for part in parts))

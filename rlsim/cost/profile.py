@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlsim.cost.calibration import DecodeProfile
-from rlsim.cost.curve import DecodeCurve, StackedCurves
+from rlsim.cost.curve import DecodeCurve, InWindows, StackedCurves
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError
@@ -74,7 +74,7 @@ class ProfileStep(StepCost):
         ]
         return cls(record.tp, curves, record.prefill_tokens, record.prefill_lengths, record.prefill_s, skew=skew)
 
-    def decode(self, batch: int) -> DecodeCurve:
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:  # noqa: ARG002
         """The profiled curve of `batch`, or the blend of its neighbours at the same sum of contexts."""
         known = self._used.get(batch)
         if known is not None:
@@ -158,7 +158,13 @@ class ProfileStep(StepCost):
         length = sum(chunk.new_tokens * (2.0 * chunk.prior_tokens + chunk.new_tokens) for chunk in chunks) / tokens
         return self._prefill_at(tokens, length)
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+    def mixed_s(
+        self,
+        batch: int,
+        context_tokens: float,
+        chunks: Sequence[Chunk],
+        in_windows: InWindows | None = None,  # noqa: ARG002
+    ) -> float:
         """A prefill of all tokens together, plus what the contexts add to a decode step.
 
         Derived: a profile of separate decode and prefill steps says nothing about their mixture.

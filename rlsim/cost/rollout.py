@@ -121,7 +121,7 @@ class RolloutCostModel:
         graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), runtime.graph_batch_sizes)
         moved_s = 0.0
         if kv == "migrate":
-            share = sum(contexts) * max(from_tp, to_tp) / gpus
+            share = self._kept_tokens(contexts) * max(from_tp, to_tp) / gpus
             moved_s = kv_migrate_s(self.model, self._collectives, share, from_tp, to_tp, runtime.migrate_bytes_per_s)
         return SwitchCost(
             weights_s=reshard_s(self.model, self._collectives, from_tp, to_tp, runtime.reshard_bytes_per_s),
@@ -138,9 +138,14 @@ class RolloutCostModel:
         tp = min(from_tp, to_tp)
         rate = self.calibration.runtime.migrate_bytes_per_s
         if same_node and rate is not None:
-            return kv_send_s(self.model, self.cluster.intra, float(sum(contexts)), tp, rate)
-        per_rank = kv_page_bytes(self.model, tp, 1) * sum(contexts)
+            return kv_send_s(self.model, self.cluster.intra, self._kept_tokens(contexts), tp, rate)
+        per_rank = kv_page_bytes(self.model, tp, 1) * self._kept_tokens(contexts)
         return self._collectives.time_s("send_recv", per_rank, 2, 1 if same_node else 2) if per_rank else 0.0
+
+    def _kept_tokens(self, contexts: Sequence[int]) -> float:
+        """The tokens whose KV in all layers is as large as what these sequences keep."""
+        model = self.model
+        return sum(map(model.sequence_bytes, contexts)) / model.kv_bytes_per_token
 
 
 def powers_of_two(gpus: int) -> list[int]:

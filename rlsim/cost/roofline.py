@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rlsim.cost.attention import layer_attention
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, sum_of
 from rlsim.cost.host import HostedStep
 from rlsim.cost.lookups import Lookups
+from rlsim.cost.memory import kv_shape
 from rlsim.cost.operators import Operators
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.sharing import Scaled
@@ -56,7 +60,6 @@ class RooflineStep(StepCost):
                 f"{cluster.name!r}"
             )
         self.tp = tp
-        self._attention = model.attention
         check_served(model, calibration)
         calibration = calibration.on_kv(model.kv_precision)
         self.skew = calibration.operators.decode_attention.skew
@@ -64,26 +67,44 @@ class RooflineStep(StepCost):
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._host = calibration.host
         self._model = model
-        self._q_heads = self._attention.heads // tp
-        self._kv_heads = self._attention.kv_heads_per_gpu(tp)
-        self._layers = tuple((count, layer, layer.linears(tp)) for layer, count in model.groups.items())
+        if special := model.special:
+            raise model.beyond(special)
+        counts = Counter(layer.attention for layer in model.layers)
+        kinds = {one: layer_attention(self.operators, one, tp, model.dtype_bytes) for one in counts}
+        self._attentions = tuple((count, kinds[one]) for one, count in counts.items())
+        self._attention_of = {layer: kinds[layer.attention] for layer in model.groups}
+        self.kv = kv_shape(model, tp)
+        self._layers = tuple(
+            (count, layer, self._attention_of[layer].linears(layer, tp)) for layer, count in model.groups.items()
+        )
         self._head = model.head(tp)
-        self._curves: dict[int, DecodeCurve] = {}
+        self.curves = Curves(self._decode)
         self._known_tokens_s: dict[float, float] = {}
         self._known_head_s: dict[float, float] = {}
         self._known_prefill_s: dict[Chunk, float] = {}
 
-    def decode(self, batch: int) -> DecodeCurve:
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The decode curve of `batch` sequences; its knots are those of decode attention."""
-        known = self._curves.get(batch)
-        if known is not None:
-            return known
-        layers = self._model.num_hidden_layers
+        return self.curves.at(batch, in_windows)
+
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         fixed = self._tokens_s(batch) + self.head_s(batch) + self._host.step_s + self._host.sequence_s * batch
-        knots, times = self.operators.decode_attention_curve(batch, self._kv_heads, self._attention.head_dim)
-        curve = DecodeCurve(batch, knots, [fixed + layers * time for time in times])
-        self._curves[batch] = curve
-        return curve
+        curves = []
+        for count, kind in self._attentions:
+            curve = kind.curve(batch)
+            if kind.window_tokens is not None:
+                curve = over_all(curve, kind.window_tokens, in_windows)
+            curves.append((count, curve))
+        return sum_of(curves, fixed)
+
+    def _attention_s(self, batch: int, context_tokens: float, in_windows: InWindows | None) -> float:
+        total = 0.0
+        for count, kind in self._attentions:
+            read = context_tokens
+            if kind.window_tokens is not None:
+                read = min(read, batch * kind.window_tokens) if in_windows is None else in_windows.at(read)
+            total += count * kind.curve(batch).step_s(read)
+        return total
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of one prefill iteration over `chunks`, the LM head on each chunk's last token."""
@@ -97,16 +118,17 @@ class RooflineStep(StepCost):
             + self._host.sequence_s * len(chunks)
         )
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
         """Seconds of one iteration in which the products run over decode and prefill tokens together."""
         tokens = batch + sum(chunk.new_tokens for chunk in chunks)
-        decode_attention = self.operators.decode_attention_s(
-            batch, context_tokens, self._q_heads, self._kv_heads, self._attention.head_dim
-        )
+        for operator, values in self._decode_shapes(batch, context_tokens):
+            self.operators.count(operator, **values)
         rows = batch + len(chunks)
         return (
             self._tokens_s(tokens)
-            + self._model.num_hidden_layers * decode_attention
+            + self._attention_s(batch, context_tokens, in_windows)
             + self._prefill_attention_s(chunks)
             + self.head_s(rows)
             + self._host.step_s
@@ -117,27 +139,22 @@ class RooflineStep(StepCost):
     def lookups(self) -> Lookups:
         """Every shape asked for so far. A decode curve counts once, by the longest mean context it was used at."""
         own = Lookups()
-        group = self._q_heads / self._kv_heads
-        ranges = self.operators.ranges("decode_attention")
-        for batch, curve in self._curves.items():
-            if not curve.furthest_tokens:
-                continue  # looked at, by a policy or a bound, but never run
-            context = curve.furthest_tokens / batch
-            own.add_within(
-                "decode_attention", ranges, batch=batch, kv_heads=self._kv_heads, group=group, context=context
-            )
+        for batch, furthest in self.curves.used():
+            for operator, values in self._decode_shapes(batch, furthest):
+                own.add_within(operator, self.operators.ranges(operator), **values)
         return own.merge([self.operators.lookups, self.collectives.lookups])
+
+    def _decode_shapes(self, batch: int, context_tokens: float) -> Iterator[tuple[str, dict[str, float]]]:
+        for _, kind in self._attentions:
+            yield kind.decode_shape(batch, min(context_tokens, batch * (kind.window_tokens or math.inf)))
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
         """Seconds of one decode step by kind: products, attention, elementwise, all_reduce, head, host."""
         layers = self._model.num_hidden_layers
-        attention = self.operators.decode_attention_s(
-            batch, context_tokens, self._q_heads, self._kv_heads, self._attention.head_dim
-        )
         elementwise = sum(count * self._elementwise_s(layer, batch) for count, layer, _ in self._layers)
         return {
             "products": sum(count * self._products_s(layer, linears, batch) for count, layer, linears in self._layers),
-            "attention": layers * attention,
+            "attention": self._attention_s(batch, context_tokens, None),
             "elementwise": elementwise + self._embedding_s(batch),
             "all_reduce": (2 * layers + 1) * self._all_reduce_s(batch),
             "head": self.head_s(batch),
@@ -173,18 +190,15 @@ class RooflineStep(StepCost):
         return total
 
     def _elementwise_s(self, layer: Layer, tokens: float) -> float:
-        element, attention = self._model.dtype_bytes, self._attention
-        heads = self._q_heads + self._kv_heads
+        element = self._model.dtype_bytes
 
         def move(elements_per_token: float) -> float:
             return self.operators.memory_bound_s(tokens * elements_per_token * element, tokens)
 
         norm = move(4 * layer.hidden)  # read input and residual, write sum and norm
-        rotary = move((2 * heads + self._kv_heads) * attention.head_dim)
         activation = move(3 * (layer.mlp.active_width / self.tp))
-        head_norm = move(2 * heads * attention.head_dim) if attention.head_norms else 0.0
         more_norms = (layer.norms - 2) * move(2 * layer.hidden) if layer.norms > 2 else 0.0
-        return 2 * norm + rotary + activation + head_norm + more_norms
+        return 2 * norm + self._attention_of[layer].elementwise_s(tokens) + activation + more_norms
 
     def _embedding_s(self, tokens: float) -> float:
         one = self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * self._model.dtype_bytes, tokens)
@@ -212,8 +226,7 @@ class RooflineStep(StepCost):
         known = self._known_prefill_s.get(chunks[0]) if len(chunks) == 1 else None
         if known is not None:
             return known
-        one = self.operators.prefill_attention_s(chunks, self._q_heads, self._kv_heads, self._attention.head_dim)
-        time = self._model.num_hidden_layers * one
+        time = sum([count * kind.prefill_s(chunks) for count, kind in self._attentions])
         if len(chunks) == 1:  # the samples of a prompt, each on a replica of its own
             self._known_prefill_s[chunks[0]] = time
         return time

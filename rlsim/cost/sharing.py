@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows
 from rlsim.cost.host import at_least
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import RESERVED_BYTES, rollout_activation_bytes, rollout_weight_bytes
@@ -20,25 +20,29 @@ class Scaled(StepCost):
     """`cost`, but every iteration takes `factor` times as long, which may depend on the number of its sequences."""
 
     def __init__(self, cost: StepCost, factor: Callable[[int], float]) -> None:
-        self.tp, self.skew = cost.tp, cost.skew
+        self.tp, self.skew, self.kv = cost.tp, cost.skew, cost.kv
         self._cost, self._factor = cost, factor
-        self._curves: dict[int, DecodeCurve] = {}
+        self._curves = Curves(self._decode)
 
-    def decode(self, batch: int) -> DecodeCurve:
-        if batch not in self._curves:
-            curve, factor = self._cost.decode(batch), self._factor(batch)
-            knots = [*curve.knots, curve.knots[-1] + 1e6]  # one more, to keep the last slope
-            self._curves[batch] = DecodeCurve(batch, knots, [curve.step_s(knot) * factor for knot in knots])
-        return self._curves[batch]
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        return self._curves.at(batch, in_windows)
+
+    def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
+        curve, factor = self._cost.decode(batch, in_windows), self._factor(batch)
+        knots = [*curve.knots, curve.knots[-1] + 1e6]  # one more, to keep the last slope
+        return DecodeCurve(batch, knots, [curve.step_s(knot) * factor for knot in knots])
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         return self._cost.prefill_s(chunks) * self._factor(len(chunks))
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
-        return self._cost.mixed_s(batch, context_tokens, chunks) * self._factor(batch + len(chunks))
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
+        return self._cost.mixed_s(batch, context_tokens, chunks, in_windows) * self._factor(batch + len(chunks))
 
     def lookups(self) -> Lookups:
-        return _passed_on(self._curves, self._cost)
+        self._curves.pass_on(self._cost.decode)
+        return self._cost.lookups()
 
 
 class Crowded(Scaled):
@@ -57,31 +61,24 @@ class Streamed(StepCost):
     """
 
     def __init__(self, resident: StepCost, stream_s: float) -> None:
-        self.tp, self.skew = resident.tp, resident.skew
+        self.tp, self.skew, self.kv = resident.tp, resident.skew, resident.kv
         self._resident, self._stream_s = resident, stream_s
-        self._curves: dict[int, DecodeCurve] = {}
+        self._curves = Curves(lambda *of: at_least(resident.decode(*of), stream_s))
 
-    def decode(self, batch: int) -> DecodeCurve:
-        if batch not in self._curves:
-            self._curves[batch] = at_least(self._resident.decode(batch), self._stream_s)
-        return self._curves[batch]
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        return self._curves.at(batch, in_windows)
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         return max(self._resident.prefill_s(chunks), self._stream_s)
 
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
-        return max(self._resident.mixed_s(batch, context_tokens, chunks), self._stream_s)
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
+        return max(self._resident.mixed_s(batch, context_tokens, chunks, in_windows), self._stream_s)
 
     def lookups(self) -> Lookups:
-        return _passed_on(self._curves, self._resident)
-
-
-def _passed_on(curves: Mapping[int, DecodeCurve], inner: StepCost) -> Lookups:
-    """The look-ups of the cost inside, told how far the curves made from its own were followed."""
-    for batch, curve in curves.items():
-        known = inner.decode(batch)
-        known.furthest_tokens = max(known.furthest_tokens, curve.furthest_tokens)
-    return inner.lookups()
+        self._curves.pass_on(self._resident.decode)
+        return self._resident.lookups()
 
 
 def layers_to_offload(model: Model, resident: StepCost, host: Link, batched_tokens: int, sequence_tokens: int) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.lookups import Lookups
 
 
@@ -15,6 +16,34 @@ class Chunk(NamedTuple):
 
     new_tokens: int
     prior_tokens: int  # already in the KV cache, attended to but not recomputed
+
+
+class KvShape(NamedTuple):
+    """What a sequence's KV cache takes, in units of which a page that all layers share holds `page_units`.
+
+    Layers with a window let go of the pages that a sequence has outgrown: each page begun beyond `window_tokens` takes
+    only `late_units`. `state_tokens`: what linear attention keeps of a sequence, as so many tokens of whole pages.
+    """
+
+    window_tokens: int | None = None
+    page_units: int = 1
+    late_units: int = 1
+    state_tokens: float = 0.0
+
+    def units(self, context_tokens: int, page_tokens: int) -> int:
+        """The units of a sequence of so many tokens, its last page whole; the state takes whole pages."""
+        pages = -(-context_tokens // page_tokens)
+        kept = pages if self.window_tokens is None else min(pages, -(-self.window_tokens // page_tokens))
+        state = ceil(self.state_tokens / page_tokens)
+        return self.page_units * (kept + state) + self.late_units * (pages - kept)
+
+    def fits(self, context_tokens: int, page_tokens: int, pages: int) -> bool:
+        """Whether so many pages of all layers hold one sequence of so many tokens."""
+        return self.units(context_tokens, page_tokens) <= pages * self.page_units
+
+
+#: Of a model whose layers all keep all tokens.
+PLAIN_KV = KvShape()
 
 
 class StepCost(ABC):
@@ -31,16 +60,25 @@ class StepCost(ABC):
     #: a batch decodes, so a curve is simply read at `T + skew · padding`.
     skew: float = 0.0
 
+    #: What sequences keep in the KV cache. Where some layers attend to windows only, what decode takes depends on how
+    #: many context tokens lie in windows, too (`InWindows`).
+    kv: KvShape = PLAIN_KV
+
     @abstractmethod
-    def decode(self, batch: int) -> DecodeCurve:
-        """The decode curve of `batch` ≥ 1 sequences, over the (skew-corrected) sum of their context tokens."""
+    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
+        """The decode curve of `batch` ≥ 1 sequences, over the (skew-corrected) sum of their context tokens.
+
+        Without `in_windows` their contexts are equal.
+        """
 
     @abstractmethod
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of one prefill iteration over `chunks` (at least one)."""
 
     @abstractmethod
-    def mixed_s(self, batch: int, context_tokens: float, chunks: Sequence[Chunk]) -> float:
+    def mixed_s(
+        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
+    ) -> float:
         """Seconds of one iteration that decodes `batch` ≥ 1 sequences and prefills `chunks` (at least one)."""
 
     def lookups(self) -> Lookups:

@@ -59,7 +59,7 @@ class Judge:
             resident_bytes=resident_bytes,
         )
         longest = loaded.longest_sequence + spec.prompt_tokens + loaded.longest_answer
-        if pages * engine.page_tokens < longest:
+        if not cost.kv.fits(longest, engine.page_tokens, pages):
             raise CapacityError(
                 f"workflow.reward.judge: {model.name} at TP {spec.tp} has room for {pages * engine.page_tokens} tokens "
                 f"of KV cache, a response to judge may need {longest}"

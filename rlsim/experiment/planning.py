@@ -17,6 +17,7 @@ from rlsim.cost.memory import (
     RESERVED_BYTES,
     inference_memory,
     kv_page_bytes,
+    kv_shape,
     rollout_activation_bytes,
     rollout_weight_bytes,
 )
@@ -327,7 +328,9 @@ class PlanSpace:
         batched, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
         working = rollout_weight_bytes(model, tp, pp) + rollout_activation_bytes(model, tp, batched, sequences)
         replicas = self._dealt(strategy)
-        pages = max(sum(-(-(p + r) // engine.page_tokens) for p, r in lengths) for lengths in replicas)
+        shape = kv_shape(model, tp)
+        units = max(sum(shape.units(p + r, engine.page_tokens) for p, r in lengths) for lengths in replicas)
+        pages = math.ceil(units / shape.page_units)
         kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, tp, engine.page_tokens, pp)
         needed = working + RESERVED_BYTES + kv_bytes
         return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, loaded.experiment.memory_utilization)

@@ -13,16 +13,21 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
 
-from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.curve import DecodeCurve, InWindows
+from rlsim.cost.step import PLAIN_KV, KvShape
 from rlsim.sim.request import Request
+from rlsim.sim.windows import WindowTokens
+
+_EVER = 2**62  # more steps than any response has
 
 
 class RunningBatch:
     """Running requests of a replica with `capacity_pages` pages of `page_tokens` tokens.
 
     `skew` is the share of the padding to the longest context that a step pays for (`StepCost.skew`). With
-    `chunk_tokens` above 0 it knows when a response reaches a multiple of so many tokens. A request that left and came
-    back has a new admission number; entries of older ones are stale and skipped.
+    `chunk_tokens` above 0 it knows when a response reaches a multiple of so many tokens. `kv` is what a sequence keeps
+    there: pages are counted in its units. A request that left and came back has a new admission number; entries of
+    older ones are stale and skipped.
     """
 
     __slots__ = (
@@ -33,18 +38,24 @@ class RunningBatch:
         "_chunks",
         "_final_tokens",
         "_finishing",
+        "_kv",
         "_longest",
         "_padding",
         "_page_tokens",
+        "_round",
         "_skew",
         "_turns",
+        "_windows",
         "pages",
         "size",
         "step",
         "tokens",
+        "windowed",
     )
 
-    def __init__(self, page_tokens: int, capacity_pages: int, skew: float, chunk_tokens: int = 0) -> None:
+    def __init__(
+        self, page_tokens: int, capacity_pages: int, skew: float, chunk_tokens: int = 0, kv: KvShape = PLAIN_KV
+    ) -> None:
         self.step = 0  # counter of decode steps
         self.size = 0  # requests
         self.tokens = 0  # sum of their contexts
@@ -53,14 +64,19 @@ class RunningBatch:
         self._skew = skew
         self._page_tokens = page_tokens
         self._padding = page_tokens - 1  # the most that one request's last page is short of being full
-        self._capacity_pages = capacity_pages
-        self._capacity_tokens = capacity_pages * page_tokens
+        self._kv = kv
+        self.windowed = kv.window_tokens is not None
+        self._windows = WindowTokens(kv.window_tokens) if kv.window_tokens is not None else None
+        self._capacity_pages = capacity_pages * kv.page_units
+        # Below this many tokens the pages suffice for certain; nothing is certain where they are not proportional.
+        self._capacity_tokens = capacity_pages * page_tokens if kv == PLAIN_KV else 0
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
         self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
         self._ages: Counter[int] = Counter()  # how many requests have generated how many tokens more than `step`
-        self._turns = [0] * page_tokens  # how many requests begin a page with the step after each i-th of so many
+        self._turns = [0] * page_tokens  # the pages that begin with the step after each i-th of so many
+        self._round = 0  # all of them
 
     def requests(self) -> list[Request]:
         """The requests in admission order."""
@@ -73,22 +89,27 @@ class RunningBatch:
     def join(self, requests: Sequence[Request]) -> None:
         """Take in requests whose context is in the KV cache."""
         step, page, turns, finishing = self.step, self._page_tokens, self._turns, self._finishing
-        longest, ages = self._longest if self._skew else None, self._ages
-        tokens = final = pages = 0
+        longest, ages, windows = self._longest if self._skew else None, self._ages, self._windows
+        each, plain = self._kv.late_units, self._capacity_tokens
+        tokens = final = pages = begun = 0
         for request in requests:
             order, generated = request.order, request.generated
             context = request.prompt_tokens + generated
             offset = request.offset = context - step
             tokens += context
             final += request.prompt_tokens + request.limit_tokens
-            pages += -(-context // page)
-            turns[-offset % page] += 1
+            pages += -(-context // page) if plain else self.pages_of(context)
+            if windows is not None:
+                each = self._kv.page_units if windows.join(request, step) else self._kv.late_units
+            turns[-offset % page] += each
+            begun += each
             ages[generated - step] += 1
             heappush(finishing, (step + request.limit_tokens - generated, order, request))
             if longest is not None:
                 heappush(longest, (-offset, order, request))
         self.tokens += tokens
         self.pages += pages
+        self._round += begun
         self._final_tokens += final
         self.size += len(requests)
         if self._chunk_tokens:
@@ -107,12 +128,22 @@ class RunningBatch:
         self.pages = self._pages_after(steps)
         self.tokens += self.size * steps
         self.step += steps
+        if self._windows is not None:
+            less = self._kv.page_units - self._kv.late_units
+            for request in self._windows.outgrown(self.step):
+                self._turns[-request.offset % self._page_tokens] -= less
+                self._round -= less
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
-        step, page, turns, ages = self.step, self._page_tokens, self._turns, self._ages
+        step, page, turns, ages, windows = self.step, self._page_tokens, self._turns, self._ages, self._windows
+        each, plain, begun = self._kv.late_units, self._capacity_tokens, 0
         for request in requests:
             offset = request.offset
+            if windows is not None:
+                each = self._kv.page_units if windows.leave(request, step) else self._kv.late_units
+            turns[-offset % page] -= each
+            begun += each
             age = offset - request.prompt_tokens
             request.generated = age + step
             if ages[age] == 1:
@@ -121,9 +152,9 @@ class RunningBatch:
                 ages[age] -= 1
             request.order = 0
             self.tokens -= offset + step
-            self.pages -= -(-(offset + step) // page)
+            self.pages -= -(-(offset + step) // page) if plain else self.pages_of(offset + step)
             self._final_tokens -= request.prompt_tokens + request.limit_tokens
-            turns[-offset % page] -= 1
+        self._round -= begun
         self.size -= len(requests)
 
     def complete(self) -> list[Request]:
@@ -163,7 +194,7 @@ class RunningBatch:
             request.order = 0
             tokens -= request.prompt_tokens + request.response_tokens
             size -= 1
-        self.step, self.size, self.tokens, self.pages, self._final_tokens = step, 0, 0, 0, 0
+        self.step, self.size, self.tokens, self.pages, self._final_tokens, self._round = step, 0, 0, 0, 0, 0
         self._ages.clear()
         self._turns = [0] * self._page_tokens
         self.clear()
@@ -190,12 +221,25 @@ class RunningBatch:
     def clear(self) -> None:
         """Forget all requests."""
         self._finishing, self._longest, self._chunks = [], [], []
+        if self._windows is not None:
+            self._windows.clear()
 
     def generated(self, step: int) -> Counter[int]:
         """How many requests have generated how many tokens once the step counter is at `step`."""
         return Counter({age + step: count for age, count in self._ages.items()})
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
+
+    @property
+    def page_units(self) -> int:
+        """What a page of all layers takes, in the units of `pages`."""
+        return self._kv.page_units
+
+    def pages_of(self, context_tokens: int) -> int:
+        """What a request of so many tokens takes, in the units of `pages`."""
+        if self._capacity_tokens:
+            return -(-context_tokens // self._page_tokens)
+        return self._kv.units(context_tokens, self._page_tokens)
 
     def _pages_after(self, steps: int) -> int:
         """KV pages so many steps from now."""
@@ -205,11 +249,13 @@ class RunningBatch:
         begun = sum(self._turns[first:end])
         if end > self._page_tokens:
             begun += sum(self._turns[: end - self._page_tokens])
-        return self.pages + rounds * self.size + begun
+        return self.pages + rounds * self._round + begun
 
     def _steps_that_fit(self) -> int:
         """The most steps from now after which the pages suffice; they do now."""
-        rounds, left = divmod(self._capacity_pages - self.pages, self.size)
+        if not self._round:
+            return _EVER
+        rounds, left = divmod(self._capacity_pages - self.pages, self._round)
         first = self.step % self._page_tokens
         begun = list(accumulate(self._turns[first:] + self._turns[:first]))
         return rounds * self._page_tokens + bisect_right(begun, left)
@@ -224,6 +270,8 @@ class RunningBatch:
         steps = finish - self.step
         if self._chunks:
             steps = min(steps, self._steps_to_chunk(steps))
+        if self._windows is not None:
+            steps = self._windows.steps_ahead(self.step, steps)
         if self.tokens + self.size * (steps - 1 + self._padding) <= self._capacity_tokens:
             return steps
         return min(steps, self._steps_that_fit() + 1)
@@ -239,3 +287,9 @@ class RunningBatch:
             heappop(heap)
             least, order, request = heap[0]
         return self.tokens + skew * (self.size * (self.step - least) - self.tokens)
+
+    def in_windows(self, padded_tokens: float) -> InWindows | None:
+        """How many of the context tokens lie in windows while `padded_tokens` grow from now on; None without windows,
+        or as for equal contexts."""
+        windows = self._windows
+        return None if windows is None else windows.read(self.step, self.size, padded_tokens, self._skew)

@@ -48,7 +48,7 @@ def closed_loop(
     replica could not hold one request alone.
     """
     pages = -(-(load.prompt_tokens + load.response_tokens) // engine.page_tokens)
-    if pages > capacity_pages:
+    if not cost.kv.fits(load.prompt_tokens + load.response_tokens, engine.page_tokens, capacity_pages):
         raise CapacityError(f"one request needs {pages} KV pages, the replica has {capacity_pages}")
     run = _Run(cost, capacity_pages, engine, load, front_end or FrontEndFit())
     run.env.run()

@@ -110,7 +110,8 @@ class Replica:
         self._owed_s = 0.0  # for chunks that were handed over at the boundary before
         self._chunked = config.chunked_prefill
         self._stays = recorder.stays_at(index, gpus)
-        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunks.tokens if chunks else 0)
+        chunk_tokens = chunks.tokens if chunks else 0
+        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv)
         self._scheduler = Scheduler(self._batch, config, capacity_pages, numbers, self._stays, index, self.tp)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
@@ -267,7 +268,7 @@ class Replica:
             elif batch.size:
                 # The jump: as many decode steps as leave the batch as it is, in one sleep.
                 tokens, steps = batch.padded_tokens(), batch.steps_ahead()
-                curve = self.cost.decode(batch.size)
+                curve = self.cost.decode(batch.size, batch.in_windows(tokens) if batch.windowed else None)
                 start, owed_s = env.now, self._owed_s
                 self._jump = start + owed_s, curve, tokens
                 self._asleep = True
@@ -347,7 +348,11 @@ class Replica:
         """One iteration with a chunk of each of the first prefilling in it; decodes take part only in chunked mode."""
         env, batch = self.env, self._batch
         decodes = batch.size if self._chunked else 0
-        time_s = self.cost.mixed_s(decodes, batch.padded_tokens(), work) if decodes else self.cost.prefill_s(work)
+        if decodes:
+            tokens = batch.padded_tokens()
+            time_s = self.cost.mixed_s(decodes, tokens, work, batch.in_windows(tokens))
+        else:
+            time_s = self.cost.prefill_s(work)
         start, time_s = env.now, time_s + self._owed_s
         self._asleep = True
         try:

@@ -302,15 +302,17 @@ class Rollout(RolloutState):
 
     def _check_room(self, tp: int, action: Action) -> None:
         """A layout must be able to hold every unfinished response at its full length."""
+        costs, page_tokens = self._stage.costs, self._stage.config.page_tokens
         try:
-            room = self._stage.costs.capacity_pages(tp) * self._stage.config.page_tokens
+            pages, kv = costs.capacity_pages(tp), costs.step(tp).kv
         except RlsimError as error:
             self._check(False, action, str(error))
         if self._longest is None or self._longest.finished or self._longest.aborted:
             unfinished = (r for r in self._requests.values() if not (r.finished or r.aborted))
             self._longest = max(unfinished, key=attrgetter("full_tokens"), default=None)
         longest = self._longest.full_tokens if self._longest else 0
-        self._check(longest <= room, action, f"a replica holds {room} tokens of KV, too few for a whole response")
+        fits, room = kv.fits(longest, page_tokens, pages), pages * page_tokens
+        self._check(fits, action, f"a replica holds {room} tokens of KV, too few for a whole response")
 
     def _check(self, fine: bool, action: Action, why: str) -> None:
         if not fine:

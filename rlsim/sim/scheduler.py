@@ -22,7 +22,8 @@ FEW = 1024
 class Scheduler:
     """The requests of a replica that do not decode: those waiting, and those being prefilled.
 
-    It admits into `batch`, whose requests share `capacity_pages` KV pages with what is being prefilled. `numbers` are
+    It admits into `batch`, whose requests share `capacity_pages` KV pages with what is being prefilled (counted in its
+    units). `numbers` are
     those of admissions, unique over all replicas that a request may move between; `stays` notes down preemptions.
     """
 
@@ -34,7 +35,6 @@ class Scheduler:
         "_kv_arrived",
         "_most_admitted",
         "_numbers",
-        "_page_tokens",
         "_prefill_pages",
         "_replica",
         "_stays",
@@ -58,10 +58,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # in admission order
         self.preemptions = 0
-        self._batch, self._config, self._capacity_pages = batch, config, capacity_pages
+        self._batch, self._config, self._capacity_pages = batch, config, capacity_pages * batch.page_units
         self._numbers, self._stays, self._replica, self._tps = numbers, stays, replica, (tp,)
-        self._page_tokens = config.page_tokens
-        self._watermark_pages = config.watermark_pages(capacity_pages)
+        self._watermark_pages = config.watermark_pages(capacity_pages) * batch.page_units
         self._prefill_pages = 0
         self._kv_arrived = False
         self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
@@ -96,7 +95,7 @@ class Scheduler:
                 request.first_token_at = now
             complete.append(request)
         self.prefilling = [request for request in self.prefilling if request.prefill_left]
-        self._prefill_pages = sum(self._pages_of(request.context) for request in self.prefilling)
+        self._prefill_pages = sum(self._batch.pages_of(request.context) for request in self.prefilling)
         return complete
 
     def unadmit(self) -> None:
@@ -129,11 +128,8 @@ class Scheduler:
 
     def _stop_prefill(self, request: Request) -> None:
         self.prefilling.remove(request)
-        self._prefill_pages -= self._pages_of(request.context)
+        self._prefill_pages -= self._batch.pages_of(request.context)
         request.order = request.prefill_left = 0
-
-    def _pages_of(self, context: int) -> int:
-        return -(-context // self._page_tokens)
 
     def _evict(self, now: float) -> None:
         """Preempt the most recently admitted until the pages suffice."""
@@ -160,12 +156,12 @@ class Scheduler:
         left = budget - sum([r.prefill_left for r in self.prefilling])
         used = self._batch.pages + self._prefill_pages
         places = config.max_num_seqs - self._batch.size - len(self.prefilling)
-        page, waiting = self._page_tokens, self.waiting
+        pages_of, waiting = self._batch.pages_of, self.waiting
         room = self._capacity_pages - self._watermark_pages
         while waiting and places > 0:
             request = waiting[0]
             context = request.prompt_tokens + request.generated
-            pages = -(-context // page)
+            pages = pages_of(context)
             if used + pages > (room if used else self._capacity_pages):
                 break
             if not request.has_kv and (left <= 0 if chunked else left < context and left < budget):

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from calibration.gpus import Gpu
 from calibration.provenance import BORROWED, COMMON, GROUPED, provenance, vidur_source
 from calibration.runtime import runtime_of
-from calibration.tables import all_gemms, all_precisions, operator_tables, vidur_layers
+from calibration.tables import all_gemms, all_precisions, latent_tables, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.fit import decode, gemm
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of
-from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
-from rlsim.calibrate.fit.kernels import compared, predict
+from rlsim.calibrate.fit.heads import GROUP, HEAD_DIM, usual_groups
+from rlsim.calibrate.fit.kernels import compared, operators_with, predict
+from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
-from rlsim.calibrate.importers import aiconfigurator, vidur
+from rlsim.calibrate.importers import aiconfigurator, latent, vidur
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
@@ -34,10 +36,13 @@ from rlsim.cost.calibration import (
     OperatorFits,
     Reference,
     Residual,
+    Source,
     TrainingFit,
 )
+from rlsim.cost.operators import Operators
 from rlsim.hardware import load_cluster
 from rlsim.precision import Precision
+from rlsim.schema import Schema
 
 SHORT_PRODUCT_S = 20e-6  # of a GPU's time: launched from Python, such a product takes as long as the launch
 ELEMENTWISE_NOTE = "sum over a layer's kernels, token counts not fitted; kernels timed to 1 us"
@@ -47,7 +52,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     """The calibration of one GPU and engine, host time still zero."""
     ref = Reference.of(load_cluster(gpu.cluster))
     measured = operator_tables(data, gpu, engine)
-    kernels = {
+    kernels: dict[str, Fitted[Schema]] = {
         "gemm": kernel_gemm(measured.table("gemm"), ref, cold=False),
         "decode_attention": kernel_decode_attention(measured.table("decode_attention"), ref, engine, cold=False),
         "prefill_attention": kernel_prefill_attention(measured.table("prefill_attention"), ref),
@@ -59,10 +64,19 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         quantised.append(borrowed)
         notes.append(BORROWED)
     operators = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
+    sources = [*measured.sources, vidur_source(gpu.vidur)]
+    found = latent_tables(data, gpu, engine)
+    if found is not None:
+        *tables, source = found
+        others = operators_with(ref, **{name: part.fit for name, part in kernels.items()})
+        kernels["latent_attention"] = kernel_latent_attention(*tables, others, module=latent.TABLES[engine][2])
+        sources.append(source)
+    fits = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
     if engine == "trtllm":
         notes.append(GROUPED)
+    notes.extend(note for name, part in kernels.items() if name == "latent_attention" for note in part.notes)
     if not gpu.name.startswith(gpu.elementwise_donor):
         donor = gpu.elementwise_donor
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
@@ -71,14 +85,14 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
-        provenance=provenance((*measured.sources, vidur_source(gpu.vidur)), notes),
+        provenance=provenance(sources, notes),
         reference=ref,
         operators=with_quantised(operators, [part.fit for part in quantised]),
         collectives=_in_order(collectives.fit),
         host=NO_HOST,
         runtime=runtime_of(engine),
         training=_training(data, gpu, ref),
-        residuals={**residuals, **_described(collectives.residuals)},
+        residuals={**residuals, **_windows(data, measured.sources[0], fits, ref), **_described(collectives.residuals)},
     )
 
 
@@ -98,6 +112,32 @@ def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fit
         f"SGLang's fit against vLLM's products of over {3 * host_s * 1e3:.2f} ms, three times what launching one takes"
     )
     return Fitted(fit, {"gemm_fp8_block": residual_of(points, table[["m", "n", "k"]], note)}, points)
+
+
+def _windows(data: Path, source: Source, fits: OperatorFits, ref: Reference) -> dict[str, Residual]:
+    """How far attention in windows is off, by operator: no row of it is fitted."""
+    operators, found = Operators(fits, ref), {}
+    names = {"generation": "decode_attention_windows", "context": "prefill_attention_windows"}
+    for file in source.files:
+        name = names.get(Path(file).stem.partition("_attention_perf")[0])
+        if name is None:
+            continue
+        table = aiconfigurator.windows(data / "kernels/aiconfigurator" / file)
+        table = table[(table.q_heads <= GROUP * table.kv_heads) & table.head_dim.isin((64, 128, 256))]
+        if len(table):
+            shown = [_window_s(operators, row, name) for row in table.itertuples(index=False)]
+            ranges = table[["batch", "tokens", "window", "head_dim"]]
+            found[name] = residual(
+                shown, table.seconds, ranges, "sequences beyond their window, none fitted; KV from L2 too"
+            )
+    return found
+
+
+def _window_s(operators: Operators, row: Any, name: str) -> float:
+    batch, window, heads = int(row.batch), int(row.window), (int(row.q_heads), int(row.kv_heads), int(row.head_dim))
+    if name.startswith("decode"):
+        return operators.decode_attention_s(batch, batch * window, *heads)
+    return operators.prefill_attention_s([(float(row.tokens), 0.0)] * batch, *heads, window)
 
 
 def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, Residual]:

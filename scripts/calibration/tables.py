@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 
 from calibration.gpus import Gpu
-from rlsim.calibrate.importers import aiconfigurator, vidur
-from rlsim.calibrate.importers.reading import MS
+from rlsim.calibrate.importers import aiconfigurator, latent, vidur
+from rlsim.calibrate.importers.reading import MS, imported
 from rlsim.calibrate.measurements import Measurements
-from rlsim.cost.calibration import Engine
+from rlsim.cost.calibration import Engine, Source
 from rlsim.precision import Precision
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -45,6 +45,19 @@ def all_gemms(data: Path, gpu: Gpu, engine: Engine, precision: Precision = "bf16
 def all_precisions(data: Path, gpu: Gpu, engine: Engine) -> list[Precision]:
     """The precisions other than bf16 in which products were measured."""
     return aiconfigurator.precisions(data / "kernels/aiconfigurator" / gpu.gemm(engine))
+
+
+def latent_tables(data: Path, gpu: Gpu, engine: str) -> tuple[pd.DataFrame, pd.DataFrame, Source] | None:
+    """Latent attention as aiconfigurator measured it, of decode and of prompts, and where from; None if it did not."""
+    folder = data / "kernels/aiconfigurator" / gpu.folder
+    paths = latent.paths(folder, engine)
+    if paths is None:
+        return None
+    decode, prompts = map(latent.rows, paths)
+    release = f"{engine} {paths[0].parent.name}"
+    files = (str(path.relative_to(folder.parent)) for path in paths)
+    source = imported("NVIDIA aiconfigurator", "Apache-2.0", files, release)
+    return decode, prompts, source.model_copy(update={"commit": "095f58a"})
 
 
 def vidur_layers(data: Path, names: Iterable[str]) -> list[Path]:

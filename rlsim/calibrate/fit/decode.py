@@ -21,7 +21,7 @@ from rlsim.calibrate.fit.common import (
     squash,
     unsquash,
 )
-from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, per_head_of_128, usual_groups, with_one_head_dim
+from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, of_every_head_dim, usual_groups
 from rlsim.calibrate.fit.kernels import (
     Kernel,
     Knots,
@@ -58,10 +58,17 @@ def kernel_decode_attention(
     """Decode attention of `table` (columns as in `KEYS`, seconds), unequal contexts apart.
 
     Equal contexts give the fit, unequal ones the skew; without those the skew is derived. `cold`: KV was brought from
-    memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as `decode_rows` says.
+    memory, so every row counts; otherwise rows whose KV the L2 may have held are left out, as `decode_rows` says. Heads
+    of other sizes that models have get a fit of their own where there are enough rows.
     """
-    table, dim, notes = with_one_head_dim(table, "decode_attention")
-    ref = per_head_of_128(ref, dim)
+    return of_every_head_dim(
+        table, ref, "decode_attention", lambda rows, scaled: _of_one_head_dim(rows, scaled, engine, cold, knots)
+    )
+
+
+def _of_one_head_dim(
+    table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, knots: Knots
+) -> Fitted[DecodeAttentionFit]:
     equal = table[table.longest <= table.context * 1.0001]
     unequal = table[table.longest > table.context * 1.0001]
     equal = distinct(equal, "decode_attention", ["batch", "context", "q_heads", "kv_heads"])
@@ -82,13 +89,13 @@ def kernel_decode_attention(
     note = f"(batch, heads) not fitted; {note or few_constants(points)}"
     residuals = {"decode_attention": residual_of(points, ranges, note)}
     if unequal.empty:
-        return Fitted(fit, residuals, points, (*notes, "skew of unequal contexts is derived, not measured"))
+        return Fitted(fit, residuals, points, ("skew of unequal contexts is derived, not measured",))
     skew, extra = measured_skew(fit, ref, unequal, equal)
     note = "unequal contexts, rows not fitted"
     residuals["decode_attention_unequal"] = residual_of(extra, unequal[["batch", "context"]], note)
     fit = fit.model_copy(update={"skew": rounded(skew)})
     note = f"skew of unequal contexts: {percent(skew)} of the padding, fitted to {len(unequal)} measured rows"
-    return Fitted(fit, residuals, join([points, extra]), (*notes, note))
+    return Fitted(fit, residuals, join([points, extra]), (note,))
 
 
 class DecodeRows(NamedTuple):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
 import pandas as pd
 
-from rlsim.calibrate.fit.kernels import check_enough
-from rlsim.cost.calibration import Reference
+from rlsim.calibrate.fit.kernels import FULL, check_enough
+from rlsim.calibrate.points import Fitted
+from rlsim.cost.calibration import DecodeAttentionFit, PrefillAttentionFit, Reference
+
+A = TypeVar("A", DecodeAttentionFit, PrefillAttentionFit)
 
 HEAD_DIM = 128  # the head size of the fits' formulas
+OTHER_HEAD_DIMS = (64, 256)  # of gpt-oss and gemma: they have fits of their own
 GROUP = 8  # query heads per KV head in the models RL runs use
 
 
@@ -30,6 +38,23 @@ def with_one_head_dim(table: pd.DataFrame, operator: str) -> tuple[pd.DataFrame,
     others = sorted(int(d) for d in dims.index if int(d) != dim)
     note = f"{operator}: heads of {dim}; rows with heads of {', '.join(map(str, others))} are left out"
     return table[table.head_dim == dim], dim, (note,) if others else ()
+
+
+def of_every_head_dim(
+    table: pd.DataFrame, ref: Reference, operator: str, fitted: Callable[[pd.DataFrame, Reference], Fitted[A]]
+) -> Fitted[A]:
+    """The fit of heads of 128 (or of the commonest size), and in it those of `OTHER_HEAD_DIMS` with enough rows."""
+    others = {dim: table[table.head_dim == dim] for dim in OTHER_HEAD_DIMS if (table.head_dim == HEAD_DIM).any()}
+    table, dim, notes = with_one_head_dim(table, operator)
+    found: Fitted[A] = fitted(table, per_head_of_128(ref, dim))
+    head_dims, residuals = {}, dict(found.residuals)
+    for dim, rows in others.items():
+        if len(rows) >= FULL:
+            own = fitted(rows.reset_index(drop=True), per_head_of_128(ref, dim))
+            head_dims[dim] = own.fit
+            residuals[f"{operator}_heads_of_{dim}"] = own.residuals[operator]
+    fit = found.fit.model_copy(update={"head_dims": head_dims})
+    return replace(found, fit=fit, residuals=residuals, notes=(*notes, *found.notes))
 
 
 def per_head_of_128(ref: Reference, dim: int) -> Reference:

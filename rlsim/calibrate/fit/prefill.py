@@ -19,7 +19,7 @@ from rlsim.calibrate.fit.common import (
     squash,
     unsquash,
 )
-from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, per_head_of_128, usual_groups, with_one_head_dim
+from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, of_every_head_dim, usual_groups
 from rlsim.calibrate.fit.kernels import (
     Kernel,
     Knots,
@@ -65,10 +65,15 @@ KERNEL = Kernel(
 def kernel_prefill_attention(table: pd.DataFrame, ref: Reference, knots: Knots = KNOTS) -> Fitted[PrefillAttentionFit]:
     """Prompt attention of `table` (columns as in `KEYS`, seconds).
 
-    The full fit takes rows with nothing cached and is compared with the others; few rows are all fitted.
+    The full fit takes rows with nothing cached and is compared with the others; few rows are all fitted. Heads of other
+    sizes that models have get a fit of their own where there are enough rows.
     """
-    table, dim, notes = with_one_head_dim(table, "prefill_attention")
-    ref = per_head_of_128(ref, dim)
+    return of_every_head_dim(
+        table, ref, "prefill_attention", lambda rows, scaled: _of_one_head_dim(rows, scaled, knots)
+    )
+
+
+def _of_one_head_dim(table: pd.DataFrame, ref: Reference, knots: Knots) -> Fitted[PrefillAttentionFit]:
     table = distinct(table, "prefill_attention", ["batch", "new", "prior", "q_heads", "kv_heads"])
     table = usual_groups(table, "prefill_attention")
     table = table.assign(sequences=table.batch, context=table.new + table.prior, group=table.q_heads / table.kv_heads)
@@ -95,7 +100,7 @@ def kernel_prefill_attention(table: pd.DataFrame, ref: Reference, knots: Knots =
         note = "chunks on cached tokens, none fitted"
         residuals["prefill_attention_cached"] = residual_of(extra, cached[["new", "context"]], note)
         points = join([points, extra])
-    return Fitted(fit, residuals, points, notes)
+    return Fitted(fit, residuals, points)
 
 
 def fit_prefill_attention(rows: pd.DataFrame, ref: Reference, knots: Knots = KNOTS) -> PrefillAttentionFit:

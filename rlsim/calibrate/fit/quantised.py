@@ -69,4 +69,6 @@ def _on_fp8(fitted: Fitted[F], operator: str) -> Fitted[F]:
     named = f"{operator}_fp8"
     residuals = {name.replace(operator, named): item for name, item in fitted.residuals.items()}
     points = fitted.points.assign(operator=fitted.points.operator.str.replace(operator, named))
-    return Fitted(fitted.fit.model_copy(update={"kv_precision": "fp8"}), residuals, points, fitted.notes)
+    of_heads = {dim: fit.model_copy(update={"kv_precision": "fp8"}) for dim, fit in fitted.fit.head_dims.items()}
+    fit = fitted.fit.model_copy(update={"kv_precision": "fp8", "head_dims": of_heads})
+    return Fitted(fit, residuals, points, fitted.notes)

@@ -234,6 +234,16 @@ def prefill_attention(
     return medians(table, "prefill_attention")
 
 
+def windows(path: Path) -> pd.DataFrame:
+    """bf16 attention of sequences beyond a sliding window: batch, tokens (of each sequence), window, q_heads,
+    kv_heads, head_dim and seconds; no rows where the table knows no windows."""
+    table = _attention(path, windows=True)
+    table = table.assign(tokens=table.isl + table.step, window=table.window_size)
+    table = table[table.tokens > table.window]
+    keys = ["batch", "tokens", "window", "q_heads", "kv_heads", "head_dim"]
+    return table.groupby(keys, as_index=False)[["seconds"]].median()
+
+
 def nccl(path: Path, ref: Reference | None = None) -> pd.DataFrame:
     """NCCL's collectives: op, gpus, bytes, seconds."""
     table = read_table(path, ["nccl_dtype", "op_name", "num_gpus", "message_size", "latency"])
@@ -251,7 +261,7 @@ def custom_all_reduce(path: Path, ref: Reference | None = None) -> pd.DataFrame:
     return _collectives(path, table.assign(op="custom_all_reduce"), ref)
 
 
-def _attention(path: Path, kv: KvPrecision) -> pd.DataFrame:
+def _attention(path: Path, kv: KvPrecision = "bf16", *, windows: bool = False) -> pd.DataFrame:
     needed = [
         "attn_dtype",
         "kv_cache_dtype",
@@ -267,8 +277,9 @@ def _attention(path: Path, kv: KvPrecision) -> pd.DataFrame:
         table = choose(path, choose(path, table, "attn_dtype", BF16), "kv_cache_dtype", BF16)
     else:
         table = choose(path, choose(path, table, "kv_cache_dtype", (kv,)), "attn_dtype", (*BF16, kv))
-    if "window_size" in table:
-        table = table[table.window_size == 0]
+    if windows or "window_size" in table:
+        sizes = table.get("window_size", pd.Series(0, index=table.index))
+        table = table.assign(window_size=sizes)[(sizes > 0) == windows]
     table = _timed(path, table, needed[2:])
     table = table.assign(
         kv_heads=table.num_key_value_heads.where(table.num_key_value_heads > 0, table.num_heads),

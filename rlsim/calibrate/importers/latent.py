@@ -1,0 +1,46 @@
+"""Latent attention (MLA) in NVIDIA aiconfigurator's layout: `<gpu>/mla/<backend>/<version>/`.
+
+vLLM's tables time the whole module (projections, norms, rotary embedding and attention), SGLang's the attention kernel
+alone. Both are of DeepSeek-V3's shape, in milliseconds, by the heads of one GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from rlsim.calibrate.importers.reading import MS, choose, numbers, read_table, subfolders, version_key
+
+BF16 = ("bfloat16",)
+#: Tables by backend: of decode, of prompts, and whether they time the whole module.
+TABLES = {
+    "vllm": ("mla_generation_module_perf", "mla_context_module_perf", True),
+    "sglang": ("generation_mla_perf", "context_mla_perf", False),
+}
+
+
+def paths(folder: Path, backend: str) -> tuple[Path, Path] | None:
+    """The newest tables of decode and of prompts of a backend on the GPU of `folder`; None if there are none."""
+    if backend not in TABLES:
+        return None
+    *names, _ = TABLES[backend]
+    root = folder / "mla" / backend
+    for version in sorted(subfolders(root), key=version_key, reverse=True):
+        decode, prompts = (root / version / f"{name}.parquet" for name in names)
+        if decode.is_file() and prompts.is_file():
+            return decode, prompts
+    return None
+
+
+def rows(path: Path) -> pd.DataFrame:
+    """bf16 rows of one table: batch, heads, new (tokens of each sequence), prior (those cached before), seconds."""
+    whole = ["num_heads", "batch_size", "isl", "step"]
+    table = read_table(path, ["mla_dtype", "kv_cache_dtype", *whole, "latency"])
+    for column in ("mla_dtype", "kv_cache_dtype", "gemm_type"):
+        table = choose(path, table, column, BF16) if column in table else table
+    table = numbers(path, numbers(path, table, whole), ["latency"], positive=True)
+    table = table.rename(columns={"batch_size": "batch", "num_heads": "heads", "isl": "new", "step": "prior"})
+    table = table.assign(seconds=table.latency * MS)
+    keys = ["batch", "heads", "new", "prior"]
+    return table.groupby(keys, as_index=False)[["seconds"]].median().astype(dict.fromkeys(keys, int))

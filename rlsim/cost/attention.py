@@ -1,0 +1,163 @@
+"""Attention of a model's layers on one GPU of a replica: one class for each kind that `rlsim.layers` knows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.latent import LatentKernels
+from rlsim.cost.operators import Operators
+from rlsim.errors import CalibrationError
+from rlsim.layers import Attention, FullAttention, LatentAttention, Layer, Linear, LinearAttention
+
+#: Tokens of a chunk of a gated delta net's prefill (flash-linear-attention).
+DELTA_CHUNK = 64
+
+
+class LayerAttention(ABC):
+    """One layer's attention, its products over all tokens aside. Sizes are those of one GPU."""
+
+    #: The most tokens of a sequence that decode reads; None for all of them.
+    window_tokens: int | None = None
+
+    def __init__(self, operators: Operators) -> None:
+        self._operators = operators
+        self._curves: dict[int, DecodeCurve] = {}
+
+    def linears(self, layer: Layer, tp: int) -> tuple[Linear, ...]:
+        """The products of a layer with this attention that run over all of an iteration's tokens."""
+        return layer.linears(tp)
+
+    @abstractmethod
+    def elementwise_s(self, tokens: float) -> float:
+        """Seconds of the norms, rotary embedding and other elementwise kernels of `tokens` tokens."""
+
+    @abstractmethod
+    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
+        """Knots of the sum of what `batch` sequences read, in tokens, and the seconds there; linear in between, the
+        last slope continues."""
+
+    @abstractmethod
+    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
+        """Seconds over `chunks` of (new tokens, tokens already cached)."""
+
+    @abstractmethod
+    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
+        """The operator that decode of `batch` sequences asks for, and what its measured ranges bound."""
+
+    def curve(self, batch: int) -> DecodeCurve:
+        """`decode_curve`, made once."""
+        known = self._curves.get(batch)
+        if known is None:
+            known = self._curves[batch] = DecodeCurve(batch, *self.decode_curve(batch))
+        return known
+
+
+class GroupedQueries(LayerAttention):
+    """Grouped-query attention over all tokens before, or over a window of them.
+
+    A window's kernel is that of as many tokens. Attention sinks and soft-capped logits cost nothing; an output gate is
+    one more elementwise kernel (its projection is part of the queries').
+    """
+
+    def __init__(self, operators: Operators, attention: FullAttention, tp: int, dtype_bytes: float) -> None:
+        super().__init__(operators)
+        self._attention, self._bytes = attention, dtype_bytes
+        self._q_heads, self._kv_heads = attention.heads // tp, attention.kv_heads_per_gpu(tp)
+        self.window_tokens = attention.window_tokens
+
+    def elementwise_s(self, tokens: float) -> float:
+        attention, heads = self._attention, self._q_heads + self._kv_heads
+        each = [(2 * heads + self._kv_heads) * attention.head_dim]  # rotary embedding, KV write
+        if attention.head_norms:
+            each.append(2 * heads * attention.head_dim)
+        if attention.gated:
+            each.append(3 * self._q_heads * attention.head_dim)
+        return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
+
+    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
+        return self._operators.decode_attention_curve(batch, self._kv_heads, self._attention.head_dim)
+
+    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
+        return self._operators.prefill_attention_s(
+            chunks, self._q_heads, self._kv_heads, self._attention.head_dim, self.window_tokens
+        )
+
+    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
+        group, context = self._q_heads / self._kv_heads, read_tokens / batch
+        return "decode_attention", {"batch": batch, "context": context, "kv_heads": self._kv_heads, "group": group}
+
+
+class Latent(LayerAttention):
+    """Multi-head latent attention; kv_b is part of it, as decode and prompts use it differently."""
+
+    def __init__(self, operators: Operators, attention: LatentAttention, tp: int) -> None:
+        fit = operators.fits.latent_attention
+        if fit is None:
+            raise CalibrationError(
+                "latent attention (MLA) is not in this calibration: its GPU or engine has no measured tables of it"
+            )
+        super().__init__(operators)
+        self._heads = attention.heads // tp
+        self._kernels = LatentKernels(operators, fit, attention, self._heads)
+
+    def linears(self, layer: Layer, tp: int) -> tuple[Linear, ...]:
+        return tuple(linear for linear in layer.linears(tp) if linear.name != "kv_b")
+
+    def elementwise_s(self, tokens: float) -> float:
+        return self._kernels.elementwise_s(tokens)
+
+    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
+        return self._kernels.decode_curve(batch)
+
+    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
+        return self._kernels.prefill_s(chunks)
+
+    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
+        return "latent_attention", {"batch": batch, "context": read_tokens / batch, "heads": self._heads}
+
+
+class GatedDeltaNet(LayerAttention):
+    """Linear attention (Yang et al. 2024, "Gated Delta Networks"): a roofline, no kernel of it is measured.
+
+    Decode reads and writes each sequence's state. A prompt goes through in chunks of C = `DELTA_CHUNK` tokens, which
+    take 6·C·k + 4·C·v + 6·k·v FLOPs for each token and value head of key size k and value size v: products within the
+    chunk (keys with keys and queries, the two with values, the solved triangle with both) and with the state.
+    """
+
+    def __init__(self, operators: Operators, attention: LinearAttention, tp: int, dtype_bytes: float) -> None:
+        super().__init__(operators)
+        self._bytes = dtype_bytes
+        self._state_bytes = attention.state_elements / tp * dtype_bytes
+        heads, key, value = attention.value_heads // tp, attention.key_dim, attention.value_dim
+        self._token_flop = heads * (DELTA_CHUNK * (6 * key + 4 * value) + 6.0 * key * value)
+        self._widths = (2 * attention.key_heads // tp * key + heads * value, heads * value)
+
+    def elementwise_s(self, tokens: float) -> float:
+        mixed, value = self._widths
+        each = (2 * mixed, 3 * value)  # convolution and activation; the output's norm with its gate
+        return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
+
+    def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
+        return [0.0], [self._operators.memory_bound_s(2 * batch * self._state_bytes, batch)]
+
+    def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:  # noqa: ARG002
+        return "memory_bound", {"bytes": 2 * batch * self._state_bytes}
+
+    def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
+        ref, fit = self._operators.reference, self._operators.fits.prefill_attention
+        tokens = sum([new for new, _ in chunks])
+        # The rate that prompt attention reaches on its smallest blocks.
+        computed = fit.launch_s + tokens * self._token_flop / (ref.bf16_flop_per_s * fit.efficiency[0])
+        return max(computed, self._operators.memory_bound_s(2 * len(chunks) * self._state_bytes, tokens))
+
+
+def layer_attention(operators: Operators, attention: Attention, tp: int, dtype_bytes: float) -> LayerAttention:
+    """What `attention` costs at TP `tp`; raises `CalibrationError` if the calibration lacks its kernels."""
+    if isinstance(attention, LatentAttention):
+        return Latent(operators, attention, tp)
+    if isinstance(attention, LinearAttention):
+        return GatedDeltaNet(operators, attention, tp, dtype_bytes)
+    assert isinstance(attention, FullAttention)
+    return GroupedQueries(operators, attention, tp, dtype_bytes)

@@ -1,0 +1,147 @@
+"""Latent attention: its formula by hand, its fit on made-up and on measured tables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rlsim.calibrate.fit.latent import MEASURED, UNSEEN, kernel_latent_attention
+from rlsim.calibrate.importers import latent
+from rlsim.cost.calibration import Calibration, LatentAttentionFit, load_calibration
+from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.latent import LatentKernels, padded_heads
+from rlsim.cost.operators import Operators
+from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.step import Chunk
+from rlsim.errors import CalibrationError
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
+
+DATA = Path(os.environ.get("RLSIM_DATA", Path(__file__).parents[2] / "shared" / "data")) / "kernels/aiconfigurator"
+MEASURED_TABLES = pytest.mark.skipif(not DATA.is_dir(), reason="no measured kernel tables here (RLSIM_DATA)")
+FIT = LatentAttentionFit(
+    launch_s=20e-6,
+    sequence_s=1e-8,
+    head_s=1e-9,
+    parallelism=(0.0, 10.0),
+    efficiency=(0.5, 0.9),
+    flop_efficiency=0.6,
+    prompt_launch_s=50e-6,
+    prompt_head_s=2e-9,
+    prompt_speed=1.2,
+    latent_prompt_tokens=64,
+)
+
+
+def base() -> Calibration:
+    return load_calibration("h100-vllm")
+
+
+def operators() -> Operators:
+    return Operators(base().operators, base().reference)
+
+
+def kernels(heads: int, fit: LatentAttentionFit = FIT) -> LatentKernels:
+    return LatentKernels(operators(), fit, MEASURED, heads)
+
+
+def test_decode_by_hand() -> None:
+    ref, heads, batch = base().reference, 128, 1024
+    curve = DecodeCurve(batch, *kernels(heads).decode_curve(batch))
+    read = 576 * 2 / (ref.memory_bytes_per_s * 0.9)
+    computed = 2 * heads * (576 + 512) / (ref.bf16_flop_per_s * 0.6)
+    slope = (read**4 + computed**4) ** 0.25
+    assert curve.step_s(2e6) - curve.step_s(1e6) == pytest.approx(1e6 * slope)
+    launch = 20e-6 + 1e-8 * batch + 1e-9 * batch * heads
+    assert curve.step_s(0) == pytest.approx(launch + kernels(heads).absorb_s(batch))
+    weights = heads * 512 * (128 + 128)
+    multiplied = 2 * weights * batch / (ref.bf16_flop_per_s * 0.6)
+    assert kernels(heads).absorb_s(batch) == pytest.approx(2 * base().operators.gemm.launch_s + multiplied)
+
+
+def test_heads_are_computed_by_whole_blocks() -> None:
+    assert [padded_heads(heads) for heads in (1, 16, 64, 65, 128)] == [64, 64, 64, 128, 128]
+
+
+def test_short_prompts_work_in_the_latent() -> None:
+    ref, one = base().reference, kernels(16)
+    pairs = 64 * 65 / 2
+    computed = 2 * 16 * (576 + 512) * pairs / (ref.bf16_flop_per_s * 0.6)
+    launch = 50e-6 + 2e-9 * 16 * 64
+    assert one.prefill_s([(64, 0)]) == pytest.approx(launch + one.absorb_s(64) + computed)
+    long_s = one.prefill_s([(65, 0)])
+    made = operators().gemm_s(65, 16 * 256, 512)
+    attention = operators().prefill_attention_s([(65, 0)], 16, 16, 160) / 1.2
+    assert long_s == pytest.approx(50e-6 + 2e-9 * 16 * 65 + made + attention)
+
+
+def made_up(fit: LatentAttentionFit) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Tables of a kernel that follows the formula exactly."""
+    rows = []
+    for heads in (1, 4, 16, 32, 64, 128):
+        one = kernels(heads, fit)
+        for batch in (1, 4, 16, 64, 256):
+            curve = DecodeCurve(batch, *one.decode_curve(batch))
+            for context in (4, 64, 1024, 8192, 65_536):
+                time = curve.step_s(batch * context) - one.absorb_s(batch)
+                rows.append((batch, heads, 1, context - 1, time))
+    decode = pd.DataFrame(rows, columns=["batch", "heads", "new", "prior", "seconds"])
+    return decode, decode.head(0)
+
+
+def test_a_fit_finds_what_made_the_rows() -> None:
+    found = kernel_latent_attention(*made_up(FIT), operators(), module=False)
+    residual = found.residuals["latent_attention"]
+    assert residual.median < 0.02
+    assert residual.p90 < 0.08
+    unseen = found.points[found.points.held_out].label.str.extract(r", (\d+) heads")[0].astype(int)
+    assert set(unseen) == set(UNSEEN)
+    seen = found.points[~found.points.held_out].label.str.extract(r", (\d+) heads")[0].astype(int)
+    assert not set(seen) & set(UNSEEN)
+
+
+@MEASURED_TABLES
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize(("engine", "median", "p90"), [("vllm", 0.02, 0.06), ("sglang", 0.03, 0.10)])
+def test_head_counts_that_no_fit_has_seen(gpu: str, engine: str, median: float, p90: float) -> None:
+    paths = latent.paths(DATA / f"{gpu}_sxm", engine)
+    assert paths is not None
+    calibration = load_calibration(f"{gpu}-{engine}")
+    others = Operators(calibration.operators, calibration.reference)
+    found = kernel_latent_attention(*map(latent.rows, paths), others, module=latent.TABLES[engine][2])
+    residual = found.residuals["latent_attention"]
+    assert residual.median < median
+    assert residual.p90 < p90
+    if engine == "vllm":
+        assert found.residuals["latent_attention_prompts"].median < 0.06
+        assert found.residuals["latent_attention_prompts"].p90 < 0.16
+
+
+def with_fit() -> Calibration:
+    calibration = base()
+    own = calibration.operators.model_copy(update={"latent_attention": FIT})
+    return calibration.model_copy(update={"operators": own})
+
+
+@pytest.mark.parametrize(("name", "tp"), [("deepseek-v3", 8), ("deepseek-v2-lite", 1), ("kimi-k2", 8)])
+def test_models_with_latent_attention_have_costs(name: str, tp: int) -> None:
+    model, cluster = load_model(name), load_cluster("8xh200")
+    calibration = with_fit().model_copy(update={"gpu": cluster.gpu.name})
+    cost = RooflineStep(model, tp, cluster, calibration)
+    times = [cost.decode(16).step_s(16 * context) for context in (100, 1000, 10_000, 100_000)]
+    assert np.all(np.diff(times) > 0)
+    read = model.num_hidden_layers * 16 * 90_000 * 576 * 2 / calibration.reference.memory_bytes_per_s
+    assert read < times[3] - times[2] < 4 * read
+    assert sum(cost.breakdown(16, 16_000).values()) == pytest.approx(cost.decode(16).step_s(16_000))
+    assert cost.prefill_s([Chunk(4096, 0)]) > cost.prefill_s([Chunk(1024, 0)])
+    cost.decode(16).steps_s(16_000, 2)
+    assert cost.lookups().table()["latent_attention"]["interpolated"] == 1
+
+
+def test_a_gpu_without_tables_is_refused_by_name() -> None:
+    with pytest.raises(CalibrationError, match=r"latent attention \(MLA\) is not in this calibration"):
+        RooflineStep(load_model("deepseek-v2-lite"), 1, load_cluster("8xa100"), load_calibration("a100-vllm"))

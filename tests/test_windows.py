@@ -1,0 +1,143 @@
+"""Windows in a rollout: the jump equals stepping token by token, pages are let go, and costs follow what is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import check
+from workloads import Workload, workloads
+
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.curve import DecodeCurve, InWindows, over_all
+from rlsim.cost.memory import kv_page_bytes, kv_shape, rollout_memory
+from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.step import PLAIN_KV, Chunk, KvShape
+from rlsim.hardware import load_cluster, load_gpu
+from rlsim.models import Model, load_model
+
+H100 = load_cluster("8xh100")
+CALIBRATION = load_calibration("h100-vllm")
+
+
+@st.composite
+def windowed(draw: st.DrawFn, **kinds: Any) -> Workload:
+    """A random workload under a random window, and a state of constant size."""
+    work = draw(workloads(**kinds))
+    page_units = draw(st.integers(1, 6))
+    kv = KvShape(
+        window_tokens=draw(st.one_of(st.none(), st.integers(1, 60))),
+        page_units=page_units,
+        late_units=draw(st.integers(0, page_units)),
+        state_tokens=draw(st.sampled_from([0.0, 0.5, 7.0])),
+    )
+    if kv.window_tokens is None:
+        kv = kv._replace(page_units=1, late_units=1)
+    steps = {tp: replace(step, kv=kv, w=draw(st.sampled_from([0.0, 0.003]))) for tp, step in work.costs.steps.items()}
+    state = -(-int(2 * kv.state_tokens) // work.engine.page_tokens)
+    pages = {tp: pages + state for tp, pages in work.costs.pages.items()}
+    return replace(work, costs=replace(work.costs, steps=steps, pages=pages))
+
+
+@settings(deadline=None, max_examples=120)
+@given(windowed())
+def test_jumps_equal_steps(work: Workload) -> None:
+    check(work)
+
+
+@settings(deadline=None, max_examples=60)
+@given(windowed(streamed=True))
+def test_jumps_equal_steps_with_chunks(work: Workload) -> None:
+    check(work)
+
+
+# Costs ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_over_windows_is_read_at_what_lies_in_them() -> None:
+    curve = DecodeCurve(4, [0.0, 100.0, 300.0], [1.0, 2.0, 3.0])
+    line = over_all(curve, 50, InWindows(20.0, 0.25))
+    for total in (0.0, 400.0, 320.0, 4000.0):
+        assert line.step_s(total) == pytest.approx(curve.step_s(20.0 + 0.25 * total))
+    equal = over_all(curve, 50, None)
+    assert [equal.step_s(total) for total in (0.0, 100.0, 150.0, 200.0, 9000.0)] == [1.0, 2.0, 2.25, 2.5, 2.5]
+
+
+def step(model: Model, tp: int = 1) -> RooflineStep:
+    return RooflineStep(model, tp, H100, CALIBRATION)
+
+
+def test_a_window_saturates() -> None:
+    gemma = load_model("gemma-3-4b")
+    plain = gemma.model_copy(update={"layer_types": (), "sliding_window": None})
+    windows, whole = step(gemma), step(plain)
+    assert windows.kv.window_tokens == 1024
+    assert windows.decode(8).step_s(8 * 1000) == pytest.approx(whole.decode(8).step_s(8 * 1000), rel=1e-12)
+    assert windows.decode(8).step_s(8 * 9000) < 0.8 * whole.decode(8).step_s(8 * 9000)
+    layers = sum(1 for layer in gemma.layers if layer.attention.window_tokens)
+    more = [cost.decode(8).step_s(8 * 20_000) - cost.decode(8).step_s(8 * 10_000) for cost in (windows, whole)]
+    assert more[0] == pytest.approx(more[1] * (1 - layers / gemma.num_hidden_layers), rel=1e-9)
+    prompts = [[Chunk(n, 0)] for n in (512, 1024, 4096, 16_384)]
+    short, same, longer, longest = [windows.prefill_s(p) / whole.prefill_s(p) for p in prompts]
+    assert short == same == pytest.approx(1.0)
+    assert 0.5 < longest < longer < 1.0
+
+
+def test_a_prompt_in_chunks_reads_its_window() -> None:
+    attention = step(load_model("gemma-3-4b")).operators.prefill_attention_s
+    times = [attention([(1024, prior)], 8, 4, 256, 1024) for prior in (0, 1024, 8192, 65_536)]
+    assert times[0] < times[1]
+    assert times[1] == pytest.approx(times[2], rel=1e-9)
+    assert times[2] == pytest.approx(times[3], rel=1e-9)
+    whole = [attention([(n, 0)], 8, 4, 256, 1024) for n in (256, 1024, 1025, 2048, 4096, 8192)]
+    assert all(a < b for a, b in pairwise(whole))
+
+
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "mistral-7b-v0.1", "qwen3-next-80b-a3b"])
+def test_hybrid_models_have_costs(name: str) -> None:
+    cost = step(load_model(name), 4)
+    times = [cost.decode(batch).step_s(batch * context) for batch in (1, 16, 128) for context in (100, 10_000)]
+    assert all(1e-4 < time < 1.0 for time in times)
+    unequal = cost.decode(16, InWindows(16_000.0, 0.5)).step_s(16 * 4000)
+    assert 0.5 < cost.mixed_s(16, 16 * 4000, [Chunk(1, 0)], InWindows(16_000.0, 0.5)) / unequal < 2.0
+
+
+def test_linear_attention_does_not_grow_with_the_context() -> None:
+    cost, model = step(load_model("qwen3-next-80b-a3b")), load_model("qwen3-next-80b-a3b")
+    full = sum(1 for layer in model.layers if layer.attention.kv_heads)
+    rise = cost.decode(32).step_s(32 * 20_000) - cost.decode(32).step_s(32 * 10_000)
+    read = full * 32 * 10_000 * 2 * 2 * 256 * 2 / CALIBRATION.reference.memory_bytes_per_s
+    assert read <= rise < 1.5 * read
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_sequence_keeps() -> None:
+    assert kv_shape(load_model("llama-3.1-8b"), 1) == PLAIN_KV
+    assert kv_shape(load_model("deepseek-v3"), 8) == PLAIN_KV
+    assert kv_shape(load_model("mistral-7b-v0.1"), 1) == KvShape(4096, 1, 0)
+    shape = kv_shape(load_model("gemma-2-9b"), 1)
+    assert shape == KvShape(4096, 2, 1)
+    assert shape.units(4096, 16) == 2 * 256
+    assert shape.units(8192, 16) == 2 * 256 + 256
+
+
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "mistral-7b-v0.1", "qwen3-next-80b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("tokens", [16, 160, 4096, 65_536])
+def test_units_are_the_bytes_of_a_sequence(name: str, tokens: int) -> None:
+    model = load_model(name)
+    shape = kv_shape(model, 1)
+    counted = shape.units(tokens, 16) / shape.page_units * kv_page_bytes(model, 1, 16)
+    state_rounding = kv_page_bytes(model, 1, 16) if shape.state_tokens else 0.0
+    assert 0 <= counted - model.sequence_bytes(tokens) <= state_rounding
+
+
+def test_a_long_sequence_fits_where_its_windows_do() -> None:
+    gpu, model = load_gpu("h100-sxm"), load_model("gemma-3-27b")
+    free = rollout_memory(model, gpu, 1, memory_utilization=0.95)
+    assert rollout_memory(model, gpu, 1, memory_utilization=0.95, min_tokens=4 * free.capacity_tokens) == free
