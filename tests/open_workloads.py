@@ -361,7 +361,9 @@ def controls(responses: int, gpus: int, lends: bool) -> st.SearchStrategy[Script
     kinds = _kinds(responses, gpus) | {"abort": st.builds(AbortAtFirst, st.integers(1, responses), COUNT)}
     alone = [kinds[name] for name in CONTROLS if lends or name != "shrink"]
     mixed = [
-        st.tuples(*(kinds[name] for name in names)).map(Together) for names in MIXTURES if lends or "shrink" not in names
+        st.tuples(*(kinds[name] for name in names)).map(Together)
+        for names in MIXTURES
+        if lends or "shrink" not in names
     ]
     return st.one_of(alone + mixed).map(Noted)
 
