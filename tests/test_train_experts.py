@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_init import draft_of
 from test_train import H100, IDEAL, Free, Ring
 from test_train_by_hand import FLOPS_ONLY, MEMORY_ONLY, Seconds
 
@@ -437,6 +438,15 @@ def test_nemo_recipes_say_how_experts_are_spread() -> None:
     assert entries(2, 8, 2) == {"ep": 8, "expert_tp": 2}
     assert entries(2, 1, 1) == {"expert_tp": 1}
     assert entries(4, 1, 1, has_experts=False) == {}
+
+
+def test_verl_cuts_experts_by_tp_unless_told_otherwise(tmp_path: Path) -> None:
+    """Megatron-LM's own default: an expert is cut by TP."""
+    keys = [f"actor_rollout_ref.actor.megatron.{kind}_parallel_size" for kind in ("tensor_model", "expert_model")]
+    cut = "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1"
+    given = ["actor_rollout_ref.actor.strategy=megatron", f"{keys[0]}=2", f"{keys[1]}=4"]
+    found = [draft_of(tmp_path, *given, *more, model="qwen3-30b-a3b").data()["training"] for more in ([], [cut])]
+    assert [(one["tp"], one["ep"], one["expert_tp"]) for one in found] == [(2, 4, 2), (2, 4, 1)]
 
 
 def test_published_iterations_of_megatron_core_are_near() -> None:
