@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import pandas as pd
@@ -45,8 +44,8 @@ def of_every_head_dim(
 ) -> Fitted[A]:
     """The fit of heads of 128 (or of the commonest size), and in it those of `OTHER_HEAD_DIMS` with enough rows."""
     others = {dim: table[table.head_dim == dim] for dim in OTHER_HEAD_DIMS if (table.head_dim == HEAD_DIM).any()}
-    table, dim, notes = with_one_head_dim(table, operator)
-    found: Fitted[A] = fitted(table, per_head_of_128(ref, dim))
+    table, usual, notes = with_one_head_dim(table, operator)
+    found = fitted(table, per_head_of_128(ref, usual))
     head_dims, residuals = {}, dict(found.residuals)
     for dim, rows in others.items():
         if len(rows) >= FULL:
@@ -54,7 +53,7 @@ def of_every_head_dim(
             head_dims[dim] = own.fit
             residuals[f"{operator}_heads_of_{dim}"] = own.residuals[operator]
     fit = found.fit.model_copy(update={"head_dims": head_dims})
-    return replace(found, fit=fit, residuals=residuals, notes=(*notes, *found.notes))
+    return Fitted(fit, residuals, found.points, (*notes, *found.notes))
 
 
 def per_head_of_128(ref: Reference, dim: int) -> Reference:
