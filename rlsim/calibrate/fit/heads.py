@@ -44,8 +44,9 @@ def of_every_head_dim(
 ) -> Fitted[A]:
     """The fit of heads of 128 (or of the commonest size), and in it those of `OTHER_HEAD_DIMS` with enough rows."""
     others = {dim: table[table.head_dim == dim] for dim in OTHER_HEAD_DIMS if (table.head_dim == HEAD_DIM).any()}
+    notes: tuple[str, ...]
     table, usual, notes = with_one_head_dim(table, operator)
-    found = fitted(table, per_head_of_128(ref, usual))
+    found: Fitted[A] = fitted(table, per_head_of_128(ref, usual))
     head_dims, residuals = {}, dict(found.residuals)
     for dim, rows in others.items():
         if len(rows) >= FULL:
