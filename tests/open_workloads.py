@@ -360,11 +360,8 @@ def controls(responses: int, gpus: int, lends: bool) -> st.SearchStrategy[Script
     """Controls that switch, migrate, abort, and perhaps lend, for rollouts with so many responses under way."""
     kinds = _kinds(responses, gpus) | {"abort": st.builds(AbortAtFirst, st.integers(1, responses), COUNT)}
     alone = [kinds[name] for name in CONTROLS if lends or name != "shrink"]
-    mixed = [
-        st.tuples(*(kinds[name] for name in names)).map(Together)
-        for names in MIXTURES
-        if lends or "shrink" not in names
-    ]
+    mixtures = [names for names in MIXTURES if lends or "shrink" not in names]
+    mixed = [st.tuples(*(kinds[name] for name in names)).map(Together) for names in mixtures]
     return st.one_of(alone + mixed).map(Noted)
 
 

@@ -103,4 +103,4 @@ def guests_of(placed: PlacedExperiment, call: Call, tokens: int) -> Guests:
     def part(lengths: Sequence[int]) -> list[tuple[str, float]]:
         return cost.part_time(lengths, backward=True).named
 
-    return Guests(replicas, part, load_s, round(own.dp * rate * load_s), reduce_s)
+    return Guests(replicas, part, load_s, own.dp * rate, reduce_s)

@@ -209,6 +209,16 @@ class RolloutView(Protocol):
         """Degrees that this node has used before in the run: their communication groups exist."""
 
     @property
+    def idle(self) -> tuple[int, ...]:
+        """The active replicas that have nothing to generate. Cheap."""
+
+    @property
+    def training_backlog_s(self) -> float:
+        """How long training will be at work on responses that wait for it, on its own GPUs, if it may borrow others;
+        0 if it may not. What it works on at this moment does not count.
+        """
+
+    @property
     def launching(self) -> bool:
         """Whether prompts begin at this moment, or may when new weights that are on their way have come; False where
         generation ends with the step.

@@ -29,7 +29,7 @@ class Guests(NamedTuple):
     replicas: Sequence[tuple[int, ...]]  # their GPUs
     part: PartTime
     load_s: float  # until one has the trainer's weights, before its first part
-    worth_tokens: int  # one without the weights begins when so many wait: the call's own take as long as `load_s`
+    own_tokens_per_s: float  # of all of the call's own replicas
     reduce_s: float  # once at the end: their gradients are added to those of the call's own replicas
 
 
@@ -57,8 +57,10 @@ class _Worker:
         return isinstance(self.costs, Guests)
 
     def wants(self, tokens: int) -> bool:
-        """Whether so many tokens that wait are worth beginning for."""
-        return self.loaded or not isinstance(self.costs, Guests) or tokens >= self.costs.worth_tokens
+        """Whether to begin for so many tokens: a guest does if the call's own need longer for them than it to load."""
+        if self.loaded or not isinstance(self.costs, Guests):
+            return True
+        return tokens >= self.costs.load_s * self.costs.own_tokens_per_s
 
 
 class ElasticCall:
@@ -110,6 +112,11 @@ class ElasticCall:
         """What all of the call's own GPUs do together when it is done: names and seconds."""
         guests, helped = self._pieces.guests, any(self.samples[self._own :])
         return [*self._pieces.finish, *([("communication", guests.reduce_s)] if guests and helped else ())]
+
+    @property
+    def backlog_s(self) -> float:
+        """How long the call's own replicas will be at work on what waits, of a call that may have guests; else 0."""
+        return self._tokens / self._pieces.guests.own_tokens_per_s if self._pieces.guests else 0.0
 
     def _arrived(self, samples: Sequence[Request]) -> None:
         self._queue.extend(samples)

@@ -27,7 +27,8 @@ from rlsim.workflow.plan import Placement
 class Generation:
     """What generation remembers from one step to the next.
 
-    `outcome` is written to; `on_release` is told the GPUs that a rollout gives up before its end.
+    `outcome` is written to; `on_release` is told the GPUs that a rollout gives up before its end; `backlog_s` says what
+    waits for training.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class Generation:
         what: Simulation,
         outcome: Outcome,
         on_release: Callable[[Iterable[int]], None],
+        backlog_s: Callable[[], float],
     ) -> None:
         self.version = 0  # of the rollout's weights: updates so far
         self.planned_tp = what.initial_tp  # that the next rollout is to begin with
         self._env, self._what, self._outcome, self._on_release = env, what, outcome, on_release
+        self._backlog_s = backlog_s
         self._tp = what.initial_tp  # that the last one began with
         self._last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
         self._used_tps: dict[int, set[int]] = {}
@@ -138,6 +141,7 @@ class Generation:
             if what.batching.needs_rewards
             else None,
             on_release=self._on_release,
+            backlog_s=self._backlog_s,
             crowded=what.crowded,
             chunks=self._chunks(call, state),
             recorder=Recorder(self._outcome.spans, step, stays=self._outcome.stays, call=call.name),

@@ -71,6 +71,7 @@ class OpenGeneration(RolloutControl):
         call: Call,
         judge: Callable[[Call, int], InferenceServer | None],
         pool: GpuPool,
+        backlog_s: Callable[[], float],
     ) -> None:
         self.version = 0
         self.planned_tp = what.initial_tp
@@ -83,6 +84,7 @@ class OpenGeneration(RolloutControl):
         reward = next((end for end in ends if end.kind == "reward"), None)
         self.scores = reward is not None
         self._judge = judge(reward, NO_STEP) if reward else None
+        self._backlog_s = backlog_s  # what waits for training
         self._pool = pool  # where it lends GPUs, and takes them back
         self._groups: dict[int, _Group] = {}  # by prompt position: those that are not ready
         self._ready_now: list[_Group] = []
@@ -125,6 +127,7 @@ class OpenGeneration(RolloutControl):
             on_drained=self._all_finished,
             on_idle=self._idle,
             on_release=self._lend,
+            backlog_s=self._backlog_s,
             recorder=Recorder(self._outcome.spans, NO_STEP, stays=self._outcome.stays, call=call.name),
         )
         return Rollout(self._env, stage)

@@ -43,7 +43,8 @@ class _Run:
         self.pool = GpuPool(self.env)
         self.outcome = Outcome()
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
-        self.generation = Generation(self.env, what, self.outcome, self.pool.release)
+        self.generation = Generation(self.env, what, self.outcome, self.pool.release, self._backlog_s)
+        self.elastic: list[ElasticCall] = []  # training at work that may borrow GPUs
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step (NO_STEP: of all steps)
         self.steps = {
             step: StepState(Flow(self.env, what.workflow, what.feed.responses), what.batching, step)
@@ -60,7 +61,9 @@ class _Run:
         if not generating:
             self.generation.take_given(list(self.steps.values()))
         elif isinstance(what.batching.launcher, Continuous):
-            self.open = OpenGeneration(self.env, what, self.outcome, self.desk, generating[0], self._judge, self.pool)
+            self.open = OpenGeneration(
+                self.env, what, self.outcome, self.desk, generating[0], self._judge, self.pool, self._backlog_s
+            )
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
             for name in what.workflow.order():
@@ -103,6 +106,8 @@ class _Run:
                 yield self.done[edge.target, min(step + edge.lag - 1, self.what.steps - 1)]
             if edge.exact and 0 < edge.lag - 1 <= step and call.kind in ("inference", "train") and not _streams(edges):
                 yield self.done[edge.source, step - edge.lag + 1]  # weights go out before the step's responses are used
+        if call.kind == "train" and step and _streams(edges):
+            yield self.done[call.name, step - 1]  # gradients are those of the weights that it left
         if self.open and call.kind == "generate":
             record = yield from self._from_queue(self.open, call, step, placement)
         elif self.open and call.name in self.updating:
@@ -212,7 +217,15 @@ class _Run:
             return max((factor for factor, busy in beside if not busy.isdisjoint(gpus)), default=1.0)
 
         pieces = self.what.times.pieces(call)
-        return ElasticCall(self.env, self.pool, placement.replicas(), pieces, inbox, recorder, call, slowdown)
+        work = ElasticCall(self.env, self.pool, placement.replicas(), pieces, inbox, recorder, call, slowdown)
+        if pieces.guests:
+            self.elastic.append(work)
+        return work
+
+    def _backlog_s(self) -> float:
+        """How long training that may borrow GPUs will be at work, on its own, on what waits for it."""
+        self.elastic = [work for work in self.elastic if not work.done.triggered]
+        return sum(work.backlog_s for work in self.elastic)
 
     def _finish(
         self, work: ElasticCall, call: Call, step: int, placement: Placement

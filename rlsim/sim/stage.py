@@ -47,6 +47,7 @@ class GenerationStage:
     on_idle: Callable[[], None] | None = None  # is told each time that a replica has nothing left
     on_release: Callable[[Iterable[int]], None] | None = None  # is told of GPUs that are given up before the end
     crowded: Callable[[int], StepCost] | None = None  # step cost, by TP, of a replica whose GPUs are shared
+    backlog_s: Callable[[], float] = lambda: 0.0  # of training that may borrow GPUs, see `RolloutView`
     chunks: ChunkListener | None = None  # is told of responses on their way
     recorder: Recorder = field(default_factory=Recorder)
 
@@ -60,6 +61,7 @@ class RolloutState:
         self._requests = {request.id: request for request in (*stage.requests, *stage.resumed)}
         self.launched = len(self._requests)  # so far
         self.cap_tokens = stage.cap_tokens
+        self.backlog_s = stage.backlog_s
         self.label = stage.label
         self.mesh = stage.mesh
         self.finished = 0  # responses finished so far

@@ -77,6 +77,14 @@ class LiveView:
         return frozenset(self._rollout._used_tps[node])
 
     @property
+    def training_backlog_s(self) -> float:
+        return self._rollout.backlog_s()
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        return tuple(replica.index for replica in self._rollout.active() if not replica.unfinished)
+
+    @property
     def launching(self) -> bool:
         return self._rollout.launching
 

@@ -1,0 +1,212 @@
+"""GPUs that an asynchronous rollout lends to training: by hand, as nothing where nothing is lent, on random systems."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from open_workloads import OpenWorkload, Rule, StepTimes
+from test_asynchronous import TOLD, check_tokens, of, run
+from test_continuous import COSTS
+from test_lags import check_gpus
+
+from rlsim.errors import RlsimError
+from rlsim.policies.elastic_split import ElasticSplit
+from rlsim.policies.parts import Rewiring
+from rlsim.sim.continuous import Update
+from rlsim.sim.control import Release, RolloutControl, RolloutView
+from rlsim.sim.elastic import Guests, Pieces
+from rlsim.sim.outcome import Outcome
+from rlsim.sim.run import simulate
+from rlsim.workflow import Call, Workflow
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+
+class LendIdle(RolloutControl):
+    """Lends what is idle, but for one replica."""
+
+    def on_finish(self, view: RolloutView) -> Release:
+        return Release(() if view.launching else view.idle if view.unfinished() else view.idle[1:])
+
+
+class Parts(StepTimes):
+    """A part of a training call takes a second a token; a guest loads weights for 2 s, its gradients take 3 s."""
+
+    def __init__(self, lends: Sequence[tuple[int, ...]], sync_s: Sequence[float], spread_s: float = 0.0) -> None:
+        super().__init__(spread_s, 1.0, sync=sync_s)
+        self.lends = lends
+
+    def pieces(self, call: Call) -> Pieces:
+        def part(lengths: Sequence[int]) -> list[tuple[str, float]]:
+            return [("compute", float(sum(lengths)))]
+
+        guests = Guests(self.lends, part, 2.0, 0, 3.0) if self.lends else None
+        return Pieces(part, 12, 0.0, [("optimizer", 1.0)], guests)
+
+
+def two_steps(lends: Sequence[tuple[int, ...]], weights: Update = Update(), spread_s: float = 0.0) -> Outcome:  # noqa: B008
+    """Synchronous steps of two prompts on two replicas; one trainer, on GPU 8. Responses are of 2 and 6 tokens."""
+    sizes, rule = (((8, 2),), ((8, 6),)), Rule("staleness", 0, weights=weights)
+    work = OpenWorkload(sizes, 2, rule, (), (2.0, 2.0), (2,), costs=COSTS)
+    what, times = work.simulation(), Parts(lends, (2.0, 2.0), spread_s)
+    workflow = ElasticSplit(lend=bool(lends)).rewired(what.workflow)
+    control = LendIdle() if lends else RolloutControl()
+    return simulate(dataclasses.replace(what, workflow=workflow, control=control, times=times))
+
+
+def spans_of(outcome: Outcome, kind: str) -> list[tuple[int, float, float]]:
+    """First GPU, start and end."""
+    return sorted((span.gpus[0], span.start_at, span.end_at) for span in outcome.spans if span.kind == kind)
+
+
+def test_a_replica_without_work_trains_until_the_next_weights_come() -> None:
+    outcome = two_steps(lends=[(0,)])
+    # The first response is there at 3 s; its replica has nothing else to do. The second comes at 7 s, when the trainer
+    # is at work on the first until 13 s: the guest takes it, with 2 s for the weights. Then gradients and the update.
+    first = [span for span in spans_of(outcome, "train") if span[1] < 28.0]
+    assert first == [(0, 7.0, 23.0), (8, 3.0, 13.0), (8, 23.0, 27.0)]
+    train, sync = ([c for c in outcome.calls if c.call == name] for name in ("train", "sync"))
+    assert (train[0].end_at, train[0].samples) == (27.0, (1, 1))
+    assert dict(train[0].parts) == {"compute": 10.0, "optimizer": 1.0, "communication": 3.0}
+    assert (sync[0].start_at, sync[0].end_at) == (27.0, 29.0)
+    # The GPU generates again from the update on, as the third replica that there ever was. In the next step it is the
+    # other one that has the short response.
+    assert [(stays.gpus, stays.replica) for stays in outcome.stays] == [((0,), 0), ((1,), 1), ((0,), 2), ((1,), 3)]
+    assert outcome.responses[1].started_at.tolist() == [29.0, 29.0]
+    assert [rollout.released_gpu_s for rollout in outcome.rollouts] == [0.0, 24.0]  # 3 s to 27 s
+    for step, responses in enumerate(outcome.responses):
+        assert (responses.trained & (responses.version == step)).all()
+
+
+def test_without_lending_the_trainer_does_it_all() -> None:
+    outcome = two_steps(lends=[])
+    assert spans_of(outcome, "train")[:3] == [(8, 3.0, 13.0), (8, 13.0, 27.0), (8, 27.0, 28.0)]
+
+
+def test_where_each_replica_takes_weights_on_its_own_a_lent_one_does_so_when_it_is_back() -> None:
+    outcome = two_steps([(0,)], Update("interrupt", "recompute", "each"), spread_s=5.0)
+    # Training ends at 27 s; the trainer pushes for 2 s, the nodes have the weights at 34 s, each replica pulls for 1 s.
+    pulls = [span for span in spans_of(outcome, "sync") if span[0] in (0, 1) and span[1] < 40.0]
+    assert pulls == [(0, 34.0, 35.0), (1, 34.0, 35.0)]
+    assert outcome.responses[1].started_at.tolist() == [35.0, 35.0]
+
+
+# ---- real systems ---------------------------------------------------------------------------------------------------
+
+
+class Elastic(Rewiring):
+    """Training may borrow, and nobody lends."""
+
+    def rewired(self, workflow: Workflow) -> Workflow:
+        return dataclasses.replace(ElasticSplit().rewired(workflow), elastic=True)
+
+
+def systems(*parts: Any) -> list[Any]:
+    """One system without lending, one with it."""
+    common = [{"verl": {"tp": 1}}, {"split": {"rollout_gpus": 7}}, "async_reward", *parts]
+    return [{"name": name, "use": [*common, {"elastic_split": {"lend": name == "elastic"}}]}
+            for name in ("plain", "elastic")]  # fmt: skip
+
+
+RULE = {"bounded_staleness": {"eta": 1, "stale": "wait"}}
+
+
+def test_where_nothing_is_lent_it_is_the_plain_run_exactly() -> None:
+    plain, _ = systems(RULE)
+    borrowing = {"name": "borrows", "use": [*plain["use"][:-1], f"{__name__}:Elastic"]}
+    found = run(plain, borrowing)
+    for table, columns in (("steps", TOLD), ("responses", ["finish_at"]), ("calls", ["start_at", "end_at"])):
+        one, other = (of(found, name, table)[columns] for name in ("plain", "borrows"))
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("rule", [[RULE], ["lagged"], []])
+def test_lending_shortens_training_where_the_split_favours_generation(rule: list[Any]) -> None:
+    """Beside a rollout that never ends, one step off, and in a synchronous split."""
+    found = run(
+        *systems(*rule), trace={"path": "rollpacker-math", "cap": "2K"}, workflow={"prompts": 64, "reference": True}
+    )
+    rates = found.summary().set_index("system")["responses_per_s"]
+    assert rates["elastic"] > 1.1 * rates["plain"]
+    assert of(found, "elastic")["released_gpu_s"].sum() > 0
+    assert of(found, "plain")["released_gpu_s"].sum() == 0
+    guests = of(found, "elastic", "spans").query("kind == 'train' and gpu < 7")
+    assert len(guests)
+    check_gpus(of(found, "elastic", "spans"))
+    check_tokens(of(found, "elastic"))
+    assert (found.steps["staleness_max"] <= 1).all()
+
+
+@st.composite
+def elastic_systems(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any], int]:
+    """Parts of a system that lends, the workflow's sizes, and mini-batches."""
+    updates = draw(st.sampled_from([1, 2, 4]))
+    parts = draw(
+        st.sampled_from(
+            [
+                [{"bounded_staleness": {"eta": draw(st.integers(0, 3)), "interrupt": draw(st.booleans())}}],
+                [{"bounded_staleness": {"eta": 1, "stale": "drop", "rolling": draw(st.booleans())}}],
+                [{"replica_batches": {"eta": 2}}, "repack"],
+                [{"sync_quota": {"staleness_threshold": 0.5}}, {"training_windows": {"parts": updates}}],
+                [{"sync_quota": {"staleness_threshold": 1, "partial_rollout": False}}, "rollout_log_probs"],
+                ["lagged", {"training_windows": {"parts": updates}}],
+                ["lagged", "rollout_log_probs"],
+                [{"bounded_staleness": {"eta": 1}}, "tail_consolidation"],
+            ]
+        )
+    )
+    tp, gpus = draw(st.sampled_from([1, 2])), draw(st.sampled_from([4, 6]))
+    system = [{"verl": {"tp": tp}}, {"split": {"rollout_gpus": gpus}}, "async_reward", *parts, "elastic_split"]
+    sizes = {"prompts": 4 * draw(st.integers(1, 4)), "responses": draw(st.integers(1, 4)), "steps": 5}
+    sizes["reference"] = draw(st.booleans())
+    return system, sizes, updates if any("training_windows" in part for part in parts) else 1
+
+
+@settings(deadline=None, derandomize=True, max_examples=30, suppress_health_check=list(HealthCheck))
+@given(elastic_systems())
+def test_every_system_that_lends_keeps_every_invariant(drawn: tuple[list[Any], dict[str, Any], int]) -> None:
+    parts, sizes, updates = drawn
+    found = run(
+        {"name": "lends", "use": parts}, workflow=sizes, training={"backend": "megatron", "mini_batches": updates}
+    )
+    steps, responses, calls = found.steps, found.responses, found.calls
+    assert (steps["trained"] == sizes["prompts"] * sizes["responses"]).all()
+    assert (steps["staleness_max"] <= steps["step"]).all()
+    for bound in (part["bounded_staleness"] for part in parts if "bounded_staleness" in part):
+        assert bound.get("stale") is None or (steps["staleness_max"] <= bound["eta"]).all()
+    assert steps["step_time_s"].sum() == pytest.approx(calls["end_at"].max(), rel=1e-9)
+    check_tokens(steps)
+    check_gpus(found.spans)
+    trained = responses[responses["trained"]]
+    assert not trained.duplicated(["prompt_id", "response"]).any()
+    train = calls[calls["call"] == "train"].set_index("step")
+    assert (trained["finish_at"] <= trained["step"].map(train["end_at"]) * (1 + 1e-9)).all()
+    own = train["start_at"].to_numpy()[1:] >= train["end_at"].to_numpy()[:-1] * (1 - 1e-9)
+    assert own.all(), "a step is trained on after the one before"
+
+
+FOUR = {"split": {"rollout_gpus": 4}}
+WINDOWS = {"training_windows": {"parts": 2}}
+LARGE = {"model": "qwen2.5-7b", "training": {"backend": "fsdp", "micro_batch_tokens": "32K"}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "told"),
+    [
+        (["elastic_split"], {}, "share GPUs.*add `split`"),
+        ([FOUR, RULE, "elastic_split"], {"training": {"mini_batches": 2}}, "one update a step"),
+        ([FOUR, RULE, WINDOWS, "elastic_split"], {"training": {"mini_batches": 4}}, "mini_batches to 2"),
+        ([{"split": {"rollout_gpus": 2}}, RULE, "elastic_split"], {"training": {"pp": 3}}, "more than generation has"),
+        ([FOUR, RULE, "elastic_split"], LARGE, "does not fit on a GPU that generation lends"),
+    ],
+)
+def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes: dict[str, Any], told: str) -> None:
+    training = {"backend": "megatron", **changes.get("training", {})}
+    with pytest.raises(RlsimError, match=told):
+        run({"name": "wrong", "use": [{"verl": {"tp": 1}}, *parts]}, **{**changes, "training": training})
