@@ -72,7 +72,7 @@ def test_derived_files_are_what_deriving_gives(gpu: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_training_adds_traffic_to_the_gpus_own_gemms(name: str) -> None:
     calibration = load_calibration(name)
-    gpu = name.rpartition("-")[0]
+    gpu = load_calibration(name).gpu
     shares = {"h100-sxm": 0.742, "h200-sxm": 0.685, "b200-sxm": 0.658, "a100-sxm-80gb": 0.789, "l40s": 0.543}
     gemm = {**shares, "a40": 0.75}[DERIVED[gpu].source if gpu in DERIVED else gpu]
     reference = calibration.reference

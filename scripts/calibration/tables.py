@@ -31,9 +31,9 @@ def operator_tables(data: Path, gpu: Gpu, engine: Engine) -> Measurements:
     return Measurements({**measured.tables, "gemm": gemm, "decode_attention": decode}, (source,))
 
 
-def all_gemms(data: Path, gpu: Gpu, engine: Engine) -> pd.DataFrame:
-    """bf16 products of every size measured: m, n, k, seconds."""
-    return aiconfigurator.gemms(data / "kernels/aiconfigurator" / gpu.gemm(engine))
+def all_gemms(data: Path, table: str) -> pd.DataFrame:
+    """bf16 products of every size in a table of aiconfigurator's: m, n, k, seconds."""
+    return aiconfigurator.gemms(data / "kernels/aiconfigurator" / table)
 
 
 def vidur_layers(data: Path, names: Iterable[str]) -> list[Path]:
