@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from calibration.catalogue import SERVED_ON, Catalogue
+from calibration.gpus import OLDER
 from calibration.host import Serving
 from calibration.provenance import DATE
 from calibration.tables import DATA
 
 from rlsim.calibrate.write import write_record
-from rlsim.validate.serving import SERVED, TABLES, read_runs
+from rlsim.validate.serving import CALIBRATIONS, SERVED, TABLES, read_runs
 from rlsim.validate.transfer import FITS, SettingFit, TransferFits, shipped_fits
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     catalogue, runs = Catalogue(options.data), read_runs(options.data)
     kept = {engine: [fit for fit in _known() if fit.engine == engine] for engine in SERVED}
     for engine in [options.only] if options.only else ("vllm", "sglang", "trtllm"):  # the longest last
-        serving = Serving.start(engine, runs, catalogue.kernels(SERVED_ON, engine))
+        serving = Serving.start(engine, runs, catalogue.kernels(*OLDER.get(CALIBRATIONS[engine], (SERVED_ON, engine))))
         kept[engine] = []
         for fit in serving.fits():
             print(engine, fit.left_out or "all", fit.without, fit.intervals, flush=True)

@@ -24,7 +24,9 @@ NAMES = sorted(calibration_names())
 @pytest.mark.parametrize("name", NAMES)
 def test_every_file_loads_and_states_its_provenance(name: str) -> None:
     calibration = load_calibration(name)
-    assert calibration.name == name == f"{calibration.gpu}-{calibration.engine}"
+    default = f"{calibration.gpu}-{calibration.engine}"
+    assert calibration.name == name
+    assert name in (default, f"{default}-{calibration.release}")
     assert calibration.provenance.date
     for source in calibration.provenance.sources:
         assert source.project
@@ -59,6 +61,9 @@ MISSED = {
     ("sglang", "nccl"): (0.05, 0.16),
     ("vllm", "nccl"): (0.05, 0.16),
     ("trtllm", "nccl"): (0.05, 0.16),
+    # the same product of PyTorch's, as measured by SGLang 0.5.14 and by vLLM 0.24.0 on H200, differs by 5% at the
+    # median and 22% at the 90th percentile: no fit comes nearer to one of them than that
+    ("h200-sxm-sglang", "gemm"): (0.055, 0.16),
 }
 
 
@@ -66,7 +71,8 @@ MISSED = {
 def test_kernels_on_hopper_keep_the_target(name: str) -> None:
     calibration = load_calibration(name)
     for operator, found in calibration.residuals.items():
-        median, p90 = MISSED.get((calibration.engine, operator), TARGET)
+        by_engine = MISSED.get((calibration.engine, operator), TARGET)
+        median, p90 = MISSED.get((name, operator), by_engine)
         assert (found.median <= median) & (found.p90 <= p90), (operator, found.median, found.p90)
         assert abs(found.bias) < 0.03, operator
         assert found.count >= 50, operator

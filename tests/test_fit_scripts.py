@@ -72,7 +72,7 @@ def test_derived_files_are_what_deriving_gives(gpu: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_training_adds_traffic_to_the_gpus_own_gemms(name: str) -> None:
     calibration = load_calibration(name)
-    gpu = name.rpartition("-")[0]
+    gpu = load_calibration(name).gpu
     shares = {"h100-sxm": 0.742, "h200-sxm": 0.685, "b200-sxm": 0.658, "a100-sxm-80gb": 0.789, "l40s": 0.543}
     gemm = {**shares, "a40": 0.75}[DERIVED[gpu].source if gpu in DERIVED else gpu]
     reference = calibration.reference
@@ -176,8 +176,8 @@ def test_collective_knots_follow_latency_and_rate() -> None:
 
 def test_gemm_fit_finds_what_made_its_data() -> None:
     """Times from `Operators` itself: the fit must describe held-out shapes, and the bandwidth must come back."""
-    ref = load_calibration("h100-sglang").reference
-    known = load_calibration("h100-sglang").operators.gemm
+    ref = load_calibration("h100-sglang-0.5.10").reference
+    known = load_calibration("h100-sglang-0.5.10").operators.gemm
     operators = operators_with(ref, gemm=known)
     widths = (1024, 2048, 4096, 6144, 8192, 16384, 28672)
     tokens = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -112,7 +112,7 @@ def test_replicated_kv_heads_do_not_shrink_further() -> None:
 def test_impossible_layouts_are_one_clear_message() -> None:
     with pytest.raises(ConfigError, match="TP 3 does not divide its 32 heads"):
         roofline(3)
-    with pytest.raises(CapacityError, match="TP 16 exceeds the 8 GPUs of a node"):
+    with pytest.raises(CapacityError, match="TP 16 exceeds the 8 GPUs that nvlink4x18 joins"):
         RooflineStep(load_model("llama-3-70b"), 16, H100, load_calibration("h100-sglang"))
     with pytest.raises(CalibrationError, match="'a40-vllm' is for GPU 'a40', cluster '8xh100' has 'h100-sxm'"):
         step_cost(LLAMA, 1, H100, "a40-vllm")

@@ -38,12 +38,18 @@ def clusters() -> None:
     from rlsim.hardware import node_types
 
     rows = [
-        (node.name, f"{node.gpus_per_node} x {node.gpu.name}", node.intra.name, node.inter.name if node.inter else "-")
+        (
+            node.name,
+            f"{node.gpus_per_node} x {node.gpu.name}",
+            node.intra.name if node.nodes_per_domain == 1 else f"{node.intra.name}, {node.nodes_per_domain} nodes",
+            node.inter.name if node.inter else "-",
+        )
         for node in node_types().values()
     ]
-    _print(("name", "a node", "inside a node", "between nodes"), rows)
+    _print(("name", "a node", "joined by", "beyond"), rows)
     typer.echo(
-        "Several nodes, or part of one: nodes x GPUs of a node x GPU, such as 2x8xh100, 16x8xh100, 4x4xa100, 2xh100.\n"
+        "Several nodes, or part of one: nodes x GPUs of a node x GPU, such as 2x8xh100, 16x8xh100, 4x4xa100, 2xh100;\n"
+        "18x4xgb200 is a rack whose 18 nodes are one NVLink domain.\n"
         "Several kinds of GPU: groups of as many GPUs per node, joined by a plus, such as 2x8xh20+1x8xh800.\n"
         "-: the link between nodes is not known; spell out a cluster of several nodes."
     )
@@ -67,7 +73,7 @@ def models() -> None:
 
 @app.command()
 def calibrations() -> None:
-    """Calibrations: which GPU and engine, and how far off on held-out shapes.
+    """Calibrations: which GPU, engine and release of it, and how far off on held-out shapes.
 
     Example: rlsim list calibrations
     """
@@ -76,10 +82,12 @@ def calibrations() -> None:
     rows = []
     for name in calibration_names():
         calibration = load_calibration(name)
+        derived = next((note for note in calibration.provenance.notes if note.startswith("derived")), "")
         errors = [calibration.residuals.get(op) for op in ("gemm", "decode_attention", "prefill_attention")]
         texts = [f"{error.median:.1%}" if error else "derived" for error in errors]
-        rows.append((name, *texts, calibration.provenance.date))
-    _print(("name", "GEMM", "decode attn", "prefill attn", "fitted"), rows)
+        rows.append((name, calibration.release or "-", *texts, "derived" if derived else "measured"))
+    _print(("name", "release", "GEMM", "decode attn", "prefill attn", "GPU's kernels"), rows)
+    typer.echo("derived: the kernels, and the errors shown, are those of another GPU (docs/calibration.md).")
 
 
 @app.command()

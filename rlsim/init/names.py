@@ -41,6 +41,7 @@ SAME_SHAPE = {
     "mistral-nemo": "mistral-nemo-12b",
     "multiturn-sft-qwen-2.5-7b": "qwen2.5-7b",  # what veRL's ReTool recipe writes, of these models
     "multiturn-sft-qwen-2.5-32b": "qwen2.5-32b",
+    "skywork-reward-llama-3.1-8b": "llama-3.1-8b",
     "qwen2-1.5b": "qwen2.5-1.5b",
     "qwen2-7b": "qwen2.5-7b",
     "qwen2.5-coder-1.5b": "qwen2.5-1.5b",
@@ -71,7 +72,7 @@ LANGUAGE_MODEL = {
 }
 UNSEEN = "what it sees or hears, and the time that takes, is not represented"
 #: What may follow the size in a model's name without changing its shape.
-_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|rm|preview|thinking|v?\d+(\.\d+)*|\d{4}))*")
+_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|merge|rm|preview|thinking|v?\d+(\.\d+)*|\d{4}))*")
 #: The end of a checkpoint's path, below the name of its model.
 _STEP = re.compile(r"(/(global_step_\d+|huggingface))+$")
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)

@@ -45,9 +45,14 @@ from rlsim.validate.rows import Kind, Row, markdown, summarise, summary_table, t
 
 TABLES = ("engine/h100_serving.csv", "engine/h100_serving_more.csv")
 CLUSTER = "8xh100"
-GPU = "h100-sxm"
 MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b"}
 
+#: Whose kernels each engine's runs are simulated with: of SGLang the release nearest to the one that was measured.
+CALIBRATIONS: dict[Engine, str] = {
+    "trtllm": "h100-sxm-trtllm",
+    "vllm": "h100-sxm-vllm",
+    "sglang": "h100-sxm-sglang-0.5.10",
+}
 #: Releases that were measured, in the order in which they are reported.
 SERVED: dict[Engine, str] = {"trtllm": "1.0.0rc3", "vllm": "0.12.0", "sglang": "0.5.1.post1"}
 QUANTITIES = ("tpot_s", "ttft_s")
@@ -206,7 +211,7 @@ def _read_table(path: Path) -> pd.DataFrame:
 @cache
 def kernels(engine: Engine, model: str, tp: int) -> StepCost:
     """The shipped H100 calibration's step cost without host time."""
-    return kernels_of(load_calibration(f"{GPU}-{engine}"), model, tp)
+    return kernels_of(load_calibration(CALIBRATIONS[engine]), model, tp)
 
 
 def kernels_of(calibration: Calibration, model: str, tp: int) -> StepCost:
@@ -240,7 +245,7 @@ def serving_rows(data: Path, protocol: Protocol | None = None, *, hosted: bool =
     """
     rows = []
     for run in read_runs(data):
-        calibration = load_calibration(f"{GPU}-{run.engine}")
+        calibration = load_calibration(CALIBRATIONS[run.engine])
         fits = (calibration.host, calibration.front_end) if hosted else (NO_HOST, FrontEndFit())
         rows += run_rows("serving", run, "input", *fits, protocol)
     return rows

@@ -115,7 +115,7 @@ def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
 def _settings(config: VerlSettings, machines: Cluster, apart: Apart | None) -> RunSettings:
     """The configuration as `rlsim calibrate from-run` reads it."""
     strategy, key = config.get(STRATEGY), TP
-    node = apart.rollout[1] if apart else machines.gpus_per_node
+    node = apart.rollout[1] if apart else machines.domain_gpus
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ConfigError(f"{config.where(STRATEGY)}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
     if node % config.get(key):

@@ -125,7 +125,7 @@ def settings_of(
     rollout_tp = find.pick("rollout_tp", rollout_tp, ROLLOUT + "tensor_model_parallel_size")
     if rollout_tp is None:
         raise CalibrationError(f"{log.path}: the rollout's TP is not known: give rollout_tp")
-    node = rollout_node or cluster.gpus_per_node
+    node = rollout_node or cluster.domain_gpus
     if node % rollout_tp:
         raise CalibrationError(f"rollout_tp {rollout_tp} does not divide the {node} GPUs of a node")
     logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(STRATEGY)))

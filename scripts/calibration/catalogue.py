@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from calibration.a40 import fit_a40, under_engine
 from calibration.derived import derive
-from calibration.gpus import DERIVED, ENGINES, GPUS
+from calibration.gpus import DERIVED, ENGINES, GPUS, OLDER
 from calibration.measured import against_hot_rows, fit_measured
 from rlsim.cost.calibration import Calibration, Engine, Residual
 from rlsim.validate.transfer import shipped_fits
@@ -28,7 +29,7 @@ class Catalogue:
         """Every calibration."""
         measured = [f"{name}-{engine}" for name, gpu in GPUS.items() for engine in gpu.versions]
         derived = [f"{name}-{engine}" for name, about in DERIVED.items() for engine in about.engines]
-        return sorted(["a40-sglang", "a40-vllm", *measured, *derived])
+        return sorted(["a40-sglang", "a40-vllm", *measured, *derived, *OLDER])
 
     def all(self) -> dict[str, Calibration]:
         """Every calibration by name."""
@@ -42,10 +43,14 @@ class Catalogue:
             for engine in sorted(gpu.versions)
         }
 
-    def _kernels(self, gpu: str, engine: Engine) -> Calibration:
-        return fit_measured(self.data, GPUS[gpu], engine)
+    def _kernels(self, gpu: str, engine: Engine, release: str = "") -> Calibration:
+        about = GPUS[gpu]
+        about = replace(about, versions={**about.versions, engine: release}) if release else about
+        return fit_measured(self.data, about, engine)
 
     def _calibration(self, name: str) -> Calibration:
+        if name in OLDER:
+            return self._served(self.kernels(*OLDER[name])).model_copy(update={"name": name})
         gpu, _, suffix = name.rpartition("-")
         engine = next(engine for engine in ENGINES if engine == suffix)
         if gpu == "a40":
@@ -55,10 +60,15 @@ class Catalogue:
             )
         if gpu in DERIVED:
             return derive(self.calibration(f"{DERIVED[gpu].source}-{engine}"), gpu)
-        fit = shipped_fits().of(engine)
-        reused = "" if gpu == SERVED_ON else "; reused from H100, host CPUs may differ"
+        return self._served(self.kernels(gpu, engine))
+
+    @staticmethod
+    def _served(kernels: Calibration) -> Calibration:
+        """With the host time and front end that the serving runs of its engine give."""
+        fit = shipped_fits().of(kernels.engine)
+        reused = "" if kernels.gpu == SERVED_ON else "; reused from H100, host CPUs may differ"
         update = {
             name: record.model_copy(update={"source": record.source + reused})
             for name, record in (("host", fit.host), ("front_end", fit.front_end))
         }
-        return self.kernels(gpu, engine).model_copy(update=update)
+        return kernels.model_copy(update=update)

@@ -178,5 +178,5 @@ def _described(residuals: Mapping[str, Residual]) -> dict[str, Residual]:
 
 def _training(data: Path, gpu: Gpu, ref: Reference) -> TrainingFit:
     """The same for every engine: the large GEMMs come from SGLang's tables."""
-    share = large_gemm_share(all_gemms(data, gpu, "sglang"), ref.bf16_flop_per_s)
-    return training_fit(share, ref, gpu.gemm("sglang"))
+    share = large_gemm_share(all_gemms(data, gpu.training_gemm), ref.bf16_flop_per_s)
+    return training_fit(share, ref, gpu.training_gemm)

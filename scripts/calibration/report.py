@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
+from calibration.carried import PAIRS, carried_errors
 from calibration.catalogue import Catalogue
 from calibration.gpus import DERIVED
 from calibration.host import CLIENT_S
@@ -179,14 +180,15 @@ generation settings ask for top-k and top-p sampling, for which this vLLM sorts 
 
 
 def _derived(made: dict[str, Calibration]) -> str:
-    derived = [name for name in sorted(made) if made[name].gpu in DERIVED]
-    skews = {name: made[name].operators.decode_attention.skew for name in sorted(made) if name not in derived}
+    measured = [name for name in sorted(made) if made[name].gpu not in DERIVED]
+    skews = {name: made[name].operators.decode_attention.skew for name in measured}
+    notes = "\n".join(
+        f"- {gpu}: {about.note}. Its residuals are those of {about.source}." for gpu, about in DERIVED.items()
+    )
     skew = table(["calibration", "skew"], [(name, f"{value:.2f}") for name, value in skews.items()])
     return f"""## Derived, not measured
 
-- {", ".join(derived)}: kernels of the H100 at their own data-sheet figures; H800's collectives are H100's with the
-part above
-  the latency stretched by the link rates. Their residuals are the H100's.
+{notes}
 - **Skew** (share of the padding of unequal contexts that decode attention pays for): list scheduling of split-KV
 blocks over
   the SMs, lognormal contexts (sigma 0.6), a lone block at most twice its share of the bandwidth. No table measures
@@ -198,6 +200,26 @@ blocks over
   (hierarchical ring at 80% of the link).
 - Host time on GPUs other than H100 is H100's of the same engine. Graph capture and control of a layout change are
   PAT's (A40, host-bound) everywhere; creating a communication group (1 s) is an assumption.
+"""
+
+
+def _carried(catalogue: Catalogue) -> str:
+    rows = []
+    for source, target in PAIRS:
+        for engine in ("vllm", "sglang"):
+            found = carried_errors(catalogue.data, catalogue.calibration(f"{source}-{engine}"), target)
+            rows += [(f"{source} to {target}", engine, NAMES[key], *_errors(item)) for key, item in found.items()]
+    return f"""## How far efficiencies carry over
+
+A derived calibration is one GPU's efficiencies on another's data-sheet figures. Done to GPUs that are measured too,
+with nothing fitted to them: the same chip with other memory (H100 to H200) is as far off as a fit of its own; a
+generation further (A100 to H100, H100 to B200) or another family (A100 to L40S) is not. B300, GB200 and GB300 are of
+B200's chip, L20 of L40S's, A800 of A100's, H800, H20 and GH200 of H100's; the RTX PRO 6000 is a generation after its
+source. Where the SMs are others, the formulas alone are carried, and blocks of a product may have 16 rows: the fits'
+least is 64, hidden by the weights' way from memory on every measured GPU, and would make decoding compute-bound on
+H20, with an eighth of the FLOPs for its bandwidth.
+
+{table(["from, to", "engine", "operator", "median", "p90", "bias", "rows"], rows)}
 """
 
 
@@ -215,5 +237,6 @@ def report(catalogue: Catalogue) -> str:
         _host_check(cpu_overheads(catalogue.data), shipped_fits().of("vllm").host),
         training_section(catalogue.data, made),
         _derived(made),
+        _carried(catalogue),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibration.gpus import A40_VIDUR, DERIVED, GPUS
+from calibration.gpus import A40_VIDUR, DERIVED, ENGINES, GPUS
 from calibration.markdown import table
 from calibration.real import CALLS, check_real
 from calibration.stacks import Fit, Timing, fit_stacks
@@ -72,25 +72,27 @@ without a measurement of your own.
 def _gpus(data: Path, made: dict[str, Calibration]) -> str:
     rows = []
     for gpu in GPUS.values():
-        shares = [f"{own_gemm_share(data, gpu.name, engine):.2f}" for engine in gpu.versions]
+        tables = [gpu.training_gemm, *(gpu.gemm(engine) for engine in ENGINES[1:] if engine in gpu.versions)]
+        shares = [f"{gemm_share(data, gpu.name, path):.2f}" for path in tables]
+        shares += [""] * (len(ENGINES) - len(shares))
         rows.append((gpu.name, *shares, _efficiency(made[f"{gpu.name}-sglang"])))
     a40 = large_gemm_share(vidur.gemm_table(vidur_layers(data, A40_VIDUR)), load_gpu("a40").bf16_flop_per_s)
     rows.append(("a40", f"{a40:.2f} (Vidur)", "", "", _efficiency(made["a40-sglang"])))
     derived = [item for item in made.values() if item.gpu in DERIVED and item.engine == "sglang"]
     rows += [(item.gpu, "carried over", "", "", _efficiency(item)) for item in derived]
-    engines = [f"GEMM, {engine}" for engine in next(iter(GPUS.values())).versions]
+    engines = [f"GEMM, {engine}" for engine in ENGINES]
     return table(["GPU", *engines, "training"], rows)
 
 
 def gemm_shares(data: Path) -> dict[str, float]:
     """What share of its peak each GPU of the measured runs reaches in large GEMMs; H20: taken to be H100's."""
-    found = {name: own_gemm_share(data, name) for name in ("a100-sxm-80gb", "h100-sxm")}
+    found = {name: gemm_share(data, name, GPUS[name].training_gemm) for name in ("a100-sxm-80gb", "h100-sxm")}
     return {**found, "h20": found["h100-sxm"]}
 
 
-def own_gemm_share(data: Path, gpu: str, engine: str = "sglang") -> float:
-    """What share of its peak a GPU's large GEMMs reach in an engine's table."""
-    return large_gemm_share(all_gemms(data, GPUS[gpu], engine), load_gpu(gpu).bf16_flop_per_s)
+def gemm_share(data: Path, gpu: str, table: str) -> float:
+    """What share of its peak a GPU's large GEMMs reach in a table."""
+    return large_gemm_share(all_gemms(data, table), load_gpu(gpu).bf16_flop_per_s)
 
 
 def _efficiency(calibration: Calibration) -> str:
