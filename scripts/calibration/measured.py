@@ -102,9 +102,9 @@ def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fit
     if engine != "vllm" or not all("fp8_block" in all_precisions(data, gpu, name) for name in ("vllm", "sglang")):
         return None
     precision: Precision = "fp8_block"
-    table = aiconfigurator.used_sizes(all_gemms(data, gpu, "sglang", precision))
+    table = aiconfigurator.used_sizes(all_gemms(data, gpu.gemm("sglang"), precision))
     fit = kernel_gemm(table, ref, False, precision).fit
-    rows = aiconfigurator.used_sizes(all_gemms(data, gpu, "vllm", precision))
+    rows = aiconfigurator.used_sizes(all_gemms(data, gpu.gemm("vllm"), precision))
     predicted_s = predict(kernel_of(precision), fit, ref, rows)
     host_s = float(rows.seconds[predicted_s < SHORT_PRODUCT_S].median())
     points = compared(kernel_of(precision), fit, ref, rows[predicted_s > 3 * host_s], True)

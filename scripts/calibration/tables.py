@@ -37,9 +37,9 @@ def operator_tables(data: Path, gpu: Gpu, engine: Engine) -> Measurements:
     return Measurements(tables, (source,))
 
 
-def all_gemms(data: Path, gpu: Gpu, engine: Engine, precision: Precision = "bf16") -> pd.DataFrame:
-    """Products of every size measured: m, n, k, seconds."""
-    return aiconfigurator.gemms(data / "kernels/aiconfigurator" / gpu.gemm(engine), precision=precision)
+def all_gemms(data: Path, table: str, precision: Precision = "bf16") -> pd.DataFrame:
+    """Products of every size in a table of aiconfigurator's: m, n, k, seconds."""
+    return aiconfigurator.gemms(data / "kernels/aiconfigurator" / table, precision=precision)
 
 
 def all_precisions(data: Path, gpu: Gpu, engine: Engine) -> list[Precision]:
