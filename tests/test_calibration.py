@@ -14,6 +14,7 @@ from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.load import set_path
 from rlsim.hardware import load_gpu
+from rlsim.precision import PRECISIONS
 from rlsim.schema import validate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +51,7 @@ def test_reference_is_the_catalogues_data_sheet(name: str) -> None:
 
 
 TARGET = (0.05, 0.15)  # median and 90th percentile of the errors on shapes that no fit has seen
+QUANTISED_TARGET = (0.06, 0.18)  # of products and attention in other precisions
 #: Where the target is missed, the reason, and the bound that holds instead.
 MISSED = {
     # rows served from L2 in part, which the benchmark's repeats bring about
@@ -64,25 +66,38 @@ MISSED = {
     # the same product of PyTorch's, as measured by SGLang 0.5.14 and by vLLM 0.24.0 on H200, differs by 5% at the
     # median and 22% at the 90th percentile: no fit comes nearer to one of them than that
     ("h200-sxm-sglang", "gemm"): (0.055, 0.16),
+    # kernels choose their block shape by the number of rows alone, the formula takes the fastest one: most of it is at
+    # 64 to 1,024 rows, and as large on the shapes that the fit has seen
+    ("sglang", "gemm_fp8"): (0.066, 0.19),
+    ("vllm", "gemm_fp8"): (0.066, 0.19),
+    ("trtllm", "gemm_fp8_block"): (0.06, 0.21),
 }
+#: vLLM's products in fp8_block are SGLang's, and compared with another release of the same kernel.
+BORROWED_BIAS = 0.05
+
+
+def largest_bias(engine: str, operator: str, usual: float) -> float:
+    return BORROWED_BIAS if (engine, operator) == ("vllm", "gemm_fp8_block") else usual
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("h100", "h200"))])
 def test_kernels_on_hopper_keep_the_target(name: str) -> None:
     calibration = load_calibration(name)
     for operator, found in calibration.residuals.items():
-        by_engine = MISSED.get((calibration.engine, operator), TARGET)
-        median, p90 = MISSED.get((name, operator), by_engine)
+        quantised = any(f"_{precision}" in operator for precision in PRECISIONS)
+        target = QUANTISED_TARGET if quantised else TARGET
+        median, p90 = MISSED.get((name, operator), MISSED.get((calibration.engine, operator), target))
         assert (found.median <= median) & (found.p90 <= p90), (operator, found.median, found.p90)
-        assert abs(found.bias) < 0.03, operator
+        assert abs(found.bias) < largest_bias(calibration.engine, operator, 0.03), operator
         assert found.count >= 50, operator
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
 def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
-    for operator, found in load_calibration(name).residuals.items():
+    calibration = load_calibration(name)
+    for operator, found in calibration.residuals.items():
         assert found.median < 0.08, operator
-        assert abs(found.bias) < 0.04, operator
+        assert abs(found.bias) < largest_bias(calibration.engine, operator, 0.04), operator
         if operator == "gemm":
             assert found.p90 < 0.18
 

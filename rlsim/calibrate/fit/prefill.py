@@ -22,7 +22,6 @@ from rlsim.calibrate.fit.common import (
 from rlsim.calibrate.fit.heads import HEAD_DIM, heads_of, of_every_head_dim, usual_groups
 from rlsim.calibrate.fit.kernels import (
     Kernel,
-    Knots,
     compared,
     corrected,
     distinct,
@@ -62,7 +61,7 @@ KERNEL = Kernel(
 )
 
 
-def kernel_prefill_attention(table: pd.DataFrame, ref: Reference, knots: Knots = KNOTS) -> Fitted[PrefillAttentionFit]:
+def kernel_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAttentionFit]:
     """Prompt attention of `table` (columns as in `KEYS`, seconds).
 
     The full fit takes rows with nothing cached and is compared with the others; few rows are all fitted. Heads of other
@@ -84,7 +83,7 @@ def _of_one_head_dim(table: pd.DataFrame, ref: Reference, knots: Knots) -> Fitte
     full = enough_for_all_constants(ref, ~test) and (test & long).any()
     if full:
         table, note = whole, "prompts of 16 tokens or more"
-        fit = fit_prefill_attention(table[~test], ref, knots)
+        fit = fit_prefill_attention(table[~test], ref)
     else:
         test, cached = held_out_rows(heads_of(table)), cached.head(0)
         fit, note = small_prefill_attention(table[~test], ref), ""
@@ -103,7 +102,7 @@ def _of_one_head_dim(table: pd.DataFrame, ref: Reference, knots: Knots) -> Fitte
     return Fitted(fit, residuals, points)
 
 
-def fit_prefill_attention(rows: pd.DataFrame, ref: Reference, knots: Knots = KNOTS) -> PrefillAttentionFit:
+def fit_prefill_attention(rows: pd.DataFrame, ref: Reference) -> PrefillAttentionFit:
     """All constants of causal prompt attention with nothing cached, from the columns of `KNOTS`, batch, kv_heads and
     seconds (head size 128)."""
     b, s, q, kv, y = columns_of(rows, ("batch", "new", "q_heads", "kv_heads", "seconds"))
@@ -133,7 +132,7 @@ def fit_prefill_attention(rows: pd.DataFrame, ref: Reference, knots: Knots = KNO
         single_efficiency=float(squash(p[3])),
         memory_efficiency=MEMORY_EFFICIENCY,
     )
-    return corrected(KERNEL, as_written(fit), ref, rows, knots)
+    return corrected(KERNEL, as_written(fit), ref, rows, KNOTS)
 
 
 def small_prefill_attention(rows: pd.DataFrame, ref: Reference) -> PrefillAttentionFit:

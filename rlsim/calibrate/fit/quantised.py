@@ -18,16 +18,11 @@ from rlsim.precision import PRECISIONS
 
 F = TypeVar("F", DecodeAttentionFit, PrefillAttentionFit)
 
+#: Coarser than those of bf16, and enough.
 DECODE_KNOTS = {
     "batch": [4.0**e for e in range(6)],
     "context": [2.0, *(4.0**e for e in range(2, 9))],
     "kv_heads": [1.0, 4.0, 16.0],
-}
-PREFILL_KNOTS = {
-    "sequences": [1.0, 16.0, 256.0],
-    "new": [16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0],
-    "q_heads": [4.0, 16.0, 64.0],
-    "group": [1.0, 8.0],
 }
 
 
@@ -61,7 +56,7 @@ def kernel_decode_attention_fp8(
 
 def kernel_prefill_attention_fp8(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAttentionFit]:
     """As `kernel_prefill_attention`; the FLOPs, which decide, are those of bf16."""
-    return _on_fp8(kernel_prefill_attention(table, ref, PREFILL_KNOTS), "prefill_attention")
+    return _on_fp8(kernel_prefill_attention(table, ref), "prefill_attention")
 
 
 def _on_fp8(fitted: Fitted[F], operator: str) -> Fitted[F]:

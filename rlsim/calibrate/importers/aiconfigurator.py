@@ -176,7 +176,7 @@ def gemms(
     """Products in one precision: m, n, k, seconds.
 
     Quantised ones come with the kernel that quantises their bf16 activations: the project times the engines' own layers
-    (vLLM, TensorRT-LLM), or both kernels (SGLang). vLLM's fp8 takes activation scales as given.
+    (vLLM, TensorRT-LLM), or both kernels (SGLang). Only fp8 of vLLM 0.14 takes the activations' scales as given.
     """
     table = read_table(path, ["gemm_dtype", "m", "n", "k", "latency"])
     wanted = BF16 if precision == "bf16" else (precision,)
