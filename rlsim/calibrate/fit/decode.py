@@ -86,7 +86,7 @@ def _of_one_head_dim(table: pd.DataFrame, ref: Reference, engine: Engine, cold: 
     note = f"(batch, heads) not fitted; {note or few_constants(points)}"
     residuals = {"decode_attention": residual_of(points, ranges, note)}
     if unequal.empty:
-        return Fitted(fit, residuals, points, ("skew of unequal contexts is derived, not measured"))
+        return Fitted(fit, residuals, points, ("skew of unequal contexts is derived, not measured",))
     skew, extra = measured_skew(fit, ref, unequal, equal)
     note = "unequal contexts, rows not fitted"
     residuals["decode_attention_unequal"] = residual_of(extra, unequal[["batch", "context"]], note)

@@ -44,15 +44,15 @@ def of_every_head_dim(
     table: pd.DataFrame, ref: Reference, operator: str, fitted: Callable[[pd.DataFrame, Reference], Fitted[A]]
 ) -> Fitted[A]:
     """The fit of heads of 128 (or of the commonest size), and in it those of `OTHER_HEAD_DIMS` with enough rows."""
-    others = {dim: table[table.head_dim == dim] for dim in OTHER_HEAD_DIMS if (table.head_dim == HEAD_DIM).any()}
-    table, dim, notes = with_one_head_dim(table, operator)
-    found = fitted(table, per_head_of_128(ref, dim))
+    rows = table.head_dim.value_counts()
+    dims = [dim for dim in OTHER_HEAD_DIMS if HEAD_DIM in rows.index and rows.get(dim, 0) >= FULL]
+    usual, size, notes = with_one_head_dim(table[~table.head_dim.isin(dims)], operator)
+    found = fitted(usual, per_head_of_128(ref, size))
     head_dims, residuals = {}, dict(found.residuals)
-    for dim, rows in others.items():
-        if len(rows) >= FULL:
-            own = fitted(rows.reset_index(drop=True), per_head_of_128(ref, dim))
-            head_dims[dim] = own.fit
-            residuals[f"{operator}_heads_of_{dim}"] = own.residuals[operator]
+    for dim in dims:
+        own = fitted(table[table.head_dim == dim].reset_index(drop=True), per_head_of_128(ref, dim))
+        head_dims[dim] = own.fit
+        residuals[f"{operator}_heads_of_{dim}"] = own.residuals[operator]
     fit = found.fit.model_copy(update={"head_dims": head_dims})
     return replace(found, fit=fit, residuals=residuals, notes=(*notes, *found.notes))
 
