@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import pandas as pd
 
 from rlsim.calibrate.fit.kernels import FULL, check_enough
 from rlsim.calibrate.points import Fitted
-from rlsim.cost.calibration import DecodeAttentionFit, PrefillAttentionFit, Reference
+from rlsim.cost.calibration import Reference
+from rlsim.schema import Schema
 
-A = TypeVar("A", DecodeAttentionFit, PrefillAttentionFit)
+A = TypeVar("A", bound=Schema)
 
 HEAD_DIM = 128  # the head size of the fits' formulas
 OTHER_HEAD_DIMS = (64, 256)  # of gpt-oss and gemma: they have fits of their own
@@ -54,7 +54,7 @@ def of_every_head_dim(
         head_dims[dim] = own.fit
         residuals[f"{operator}_heads_of_{dim}"] = own.residuals[operator]
     fit = found.fit.model_copy(update={"head_dims": head_dims})
-    return replace(found, fit=fit, residuals=residuals, notes=(*notes, *found.notes))
+    return Fitted(fit, residuals, found.points, (*notes, *found.notes))
 
 
 def per_head_of_128(ref: Reference, dim: int) -> Reference:
