@@ -15,10 +15,13 @@ from workloads import Workload, workloads
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all
 from rlsim.cost.memory import kv_page_bytes, kv_shape, rollout_memory
+from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.models import Model, load_model
+from rlsim.sim.batch import RunningBatch
+from rlsim.sim.request import Request
 
 H100 = load_cluster("8xh100")
 CALIBRATION = load_calibration("h100-vllm")
@@ -53,6 +56,33 @@ def test_jumps_equal_steps(work: Workload) -> None:
 @given(windowed(streamed=True))
 def test_jumps_equal_steps_with_chunks(work: Workload) -> None:
     check(work)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("calibration", ["h100-vllm", "h100-sglang"])
+def test_a_jump_under_real_costs_is_the_sum_of_its_steps(calibration: str, pp: int) -> None:
+    model, contexts = load_model("gemma-3-4b"), [3, 300, 700, 1000, 1024, 1500, 4000, 9000]
+    cost = pipelined_step_cost(model, 2, pp, H100, calibration)
+    batch = RunningBatch(16, 100_000, cost.skew, 0, cost.kv)
+    requests = [Request(i, 0, context, 5000) for i, context in enumerate(contexts)]
+    for request in requests:
+        request.order = request.id + 1
+    batch.join(requests)
+    window, jumps = 1024, 0
+    while batch.step < 1200:
+        steps, tokens = batch.steps_ahead(), batch.padded_tokens()
+        took = cost.decode(batch.size, batch.in_windows(tokens)).steps_s(tokens, steps)
+        one_by_one = 0.0
+        for _ in range(steps):
+            read = [min(context, window) for context in contexts]
+            line = InWindows(sum(read) + cost.skew * (len(read) * max(read) - sum(read)), 0.0)
+            padded = sum(contexts) + cost.skew * (len(contexts) * max(contexts) - sum(contexts))
+            one_by_one += cost.decode(len(contexts), line).step_s(padded)
+            contexts = [context + 1 for context in contexts]
+        assert took == pytest.approx(one_by_one, rel=1e-9)
+        batch.advance(steps)
+        jumps += 1
+    assert jumps == 5  # four of them outgrow their window on the way
 
 
 # Costs ---------------------------------------------------------------------------------------------------------------

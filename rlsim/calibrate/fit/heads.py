@@ -9,9 +9,10 @@ import pandas as pd
 
 from rlsim.calibrate.fit.kernels import FULL, check_enough
 from rlsim.calibrate.points import Fitted
-from rlsim.cost.calibration import DecodeAttentionFit, PrefillAttentionFit, Reference
+from rlsim.cost.calibration import Reference
+from rlsim.schema import Schema
 
-A = TypeVar("A", DecodeAttentionFit, PrefillAttentionFit)
+A = TypeVar("A", bound=Schema)
 
 HEAD_DIM = 128  # the head size of the fits' formulas
 OTHER_HEAD_DIMS = (64, 256)  # of gpt-oss and gemma: they have fits of their own
@@ -43,16 +44,15 @@ def of_every_head_dim(
     table: pd.DataFrame, ref: Reference, operator: str, fitted: Callable[[pd.DataFrame, Reference], Fitted[A]]
 ) -> Fitted[A]:
     """The fit of heads of 128 (or of the commonest size), and in it those of `OTHER_HEAD_DIMS` with enough rows."""
-    others = {dim: table[table.head_dim == dim] for dim in OTHER_HEAD_DIMS if (table.head_dim == HEAD_DIM).any()}
-    notes: tuple[str, ...]
-    table, usual, notes = with_one_head_dim(table, operator)
-    found: Fitted[A] = fitted(table, per_head_of_128(ref, usual))
+    rows = table.head_dim.value_counts()
+    dims = [dim for dim in OTHER_HEAD_DIMS if HEAD_DIM in rows.index and rows.get(dim, 0) >= FULL]
+    usual, size, notes = with_one_head_dim(table[~table.head_dim.isin(dims)], operator)
+    found = fitted(usual, per_head_of_128(ref, size))
     head_dims, residuals = {}, dict(found.residuals)
-    for dim, rows in others.items():
-        if len(rows) >= FULL:
-            own = fitted(rows.reset_index(drop=True), per_head_of_128(ref, dim))
-            head_dims[dim] = own.fit
-            residuals[f"{operator}_heads_of_{dim}"] = own.residuals[operator]
+    for dim in dims:
+        own = fitted(table[table.head_dim == dim].reset_index(drop=True), per_head_of_128(ref, dim))
+        head_dims[dim] = own.fit
+        residuals[f"{operator}_heads_of_{dim}"] = own.residuals[operator]
     fit = found.fit.model_copy(update={"head_dims": head_dims})
     return Fitted(fit, residuals, found.points, (*notes, *found.notes))
 

@@ -67,12 +67,10 @@ def kernel_prefill_attention(table: pd.DataFrame, ref: Reference) -> Fitted[Pref
     The full fit takes rows with nothing cached and is compared with the others; few rows are all fitted. Heads of other
     sizes that models have get a fit of their own where there are enough rows.
     """
-    return of_every_head_dim(
-        table, ref, "prefill_attention", lambda rows, scaled: _of_one_head_dim(rows, scaled, knots)
-    )
+    return of_every_head_dim(table, ref, "prefill_attention", _of_one_head_dim)
 
 
-def _of_one_head_dim(table: pd.DataFrame, ref: Reference, knots: Knots) -> Fitted[PrefillAttentionFit]:
+def _of_one_head_dim(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAttentionFit]:
     table = distinct(table, "prefill_attention", ["batch", "new", "prior", "q_heads", "kv_heads"])
     table = usual_groups(table, "prefill_attention")
     table = table.assign(sequences=table.batch, context=table.new + table.prior, group=table.q_heads / table.kv_heads)
