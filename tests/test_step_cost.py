@@ -8,7 +8,8 @@ import pytest
 from rlsim.cost.calibration import Calibration, DecodeProfile, MemoryOpFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.profile import ProfileStep, profile_of
-from rlsim.cost.roofline import RooflineStep, distinct_experts, step_cost
+from rlsim.cost.experts import distinct_experts
+from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.hardware import load_cluster

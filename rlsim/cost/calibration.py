@@ -19,6 +19,7 @@ from rlsim import catalogue
 from rlsim.cost.draw import Draw
 from rlsim.errors import CalibrationError, ConfigError, unknown_name
 from rlsim.hardware import Cluster
+from rlsim.precision import Precision
 from rlsim.schema import Schema, load
 from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 
@@ -205,13 +206,47 @@ class MemoryOpFit(Fitted):
     correction: Correction | None = Field(default=None, description="over tokens, bytes (of one kernel)")
 
 
+class ExpertsFit(Fitted):
+    """`launch + (compute^p + memory^p)^(1/p) + activations`: all that stands in the place of an MLP (`cost.experts`)."""
+
+    kernel: str = Field(description="the kernel that was measured, which the engine chooses by itself")
+    launch_s: KernelSeconds = Field(description="routing and the launches of an empty call")
+    parallel_s: KernelSeconds = Field(description="added where experts lie on several GPUs")
+    memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
+    k_overhead: float = Field(ge=0, le=1e6, description="start and end of a block, as extra depth in elements of k")
+    blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
+    wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
+    tiles: tuple[Tile, ...] = Field(min_length=1, description="block shapes, of which the fastest is taken")
+    default_tiles: tuple[Tile, Tile] | None = Field(
+        default=None,
+        description="blocks that the engine takes where it has none tuned: for no more tokens than experts, and beyond",
+    )
+    tuned: tuple[tuple[Count, Count], ...] = Field(
+        default=(), description="beside default_tiles: (experts on a GPU, their width there) that have tuned blocks"
+    )
+    row_hidden_bytes: float = Field(ge=0, le=1e6, description="moved for each row, per element of the hidden state")
+    row_width_bytes: float = Field(ge=0, le=1e6, description="moved for each row, per element of an expert's width")
+    selection_hidden_bytes: float = Field(
+        ge=0, le=1e6, description="the same for every selection, also of experts on other GPUs"
+    )
+    selection_width_bytes: float = Field(ge=0, le=1e6, description="and per element of the width")
+    correction: Correction | None = Field(default=None, description="over rows, width, bytes (of the experts hit)")
+
+
 class OperatorFits(Fitted):
-    """One record per kind of kernel. The LM head is a GEMM; a mixture's experts are one grouped GEMM."""
+    """One record per kind of kernel. The LM head is a GEMM.
+
+    `experts` are measured mixtures, by precision; where there are none a mixture is approximated from plain GEMMs.
+    """
 
     gemm: GemmFit
     decode_attention: DecodeAttentionFit
     prefill_attention: PrefillAttentionFit
     memory_bound: MemoryOpFit
+    experts: dict[Precision, ExpertsFit] = Field(default={}, description="mixtures of experts, by precision")
+    parallel_experts: dict[Precision, ExpertsFit] = Field(
+        default={}, description="the same where experts lie on several GPUs, if the engine takes another kernel there"
+    )
 
 
 class CollectiveFit(Fitted):

@@ -17,8 +17,10 @@ from math import ceil, gcd, inf, log2, nan
 
 from rlsim.cost.calibration import Correction, OperatorFits, Reference, Residual
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.experts import ExpertLoad, FusedExperts
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.surface import Surface
+from rlsim.precision import Precision
 
 _BF16 = 2.0  # bytes
 
@@ -69,6 +71,9 @@ class Operators:
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
         self._prefill_range = (*new, context[1])
+        several = {**fits.experts, **fits.parallel_experts}
+        self._experts = {(name, False): FusedExperts(fit, reference, name) for name, fit in fits.experts.items()}
+        self._experts |= {(name, True): FusedExperts(fit, reference, name) for name, fit in several.items()}
 
     @property
     def lookups(self) -> Lookups:
@@ -91,8 +96,8 @@ class Operators:
 
         `compute` takes the fastest of a few block shapes and splits of k: `blocks · split / SMs` waves (at least
         one, rounded up in part) of `2 · block · (k / split + overhead)` FLOPs each. `memory` reads the weights cold.
-        More than one group stands for a mixture's experts (each with `m` rows); that form is an approximation from
-        plain GEMMs, not measured.
+        More than one group stands for a mixture's experts (each with `m` rows) where no mixture was measured: an
+        approximation from plain GEMMs.
         """
         key = (m, n, k, groups)
         known = self._gemm.get(key)
@@ -140,6 +145,24 @@ class Operators:
                 times[i] = min(times[i], waves * unit * (k / split + fit.k_overhead))
         self._split_times[key] = times
         return times
+
+    def experts_s(self, load: ExpertLoad, hidden: int, width: int, precision: Precision = "bf16") -> float:
+        """Seconds of a mixture's experts on one GPU: choice of the experts, both products, and the sum over a token's.
+
+        `width` is that of an expert on this GPU. Where no mixture was measured in that precision it is two grouped
+        products, approximated from plain bf16 GEMMs, and counts as extrapolated.
+        """
+        kernel = self._experts.get((precision, load.parallel > 0))
+        rows, hit = load.rows / load.hit, float(load.hit)
+        if kernel is None:
+            self._lookups.add(f"experts_{precision}", "extrapolated", "approximated from plain products, not measured")
+            return self.gemm_s(float(rows), 2 * width, hidden, hit) + self.gemm_s(float(rows), hidden, width, hit)
+        self.count(f"experts_{precision}", rows=float(rows), hit=hit, hidden=hidden, width=width)
+        return kernel(load, hidden, width)
+
+    def measures_experts(self, precision: Precision = "bf16") -> bool:
+        """Whether a mixture was measured in that precision: then its activation is among `experts_s`."""
+        return (precision, True) in self._experts
 
     def decode_attention_curve(self, batch: int, kv_heads: int, head_dim: int) -> tuple[list[float], list[float]]:
         """Knots of T, the sum of the batch's context tokens, and one layer's seconds there; linear in between, the

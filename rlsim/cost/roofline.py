@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.experts import distinct_experts
 from rlsim.cost.host import HostedStep
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
@@ -22,11 +23,6 @@ from rlsim.layers import Experts
 if TYPE_CHECKING:
     from rlsim.layers import Layer, Linear
     from rlsim.models import Model
-
-
-def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
-    """Expected number of experts that `tokens` tokens hit when each picks `per_token` of `experts` at random."""
-    return experts * (1.0 - float((1.0 - per_token / experts) ** tokens))
 
 
 class RooflineStep(StepCost):

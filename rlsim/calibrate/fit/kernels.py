@@ -20,12 +20,12 @@ from rlsim.schema import Schema
 F = TypeVar("F", bound=Schema)
 
 #: Fewest distinct rows that a fit is made of; below that there is an error, not a guess.
-FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_bound": 4, "collective": 3}
+FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_bound": 4, "collective": 3, "experts": 60}
 FULL = 60  # rows to fit from which the full fits, with their dozen constants, are used
 SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 
 #: Stands for an operator that is not asked for: the look-ups prepare products and corrections for all of them.
-_ABSENT = SimpleNamespace(tiles=(), correction=None)
+_ABSENT = SimpleNamespace(tiles=(), correction=None, items=dict().items)
 
 
 class Kernel(NamedTuple):
