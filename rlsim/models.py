@@ -187,13 +187,14 @@ class Model(Config):
         """Whether heads and MLPs split evenly over `tp` GPUs (KV heads are replicated when there are too few)."""
         return tp > 0 and all(layer.splits(tp) for layer in self.groups)
 
-    def check_tp(self, tp: int) -> None:
-        """Raises `ConfigError` if the model cannot be split over `tp` GPUs."""
+    def check_tp(self, tp: int, expert_tp: int | None = None) -> None:
+        """Raises `ConfigError` if the model cannot be split over `tp` GPUs, its experts over `expert_tp` of them."""
         for layer in self.groups:
-            if tp < 1 or not layer.splits(tp):
+            if tp < 1 or not layer.splits(tp, expert_tp):
                 heads = ", ".join(f"{count} {name}" for name, count in layer.attention.split.items())
                 widths = " and ".join(map(str, layer.mlp.widths))
-                raise ConfigError(f"{self.name}: TP {tp} does not divide its {heads} and MLP width {widths}")
+                degree = f"TP {tp}" if expert_tp in (None, tp) else f"TP {tp} (of an expert {expert_tp})"
+                raise ConfigError(f"{self.name}: {degree} does not divide its {heads} and MLP width {widths}")
 
     def head(self, tp: int = 1) -> Linear:
         """The output head on one GPU: the vocabulary is cut over `tp` GPUs, a scalar head is not."""

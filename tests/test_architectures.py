@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rlsim.cost.calibration import load_calibration
+from rlsim.cost.experts import distinct_experts
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes, stage_parameters, training_memory
 from rlsim.cost.reallocation import common_bytes
-from rlsim.cost.experts import distinct_experts
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from pydantic import ValidationError
 
+from rlsim.calibrate.build import without_corrections
 from rlsim.cost.calibration import (
     Correction,
     DecodeAttentionFit,
@@ -195,8 +196,9 @@ def test_fitted_gemms_fall_no_more_than_measured_ones(fitted: Operators) -> None
 
 
 def uncorrected(o: Operators) -> Operators:
-    bare = {name: fit.model_copy(update={"correction": None}) for name, fit in o.fits}
-    return Operators(o.fits.model_copy(update=bare), o.reference)
+    fits = without_corrections(o.fits)
+    memory = fits.memory_bound.model_copy(update={"correction": None})
+    return Operators(fits.model_copy(update={"memory_bound": memory}), o.reference)
 
 
 def test_fitted_gemm_never_beats_the_data_sheet(fitted: Operators) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from rlsim.cost.calibration import Calibration, DecodeProfile, MemoryOpFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
-from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.experts import distinct_experts
+from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
@@ -113,7 +113,7 @@ def test_replicated_kv_heads_do_not_shrink_further() -> None:
 def test_impossible_layouts_are_one_clear_message() -> None:
     with pytest.raises(ConfigError, match="TP 3 does not divide its 32 heads"):
         roofline(3)
-    with pytest.raises(CapacityError, match="TP 16 exceeds the 8 GPUs of a node"):
+    with pytest.raises(CapacityError, match="TP 16 exceeds the 8 GPUs of cluster"):
         RooflineStep(load_model("llama-3-70b"), 16, H100, load_calibration("h100-sglang"))
     with pytest.raises(CalibrationError, match="'a40-vllm' is for GPU 'a40', cluster '8xh100' has 'h100-sxm'"):
         step_cost(LLAMA, 1, H100, "a40-vllm")

@@ -22,13 +22,14 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k"),  # tokens x (n, k) weight, after tensor-parallel sharding
     "decode_attention": ("batch", "context", "longest", "q_heads", "kv_heads", "head_dim"),  # mean and longest context
     "prefill_attention": ("batch", "new", "prior", "q_heads", "kv_heads", "head_dim"),  # per sequence: new, cached
-    # one fused mixture of experts on one GPU; tokens of all GPUs, width and experts of this one; the work as in `ExpertLoad`
+    # a fused mixture on one GPU: tokens of all GPUs, width and experts of this one; the work as in `ExpertLoad`
     "experts": (
         *("precision", "kernel", "model", "routing", "tokens", "hidden", "width", "active", "experts", "ep", "tuned"),
         *("rows", "hit", "blocks_16", "blocks_32", "blocks_64", "blocks_128"),
     ),
     "memory_bound": ("kernels", "tokens", "bytes"),  # launches in the row, bytes moved by all of them
     "collective": ("op", "gpus", "bytes"),  # full tensor; the engine's own all-reduce is `custom_all_reduce`
+    "exchange": ("kind", "gpus", "tokens", "active", "hidden"),  # DeepEP's dispatch and combine; tokens of one GPU
     "decode_step": ("model", "tp", "mode", "batch", "context_tokens"),  # whole step; sum of contexts; graph or eager
     "prefill_step": ("model", "tp", "tokens", "length"),  # whole prefill: new tokens in all, tokens per sequence
     "graph_capture": ("model", "tp", "batch"),

@@ -207,7 +207,7 @@ class MemoryOpFit(Fitted):
 
 
 class ExpertsFit(Fitted):
-    """`launch + (compute^p + memory^p)^(1/p) + activations`: all that stands in the place of an MLP (`cost.experts`)."""
+    """`launch + (compute^p + memory^p)^(1/p) + activations`: all that stands in an MLP's place (`cost.experts`)."""
 
     kernel: str = Field(description="the kernel that was measured, which the engine chooses by itself")
     launch_s: KernelSeconds = Field(description="routing and the launches of an empty call")
@@ -268,6 +268,13 @@ class CollectiveFit(Fitted):
 Gpus = Annotated[int, Field(ge=2, le=1_000_000)]
 
 
+class ExchangeFit(Fitted):
+    """DeepEP's dispatch and combine together, by the bytes (bf16) that a GPU's tokens make, once for each copy."""
+
+    low_latency: CollectiveFit = Field(description="kernels of decode steps; a copy for each expert of a token")
+    normal: CollectiveFit = Field(description="kernels of prefills; a copy for each GPU that a token reaches")
+
+
 class CollectiveFits(Fitted):
     """Collectives inside a node by operation and GPUs, and the efficiency assumed across nodes."""
 
@@ -275,6 +282,7 @@ class CollectiveFits(Fitted):
     custom_all_reduce: dict[Gpus, CollectiveFit] = Field(
         default={}, description="the engine's own all-reduce under CUDA graphs, by GPUs; taken where it is faster"
     )
+    deepep: dict[Gpus, ExchangeFit] = Field(default={}, description="tokens to experts and back, by GPUs of a node")
     inter_efficiency: Share = Field(description="share of the inter-node link reached (assumed)")
 
 

@@ -53,9 +53,9 @@ def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
 def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, exponent: float = 0.0) -> ExpertLoad:
     """The expected load of the busiest of `ep` GPUs, each with `experts` / `ep` experts.
 
-    Every token picks `per_token` experts. `exponent` 0: all are as popular, and all GPUs alike. Above it, the popularity
-    of the experts, in a random order, is a power law's with this exponent over a range of 1 to `POPULARITY_SPAN`; the
-    busiest GPU is the one with the most rows. What a draw adds to the busiest GPU's share is left out.
+    Every token picks `per_token` experts. `exponent` 0: all are as popular, and all GPUs alike. Above it, the
+    popularity of the experts, in a random order, is a power law's with this exponent over a range of 1 to
+    `POPULARITY_SPAN`; the busiest GPU is the one with the most rows. What chance adds to its share is left out.
     """
     if exponent == 0.0:
         chosen = np.full((1, experts // ep), per_token / experts)
@@ -137,7 +137,7 @@ def formula_s(
     default one) in both products, in waves of blocks over the SMs; `memory` reads the weights of the experts that are
     hit, cold; `activations` are the bytes written and read again for each row of this GPU, and for each selection.
     """
-    tuned = np.isin(_pair(load.experts, width), [_pair(*pair) for pair in fit.tuned]) | (fit.default_tiles is None)
+    tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
     compute = _product_s(fit, ref, precision, load, tuned, 2.0 * width, hidden)
     compute = compute + _product_s(fit, ref, precision, load, tuned, hidden, width)
     memory = weight_bytes(precision, load, hidden, width) / (ref.memory_bytes_per_s * fit.memory_efficiency)
@@ -154,17 +154,11 @@ def weight_bytes(precision: Precision, load: ExpertLoad, hidden: Numbers, width:
     return 3.0 * hidden * width * load.hit * WEIGHT_BYTES[precision]
 
 
-def fastest_s(
-    ref: Reference, precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers
-) -> Array:
+def fastest_s(ref: Reference, precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers) -> Array:
     """Seconds that no kernel can beat: the data sheet's FLOP/s and bandwidth."""
     flops = 6.0 * load.rows * hidden * width
     size = weight_bytes(precision, load, hidden, width)
     return np.maximum(flops / (ref.bf16_flop_per_s * RATE[precision]), size / ref.memory_bytes_per_s)
-
-
-def _pair(experts: Numbers, width: Numbers) -> Numbers:
-    return 1e6 * experts + width
 
 
 def _product_s(

@@ -152,7 +152,7 @@ class Operators:
         `width` is that of an expert on this GPU. Where no mixture was measured in that precision it is two grouped
         products, approximated from plain bf16 GEMMs, and counts as extrapolated.
         """
-        kernel = self._experts.get((precision, load.parallel > 0))
+        kernel = self._experts.get((precision, bool(load.parallel)))
         rows, hit = load.rows / load.hit, float(load.hit)
         if kernel is None:
             self._lookups.add(f"experts_{precision}", "extrapolated", "approximated from plain products, not measured")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from calibration.gpus import DERIVED
 from calibration.training import carried_over
-from rlsim.calibrate.build import without_correction
+from rlsim.calibrate.build import without_corrections
 from rlsim.cost.calibration import Calibration, Reference
 from rlsim.hardware import load_cluster
 
@@ -20,7 +20,7 @@ def derive(source: Calibration, gpu: str) -> Calibration:
     }
     operators = source.operators
     if reference.sm_count != source.reference.sm_count:
-        operators = operators.model_copy(update={name: without_correction(fit) for name, fit in operators})
+        operators = without_corrections(operators)
     update = {
         "operators": operators,
         "name": f"{gpu}-{source.engine}",

@@ -12,15 +12,18 @@ from calibration.provenance import COMMON, GROUPED, provenance, vidur_source
 from calibration.runtime import runtime_of
 from calibration.tables import all_gemms, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
+from rlsim.calibrate.build import MIXTURE
 from rlsim.calibrate.fit import decode, gemm
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
+from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm
 from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
 from rlsim.calibrate.fit.kernels import predict
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.importers import vidur
+from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual
 from rlsim.calibrate.steps import NO_HOST
@@ -28,6 +31,7 @@ from rlsim.cost.calibration import (
     Calibration,
     CollectiveFits,
     Engine,
+    ExchangeFit,
     MemoryOpFit,
     OperatorFits,
     Reference,
@@ -49,28 +53,39 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         "prefill_attention": kernel_prefill_attention(measured.table("prefill_attention"), ref),
         "memory_bound": _elementwise(data, gpu),
     }
+    mixtures, exchange = _mixtures(measured, ref)
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
-    notes = list(COMMON)
+    notes = [*COMMON, *measured.notes] if mixtures.residuals else [*COMMON, MIXTURE]
     if engine == "trtllm":
         notes.append(GROUPED)
     if not gpu.name.startswith(gpu.elementwise_donor):
         donor = gpu.elementwise_donor
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
-    residuals = {name: item for part in kernels.values() for name, item in part.residuals.items()}
+    parts = (*kernels.values(), mixtures, exchange)
+    residuals = {name: item for part in parts for name, item in part.residuals.items()}
+    one, several = mixtures.fit
+    fits = {name: part.fit for name, part in kernels.items()}
     return Calibration(
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
         provenance=provenance((*measured.sources, vidur_source(gpu.vidur)), notes),
         reference=ref,
-        operators=OperatorFits.model_validate({name: part.fit for name, part in kernels.items()}),
-        collectives=_in_order(collectives.fit),
+        operators=OperatorFits.model_validate({**fits, "experts": one, "parallel_experts": several}),
+        collectives=_in_order(collectives.fit).model_copy(update={"deepep": exchange.fit}),
         host=NO_HOST,
         runtime=runtime_of(engine),
         training=_training(data, gpu, ref),
         residuals={**residuals, **_described(collectives.residuals)},
     )
+
+
+def _mixtures(measured: Measurements, ref: Reference) -> tuple[Fitted[Experts], Fitted[dict[int, ExchangeFit]]]:
+    """Mixtures of experts and their all-to-all, as far as they were measured."""
+    mixtures = kernel_experts(measured.table("experts"), ref) if "experts" in measured else Fitted(({}, {}))
+    exchange = kernel_exchange(measured.table("exchange")) if "exchange" in measured else Fitted({})
+    return mixtures, exchange
 
 
 def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, Residual]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlsim.calibrate.build import COLD, INTER, MIXTURE, PAIR
+from rlsim.calibrate.build import COLD, INTER, PAIR
 from rlsim.cost.calibration import Provenance, Source
 
 DATE = "2026-11-21"
@@ -15,7 +15,7 @@ GROUPED = (
     "decode attention is fitted to rows with one query head per KV head: with grouped queries this engine's rows imply "
     "1.2 to 1.7 times the peak bandwidth however large the KV cache, so they cannot have read what they state"
 )
-COMMON = (COLD, MIXTURE, SKEW, INTER, PAIR)
+COMMON = (COLD, SKEW, INTER, PAIR)
 
 
 def vidur_source(names: Iterable[str], *more: str, version: str = "") -> Source:

@@ -21,8 +21,7 @@ def operator_tables(data: Path, gpu: Gpu, engine: str) -> Measurements:
     folder = data / "kernels/aiconfigurator" / gpu.folder
     measured = aiconfigurator.read(folder, engine, gpu.versions[engine])
     (source,) = measured.sources
-    *kernels, nccl, own = source.files
-    source = source.model_copy(update={"commit": "095f58a", "files": (*kernels, own, nccl)})
+    source = source.model_copy(update={"commit": "095f58a"})
     gemm = aiconfigurator.used_sizes(measured.table("gemm"))
     decode = measured.table("decode_attention")
     if engine == "trtllm":  # its grouped-query rows outrun the memory (`provenance.GROUPED`)

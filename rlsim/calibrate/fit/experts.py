@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from rlsim.calibrate.fit.collectives import fit_collective
 from rlsim.calibrate.fit.common import (
     Array,
     Mask,
@@ -20,7 +21,8 @@ from rlsim.calibrate.fit.common import (
 from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.calibrate.fit.kernels import FEWEST
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
-from rlsim.cost.calibration import ExpertsFit, Reference, Tile
+from rlsim.cost.calibration import ExchangeFit, ExpertsFit, Reference, Tile
+from rlsim.cost.collectives import exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, RATE, ExpertLoad, FusedExperts, formula_s, weight_bytes
 from rlsim.precision import WEIGHT_BYTES, Precision
 
@@ -70,6 +72,34 @@ def kernel_experts(table: pd.DataFrame, ref: Reference) -> Fitted[Experts]:
     return Fitted((one, several), residuals, join(points))
 
 
+def kernel_exchange(table: pd.DataFrame) -> Fitted[dict[int, ExchangeFit]]:
+    """DeepEP's dispatch and combine of `table` (columns of `KEYS`, seconds) by number of GPUs.
+
+    Errors are those of curves that have not seen the hidden sizes of `LEFT_OUT`.
+    """
+    fits, points = {}, []
+    for gpus, rows in table.groupby("gpus"):
+        rows = rows.assign(bytes=_exchange_bytes(rows, int(str(gpus))))
+        unseen = rows.hidden.isin([int(model.split(" ")[0]) for model in LEFT_OUT])
+        curves = {}
+        for kind, own in rows.groupby("kind"):
+            curves[str(kind)] = fit_collective(own)
+            test = own[unseen.loc[own.index]]
+            shown = fit_collective(own[~unseen.loc[own.index]])
+            times = np.exp(np.interp(np.log(test.bytes), np.log(shown.message_bytes), np.log(shown.time_s)))
+            labels = [f"{kind}, {row.tokens:.0f} tokens of {row.hidden:.0f}" for row in test.itertuples(index=False)]
+            points.append(point_rows("exchange", labels, test.seconds, times, True))
+        fits[int(str(gpus))] = ExchangeFit.model_validate(curves)
+    found = join(points)
+    residuals = {"exchange": residual_of(found, table[["tokens", "active", "hidden"]], "hidden sizes left out")}
+    return Fitted(fits, residuals, found)
+
+
+def _exchange_bytes(rows: pd.DataFrame, gpus: int) -> list[float]:
+    kinds = [*zip(rows.kind, rows.tokens, rows.active, rows.hidden, strict=True)]
+    return [exchanged_bytes(t, int(k), 2.0 * h, gpus)[kind == "normal"] for kind, t, k, h in kinds]
+
+
 def _ranges(rows: pd.DataFrame) -> Mapping[str, Array]:
     return {
         "rows": (rows.rows / rows.hit).to_numpy(float),
@@ -106,12 +136,10 @@ def predict_experts(fit: ExpertsFit, ref: Reference, precision: Precision, rows:
     """Seconds of each of `rows` by the code that the simulator runs."""
     kernel, load = FusedExperts(fit, ref, precision), load_of(rows)
     hidden, width = columns_of(rows, ("hidden", "width"))
-    columns = [np.asarray(column) for column in (*load[:-1], *load.blocks)]
-    found = []
-    for i in range(len(rows)):
-        *own, b16, b32, b64, b128 = (float(column[i]) for column in columns)
-        found.append(kernel(ExpertLoad(*own, blocks=(b16, b32, b64, b128)), hidden[i], width[i]))
-    return np.array(found)
+    *plain, blocks = load
+    own = np.array(plain).T.tolist(), np.array(blocks).T.tolist()
+    loads = [ExpertLoad._make([*fields, tuple(counts)]) for fields, counts in zip(*own, strict=True)]
+    return np.array([kernel(*one) for one in zip(loads, hidden, width, strict=True)])
 
 
 def load_of(rows: pd.DataFrame) -> ExpertLoad:
@@ -164,6 +192,8 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
     fit = as_written(made(best))
     if rows.model.nunique() < CORRECTED_MODELS:
         return fit
-    axes = pd.DataFrame({"rows": load.rows / load.hit, "width": width, "bytes": weight_bytes(precision, load, hidden, width)})
+    axes = pd.DataFrame(
+        {"rows": load.rows / load.hit, "width": width, "bytes": weight_bytes(precision, load, hidden, width)}
+    )
     error = np.log(seconds / formula_s(fit, ref, precision, load, hidden, width))
     return fit.model_copy(update={"correction": fit_correction(axes, KNOTS, error)})

@@ -25,7 +25,7 @@ FULL = 60  # rows to fit from which the full fits, with their dozen constants, a
 SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 
 #: Stands for an operator that is not asked for: the look-ups prepare products and corrections for all of them.
-_ABSENT = SimpleNamespace(tiles=(), correction=None, items=dict().items)
+_ABSENT = SimpleNamespace(tiles=(), correction=None)
 
 
 class Kernel(NamedTuple):
@@ -38,8 +38,10 @@ class Kernel(NamedTuple):
 
 def operators_with(ref: Reference, **fits: Schema) -> Operators:
     """The look-ups of the given fits (by operator); the others cannot be asked for."""
-    everything: dict[str, Any] = {**dict.fromkeys(OperatorFits.model_fields, _ABSENT), **fits}
-    return Operators(OperatorFits.model_construct(**everything), ref)
+    everything: dict[str, Any] = {
+        name: {} if field.default == {} else _ABSENT for name, field in OperatorFits.model_fields.items()
+    }
+    return Operators(OperatorFits.model_construct(**{**everything, **fits}), ref)
 
 
 def predict(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ TUNED_SGLANG = {
 #: Kernels timed without the search for their fastest blocks that the engine makes when it starts: slower than bf16.
 UNTUNED = {("fp8", "flashinfer_cutlass")}
 
+DEEPEP_SMS = 20  # SMs of DeepEP's normal kernels unless an engine says otherwise (`Buffer.num_sms`)
+
 _DRAWS = 5  # random routings that a power law's work is averaged over, as many as the collector timed
 Counts = npt.NDArray[np.float64]
 
@@ -84,8 +86,13 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
         active=table.topk,
         experts=table.num_experts // table.moe_ep_size,
         ep=table.moe_ep_size,
-        model=table.hidden_size.astype(str) + " x " + table.inter_size.astype(str) + ", " + table.topk.astype(str)
-        + " of " + table.num_experts.astype(str),
+        model=table.hidden_size.astype(str)
+        + " x "
+        + table.inter_size.astype(str)
+        + ", "
+        + table.topk.astype(str)
+        + " of "
+        + table.num_experts.astype(str),
         routing=table.distribution,
     )
     untuned = [pair in UNTUNED for pair in zip(table.precision, table.kernel, strict=True)]
@@ -98,6 +105,27 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     flops = 6.0 * table.rows * table.hidden * table.width / rate
     table = check_kernels(path, table, flops, 3.0 * table.hit * table.hidden * table.width * size, ref, notes)
     return medians(table, "experts")
+
+
+def exchanges(low_latency: Path, normal: Path) -> pd.DataFrame:
+    """DeepEP's dispatch and combine inside a node of 8 GPUs, by the columns of `KEYS`, with the seconds of both.
+
+    Low-latency kernels dispatch in fp8 and combine in bf16; normal ones are those with `DEEPEP_SMS` SMs. Raises
+    `CalibrationError` for damaged tables.
+    """
+    sizes, parts = ("num_token", "num_topk", "hidden_size"), []
+    for kind, path, times in (
+        ("low_latency", low_latency, ("dispatch_avg_t_us", "combine_avg_t_us")),
+        ("normal", normal, ("dispatch_transmit_us", "combine_transmit_us")),
+    ):
+        table = read_table(path, [*sizes, *times, "node_num", "num_experts"])
+        table = numbers(path, table, [*sizes, *times], positive=True)
+        table = table[table.node_num == 1]
+        if kind == "normal":
+            table = table[(table.dispatch_sms == DEEPEP_SMS) & (table.combine_sms == DEEPEP_SMS)]
+        found = table[[*sizes]].set_axis(["tokens", "active", "hidden"], axis=1)
+        parts.append(found.assign(kind=kind, gpus=8, seconds=table[[*times]].sum(axis=1) * 1e-6))
+    return medians(pd.concat(parts, ignore_index=True), "exchange")
 
 
 def _family(source: str) -> str:
@@ -128,7 +156,7 @@ def _work_of(row: Any) -> dict[str, float]:
     return _work(row.distribution, row.num_tokens, row.num_experts, row.topk, row.moe_ep_size, grouped)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _work(routing: str, tokens: int, experts: int, active: int, ep: int, grouped: bool) -> dict[str, float]:
     """Rows of the measured GPU, its experts with any, and blocks of `BLOCK_ROWS` rows over them."""
     if routing == "balanced":
@@ -142,7 +170,7 @@ def _work(routing: str, tokens: int, experts: int, active: int, ep: int, grouped
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _balanced(tokens: int, experts: int, active: int, grouped: bool) -> Counts:
     """Tokens of every expert where token i chooses i, i + s, i + 2s, … of the experts, s apart as far as they go.
 
@@ -158,7 +186,7 @@ def _balanced(tokens: int, experts: int, active: int, grouped: bool) -> Counts:
     wanted = np.zeros((tokens, experts))
     wanted[token, chosen] = 1.0
     allowed = np.repeat(_first(_best_two(wanted), CHOSEN_GROUPS), experts // GROUPS, axis=1)
-    return _first(np.where(allowed, wanted, -1.0), active).sum(axis=0).astype(float)
+    return np.asarray(_first(np.where(allowed, wanted, -1.0), active).sum(axis=0), dtype=float)
 
 
 def _best_two(score: Counts) -> Counts:
@@ -175,9 +203,7 @@ def _first(score: Counts, count: int) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _power_law(
-    tokens: int, experts: int, active: int, ep: int, exponent: float, rng: np.random.Generator
-) -> Counts:
+def _power_law(tokens: int, experts: int, active: int, ep: int, exponent: float, rng: np.random.Generator) -> Counts:
     """Tokens of each expert of the busiest GPU where their shares are drawn from a bounded power law."""
     low, high = (1.0, 0.8 * tokens) if tokens * active > experts else (0.01, 2.0)
     power = 1.0 - exponent
@@ -190,5 +216,3 @@ def _power_law(
         missing -= int(np.sign(missing)) * len(order)
     by_gpu = counts.reshape(ep, -1)
     return np.asarray(by_gpu[by_gpu.sum(axis=1).argmax()])
-
-
