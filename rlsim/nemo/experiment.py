@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsim.errors import ConfigError, unknown_name
@@ -76,7 +76,10 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     lengths = parts.add_trace(draft, options, actor, cap, filters, None)
     _workflow(config, draft, config.whole(_AGE, 0) if generation.asynchronous else 0)
     add_training(config, draft, lengths, cap.value, apart=generation.gpus is not None)
-    parts.add_engine(config, draft, ENGINE_KEYS[generation.engine])
+    keys = ENGINE_KEYS[generation.engine]
+    parts.add_engine(config, draft, keys)
+    gpus = parts.add_expert_parallelism(config, draft, generation.tp, keys["ep"])
+    generation = replace(generation, tp=gpus)
     _systems(config, draft, generation)
     memory = ENGINE_KEYS[generation.engine]["memory"]
     share = Entry(config.share(memory), config.where(memory))

@@ -253,8 +253,8 @@ class ControlContext:
             raise CapacityError(self.infeasible[tp])
         if not divides_nodes(tp, self.node_gpus):
             raise ConfigError(
-                f"tp {tp} does not divide the {min(self.node_gpus)} GPUs of a node, nor is it that of nodes that divide "
-                f"all {len(self.node_gpus)}"
+                f"tp {tp} does not divide the {min(self.node_gpus)} GPUs of a node, nor is it that of whole nodes that "
+                f"divide all {len(self.node_gpus)}"
             )
         if tp > max(self.node_gpus):
             needed, tokens = self.cap_tokens + self.prompt_tokens, self.costs.capacity_pages(tp) * self.page_tokens
