@@ -211,7 +211,9 @@ def _power_law(tokens: int, experts: int, active: int, ep: int, exponent: float,
     counts = np.minimum(np.round(weight / weight.sum() * tokens * active), tokens)
     missing = int(tokens * active - counts.sum())
     while missing:  # one each for the experts with the least, or from those with the most
-        order = np.argsort(counts if missing > 0 else -counts, kind="stable")[: abs(missing)]
+        room = counts < tokens if missing > 0 else counts > 0
+        order = np.argsort(np.where(room, np.sign(missing) * counts, np.inf), kind="stable")
+        order = order[: min(abs(missing), int(room.sum()))]
         counts[order] += np.sign(missing)
         missing -= int(np.sign(missing)) * len(order)
     by_gpu = counts.reshape(ep, -1)
