@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +73,7 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     sglang = table.kernel_source.str.startswith("sglang")
     kept = table.moe_dtype.isin(list(PRECISIONS)) & ~(misrouted & sglang)
     kept &= ~pd.Series([pair in UNGATED for pair in shape], table.index)
+    kept &= table.distribution.eq("balanced") | ~_grouped(table)  # a power law that such a router changes
     table = table[kept & (table.inter_size % table.moe_tp_size == 0) & (table.num_experts % table.moe_ep_size == 0)]
     table = table.assign(
         seconds=table.latency * MS,
@@ -99,8 +99,10 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     table = table[~np.array(untuned, dtype=bool)]
     rows = [group[group.kernel == group.kernel.mode()[0]] for _, group in table.groupby(["precision", "parallel"])]
     table = pd.concat(rows)
-    work = pd.DataFrame([_work_of(row) for row in table.itertuples(index=False)], table.index)
-    table = pd.concat([table, work], axis=1).assign(tuned=_tuned(table))
+    grouped = _grouped(table)
+    names = ["routing", "tokens", "num_experts", "active", "ep"]
+    work = [_work(*row, grouped=only) for row, only in zip(table[names].itertuples(index=False), grouped, strict=True)]
+    table = pd.concat([table, pd.DataFrame(work, table.index)], axis=1).assign(tuned=_tuned(table))
     rate, size = table.precision.map(RATE), table.precision.map(WEIGHT_BYTES)
     flops = 6.0 * table.rows * table.hidden * table.width / rate
     table = check_kernels(path, table, flops, 3.0 * table.hit * table.hidden * table.width * size, ref, notes)
@@ -128,6 +130,11 @@ def exchanges(low_latency: Path, normal: Path) -> pd.DataFrame:
     return medians(pd.concat(parts, ignore_index=True), "exchange")
 
 
+def _grouped(table: pd.DataFrame) -> pd.Series[bool]:
+    models = zip(table.hidden_size, table.inter_size, table.num_experts, strict=True)
+    return pd.Series([model in GROUPED for model in models], table.index)
+
+
 def _family(source: str) -> str:
     """The kernel of a row: without what tells how it is wrapped."""
     for name in ("flashinfer_cutlass", "flashinfer_trtllm", "triton", "marlin"):
@@ -149,11 +156,6 @@ def _tuned(table: pd.DataFrame) -> npt.NDArray[np.bool_]:
 
 
 # Routings -------------------------------------------------------------------------------------------------------------
-
-
-def _work_of(row: Any) -> dict[str, float]:
-    grouped = (row.hidden_size, row.inter_size, row.num_experts) in GROUPED
-    return _work(row.distribution, row.num_tokens, row.num_experts, row.topk, row.moe_ep_size, grouped)
 
 
 @cache
