@@ -74,6 +74,7 @@ def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = 
     kept = table.moe_dtype.isin(list(PRECISIONS)) & ~(misrouted & sglang)
     kept &= ~pd.Series([pair in UNGATED for pair in shape], table.index)
     kept &= table.distribution.eq("balanced") | ~_grouped(table)  # a power law that such a router changes
+    kept &= table.distribution.eq("balanced") | table.distribution.str.fullmatch(r"power_law_\d+(\.\d+)?")
     table = table[kept & (table.inter_size % table.moe_tp_size == 0) & (table.num_experts % table.moe_ep_size == 0)]
     table = table.assign(
         seconds=table.latency * MS,
