@@ -61,22 +61,37 @@ MISSED = {
     ("trtllm", "nccl"): (0.05, 0.16),
 }
 
+EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
+#: What is fitted to nothing like it: median, 90th percentile and bias.
+SKEWED = (0.09, 0.25, 0.08)  # experts of unequal popularity
+EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
+
+
+def bounds(engine: str, operator: str) -> tuple[float, float, float]:
+    """The largest median, 90th percentile and bias."""
+    if operator == "exchange":
+        return EXCHANGE
+    if operator.startswith("experts"):
+        return SKEWED if operator.endswith("_skewed") else (*EXPERTS, 0.05)
+    return (*MISSED.get((engine, operator), TARGET), 0.03)
+
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("h100", "h200"))])
 def test_kernels_on_hopper_keep_the_target(name: str) -> None:
     calibration = load_calibration(name)
     for operator, found in calibration.residuals.items():
-        median, p90 = MISSED.get((calibration.engine, operator), TARGET)
+        median, p90, bias = bounds(calibration.engine, operator)
         assert (found.median <= median) & (found.p90 <= p90), (operator, found.median, found.p90)
-        assert abs(found.bias) < 0.03, operator
+        assert abs(found.bias) < bias, operator
         assert found.count >= 50, operator
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
 def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
     for operator, found in load_calibration(name).residuals.items():
-        assert found.median < 0.08, operator
-        assert abs(found.bias) < 0.04, operator
+        experts = operator.startswith("experts")
+        assert found.median < (0.1 if experts else 0.08), operator
+        assert abs(found.bias) < (0.07 if experts else 0.04), operator
         if operator == "gemm":
             assert found.p90 < 0.18
 

@@ -294,9 +294,12 @@ def test_elementwise_kernels_of_a_decode_step_by_hand() -> None:
     # llama: 32 query and 8 KV heads of 128; at TP2 16 and 4 of them, and half of the MLP
     llama = 2 * 4 * 4096 + (2 * (16 + 4) + 4) * 128 + 3 * 7168
     assert elementwise_s("llama-3.1-8b", 2) == pytest.approx(expected_s(32, llama, 4096, 4))
-    # a mixture of experts: 8 experts of width 768 a token; 32 query and 4 KV heads, which have a norm of their own
-    experts = 2 * 4 * 2048 + (2 * (32 + 4) + 4) * 128 + 3 * 8 * 768 + 2 * (32 + 4) * 128
-    assert elementwise_s("qwen3-30b-a3b", 1) == pytest.approx(expected_s(48, experts, 2048, 5))
+    # a mixture: 32 query and 4 KV heads, which have a norm of their own; the experts' activation is among theirs
+    experts = 2 * 4 * 2048 + (2 * (32 + 4) + 4) * 128 + 2 * (32 + 4) * 128
+    assert elementwise_s("qwen3-30b-a3b", 1) == pytest.approx(expected_s(48, experts, 2048, 4))
+    # where no mixture was measured it is not: 8 experts of width 768 a token
+    made_up = made_up.model_copy(update={"operators": operators.model_copy(update={"experts": {}})})
+    assert elementwise_s("qwen3-30b-a3b", 1) == pytest.approx(expected_s(48, experts + 3 * 8 * 768, 2048, 5))
 
 
 def test_a_layer_has_two_all_reduces_and_the_embedding_one() -> None:
