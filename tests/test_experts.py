@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rlsim
 from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_experts
 from rlsim.calibrate.importers.experts import _balanced, _power_law, exchanges, experts
 from rlsim.cost.calibration import ExpertsFit, Reference, Tile, load_calibration
@@ -20,11 +23,13 @@ from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import RooflineStep
-from rlsim.errors import CapacityError, ConfigError
+from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.hardware import load_cluster
+from rlsim.init.draft import Draft
 from rlsim.layers import Experts
 from rlsim.models import load_model
 from rlsim.validate.parts import data_folder
+from tests.test_frameworks import nemo, verl
 
 MODEL, DENSE = load_model("qwen3-30b-a3b"), load_model("qwen3-8b")
 NODE, NODES = load_cluster("8xh100"), load_cluster("4x8xh100")
@@ -267,3 +272,49 @@ def test_deepep_inside_a_node() -> None:
     own = table[(table.kind == "low_latency") & (table.tokens == 128) & (table.hidden == 7168) & (table.active == 8)]
     links = Collectives(CALIBRATION.collectives.model_copy(update={"deepep": found.fit}), CALIBRATION.reference, NODE)
     assert links.exchange_s(128, 8, 2 * 7168, 8) == pytest.approx(float(pd.Series(own.seconds).median()), rel=0.2)
+
+
+# Configurations of other frameworks -----------------------------------------------------------------------------------
+
+
+def test_expert_parallelism_of_configurations(tmp_path: Path) -> None:
+    def engine(options: str, draft: Callable[..., Draft]) -> tuple[object, ...]:
+        data = draft(tmp_path, *options.split()).data()
+        tp = next(iter(data["systems"][0]["use"][0].values()))["tp"]
+        names = [one["name"] for one in data["systems"]]
+        return tp, data["engine"].get("ep"), data["engine"].get("data_parallel_attention"), "pat" in names
+
+    mixture, vllm = "policy.model_name=Qwen/Qwen3-30B-A3B", "policy.generation.vllm_cfg."
+    nemo_engine = partial(engine, draft=nemo)
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4") == (4, None, None, True)
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=4") == (4, 4, None, False)
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=2 {vllm}expert_parallel_size=8") == (8, 8, 4, False)
+    with pytest.raises(ConfigError, match="no multiple of TP 4"):
+        nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=6")
+    model, rollout = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.rollout."
+    script = f"{model} {rollout}expert_parallel_size=2 {rollout}data_parallel_size=2"
+    assert engine(script, verl)[:3] == (2, 2, 2)
+
+
+def test_a_replica_over_two_nodes_runs(tmp_path: Path) -> None:
+    text = """
+name: nodes
+cluster: 2x8xh100
+model: qwen3-30b-a3b
+calibration: h100-vllm
+trace: {fixed: 32, cap: 64}
+workflow: {algorithm: grpo, prompts: 4, responses: 4, steps: 1, reference: false}
+training: {backend: megatron, tp: 8, offload: true}
+seeds: 1
+systems: [verl: {tp: [8, 16]}]
+"""
+    (tmp_path / "nodes.yaml").write_text(text)
+    result = rlsim.run(tmp_path / "nodes.yaml")
+    steps = result.steps.set_index("system")
+    assert steps.loc["verl-tp16", "initial_tp"] == 16
+    assert set(result.responses.groupby("system").replica.nunique()) == {1, 2}
+    assert (steps.gen_time_s >= steps.gen_bound_s).all()
+    apart = rlsim.run(tmp_path / "nodes.yaml", overrides={"engine.ep": 8, "engine.data_parallel_attention": 8})
+    assert len(apart.steps) == 2
+    with pytest.raises(RlsimError, match="tp 12 does not divide the 8 GPUs of a node"):
+        rlsim.run(tmp_path / "nodes.yaml", overrides={"systems": [{"verl": {"tp": 12}}]})
