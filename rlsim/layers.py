@@ -403,9 +403,12 @@ class Layer:
         mlp = self.mlp.stacked_tensors if stacked else self.mlp.tensors
         return self.attention.tensors + self.norms + mlp
 
-    def splits(self, tp: int) -> bool:
-        """Whether heads and widths split evenly over `tp` GPUs (KV heads are replicated when there are too few)."""
+    def splits(self, tp: int, expert_tp: int | None = None) -> bool:
+        """Whether heads and widths split evenly over `tp` GPUs (KV heads are replicated when there are too few), and
+        experts over `expert_tp` if that is another number."""
         for name, count in self.attention.split.items():
             if count % tp and not (name == "KV heads" and tp % count == 0):
                 return False
-        return all(width % tp == 0 for width in self.mlp.widths)
+        if isinstance(self.mlp, Experts):
+            return self.mlp.width % (expert_tp or tp) == 0 and self.mlp.shared_width % tp == 0
+        return self.mlp.width % tp == 0

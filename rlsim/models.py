@@ -16,7 +16,7 @@ from typing import Any
 from rlsim import catalogue
 from rlsim.architectures import MODEL_TYPES, Config, canonical, family_name, layers_of, unsupported
 from rlsim.errors import ConfigError, shown, unknown_name
-from rlsim.layers import FullAttention, LatentAttention, Layer, Linear, LinearAttention
+from rlsim.layers import Experts, FullAttention, LatentAttention, Layer, Linear, LinearAttention
 from rlsim.precision import KV_BYTES, PRECISIONS, WEIGHT_BYTES, KvPrecision, Precision, published_precision
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
@@ -222,21 +222,24 @@ class Model(Config):
         """Whether heads and MLPs split evenly over `tp` GPUs (KV heads are replicated when there are too few)."""
         return tp > 0 and all(layer.splits(tp) and not self._cut_blocks(layer, tp) for layer in self.groups)
 
-    def _cut_blocks(self, layer: Layer, tp: int) -> list[int]:
+    def _cut_blocks(self, layer: Layer, tp: int, expert_tp: int | None = None) -> list[int]:
         """Widths of the MLP that TP cuts inside a block of 128 weights, which engines refuse (vLLM, SGLang:
         `validate_fp8_block_shape`)."""
-        if tp == 1 or "fp8_block" not in (self.precision, self.of_experts):
+        if "fp8_block" not in (self.precision, self.of_experts):
             return []
-        return [width for width in layer.mlp.widths if width // tp % 128]
+        degrees = (tp if expert_tp is None else expert_tp, tp) if isinstance(layer.mlp, Experts) else (tp,)
+        cut = zip(layer.mlp.widths, degrees, strict=False)
+        return [width for width, degree in cut if degree > 1 and width // degree % 128]
 
-    def check_tp(self, tp: int) -> None:
-        """Raises `ConfigError` if the model cannot be split over `tp` GPUs."""
+    def check_tp(self, tp: int, expert_tp: int | None = None) -> None:
+        """Raises `ConfigError` if the model cannot be split over `tp` GPUs, its experts over `expert_tp` of them."""
         for layer in self.groups:
-            if tp < 1 or not layer.splits(tp):
+            if tp < 1 or not layer.splits(tp, expert_tp):
                 heads = ", ".join(f"{count} {name}" for name, count in layer.attention.split.items())
                 widths = " and ".join(map(str, layer.mlp.widths))
-                raise ConfigError(f"{self.name}: TP {tp} does not divide its {heads} and MLP width {widths}")
-            for width in self._cut_blocks(layer, tp):
+                degree = f"TP {tp}" if expert_tp in (None, tp) else f"TP {tp} (of an expert {expert_tp})"
+                raise ConfigError(f"{self.name}: {degree} does not divide its {heads} and MLP width {widths}")
+            for width in self._cut_blocks(layer, tp, expert_tp):
                 raise ConfigError(
                     f"{self.name}: TP {tp} cuts its MLP width {width} inside a block of 128 weights that share a "
                     "scale; engines refuse that in fp8_block"

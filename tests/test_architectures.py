@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from rlsim.cost.calibration import load_calibration
+from rlsim.cost.experts import expert_load
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes, stage_parts, training_memory
 from rlsim.cost.reallocation import common_bytes
-from rlsim.cost.roofline import RooflineStep, distinct_experts
+from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
 from rlsim.errors import ConfigError
@@ -312,9 +313,9 @@ def test_products_of_first_dense_layers_and_shared_experts() -> None:
     gemm, tokens = kernels.operators.gemm_s, 48
     attention = gemm(tokens, 512 + 2 * 128, 1024) + gemm(tokens, 1024, 512)
     dense = gemm(tokens, 8192, 1024) + gemm(tokens, 1024, 4096)
-    hit = distinct_experts(tokens, 8, 2)
+    load = expert_load(tokens, 8, 2)
     shared = gemm(tokens, 512, 1024) + gemm(tokens, 1024, 256)
-    routed = gemm(tokens * 2 / hit, 512, 1024, hit) + gemm(tokens * 2 / hit, 1024, 256, hit)
+    routed = kernels.operators.experts_s(load, 1024, 256)
     expected = 4 * attention + 2 * dense + 2 * (gemm(tokens, 8, 1024) + shared + routed)
     assert kernels.breakdown(tokens, 1000)["products"] == pytest.approx(expected, rel=1e-12)
 

@@ -74,30 +74,40 @@ MISSED = {
 }
 #: vLLM's products in fp8_block are SGLang's, and compared with another release of the same kernel.
 BORROWED_BIAS = 0.05
+EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
+#: What is fitted to nothing like it: median, 90th percentile and bias.
+SKEWED = (0.09, 0.25, 0.08)  # experts of unequal popularity
+EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
 
 
-def largest_bias(engine: str, operator: str, usual: float) -> float:
-    return BORROWED_BIAS if (engine, operator) == ("vllm", "gemm_fp8_block") else usual
+def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
+    """The largest median, 90th percentile and bias."""
+    if operator == "exchange":
+        return EXCHANGE
+    if operator.startswith("experts"):
+        return SKEWED if operator.endswith("_skewed") else (*EXPERTS, 0.05)
+    quantised = any(f"_{precision}" in operator for precision in PRECISIONS)
+    target = MISSED.get((engine, operator), QUANTISED_TARGET if quantised else TARGET)
+    bias = BORROWED_BIAS if (engine, operator) == ("vllm", "gemm_fp8_block") else 0.03
+    return (*MISSED.get((name, operator), target), bias)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("h100", "h200"))])
 def test_kernels_on_hopper_keep_the_target(name: str) -> None:
     calibration = load_calibration(name)
     for operator, found in calibration.residuals.items():
-        quantised = any(f"_{precision}" in operator for precision in PRECISIONS)
-        target = QUANTISED_TARGET if quantised else TARGET
-        median, p90 = MISSED.get((name, operator), MISSED.get((calibration.engine, operator), target))
+        median, p90, bias = bounds(name, calibration.engine, operator)
         assert (found.median <= median) & (found.p90 <= p90), (operator, found.median, found.p90)
-        assert abs(found.bias) < largest_bias(calibration.engine, operator, 0.03), operator
+        assert abs(found.bias) < bias, operator
         assert found.count >= 50, operator
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
 def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
-    calibration = load_calibration(name)
-    for operator, found in calibration.residuals.items():
-        assert found.median < 0.08, operator
-        assert abs(found.bias) < largest_bias(calibration.engine, operator, 0.04), operator
+    for operator, found in load_calibration(name).residuals.items():
+        experts = operator.startswith("experts")
+        assert found.median < (0.1 if experts else 0.08), operator
+        assert abs(found.bias) < (0.07 if experts else 0.04), operator
         if operator == "gemm":
             assert found.p90 < 0.18
 

@@ -7,8 +7,9 @@ import pytest
 
 from rlsim.cost.calibration import Calibration, DecodeProfile, MemoryOpFit, load_calibration
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.experts import distinct_experts
 from rlsim.cost.profile import ProfileStep, profile_of
-from rlsim.cost.roofline import RooflineStep, distinct_experts, step_cost
+from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.hardware import load_cluster
@@ -112,7 +113,7 @@ def test_replicated_kv_heads_do_not_shrink_further() -> None:
 def test_impossible_layouts_are_one_clear_message() -> None:
     with pytest.raises(ConfigError, match="TP 3 does not divide its 32 heads"):
         roofline(3)
-    with pytest.raises(CapacityError, match="TP 16 exceeds the 8 GPUs that nvlink4x18 joins"):
+    with pytest.raises(CapacityError, match="TP 16 exceeds the 8 GPUs of cluster"):
         RooflineStep(load_model("llama-3-70b"), 16, H100, load_calibration("h100-sglang"))
     with pytest.raises(CalibrationError, match="'a40-vllm' is for GPU 'a40', cluster '8xh100' has 'h100-sxm'"):
         step_cost(LLAMA, 1, H100, "a40-vllm")
@@ -293,9 +294,12 @@ def test_elementwise_kernels_of_a_decode_step_by_hand() -> None:
     # llama: 32 query and 8 KV heads of 128; at TP2 16 and 4 of them, and half of the MLP
     llama = 2 * 4 * 4096 + (2 * (16 + 4) + 4) * 128 + 3 * 7168
     assert elementwise_s("llama-3.1-8b", 2) == pytest.approx(expected_s(32, llama, 4096, 4))
-    # a mixture of experts: 8 experts of width 768 a token; 32 query and 4 KV heads, which have a norm of their own
-    experts = 2 * 4 * 2048 + (2 * (32 + 4) + 4) * 128 + 3 * 8 * 768 + 2 * (32 + 4) * 128
-    assert elementwise_s("qwen3-30b-a3b", 1) == pytest.approx(expected_s(48, experts, 2048, 5))
+    # a mixture: 32 query and 4 KV heads, which have a norm of their own; the experts' activation is among theirs
+    experts = 2 * 4 * 2048 + (2 * (32 + 4) + 4) * 128 + 2 * (32 + 4) * 128
+    assert elementwise_s("qwen3-30b-a3b", 1) == pytest.approx(expected_s(48, experts, 2048, 4))
+    # where no mixture was measured it is not: 8 experts of width 768 a token
+    made_up = made_up.model_copy(update={"operators": operators.model_copy(update={"experts": {}})})
+    assert elementwise_s("qwen3-30b-a3b", 1) == pytest.approx(expected_s(48, experts + 3 * 8 * 768, 2048, 5))
 
 
 def test_a_layer_has_two_all_reduces_and_the_embedding_one() -> None:

@@ -13,6 +13,7 @@ from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, kernel_collectives
 from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.fit.decode import kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
+from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
@@ -148,7 +149,7 @@ def build_calibration(
     Raises `CalibrationError` if tables have too few rows or none, or listing all that neither they nor `base` give.
     """
     shape = _shapes(models or {})
-    notes = [*measured.notes, MIXTURE, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
+    notes = [*measured.notes, INTER, PAIR, *(() if cold else (COLD,)), *copy_notes(measured, reference)]
     parts = _Parts(measured, name, gpu, engine, reference, base, notes)
     operators = _operators(parts, cold)
     collectives = _collectives(parts)
@@ -226,7 +227,7 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         "prefill_attention": lambda table: kernel_prefill_attention(table, reference),
         "memory_bound": lambda table: kernel_memory_bound(table, reference),
     }
-    found: dict[str, Schema | None] = {}
+    found: dict[str, object] = {}
     for operator, fitter in fitters.items():
         if operator in parts.measured:
             found[operator] = parts.add(fitter(parts.measured.table(operator)))
@@ -237,8 +238,22 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         found["latent_attention"] = parts.base.operators.latent_attention
         parts.borrowed.append("latent_attention")
         parts.borrow_residuals("latent_attention")
+    found["experts"], found["parallel_experts"] = _experts(parts)
     quantised = [parts.add(part) for part in quantised_kernels(parts.measured, reference, engine, cold)]
     return None if parts.missing else with_quantised(OperatorFits.model_validate(found), quantised)
+
+
+def _experts(parts: _Parts) -> Experts:
+    """Mixtures of experts as measured, or the base's for this GPU; without either a note says what stands for them."""
+    base = parts.base
+    if "experts" in parts.measured:
+        return parts.add(kernel_experts(parts.measured.table("experts"), parts.reference))
+    if base is not None and base.gpu == parts.gpu and base.operators.experts:
+        parts.borrowed.append("mixtures of experts")
+        parts.borrow_residuals("experts")
+        return base.operators.experts, base.operators.parallel_experts
+    parts.notes.append(MIXTURE)
+    return {}, {}
 
 
 def _kernel_from(operator: str, base: Calibration, gpu: str) -> Schema:
@@ -260,6 +275,8 @@ def _collectives(parts: _Parts) -> CollectiveFits | None:
         return parts.borrow("collectives", "collective", lambda base, _: base.collectives)
     node = measured_node(parts.gpu, parts.reference)
     fits = parts.add(kernel_collectives(measured.table("collective"), parts.reference, node))
+    if "exchange" in measured:
+        fits = fits.model_copy(update={"deepep": parts.add(kernel_exchange(measured.table("exchange")))})
     if base is None:
         return with_ring(fits) if "all_reduce" in fits.nccl else fits
     nccl = dict(fits.nccl)
@@ -267,7 +284,8 @@ def _collectives(parts: _Parts) -> CollectiveFits | None:
         if curves:
             nccl[op] = _with_others(parts, op, nccl.get(op, {}), curves)
     custom = _with_others(parts, "custom all-reduce", fits.custom_all_reduce, base.collectives.custom_all_reduce)
-    return fits.model_copy(update={"nccl": nccl, "custom_all_reduce": custom})
+    deepep = {**base.collectives.deepep, **fits.deepep}
+    return fits.model_copy(update={"nccl": nccl, "custom_all_reduce": custom, "deepep": deepep})
 
 
 def _with_others(

@@ -32,8 +32,14 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     **ATTENTION,
     "decode_attention_fp8": ATTENTION["decode_attention"],  # on an FP8 KV cache
     "prefill_attention_fp8": ATTENTION["prefill_attention"],
+    # a fused mixture on one GPU: tokens of all GPUs, width and experts of this one; the work as in `ExpertLoad`
+    "experts": (
+        *("precision", "kernel", "model", "routing", "tokens", "hidden", "width", "active", "experts", "ep", "tuned"),
+        *("rows", "hit", "blocks_16", "blocks_32", "blocks_64", "blocks_128"),
+    ),
     "memory_bound": ("kernels", "tokens", "bytes"),  # launches in the row, bytes moved by all of them
     "collective": ("op", "gpus", "bytes"),  # full tensor; the engine's own all-reduce is `custom_all_reduce`
+    "exchange": ("kind", "gpus", "tokens", "active", "hidden"),  # DeepEP's dispatch and combine; tokens of one GPU
     "decode_step": ("model", "tp", "mode", "batch", "context_tokens"),  # whole step; sum of contexts; graph or eager
     "prefill_step": ("model", "tp", "tokens", "length"),  # whole prefill: new tokens in all, tokens per sequence
     "graph_capture": ("model", "tp", "batch"),

@@ -252,8 +252,38 @@ class MemoryOpFit(Fitted):
     correction: Correction | None = Field(default=None, description="over tokens, bytes (of one kernel)")
 
 
+class ExpertsFit(Fitted):
+    """`launch + (compute^p + memory^p)^(1/p) + activations`: all that stands in an MLP's place (`cost.experts`)."""
+
+    kernel: str = Field(description="the kernel that was measured, which the engine chooses by itself")
+    launch_s: KernelSeconds = Field(description="routing and the launches of an empty call")
+    parallel_s: KernelSeconds = Field(description="added where experts lie on several GPUs")
+    memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
+    k_overhead: float = Field(ge=0, le=1e6, description="start and end of a block, as extra depth in elements of k")
+    blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
+    wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
+    tiles: tuple[Tile, ...] = Field(min_length=1, description="block shapes, of which the fastest is taken")
+    default_tiles: tuple[Tile, Tile] | None = Field(
+        default=None,
+        description="blocks that the engine takes where it has none tuned: for no more tokens than experts, and beyond",
+    )
+    tuned: tuple[tuple[Count, Count], ...] = Field(
+        default=(), description="beside default_tiles: (experts on a GPU, their width there) that have tuned blocks"
+    )
+    row_hidden_bytes: float = Field(ge=0, le=1e6, description="moved for each row, per element of the hidden state")
+    row_width_bytes: float = Field(ge=0, le=1e6, description="moved for each row, per element of an expert's width")
+    selection_hidden_bytes: float = Field(
+        ge=0, le=1e6, description="the same for every selection, also of experts on other GPUs"
+    )
+    selection_width_bytes: float = Field(ge=0, le=1e6, description="and per element of the width")
+    correction: Correction | None = Field(default=None, description="over rows, width, bytes (of the experts hit)")
+
+
 class OperatorFits(Fitted):
-    """One record per kind of kernel. The LM head is a GEMM; a mixture's experts are one grouped GEMM."""
+    """One record per kind of kernel. The LM head is a GEMM.
+
+    `experts` are measured mixtures, by precision; where there are none a mixture is approximated from plain GEMMs.
+    """
 
     gemm: GemmFit
     decode_attention: DecodeAttentionFit
@@ -264,6 +294,11 @@ class OperatorFits(Fitted):
     )
     decode_attention_fp8: DecodeAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
     prefill_attention_fp8: PrefillAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
+    latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
+    experts: dict[Precision, ExpertsFit] = Field(default={}, description="mixtures of experts, by precision")
+    parallel_experts: dict[Precision, ExpertsFit] = Field(
+        default={}, description="the same where experts lie on several GPUs, if the engine takes another kernel there"
+    )
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
@@ -292,14 +327,14 @@ class OperatorFits(Fitted):
         def bare(fit: Any) -> Any:
             if isinstance(fit, tuple):
                 return tuple(map(bare, fit))
+            if isinstance(fit, dict):
+                return {name: bare(one) for name, one in fit.items()}
             if fit is None or isinstance(fit, MemoryOpFit):
                 return fit
             heads: dict[str, Any] = {"head_dims": {}} if hasattr(fit, "head_dims") else {}
             return fit.model_copy(update={"correction": None, **heads})
 
         return self.model_copy(update={name: bare(fit) for name, fit in self})
-
-    latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
 
 
 class CollectiveFit(Fitted):
@@ -321,6 +356,13 @@ class CollectiveFit(Fitted):
 Gpus = Annotated[int, Field(ge=2, le=1_000_000)]
 
 
+class ExchangeFit(Fitted):
+    """DeepEP's dispatch and combine together, by the bytes (bf16) that a GPU's tokens make, once for each copy."""
+
+    low_latency: CollectiveFit = Field(description="kernels of decode steps; a copy for each expert of a token")
+    normal: CollectiveFit = Field(description="kernels of prefills; a copy for each GPU that a token reaches")
+
+
 class CollectiveFits(Fitted):
     """Collectives inside a node by operation and GPUs, and the efficiency assumed across nodes."""
 
@@ -328,6 +370,7 @@ class CollectiveFits(Fitted):
     custom_all_reduce: dict[Gpus, CollectiveFit] = Field(
         default={}, description="the engine's own all-reduce under CUDA graphs, by GPUs; taken where it is faster"
     )
+    deepep: dict[Gpus, ExchangeFit] = Field(default={}, description="tokens to experts and back, by GPUs of a node")
     inter_efficiency: Share = Field(description="share of the inter-node link reached (assumed)")
 
 

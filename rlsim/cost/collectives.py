@@ -48,6 +48,13 @@ class _Curve:
         return exp(y[i] + (y[i + 1] - y[i]) * (at - x[i]) / (x[i + 1] - x[i]))
 
 
+def exchanged_bytes(tokens: float, active: int, hidden_bytes: float, gpus: int) -> tuple[float, float]:
+    """Bytes of `tokens` tokens with a copy for each of the `active` experts of a token, and with one for each of `gpus`
+    GPUs that it reaches if every choice falls on any GPU alike."""
+    size = tokens * hidden_bytes
+    return size * active, size * gpus * (1.0 - (1.0 - 1.0 / gpus) ** active)
+
+
 class Collectives:
     """Communication on one cluster.
 
@@ -66,6 +73,9 @@ class Collectives:
             op: {gpus: _Curve(fit, stretch) for gpus, fit in sorted(by_gpus.items())}
             for op, by_gpus in fits.nccl.items()
         }
+        self._deepep = {
+            gpus: (_Curve(fit.low_latency, stretch), _Curve(fit.normal, stretch)) for gpus, fit in fits.deepep.items()
+        }
         self._custom = {gpus: _Curve(fit, stretch) for gpus, fit in sorted(fits.custom_all_reduce.items())}
 
     def time_s(self, op: str, message_bytes: float, gpus: int, nodes: int = 1) -> float:
@@ -83,6 +93,22 @@ class Collectives:
         if nodes == 1:
             return self._intra(op, message_bytes, gpus)
         return self._across(op, message_bytes, gpus // nodes, nodes)
+
+    def exchange_s(self, tokens: float, active: int, hidden_bytes: float, gpus: int, nodes: int = 1) -> float:
+        """Seconds in which every one of `gpus` GPUs sends `tokens` tokens of `hidden_bytes` to the GPUs of the `active`
+        experts that each has chosen, and gets as much back.
+
+        Inside a node DeepEP's dispatch and combine where they were measured on so many GPUs, by whichever of its two
+        kinds of kernels is faster; else two all-to-alls. A token that has chosen several experts of a GPU goes there
+        once, but for DeepEP's low-latency kernels.
+        """
+        size_each, size_once = exchanged_bytes(tokens, active, hidden_bytes, gpus)
+        curves = self._deepep.get(gpus) if nodes == 1 else None
+        if curves is None:
+            return 2.0 * self.time_s("all_to_all", size_once * (gpus - 1) / gpus, gpus, nodes)
+        self.lookups.add("exchange", "interpolated")
+        low_latency, normal = curves
+        return min(low_latency(size_each), normal(size_once))
 
     def _intra(self, op: str, size: float, gpus: int) -> float:
         if gpus == 1:

@@ -47,6 +47,10 @@ class DecodeCurve:
         """The context totals at which the slope changes, in tokens."""
         return list(self._knots)
 
+    def stretched(self, factor: float, batch: int) -> DecodeCurve:
+        """The curve of `batch` sequences of which these are one of `factor` equal shares."""
+        return DecodeCurve(batch, [knot * factor for knot in self._knots], self._values)
+
     def step_s(self, context_tokens: float) -> float:
         """Seconds of one step that starts with `context_tokens` in the cache."""
         i = max(bisect_right(self._knots, context_tokens) - 1, 0)

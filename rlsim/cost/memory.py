@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rlsim.cost.attention_work import attention_work
+from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import KvShape
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
@@ -41,11 +42,12 @@ class RolloutMemory:
     page_bytes: float
     page_tokens: int
     pages: int
+    groups: int = 1  # of GPUs that share the replica's sequences out, each with its share of the pages
 
     @property
     def kv_bytes(self) -> float:
         """KV cache on this GPU."""
-        return self.pages * self.page_bytes
+        return self.pages / self.groups * self.page_bytes
 
     @property
     def capacity_tokens(self) -> int:
@@ -53,15 +55,22 @@ class RolloutMemory:
         return self.pages * self.page_tokens
 
 
-def rollout_weight_bytes(model: Model, tp: int, pp: int = 1) -> float:
+def rollout_weight_bytes(model: Model, tp: int, pp: int = 1, layout: ReplicaLayout = PLAIN) -> float:
     """Weights on one GPU of a replica: matrices, biases, embedding and head are sharded, norms and router replicated.
 
     KV projections are replicated when there are fewer KV heads than GPUs. With `pp` stages, those of the fullest: it
     has ⌈layers / pp⌉ layers and the larger of the embedding (first stage) and the head with the final norm (last
-    stage). Raises `ConfigError` if `tp` or `pp` does not fit.
+    stage). All GPUs of a stage share the experts, whether each is cut or they are dealt (`layout`). Raises
+    `ConfigError` if `tp` or `pp` does not fit.
     """
-    model.check_tp(tp)
-    layers = model.fullest_stage(pp, lambda layer: model.layer_bytes(layer, tp))
+    layout.check(model, tp)
+    gpus, tp = tp, layout.attention_tp(tp)
+
+    def layer_bytes(layer: Layer) -> float:
+        moved = model.expert_bytes(layer) / gpus - model.expert_bytes(layer, tp) if tp < gpus else 0.0
+        return model.layer_bytes(layer, tp) + moved
+
+    layers = model.fullest_stage(pp, layer_bytes)
     embedding = math.ceil(model.vocab_size / tp) * model.hidden_size
     head = 0 if model.head_parameters == 0 else model.head(tp).n_out * model.hidden_size
     head += model.hidden_size
@@ -118,6 +127,7 @@ def rollout_memory(
     tp: int,
     *,
     pp: int = 1,
+    layout: ReplicaLayout = PLAIN,
     page_tokens: int = 16,
     memory_utilization: float = 0.9,
     max_batched_tokens: int = 8192,
@@ -132,16 +142,18 @@ def rollout_memory(
     `reserved_bytes` are the CUDA context, communication buffers and decode graphs, `resident_bytes` what others hold on
     the GPU meanwhile (training states that are not offloaded), `min_tokens` the KV the replica must at least hold.
     With `pp` stages the fullest one decides; a page there holds a stage's layers only, so the replica has more of them.
+    Groups of GPUs that share the sequences out (`layout`) have their own pages each, and must hold `min_tokens` each.
 
     Raises `CapacityError`, with the bytes, if that does not fit, and `ConfigError` if `tp` or `pp` does not split the
     model.
     """
-    weights = rollout_weight_bytes(model, tp, pp)
-    activations = rollout_activation_bytes(model, tp, max_batched_tokens, max_sequences)
-    page = kv_page_bytes(model, tp, page_tokens, pp)
+    weights = rollout_weight_bytes(model, tp, pp, layout)
+    own_tp = layout.attention_tp(tp)
+    activations = rollout_activation_bytes(model, own_tp, max_batched_tokens, max_sequences)
+    page = kv_page_bytes(model, own_tp, page_tokens, pp)
     budget = memory_utilization * gpu.memory_bytes
     pages = math.floor((budget - weights - activations - reserved_bytes - resident_bytes) / page)
-    shape = kv_shape(model, tp)
+    shape = kv_shape(model, own_tp)
     if not shape.fits(min_tokens, page_tokens, pages):
         needed = math.ceil(shape.units(min_tokens, page_tokens) / shape.page_units) * page
         parts = {
@@ -151,9 +163,11 @@ def rollout_memory(
             "other residents": resident_bytes,
             f"KV cache of {min_tokens} tokens": needed,
         }
-        layout = f"TP {tp}, PP {pp}" if pp > 1 else f"TP {tp}"
-        raise _does_not_fit(f"{model.name} rollout at {layout}", parts, gpu, memory_utilization)
-    return RolloutMemory(weights, activations, reserved_bytes, page, page_tokens, pages)
+        degrees = {"TP": own_tp, "PP": pp, "EP": layout.ep, "DP of attention": layout.attention_dp}
+        shown = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "TP")
+        raise _does_not_fit(f"{model.name} rollout at {shown}", parts, gpu, memory_utilization)
+    groups = layout.attention_dp
+    return RolloutMemory(weights, activations, reserved_bytes, page, page_tokens, pages * groups, groups)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from rlsim.cost.calibration import (
     Residual,
 )
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.experts import ExpertLoad, FusedExperts
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.products import Products
 from rlsim.cost.surface import Surface, surface_of
@@ -83,6 +84,9 @@ class Operators:
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
         self._prefill_range = (*new, context[1])
+        several = {**fits.experts, **fits.parallel_experts}
+        self._experts = {(name, False): FusedExperts(fit, reference, name) for name, fit in fits.experts.items()}
+        self._experts |= {(name, True): FusedExperts(fit, reference, name) for name, fit in several.items()}
 
     @property
     def lookups(self) -> Lookups:
@@ -105,6 +109,26 @@ class Operators:
     def gemm_s(self, m: float, n: int, k: int, groups: float = 1, precision: Precision = "bf16") -> float:
         """Seconds of `groups` products of an m×k activation and a k×n weight in one kernel: see `Products.time_s`."""
         return self._products[precision].time_s(m, n, k, groups)
+
+    def experts_s(self, load: ExpertLoad, hidden: int, width: int, precision: Precision = "bf16") -> float:
+        """Seconds of a mixture's experts on one GPU: choice of the experts, both products, and the sum over a token's.
+
+        `width` is that of an expert on this GPU. Where no mixture was measured in that precision it is two grouped
+        products, approximated from plain GEMMs, and counts as extrapolated.
+        """
+        kernel = self._experts.get((precision, bool(load.parallel)))
+        rows, hit = load.rows / load.hit, float(load.hit)
+        if kernel is None:
+            self._lookups.add(f"experts_{precision}", "extrapolated", "approximated from plain products, not measured")
+            own: Precision = precision if precision in self._products else "bf16"
+            first_s = self.gemm_s(float(rows), 2 * width, hidden, hit, own)
+            return first_s + self.gemm_s(float(rows), hidden, width, hit, own)
+        self.count(f"experts_{precision}", rows=float(rows), hit=hit, hidden=hidden, width=width)
+        return kernel(load, hidden, width)
+
+    def measures_experts(self, precision: Precision = "bf16") -> bool:
+        """Whether a mixture was measured in that precision: then its activation is among `experts_s`."""
+        return (precision, True) in self._experts
 
     def decode_attention_curve(self, batch: int, kv_heads: int, head_dim: int) -> tuple[list[float], list[float]]:
         """Knots of T, the sum of the batch's context tokens, and one layer's seconds there; linear in between, the

@@ -14,6 +14,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import BF16
 from rlsim.cost.packing import pack
+from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.roofline import RooflineStep, drawn, step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CapacityError, ConfigError
@@ -193,6 +194,7 @@ def pipelined_step_cost(
     first_gpu: int = 0,
     sampling_s_per_logit: float = 0.0,
     graphs: bool = True,
+    layout: ReplicaLayout = PLAIN,
 ) -> StepCost:
     """The step cost of one of `dp` replicas of `model` on `tp` · `pp` GPUs each; with `pp` 1 that of `step_cost`.
 
@@ -202,12 +204,12 @@ def pipelined_step_cost(
     Without `graphs` an iteration takes at least as long as the host needs to launch its kernels (`EagerFit`).
     With several stages, sampling, or no graphs, the kernels decide, even where the calibration has a profile of whole
     decode steps at this `tp`: that does not tell head and host time. Raises `ConfigError` if the model cannot be cut
-    that way, `CapacityError` if `tp` exceeds a node or the replicas the cluster, `CalibrationError` if the calibration
+    that way, `CapacityError` if the replicas exceed the cluster, `CalibrationError` if the calibration
     was made for another GPU.
     """
     if isinstance(calibration, str):
         calibration = load_calibration(calibration)
-    alone = step_cost(model, tp, cluster, calibration)
+    alone = step_cost(model, tp, cluster, calibration, layout)
     if tp * pp * dp > cluster.gpus:
         raise CapacityError(
             f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
@@ -217,10 +219,10 @@ def pipelined_step_cost(
     # Sampling takes its time per sequence, as the host does, but on the GPU: the kernels get it in the host's place.
     sampling_s = sampling_s_per_logit * model.vocab_size
     on_gpu = calibration.host.model_copy(update={"step_s": 0.0, "sequence_s": sampling_s, "prefill_s": 0.0})
-    roofline = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": on_gpu}))
+    roofline = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": on_gpu}), layout)
     kernels = roofline if graphs else _launched(roofline, model, tp, calibration)
-    layout = Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)
-    inside, across = Groups(roofline.collectives, cluster, layout).boundaries
+    mesh = Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)
+    inside, across = Groups(roofline.collectives, cluster, mesh).boundaries
     boundaries = Boundaries(
         hidden_bytes=BF16 * model.hidden_size,
         inside=inside,

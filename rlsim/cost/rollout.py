@@ -11,6 +11,7 @@ from rlsim.cost.collectives import Collectives
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import kv_page_bytes, rollout_memory
 from rlsim.cost.pipeline import pipelined_step_cost
+from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost, captured_batch_sizes, kv_migrate_s, kv_send_s, reshard_s
 from rlsim.errors import CapacityError, ConfigError
@@ -24,7 +25,8 @@ class RolloutCostModel:
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
     memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). `gpus` are
     those of the cluster that generate (default: all). With `pp` stages a replica of n GPUs has TP n / pp, and what
-    follows calls n its degree. `sampling_s_per_logit` and `graphs` as in `pipelined_step_cost`.
+    follows calls n its degree; `layout` says what else cuts it. `sampling_s_per_logit` and `graphs` as in
+    `pipelined_step_cost`.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RolloutCostModel:
         resident_bytes: float = 0.0,
         gpus: Sequence[int] | None = None,
         pp: int = 1,
+        layout: ReplicaLayout = PLAIN,
         sampling_s_per_logit: float = 0.0,
         graphs: bool = True,
     ) -> None:
@@ -48,7 +51,7 @@ class RolloutCostModel:
         self._collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._resident_bytes = resident_bytes
         self._gpus = range(cluster.gpus) if gpus is None else gpus
-        self._pp = pp
+        self._pp, self._layout = pp, layout
         self._sampling_s_per_logit, self._graphs = sampling_s_per_logit, graphs
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
         self._steps: list[StepCost] = []
@@ -69,6 +72,7 @@ class RolloutCostModel:
             self.calibration,
             dp=dp,
             first_gpu=self._gpus[0],
+            layout=self._layout,
             sampling_s_per_logit=self._sampling_s_per_logit,
             graphs=self._graphs,
         )
@@ -83,6 +87,7 @@ class RolloutCostModel:
             self.cluster.gpu,
             tp // self._pp,
             pp=self._pp,
+            layout=self._layout,
             page_tokens=self.page_tokens,
             memory_utilization=utilization,
             max_batched_tokens=batched,
@@ -115,8 +120,14 @@ class RolloutCostModel:
         Weights are resharded layer by layer. The KV of `contexts` migrates (`kv` = "migrate") inside groups of
         max(from, to) GPUs side by side, each moving its share, or is left to be recomputed by the engine (then it costs
         nothing here). Decode graphs are captured for the batch sizes up to a target replica's share of the requests
-        only. Communication groups are created at their first use.
+        only. Communication groups are created at their first use. Raises `ConfigError` for replicas across nodes, and
+        for those that share a model by more than TP: engines do not change such a layout while they run.
         """
+        if not self._layout.plain or max(from_tp, to_tp) > self.cluster.gpus_per_node:
+            raise ConfigError(
+                f"TP {from_tp} cannot become TP {to_tp} during a run: a replica keeps its layout under engine.ep, "
+                "engine.data_parallel_attention, and across nodes"
+            )
         runtime = self.calibration.runtime
         graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), runtime.graph_batch_sizes)
         moved_s = 0.0

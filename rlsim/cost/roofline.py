@@ -6,20 +6,23 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from rlsim.cost.attention import layer_attention
+from rlsim.cost.attention import LayerAttention, layer_attention
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, sum_of
+from rlsim.cost.experts import expert_load
 from rlsim.cost.host import HostedStep
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.memory import kv_shape
 from rlsim.cost.operators import Operators
+from rlsim.cost.packing import pack
 from rlsim.cost.profile import ProfileStep
+from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.sharing import Scaled
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.errors import CalibrationError, CapacityError
+from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.hardware import Cluster
 from rlsim.layers import Experts
 
@@ -27,39 +30,54 @@ if TYPE_CHECKING:
     from rlsim.layers import Layer, Linear
     from rlsim.models import Model
 
-
-def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
-    """Expected number of experts that `tokens` tokens hit when each picks `per_token` of `experts` at random."""
-    return experts * (1.0 - float((1.0 - per_token / experts) ** tokens))
+N = TypeVar("N", int, float)
 
 
 def check_served(model: Model, calibration: Calibration) -> None:
     """Raises `CalibrationError` for a precision of weights or KV cache that the GPU or the calibration lacks."""
-    for precision in dict.fromkeys((model.precision, model.of_experts)):
-        calibration.check_precision(precision, model.kv_precision)
+    calibration.check_precision(model.precision, model.kv_precision)
+    if model.of_experts not in calibration.operators.experts:
+        calibration.check_precision(model.of_experts)
 
 
 class RooflineStep(StepCost):
-    """One replica of `model` on `tp` GPUs of one NVLink domain, from a calibration's operators.
+    """One replica of `model` on `tp` GPUs of one NVLink domain, or of several whole ones, from a calibration's
+    operators.
 
     A layer is: add+norm, fused QKV product, rotary embedding and KV write, attention, output product, all-reduce,
     add+norm, fused gate-up product, activation, down product, all-reduce; of a mixture of experts the router, the
-    products of the shared expert, and two grouped products of the experts that some token picks. An iteration adds the
-    embedding, a last norm, the LM head (sharded over the vocabulary, last tokens only), the gather of its logits, and
-    the host time that is not hidden. Every decode batch is taken to run from a captured CUDA graph.
+    products of the shared expert, and the fused kernel of the experts that some token picks, on the GPU that most
+    tokens reach. An iteration adds the embedding, a last norm, the LM head (sharded over the vocabulary, last tokens
+    only), the gather of its logits, and the host time that is not hidden. Every decode batch is taken to run from a
+    captured CUDA graph.
 
-    Raises `ConfigError` if the model does not split over `tp` or has layers of another kind, `CapacityError` if `tp`
-    exceeds a domain, and `CalibrationError` if the calibration lacks the precision of its weights or KV cache.
+    `layout`: with `attention_dp` groups of GPUs each group computes all but the experts for its share of the sequences.
+    Tokens then reach the experts, and come back, by an all-to-all (DeepEP's where the calibration has it) if whole
+    experts lie on every GPU, else by an all-gather and a reduce-scatter. With experts dealt to GPUs that share all
+    sequences the all-reduce stays: every GPU has all tokens, and adds up what its own experts make of them.
+
+    Raises `ConfigError` if the model does not split that way, has layers of another kind, or `tp` is neither within a
+    domain nor whole domains, `CapacityError` if `tp` exceeds the cluster, and `CalibrationError` if the calibration
+    lacks the precision of the weights or of the KV cache.
     """
 
-    def __init__(self, model: Model, tp: int, cluster: Cluster, calibration: Calibration) -> None:
-        model.check_tp(tp)
-        if tp > cluster.domain_gpus:
-            raise CapacityError(
-                f"TP {tp} exceeds the {cluster.domain_gpus} GPUs that {cluster.intra.name} joins in cluster "
+    def __init__(
+        self, model: Model, tp: int, cluster: Cluster, calibration: Calibration, layout: ReplicaLayout = PLAIN
+    ) -> None:
+        layout.check(model, tp)
+        per_domain = cluster.domain_gpus
+        if tp > cluster.gpus:
+            raise CapacityError(f"TP {tp} exceeds the {cluster.gpus} GPUs of cluster {cluster.name!r}")
+        if tp > per_domain and tp % per_domain:
+            raise ConfigError(
+                f"TP {tp} is not a multiple of the {per_domain} GPUs that {cluster.intra.name} joins in cluster "
                 f"{cluster.name!r}"
             )
-        self.tp = tp
+        self.tp, self.layout = tp, layout
+        self._domains = max(tp // per_domain, 1)
+        self._groups, self._group_tp = layout.attention_dp, layout.attention_tp(tp)
+        self._group_domains = max(self._group_tp // per_domain, 1)
+        self._expert_tp = layout.expert_tp(tp)
         check_served(model, calibration)
         calibration = calibration.on_kv(model.kv_precision)
         self.skew = calibration.operators.decode_attention.skew
@@ -70,16 +88,17 @@ class RooflineStep(StepCost):
         if special := model.special:
             raise model.beyond(special)
         counts = Counter(layer.attention for layer in model.layers)
-        kinds = {one: layer_attention(self.operators, one, tp, model.dtype_bytes) for one in counts}
+        kinds = {one: layer_attention(self.operators, one, self._group_tp, model.dtype_bytes) for one in counts}
         self._attentions = tuple((count, kinds[one]) for one, count in counts.items())
         self._attention_of = {layer: kinds[layer.attention] for layer in model.groups}
-        self.kv = kv_shape(model, tp)
+        self.kv = kv_shape(model, self._group_tp)
         self._layers = tuple(
-            (count, layer, self._attention_of[layer].linears(layer, tp)) for layer, count in model.groups.items()
+            (count, layer, self._attention_of[layer].linears(layer, self._group_tp))
+            for layer, count in model.groups.items()
         )
-        self._head = model.head(tp)
+        self._head = model.head(self._group_tp)
         self.curves = Curves(self._decode)
-        self._known_tokens_s: dict[float, float] = {}
+        self._known_tokens_s: dict[tuple[float, float], float] = {}
         self._known_head_s: dict[float, float] = {}
         self._known_prefill_s: dict[Chunk, float] = {}
 
@@ -91,7 +110,7 @@ class RooflineStep(StepCost):
         fixed = self._tokens_s(batch) + self.head_s(batch) + self._host.step_s + self._host.sequence_s * batch
         curves = []
         for count, kind in self._attentions:
-            curve = kind.curve(batch)
+            curve = self._attention_curve(kind, batch)
             if kind.window_tokens is not None:
                 curve = over_all(curve, kind.window_tokens, in_windows)
             curves.append((count, curve))
@@ -103,15 +122,21 @@ class RooflineStep(StepCost):
             read = context_tokens
             if kind.window_tokens is not None:
                 read = min(read, batch * kind.window_tokens) if in_windows is None else in_windows.at(read)
-            total += count * kind.curve(batch).step_s(read)
+            total += count * self._attention_curve(kind, batch).step_s(read)
         return total
+
+    def _attention_curve(self, kind: LayerAttention, batch: int) -> DecodeCurve:
+        """Of one layer, over what all `batch` sequences read: the group of GPUs with most sequences has its share."""
+        own = self._share(batch)
+        curve = kind.curve(own)
+        return curve if own == batch else curve.stretched(batch / own, batch)
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of one prefill iteration over `chunks`, the LM head on each chunk's last token."""
-        tokens = sum([chunk.new_tokens for chunk in chunks])
+        tokens, own = sum([chunk.new_tokens for chunk in chunks]), self._busiest(chunks)
         return (
-            self._tokens_s(tokens)
-            + self._prefill_attention_s(chunks)
+            self._tokens_s(tokens, sum([chunk.new_tokens for chunk in own]))
+            + self._prefill_attention_s(own)
             + self.head_s(len(chunks))
             + self._host.step_s
             + self._host.prefill_s
@@ -122,14 +147,14 @@ class RooflineStep(StepCost):
         self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
     ) -> float:
         """Seconds of one iteration in which the products run over decode and prefill tokens together."""
-        tokens = batch + sum(chunk.new_tokens for chunk in chunks)
+        tokens, own = batch + sum(chunk.new_tokens for chunk in chunks), self._busiest(chunks)
         for operator, values in self._decode_shapes(batch, context_tokens):
             self.operators.count(operator, **values)
         rows = batch + len(chunks)
         return (
-            self._tokens_s(tokens)
+            self._tokens_s(tokens, self._share(batch) + sum(chunk.new_tokens for chunk in own))
             + self._attention_s(batch, context_tokens, in_windows)
-            + self._prefill_attention_s(chunks)
+            + self._prefill_attention_s(own)
             + self.head_s(rows)
             + self._host.step_s
             + self._host.prefill_s
@@ -145,48 +170,89 @@ class RooflineStep(StepCost):
         return own.merge([self.operators.lookups, self.collectives.lookups])
 
     def _decode_shapes(self, batch: int, context_tokens: float) -> Iterator[tuple[str, dict[str, float]]]:
+        own = self._share(batch)
         for _, kind in self._attentions:
-            yield kind.decode_shape(batch, min(context_tokens, batch * (kind.window_tokens or math.inf)))
+            read_tokens = min(context_tokens, batch * (kind.window_tokens or math.inf))
+            yield kind.decode_shape(own, read_tokens * own / batch)
 
     def breakdown(self, batch: int, context_tokens: float) -> dict[str, float]:
-        """Seconds of one decode step by kind: products, attention, elementwise, all_reduce, head, host."""
-        layers = self._model.num_hidden_layers
-        elementwise = sum(count * self._elementwise_s(layer, batch) for count, layer, _ in self._layers)
+        """Seconds of one decode step by kind: products (experts among them), attention, elementwise, all_reduce,
+        exchange (of tokens between groups of GPUs), head, host."""
+        own = self._share(batch)
+        elementwise = sum(count * self._elementwise_s(layer, own) for count, layer, _ in self._layers)
+        products = sum(count * self._products_s(layer, linears, batch, own) for count, layer, linears in self._layers)
+        all_reduce, exchange = self._communication_s(batch, own)
         return {
-            "products": sum(count * self._products_s(layer, linears, batch) for count, layer, linears in self._layers),
+            "products": products,
             "attention": self._attention_s(batch, context_tokens, None),
-            "elementwise": elementwise + self._embedding_s(batch),
-            "all_reduce": (2 * layers + 1) * self._all_reduce_s(batch),
+            "elementwise": elementwise + self._embedding_s(own),
+            "all_reduce": all_reduce,
+            "exchange": exchange,
             "head": self.head_s(batch),
             "host": self._host.step_s + self._host.sequence_s * batch,
         }
 
-    def _tokens_s(self, tokens: float) -> float:
-        """All that depends on the number of tokens alone: every layer's products, elementwise kernels and
-        all-reduces."""
-        known = self._known_tokens_s.get(tokens)
+    def _share(self, count: N) -> N:
+        """Sequences, tokens or rows of the group of GPUs that has most."""
+        return count if self._groups == 1 else type(count)(math.ceil(count / self._groups))
+
+    def _busiest(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """The chunks of the group of GPUs that gets most new tokens, where the groups are dealt them evenly."""
+        if self._groups == 1:
+            return chunks
+        dealt = pack([chunk.new_tokens for chunk in chunks], min(self._groups, len(chunks)))
+        return [chunks[i] for i in max(dealt, key=lambda members: sum(chunks[i].new_tokens for i in members))]
+
+    def _tokens_s(self, tokens: float, own: float | None = None) -> float:
+        """All that depends on the number of tokens alone: products, elementwise kernels, communication.
+
+        `own` are the tokens of one group of GPUs, by default its share.
+        """
+        own = self._share(tokens) if own is None else own
+        known = self._known_tokens_s.get((tokens, own))
         if known is not None:
             return known
         layers_s = sum(
-            count * (self._products_s(layer, linears, tokens) + self._elementwise_s(layer, tokens))
+            count * (self._products_s(layer, linears, tokens, own) + self._elementwise_s(layer, own))
             for count, layer, linears in self._layers
         )
-        all_reduces = 2 * self._model.num_hidden_layers + 1
-        time = layers_s + all_reduces * self._all_reduce_s(tokens) + self._embedding_s(tokens)
-        self._known_tokens_s[tokens] = time
+        time = layers_s + sum(self._communication_s(tokens, own)) + self._embedding_s(own)
+        self._known_tokens_s[tokens, own] = time
         return time
 
-    def _products_s(self, layer: Layer, linears: Sequence[Linear], tokens: float) -> float:
+    def _communication_s(self, tokens: float, own: float) -> tuple[float, float]:
+        """Seconds of all layers' all-reduces and the embedding's, and of the exchanges around experts."""
+        mixtures = sum(count for count, layer, _ in self._layers if isinstance(layer.mlp, Experts))
+        exchanged = mixtures if self._groups > 1 else 0
+        all_reduces = 2 * self._model.num_hidden_layers + 1 - exchanged
+        exchange_s = sum(
+            count * self._exchange_s(tokens, own, layer.mlp)
+            for count, layer, _ in self._layers
+            if exchanged and isinstance(layer.mlp, Experts)
+        )
+        return all_reduces * self._all_reduce_s(own), exchange_s
+
+    def _exchange_s(self, tokens: float, own: float, experts: Experts) -> float:
+        """Seconds in which the tokens of all groups reach the experts of one layer, and what these make of them comes
+        back."""
+        hidden_bytes = self._model.hidden_size * self._model.dtype_bytes
+        if self._expert_tp == 1:
+            each = own / self._group_tp  # a group's GPUs each send their part
+            return self.collectives.exchange_s(each, experts.active, hidden_bytes, self.tp, self._domains)
+        time_s, size = self.collectives.time_s, tokens * hidden_bytes
+        gathered = time_s("all_gather", size, self.tp, self._domains)
+        return gathered + time_s("reduce_scatter", size, self.tp, self._domains)
+
+    def _products_s(self, layer: Layer, linears: Sequence[Linear], tokens: float, own: float) -> float:
         gemm, experts = self.operators.gemm_s, layer.mlp
         total = 0.0
         for linear in linears:
             precision = self._model.precision if linear.quantised else "bf16"
-            total += gemm(tokens, linear.n_out, linear.k_in, precision=precision)
+            total += gemm(own, linear.n_out, linear.k_in, precision=precision)
         if isinstance(experts, Experts):
-            hit = distinct_experts(tokens, experts.experts, experts.active)
-            rows, width = tokens * experts.active / hit, experts.width // self.tp
-            total += gemm(rows, 2 * width, layer.hidden, hit, self._model.of_experts)
-            total += gemm(rows, layer.hidden, width, hit, self._model.of_experts)
+            load = expert_load(tokens, experts.experts, experts.active, self.layout.ep, self.layout.imbalance)
+            width = experts.width // self._expert_tp
+            total += self.operators.experts_s(load, layer.hidden, width, self._model.of_experts)
         return total
 
     def _elementwise_s(self, layer: Layer, tokens: float) -> float:
@@ -196,9 +262,16 @@ class RooflineStep(StepCost):
             return self.operators.memory_bound_s(tokens * elements_per_token * element, tokens)
 
         norm = move(4 * layer.hidden)  # read input and residual, write sum and norm
-        activation = move(3 * (layer.mlp.active_width / self.tp))
+        activated = self._activated(layer)
+        activation = move(3 * (activated / self._group_tp)) if activated else 0.0
         more_norms = (layer.norms - 2) * move(2 * layer.hidden) if layer.norms > 2 else 0.0
         return 2 * norm + self._attention_of[layer].elementwise_s(tokens) + activation + more_norms
+
+    def _activated(self, layer: Layer) -> int:
+        """Width whose activation is a kernel of its own: that of experts is among theirs, where they were measured."""
+        if isinstance(layer.mlp, Experts) and self.operators.measures_experts(self._model.of_experts):
+            return layer.mlp.shared_width
+        return layer.mlp.active_width
 
     def _embedding_s(self, tokens: float) -> float:
         one = self.operators.memory_bound_s(tokens * self._model.hidden_size * 2 * self._model.dtype_bytes, tokens)
@@ -206,7 +279,10 @@ class RooflineStep(StepCost):
 
     def _all_reduce_s(self, tokens: float) -> float:
         return self.collectives.time_s(
-            "all_reduce", tokens * self._model.hidden_size * self._model.dtype_bytes, self.tp
+            "all_reduce",
+            tokens * self._model.hidden_size * self._model.dtype_bytes,
+            self._group_tp,
+            self._group_domains,
         )
 
     def head_s(self, rows: float) -> float:
@@ -214,11 +290,11 @@ class RooflineStep(StepCost):
         known = self._known_head_s.get(rows)
         if known is not None:
             return known
-        time = self.operators.gemm_s(rows, self._head.n_out, self._head.k_in)
+        own = self._share(rows)
+        time = self.operators.gemm_s(own, self._head.n_out, self._head.k_in)
         if not self._model.scalar_head:
-            time += self.collectives.time_s(
-                "all_gather", rows * self._model.vocab_size * self._model.dtype_bytes, self.tp
-            )
+            logits = own * self._model.vocab_size * self._model.dtype_bytes
+            time += self.collectives.time_s("all_gather", logits, self._group_tp, self._group_domains)
         self._known_head_s[rows] = time
         return time
 
@@ -232,7 +308,9 @@ class RooflineStep(StepCost):
         return time
 
 
-def step_cost(model: Model, tp: int, cluster: Cluster, calibration: Calibration | str) -> StepCost:
+def step_cost(
+    model: Model, tp: int, cluster: Cluster, calibration: Calibration | str, layout: ReplicaLayout = PLAIN
+) -> StepCost:
     """The step cost of `model` at `tp`: the calibration's own decode profile if it has one, else the roofline.
 
     Raises `CalibrationError` if the calibration was made for another GPU.
@@ -244,13 +322,13 @@ def step_cost(model: Model, tp: int, cluster: Cluster, calibration: Calibration 
             f"calibration {calibration.name!r} is for GPU {calibration.gpu!r}, "
             f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
         )
-    profile, host = calibration.profile(model.name, tp), calibration.host
+    profile, host = calibration.profile(model.name, tp) if layout.plain else None, calibration.host
     if profile is not None and model == model.served("bf16"):  # as profiles were measured
         return drawn(ProfileStep.from_record(profile, skew=calibration.operators.decode_attention.skew), calibration)
     if not host.overlapped:
-        return drawn(RooflineStep(model, tp, cluster, calibration), calibration)
+        return drawn(RooflineStep(model, tp, cluster, calibration, layout), calibration)
     alone = host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
-    kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": alone}))
+    kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": alone}), layout)
     return drawn(HostedStep(kernels, host), calibration)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
+from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, judge_bytes
@@ -80,6 +81,9 @@ def rollout_costs(
         graphs=engine.graphs and graphs,
         gpus=gpus,
         pp=pp,
+        layout=ReplicaLayout(
+            ep=engine.ep, attention_dp=engine.data_parallel_attention, imbalance=engine.expert_imbalance
+        ),
         resident_bytes=resident_bytes,
     )
 

@@ -132,7 +132,8 @@ def simulated(simulator: Simulator, spec: SystemSpec, sampler: StepSampler, stea
         with blamed(spec.shown):
             outcome = simulator.simulate(system, sampler)
         placed = simulator.placed(system)
-        frames = frames_of(outcome, sampler, placed.bound, simulator.loaded.cluster.gpus, steady, placed.apart)
+        bound = placed.bound(max([rollout.initial_tp for rollout in outcome.rollouts], default=0))
+        frames = frames_of(outcome, sampler, bound, simulator.loaded.cluster.gpus, steady, placed.apart)
     check_steps(frames, spec.shown)
     return frames
 

@@ -23,7 +23,7 @@ from rlsim.experiment.judge import Judge
 from rlsim.experiment.remedies import advice
 from rlsim.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
-from rlsim.sim.control import ControlContext
+from rlsim.sim.control import ControlContext, divides_nodes
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Placement, Plan, Workflow, colocated
 from rlsim.workflow.memory import PlanMemory
@@ -62,6 +62,7 @@ class PlacedExperiment:
         self.searched = False
         self._crowded_steps: dict[int, StepCost] = {}
         self._calls: dict[str, CallCosts] = {}  # by GPU
+        self._bounds: dict[tuple[int, ...], GenerationBound] = {}  # by the degrees of replicas
 
     @property
     def _generate_calls(self) -> list[str]:
@@ -358,6 +359,11 @@ class PlacedExperiment:
         if self._generate_calls:
             degrees = powers_of_two(gcd(*node_gpus)) if replica is None else (replica,)
             feasible, infeasible = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, degrees)
+            if not feasible and replica is None:  # too large for a node
+                several = [node_gpus[0] * count for count in range(2, len(node_gpus) + 1)]
+                several = [tp for tp in several if divides_nodes(tp, node_gpus)]
+                feasible, beyond = self.rollout_costs.feasible_tps(self.loaded.longest_sequence, several)
+                infeasible |= beyond
         else:
             feasible, infeasible = (1,), {}  # responses are given: one layout is as good as another
         for tp in powers_of_two(self.loaded.cluster.domain_gpus) if replica is None else ():
@@ -384,9 +390,15 @@ class PlacedExperiment:
             replica_gpus=replica,
         )
 
-    @cached_property
-    def bound(self) -> GenerationBound:
-        steps = {tp: self.rollout_costs.step(tp) for tp in self.context.feasible_tps}
+    def bound(self, tp: int) -> GenerationBound:
+        """What no schedule beats, with replicas of any feasible degree or of `tp` GPUs (0: of none other)."""
+        tps = tuple(sorted({*self.context.feasible_tps, tp} - {0}))
+        if tps not in self._bounds:
+            self._bounds[tps] = self._bound(tps)
+        return self._bounds[tps]
+
+    def _bound(self, tps: tuple[int, ...]) -> GenerationBound:
+        steps = {tp: self.rollout_costs.step(tp) for tp in tps}
         batch = min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
         return GenerationBound(steps, len(self.generation.gpus), batch)
 

@@ -194,7 +194,8 @@ def add_systems(
 
     fastest = "the fastest TP of generation on the same GPUs" if apart else "the fastest static TP"
     systems = [system("as-configured", tp, where), system(best, "best", fastest)]
-    if apart is None:
+    engine = draft.entries.get("engine")
+    if apart is None and not (isinstance(engine, dict) and "ep" in engine):  # a replica with experts apart stays one
         systems.append(Entry({"name": "pat", "use": ["pat", *more]}, "TP switched while responses are generated"))
     draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
     draft.entries["baseline"] = Entry("as-configured")
@@ -238,6 +239,24 @@ def add_precision(config: Settings, draft: Draft, key: str, known: Mapping[Any, 
         elif value not in (None, "auto", "bfloat16"):
             unlike.append(f"{config.where(kv_key)} = {value}: here in bf16")
     return unlike
+
+
+def add_expert_parallelism(config: Settings, draft: Draft, tp: int, ep_key: str, dp_key: str = "") -> int:
+    """Experts apart, and data parallelism inside an engine, by their keys: returns the GPUs of a replica.
+
+    vLLM's expert parallelism takes all GPUs of TP and DP, so what exceeds `tp` is DP (without `dp_key`). Raises
+    `ConfigError` for a degree that is no multiple of `tp` then.
+    """
+    ep = config.whole(ep_key) if config.get(ep_key) is not None else 1
+    groups = config.whole(dp_key) if dp_key and config.get(dp_key) is not None else 1
+    if not dp_key and ep > tp:
+        if ep % tp:
+            raise ConfigError(f"{config.where(ep_key)}: {ep} experts' GPUs are no multiple of TP {tp}, as vLLM's are")
+        groups = ep // tp
+    degrees = {"ep": Entry(ep, config.where(ep_key))}
+    degrees["data_parallel_attention"] = Entry(groups, config.where(dp_key or ep_key))
+    draft.entries["engine"] |= {key: entry for key, entry in degrees.items() if entry.value > 1}  # type: ignore[operator]
+    return tp * groups
 
 
 def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:

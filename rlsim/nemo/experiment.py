@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsim.errors import ConfigError, unknown_name
@@ -83,7 +83,10 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     add_training(
         config, draft, lengths, cap.value, apart=generation.gpus is not None, has_experts=actor.num_experts > 0
     )
-    parts.add_engine(config, draft, ENGINE_KEYS[generation.engine], generation.engine, machines.gpu)
+    keys = ENGINE_KEYS[generation.engine]
+    parts.add_engine(config, draft, keys, generation.engine, machines.gpu)
+    gpus = parts.add_expert_parallelism(config, draft, generation.tp, keys["ep"])
+    generation = replace(generation, tp=gpus)
     quantised = parts.add_precision(config, draft, PRECISION, {"fp8": "fp8_block"}, KV_PRECISION)
     _systems(config, draft, generation)
     memory = ENGINE_KEYS[generation.engine]["memory"]

@@ -228,6 +228,13 @@ class RolloutView(Protocol):
         """The active replicas of one node or of all, with their requests."""
 
 
+def divides_nodes(tp: int, node_gpus: Sequence[int]) -> bool:
+    """Whether replicas of `tp` GPUs fill every node, or each as many whole nodes, all alike."""
+    if all(gpus % tp == 0 for gpus in node_gpus):
+        return True
+    return len(set(node_gpus)) == 1 and tp % node_gpus[0] == 0 and sum(node_gpus) % tp == 0
+
+
 #: Why a layout that says how generation uses its GPUs is refused, where the plan does so too.
 PLANNED = (
     "the plan says how generation uses its GPUs (replicas of {}): leave tp out of the plan's generation, or the layout "
@@ -256,16 +263,23 @@ class ControlContext:
         return sum(self.node_gpus)
 
     def check_tp(self, tp: int) -> int:
-        """`tp` if every node can run it; else `CapacityError` (too small), or `ConfigError`: the plan says another
-        degree, or it does not divide the GPUs of a node.
+        """`tp` if every node can run it, or whole nodes together; else `CapacityError` (too small), or `ConfigError`:
+        the plan says another degree, or it divides neither the GPUs of a node nor the nodes.
         """
         if self.replica_gpus not in (None, tp):
             raise ConfigError(f"{PLANNED.format(self.replica_gpus)}; the system's layout would begin with {tp}")
         if tp in self.infeasible:
             raise CapacityError(self.infeasible[tp])
-        for gpus in self.node_gpus:
-            if tp < 1 or gpus % tp:
-                raise ConfigError(f"tp {tp} does not divide the {gpus} GPUs of a node")
+        if not divides_nodes(tp, self.node_gpus):
+            raise ConfigError(
+                f"tp {tp} does not divide the {min(self.node_gpus)} GPUs of a node, nor is it that of whole nodes that "
+                f"divide all {len(self.node_gpus)}"
+            )
+        if tp > max(self.node_gpus):
+            needed, tokens = self.cap_tokens + self.prompt_tokens, self.costs.capacity_pages(tp) * self.page_tokens
+            if tokens < needed:
+                raise CapacityError(f"tp {tp} has room for {tokens:,} tokens of KV cache; a response needs {needed:,}")
+            return tp
         if tp not in self.feasible_tps:
             raise CapacityError(self.infeasible.get(tp, f"tp {tp} is not feasible"))
         return tp
@@ -364,8 +378,8 @@ class RolloutControl(Hooked):
         """Called once, before the first step: the place to profile the machine (`context.costs`)."""
 
     @hook(
-        "a tensor-parallel degree that divides the GPUs of every node",
-        lambda tp, context: is_whole(tp) and not any(gpus % tp for gpus in context.node_gpus),
+        "a tensor-parallel degree that divides the GPUs of every node, or those of whole nodes",
+        lambda tp, context: is_whole(tp) and divides_nodes(tp, context.node_gpus),
     )
     def initial_tp(self, context: ControlContext) -> int:  # noqa: ARG002
         """Called once, after `setup`: the tensor-parallel degree of every replica when a step begins, one of

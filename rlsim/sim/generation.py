@@ -69,7 +69,7 @@ class Generation:
     ) -> Generator[simpy.Event, Any, set[int]]:
         """Run the generation stage; returns the GPUs that it gave up before its end."""
         what, flow = self._what, state.flow
-        mesh = placement.rollout_mesh(what.cluster)
+        mesh = placement.rollout_mesh(what.cluster, self.planned_tp)
         state.version = self.version
         batch = state.batch = StepBatch(
             what.batching, what.feed, lambda samples: flow.deliver(BATCH, samples), state.version

@@ -107,7 +107,7 @@ class OpenGeneration(RolloutControl):
     # ---- the rollout ------------------------------------------------------------------------------------------------
 
     def _begin(self, call: Call, placement: Placement) -> Rollout:
-        what, mesh = self._what, placement.rollout_mesh(self._what.cluster)
+        what, mesh = self._what, placement.rollout_mesh(self._what.cluster, self._what.initial_tp)
         self._pool.acquire(placement.gpus, call.kind)
         stage = GenerationStage(
             requests=(),

@@ -48,6 +48,27 @@ class EngineConfig(Schema):
         "Default: as the model is published",
     )
     kv_precision: KvPrecision = Field(default="bf16", description="of the rollout's KV cache: bf16 or fp8")
+    ep: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="expert parallelism: GPUs of a replica that whole experts are dealt to; what it leaves of the "
+        "replica's GPUs cuts each expert. vLLM's enable_expert_parallel: all GPUs of a replica",
+    )
+    data_parallel_attention: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="groups of a replica's GPUs that share its sequences out; the others of a replica's GPUs cut the "
+        "heads. vLLM's data_parallel_size, SGLang's dp_size with enable_dp_attention",
+    )
+    expert_imbalance: float = Field(
+        default=0.0,
+        ge=0,
+        le=4,
+        description="exponent of the power law that the popularity of experts follows; 0: all are as popular, which "
+        "mixtures are trained for",
+    )
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
 
     def watermark_pages(self, capacity_pages: int) -> int:

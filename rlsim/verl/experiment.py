@@ -86,8 +86,10 @@ def from_verl(
     _workflow(config, draft, settings, apart)
     _models(config, draft, options)
     add_engine(config, draft, settings, measured=options.calibration is not None)
+    dp_key = ROLLOUT + "data_parallel_size" if notes.experts_apart(config) else ""
+    replica = parts.add_expert_parallelism(config, draft, settings.rollout_tp, notes.EXPERTS, dp_key)
     add_training(config, draft, settings, lengths)
-    _systems(config, draft, settings, apart)
+    _systems(config, draft, replica, apart)
     share = ROLLOUT + "gpu_memory_utilization"
     parts.add_memory(draft, Entry(settings.memory_utilization, config.where(share)), folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
@@ -209,7 +211,7 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
         draft.entries["models"] = models
 
 
-def _systems(config: VerlSettings, draft: Draft, settings: RunSettings, apart: Apart | None) -> None:
+def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None) -> None:
     more, mode = [], ROLLOUT + "mode"
     if config.get(FILTER):
         more = ["dynamic_sampling"]
@@ -217,7 +219,6 @@ def _systems(config: VerlSettings, draft: Draft, settings: RunSettings, apart: A
     if config.get(mode) == "async" or apart:
         where = f"{config.where(mode)}: each request goes to the server with fewest"
         draft.entries["routing"] = Entry("round_robin", where)
-    tp = settings.rollout_tp
     if apart is None:
         parts.add_systems(draft, tp, config.where(TP), more, best="verl-best")
     else:

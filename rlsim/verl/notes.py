@@ -10,8 +10,6 @@ from rlsim.verl.settings import VerlSettings
 _UNLIKE: Table = (
     (ROLLOUT + "multi_turn.enable", "on", "turns with tools between them: not all of a response's tokens are decoded"),
     (ROLLOUT + "pipeline_model_parallel_size", "above 1", "generation in pipeline stages: here without"),
-    (ROLLOUT + "expert_parallel_size", "above 1", "generation with experts apart: here they are cut by TP"),
-    (ROLLOUT + "data_parallel_size", "above 1", "data parallelism inside an engine: here replicas are apart"),
     (ROLLOUT + "free_cache_engine", "off", "the KV cache stays while training runs: here it is freed"),
     (ROLLOUT + "over_sample_rate", "set", "the last requests of a batch are cut off early"),
     (ROLLOUT + "skip_rollout", "on", "generation is skipped"),
@@ -32,6 +30,8 @@ _UNLIKE: Table = (
     ("reward.reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
 )  # fmt: skip
 
+EXPERTS, _GROUPS = ROLLOUT + "expert_parallel_size", ROLLOUT + "data_parallel_size"
+
 #: Settings of another kind, which need words of their own.
 _SCORING = ("custom_reward_function.path", "reward.custom_reward_function.path")
 _SANDBOX = ("reward_model.sandbox_fusion.url", "reward.sandbox_fusion.url")
@@ -41,6 +41,8 @@ REFERENCE_OFFLOAD = "actor_rollout_ref.ref.fsdp_config.param_offload"
 QUANTISED = ROLLOUT + "quantization"
 KV_TYPES = tuple(f"{ROLLOUT}engine_kwargs.{engine}.kv_cache_dtype" for engine in ("vllm", "sglang"))
 KEYS = (
+    EXPERTS,
+    _GROUPS,
     *(key for key, _, _ in _UNLIKE),
     QUANTISED,
     *KV_TYPES,
@@ -53,6 +55,11 @@ KEYS = (
 )
 
 
+def experts_apart(config: VerlSettings) -> bool:
+    """Whether generation deals whole experts to the GPUs of TP and DP together."""
+    return int(config.get(EXPERTS) or 1) > 1
+
+
 def missing(config: VerlSettings) -> list[str]:
     """What bears on time and is not in the experiment, each with where it is said."""
     found, given = list[str](), config.given.get
@@ -60,6 +67,8 @@ def missing(config: VerlSettings) -> list[str]:
     if config.megatron:  # which has a key of its own
         elsewhere.add(MODEL + "use_remove_padding")
     found += unlike(config, [row for row in _UNLIKE if row[0] not in elsewhere])
+    if not experts_apart(config) and (config.get(_GROUPS) or 1) > 1:
+        found.append(f"{config.where(_GROUPS)}: data parallelism inside an engine: here replicas are apart")
     for keys, what in ((_SANDBOX, "a sandbox"), (_SCORING, "a function of yours")):
         key = next((key for key in keys if given(key)), "")
         if key:

@@ -33,9 +33,12 @@ class Placement:
             gpus = self.strategy.gpus // self.strategy.dp if self.strategy else 1
         return tuple(self.gpus[first : first + gpus] for first in range(0, len(self.gpus) - gpus + 1, gpus))
 
-    def rollout_mesh(self, cluster: AnyCluster) -> tuple[tuple[int, ...], ...]:
-        """The GPUs node by node, as a rollout has them; where replicas do not divide nodes, replica by replica."""
-        replica, nodes = self.strategy.gpus // self.strategy.dp if self.strategy else 1, self.nodes(cluster)
+    def rollout_mesh(self, cluster: AnyCluster, tp: int = 1) -> tuple[tuple[int, ...], ...]:
+        """The GPUs node by node, as a rollout has them; where replicas do not divide nodes, replica by replica.
+
+        `tp`: GPUs of a replica where the plan does not say it.
+        """
+        replica, nodes = self.strategy.gpus // self.strategy.dp if self.strategy else tp, self.nodes(cluster)
         return self.replicas(replica) if any(len(node) % replica for node in nodes) else nodes
 
     def nodes(self, cluster: AnyCluster) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,7 @@ from calibration.provenance import COMMON, pat_source, provenance, vidur_source
 from calibration.runtime import runtime_of
 from calibration.tables import a40_all_reduce, vidur_layers
 from calibration.training import large_gemm_share, training_fit
-from rlsim.calibrate.build import with_ring
+from rlsim.calibrate.build import MIXTURE, with_ring
 from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, fit_collective
 from rlsim.calibrate.fit.common import as_written, rounded
 from rlsim.calibrate.fit.elementwise import fit_elementwise
@@ -59,6 +59,7 @@ def fit_a40(data: Path, donor: Calibration) -> Calibration:
         _prefill_note(donor),
         "8-GPU all-reduce: latency and rate solved from PAT's two TP8 latencies; 2 and 4 GPUs: Vidur",
         "all-gather, reduce-scatter and all-to-all: half an all-reduce (ring)",
+        MIXTURE,
         *COMMON,
     )
     calibration = Calibration(

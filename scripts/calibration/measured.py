@@ -13,10 +13,12 @@ from calibration.provenance import BORROWED, COMMON, GROUPED, provenance, vidur_
 from calibration.runtime import runtime_of
 from calibration.tables import all_gemms, all_precisions, latent_tables, operator_tables, vidur_layers
 from calibration.training import large_gemm_share, training_fit
+from rlsim.calibrate.build import MIXTURE
 from rlsim.calibrate.fit import decode, gemm
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
 from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
+from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of
 from rlsim.calibrate.fit.heads import GROUP, HEAD_DIM, usual_groups
 from rlsim.calibrate.fit.kernels import compared, operators_with, predict
@@ -24,6 +26,7 @@ from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
 from rlsim.calibrate.importers import aiconfigurator, latent, vidur
+from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
@@ -31,6 +34,7 @@ from rlsim.cost.calibration import (
     Calibration,
     CollectiveFits,
     Engine,
+    ExchangeFit,
     GemmFit,
     MemoryOpFit,
     OperatorFits,
@@ -59,11 +63,11 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         "memory_bound": _elementwise(data, gpu),
     }
     quantised = list(quantised_kernels(measured, ref, engine, cold=False))
-    notes = list(COMMON)
+    mixtures, exchange = _mixtures(measured, ref)
+    notes = [*COMMON, *(measured.notes if mixtures.residuals else (MIXTURE,))]
     if borrowed := _block_products(data, gpu, engine, ref):
         quantised.append(borrowed)
         notes.append(BORROWED)
-    operators = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
     sources = [*measured.sources, vidur_source(gpu.vidur)]
     found = latent_tables(data, gpu, engine)
     if found is not None:
@@ -80,15 +84,18 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     if not gpu.name.startswith(gpu.elementwise_donor):
         donor = gpu.elementwise_donor
         notes.append(f"norms, rotary embedding and activation: launch and efficiency measured on {donor}")
-    residuals = {name: item for part in (*kernels.values(), *quantised) for name, item in part.residuals.items()}
+    parts = (*kernels.values(), *quantised, mixtures, exchange)
+    residuals = {name: item for part in parts for name, item in part.residuals.items()}
+    one, several = mixtures.fit
+    fits = fits.model_copy(update={"experts": one, "parallel_experts": several})
     return Calibration(
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
         engine=engine,
         provenance=provenance(sources, notes),
         reference=ref,
-        operators=with_quantised(operators, [part.fit for part in quantised]),
-        collectives=_in_order(collectives.fit),
+        operators=with_quantised(fits, [part.fit for part in quantised]),
+        collectives=_in_order(collectives.fit).model_copy(update={"deepep": exchange.fit}),
         host=NO_HOST,
         runtime=runtime_of(engine),
         training=_training(data, gpu, ref),
@@ -138,6 +145,13 @@ def _window_s(operators: Operators, row: Any, name: str) -> float:
     if name.startswith("decode"):
         return operators.decode_attention_s(batch, batch * window, *heads)
     return operators.prefill_attention_s([(float(row.tokens), 0.0)] * batch, *heads, window)
+
+
+def _mixtures(measured: Measurements, ref: Reference) -> tuple[Fitted[Experts], Fitted[dict[int, ExchangeFit]]]:
+    """Mixtures of experts and their all-to-all, as far as they were measured."""
+    mixtures = kernel_experts(measured.table("experts"), ref) if "experts" in measured else Fitted(({}, {}))
+    exchange = kernel_exchange(measured.table("exchange")) if "exchange" in measured else Fitted({})
+    return mixtures, exchange
 
 
 def against_hot_rows(data: Path, gpu: Gpu, calibration: Calibration) -> dict[str, Residual]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlsim.calibrate.build import COLD, INTER, MIXTURE, PAIR
+from rlsim.calibrate.build import COLD, INTER, PAIR
 from rlsim.cost.calibration import Provenance, Source
 
 DATE = "2026-11-23"
@@ -19,7 +19,7 @@ BORROWED = (
     "products in fp8_block are SGLang's of the same GPU (both run DeepGEMM): vLLM's table was timed without CUDA "
     "graphs, so with the host's time"
 )
-COMMON = (COLD, MIXTURE, SKEW, INTER, PAIR)
+COMMON = (COLD, SKEW, INTER, PAIR)
 
 
 def vidur_source(names: Iterable[str], *more: str, version: str = "") -> Source:

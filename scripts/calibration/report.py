@@ -21,6 +21,7 @@ from rlsim.cost.calibration import Calibration, HostFit, Residual
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
+from rlsim.precision import WEIGHT_BYTES
 from rlsim.validate.serving import SERVED
 from rlsim.validate.transfer import SettingFit, TransferFits, shipped_fits
 
@@ -30,6 +31,9 @@ Written by `{SCRIPT}` from measured tables that are not part of this project (NV
 Apache-2.0; Microsoft Vidur, MIT). The files in `calibration/` hold fitted constants only. Errors below are absolute
 relative errors, `p90` the 90th percentile, `bias` the
 median signed error (positive: predicted too slow), on shapes that the fit has not seen unless a row says so.
+
+Experts are judged on Qwen3-235B-A22B and DeepSeek-V3, by a fit that has seen no row of either (or on a quarter of the
+models where neither was measured); "skewed" rows route by a power law, which no fit has seen.
 
 ## Cold weights and KV
 
@@ -56,6 +60,9 @@ NAMES = {
     "prefill_attention": "prefill attention",
     "prefill_attention_long": "prefill attention, 1K tokens and more",
     "memory_bound": "elementwise, per layer",
+    **{f"experts_{name}": f"experts, {name}" for name in WEIGHT_BYTES},
+    **{f"experts_{name}_skewed": f"experts, {name}, skewed" for name in WEIGHT_BYTES},
+    "exchange": "DeepEP, hidden sizes left out",
     "nccl": "NCCL (in sample)",
     "custom_all_reduce": "engine all-reduce (in sample)",
 }
@@ -196,7 +203,8 @@ blocks over
 
 {skew}
 
-- Chunks of a prompt on top of cached tokens; a mixture's grouped GEMM; broadcast, send/receive; everything across nodes
+- Chunks of a prompt on top of cached tokens; mixtures of experts where the table above has none; broadcast,
+  send/receive; everything across nodes
   (hierarchical ring at 80% of the link).
 - Host time on GPUs other than H100 is H100's of the same engine. Graph capture and control of a layout change are
   PAT's (A40, host-bound) everywhere; creating a communication group (1 s) is an assumption.

@@ -23,8 +23,7 @@ def operator_tables(data: Path, gpu: Gpu, engine: Engine) -> Measurements:
     folder = data / "kernels/aiconfigurator" / gpu.folder
     measured = aiconfigurator.read(folder, engine, gpu.versions[engine])
     (source,) = measured.sources
-    *kernels, nccl, own = source.files
-    source = source.model_copy(update={"commit": "095f58a", "files": (*kernels, own, nccl)})
+    source = source.model_copy(update={"commit": "095f58a"})
     tables = {}
     for name, table in measured.tables.items():
         if name.startswith("gemm"):

@@ -96,9 +96,10 @@ def unsquash(y: float) -> float:
 def rounded(value: Any) -> Any:
     """Floats to four significant digits, everywhere in a nested record."""
     if isinstance(value, float):
-        if not math.isfinite(value) or value == round(value):
-            return value if abs(value) < 1e4 or not math.isfinite(value) else int(value)
-        return float(f"{value:.4g}")
+        if not math.isfinite(value):
+            return value
+        value = value if value == round(value) else float(f"{value:.4g}")
+        return value if abs(value) < 1e4 else int(value)
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

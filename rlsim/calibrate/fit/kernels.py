@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Schema)
 Knots = Mapping[str, Sequence[float]]  # of a correction, by axis
 
 #: Fewest distinct rows that a fit is made of; below that there is an error, not a guess.
-FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_bound": 4, "collective": 3}
+FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_bound": 4, "collective": 3, "experts": 60}
 FULL = 60  # rows to fit from which the full fits, with their dozen constants, are used
 SMS = 8  # fewer are no GPU: the full fits are made of waves of blocks over SMs
 
@@ -43,9 +43,11 @@ class Kernel(NamedTuple):
 
 def operators_with(ref: Reference, **fits: Schema) -> Operators:
     """The look-ups of the given fits (by operator); the others cannot be asked for."""
-    absent = {**dict.fromkeys(OperatorFits.model_fields, _ABSENT), "quantised_gemm": ()}
-    everything: dict[str, Any] = {**absent, **fits}
-    return Operators(OperatorFits.model_construct(**everything), ref)
+    absent: dict[str, Any] = {
+        name: field.default if field.default in ({}, ()) else _ABSENT
+        for name, field in OperatorFits.model_fields.items()
+    }
+    return Operators(OperatorFits.model_construct(**{**absent, **fits}), ref)
 
 
 def predict(kernel: Kernel, fit: Schema, ref: Reference, rows: pd.DataFrame) -> Array:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from rlsim.calibrate.importers import experts
 from rlsim.calibrate.importers.reading import (
     MS,
     check_device,
@@ -55,7 +56,8 @@ MOST_HEADS = 64
 def read(
     folder: Path, backend: str, version: str | None = None, *, gpu: str = "", reference: Reference | None = None
 ) -> Measurements:
-    """GEMM, decode and prompt attention of `backend`, each in every precision, its own all-reduce, and NCCL's
+    """GEMM, decode and prompt attention and mixtures of experts of `backend`, each in every precision, its own
+    all-reduce, DeepEP's exchange, and NCCL's
     collectives, from the folder of one GPU.
 
     `version` is a release of the backend, the newest one with all three kernel tables by default; NCCL is the newest.
@@ -98,6 +100,7 @@ def read(
         notes.append(f"no all-reduce of {backend}'s own is measured: NCCL's alone")
     if collectives:
         tables["collective"] = pd.concat(collectives, ignore_index=True)
+    _mixtures(folder, backend, version, paths, tables, reference, notes)
     for path in paths.values():
         for device in read_table(path, ["device"]).device.unique():
             check_device(path, str(device), gpu)
@@ -105,6 +108,32 @@ def read(
     release = f"{backend} {version}" + (f", NCCL {nccl_version}" if nccl_version else "")
     source = imported("NVIDIA aiconfigurator", "Apache-2.0", files, release)
     return Measurements(tables, (source,), tuple(notes))
+
+
+def _mixtures(
+    folder: Path,
+    backend: str,
+    version: str,
+    paths: dict[str, Path],
+    tables: dict[str, pd.DataFrame],
+    reference: Reference | None,
+    notes: list[str],
+) -> None:
+    """Adds the tables of mixtures of experts and of their all-to-all, where there are any, to `paths` and `tables`."""
+    root = _existing(folder / "moe" / backend)
+    own, found = version, _table(root, version, "moe_perf")
+    if found is None:
+        own, found = _newest(root, "moe_perf")
+    if found is None:
+        return
+    paths["moe_perf"] = found
+    tables["experts"] = experts.experts(found, reference, notes)
+    if own != version:
+        notes.append(f"mixtures of experts are {backend} {own}'s; {version} has no table of them")
+    exchange = [_newest(folder / "comm" / backend, f"wideep_deepep_{kind}_perf")[1] for kind in ("ll", "normal")]
+    if exchange[0] is not None and exchange[1] is not None:
+        paths |= {path.stem: path for path in exchange if path is not None}
+        tables["exchange"] = experts.exchanges(*exchange)  # type: ignore[arg-type]
 
 
 def gpu_folder(folder: Path, gpu: str) -> Path:

@@ -1,0 +1,199 @@
+"""Mixtures of experts: the fused kernel's constants for each precision, judged on models that no fit has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from rlsim.calibrate.fit.collectives import fit_collective
+from rlsim.calibrate.fit.common import (
+    Array,
+    Mask,
+    as_written,
+    columns_of,
+    descend,
+    held_out_rows,
+    soft_l1,
+    squash,
+)
+from rlsim.calibrate.fit.correction import fit_correction
+from rlsim.calibrate.fit.kernels import FEWEST
+from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
+from rlsim.cost.calibration import ExchangeFit, ExpertsFit, Reference, Tile
+from rlsim.cost.collectives import exchanged_bytes
+from rlsim.cost.experts import BLOCK_ROWS, RATE, ExpertLoad, FusedExperts, formula_s, weight_bytes
+from rlsim.precision import WEIGHT_BYTES, Precision
+
+#: Models that are left out whole when errors are measured: Qwen3-235B-A22B and DeepSeek-V3.
+LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")
+KNOTS = {
+    "rows": [4.0**e for e in range(6)],
+    "width": [64.0, 256.0, 1024.0, 4096.0],
+    "bytes": [1e7, 1e8, 1e9, 1e10],
+}
+CORRECTED_MODELS = 5  # distinct models: with fewer, a correction says more about them than about others
+TILE_COLUMNS = 128
+DEFAULT_TILES = ((16, 32), (64, 64))  # of SGLang's Triton kernel: for no more tokens than experts, and beyond
+#: log launch and parallel launch (us), efficiency, log k overhead, log (blend - 1), logs of the four bytes, rounding,
+#: and the efficiencies of BLOCK_ROWS and of the default blocks.
+START = np.array([2.5, 1.5, 2.0, 4.6, 1.0, 1.4, 1.4, 0.7, 0.7, 0.0, -2.0, -1.0, 0.0, 0.5, -2.0, 0.0])
+ROUNDS = 25
+MOST_ROWS = 3000  # of the search for the constants
+GUARD = 6.0  # what no row tells goes no further than this from its start
+
+Experts = tuple[dict[Precision, ExpertsFit], dict[Precision, ExpertsFit]]
+
+
+def kernel_experts(table: pd.DataFrame, ref: Reference) -> Fitted[Experts]:
+    """The mixtures of `table` (columns of `KEYS`, seconds): for experts on one GPU, and on several by another kernel.
+
+    Constants are fitted to balanced rows. Errors are those of a second fit that has not seen the models of `LEFT_OUT`
+    (or a quarter of the models where neither was measured), on these; those under a power law, which no fit has seen,
+    are told apart. Rows whose weights the L2 may have held are neither fitted nor judged, as in `kernel_gemm`.
+    """
+    one: dict[Precision, ExpertsFit] = {}
+    several: dict[Precision, ExpertsFit] = {}
+    points, residuals = [], {}
+    for precision in WEIGHT_BYTES:
+        rows = table[(table.precision == precision) & ~_hot(table, ref, precision)]
+        if len(rows) < FEWEST["experts"]:
+            continue
+        kernels = rows.groupby(rows.ep > 1).kernel.first()
+        parts = [rows] if kernels.nunique() == 1 else [rows[rows.ep == 1], rows[rows.ep > 1]]
+        for fits, part in zip((one, several), parts, strict=False):
+            fits[precision] = fit_experts(part, ref, precision)
+        found = join([_judged(part, ref, precision) for part in parts])
+        points.append(found)
+        for name, own in found.groupby("operator"):
+            note = "power-law routing, never fitted" if str(name).endswith("_skewed") else "models left out of the fit"
+            residuals[str(name)] = residual_of(own, _ranges(rows), note)
+    return Fitted((one, several), residuals, join(points))
+
+
+def kernel_exchange(table: pd.DataFrame) -> Fitted[dict[int, ExchangeFit]]:
+    """DeepEP's dispatch and combine of `table` (columns of `KEYS`, seconds) by number of GPUs.
+
+    Errors are those of curves that have not seen the hidden sizes of `LEFT_OUT`.
+    """
+    fits, points = {}, []
+    for gpus, rows in table.groupby("gpus"):
+        rows = rows.assign(bytes=_exchange_bytes(rows, int(str(gpus))))
+        unseen = rows.hidden.isin([int(model.split(" ")[0]) for model in LEFT_OUT])
+        curves = {}
+        for kind, own in rows.groupby("kind"):
+            curves[str(kind)] = fit_collective(own)
+            test = own[unseen.loc[own.index]]
+            shown = fit_collective(own[~unseen.loc[own.index]])
+            times = np.exp(np.interp(np.log(test.bytes), np.log(shown.message_bytes), np.log(shown.time_s)))
+            labels = [f"{kind}, {row.tokens:.0f} tokens of {row.hidden:.0f}" for row in test.itertuples(index=False)]
+            points.append(point_rows("exchange", labels, test.seconds, times, True))
+        fits[int(str(gpus))] = ExchangeFit.model_validate(curves)
+    found = join(points)
+    residuals = {"exchange": residual_of(found, table[["tokens", "active", "hidden"]], "hidden sizes left out")}
+    return Fitted(fits, residuals, found)
+
+
+def _exchange_bytes(rows: pd.DataFrame, gpus: int) -> list[float]:
+    kinds = [*zip(rows.kind, rows.tokens, rows.active, rows.hidden, strict=True)]
+    return [exchanged_bytes(t, int(k), 2.0 * h, gpus)[kind == "normal"] for kind, t, k, h in kinds]
+
+
+def _ranges(rows: pd.DataFrame) -> Mapping[str, Array]:
+    return {
+        "rows": (rows.rows / rows.hit).to_numpy(float),
+        "hit": rows.hit.to_numpy(float),
+        "hidden": rows.hidden.to_numpy(float),
+        "width": rows.width.to_numpy(float),
+    }
+
+
+def _hot(table: pd.DataFrame, ref: Reference, precision: Precision) -> Mask:
+    """Rows that memory bounds and whose weights are under 1.5 L2."""
+    size = 3.0 * table.hidden * table.width * table.hit * WEIGHT_BYTES[precision]
+    ridge = ref.bf16_flop_per_s * RATE[precision] * WEIGHT_BYTES[precision] / 2.0 / ref.memory_bytes_per_s
+    return np.asarray((size < 1.5 * ref.l2_bytes) & (table.rows / table.hit <= ridge), dtype=bool)
+
+
+def _judged(rows: pd.DataFrame, ref: Reference, precision: Precision) -> pd.DataFrame:
+    """The points of models that the fit has not seen."""
+    test = rows.model.isin(LEFT_OUT).to_numpy(bool)
+    if not test.any() or test.all():
+        test = held_out_rows(rows.model)
+    fit = fit_experts(rows[~test], ref, precision)
+    skewed = (rows.routing != "balanced").to_numpy(bool)
+    parts = [(f"experts_{precision}", test & ~skewed), (f"experts_{precision}_skewed", test & skewed)]
+    return join([_points(name, fit, ref, precision, rows[mask]) for name, mask in parts if mask.any()])
+
+
+def _points(name: str, fit: ExpertsFit, ref: Reference, precision: Precision, rows: pd.DataFrame) -> pd.DataFrame:
+    labels = [f"{row.model}: {row.tokens:.0f} tokens, EP {row.ep}" for row in rows.itertuples(index=False)]
+    return point_rows(name, labels, rows.seconds, predict_experts(fit, ref, precision, rows), True)
+
+
+def predict_experts(fit: ExpertsFit, ref: Reference, precision: Precision, rows: pd.DataFrame) -> Array:
+    """Seconds of each of `rows` by the code that the simulator runs."""
+    kernel, load = FusedExperts(fit, ref, precision), load_of(rows)
+    hidden, width = columns_of(rows, ("hidden", "width"))
+    *plain, blocks = load
+    own = np.array(plain).T.tolist(), np.array(blocks).T.tolist()
+    loads = [ExpertLoad._make([*fields, tuple(counts)]) for fields, counts in zip(*own, strict=True)]
+    return np.array([kernel(*one) for one in zip(loads, hidden, width, strict=True)])
+
+
+def load_of(rows: pd.DataFrame) -> ExpertLoad:
+    """The loads of the rows of a table, as arrays."""
+    tokens, active, own, hit, experts, ep = columns_of(rows, ("tokens", "active", "rows", "hit", "experts", "ep"))
+    blocks = columns_of(rows, [f"blocks_{size}" for size in BLOCK_ROWS])
+    parallel = (ep > 1).astype(float)
+    return ExpertLoad(tokens * active, tokens, own, hit, experts, parallel, tuple(blocks))
+
+
+def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> ExpertsFit:
+    """Fit one kernel to the balanced rows of `table`, all in `precision`."""
+    rows = table[table.routing == "balanced"]
+    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:MOST_ROWS])
+    load, (hidden, width, seconds) = load_of(rows), columns_of(rows, ("hidden", "width", "seconds"))
+    pairs = sorted(set(zip(rows.experts[rows.tuned], rows.width[rows.tuned], strict=True)))
+    tuned = () if rows.tuned.all() else tuple((int(experts), int(own)) for experts, own in pairs)
+
+    def made(p: Array) -> ExpertsFit:
+        launch, parallel, k_overhead = np.exp(p[[0, 1, 3]])
+        moved, shares = np.exp(p[5:9]), np.clip(squash(p[[2, *range(9, len(p))]]), 1e-4, 0.9999)
+        efficiency, rounding, *tiles = shares.tolist()
+        few, many = (Tile(m=m, n=n, efficiency=e) for (m, n), e in zip(DEFAULT_TILES, tiles[4:], strict=True))
+        return ExpertsFit.model_construct(
+            kernel=str(rows.kernel.iloc[0]),
+            launch_s=float(launch * 1e-6),
+            parallel_s=float(parallel * 1e-6),
+            memory_efficiency=efficiency,
+            k_overhead=float(k_overhead),
+            blend=float(1.0 + np.exp(min(p[4], 3.0))),
+            wave_rounding=rounding,
+            tiles=tuple(Tile(m=m, n=TILE_COLUMNS, efficiency=e) for m, e in zip(BLOCK_ROWS, tiles, strict=False)),
+            default_tiles=(few, many) if tuned else None,
+            tuned=tuned,
+            row_hidden_bytes=float(moved[0]),
+            row_width_bytes=float(moved[1]),
+            selection_hidden_bytes=float(moved[2]),
+            selection_width_bytes=float(moved[3]),
+            correction=None,
+        )
+
+    some, sizes, measured = load_of(rows.iloc[chosen]), (hidden[chosen], width[chosen]), seconds[chosen]
+
+    def loss(p: Array) -> float:
+        far = np.maximum(0.0, np.abs(p - START) - GUARD).sum()
+        error = np.log(formula_s(made(p), ref, precision, some, *sizes) / measured)
+        return float(np.mean(2.0 * soft_l1(error)) + 0.1 * far)
+
+    best = min((descend(loss, START + shift, ROUNDS) for shift in (0.0, 0.3)), key=lambda pair: pair[1])[0]
+    fit = as_written(made(best))
+    if rows.model.nunique() < CORRECTED_MODELS:
+        return fit
+    axes = pd.DataFrame(
+        {"rows": load.rows / load.hit, "width": width, "bytes": weight_bytes(precision, load, hidden, width)}
+    )
+    error = np.log(seconds / formula_s(fit, ref, precision, load, hidden, width))
+    return fit.model_copy(update={"correction": fit_correction(axes, KNOTS, error)})

@@ -1,0 +1,223 @@
+"""aiconfigurator's tables of fused mixtures of experts (`moe_perf`), and which work each row did.
+
+The tables say tokens, sizes and a routing. What the measured GPU had to do follows from the collector's code (commit
+095f58a, `collector/helper.py`, `collector/vllm/collect_moe.py`, `collector/sglang/collect_moe.py`): a row is the whole
+fused operator on one GPU, from the router's logits to the sum over a token's experts, without communication. Tokens are
+those of all GPUs; the measured GPU holds the first experts, under a power law those of the busiest GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from rlsim.calibrate.importers.reading import MS, check_kernels, medians, numbers, read_table
+from rlsim.cost.calibration import Reference
+from rlsim.cost.experts import BLOCK_ROWS, RATE
+from rlsim.precision import WEIGHT_BYTES, Precision
+
+PRECISIONS: Mapping[str, Precision] = {
+    "bfloat16": "bf16",
+    "fp8": "fp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "nvfp4",
+    "w4a16_mxfp4": "mxfp4",
+}
+SIZES = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+#: Hidden size and width of mixtures without a gate (Nemotron): two matrices an expert, which rlsim's models never have.
+UNGATED = {(1024, 2688), (4096, 2688), (2048, 5120), (2688, 1856), (8192, 5120)}
+#: (Hidden size, width, experts) whose router may only choose among the experts of 4 of 8 groups (DeepSeek-V3).
+GROUPED, GROUPS, CHOSEN_GROUPS = {(7168, 2048, 256)}, 8, 4
+#: Hidden size and width that SGLang's collector ran outside the engine's layer: with experts on several GPUs it sent
+#: every choice of an expert elsewhere to the first expert here.
+MISROUTED = {(4096, 14336), (6144, 16384), (2816, 704)}
+
+#: (Experts on the GPU, width there) for which SGLang 0.5.14 has tuned blocks of its Triton kernel in bf16, by GPU: the
+#: names of the files in `fused_moe_triton/configs` of its wheel. For others it takes default blocks.
+TUNED_SGLANG = {
+    "H100": "8x1792 8x2048 8x3584 8x4096 8x7168 16x1024 16x1344 16x1856 16x2048 16x2688 20x2048 24x1024 32x224 32x448 "
+    "32x896 32x928 32x1792 32x1856 64x192 64x320 64x384 64x464 64x640 64x768 64x928 64x1280 64x1536 64x1856 64x2688 "
+    "65x1536 128x192 128x232 128x352 128x384 128x464 128x512 128x704 128x768 128x928 128x1344 128x1856 128x2688 "
+    "144x512 256x672 256x1344 256x2688 512x64 512x128 512x336 512x672 512x1344 512x2688",
+    "H200": "8x1792 8x2048 8x3584 8x4096 8x7168 8x14336 16x1024 20x1536 64x320 64x640 64x1280 64x2560 128x192 128x384 "
+    "128x704 128x768 129x384 161x192 512x64 512x128 512x256",
+}
+
+#: Kernels timed without the search for their fastest blocks that the engine makes when it starts: slower than bf16.
+UNTUNED = {("fp8", "flashinfer_cutlass")}
+
+DEEPEP_SMS = 20  # SMs of DeepEP's normal kernels unless an engine says otherwise (`Buffer.num_sms`)
+
+_DRAWS = 5  # random routings that a power law's work is averaged over, as many as the collector timed
+Counts = npt.NDArray[np.float64]
+
+
+def experts(path: Path, ref: Reference | None = None, notes: list[str] | None = None) -> pd.DataFrame:
+    """The rows of `path` by the columns of `KEYS`, with seconds; only the kernel that most rows of a precision have,
+    apart for experts on one GPU and on several.
+
+    An engine of its own accord takes that kernel on this GPU: the collector builds the engine's layer and notes what it
+    chose. Raises `CalibrationError` for damaged tables.
+    """
+    table = read_table(path, ["moe_dtype", "kernel_source", "distribution", "device", *SIZES, "latency"])
+    table = numbers(path, table, SIZES)
+    table = numbers(path, table, ["latency"], positive=True).astype(dict.fromkeys(SIZES, int))
+    shape = [*zip(table.hidden_size, table.inter_size, strict=True)]
+    misrouted = pd.Series([pair in MISROUTED for pair in shape], table.index) & (table.moe_ep_size > 1)
+    sglang = table.kernel_source.str.startswith("sglang")
+    kept = table.moe_dtype.isin(list(PRECISIONS)) & ~(misrouted & sglang)
+    kept &= ~pd.Series([pair in UNGATED for pair in shape], table.index)
+    kept &= table.distribution.eq("balanced") | ~_grouped(table)  # a power law that such a router changes
+    kept &= table.distribution.eq("balanced") | table.distribution.str.fullmatch(r"power_law_\d+(\.\d+)?")
+    table = table[kept & (table.inter_size % table.moe_tp_size == 0) & (table.num_experts % table.moe_ep_size == 0)]
+    table = table.assign(
+        seconds=table.latency * MS,
+        precision=table.moe_dtype.map(PRECISIONS),
+        kernel=table.kernel_source.map(_family),
+        parallel=table.moe_ep_size > 1,
+        tokens=table.num_tokens,
+        hidden=table.hidden_size,
+        width=table.inter_size // table.moe_tp_size,
+        active=table.topk,
+        experts=table.num_experts // table.moe_ep_size,
+        ep=table.moe_ep_size,
+        model=table.hidden_size.astype(str)
+        + " x "
+        + table.inter_size.astype(str)
+        + ", "
+        + table.topk.astype(str)
+        + " of "
+        + table.num_experts.astype(str),
+        routing=table.distribution,
+    )
+    untuned = [pair in UNTUNED for pair in zip(table.precision, table.kernel, strict=True)]
+    table = table[~np.array(untuned, dtype=bool)]
+    rows = [group[group.kernel == group.kernel.mode()[0]] for _, group in table.groupby(["precision", "parallel"])]
+    table = pd.concat(rows)
+    grouped = _grouped(table)
+    names = ["routing", "tokens", "num_experts", "active", "ep"]
+    work = [_work(*row, grouped=only) for row, only in zip(table[names].itertuples(index=False), grouped, strict=True)]
+    table = pd.concat([table, pd.DataFrame(work, table.index)], axis=1).assign(tuned=_tuned(table))
+    rate, size = table.precision.map(RATE), table.precision.map(WEIGHT_BYTES)
+    flops = 6.0 * table.rows * table.hidden * table.width / rate
+    table = check_kernels(path, table, flops, 3.0 * table.hit * table.hidden * table.width * size, ref, notes)
+    return medians(table, "experts")
+
+
+def exchanges(low_latency: Path, normal: Path) -> pd.DataFrame:
+    """DeepEP's dispatch and combine inside a node of 8 GPUs, by the columns of `KEYS`, with the seconds of both.
+
+    Low-latency kernels dispatch in fp8 and combine in bf16; normal ones are those with `DEEPEP_SMS` SMs. Raises
+    `CalibrationError` for damaged tables.
+    """
+    sizes, parts = ("num_token", "num_topk", "hidden_size"), []
+    for kind, path, times in (
+        ("low_latency", low_latency, ("dispatch_avg_t_us", "combine_avg_t_us")),
+        ("normal", normal, ("dispatch_transmit_us", "combine_transmit_us")),
+    ):
+        table = read_table(path, [*sizes, *times, "node_num", "num_experts"])
+        table = numbers(path, table, [*sizes, *times], positive=True)
+        table = table[table.node_num == 1]
+        if kind == "normal":
+            table = table[(table.dispatch_sms == DEEPEP_SMS) & (table.combine_sms == DEEPEP_SMS)]
+        found = table[[*sizes]].set_axis(["tokens", "active", "hidden"], axis=1)
+        parts.append(found.assign(kind=kind, gpus=8, seconds=table[[*times]].sum(axis=1) * 1e-6))
+    return medians(pd.concat(parts, ignore_index=True), "exchange")
+
+
+def _grouped(table: pd.DataFrame) -> pd.Series[bool]:
+    models = zip(table.hidden_size, table.inter_size, table.num_experts, strict=True)
+    return pd.Series([model in GROUPED for model in models], table.index)
+
+
+def _family(source: str) -> str:
+    """The kernel of a row: without what tells how it is wrapped."""
+    for name in ("flashinfer_cutlass", "flashinfer_trtllm", "triton", "marlin"):
+        if name in source:
+            return name
+    return source
+
+
+def _tuned(table: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Whether the engine has tuned blocks for the row; what is not said by `TUNED_SGLANG` runs the fastest anyway."""
+    (device,) = table.device.unique() if table.device.nunique() == 1 else ("",)
+    known = next((pairs for gpu, pairs in TUNED_SGLANG.items() if gpu in str(device)), None)
+    some = table.kernel_source.eq("sglang_fused_moe_triton") & table.precision.eq("bf16")
+    if known is None:
+        return np.ones(len(table), dtype=bool)
+    pairs = set(known.split())
+    names = table.experts.astype(str) + "x" + table.width.astype(str)
+    return np.asarray(~some | names.isin(pairs), dtype=bool)
+
+
+# Routings -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _work(routing: str, tokens: int, experts: int, active: int, ep: int, grouped: bool) -> dict[str, float]:
+    """Rows of the measured GPU, its experts with any, and blocks of `BLOCK_ROWS` rows over them."""
+    if routing == "balanced":
+        drawn = [_balanced(tokens, experts, active, grouped)[: experts // ep]]
+    else:
+        rng, exponent = np.random.default_rng(0), float(routing.rpartition("_")[2])
+        drawn = [_power_law(tokens, experts, active, ep, exponent, rng) for _ in range(_DRAWS)]
+    found = {"rows": [float(counts.sum()) for counts in drawn], "hit": [float((counts > 0).sum()) for counts in drawn]}
+    for size in BLOCK_ROWS:
+        found[f"blocks_{size}"] = [float(np.ceil(counts / size).sum()) for counts in drawn]
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+@cache
+def _balanced(tokens: int, experts: int, active: int, grouped: bool) -> Counts:
+    """Tokens of every expert where token i chooses i, i + s, i + 2s, … of the experts, s apart as far as they go.
+
+    Where the router may only choose among some groups, every group has as good a best expert, so the first groups are
+    taken, and the first experts of the first group for what is missing.
+    """
+    stride = math.ceil(experts / active)
+    token, choice = np.arange(tokens)[:, None], np.arange(active)[None, :]
+    start = token if tokens >= stride else token * stride / tokens
+    chosen = np.floor((start + choice * stride) % experts).astype(int)
+    if not grouped:
+        return np.bincount(chosen.ravel(), minlength=experts).astype(float)
+    wanted = np.zeros((tokens, experts))
+    wanted[token, chosen] = 1.0
+    allowed = np.repeat(_first(_best_two(wanted), CHOSEN_GROUPS), experts // GROUPS, axis=1)
+    return np.asarray(_first(np.where(allowed, wanted, -1.0), active).sum(axis=0), dtype=float)
+
+
+def _best_two(score: Counts) -> Counts:
+    """The sum of the two best experts of every group, by which DeepSeek-V3's router compares groups."""
+    by_group = np.sort(score.reshape(len(score), GROUPS, -1), axis=2)
+    return np.asarray(by_group[:, :, -2:].sum(axis=2))
+
+
+def _first(score: Counts, count: int) -> npt.NDArray[np.bool_]:
+    """The `count` best columns of every row; of equal ones the first."""
+    best = np.argsort(-score, axis=1, kind="stable")[:, :count]
+    found = np.zeros(score.shape, dtype=bool)
+    np.put_along_axis(found, best, True, axis=1)
+    return found
+
+
+def _power_law(tokens: int, experts: int, active: int, ep: int, exponent: float, rng: np.random.Generator) -> Counts:
+    """Tokens of each expert of the busiest GPU where their shares are drawn from a bounded power law."""
+    low, high = (1.0, 0.8 * tokens) if tokens * active > experts else (0.01, 2.0)
+    power = 1.0 - exponent
+    weight = (low**power + rng.random(experts) * (high**power - low**power)) ** (1.0 / power)
+    counts = np.minimum(np.round(weight / weight.sum() * tokens * active), tokens)
+    missing = int(tokens * active - counts.sum())
+    while missing:  # one each for the experts with the least, or from those with the most
+        room = counts < tokens if missing > 0 else counts > 0
+        order = np.argsort(np.where(room, np.sign(missing) * counts, np.inf), kind="stable")
+        order = order[: min(abs(missing), int(room.sum()))]
+        counts[order] += np.sign(missing)
+        missing -= int(np.sign(missing)) * len(order)
+    by_gpu = counts.reshape(ep, -1)
+    return np.asarray(by_gpu[by_gpu.sum(axis=1).argmax()])

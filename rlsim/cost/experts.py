@@ -1,0 +1,185 @@
+"""A mixture of experts on one GPU: which tokens reach its experts, and the seconds of the fused kernel that they share.
+
+The kernel is what engines run in place of an MLP: choose experts, sort tokens by expert, two grouped products with the
+activation between them, and the weighted sum over a token's experts. Its formula is that of a product
+(`Operators.gemm_s`) with one addition: rows are written and read again between the four parts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsim.cost.calibration import ExpertsFit, Reference, Tile
+from rlsim.cost.surface import Surface
+from rlsim.precision import WEIGHT_BYTES, Precision
+
+Array = npt.NDArray[np.float64]
+Numbers = float | Array
+
+#: Rows of a block of the grouped products: every expert's rows are filled up to whole blocks.
+BLOCK_ROWS = (16, 32, 64, 128)
+#: Rate of the tensor cores over that in bf16. Weights of `mxfp4` are multiplied in bf16, as gpt-oss is served.
+RATE: dict[Precision, float] = {"bf16": 1.0, "fp8": 2.0, "fp8_block": 2.0, "nvfp4": 4.0, "mxfp4": 1.0}
+#: Axes of the correction: rows for each expert that has any, width on this GPU, bytes of the weights that are read.
+EXPERT_AXES = ("rows", "width", "bytes")
+
+#: How many times as popular the most popular expert is as the least, where popularity follows a power law: the range
+#: that aiconfigurator's collector draws few tokens from, taken for any number (its own grows with the tokens).
+POPULARITY_SPAN = 200.0
+_DEALS = 16  # random dealings of experts to GPUs that the busiest GPU is averaged over
+
+
+class ExpertLoad(NamedTuple):
+    """What one call brings to the experts of one GPU; each field a number, or an array with one for every call."""
+
+    selections: Numbers  # pairs of a token and an expert of its choice, over all GPUs
+    tokens: Numbers  # over all GPUs
+    rows: Numbers  # selections of experts on this GPU
+    hit: Numbers  # experts on this GPU that some token chose
+    experts: Numbers  # experts on this GPU
+    parallel: Numbers  # 1 if experts lie on several GPUs, else 0
+    blocks: tuple[Numbers, ...]  # for each of BLOCK_ROWS: blocks of so many rows, over the experts that are hit
+
+
+def distinct_experts(tokens: float, experts: int, per_token: int) -> float:
+    """Expected number of experts that `tokens` tokens hit when each picks `per_token` of `experts` at random."""
+    return experts * (1.0 - float((1.0 - per_token / experts) ** tokens))
+
+
+def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, exponent: float = 0.0) -> ExpertLoad:
+    """The expected load of the busiest of `ep` GPUs, each with `experts` / `ep` experts.
+
+    Every token picks `per_token` experts. `exponent` 0: all are as popular, and all GPUs alike. Above it, the
+    popularity of the experts, in a random order, is a power law's with this exponent over a range of 1 to
+    `POPULARITY_SPAN`; the busiest GPU is the one with the most rows. What chance adds to its share is left out.
+    """
+    if exponent == 0.0:
+        chosen = np.full((1, experts // ep), per_token / experts)
+    else:
+        chosen = _busiest(_popularity(experts, per_token, exponent), ep)
+    some = 1.0 - (1.0 - chosen) ** tokens
+    rows = chosen * tokens
+    each = rows / some
+    # A block is filled by half on average, but an expert that is hit has one.
+    blocks = tuple(float((some * np.maximum(1.0, each / size + 0.5)).sum(axis=1).mean()) for size in BLOCK_ROWS)
+    return ExpertLoad(
+        selections=tokens * per_token,
+        tokens=tokens,
+        rows=float(rows.sum(axis=1).mean()),
+        hit=float(some.sum(axis=1).mean()),
+        experts=experts // ep,
+        parallel=float(ep > 1),
+        blocks=blocks,
+    )
+
+
+@lru_cache(maxsize=64)
+def _popularity(experts: int, per_token: int, exponent: float) -> Array:
+    """The chance of each expert to be among a token's choices; they add up to `per_token`."""
+    quantiles = (np.arange(experts) + 0.5) / experts
+    if exponent == 1.0:
+        weight = POPULARITY_SPAN**quantiles
+    else:
+        power = 1.0 - exponent
+        weight = (1.0 + quantiles * (POPULARITY_SPAN**power - 1.0)) ** (1.0 / power)
+    chance = np.zeros(experts)
+    free = np.ones(experts, dtype=bool)
+    while free.any():  # an expert is chosen once at most: what is beyond goes to the others
+        chance[free] = weight[free] * (per_token - (~free).sum()) / weight[free].sum()
+        beyond = free & (chance > 1.0)
+        if not beyond.any():
+            break
+        chance[beyond] = 1.0
+        free &= ~beyond
+    return chance
+
+
+def _busiest(chance: Array, ep: int) -> Array:
+    """The experts of the busiest GPU, one row for each of a few dealings of the experts to `ep` GPUs."""
+    if ep == 1:
+        return chance[None, :]
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(_DEALS):
+        dealt = rng.permutation(chance).reshape(ep, -1)
+        found.append(dealt[dealt.sum(axis=1).argmax()])
+    return np.array(found)
+
+
+class FusedExperts:
+    """The kernel of one precision on one GPU, with its correction."""
+
+    def __init__(self, fit: ExpertsFit, reference: Reference, precision: Precision) -> None:
+        self._fit, self._reference, self._precision = fit, reference, precision
+        self._factor = None if fit.correction is None else Surface(fit.correction, EXPERT_AXES)
+
+    def __call__(self, load: ExpertLoad, hidden: float, width: float) -> float:
+        """Seconds of one call; never less than the data sheet allows where there is a correction."""
+        fit, ref, precision = self._fit, self._reference, self._precision
+        time = float(formula_s(fit, ref, precision, load, hidden, width))
+        if self._factor is None:
+            return time
+        size = float(weight_bytes(precision, load, hidden, width))
+        factor = self._factor(float(load.rows / load.hit), width, size)
+        return max(time * factor, float(fastest_s(ref, precision, load, hidden, width)))
+
+
+def formula_s(
+    fit: ExpertsFit, ref: Reference, precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers
+) -> Array:
+    """Seconds of the kernel for a `load`, without the correction; `width` is an expert's on this GPU.
+
+    `launch + (compute^p + memory^p)^(1/p) + activations`: `compute` takes the fastest block shape (or the engine's
+    default one) in both products, in waves of blocks over the SMs; `memory` reads the weights of the experts that are
+    hit, cold; `activations` are the bytes written and read again for each row of this GPU, and for each selection.
+    """
+    tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
+    compute = _product_s(fit, ref, precision, load, tuned, 2.0 * width, hidden)
+    compute = compute + _product_s(fit, ref, precision, load, tuned, hidden, width)
+    memory = weight_bytes(precision, load, hidden, width) / (ref.memory_bytes_per_s * fit.memory_efficiency)
+    high, low = np.maximum(compute, memory), np.minimum(compute, memory)
+    moved = load.rows * (fit.row_hidden_bytes * hidden + fit.row_width_bytes * width)
+    moved = moved + load.selections * (fit.selection_hidden_bytes * hidden + fit.selection_width_bytes * width)
+    launch = fit.launch_s + fit.parallel_s * load.parallel
+    core = high * (1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend)
+    return np.asarray(launch + core + moved / ref.memory_bytes_per_s)
+
+
+def weight_bytes(precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers) -> Numbers:
+    """Bytes of the weights that are read: gate, up and down of every expert that is hit."""
+    return 3.0 * hidden * width * load.hit * WEIGHT_BYTES[precision]
+
+
+def fastest_s(ref: Reference, precision: Precision, load: ExpertLoad, hidden: Numbers, width: Numbers) -> Array:
+    """Seconds that no kernel can beat: the data sheet's FLOP/s and bandwidth."""
+    flops = 6.0 * load.rows * hidden * width
+    size = weight_bytes(precision, load, hidden, width)
+    return np.maximum(flops / (ref.bf16_flop_per_s * RATE[precision]), size / ref.memory_bytes_per_s)
+
+
+def _product_s(
+    fit: ExpertsFit,
+    ref: Reference,
+    precision: Precision,
+    load: ExpertLoad,
+    tuned: npt.NDArray[np.bool_],
+    n_out: Numbers,
+    k_in: Numbers,
+) -> Array:
+    """Seconds of one grouped product's blocks."""
+    per_sm = ref.bf16_flop_per_s * RATE[precision] / ref.sm_count
+
+    def waves_s(tile: Tile) -> Array:
+        waves = load.blocks[BLOCK_ROWS.index(tile.m)] * np.ceil(n_out / tile.n) / ref.sm_count
+        waves = np.maximum(1.0, waves + fit.wave_rounding * (np.ceil(waves) - waves))
+        return np.asarray(waves * 2.0 * tile.m * tile.n * (k_in + fit.k_overhead) / (per_sm * tile.efficiency))
+
+    fastest = np.min([waves_s(tile) for tile in fit.tiles], axis=0)
+    if fit.default_tiles is None:
+        return np.asarray(fastest)
+    few, many = (waves_s(tile) for tile in fit.default_tiles)
+    return np.where(tuned, fastest, np.where(load.tokens <= load.experts, few, many))

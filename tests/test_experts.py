@@ -1,0 +1,320 @@
+"""Mixtures of experts: who gets which tokens, the fused kernel, and replicas that deal experts to GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rlsim
+from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_experts
+from rlsim.calibrate.importers.experts import _balanced, _power_law, exchanges, experts
+from rlsim.cost.calibration import ExpertsFit, Reference, Tile, load_calibration
+from rlsim.cost.collectives import Collectives, exchanged_bytes
+from rlsim.cost.experts import ExpertLoad, FusedExperts, distinct_experts, expert_load
+from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
+from rlsim.cost.replica import ReplicaLayout
+from rlsim.cost.rollout import RolloutCostModel
+from rlsim.cost.roofline import RooflineStep
+from rlsim.errors import CapacityError, ConfigError, RlsimError
+from rlsim.hardware import load_cluster
+from rlsim.init.draft import Draft
+from rlsim.layers import Experts
+from rlsim.models import load_model
+from rlsim.validate.parts import data_folder
+from tests.test_frameworks import nemo, verl
+
+MODEL, DENSE = load_model("qwen3-30b-a3b"), load_model("qwen3-8b")
+NODE, NODES = load_cluster("8xh100"), load_cluster("4x8xh100")
+CALIBRATION = load_calibration("h100-sglang")
+ALL_EIGHT = ReplicaLayout(ep=8)
+IN_GROUPS = ReplicaLayout(ep=8, attention_dp=8)
+
+#: One SM of 1 FLOP/s for each of 2 · 16 · 10 FLOPs in a block, memory of 1 byte/s.
+REF = Reference(bf16_flop_per_s=1e6, memory_bytes_per_s=1e3, sm_count=1, l2_bytes=1.0, link_bytes_per_s=1e3)
+
+
+def fit(**changes: object) -> ExpertsFit:
+    plain = {
+        "kernel": "made up",
+        "launch_s": 0.5,
+        "parallel_s": 0.25,
+        "memory_efficiency": 0.5,
+        "k_overhead": 0.0,
+        "blend": 1.0,
+        "wave_rounding": 0.0,
+        "tiles": (Tile(m=16, n=10, efficiency=1.0),),
+        "row_hidden_bytes": 0.0,
+        "row_width_bytes": 0.0,
+        "selection_hidden_bytes": 0.0,
+        "selection_width_bytes": 0.0,
+    }
+    return ExpertsFit.model_validate({**plain, **changes})
+
+
+def load(rows: float, hit: float, *, experts: float = 4, tokens: float = 8, parallel: float = 0.0) -> ExpertLoad:
+    blocks = tuple(hit * math.ceil(rows / hit / size) for size in (16, 32, 64, 128))
+    return ExpertLoad(2 * tokens, tokens, rows, hit, experts, parallel, blocks)
+
+
+# Loads ----------------------------------------------------------------------------------------------------------------
+
+
+def test_balanced_experts_hit_their_share_of_every_gpu() -> None:
+    for tokens in (1, 7, 500):
+        whole, eighth = (expert_load(tokens, 128, 8, ep) for ep in (1, 8))
+        assert whole.hit == pytest.approx(distinct_experts(tokens, 128, 8))
+        assert eighth.hit == pytest.approx(whole.hit / 8)
+        assert eighth.rows == pytest.approx(tokens)  # of 8 choices each, an eighth of the experts
+        assert (eighth.experts, eighth.selections, whole.parallel, eighth.parallel) == (16, 8 * tokens, 0, 1)
+
+
+def test_blocks_of_few_rows_are_one_for_each_expert_and_half_empty_beyond() -> None:
+    few, many = expert_load(1, 128, 8), expert_load(16_384, 128, 8)
+    assert few.blocks == pytest.approx((8, 8, 8, 8))
+    assert many.blocks[3] == pytest.approx(128 * (1024 / 128 + 0.5))
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 2, 8, 32]), st.floats(0.2, 3))
+def test_a_popular_expert_makes_one_gpu_busier_and_fewer_experts_hit(tokens: int, ep: int, exponent: float) -> None:
+    even, skewed = expert_load(tokens, 128, 8, ep), expert_load(tokens, 128, 8, ep, exponent)
+    assert skewed.rows >= even.rows * (1 - 1e-9)
+    assert expert_load(tokens, 128, 8, 1, exponent).rows == pytest.approx(8 * tokens)
+    assert expert_load(tokens, 128, 8, 1, exponent).hit <= expert_load(tokens, 128, 8).hit * (1 + 1e-9)
+
+
+def test_no_expert_is_chosen_more_than_once_by_a_token() -> None:
+    assert expert_load(10, 8, 8, 1, 2.0).rows == pytest.approx(80)
+    assert expert_load(10, 4, 2, 4, 4.0).rows <= 10 + 1e-9
+
+
+# The kernel -----------------------------------------------------------------------------------------------------------
+
+
+def test_seconds_by_hand() -> None:
+    # gate-up: 2 hit experts · 1 block of 16 rows · ceil(20 / 10) columns = 4 blocks of 2 · 16 · 10 · 30 FLOPs;
+    # down: 2 · 1 · 3 blocks of 2 · 16 · 10 · 10
+    compute = (4 * 9600 + 6 * 3200) / 1e6
+    memory = 3 * 30 * 10 * 2 * 2.0 / 500.0
+    kernel = FusedExperts(fit(), REF, "bf16")
+    assert kernel(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory)
+    assert kernel(load(10, 2, parallel=1.0), 30, 10) == pytest.approx(0.75 + compute + memory)
+    moves = fit(row_hidden_bytes=2.0, row_width_bytes=3.0, selection_hidden_bytes=5.0, selection_width_bytes=7.0)
+    moved = (10 * (2 * 30 + 3 * 10) + 16 * (5 * 30 + 7 * 10)) / 1000.0
+    assert FusedExperts(moves, REF, "bf16")(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory + moved)
+    half = FusedExperts(fit(), REF, "fp8")(load(10, 2), 30, 10)
+    assert half == pytest.approx(0.5 + (compute + memory) / 2)
+
+
+def test_default_blocks_where_none_are_tuned() -> None:
+    slow = (Tile(m=16, n=10, efficiency=0.5), Tile(m=64, n=10, efficiency=0.25))
+    default = FusedExperts(fit(default_tiles=slow, tuned=((4, 10),)), REF, "bf16")
+    compute, rest = (4 * 9600 + 6 * 3200) / 1e6, 0.5 + 3 * 30 * 10 * 2 * 2.0 / 500.0
+    assert default(load(10, 2, experts=4), 30, 10) == pytest.approx(rest + compute)
+    assert default(load(10, 2, experts=8), 30, 10) == pytest.approx(rest + 2 * compute)
+    assert default(load(10, 2, experts=5), 30, 10) == pytest.approx(rest + 4 * 4 * compute)  # more tokens than experts
+
+
+@pytest.mark.parametrize("name", ["h100-sglang", "h100-vllm", "h200-vllm"])
+def test_more_tokens_never_take_much_less(name: str) -> None:
+    calibration = load_calibration(name)
+    if not calibration.operators.experts:
+        pytest.skip("no mixture in this calibration")
+    for layout in (ReplicaLayout(), ALL_EIGHT):
+        step = RooflineStep(MODEL, 8, NODE, calibration, layout)
+        most = 0.0
+        for tokens in [*range(1, 64), *range(64, 8192, 96)]:
+            time = step.breakdown(tokens, tokens)["products"]
+            assert time > 0.9 * most  # blocks and default blocks make small steps down
+            most = max(most, time)
+
+
+# Replicas -------------------------------------------------------------------------------------------------------------
+
+
+def test_experts_dealt_to_gpus_weigh_what_cut_ones_do() -> None:
+    cut, dealt = (rollout_weight_bytes(MODEL, 8, layout=layout) for layout in (ReplicaLayout(), ALL_EIGHT))
+    assert dealt == cut
+    grouped = rollout_weight_bytes(MODEL, 8, layout=IN_GROUPS)
+    mlp = MODEL.layers[0].mlp
+    assert isinstance(mlp, Experts)
+    all_experts = MODEL.num_hidden_layers * 3 * 128 * 768 * 2048 * 2
+    assert grouped == pytest.approx(MODEL.weight_bytes - all_experts * 7 / 8, rel=1e-3)
+
+
+def test_groups_share_the_sequences_and_have_pages_of_their_own() -> None:
+    plain = rollout_memory(MODEL, NODE.gpu, 8)
+    grouped = rollout_memory(MODEL, NODE.gpu, 8, layout=IN_GROUPS)
+    assert grouped.page_bytes == 4 * plain.page_bytes  # all four KV heads instead of one
+    assert grouped.pages % 8 == 0
+    assert grouped.kv_bytes < 0.9 * NODE.gpu.memory_bytes
+    # replicated KV heads: 8 GPUs of TP hold each KV head twice, groups hold every token once
+    assert grouped.capacity_tokens == pytest.approx(2 * plain.capacity_tokens, rel=0.2)
+    with pytest.raises(CapacityError, match="TP 1, EP 8, DP of attention 8"):
+        rollout_memory(MODEL, NODE.gpu, 8, layout=IN_GROUPS, min_tokens=plain.capacity_tokens)
+
+
+def test_a_step_of_groups_by_its_parts() -> None:
+    step, batch = RooflineStep(MODEL, 8, NODE, CALIBRATION, IN_GROUPS), 61  # 8 sequences of the fullest group
+    alone = RooflineStep(MODEL, 1, NODE, CALIBRATION)
+    parts, one = step.breakdown(batch, 61_000), alone.breakdown(8, 8_000)
+    assert parts["attention"] == pytest.approx(one["attention"])
+    assert parts["all_reduce"] == 0.0
+    assert step.decode(batch).step_s(61_000) == pytest.approx(sum(parts.values()))
+    exchange = Collectives(CALIBRATION.collectives, CALIBRATION.reference, NODE).exchange_s(8, 8, 4096, 8)
+    assert parts["exchange"] == pytest.approx(48 * exchange)
+    chunks = ReplicaLayout(ep=8, attention_dp=2)
+    assert RooflineStep(MODEL, 8, NODE, CALIBRATION, chunks).breakdown(16, 16_000)["exchange"] > 0
+
+
+def test_experts_cut_and_dealt_gather_and_scatter_what_groups_have() -> None:
+    layout = ReplicaLayout(ep=4, attention_dp=2)
+    parts = RooflineStep(MODEL, 8, NODE, CALIBRATION, layout).breakdown(100, 1e5)
+    links = Collectives(CALIBRATION.collectives, CALIBRATION.reference, NODE)
+    both = sum(links.time_s(op, 100 * 4096, 8) for op in ("all_gather", "reduce_scatter"))
+    assert parts["exchange"] == pytest.approx(48 * both)
+    assert parts["all_reduce"] == pytest.approx(49 * links.time_s("all_reduce", 50 * 4096, 4))
+
+
+def test_bytes_of_an_exchange() -> None:
+    each, once = exchanged_bytes(10, 8, 100, 8)
+    assert each == 8000
+    assert once == pytest.approx(1000 * 8 * (1 - (7 / 8) ** 8))
+
+
+def test_tensor_parallelism_over_nodes_uses_the_links_between_them() -> None:
+    one, two = (RooflineStep(MODEL, tp, NODES, CALIBRATION) for tp in (4, 16))
+    with pytest.raises(ConfigError, match="TP 12 does not divide"):
+        RooflineStep(MODEL, 12, NODES, CALIBRATION)
+    with pytest.raises(CapacityError, match="TP 64 exceeds the 32 GPUs"):
+        RooflineStep(load_model("llama-3-70b"), 64, NODES, CALIBRATION)
+    two.decode(16), one.decode(16)
+    assert "all_reduce across nodes" in two.lookups().examples
+    assert "all_reduce across nodes" not in one.lookups().examples
+    assert two.breakdown(16, 16_000)["all_reduce"] > one.breakdown(16, 16_000)["all_reduce"]
+
+
+def test_layouts_that_cannot_be_are_one_clear_message() -> None:
+    for layout, gpus, message in (
+        (ReplicaLayout(ep=3), 8, "engine.ep 3 does not divide the 8 GPUs of a replica"),
+        (ReplicaLayout(attention_dp=16), 8, "engine.data_parallel_attention 16 does not divide the 8 GPUs"),
+        (ReplicaLayout(ep=256), 256, "engine.ep 256 does not divide the 128 experts of qwen3-30b-a3b"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            layout.check(MODEL, gpus)
+    with pytest.raises(ConfigError, match=r"engine.ep 8: qwen3-8b has no experts"):
+        ALL_EIGHT.check(DENSE, 8)
+    costs = RolloutCostModel(MODEL, NODE, CALIBRATION, layout=ALL_EIGHT)
+    with pytest.raises(ConfigError, match="TP 8 cannot become TP 4 during a run"):
+        costs.switch(8, 8, 4, [], 8, "migrate", first_use=False)
+    assert costs.feasible_tps(1000)[0] == (8,)
+
+
+# The collector's routings ---------------------------------------------------------------------------------------------
+
+
+def test_the_balanced_routing_spreads_choices_evenly() -> None:
+    assert _balanced(128, 128, 8, False).tolist() == [8.0] * 128
+    assert _balanced(1, 128, 8, False).nonzero()[0].tolist() == [16 * i for i in range(8)]
+    grouped = _balanced(256, 256, 8, True)  # half of the choices fall on the first experts of the first group
+    assert grouped.sum() == 2048
+    assert grouped[:4].tolist() == [256.0] * 4
+    assert not grouped[128:].any()
+
+
+def test_a_power_law_gives_every_choice_to_some_expert() -> None:
+    for tokens in (1, 16, 4096):
+        counts = _power_law(tokens, 128, 8, 1, 1.2, np.random.default_rng(1))
+        assert counts.sum() == 8 * tokens
+        assert counts.max() <= tokens
+        busiest = _power_law(tokens, 128, 8, 8, 1.2, np.random.default_rng(1))
+        assert len(busiest) == 16
+        assert busiest.sum() >= tokens
+
+
+# Measured tables ------------------------------------------------------------------------------------------------------
+
+MEASURED = (data_folder(None) or Path("absent")) / "kernels/aiconfigurator"
+needs_tables = pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured kernel tables are not here (RLSIM_DATA)")
+B200 = Reference(bf16_flop_per_s=2.25e15, memory_bytes_per_s=8e12, sm_count=148, l2_bytes=126e6, link_bytes_per_s=9e11)
+
+
+@needs_tables
+@pytest.mark.parametrize("engine", ["vllm/0.24.0", "sglang/0.5.14"])
+@pytest.mark.parametrize("gpu", ["h100_sxm", "b200_sxm"])
+def test_models_that_no_fit_has_seen(gpu: str, engine: str) -> None:
+    ref = B200 if gpu == "b200_sxm" else CALIBRATION.reference
+    table = experts(MEASURED / gpu / "moe" / engine / "moe_perf.parquet", ref)
+    rows = table[table.precision.eq("bf16") & table.routing.eq("balanced")]
+    found = kernel_experts(rows, ref)
+    error = found.residuals["experts_bf16"]
+    assert set(found.points.label.str.split(":").str[0]) == {LEFT_OUT[0]}
+    assert error.count > 150
+    assert error.median <= 0.06
+    assert error.p90 <= 0.18
+
+
+@needs_tables
+def test_deepep_inside_a_node() -> None:
+    folder = MEASURED / "h100_sxm/comm/sglang/0.5.12"
+    paths: list[Path] = [folder / f"wideep_deepep_{kind}_perf.parquet" for kind in ("ll", "normal")]
+    table = exchanges(*paths)
+    assert set(table.kind) == {"low_latency", "normal"}
+    found = kernel_exchange(table)
+    assert found.residuals["exchange"].median <= 0.1
+    own = table[(table.kind == "low_latency") & (table.tokens == 128) & (table.hidden == 7168) & (table.active == 8)]
+    links = Collectives(CALIBRATION.collectives.model_copy(update={"deepep": found.fit}), CALIBRATION.reference, NODE)
+    assert links.exchange_s(128, 8, 2 * 7168, 8) == pytest.approx(float(pd.Series(own.seconds).median()), rel=0.2)
+
+
+# Configurations of other frameworks -----------------------------------------------------------------------------------
+
+
+def test_expert_parallelism_of_configurations(tmp_path: Path) -> None:
+    def engine(options: str, draft: Callable[..., Draft]) -> tuple[object, ...]:
+        data = draft(tmp_path, *options.split()).data()
+        tp = next(iter(data["systems"][0]["use"][0].values()))["tp"]
+        names = [one["name"] for one in data["systems"]]
+        return tp, data["engine"].get("ep"), data["engine"].get("data_parallel_attention"), "pat" in names
+
+    mixture, vllm = "policy.model_name=Qwen/Qwen3-30B-A3B", "policy.generation.vllm_cfg."
+    nemo_engine = partial(engine, draft=nemo)
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4") == (4, None, None, True)
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=4") == (4, 4, None, False)
+    assert nemo_engine(f"{mixture} {vllm}tensor_parallel_size=2 {vllm}expert_parallel_size=8") == (8, 8, 4, False)
+    with pytest.raises(ConfigError, match="no multiple of TP 4"):
+        nemo_engine(f"{mixture} {vllm}tensor_parallel_size=4 {vllm}expert_parallel_size=6")
+    model, rollout = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.rollout."
+    script = f"{model} {rollout}expert_parallel_size=2 {rollout}data_parallel_size=2"
+    assert engine(script, verl)[:3] == (2, 2, 2)
+
+
+def test_a_replica_over_two_nodes_runs(tmp_path: Path) -> None:
+    text = """
+name: nodes
+cluster: 2x8xh100
+model: qwen3-30b-a3b
+calibration: h100-vllm
+trace: {fixed: 32, cap: 64}
+workflow: {algorithm: grpo, prompts: 4, responses: 4, steps: 1, reference: false}
+training: {backend: megatron, tp: 8, offload: true}
+seeds: 1
+systems: [verl: {tp: [8, 16]}]
+"""
+    (tmp_path / "nodes.yaml").write_text(text)
+    result = rlsim.run(tmp_path / "nodes.yaml")
+    steps = result.steps.set_index("system")
+    assert steps.loc["verl-tp16", "initial_tp"] == 16
+    assert set(result.responses.groupby("system").replica.nunique()) == {1, 2}
+    assert (steps.gen_time_s >= steps.gen_bound_s).all()
+    apart = rlsim.run(tmp_path / "nodes.yaml", overrides={"engine.ep": 8, "engine.data_parallel_attention": 8})
+    assert len(apart.steps) == 2
+    with pytest.raises(RlsimError, match="tp 12 does not divide the 8 GPUs of a node"):
+        rlsim.run(tmp_path / "nodes.yaml", overrides={"systems": [{"verl": {"tp": 12}}]})
