@@ -67,6 +67,8 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
                 max_num_seqs=engine.max_num_seqs,
                 max_num_batched_tokens=engine.max_num_batched_tokens,
                 chunked_prefill=engine.chunked_prefill,
+                enable_prefix_caching=engine.prefix_hits != "off",
+                prefix_hits=None if engine.prefix_hits == "off" else engine.prefix_hits,
                 pages=engine.watermark_pages,
             ),
             control=work.control,
@@ -93,6 +95,7 @@ def check_equal(work: Workload, rollout: Rollout, expected: RefResult) -> None:
         assert requests[i].first_token_at == pytest.approx(first_at, rel=CLOSE, abs=0), f"first token of {i}"
     assert rollout.env.now == pytest.approx(expected.end_at, rel=CLOSE, abs=0)
     assert len(rollout.switches) == len(expected.switches)
+    assert sum(replica.hit_tokens for replica in rollout.replicas) == expected.hit_tokens
 
 
 def check_stays(recorder: Recorder, expected: RefResult) -> None:

@@ -22,6 +22,7 @@ from rlsim.experiment.workflows import workflow_of
 from rlsim.hardware import AnyCluster, Cluster, load_any_cluster, node_types
 from rlsim.models import Model, load_model
 from rlsim.reading import is_file
+from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
@@ -105,6 +106,13 @@ class LoadedExperiment:
         """What these GPUs cost; raises `ConfigError`, about `what` they are for, if they are of several kinds."""
         cluster = self.cluster.around(gpus, what)
         return Kind(cluster, self.calibrations[cluster.gpu.name])
+
+    @cached_property
+    def engine(self) -> EngineConfig:
+        """The rollout engine's settings, what is not given as the calibration's engine has it."""
+        given = self.experiment.engine
+        sglang = next(iter(self.calibrations.values())).engine == "sglang"
+        return given.model_copy(update={"prefix_hits": given.prefix_hits or ("prefilled" if sglang else "scheduled")})
 
     @cached_property
     def scoring(self) -> TraceScoring:

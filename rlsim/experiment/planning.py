@@ -343,7 +343,7 @@ class PlanSpace:
                 mesh=[tuple(range(replica))],
                 tp=replica,
                 costs=costs,
-                config=experiment.engine,
+                config=self._loaded.engine,
                 cap_tokens=experiment.trace.cap,
             )
         )

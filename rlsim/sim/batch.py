@@ -14,11 +14,12 @@ from itertools import accumulate
 from operator import attrgetter
 
 from rlsim.cost.curve import DecodeCurve
+from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import Request
 
 
 class RunningBatch:
-    """Running requests of a replica with `capacity_pages` pages of `page_tokens` tokens.
+    """Running requests of a replica with `capacity_pages` pages of `page_tokens` tokens, some of them shared (`cache`).
 
     `skew` is the share of the padding to the longest context that a step pays for (`StepCost.skew`). With
     `chunk_tokens` above 0 it knows when a response reaches a multiple of so many tokens. A request that left and came
@@ -28,7 +29,6 @@ class RunningBatch:
     __slots__ = (
         "_ages",
         "_capacity_pages",
-        "_capacity_tokens",
         "_chunk_tokens",
         "_chunks",
         "_final_tokens",
@@ -38,29 +38,42 @@ class RunningBatch:
         "_page_tokens",
         "_skew",
         "_turns",
+        "cache",
         "pages",
         "size",
         "step",
         "tokens",
     )
 
-    def __init__(self, page_tokens: int, capacity_pages: int, skew: float, chunk_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        page_tokens: int,
+        capacity_pages: int,
+        skew: float,
+        chunk_tokens: int = 0,
+        cache: PrefixCache | None = None,
+    ) -> None:
         self.step = 0  # counter of decode steps
         self.size = 0  # requests
         self.tokens = 0  # sum of their contexts
-        self.pages = 0  # KV pages that those fill, each request's last one counted whole
+        self.pages = 0  # KV pages that those fill, each request's last one counted whole, shared ones for each
         self._final_tokens = 0  # the same once each is complete, or its budget used up
         self._skew = skew
         self._page_tokens = page_tokens
         self._padding = page_tokens - 1  # the most that one request's last page is short of being full
         self._capacity_pages = capacity_pages
-        self._capacity_tokens = capacity_pages * page_tokens
+        self.cache = cache
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
         self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
         self._ages: Counter[int] = Counter()  # how many requests have generated how many tokens more than `step`
         self._turns = [0] * page_tokens  # how many requests begin a page with the step after each i-th of so many
+
+    @property
+    def room_pages(self) -> int:
+        """Pages that requests of the replica may fill, where shared ones are counted for each."""
+        return self._capacity_pages + self.cache.shared_pages if self.cache else self._capacity_pages
 
     def requests(self) -> list[Request]:
         """The requests in admission order."""
@@ -110,9 +123,11 @@ class RunningBatch:
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
-        step, page, turns, ages = self.step, self._page_tokens, self._turns, self._ages
+        step, page, turns, ages, cache = self.step, self._page_tokens, self._turns, self._ages, self.cache
         for request in requests:
             offset = request.offset
+            if cache:
+                cache.release(request, offset + step - 1)  # the last token's KV comes with the next step
             age = offset - request.prompt_tokens
             request.generated = age + step
             if ages[age] == 1:
@@ -140,7 +155,7 @@ class RunningBatch:
 
     def fits_to_the_end(self) -> bool:
         """Whether all requests fit until they leave, wherever in their last pages they stand."""
-        return self._final_tokens + self.size * self._padding <= self._capacity_tokens
+        return self._final_tokens + self.size * self._padding <= self.room_pages * self._page_tokens
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
         """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
@@ -152,12 +167,16 @@ class RunningBatch:
         left = [entry for entry in sorted(self._finishing) if entry[2].order == entry[1]]
         furthest = list(accumulate((request.offset for *_, request in reversed(left)), max))  # of the last 1, 2, …
         step, size, tokens, skew, peak = self.step, self.size, self.tokens, self._skew, 0
+        cache, page = self.cache, self._page_tokens
+        shared = cache if cache and cache.shared_pages else None
         for finish, _, request in left:
             if finish > step:
                 padded = tokens + skew * (size * (step + furthest[size - 1]) - tokens) if skew else tokens
                 now += decode(size).steps_s(padded, finish - step)
                 tokens += (finish - step) * size
-                peak, step = max(peak, tokens), finish
+                peak, step = max(peak, tokens - shared.shared_pages * page if shared else tokens), finish
+            if shared:
+                shared.release(request, 0)
             request.finished_at = now
             request.generated = request.response_tokens
             request.order = 0
@@ -167,6 +186,8 @@ class RunningBatch:
         self._ages.clear()
         self._turns = [0] * self._page_tokens
         self.clear()
+        if cache:
+            cache.flush()
         return now, [request for *_, request in left], peak
 
     def _steps_to_chunk(self, most: int) -> int:
@@ -209,7 +230,7 @@ class RunningBatch:
 
     def _steps_that_fit(self) -> int:
         """The most steps from now after which the pages suffice; they do now."""
-        rounds, left = divmod(self._capacity_pages - self.pages, self.size)
+        rounds, left = divmod(self.room_pages - self.pages, self.size)
         first = self.step % self._page_tokens
         begun = list(accumulate(self._turns[first:] + self._turns[:first]))
         return rounds * self._page_tokens + bisect_right(begun, left)
@@ -224,7 +245,7 @@ class RunningBatch:
         steps = finish - self.step
         if self._chunks:
             steps = min(steps, self._steps_to_chunk(steps))
-        if self.tokens + self.size * (steps - 1 + self._padding) <= self._capacity_tokens:
+        if self.tokens + self.size * (steps - 1 + self._padding) <= self.room_pages * self._page_tokens:
             return steps
         return min(steps, self._steps_that_fit() + 1)
 

@@ -20,6 +20,7 @@ from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import at
+from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
 from rlsim.sim.scheduler import Scheduler
@@ -110,7 +111,8 @@ class Replica:
         self._owed_s = 0.0  # for chunks that were handed over at the boundary before
         self._chunked = config.chunked_prefill
         self._stays = recorder.stays_at(index, gpus)
-        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunks.tokens if chunks else 0)
+        cache = PrefixCache(config.page_tokens) if config.enable_prefix_caching else None
+        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunks.tokens if chunks else 0, cache)
         self._scheduler = Scheduler(self._batch, config, capacity_pages, numbers, self._stays, index, self.tp)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
@@ -219,6 +221,11 @@ class Replica:
     def preemptions(self) -> int:
         """How often a request has been preempted here."""
         return self._scheduler.preemptions
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of contexts whose KV prefills found in the prefix cache."""
+        return self._scheduler.hit_tokens
 
     def progress(self) -> int:
         """Value of the step counter by now: what running requests have generated, in whole iterations."""
@@ -329,6 +336,8 @@ class Replica:
         for request in admitted:
             request.arrived_at = self.env.now
         self._scheduler.waiting.extendleft(reversed(admitted))
+        if self._batch.cache:
+            self._batch.cache.flush()
 
     def _only_just(self, start: float) -> bool:
         """Whether an iteration that began at `start` began at this very moment."""
@@ -367,8 +376,8 @@ class Replica:
         """End iterations of one kind that began at `start`: let go of every request that is complete or pauses."""
         now, batch = self.env.now, self._batch
         self._extend_span(kind, start)
-        if batch.tokens > self.peak_tokens:
-            self.peak_tokens = batch.tokens
+        self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
+        self._scheduler.trim()
         left = batch.complete()
         finished = [request for request in left if request.finished]
         if finished:
