@@ -110,9 +110,7 @@ class LoadedExperiment:
     @cached_property
     def engine(self) -> EngineConfig:
         """The rollout engine's settings, what is not given as the calibration's engine has it."""
-        given = self.experiment.engine
-        sglang = next(iter(self.calibrations.values())).engine == "sglang"
-        return given.model_copy(update={"prefix_hits": given.prefix_hits or ("prefilled" if sglang else "scheduled")})
+        return self.experiment.engine.under(next(iter(self.calibrations.values())).engine)
 
     @cached_property
     def scoring(self) -> TraceScoring:

@@ -191,6 +191,8 @@ def add_engine(config: Settings, draft: Draft, keys: Mapping[str, str]) -> None:
             entries[limit] = Entry(config.whole(keys[limit]), config.where(keys[limit]))
     if config.flag(keys["eager"]):
         entries["graphs"] = Entry(False, config.where(keys["eager"]))
+    if "no_prefix_caching" in keys and config.flag(keys["no_prefix_caching"]):
+        entries["enable_prefix_caching"] = Entry(False, config.where(keys["no_prefix_caching"]))
 
 
 def recompute(config: Settings, checkpoints: str, granularity: str) -> Entry:

@@ -56,6 +56,11 @@ class EngineConfig(Schema):
     )
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
 
+    def under(self, engine: str) -> EngineConfig:
+        """The same where `engine` is the one that a calibration names: what is not given is as this engine has it."""
+        hits: PrefixHits = "prefilled" if engine == "sglang" else "scheduled"
+        return self.model_copy(update={"prefix_hits": self.prefix_hits or hits})
+
     def watermark_pages(self, capacity_pages: int) -> int:
         """Pages kept free when admitting, of a replica with this many."""
         return int(self.watermark * capacity_pages)

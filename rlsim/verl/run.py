@@ -294,5 +294,6 @@ def _engine(given: Mapping[str, Any], find: _Finder) -> EngineConfig:
         "max_num_seqs": find.logged(ROLLOUT + "max_num_seqs"),
         "max_num_batched_tokens": find.logged(ROLLOUT + "max_num_batched_tokens"),
         "chunked_prefill": find.logged(ROLLOUT + "enable_chunked_prefill"),
+        "enable_prefix_caching": find.logged(ROLLOUT + "enable_prefix_caching"),
     }
     return validate({**{k: v for k, v in logged.items() if v is not None}, **given}, EngineConfig, "engine")

@@ -23,6 +23,7 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings) -> Non
         "max_num_seqs": "max_num_seqs",
         "max_num_batched_tokens": "max_num_batched_tokens",
         "chunked_prefill": "enable_chunked_prefill",
+        "enable_prefix_caching": "enable_prefix_caching",
     }
     default = EngineConfig()
     draft.entries["engine"] = {
