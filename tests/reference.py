@@ -384,6 +384,8 @@ class _Rollout:
         return -(-context // self.engine.page_tokens)
 
     def pages(self, replica: _Replica) -> int:
+        if self.engine.prefix_hits == "off":
+            return sum(self.pages_of(r.context) for r in replica.admitted)
         return len(self.in_use(replica))
 
     def in_use(self, replica: _Replica) -> set[Page]:
@@ -409,7 +411,7 @@ class _Rollout:
     def find(self, replica: _Replica, r: _Request) -> list[Page]:
         """The pages of its context that are in the cache, from its start; its last token is computed in any case."""
         found: list[Page] = []
-        for page in self.context_pages(r, (r.context - 1) // self.engine.page_tokens):
+        for page in self.context_pages(r, (r.context - 1) // self.engine.page_tokens) if replica.cache else []:
             if page not in replica.cache:
                 break
             found.append(page)
@@ -454,6 +456,8 @@ class _Rollout:
 
     def trim_cache(self, replica: _Replica) -> None:
         """Pages that nobody holds go, those used the longest ago first, until the others have room."""
+        if self.engine.prefix_hits == "off":
+            return
         in_use = self.in_use(replica)
         idle = [page for page in replica.cache if page not in in_use]
         excess = len(idle) + len(in_use) - self.costs.capacity_pages(replica.tp)
@@ -556,7 +560,8 @@ class _Rollout:
                 break
             watermark = engine.watermark_pages if replica.admitted else 0
             found = self.find(replica, head)
-            new = self.pages_of(head.context) - len([page for page in found if page in self.in_use(replica)])
+            in_use = self.in_use(replica) if found else set()
+            new = self.pages_of(head.context) - len([page for page in found if page in in_use])
             if new + self.pages(replica) + watermark > capacity:
                 break
             needed = head.context - len(found) * engine.page_tokens

@@ -9,138 +9,128 @@ from collections import OrderedDict
 
 from rlsim.sim.request import Request
 
-
-class Prompt:
-    """The full pages of a prompt in the KV cache of one replica, but for the page with its last token."""
-
-    __slots__ = ("computed", "holders", "key", "most_pages", "pages", "writer")
-
-    def __init__(self, key: tuple[int, int], most_pages: int) -> None:
-        self.key = key  # its position, and its tokens
-        self.most_pages = most_pages
-        self.pages = 0  # from its start, that are found
-        self.computed = 0  # of these; the others are in the iteration that is about to begin
-        self.writer: Request | None = None  # that computes those
-        self.holders = 0  # requests that run or are being prefilled
+#: A prompt: its position, and its tokens.
+PromptKey = tuple[int, int]
 
 
 class PrefixCache:
     """What is in a replica's KV cache beyond what each request holds for itself, in pages of `page_tokens` tokens.
 
-    A request that is admitted holds the pages of its prompt together with others of that prompt. Pages that nobody
-    holds stay until `evict` takes them, the least recently used first and of a context the last ones first.
+    A request that is admitted holds the full pages of its prompt together with others of that prompt, but for the page
+    with the prompt's last token. Pages that nobody holds stay until `evict` takes them, the least recently used first
+    and of a context the last ones first.
     """
 
-    __slots__ = ("_idle", "_left", "_page_tokens", "_prompts", "_prompts_left", "idle_pages", "shared_pages")
+    __slots__ = ("_holders", "_idle", "_left", "_page_tokens", "_pages", "_prompts_left", "idle_pages", "shared_pages")
 
     def __init__(self, page_tokens: int) -> None:
         self.shared_pages = 0  # pages that requests hold together, counted for each but the first
         self.idle_pages = 0  # pages that nobody holds
         self._page_tokens = page_tokens
-        self._prompts: dict[tuple[int, int], Prompt] = {}
+        self._pages: dict[PromptKey, int] = {}  # of a prompt, from its start, that are here or in the next iteration
+        self._holders: dict[PromptKey, int] = {}  # requests of the prompt that run or are being prefilled
         #: Pages that nobody holds, the least recently used first: of a prompt, or by request those that follow it.
-        self._idle: OrderedDict[Prompt | int, int] = OrderedDict()
+        self._idle: OrderedDict[PromptKey | int, int] = OrderedDict()
         self._left: list[tuple[int, int, int]] = []  # at this boundary: admission number, request, pages of its own
-        self._prompts_left: list[Prompt] = []  # at this boundary, by their last holder
+        self._prompts_left: list[PromptKey] = []  # at this boundary, by their last holder
 
     def find(self, request: Request) -> tuple[int, int]:
         """Pages of a waiting request's context that are here, and how many of them others hold now."""
-        prompt = self._prompts.get((request.position, request.prompt_tokens))
-        if prompt is None:  # or too short for a page
-            return self._idle.get(request.id, 0) if request.prompt_tokens <= self._page_tokens else 0, 0
-        found = prompt.pages
-        if found == prompt.most_pages:
-            found += self._idle.get(request.id, 0)
-        return found, prompt.pages if prompt.holders else 0
-
-    def hold(self, request: Request) -> None:
-        """A request is admitted, and holds the pages that are here of its context."""
         key = request.position, request.prompt_tokens
-        prompt = self._prompts.get(key)
-        if prompt is None:
-            prompt = self._prompts[key] = Prompt(key, (request.prompt_tokens - 1) // self._page_tokens)
-        if prompt.holders:
-            self.shared_pages += prompt.pages
-        elif prompt.pages:
-            self.idle_pages -= self._idle.pop(prompt)
-        prompt.holders += 1
-        if prompt.pages == prompt.most_pages:
-            self.idle_pages -= self._idle.pop(request.id, 0)
-        request.shared_pages = prompt.pages
+        pages = self._pages.get(key, 0)
+        found = pages
+        if request.generated and pages == (request.prompt_tokens - 1) // self._page_tokens:
+            found += self._idle.get(request.id, 0)
+        return found, pages if pages and self._holders[key] else 0
 
-    def fill(self, request: Request, computed: bool) -> None:
+    def hold(self, request: Request, fills: bool) -> None:
+        """A request is admitted, and holds the pages that are here of its context.
+
+        It fills the others of its prompt with the next iteration, or `fills` none for now.
+        """
+        key = request.position, request.prompt_tokens
+        pages = self._pages.get(key)
+        if pages is None:
+            self._pages[key] = request.shared_pages = (request.prompt_tokens - 1) // self._page_tokens if fills else 0
+            self._holders[key] = 1
+        else:
+            if self._holders[key]:
+                self.shared_pages += pages
+            elif pages:
+                self.idle_pages -= self._idle.pop(key)
+            self._holders[key] += 1
+            request.shared_pages = pages
+            if fills:
+                self.fill(request)
+        if request.generated:
+            self.idle_pages -= self._idle.pop(request.id, 0)
+
+    def fill(self, request: Request) -> None:
         """All pages of its prompt are in the cache by its hand, or will be with the next iteration."""
-        prompt = self._prompts[request.position, request.prompt_tokens]
-        most = prompt.most_pages
-        if prompt.pages < most:
-            self.shared_pages -= most - prompt.pages
-            prompt.pages, prompt.writer = most, request
-        self.shared_pages += most - request.shared_pages
-        request.shared_pages = most
-        if computed:
-            prompt.computed, prompt.writer = most, None
+        key = request.position, request.prompt_tokens
+        most = (request.prompt_tokens - 1) // self._page_tokens
+        self.shared_pages += most - request.shared_pages - (most - self._pages[key])
+        self._pages[key] = request.shared_pages = most
 
     def release(self, request: Request, computed_tokens: int) -> None:
         """A request lets go of its pages; the KV of so many tokens of its context is there."""
-        prompt = self._prompts[request.position, request.prompt_tokens]
-        if prompt.writer is request:  # it leaves before the iteration that was to compute them
-            self.shared_pages += prompt.pages - prompt.computed
-            prompt.pages, prompt.writer = prompt.computed, None
-        prompt.holders -= 1
+        key = request.position, request.prompt_tokens
+        computed = computed_tokens // self._page_tokens
+        self._holders[key] = holders = self._holders[key] - 1
         self.shared_pages -= request.shared_pages
-        own_pages = computed_tokens // self._page_tokens - prompt.most_pages
+        if not holders:
+            self.shared_pages += self._pages[key]
+            if computed < request.shared_pages:  # it leaves before the iteration in which it was to fill them
+                self._pages[key] = computed
+            self._prompts_left.append(key)
+        own_pages = computed - (request.prompt_tokens - 1) // self._page_tokens
         if own_pages > 0:
             self._left.append((request.order, request.id, own_pages))
-        if not prompt.holders:
-            self.shared_pages += prompt.pages
-            self._prompts_left.append(prompt)
 
-    def settle(self) -> None:
+    def settle(self, free_pages: int) -> None:
         """The boundary is over at which requests have left: what they held is what was used last.
 
         First what follows the prompts, in the order in which its requests were admitted, then the prompts by position.
+        No more than `free_pages` of what nobody holds stay.
         """
+        idle = self._idle
         if self._left:
             self._left.sort()
             for _, request, pages in self._left:
-                self._idle[request] = pages
+                idle[request] = pages
                 self.idle_pages += pages
             self._left.clear()
         if self._prompts_left:
-            self._prompts_left.sort(key=_key)
-            for prompt in self._prompts_left:
-                if prompt.pages:
-                    self._idle[prompt] = prompt.pages
-                    self.idle_pages += prompt.pages
+            self._prompts_left.sort()
+            for key in self._prompts_left:
+                if pages := self._pages[key]:
+                    idle[key] = pages
+                    self.idle_pages += pages
                 else:
-                    del self._prompts[prompt.key]
+                    del self._pages[key], self._holders[key]
             self._prompts_left.clear()
+        if self.idle_pages > free_pages:
+            self.evict(free_pages)
 
     def evict(self, free_pages: int) -> None:
         """Keep no more than so many pages that nobody holds."""
         excess = self.idle_pages - max(free_pages, 0)
         while excess > 0:
             of, pages = next(iter(self._idle.items()))
-            gone = min(pages, excess)
-            excess -= gone
-            self.idle_pages -= gone
-            if isinstance(of, Prompt):
-                of.pages = of.computed = pages - gone
-            if gone < pages:
-                self._idle[of] = pages - gone
-                continue
-            del self._idle[of]
-            if isinstance(of, Prompt):
-                del self._prompts[of.key]
+            left = max(pages - excess, 0)
+            excess -= pages - left
+            self.idle_pages -= pages - left
+            if left:
+                self._idle[of] = left
+            else:
+                del self._idle[of]
+            if isinstance(of, tuple):
+                self._pages[of] = left
+                if not left:
+                    del self._pages[of], self._holders[of]
 
     def flush(self) -> None:
         """Forget everything; nobody holds any of it."""
-        self._prompts.clear()
-        self._idle.clear()
-        self._left.clear()
-        self._prompts_left.clear()
+        for kept in (self._pages, self._holders, self._idle, self._left, self._prompts_left):
+            kept.clear()
         self.shared_pages = self.idle_pages = 0
-
-
-def _key(prompt: Prompt) -> tuple[int, int]:
-    return prompt.key

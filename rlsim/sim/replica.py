@@ -376,7 +376,8 @@ class Replica:
         """End iterations of one kind that began at `start`: let go of every request that is complete or pauses."""
         now, batch = self.env.now, self._batch
         self._extend_span(kind, start)
-        self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
+        if batch.tokens > self.peak_tokens:
+            self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
         self._scheduler.trim()
         left = batch.complete()
         finished = [request for request in left if request.finished]

@@ -94,15 +94,18 @@ class Scheduler:
         if self._batch.pages + self._prefill_pages > self._batch.room_pages:
             self._evict(now)
         if self._batch.cache:
-            self._batch.cache.settle()
-            self.trim()
+            self._batch.cache.settle(self._free_pages())
         return self._admit(now) if self.waiting or self.prefilling else []
 
     def trim(self) -> None:
         """Let cached pages go whose room is needed."""
-        batch = self._batch
-        if batch.cache and batch.cache.idle_pages:
-            batch.cache.evict(batch.room_pages - batch.pages - self._prefill_pages)
+        cache = self._batch.cache
+        if cache and cache.idle_pages:
+            cache.evict(self._free_pages())
+
+    def _free_pages(self) -> int:
+        """Pages that no request holds."""
+        return self._batch.room_pages - self._batch.pages - self._prefill_pages
 
     def prefilled(self, work: Sequence[Chunk], now: float) -> list[Request]:
         """An iteration with these chunks is over: those whose prompts are complete, each with one token more."""
@@ -112,8 +115,9 @@ class Scheduler:
             if request.prefill_left:
                 continue
             if cache:
-                cache.fill(request, computed=True)
                 self.hit_tokens += request.hit_tokens
+                if not self._hits_scheduled:
+                    cache.fill(request)
             request.generated += 1
             request.decoding_at = now
             if isnan(request.first_token_at):
@@ -187,8 +191,8 @@ class Scheduler:
         batch, cache = self._batch, self._batch.cache
         if cache and self._hits_scheduled and left >= 0:
             for request in self.prefilling:
-                cache.fill(request, computed=False)
-        free = batch.room_pages - batch.pages - self._prefill_pages
+                cache.fill(request)
+        free = self._free_pages()
         places = config.max_num_seqs - batch.size - len(self.prefilling)
         page, waiting, watermark = self._page_tokens, self.waiting, self._watermark_pages
         found = held = 0
@@ -217,20 +221,15 @@ class Scheduler:
                 request.tps += self._tps
             free -= pages - held
             if cache:
-                cache.hold(request)
+                cache.hold(request, request.has_kv or (self._hits_scheduled and not (chunked and needed > left)))
+                request.hit_tokens = found * page
                 if cache.idle_pages > free:
                     cache.evict(free)
             if request.has_kv:
                 request.has_kv = False
                 request.decoding_at = now
-                if cache:
-                    cache.fill(request, computed=True)
                 batch.join([request])
                 continue
-            if cache:
-                request.hit_tokens = found * page
-                if self._hits_scheduled and not (chunked and needed > left):
-                    cache.fill(request, computed=False)
             request.prefill_left = needed
             self.prefilling.append(request)
             self._prefill_pages += pages
