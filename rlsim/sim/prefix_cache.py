@@ -6,6 +6,8 @@ docs/engine.md has the rules, and which engine has them.
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import groupby
+from operator import itemgetter
 
 from rlsim.sim.request import Request
 
@@ -21,7 +23,7 @@ class PrefixCache:
     and of a context the last ones first.
     """
 
-    __slots__ = ("_holders", "_idle", "_left", "_page_tokens", "_pages", "_prompts_left", "idle_pages", "shared_pages")
+    __slots__ = ("_holders", "_idle", "_left", "_page_tokens", "_pages", "boundary", "idle_pages", "shared_pages")
 
     def __init__(self, page_tokens: int) -> None:
         self.shared_pages = 0  # pages that requests hold together, counted for each but the first
@@ -31,8 +33,9 @@ class PrefixCache:
         self._holders: dict[PromptKey, int] = {}  # requests of the prompt that run or are being prefilled
         #: Pages that nobody holds, the least recently used first: of a prompt, or by request those that follow it.
         self._idle: OrderedDict[PromptKey | int, int] = OrderedDict()
-        self._left: list[tuple[int, int, int]] = []  # at this boundary: admission number, request, pages of its own
-        self._prompts_left: list[PromptKey] = []  # at this boundary, by their last holder
+        self.boundary = 0  # number of the iteration boundary
+        #: Who has left: boundary, admission number, request, pages after its prompt, and the prompt if it was the last.
+        self._left: list[tuple[int, int, int, int, PromptKey | None]] = []
 
     def find(self, request: Request) -> tuple[int, int]:
         """Pages of a waiting request's context that are here, and how many of them others hold now."""
@@ -75,45 +78,45 @@ class PrefixCache:
     def release(self, request: Request, computed_tokens: int) -> None:
         """A request lets go of its pages; the KV of so many tokens of its context is there."""
         key = request.position, request.prompt_tokens
-        computed = computed_tokens // self._page_tokens
+        page, shared = self._page_tokens, request.shared_pages
+        computed = computed_tokens // page
+        own_pages = max(computed - (request.prompt_tokens - 1) // page, 0)
         self._holders[key] = holders = self._holders[key] - 1
-        self.shared_pages -= request.shared_pages
-        if not holders:
-            self.shared_pages += self._pages[key]
-            if computed < request.shared_pages:  # it leaves before the iteration in which it was to fill them
+        if holders:
+            self.shared_pages -= shared
+        else:
+            self.shared_pages += self._pages[key] - shared
+            if computed < shared:  # it leaves before the iteration in which it was to fill them
                 self._pages[key] = computed
-            self._prompts_left.append(key)
-        own_pages = computed - (request.prompt_tokens - 1) // self._page_tokens
-        if own_pages > 0:
-            self._left.append((request.order, request.id, own_pages))
+            self.idle_pages += self._pages[key]
+        self.idle_pages += own_pages
+        self._left.append((self.boundary, request.order, request.id, own_pages, None if holders else key))
 
-    def settle(self, free_pages: int) -> None:
-        """The boundary is over at which requests have left: what they held is what was used last.
+    def settle(self) -> None:
+        """Requests have left at boundaries that are over: what they held last is what was used last.
 
-        First what follows the prompts, in the order in which its requests were admitted, then the prompts by position.
-        No more than `free_pages` of what nobody holds stay.
+        Of a boundary first what follows the prompts, in the order in which its requests were admitted, then the
+        prompts by position.
         """
-        idle = self._idle
-        if self._left:
-            self._left.sort()
-            for _, request, pages in self._left:
-                idle[request] = pages
-                self.idle_pages += pages
-            self._left.clear()
-        if self._prompts_left:
-            self._prompts_left.sort()
-            for key in self._prompts_left:
-                if pages := self._pages[key]:
-                    idle[key] = pages
-                    self.idle_pages += pages
+        self._left.sort()
+        for _, at_boundary in groupby(self._left, itemgetter(0)):
+            prompts = []
+            for _, _, request, pages, prompt in at_boundary:
+                if pages:
+                    self._idle[request] = pages
+                if prompt:
+                    prompts.append(prompt)
+            for prompt in sorted(prompts):
+                if pages := self._pages[prompt]:
+                    self._idle[prompt] = pages
                 else:
-                    del self._pages[key], self._holders[key]
-            self._prompts_left.clear()
-        if self.idle_pages > free_pages:
-            self.evict(free_pages)
+                    del self._pages[prompt], self._holders[prompt]
+        self._left.clear()
 
     def evict(self, free_pages: int) -> None:
         """Keep no more than so many pages that nobody holds."""
+        if self._left:
+            self.settle()
         excess = self.idle_pages - max(free_pages, 0)
         while excess > 0:
             of, pages = next(iter(self._idle.items()))
@@ -131,6 +134,6 @@ class PrefixCache:
 
     def flush(self) -> None:
         """Forget everything; nobody holds any of it."""
-        for kept in (self._pages, self._holders, self._idle, self._left, self._prompts_left):
+        for kept in (self._pages, self._holders, self._idle, self._left):
             kept.clear()
         self.shared_pages = self.idle_pages = 0

@@ -91,16 +91,18 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[Chunk]:
         """Evict and admit at a boundary: a chunk of each of the first prefilling, none if the batch decodes alone."""
-        if self._batch.pages + self._prefill_pages > self._batch.room_pages:
+        batch, cache = self._batch, self._batch.cache
+        if batch.pages + self._prefill_pages > batch.room_pages:
             self._evict(now)
-        if self._batch.cache:
-            self._batch.cache.settle(self._free_pages())
+            self.trim()
+        if cache:
+            cache.boundary += 1
         return self._admit(now) if self.waiting or self.prefilling else []
 
     def trim(self) -> None:
         """Let cached pages go whose room is needed."""
-        cache = self._batch.cache
-        if cache and cache.idle_pages:
+        batch, cache = self._batch, self._batch.cache
+        if cache and cache.idle_pages + batch.pages + self._prefill_pages > batch.room_pages:
             cache.evict(self._free_pages())
 
     def _free_pages(self) -> int:
@@ -189,6 +191,8 @@ class Scheduler:
             budget = max(budget - self._batch.size, 1)
         left = budget - sum([r.prefill_left for r in self.prefilling])
         batch, cache = self._batch, self._batch.cache
+        if cache:
+            cache.settle()
         if cache and self._hits_scheduled and left >= 0:
             for request in self.prefilling:
                 cache.fill(request)
