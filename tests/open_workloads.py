@@ -281,13 +281,7 @@ class OpenWorkload:
             costs=self.costs,
             times=times,
             scoring=Scoring(self.rewards),
-            config=FixedWatermark(
-                page_tokens=engine.page_tokens,
-                max_num_seqs=engine.max_num_seqs,
-                max_num_batched_tokens=engine.max_num_batched_tokens,
-                chunked_prefill=engine.chunked_prefill,
-                pages=engine.watermark_pages,
-            ),
+            config=FixedWatermark.of(engine),
             cap_tokens=self.cap_tokens,
             steps=len(self.sync_s),
             batching=Batchings((self.rule, self.filter)),
@@ -397,6 +391,7 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
         max_num_batched_tokens=draw(st.sampled_from([1, 7, 32, 100, 8192])),
         chunked_prefill=draw(st.booleans()),
         watermark_pages=draw(st.sampled_from([0, 0, 1, 3])),
+        prefix_hits=draw(st.sampled_from(["off", "scheduled", "prefilled"])),
     )
     full = [-(-(p + n) // engine.page_tokens) for prompt in sizes for p, n in prompt]
     room = st.one_of(st.integers(0, max(full)), st.integers(0, 3 * sum(full)))

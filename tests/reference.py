@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from rlsim.cost.curve import InWindows
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.step import PLAIN_KV, Chunk, StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.sim.control import (
     Abort,
@@ -68,6 +68,7 @@ class RefEngine:
     max_num_batched_tokens: int
     chunked_prefill: bool
     watermark_pages: int
+    prefix_hits: Literal["off", "scheduled", "prefilled"] = "off"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,13 @@ class RefResult:
     chunk_at: dict[tuple[int, int], float] = field(default_factory=dict)  # by id and tokens: when it was handed over
     stays: list[RefStay] = field(default_factory=list)
     held: dict[tuple[int, ...], list[Held]] = field(default_factory=dict)  # by GPUs: what a replica held at boundaries
+    hit_tokens: int = 0  # of completed prefills
+    prefilled_tokens: int = 0  # in completed prefills
 
+
+#: A KV page: whose it is, and which page of a context. Of a prompt ("prompt", position, tokens), of what follows
+#: ("request", id), and of what a request fills for itself though others have it ("copy", id).
+Page = tuple[str, int, int, int]
 
 Launcher = Callable[[Launch, int], Sequence[RefRequest]]  # of an action and the first free id
 
@@ -170,6 +177,9 @@ class _Request:
     state: Literal["waiting", "prefilling", "running", "finished", "aborted", "moving", "paused"] = "waiting"
     arrived_kv: bool = False  # waiting, and its KV has just arrived with it
     prefilled: int = 0  # prefilling: tokens already in the cache
+    hit: int = 0  # of these, found in the prefix cache
+    shares: int = 0  # admitted: pages of its prompt that it has with others
+    number: int = 0  # of its admission
     stay: RefStay | None = None  # at the replica where it is
 
     @property
@@ -181,7 +191,7 @@ class _Request:
         return self.state not in ("finished", "aborted", "paused")
 
     def lose_kv(self) -> None:
-        self.state, self.arrived_kv, self.prefilled = "waiting", False, 0
+        self.state, self.arrived_kv, self.prefilled, self.hit, self.shares = "waiting", False, 0, 0, 0
 
 
 def made(r: RefRequest) -> _Request:
@@ -215,6 +225,9 @@ class _Replica:
     stopped: bool = False
     stopped_at: float = math.nan
     decodes: int = 0  # iterations with decodes so far
+    cache: list[Page] = field(default_factory=list)  # that can be found; what nobody holds in the order of its use
+    promised: dict[Page, _Request] = field(default_factory=dict)  # of these, not computed yet, and by whom they will be
+    let_go: list[tuple[int, list[Page], _Request]] = field(default_factory=list)  # at this boundary
 
     @property
     def active(self) -> bool:
@@ -349,7 +362,7 @@ class _Rollout:
         control: RolloutControl,
         launcher: Launcher | None,
     ) -> None:
-        self.now, self.launcher = 0.0, launcher
+        self.now, self.launcher, self.admissions = 0.0, launcher, 0
         self.chunk_tokens, self.handover_s = 0, 0.0
         self.node_gpus, self.costs, self.engine = node_gpus, costs, engine
         self.cap_tokens, self.control = cap_tokens, control
@@ -387,7 +400,91 @@ class _Rollout:
         return kv.page_units * (whole + math.ceil(kv.state_tokens / page)) + kv.late_units * (pages - whole)
 
     def pages(self, replica: _Replica) -> int:
-        return sum(self.pages_of(r.context, replica.tp) for r in replica.admitted)
+        if self.prefix_hits == "off":
+            return sum(self.pages_of(r.context, replica.tp) for r in replica.admitted)
+        return len(self.in_use(replica))
+
+    @property
+    def prefix_hits(self) -> Literal["off", "scheduled", "prefilled"]:
+        """Prefixes are shared where a page of KV holds so many tokens in every layer."""
+        plain = all(self.costs.step(replica.tp).kv == PLAIN_KV for replica in self.replicas)
+        return self.engine.prefix_hits if plain else "off"
+
+    def in_use(self, replica: _Replica) -> set[Page]:
+        """Pages of running and prefilling requests, and all that are there of their prompts."""
+        own = {page for r in replica.admitted for page in self.pages_held(r)}
+        prompts = {self.prompt_page(r, 0)[:3] for r in replica.admitted}
+        return own | {page for page in replica.cache if page[:3] in prompts}
+
+    # --- the prefix cache
+
+    def prompt_page(self, r: _Request, i: int) -> Page:
+        return ("prompt", r.position, r.prompt_tokens, i)
+
+    def context_pages(self, r: _Request, count: int) -> list[Page]:
+        """The first pages of its context, as they are called in the cache."""
+        common = (r.prompt_tokens - 1) // self.engine.page_tokens  # not the one with the prompt's last token
+        return [self.prompt_page(r, i) if i < common else ("request", r.id, 0, i) for i in range(count)]
+
+    def pages_held(self, r: _Request) -> list[Page]:
+        names = self.context_pages(r, -(-r.context // self.engine.page_tokens))
+        return [("copy", r.id, 0, i) if n[0] == "prompt" and i >= r.shares else n for i, n in enumerate(names)]
+
+    def find(self, replica: _Replica, r: _Request) -> list[Page]:
+        """The pages of its context that are in the cache, from its start; its last token is computed in any case."""
+        found: list[Page] = []
+        for page in self.context_pages(r, (r.context - 1) // self.engine.page_tokens) if replica.cache else []:
+            if page not in replica.cache:
+                break
+            found.append(page)
+        return found
+
+    def share(self, replica: _Replica, r: _Request, promised: bool) -> None:
+        """All pages of its prompt are in the cache, computed or promised."""
+        if self.prefix_hits == "off":
+            return
+        common = (r.prompt_tokens - 1) // self.engine.page_tokens
+        for page in self.context_pages(r, common):
+            if page not in replica.cache:
+                replica.cache.append(page)
+                if promised:
+                    replica.promised[page] = r
+            if not promised:
+                replica.promised.pop(page, None)
+        r.shares = common
+
+    def free(self, replica: _Replica, r: _Request, computed_tokens: int) -> None:
+        """It is not admitted any more; the KV of so many of its tokens is there, counted from the start."""
+        if self.prefix_hits == "off":
+            return
+        for page, by in list(replica.promised.items()):
+            if by is r:
+                del replica.promised[page]
+                replica.cache.remove(page)
+        own = self.context_pages(r, computed_tokens // self.engine.page_tokens)
+        replica.let_go.append((r.number, [page for page in own if page[0] == "request"], r))
+        r.shares = 0
+
+    def settle_cache(self, replica: _Replica) -> None:
+        """What was let go at this boundary is what was used last: the last page of each is the first to go."""
+        for _, own, _ in sorted(replica.let_go, key=lambda item: item[0]):
+            replica.cache = [page for page in replica.cache if page not in own] + own[::-1]
+        prompts = {self.prompt_page(r, 0)[:3] for r in replica.admitted}
+        for whose in sorted({self.prompt_page(r, 0)[:3] for *_, r in replica.let_go}):
+            if whose not in prompts:
+                pages = sorted((page for page in replica.cache if page[:3] == whose), reverse=True)
+                replica.cache = [page for page in replica.cache if page[:3] != whose] + pages
+        replica.let_go = []
+
+    def trim_cache(self, replica: _Replica) -> None:
+        """Pages that nobody holds go, those used the longest ago first, until the others have room."""
+        if self.prefix_hits == "off":
+            return
+        in_use = self.in_use(replica)
+        idle = [page for page in replica.cache if page not in in_use]
+        excess = len(idle) + len(in_use) - self.costs.capacity_pages(replica.tp)
+        for page in idle[: max(excess, 0)]:
+            replica.cache.remove(page)
 
     def active(self) -> list[_Replica]:
         return [replica for replica in self.replicas if replica.active]
@@ -456,11 +553,16 @@ class _Rollout:
         # 2. evict
         while self.pages(replica) > capacity:
             victim = replica.admitted.pop()
+            # The KV of a running request's last token comes with its next step.
+            self.free(replica, victim, victim.context - 1 if victim.state == "running" else victim.hit)
             self.end_stay(victim, "preempted")
             victim.stay = RefStay(victim.id, replica.gpus, self.now)
             victim.lose_kv()
             replica.waiting.insert(0, victim)
             self.result.preemptions[victim.id] += 1
+
+        self.settle_cache(replica)
+        self.trim_cache(replica)
 
         # 3. admit, handing out the token budget on the way
         chunks: list[tuple[_Request, int]] = []
@@ -472,26 +574,41 @@ class _Rollout:
 
         for r in replica.admitted:
             if r.state == "prefilling" and budget_left() > 0:
-                chunks.append((r, min(budget_left(), r.context - r.prefilled)))  # noqa: PERF401
+                chunks.append((r, min(budget_left(), r.context - r.prefilled)))
+                if self.prefix_hits == "scheduled" and chunks[-1][1] == r.context - r.prefilled:
+                    self.share(replica, r, promised=True)
         while replica.waiting:
             head = replica.waiting[0]
             if len(replica.admitted) >= engine.max_num_seqs:
                 break
             watermark = engine.watermark_pages * units if replica.admitted else 0
-            if self.pages_of(head.context, replica.tp) + self.pages(replica) + watermark > capacity:
+            found = self.find(replica, head)
+            in_use = self.in_use(replica) if found else set()
+            new = self.pages_of(head.context, replica.tp) - len([page for page in found if page in in_use])
+            if new + self.pages(replica) + watermark > capacity:
                 break
+            needed = head.context - len(found) * engine.page_tokens
             if not head.arrived_kv:
                 if engine.chunked_prefill:
                     if budget_left() <= 0:
                         break
-                    chunks.append((head, min(budget_left(), head.context)))
+                    chunks.append((head, min(budget_left(), needed)))
                 else:
-                    if chunks and sum(new for _, new in chunks) + head.context > engine.max_num_batched_tokens:
+                    if chunks and sum(new for _, new in chunks) + needed > engine.max_num_batched_tokens:
                         break
-                    chunks.append((head, head.context))
+                    chunks.append((head, needed))
                 fresh.append(head)
+                head.hit = head.prefilled = len(found) * engine.page_tokens
             replica.waiting.pop(0)
             replica.admitted.append(head)
+            self.admissions += 1
+            head.number = self.admissions
+            head.shares = len([page for page in found if page[0] == "prompt"])
+            if head.arrived_kv:
+                self.share(replica, head, promised=False)
+            elif self.prefix_hits == "scheduled" and chunks[-1][1] == needed:
+                self.share(replica, head, promised=True)
+            self.trim_cache(replica)
             head.state = "running" if head.arrived_kv else "prefilling"
             assert head.stay is not None
             head.stay.admitted_at, head.stay.start_tokens = self.now, head.context
@@ -538,6 +655,7 @@ class _Rollout:
         assert one_moment(iteration.started_at, self.now)
         for r in iteration.fresh:
             replica.admitted.remove(r)
+            self.free(replica, r, r.hit)
             assert r.stay is not None
             r.stay.admitted_at = math.nan
             r.lose_kv()
@@ -558,7 +676,10 @@ class _Rollout:
         replica.decodes += bool(iteration.decoding)
         for r, new in iteration.chunks:
             r.prefilled += new
+            result.prefilled_tokens += new
             if r.prefilled == r.context:
+                result.hit_tokens += r.hit
+                self.share(replica, r, promised=False)
                 r.state, r.prefilled = "running", 0
                 assert r.stay is not None
                 r.stay.decoding_at, r.stay.iteration = self.now, replica.decodes
@@ -576,9 +697,11 @@ class _Rollout:
                     if not last:
                         result.chunk_at[r.id, r.generated] = self.now
         replica.owed_s = handed_over * self.handover_s
+        self.trim_cache(replica)
         finished = [r for r in replica.admitted if r.generated == r.response_tokens]
         for r in finished:
             replica.admitted.remove(r)
+            self.free(replica, r, r.context - 1)
             r.state = "finished"
             self.end_stay(r, "finished")
             result.finished.add(r.id)
@@ -586,6 +709,7 @@ class _Rollout:
         paused = [r for r in replica.admitted if r.generated == r.limit]
         for r in paused:
             replica.admitted.remove(r)
+            self.free(replica, r, r.context - 1)
             self.end_stay(r, "paused")
             r.lose_kv()
             r.state = "paused"
@@ -691,6 +815,8 @@ class _Rollout:
                 move = next((move for move in self.moves if r in move.requests and r not in move.gone), None)
                 if (r in self.aborting or move is not None) and self.at_boundary(replica):
                     any_left = True
+                    if r in replica.admitted:
+                        self.free(replica, r, r.context - 1 if r.state == "running" else r.hit)
                     if r in self.aborting:
                         replica.remove(r)
                         self.end_stay(r, "aborted")

@@ -351,6 +351,7 @@ class _Run(_Rollout):
 
     def lose_kv_of(self, replica: _Replica) -> None:
         losing, replica.admitted = replica.admitted, []
+        replica.cache, replica.promised, replica.let_go = [], {}, []
         for r in losing:
             self.end_stay(r, "updated")
             r.lose_kv()

@@ -29,6 +29,19 @@ class FixedWatermark(EngineConfig):
 
     pages: int
 
+    @classmethod
+    def of(cls, engine: RefEngine) -> FixedWatermark:
+        """The reference's settings as the engine takes them."""
+        return cls(
+            page_tokens=engine.page_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            chunked_prefill=engine.chunked_prefill,
+            enable_prefix_caching=engine.prefix_hits != "off",
+            prefix_hits=None if engine.prefix_hits == "off" else engine.prefix_hits,
+            pages=engine.watermark_pages,
+        )
+
     def watermark_pages(self, capacity_pages: int) -> int:
         return self.pages
 
@@ -62,13 +75,7 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
             resumed=made(work.resumed),
             chunks=ChunkListener(work.chunk_tokens, work.handover_s, note) if work.chunk_tokens else None,
             costs=work.costs,
-            config=FixedWatermark(
-                page_tokens=engine.page_tokens,
-                max_num_seqs=engine.max_num_seqs,
-                max_num_batched_tokens=engine.max_num_batched_tokens,
-                chunked_prefill=engine.chunked_prefill,
-                pages=engine.watermark_pages,
-            ),
+            config=FixedWatermark.of(engine),
             control=work.control,
             cap_tokens=work.cap_tokens,
             recorder=recorder,
@@ -93,6 +100,7 @@ def check_equal(work: Workload, rollout: Rollout, expected: RefResult) -> None:
         assert requests[i].first_token_at == pytest.approx(first_at, rel=CLOSE, abs=0), f"first token of {i}"
     assert rollout.env.now == pytest.approx(expected.end_at, rel=CLOSE, abs=0)
     assert len(rollout.switches) == len(expected.switches)
+    assert sum(replica.hit_tokens for replica in rollout.replicas) == expected.hit_tokens
 
 
 def check_stays(recorder: Recorder, expected: RefResult) -> None:

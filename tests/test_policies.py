@@ -66,7 +66,7 @@ def context(
     return dataclasses.replace(known, node_gpus=node_gpus, costs=known.costs if costs is None else costs)
 
 
-def generate(control: RolloutControl, known: ControlContext, lengths: Sequence[int]) -> Rollout:
+def generate(control: RolloutControl, known: ControlContext, lengths: Sequence[int], samples: int = 8) -> Rollout:
     """One generation stage under a control."""
     control.setup(known)
     env, ends = simpy.Environment(), itertools.accumulate(known.node_gpus)
@@ -75,7 +75,7 @@ def generate(control: RolloutControl, known: ControlContext, lengths: Sequence[i
         GenerationStage(
             mesh=[tuple(range(end - gpus, end)) for end, gpus in zip(ends, known.node_gpus, strict=True)],
             tp=control.initial_tp(known),
-            requests=[Request(i, i // 8, PROMPT, int(length)) for i, length in enumerate(lengths)],
+            requests=[Request(i, i // samples, PROMPT, int(length)) for i, length in enumerate(lengths)],
             costs=known.costs,
             config=EngineConfig(),
             control=control,
@@ -315,7 +315,10 @@ def test_what_pat_knows() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize(("requests", "kv_share"), [(128, 1.0), (512, 1.0), (512, 0.1)])
 def test_the_planner_predicts_a_round_from_its_loads(tp: int, requests: int, kv_share: float) -> None:
-    """Beside the engine on the same lengths; where the KV cache is short, it does not know what is recomputed."""
+    """Beside the engine on the same lengths; where the KV cache is short, it does not know what is recomputed.
+
+    Nor does it know who shares a prompt: here nobody does.
+    """
     placed = machine("8xh100", "h100-vllm")
     lengths = long_tail(requests, 16384, 0)
     pages = {n: int(kv_share * placed.rollout_costs.capacity_pages(n)) for n in (1, 2, 4, 8)}
@@ -327,7 +330,7 @@ def test_the_planner_predicts_a_round_from_its_loads(tp: int, requests: int, kv_
     known = context(placed, requests, costs=Less({}, pages))
     plans = Planner(start_tp=tp)
     plans.setup(known)
-    rollout = generate(VeRL(tp=tp), known, lengths)
+    rollout = generate(VeRL(tp=tp), known, lengths, samples=1)
     preempted = sum(replica.preemptions for replica in rollout.replicas) > 0
     assert preempted == (kv_share < 1.0 and tp < 8)
     predicted_s = plans.round_s(tp, [(PROMPT, int(length)) for length in lengths])

@@ -323,7 +323,7 @@ class Workload:
         """The requests of a launch: the sizes of the first ones again."""
         sizes = [self.requests[(first_id + i) % len(self.requests)] for i in range(len(launch.prompts))]
         return [
-            RefRequest(first_id + i, first_id + i, r.prompt_tokens, r.response_tokens, budget_tokens=self.budget_tokens)
+            RefRequest(first_id + i, r.position, r.prompt_tokens, r.response_tokens, budget_tokens=self.budget_tokens)
             for i, r in enumerate(sizes)
         ]
 
@@ -447,10 +447,13 @@ def workloads(
     ties: bool = False,
     max_requests: int = 40,
     streamed: bool = False,
+    prefixes: bool = False,
 ) -> Workload:
     """A whole rollout. Capacities are tight, so that preemption is frequent, but fit the longest request alone.
 
     `streamed`: somebody listens to chunks, and some requests are resumed from an earlier step.
+
+    `prefixes`: requests of one position have one prompt, and share what is computed of it.
 
     `kinds` and `mixtures` say which controls (`everything`: any mixture whatever). With `ties` all requests have equal
     prompts and lengths (but for a few lengths in between), and all times but those of prefills and switches are exact.
@@ -464,11 +467,13 @@ def workloads(
     samples = draw(st.integers(1, 4))
     resumed = draw(st.sampled_from([False, False, False, True]))
     budget_tokens = draw(st.sampled_from([0, 0, 0, 1, 16, 100]))
-    requests = []
+    requests: list[RefRequest] = []
     for i in range(n):
         length = draw(lengths)
         done = draw(st.integers(0, length - 1)) if resumed else 0
-        requests.append(RefRequest(i, i // samples, draw(prompts), length, done, budget_tokens))
+        same = prefixes and i % samples > 0
+        prompt_tokens = requests[-1].prompt_tokens if same else draw(prompts)
+        requests.append(RefRequest(i, i // samples, prompt_tokens, length, done, budget_tokens))
 
     node_gpus = draw(st.sampled_from(MESHES))
     gpus = math.gcd(*node_gpus)
@@ -479,6 +484,7 @@ def workloads(
         max_num_batched_tokens=draw(st.sampled_from([1, 7, 32, 100, 512, 8192])),
         chunked_prefill=draw(st.booleans()),
         watermark_pages=draw(st.sampled_from([0, 0, 1, 3])),
+        prefix_hits=draw(st.sampled_from(["scheduled", "prefilled"])) if prefixes else "off",
     )
 
     def pages(tokens: int) -> int:

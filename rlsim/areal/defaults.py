@@ -33,21 +33,26 @@ DEFAULTS: dict[str, Any] = {
     "enable_offload": False,
     "sglang.mem_fraction_static": 0.9,
     "sglang.disable_cuda_graph": False,
+    "sglang.disable_radix_cache": True,
     "vllm.gpu_memory_utilization": 0.9,
     "vllm.max_num_seqs": 256,
     "vllm.enforce_eager": False,
     "vllm.no_enable_chunked_prefill": False,
+    "vllm.no_enable_prefix_caching": True,
 }  # fmt: skip
-#: Of each engine: its share of GPU memory, its limit of sequences and of tokens, and what switches graphs off.
+#: Of each engine: its share of GPU memory, its limit of sequences and of tokens, and what switches graphs and
+#: prefix caching off.
 ENGINE_KEYS: dict[str, dict[str, str]] = {
     "vllm": {
         "memory": "vllm.gpu_memory_utilization", "max_num_seqs": "vllm.max_num_seqs", "eager": "vllm.enforce_eager",
         "page_tokens": "vllm.block_size",
+        "no_prefix_caching": "vllm.no_enable_prefix_caching",
     },
     "sglang": {
         "memory": "sglang.mem_fraction_static", "max_num_seqs": "sglang.max_running_requests",
         "max_num_batched_tokens": "sglang.chunked_prefill_size", "eager": "sglang.disable_cuda_graph",
         "chunked": "sglang.enable_mixed_chunk", "page_tokens": "sglang.page_size",
+        "no_prefix_caching": "sglang.disable_radix_cache",
     },
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from rlsim.experiment.workflows import workflow_of
 from rlsim.hardware import AnyCluster, Cluster, load_any_cluster, node_types
 from rlsim.models import Model, load_model
 from rlsim.reading import is_file
+from rlsim.sim.request import EngineConfig
 from rlsim.trace import StepSampler, Trace, TraceMeta, make_trace, mix, read_trace
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
@@ -132,6 +133,11 @@ class LoadedExperiment:
         """What these GPUs cost; raises `ConfigError`, about `what` they are for, if they are of several kinds."""
         cluster = self.cluster.around(gpus, what)
         return Kind(cluster, self.calibrations[cluster.gpu.name])
+
+    @cached_property
+    def engine(self) -> EngineConfig:
+        """The rollout engine's settings, what is not given as the calibration's engine has it."""
+        return self.experiment.engine.under(next(iter(self.calibrations.values())).engine)
 
     @cached_property
     def scoring(self) -> TraceScoring:

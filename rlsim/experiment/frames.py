@@ -210,6 +210,7 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "longest_tokens": responses.generated_tokens[kept].max(initial=0),
         "initial_tp": summary.initial_tp,
         "preemptions": summary.preemptions,
+        "prefix_hit_tokens": summary.prefix_hit_tokens,
         "released_gpu_s": summary.released_gpu_s,
         "kv_peak_tokens": summary.peak_kv_tokens,
     }

@@ -80,7 +80,7 @@ class PlanSpace:
         self.workflow, self.gpu, self._calls = placed.workflow, self._cluster.gpu, placed.calls_on(placed.gpus)
         self.calls = [call for call in placed.workflow.calls if call.kind not in ("sync", "reward")]
         batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
-        self._prompts, self._responses = batch.prompt_tokens, batch.response_tokens
+        self._positions, self._prompts, self._responses = batch.position, batch.prompt_tokens, batch.response_tokens
         self._lengths = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
         self._ahead = max((lag - 1 for *_, lag in self._moves()), default=0)
         self._borders = borders(self._cluster.gpus) if self._ahead else ()
@@ -329,16 +329,20 @@ class PlanSpace:
         working = rollout_weight_bytes(model, tp, pp) + rollout_activation_bytes(model, tp, batched, sequences)
         replicas = self._dealt(strategy)
         shape = kv_shape(model, tp)
-        units = max(sum(shape.units(p + r, engine.page_tokens) for p, r in lengths) for lengths in replicas)
+        units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in dealt) for dealt in replicas)
         pages = math.ceil(units / shape.page_units)
         kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, tp, engine.page_tokens, pp)
         needed = working + RESERVED_BYTES + kv_bytes
         return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, loaded.experiment.memory_utilization)
 
-    def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int], ...]]:
-        """Prompt and response tokens of the replicas' sequences, of replicas with the same ones once."""
-        lengths = list(zip(self._prompts.tolist(), self._responses.tolist(), strict=True))
-        return {tuple(share) for share in evenly(lengths, strategy.dp, self._loaded.experiment.routing)}
+    def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int, int], ...]]:
+        """The replicas' sequences, of replicas with the same ones once: prompt, counted from a replica's first, and the
+        tokens of prompt and response."""
+        columns = (self._positions, self._prompts, self._responses)
+        shares = evenly(
+            list(zip(*(c.tolist() for c in columns), strict=True)), strategy.dp, self._loaded.experiment.routing
+        )
+        return {tuple((at - share[0][0], *tokens) for at, *tokens in share) for share in shares if share}
 
     def _generated(self, strategy: TrainStrategy, memory_share: float | None = None) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
@@ -346,19 +350,19 @@ class PlanSpace:
         replica = strategy.tp * strategy.pp
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.
-            time_s = max(self._rollout_s(lengths, costs, replica) for lengths in self._dealt(strategy))
+            time_s = max(self._rollout_s(dealt, costs, replica) for dealt in self._dealt(strategy))
             taken = self._loaded.experiment.memory_utilization if memory_share is None else memory_share
             yield Candidate(strategy, time_s, 0.0, taken * self.gpu.memory_bytes - RESERVED_BYTES, memory_share)
 
-    def _rollout_s(self, lengths: Sequence[tuple[int, int]], costs: RolloutCostModel, replica: int) -> float:
+    def _rollout_s(self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, replica: int) -> float:
         experiment = self._loaded.experiment
         rollout = run_rollout(
             GenerationStage(
-                requests=[Request(i, i, prompt, response) for i, (prompt, response) in enumerate(lengths)],
+                requests=[Request(i, *sequence) for i, sequence in enumerate(dealt)],
                 mesh=[tuple(range(replica))],
                 tp=replica,
                 costs=costs,
-                config=experiment.engine,
+                config=self._loaded.engine,
                 cap_tokens=experiment.trace.cap,
             )
         )

@@ -136,7 +136,7 @@ class Simulator:
             costs=placed.rollout_costs,
             times=ExperimentTimes(placed),
             scoring=loaded.scoring,
-            config=experiment.engine,
+            config=loaded.engine,
             cap_tokens=experiment.trace.cap,
             steps=spec.steps,
             batching=system.batching,

@@ -218,6 +218,8 @@ def add_engine(
         entries["chunked_prefill"] = Entry(config.flag(keys["chunked"]), config.where(keys["chunked"]))
     if config.flag(keys["eager"]):
         entries["graphs"] = Entry(False, config.where(keys["eager"]))
+    if "no_prefix_caching" in keys and config.flag(keys["no_prefix_caching"]):
+        entries["enable_prefix_caching"] = Entry(False, config.where(keys["no_prefix_caching"]))
 
 
 def add_precision(config: Settings, draft: Draft, key: str, known: Mapping[Any, Precision], *kv_keys: str) -> list[str]:

@@ -51,7 +51,8 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 _VLLM, _SGLANG, _TRTLLM = GENERATION + "vllm_", GENERATION + "sglang_cfg.", GENERATION + "trtllm_cfg."
-#: Of each engine: its TP, its share of GPU memory, its limit of sequences and of tokens, and what switches graphs off.
+#: Of each engine: its TP, its share of GPU memory, its limit of sequences and of tokens, and what switches graphs and
+#: prefix caching off.
 ENGINE_KEYS: dict[str, dict[str, str]] = {
     "vllm": {
         "tp": _VLLM + "cfg.tensor_parallel_size", "memory": _VLLM + "cfg.gpu_memory_utilization",
@@ -65,6 +66,7 @@ ENGINE_KEYS: dict[str, dict[str, str]] = {
         "max_num_seqs": _SGLANG + "max_running_requests", "max_num_batched_tokens": _SGLANG + "chunked_prefill_size",
         "eager": _SGLANG + "disable_cuda_graph", "chunked": _SGLANG + "enable_mixed_chunk",
         "page_tokens": _SGLANG + "page_size", "ep": _SGLANG + "ep_size",
+        "no_prefix_caching": _SGLANG + "disable_radix_cache",
     },
     "trtllm": {
         "tp": _TRTLLM + "tensor_parallel_size", "memory": _TRTLLM + "gpu_memory_utilization",

@@ -15,6 +15,7 @@ from operator import attrgetter
 
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.step import PLAIN_KV, KvShape
+from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import Request
 from rlsim.sim.windows import WindowTokens
 
@@ -22,7 +23,7 @@ _EVER = 2**62  # more steps than any response has
 
 
 class RunningBatch:
-    """Running requests of a replica with `capacity_pages` pages of `page_tokens` tokens.
+    """Running requests of a replica with `capacity_pages` pages of `page_tokens` tokens, some of them shared (`cache`).
 
     `skew` is the share of the padding to the longest context that a step pays for (`StepCost.skew`). With
     `chunk_tokens` above 0 it knows when a response reaches a multiple of so many tokens. `kv` is what a sequence keeps
@@ -33,7 +34,6 @@ class RunningBatch:
     __slots__ = (
         "_ages",
         "_capacity_pages",
-        "_capacity_tokens",
         "_chunk_tokens",
         "_chunks",
         "_final_tokens",
@@ -42,10 +42,12 @@ class RunningBatch:
         "_longest",
         "_padding",
         "_page_tokens",
+        "_plain",
         "_round",
         "_skew",
         "_turns",
         "_windows",
+        "cache",
         "pages",
         "size",
         "step",
@@ -54,12 +56,18 @@ class RunningBatch:
     )
 
     def __init__(
-        self, page_tokens: int, capacity_pages: int, skew: float, chunk_tokens: int = 0, kv: KvShape = PLAIN_KV
+        self,
+        page_tokens: int,
+        capacity_pages: int,
+        skew: float,
+        chunk_tokens: int = 0,
+        kv: KvShape = PLAIN_KV,
+        cache: PrefixCache | None = None,
     ) -> None:
         self.step = 0  # counter of decode steps
         self.size = 0  # requests
         self.tokens = 0  # sum of their contexts
-        self.pages = 0  # KV pages that those fill, each request's last one counted whole
+        self.pages = 0  # KV pages that those fill, each request's last one counted whole, shared ones for each
         self._final_tokens = 0  # the same once each is complete, or its budget used up
         self._skew = skew
         self._page_tokens = page_tokens
@@ -68,8 +76,8 @@ class RunningBatch:
         self.windowed = kv.window_tokens is not None
         self._windows = WindowTokens(kv.window_tokens) if kv.window_tokens is not None else None
         self._capacity_pages = capacity_pages * kv.page_units
-        # Below this many tokens the pages suffice for certain; nothing is certain where they are not proportional.
-        self._capacity_tokens = capacity_pages * page_tokens if kv == PLAIN_KV else 0
+        self._plain = kv == PLAIN_KV
+        self.cache = cache
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
@@ -77,6 +85,16 @@ class RunningBatch:
         self._ages: Counter[int] = Counter()  # how many requests have generated how many tokens more than `step`
         self._turns = [0] * page_tokens  # the pages that begin with the step after each i-th of so many
         self._round = 0  # all of them
+
+    @property
+    def _room_tokens(self) -> int:
+        """Below so many the pages suffice for certain; nothing is certain where they are not proportional."""
+        return self.room_pages * self._page_tokens if self._plain else 0
+
+    @property
+    def room_pages(self) -> int:
+        """Pages that requests of the replica may fill, where shared ones are counted for each."""
+        return self._capacity_pages + self.cache.shared_pages if self.cache else self._capacity_pages
 
     def requests(self) -> list[Request]:
         """The requests in admission order."""
@@ -90,7 +108,7 @@ class RunningBatch:
         """Take in requests whose context is in the KV cache."""
         step, page, turns, finishing = self.step, self._page_tokens, self._turns, self._finishing
         longest, ages, windows = self._longest if self._skew else None, self._ages, self._windows
-        each, plain = self._kv.late_units, self._capacity_tokens
+        each, plain = self._kv.late_units, self._plain
         tokens = final = pages = begun = 0
         for request in requests:
             order, generated = request.order, request.generated
@@ -137,9 +155,11 @@ class RunningBatch:
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
         step, page, turns, ages, windows = self.step, self._page_tokens, self._turns, self._ages, self._windows
-        each, plain, begun = self._kv.late_units, self._capacity_tokens, 0
+        each, plain, begun, cache = self._kv.late_units, self._plain, 0, self.cache
         for request in requests:
             offset = request.offset
+            if cache:
+                cache.release(request, offset + step - 1)  # the last token's KV comes with the next step
             if windows is not None:
                 each = self._kv.page_units if windows.leave(request, step) else self._kv.late_units
             turns[-offset % page] -= each
@@ -171,7 +191,7 @@ class RunningBatch:
 
     def fits_to_the_end(self) -> bool:
         """Whether all requests fit until they leave, wherever in their last pages they stand."""
-        return self._final_tokens + self.size * self._padding <= self._capacity_tokens
+        return self._final_tokens + self.size * self._padding <= self._room_tokens
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
         """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
@@ -183,12 +203,16 @@ class RunningBatch:
         left = [entry for entry in sorted(self._finishing) if entry[2].order == entry[1]]
         furthest = list(accumulate((request.offset for *_, request in reversed(left)), max))  # of the last 1, 2, …
         step, size, tokens, skew, peak = self.step, self.size, self.tokens, self._skew, 0
+        cache, page = self.cache, self._page_tokens
+        shared = cache if cache and cache.shared_pages else None
         for finish, _, request in left:
             if finish > step:
                 padded = tokens + skew * (size * (step + furthest[size - 1]) - tokens) if skew else tokens
                 now += decode(size).steps_s(padded, finish - step)
                 tokens += (finish - step) * size
-                peak, step = max(peak, tokens), finish
+                peak, step = max(peak, tokens - shared.shared_pages * page if shared else tokens), finish
+            if shared:
+                shared.release(request, 0)
             request.finished_at = now
             request.generated = request.response_tokens
             request.order = 0
@@ -198,6 +222,8 @@ class RunningBatch:
         self._ages.clear()
         self._turns = [0] * self._page_tokens
         self.clear()
+        if cache:
+            cache.flush()
         return now, [request for *_, request in left], peak
 
     def _steps_to_chunk(self, most: int) -> int:
@@ -237,7 +263,7 @@ class RunningBatch:
 
     def pages_of(self, context_tokens: int) -> int:
         """What a request of so many tokens takes, in the units of `pages`."""
-        if self._capacity_tokens:
+        if self._plain:
             return -(-context_tokens // self._page_tokens)
         return self._kv.units(context_tokens, self._page_tokens)
 
@@ -255,7 +281,7 @@ class RunningBatch:
         """The most steps from now after which the pages suffice; they do now."""
         if not self._round:
             return _EVER
-        rounds, left = divmod(self._capacity_pages - self.pages, self._round)
+        rounds, left = divmod(self.room_pages - self.pages, self._round)
         first = self.step % self._page_tokens
         begun = list(accumulate(self._turns[first:] + self._turns[:first]))
         return rounds * self._page_tokens + bisect_right(begun, left)
@@ -270,9 +296,7 @@ class RunningBatch:
         steps = finish - self.step
         if self._chunks:
             steps = min(steps, self._steps_to_chunk(steps))
-        if self._windows is not None:
-            steps = self._windows.steps_ahead(self.step, steps)
-        if self.tokens + self.size * (steps - 1 + self._padding) <= self._capacity_tokens:
+        if self.tokens + self.size * (steps - 1 + self._padding) <= self._room_tokens:
             return steps
         return min(steps, self._steps_that_fit() + 1)
 

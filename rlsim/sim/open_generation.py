@@ -99,7 +99,7 @@ class OpenGeneration(RolloutControl):
         self._drained: simpy.Event | None = None
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
-        self._noted = [0, 0, 0, 0]  # of the last window: responses launched, prompts dropped, preemptions, switches
+        self._noted = [0] * 5  # of the last window: responses launched, prompts dropped, preemptions, hits, switches
         self._rollout = self._begin(call, what.plan.of(call.name))
         for launch in self._launches():
             self._rollout.launch(launch)
@@ -364,18 +364,23 @@ class OpenGeneration(RolloutControl):
         discarded, self._discarded = self._discarded, []
         for group in discarded:
             state.requests += group.requests
-        so_far = [self._ids, self._dropped, sum(r.preemptions for r in rollout.replicas), len(switches)]
-        launched, dropped, preemptions, _ = (now - before for now, before in zip(so_far, self._noted, strict=True))
+        preemptions, hits = (sum(map(attrgetter(of), rollout.replicas)) for of in ("preemptions", "hit_tokens"))
+        so_far = [self._ids, self._dropped, preemptions, hits, len(switches)]
+        launched, dropped, preemptions, hits, _ = (
+            now - before for now, before in zip(so_far, self._noted, strict=True)
+        )
         self._note_switches(step)
         self._noted = so_far
         peak = max(replica.peak_tokens for replica in rollout.replicas)
         settled = Settled("", launched, dropped, 0)
         lent_gpu_s, self._lent_gpu_s = self._lent_gpu_s, 0.0
-        summary = RolloutSummary(step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), lent_gpu_s)
+        summary = RolloutSummary(
+            step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), lent_gpu_s, hits
+        )
         self._outcome.rollouts.append(summary)
 
     def _note_switches(self, step: int) -> None:
-        for at, node, from_tp, to_tp, time in self._rollout.switches[self._noted[3] :]:
+        for at, node, from_tp, to_tp, time in self._rollout.switches[self._noted[-1] :]:
             self._outcome.switches.append(
                 SwitchRecord(step, at, node, from_tp, to_tp, time.weights_s, time.kv_s, time.graph_s, time.control_s)
             )

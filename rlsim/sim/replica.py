@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import simpy
 
 from rlsim.cost.curve import REACHED, DecodeCurve
-from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.step import PLAIN_KV, Chunk, StepCost
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import at
+from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
 from rlsim.sim.scheduler import Scheduler
@@ -111,7 +112,8 @@ class Replica:
         self._chunked = config.chunked_prefill
         self._stays = recorder.stays_at(index, gpus)
         chunk_tokens = chunks.tokens if chunks else 0
-        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv)
+        cache = PrefixCache(config.page_tokens) if config.enable_prefix_caching and cost.kv == PLAIN_KV else None
+        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv, cache)
         self._scheduler = Scheduler(self._batch, config, capacity_pages, numbers, self._stays, index, self.tp)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
@@ -220,6 +222,11 @@ class Replica:
     def preemptions(self) -> int:
         """How often a request has been preempted here."""
         return self._scheduler.preemptions
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens of contexts whose KV prefills found in the prefix cache."""
+        return self._scheduler.hit_tokens
 
     def progress(self) -> int:
         """Value of the step counter by now: what running requests have generated, in whole iterations."""
@@ -334,6 +341,8 @@ class Replica:
         for request in admitted:
             request.arrived_at = self.env.now
         self._scheduler.waiting.extendleft(reversed(admitted))
+        if self._batch.cache:
+            self._batch.cache.flush()
 
     def _only_just(self, start: float) -> bool:
         """Whether an iteration that began at `start` began at this very moment."""
@@ -377,7 +386,8 @@ class Replica:
         now, batch = self.env.now, self._batch
         self._extend_span(kind, start)
         if batch.tokens > self.peak_tokens:
-            self.peak_tokens = batch.tokens
+            self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
+        self._scheduler.trim()
         left = batch.complete()
         finished = [request for request in left if request.finished]
         if finished:

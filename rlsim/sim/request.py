@@ -13,6 +13,8 @@ from rlsim.units import Seconds, Tokens
 
 NAN = float("nan")
 
+#: Since when pages that a prefill fills may be shared: the iteration that computes them, or the end of that prefill.
+PrefixHits = Literal["scheduled", "prefilled"]
 #: What becomes of the KV cache of running responses when new weights come between two of their tokens.
 UpdatedKv = Literal["keep", "recompute"]
 
@@ -26,6 +28,17 @@ class EngineConfig(Schema):
     )
     max_num_batched_tokens: Tokens = Field(default=8192, ge=1, description="token budget of one prefill iteration")
     chunked_prefill: bool = Field(default=False, description="prefill in chunks that share iterations with decodes")
+    enable_prefix_caching: bool = Field(
+        default=True,
+        description="whether responses to one prompt on one replica share its KV pages and its prefill, and pages that "
+        "nobody holds any more stay until others need the room; vLLM (V1), SGLang and TensorRT-LLM: on",
+    )
+    prefix_hits: PrefixHits | None = Field(
+        default=None,
+        description="from when on a response shares what another one prefills: scheduled: with the iteration that "
+        "computes it (vLLM), prefilled: once that prefill is over (SGLang, which frees the copies then); default: as "
+        "the calibration's engine does",
+    )
     first_layout_kept: bool = Field(
         default=True,
         description="whether decode graphs of a step's first layout survive a switch; if not, the next step begins by "
@@ -71,6 +84,11 @@ class EngineConfig(Schema):
     )
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
 
+    def under(self, engine: str) -> EngineConfig:
+        """The same where `engine` is the one that a calibration names: what is not given is as this engine has it."""
+        hits: PrefixHits = "prefilled" if engine == "sglang" else "scheduled"
+        return self.model_copy(update={"prefix_hits": self.prefix_hits or hits})
+
     def watermark_pages(self, capacity_pages: int) -> int:
         """Pages kept free when admitting, of a replica with this many."""
         return int(self.watermark * capacity_pages)
@@ -96,6 +114,7 @@ class Request:
         "first_token_at",
         "generated",
         "has_kv",
+        "hit_tokens",
         "id",
         "limit_tokens",
         "offset",
@@ -114,6 +133,7 @@ class Request:
         "runs",
         "score_started_at",
         "scored_at",
+        "shared_pages",
         "start_tokens",
         "started_at",
         "timed_out",
@@ -141,6 +161,8 @@ class Request:
         self.offset = 0  # while running: context = offset + the replica's step counter
         self.prefill_left = 0  # while prefilling: tokens still to process
         self.has_kv = False  # while waiting: its KV has just arrived with it
+        self.hit_tokens = 0  # of its context, that the prefix cache had when it was last admitted without KV
+        self.shared_pages = 0  # while admitted: of its prompt, held together with other responses to it
         self.start_tokens = 0  # context when it was last admitted
         self.replica = -1
         self.tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order

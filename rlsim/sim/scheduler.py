@@ -30,8 +30,8 @@ class Scheduler:
     __slots__ = (
         "_admitted",
         "_batch",
-        "_capacity_pages",
         "_config",
+        "_hits_scheduled",
         "_kv_arrived",
         "_most_admitted",
         "_numbers",
@@ -40,6 +40,7 @@ class Scheduler:
         "_stays",
         "_tps",
         "_watermark_pages",
+        "hit_tokens",
         "preemptions",
         "prefilling",
         "waiting",
@@ -58,10 +59,12 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # in admission order
         self.preemptions = 0
-        self._batch, self._config, self._capacity_pages = batch, config, capacity_pages * batch.page_units
+        self.hit_tokens = 0  # that prefills found in the prefix cache
+        self._batch, self._config = batch, config
         self._numbers, self._stays, self._replica, self._tps = numbers, stays, replica, (tp,)
         self._watermark_pages = config.watermark_pages(capacity_pages) * batch.page_units
         self._prefill_pages = 0
+        self._hits_scheduled = config.prefix_hits != "prefilled"
         self._kv_arrived = False
         self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
         self._most_admitted = FEW  # entries before the stale ones are dropped
@@ -71,6 +74,15 @@ class Scheduler:
         """How many requests wait or are being prefilled."""
         return len(self.waiting) + len(self.prefilling)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of the contexts that are decoded, what they share counted once."""
+        batch = self._batch
+        if not batch.cache:
+            return batch.tokens
+        shared = batch.cache.shared_pages - sum([r.shared_pages for r in self.prefilling])
+        return batch.tokens - shared * self._config.page_tokens
+
     def arrive(self, requests: Sequence[Request]) -> None:
         """Append requests to the waiting queue."""
         self._kv_arrived |= any(r.has_kv for r in requests)
@@ -78,17 +90,35 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[Chunk]:
         """Evict and admit at a boundary: a chunk of each of the first prefilling, none if the batch decodes alone."""
-        if self._batch.pages + self._prefill_pages > self._capacity_pages:
+        batch, cache = self._batch, self._batch.cache
+        if batch.pages + self._prefill_pages > batch.room_pages:
             self._evict(now)
+            self.trim()
+        if cache:
+            cache.boundary += 1
         return self._admit(now) if self.waiting or self.prefilling else []
+
+    def trim(self) -> None:
+        """Let cached pages go whose room is needed."""
+        batch, cache = self._batch, self._batch.cache
+        if cache and cache.idle_pages + batch.pages + self._prefill_pages > batch.room_pages:
+            cache.evict(self._free_pages())
+
+    def _free_pages(self) -> int:
+        """Pages that no request holds."""
+        return self._batch.room_pages - self._batch.pages - self._prefill_pages
 
     def prefilled(self, work: Sequence[Chunk], now: float) -> list[Request]:
         """An iteration with these chunks is over: those whose prompts are complete, each with one token more."""
-        complete = []
+        complete, cache = [], self._batch.cache
         for request, chunk in zip(self.prefilling, work, strict=False):
             request.prefill_left -= chunk.new_tokens
             if request.prefill_left:
                 continue
+            if cache:
+                self.hit_tokens += request.hit_tokens
+                if not self._hits_scheduled:
+                    cache.fill(request)
             request.generated += 1
             request.decoding_at = now
             if isnan(request.first_token_at):
@@ -100,7 +130,7 @@ class Scheduler:
 
     def unadmit(self) -> None:
         """Undo the admission of those whose prefill was cancelled before it began."""
-        fresh = [r for r in self.prefilling if r.prefill_left == r.context]
+        fresh = [r for r in self.prefilling if r.prefill_left == r.context - r.hit_tokens]
         for request in reversed(fresh):
             self._stop_prefill(request)
             if request.started_at == request.admitted_at:
@@ -128,12 +158,14 @@ class Scheduler:
 
     def _stop_prefill(self, request: Request) -> None:
         self.prefilling.remove(request)
+        if self._batch.cache:
+            self._batch.cache.release(request, request.hit_tokens)
         self._prefill_pages -= self._batch.pages_of(request.context)
         request.order = request.prefill_left = 0
 
     def _evict(self, now: float) -> None:
         """Preempt the most recently admitted until the pages suffice."""
-        while self._batch.pages + self._prefill_pages > self._capacity_pages:
+        while self._batch.pages + self._prefill_pages > self._batch.room_pages:
             order, request = self._admitted.pop()
             if request.order != order:
                 continue
@@ -154,21 +186,29 @@ class Scheduler:
         if chunked:
             budget = max(budget - self._batch.size, 1)
         left = budget - sum([r.prefill_left for r in self.prefilling])
-        used = self._batch.pages + self._prefill_pages
-        places = config.max_num_seqs - self._batch.size - len(self.prefilling)
-        pages_of, waiting = self._batch.pages_of, self.waiting
-        room = self._capacity_pages - self._watermark_pages
+        batch, cache = self._batch, self._batch.cache
+        if cache:
+            cache.settle()
+        if cache and self._hits_scheduled and left >= 0:
+            for request in self.prefilling:
+                cache.fill(request)
+        free = self._free_pages()
+        places = config.max_num_seqs - batch.size - len(self.prefilling)
+        page, waiting, watermark = config.page_tokens, self.waiting, self._watermark_pages
+        found = held = 0
         while waiting and places > 0:
             request = waiting[0]
             context = request.prompt_tokens + request.generated
-            pages = pages_of(context)
-            if used + pages > (room if used else self._capacity_pages):
+            pages = batch.pages_of(context)
+            if cache:
+                found, held = cache.find(request)
+            if pages - held > (free - watermark if batch.size or self.prefilling else free):
                 break
-            if not request.has_kv and (left <= 0 if chunked else left < context and left < budget):
+            needed = context - found * page
+            if not request.has_kv and (left <= 0 if chunked else left < needed and left < budget):
                 break
             waiting.popleft()
             places -= 1
-            used += pages
             request.order = order = next(self._numbers)
             self._admitted.append((order, request))
             if len(self._admitted) > self._most_admitted:
@@ -179,22 +219,28 @@ class Scheduler:
             request.replica = self._replica
             if request.tps[-1:] != self._tps:
                 request.tps += self._tps
+            free -= pages - held
+            if cache:
+                cache.hold(request, request.has_kv or (self._hits_scheduled and not (chunked and needed > left)))
+                request.hit_tokens = found * page
+                if cache.idle_pages > free:
+                    cache.evict(free)
             if request.has_kv:
                 request.has_kv = False
                 request.decoding_at = now
-                self._batch.join([request])
-            else:
-                request.prefill_left = context
-                self.prefilling.append(request)
-                self._prefill_pages += pages
-                left -= context
+                batch.join([request])
+                continue
+            request.prefill_left = needed
+            self.prefilling.append(request)
+            self._prefill_pages += pages
+            left -= needed
         if self._kv_arrived:  # KV that found no place on arrival is dropped
             self._kv_arrived = False
             for request in waiting:
                 request.has_kv = False
         if not self.prefilling:
             return []
-        return self._work(budget) if chunked else [Chunk(request.prefill_left, 0) for request in self.prefilling]
+        return self._work(budget) if chunked else [Chunk(r.prefill_left, r.hit_tokens) for r in self.prefilling]
 
     def _work(self, budget: int) -> list[Chunk]:
         """A chunk of each of the first prefilling, so many tokens together."""

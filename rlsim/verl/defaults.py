@@ -45,6 +45,7 @@ _COMMON: dict[str, Any] = {
     ROLLOUT + "max_num_batched_tokens": 8192,
     ROLLOUT + "max_num_seqs": {"0.2": 1024, "0.9": 256},
     ROLLOUT + "enable_chunked_prefill": True,
+    ROLLOUT + "enable_prefix_caching": True,
     ROLLOUT + "enforce_eager": {"0.2": True, "0.6": False},
     ROLLOUT + "free_cache_engine": True,
     ROLLOUT + "multi_turn.enable": False,

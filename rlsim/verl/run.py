@@ -304,6 +304,7 @@ def _engine(given: Mapping[str, Any], find: _Finder, gpu: Gpu) -> EngineConfig:
         "max_num_seqs": find.logged(ROLLOUT + "max_num_seqs"),
         "max_num_batched_tokens": find.logged(ROLLOUT + "max_num_batched_tokens"),
         "chunked_prefill": find.logged(ROLLOUT + "enable_chunked_prefill"),
+        "enable_prefix_caching": find.logged(ROLLOUT + "enable_prefix_caching"),
     }
     if find.logged(ROLLOUT + "name") == "sglang":
         own = own_limits("sglang", gpu)

@@ -26,6 +26,7 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
         "max_num_seqs": "max_num_seqs",
         "max_num_batched_tokens": "max_num_batched_tokens",
         "chunked_prefill": "enable_chunked_prefill",
+        "enable_prefix_caching": "enable_prefix_caching",
     }
     default = EngineConfig()
     own = "" if config.get(ROLLOUT + "name") != "sglang" else "SGLang's own: veRL does not hand it on"

@@ -1,0 +1,140 @@
+"""Prefix caching: by hand, the engine against the token-by-token reference, and what it saves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from reference import RefEngine, RefRequest
+from test_engine import check, relaxed, simulate
+from test_reference import COSTS, PLAIN, capacity
+from workloads import Nothing, StubCosts, Workload, workloads
+
+from rlsim.sim.request import EngineConfig
+
+SCHEDULED = replace(PLAIN, page_tokens=2, prefix_hits="scheduled")
+PREFILLED = replace(SCHEDULED, prefix_hits="prefilled")
+
+
+def finishes(
+    requests: list[tuple[int, int, int]], engine: RefEngine, costs: StubCosts = COSTS
+) -> tuple[dict[int, float], int]:
+    """When requests of (position, prompt tokens, response tokens) are complete on one GPU, and the tokens found."""
+    made = tuple(RefRequest(i, *request) for i, request in enumerate(requests))
+    work = Workload(made, (1,), 1, costs, engine, 100, Nothing(), "contiguous")
+    check(work)
+    rollout, _ = simulate(work)
+    return {r.id: r.finished_at for r in rollout.requests}, sum(replica.hit_tokens for replica in rollout.replicas)
+
+
+# With the costs of test_reference: a prefill of n tokens 1 + n/8 s, a decode of s sequences with T 1 + s/4 + T/64 s.
+# A prompt of 5 tokens has two full pages of two tokens.
+
+
+def test_with_vllm_two_samples_share_the_prefill_of_the_iteration_that_computes_it() -> None:
+    first = 1 + (5 + 1) / 8
+    end = first + 1 + 2 / 4 + 12 / 64
+    assert finishes([(0, 5, 2), (0, 5, 2)], SCHEDULED) == ({0: end, 1: end}, 4)
+
+
+def test_with_sglang_samples_of_one_iteration_compute_it_each_and_later_ones_find_it() -> None:
+    end = 1 + (5 + 5) / 8 + 1 + 2 / 4 + 12 / 64
+    assert finishes([(0, 5, 2), (0, 5, 2)], PREFILLED) == ({0: end, 1: end}, 0)
+    first, second = 1 + 5 / 8, 1 + 1 / 8
+    assert finishes([(0, 5, 1), (0, 5, 1)], replace(PREFILLED, max_num_seqs=1)) == ({0: first, 1: first + second}, 4)
+
+
+def test_another_prompt_or_another_length_shares_nothing() -> None:
+    assert finishes([(0, 5, 1), (1, 5, 1)], SCHEDULED)[1] == 0
+    assert finishes([(0, 5, 1), (0, 6, 1)], SCHEDULED)[1] == 0
+
+
+def test_admission_counts_new_pages_only() -> None:
+    """Three samples need 3 + 1 + 1 pages; without sharing the second would wait."""
+    finished_at, _ = finishes([(0, 5, 1)] * 3, SCHEDULED, capacity(5))
+    assert set(finished_at.values()) == {1 + 7 / 8}
+    finished_at, _ = finishes([(0, 5, 1)] * 3, replace(SCHEDULED, prefix_hits="off"), capacity(5))
+    assert sorted(finished_at.values()) == [1 + 5 / 8, 2 * (1 + 5 / 8), 3 * (1 + 5 / 8)]
+
+
+def test_what_nobody_holds_goes_from_its_end_when_others_need_the_room() -> None:
+    """Of four common pages of one token request 1 leaves one: it needs 7 of 8 with its own first token."""
+    one_by_one = replace(SCHEDULED, page_tokens=1, max_num_seqs=1)
+    first, second, third = 1 + 5 / 8, 1 + 6 / 8, 1 + (5 - 1) / 8
+    finished_at, found = finishes([(0, 5, 1), (1, 6, 1), (0, 5, 1)], one_by_one, capacity(8))
+    assert (finished_at, found) == ({0: first, 1: first + second, 2: first + second + third}, 1)
+
+
+def test_a_preempted_response_finds_what_is_left_of_its_own_pages() -> None:
+    """As in the reference's test of preemption: request 1 leaves with 7 tokens, 6 of them computed, beside 7 pages."""
+    shared = replace(SCHEDULED, page_tokens=1)
+    finished_at, found = finishes([(0, 4, 4), (1, 4, 4)], shared, capacity(12))
+    evicted = (1 + 8 / 8) + (1.5 + 10 / 64) + (1.5 + 12 / 64)
+    first = evicted + 1.25 + 7 / 64
+    left = 12 - 8  # request 0 has 8 tokens when it is complete
+    assert (finished_at, found) == ({0: first, 1: first + 1 + (7 - left) / 8}, left)
+
+
+def test_engines_differ_in_when_pages_are_found() -> None:
+    assert EngineConfig().under("sglang").prefix_hits == "prefilled"
+    assert {EngineConfig().under(engine).prefix_hits for engine in ("vllm", "trtllm", "torch")} == {"scheduled"}
+    assert EngineConfig(prefix_hits="scheduled").under("sglang").prefix_hits == "scheduled"
+
+
+# ------------------------------------------------------------------------------------------------- random rollouts
+
+
+@settings(relaxed, max_examples=100)
+@given(workloads(prefixes=True, max_requests=20))
+def test_the_engine_equals_stepping_token_by_token(work: Workload) -> None:
+    check(work)
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=500)
+@given(workloads(prefixes=True, streamed=True))
+def test_the_engine_equals_stepping_token_by_token_on_many(work: Workload) -> None:
+    check(work)
+
+
+def check_savings(work: Workload) -> None:
+    """Without a control: not slower, no more prefilled, and never more pages than there are."""
+    shared, alone = work.simulate(), replace(work, engine=replace(work.engine, prefix_hits="off")).simulate()
+    assert shared.end_at <= alone.end_at * (1 + 1e-9)
+    assert shared.prefilled_tokens <= alone.prefilled_tokens
+    assert max(shared.peak_pages.values()) <= work.costs.capacity_pages(work.tp)
+
+
+STATIC = workloads(prefixes=True, kinds=("nothing",), mixtures=False, max_requests=24)
+
+
+@settings(relaxed, max_examples=50)
+@given(STATIC)
+def test_a_static_rollout_gets_no_slower(work: Workload) -> None:
+    check_savings(work)
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=500)
+@given(STATIC)
+def test_a_static_rollout_gets_no_slower_on_many(work: Workload) -> None:
+    check_savings(work)
+
+
+@settings(relaxed, max_examples=50)
+@given(STATIC)
+def test_with_room_for_all_each_prompt_is_prefilled_once_on_each_replica(work: Workload) -> None:
+    room = dict.fromkeys(work.costs.pages, 10**6)
+    engine = replace(work.engine, prefix_hits="scheduled", watermark_pages=0)
+    work = replace(work, costs=replace(work.costs, pages=room), engine=engine)
+    rollout, _ = simulate(work)
+    samples: dict[tuple[int, int, int], int] = defaultdict(int)
+    for r in rollout.requests:
+        samples[r.replica, r.position, r.prompt_tokens] += 1
+    page = engine.page_tokens
+    common = sum((n - 1) * ((tokens - 1) // page) * page for (*_, tokens), n in samples.items())
+    assert sum(replica.hit_tokens for replica in rollout.replicas) == common
+    contexts = sum(r.prompt_tokens + r.generated for r in work.requests)
+    assert work.simulate().prefilled_tokens == contexts - common
