@@ -461,6 +461,9 @@ def test_clusters_of_other_sizes() -> None:
     assert "taken from 2x8xh100" in assumed
     assert resized(two, 32)[1] == ""
     assert load_cluster(resized(two, 8)[0]).inter is None
+    trays, nothing = resized(load_cluster("4xgb200"), 72)
+    assert (trays["nodes"], trays["nodes_per_domain"], nothing) == (18, 18, "")
+    assert "taken from 2x4xgb200" in resized(load_cluster("4xgb200"), 144)[1]
 
 
 def rows_of(times: dict[int, list[float]], system: str = "s") -> pd.DataFrame:

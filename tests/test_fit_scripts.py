@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+from calibration.carried import carried_errors  # noqa: E402
 from calibration.catalogue import Catalogue  # noqa: E402
 from calibration.derived import derive  # noqa: E402
 from calibration.gpus import DERIVED  # noqa: E402
@@ -64,6 +65,17 @@ def test_derived_files_are_what_deriving_gives(gpu: str, tmp_path: Path) -> None
         assert (tmp_path / f"{derived.name}.yaml").read_bytes() == (
             ROOT / f"calibration/{derived.name}.yaml"
         ).read_bytes()
+
+
+@tables
+@pytest.mark.ci
+def test_efficiencies_carry_over_to_the_same_chip_and_less_to_the_next() -> None:
+    """What the page says of derived calibrations; nothing of the target is fitted."""
+    source = load_calibration("h100-vllm")
+    near, far = (carried_errors(DATA, source, target) for target in ("h200-sxm", "b200-sxm"))
+    assert all(item.median <= 0.05 for item in near.values())
+    assert all(far[name].median > item.median for name, item in near.items())
+    assert near.keys() == {"gemm", "decode_attention", "prefill_attention"}
 
 
 # Training -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from rlsim.cost.step import Chunk
 from rlsim.errors import CapacityError, RlsimError
 from rlsim.experiment.run import run
 from rlsim.hardware import Cluster, MixedCluster, load_any_cluster, load_cluster
+from rlsim.init.names import find_calibration
 from rlsim.models import load_model
 
 MODEL = load_model("llama-3.1-70b")
@@ -112,6 +113,8 @@ def test_a_gpu_without_a_calibration_says_so(run_spec: dict[str, Any]) -> None:
     for name in ("mi300x-vllm", "mi300x-sglang"):
         with pytest.raises(RlsimError, match="no calibration of mi300x ships: no open table has its kernels"):
             load_calibration(name)
+    with pytest.raises(RlsimError, match="no calibration of mi300x ships"):
+        find_calibration("mi300x", "vllm")
     with pytest.raises(RlsimError, match=r"calibration 'h100-sxm-vllm' is for GPU 'h100-sxm', .*'mi300x'"):
         run(run_spec | {"cluster": "8xmi300x", "calibration": "h100-vllm", "systems": ["verl"]})
 

@@ -42,7 +42,7 @@ def resized(cluster: Cluster, gpus: int) -> tuple[dict[str, Any], str]:
         kinds = [kind for kind, node in node_types().items() if node.gpu.name == cluster.gpu.name and node.inter]
         lender = node_types()[kinds[0] if kinds else LENDER]
         inter = lender.inter
-        assumed = f"{cluster.name} has one node: the link between several is taken from {lender.name}"
+        assumed = f"{cluster.name} has one node: the link between several is taken from 2x{lender.name}"
     for key, link in (("intra", cluster.intra), ("inter", inter if nodes > 1 else None), ("host", cluster.host)):
         if link is not None:
             spelled[key] = link.model_dump()

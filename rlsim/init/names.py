@@ -12,7 +12,7 @@ from typing import get_args
 
 from rlsim import catalogue
 from rlsim.cost.calibration import Engine, calibration_names, load_calibration
-from rlsim.errors import CatalogueError, ConfigError, unknown_name
+from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.build import beside
 from rlsim.hardware import Cluster, load_cluster, load_gpu, node_types
 from rlsim.models import Model, load_model
@@ -156,7 +156,7 @@ def find_calibration(gpu: str, engine: str) -> tuple[str, str]:
     if engine in engines:
         return f"{gpu}-{engine}", ""
     if not engines:
-        raise unknown_name("calibration", f"{gpu}-{engine}", calibration_names())
+        load_calibration(f"{gpu}-{engine}")  # which says why there is none
     other = "vllm" if "vllm" in engines else engines[0]
     return f"{gpu}-{other}", f"no calibration of {gpu} under {engine} is shipped: that of {other} is taken"
 

@@ -85,5 +85,6 @@ def _chart(frame: pd.DataFrame) -> object:
         for _, rows in frame.groupby(["operator", "calibration"], sort=False)
     )
     shown = shown.assign(measured=shown.measured_s * 1e6, simulated=shown.fitted_s * 1e6)
-    shown = shown.assign(GPU=shown.calibration.str.rpartition("-")[0], operator=shown.operator.str.replace("_", " "))
+    gpus = {name: load_calibration(name).gpu for name in shown.calibration.unique()}
+    shown = shown.assign(GPU=shown.calibration.map(gpus), operator=shown.operator.str.replace("_", " "))
     return error_panels(shown, "Kernels at left-out shapes", facet="operator", colour="GPU", unit="µs")

@@ -114,7 +114,7 @@ def verl_experiment(run: Mapping[str, Any], stack: Stack) -> tuple[dict[str, Any
         training["micro_batch_tokens"] = round(stack.sequences * (prompt + response))
     cluster: Any = f"{int(run['n_gpus']) // 8}x8x{stack.gpu}"
     if stack.gpu == "a800":
-        cluster = {**load_cluster(cluster).model_dump(mode="json"), "gpu": "a100-sxm-80gb", "intra": PCIE}
+        cluster = {**load_cluster(cluster).model_dump(mode="json"), "gpu": "a800-sxm-80gb", "intra": PCIE}
     experiment = {
         "name": "verl",
         "cluster": cluster,

@@ -225,7 +225,8 @@ generation further (A100 to H100, H100 to B200) or another family (A100 to L40S)
 B200's chip, L20 of L40S's, A800 of A100's, H800, H20 and GH200 of H100's; the RTX PRO 6000 is a generation after its
 source. Where the SMs are others, the formulas alone are carried, and blocks of a product may have 16 rows: the fits'
 least is 64, hidden by the weights' way from memory on every measured GPU, and would make decoding compute-bound on
-H20, with an eighth of the FLOPs for its bandwidth.
+H20, with an eighth of the FLOPs for its bandwidth. No kernel of H20 is measured here, and the runs on it do not state
+how long their responses were, so nothing tests that.
 
 {table(["from, to", "engine", "operator", "median", "p90", "bias", "rows"], rows)}
 """
