@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlsim.cost.calibration import Calibration, DecodeProfile, calibration_names, load_calibration
+from rlsim.cost.calibration import Calibration, DecodeProfile, Residual, calibration_names, load_calibration
 from rlsim.cost.operators import Operators
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.step import Chunk
@@ -71,13 +71,21 @@ MISSED = {
     ("sglang", "gemm_fp8"): (0.066, 0.19),
     ("vllm", "gemm_fp8"): (0.066, 0.19),
     ("trtllm", "gemm_fp8_block"): (0.06, 0.21),
+    # three constants for prompts of 1 to 32,768 tokens, on top of the products' own error
+    ("vllm", "latent_attention_prompts"): (0.06, 0.15),
 }
+#: Compared with measured rows, none of them fitted: the kernel of as many tokens stands for a window's.
+WINDOWS = ("decode_attention_windows", "prefill_attention_windows")
 #: vLLM's products in fp8_block are SGLang's, and compared with another release of the same kernel.
 BORROWED_BIAS = 0.05
 EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
 #: What is fitted to nothing like it: median, 90th percentile and bias.
 SKEWED = (0.09, 0.25, 0.08)  # experts of unequal popularity
 EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
+
+
+def fitted(calibration: Calibration) -> dict[str, Residual]:
+    return {name: found for name, found in calibration.residuals.items() if name not in WINDOWS}
 
 
 def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
@@ -95,7 +103,7 @@ def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("h100", "h200"))])
 def test_kernels_on_hopper_keep_the_target(name: str) -> None:
     calibration = load_calibration(name)
-    for operator, found in calibration.residuals.items():
+    for operator, found in fitted(calibration).items():
         median, p90, bias = bounds(name, calibration.engine, operator)
         assert (found.median <= median) & (found.p90 <= p90), (operator, found.median, found.p90)
         assert abs(found.bias) < bias, operator
@@ -104,12 +112,21 @@ def test_kernels_on_hopper_keep_the_target(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
 def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
-    for operator, found in load_calibration(name).residuals.items():
+    for operator, found in fitted(load_calibration(name)).items():
         experts = operator.startswith("experts")
         assert found.median < (0.1 if experts else 0.08), operator
         assert abs(found.bias) < (0.07 if experts else 0.04), operator
         if operator == "gemm":
             assert found.p90 < 0.18
+
+
+@pytest.mark.parametrize("name", ["h100-vllm", "h200-vllm"])
+def test_windows_that_no_fit_has_seen(name: str) -> None:
+    """Mostly of 128 tokens and heads of 64, whose kernel is a quarter slower than on so many tokens (docs/costs.md)."""
+    residuals = load_calibration(name).residuals
+    for operator in WINDOWS:
+        assert residuals[operator].median < 0.16, operator
+        assert residuals[operator].p90 < 0.32, operator
 
 
 def test_every_engine_covers_the_data_centre_gpus() -> None:

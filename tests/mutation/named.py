@@ -129,8 +129,8 @@ FAULTS = (
         "page rounding",
         "down on admission",
         _SIM + "scheduler.py",
-        "pages = -(-context // page)",
-        "pages = context // page",
+        "pages = pages_of(context)",
+        "pages = pages_of(max(context - 15, 1))",
     ),
     Fault("prefill budget", "not used up", _SIM + "scheduler.py", "left -= context", "left -= 0"),
     Fault(
@@ -291,7 +291,7 @@ FAULTS = (
         "memory refusal",
         "rollout without room for a response",
         _COST + "memory.py",
-        "if pages * page_tokens < min_tokens:",
+        "if not shape.fits(min_tokens, page_tokens, pages):",
         "if pages < 1:",
     ),
 )
