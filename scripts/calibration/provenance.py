@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rlsim.calibrate.build import COLD, INTER, PAIR
 from rlsim.cost.calibration import Provenance, Source
 
-DATE = "2026-11-21"
+DATE = "2026-11-23"
 SCRIPT = "scripts/fit_calibrations.py"
 
 SKEW = "skew of unequal contexts is derived by list scheduling of the kernel's split, not measured"
