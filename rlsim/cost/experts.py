@@ -60,7 +60,7 @@ def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, expone
     if exponent == 0.0:
         chosen = np.full((1, experts // ep), per_token / experts)
     else:
-        chosen = _busiest(_popularity(experts, per_token, exponent), ep)
+        chosen = _busiest(experts, per_token, exponent, ep)
     some = 1.0 - (1.0 - chosen) ** tokens
     rows = chosen * tokens
     each = rows / some
@@ -77,7 +77,6 @@ def expert_load(tokens: float, experts: int, per_token: int, ep: int = 1, expone
     )
 
 
-@lru_cache(maxsize=64)
 def _popularity(experts: int, per_token: int, exponent: float) -> Array:
     """The chance of each expert to be among a token's choices; they add up to `per_token`."""
     quantiles = (np.arange(experts) + 0.5) / experts
@@ -98,8 +97,10 @@ def _popularity(experts: int, per_token: int, exponent: float) -> Array:
     return chance
 
 
-def _busiest(chance: Array, ep: int) -> Array:
-    """The experts of the busiest GPU, one row for each of a few dealings of the experts to `ep` GPUs."""
+@lru_cache(maxsize=64)
+def _busiest(experts: int, per_token: int, exponent: float, ep: int) -> Array:
+    """Chances of the experts of the busiest GPU, one row for each of a few dealings of the experts to `ep` GPUs."""
+    chance = _popularity(experts, per_token, exponent)
     if ep == 1:
         return chance[None, :]
     rng = np.random.default_rng(0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
-from rlsim.cost.replica import ReplicaLayout
+from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, judge_bytes
@@ -15,6 +15,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.hardware import Gpu
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming
+from rlsim.sim.request import EngineConfig
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Call, Placement, Plan, Workflow
 
@@ -40,8 +41,20 @@ def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) 
     return Plan(placements)
 
 
+def replica_layout(engine: EngineConfig) -> ReplicaLayout:
+    """How the GPUs of a rollout replica share the model beyond TP."""
+    return ReplicaLayout(ep=engine.ep, attention_dp=engine.data_parallel_attention, imbalance=engine.expert_imbalance)
+
+
 def engine_memory(
-    loaded: LoadedExperiment, gpu: Gpu, model: Model, tp: int, *, resident_bytes: float, min_tokens: int = 1
+    loaded: LoadedExperiment,
+    gpu: Gpu,
+    model: Model,
+    tp: int,
+    *,
+    resident_bytes: float,
+    min_tokens: int = 1,
+    layout: ReplicaLayout = PLAIN,
 ) -> RolloutMemory:
     """Memory of an engine of the experiment, with a rollout's or a scoring model; the rest as in `rollout_memory`."""
     engine = loaded.experiment.engine
@@ -55,6 +68,7 @@ def engine_memory(
         max_sequences=engine.max_num_seqs,
         resident_bytes=resident_bytes,
         min_tokens=min_tokens,
+        layout=layout,
     )
 
 
@@ -81,9 +95,7 @@ def rollout_costs(
         graphs=engine.graphs and graphs,
         gpus=gpus,
         pp=pp,
-        layout=ReplicaLayout(
-            ep=engine.ep, attention_dp=engine.data_parallel_attention, imbalance=engine.expert_imbalance
-        ),
+        layout=replica_layout(engine),
         resident_bytes=resident_bytes,
     )
 
