@@ -1,6 +1,6 @@
-"""Writes the picture and the tables of docs/asynchrony.md from a run of `experiments/asynchrony.yaml`.
+"""Writes the picture and the tables of docs/asynchrony.md from `experiments/asynchrony.yaml` and `elastic_split.yaml`.
 
-python scripts/draw_asynchrony.py [RESULTS]    # runs the experiment (a minute), or reads results of it
+python scripts/draw_asynchrony.py [RESULTS ELASTIC]    # runs both (two minutes), or reads results of them
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ CASE = "long tail"
 
 def main() -> None:
     """Run or read, draw, and put the tables into the page."""
-    results = sys.argv[1:]
-    found = rlsim.read_result(results[0]) if results else rlsim.run(ROOT / "experiments" / "asynchrony.yaml")
+    results, names = sys.argv[1:], ("asynchrony", "elastic_split")
+    if results:
+        found, elastic = (rlsim.read_result(path) for path in results)
+    else:
+        found, elastic = (rlsim.run(ROOT / "experiments" / f"{name}.yaml") for name in names)
     save_chart(frontier_chart(frontier(found, CASE)), PICTURE)
-    PAGE.write_text(page_with(found.summary()), encoding="utf-8")
+    PAGE.write_text(page_with(found.summary(), elastic.summary()), encoding="utf-8")
 
 
-def page_with(summary: pd.DataFrame) -> str:
-    """The page with the tables of this summary."""
+def page_with(summary: pd.DataFrame, elastic: pd.DataFrame) -> str:
+    """The page with the tables of these summaries."""
     page = PAGE.read_text(encoding="utf-8")
-    for name, table in ((CASE, details(summary)), ("speedups", speedups(summary))):
+    tables = {CASE: details(summary), "speedups": speedups(summary), "elastic split": splits(elastic)}
+    for name, table in tables.items():
         between = re.compile(rf"(<!-- measured: {name} -->\n).*?(<!-- end measured -->)", re.DOTALL)
         page, count = between.subn(rf"\1\n{table}\n\2", page)
         assert count == 1, name
@@ -67,6 +71,14 @@ def speedups(summary: pd.DataFrame) -> str:
     wide = summary.pivot_table(index="system", columns="case", values="speedup", sort=False)[cases]
     rows = [(f"`{system}`", *(number(value, 2) for value in row)) for system, row in wide.iterrows()]
     return markdown(("system", *cases), rows)
+
+
+def splits(summary: pd.DataFrame) -> str:
+    """Throughput by how training gets its responses, and by the GPUs that generate."""
+    names = summary["system"].str.extract(r"(?P<design>.+)-gpus(?P<gpus>\d+)")
+    wide = summary.assign(**names).pivot_table(index="design", columns="gpus", values="responses_per_s", sort=False)
+    rows = [(f"`{design}`", *map(rate, row)) for design, row in wide.iterrows()]
+    return markdown(("responses/s", *(f"{gpus} + {32 - int(gpus)}" for gpus in wide.columns)), rows)
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -205,5 +205,6 @@ def test_results_page_names_every_key_of_the_manifest_and_column_of_the_summary(
 @pytest.mark.slow
 def test_what_asynchrony_pays_is_what_a_run_says() -> None:
     draw = script("draw_asynchrony")
-    summary = rlsim.run(ROOT / "experiments" / "asynchrony.yaml").summary()
-    assert draw.page_with(summary) == draw.PAGE.read_text(encoding="utf-8")
+    names = ("asynchrony", "elastic_split")
+    summaries = [rlsim.run(ROOT / "experiments" / f"{name}.yaml").summary() for name in names]
+    assert draw.page_with(*summaries) == draw.PAGE.read_text(encoding="utf-8")

@@ -203,7 +203,7 @@ LARGE = {"model": "qwen2.5-7b", "training": {"backend": "fsdp", "micro_batch_tok
         ([FOUR, RULE, "elastic_split"], {"training": {"mini_batches": 2}}, "one update a step"),
         ([FOUR, RULE, WINDOWS, "elastic_split"], {"training": {"mini_batches": 4}}, "mini_batches to 2"),
         ([{"split": {"rollout_gpus": 2}}, RULE, "elastic_split"], {"training": {"pp": 3}}, "more than generation has"),
-        ([FOUR, RULE, "elastic_split"], LARGE, "does not fit on a GPU that generation lends"),
+        ([FOUR, RULE, "elastic_split"], LARGE, "do not fit on a GPU that generation lends"),
     ],
 )
 def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes: dict[str, Any], told: str) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import simpy
 
-from rlsim.sim.elastic import ElasticCall, Pieces
+from rlsim.sim.elastic import ElasticCall, Guests, Pieces
 from rlsim.sim.flow import Inbox
 from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import Recorder
@@ -75,6 +75,27 @@ def test_syncs_wait_their_turn_where_no_generation_waits() -> None:
     assert (train.triggered, sync.triggered) == (True, False)
 
 
+def test_a_guest_goes_after_all_who_want_its_gpus_however_late_they_ask() -> None:
+    pool = GpuPool(simpy.Environment())
+    pool.acquire({0, 1}, "generate")
+    guest, later = pool.acquire({0, 1}, "train", guest=True), pool.acquire({1}, "train")
+    pool.release({0, 1})
+    assert (guest.triggered, later.triggered) == (False, True)
+    pool.release({1})
+    assert guest.triggered
+
+
+def test_a_guest_that_waits_no_more_gets_nothing_and_makes_room() -> None:
+    pool = GpuPool(simpy.Environment())
+    pool.acquire({0}, "generate")
+    both, one = (pool.acquire(gpus, "train", guest=True) for gpus in ({0, 1}, {1}))
+    assert not one.triggered
+    pool.withdraw(both)
+    assert one.triggered
+    pool.release({0})
+    assert pool.acquire({0}, "train").triggered
+
+
 # Samples as they come -------------------------------------------------------------------------------------------------
 
 
@@ -86,14 +107,18 @@ def elastic(
     tokens: int = 10,
     load_s: float = 0.0,
     slowdown: float = 1.0,
+    guests: Guests | None = None,
+    held_until: float = 0.0,
 ) -> tuple[ElasticCall, list[tuple[int, float, float]]]:
     """A call on samples of so many tokens, which come at these moments; a part takes a second a token.
 
-    Returns it when it is over, and which GPU worked from when to when.
+    GPU 9, on which there may be a guest, is somebody else's until `held_until`. Returns the call when it is over, and
+    which GPU worked from when to when.
     """
     env = simpy.Environment()
     pool, inbox, recorder = GpuPool(env), Inbox(env), Recorder()
-    pieces = Pieces(lambda lengths: [("compute", float(sum(lengths)))], tokens, load_s, ())
+    pieces = Pieces(lambda lengths: [("compute", float(sum(lengths)))], tokens, load_s, (), guests)
+    pool.acquire({9}, "generate")
     call = ElasticCall(
         env, pool, [(i,) for i in range(replicas)], pieces, inbox, recorder, Call("train", "train", "actor"),
         lambda _: slowdown,
@@ -106,7 +131,12 @@ def elastic(
         yield env.timeout(closes_at - env.now)
         inbox.close()
 
+    def lend() -> object:
+        yield env.timeout(held_until)
+        pool.release({9})
+
     env.process(feed())  # type: ignore[arg-type]
+    env.process(lend())  # type: ignore[arg-type]
     env.run(call.done)
     return call, sorted((span.gpus[0], span.start_at, span.end_at) for span in recorder.spans)
 
@@ -136,3 +166,30 @@ def test_states_are_loaded_once_a_replica_and_work_beside_others_is_slower() -> 
     call, spans = elastic([(0.0, 4), (20.0, 1)], 50.0, replicas=1, load_s=2.0, slowdown=1.5)
     assert spans == [(0, 0.0, 9.0), (0, 20.0, 21.5)]
     assert call.parts_s == {"compute": pytest.approx(7.5), "offload": pytest.approx(3.0)}
+
+
+def guest(load_s: float = 3.0) -> Guests:
+    """On GPU 9; the call's own replica takes a token a second, and the guest's gradients another 5 s."""
+    return Guests([(9,)], lambda lengths: [("compute", float(sum(lengths)))], load_s, 1.0, 5.0)
+
+
+def test_a_guest_takes_what_the_others_cannot_and_loads_the_weights_once() -> None:
+    """Its GPU is free from 2 s on; its gradients come to the others' at the end."""
+    call, spans = elastic([(0.0, 10)] * 4, 50.0, replicas=1, guests=guest(), held_until=2.0)
+    assert spans == [(0, 0.0, 10.0), (0, 10.0, 20.0), (9, 2.0, 15.0), (9, 15.0, 25.0)]
+    assert call.samples == [2, 2]
+    assert call.parts_s == {"compute": 20.0}  # of the call's own GPUs
+    assert call.finish == [("communication", 5.0)]
+
+
+def test_a_guest_does_not_begin_for_less_than_it_takes_to_load() -> None:
+    """Ten tokens wait, which the other replica has done ten seconds later."""
+    call, spans = elastic([(0.0, 10), (0.0, 10)], 1.0, replicas=1, guests=guest(load_s=11.0))
+    assert spans == [(0, 0.0, 10.0), (0, 10.0, 20.0)]
+    assert call.finish == []
+
+
+def test_a_guest_whose_gpus_do_not_become_free_is_not_waited_for() -> None:
+    call, spans = elastic([(0.0, 10), (0.0, 10)], 1.0, replicas=1, guests=guest(), held_until=1000.0)
+    assert spans == [(0, 0.0, 10.0), (0, 10.0, 20.0)]
+    assert call.samples == [2, 0]

@@ -28,14 +28,36 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
     """
     if not placed.workflow.elastic:
         return
-    for call in placed.workflow.calls:
-        if call.kind == "train":
-            _check(placed, call, tp)
+    rollout, loaded = placed.generation, placed.loaded
+    calls = [call for call in placed.workflow.calls if call.kind == "train"]
+    for call in calls:
+        _check_mesh(placed, call)
+    memory = {}
+    for call in calls:
+        strategy = _guest_strategy(placed.plan.of(call.name))
+        tokens = max(strategy.budget(backward=True), loaded.longest_sequence)
+        memory[call.name] = training_memory(loaded.models[call.model], strategy, tokens, reserved_bytes=0.0)
+    planned = rollout.strategy
+    degrees = (tp, 1) if planned is None else (planned.tp, planned.pp)
+    parts = {
+        "weights": sum(one.parameter_bytes for one in memory.values()),  # of all that are trained at a time
+        "gradients": sum(one.gradient_bytes for one in memory.values()),
+        "activations and logits": max(one.activation_bytes + one.logits_bytes for one in memory.values()),
+        "the rollout engine's weights": rollout_weight_bytes(loaded.model, *degrees),
+        "context and communication": RESERVED_BYTES,
+    }
+    need_bytes, gpu = sum(parts.values()), loaded.cluster.gpu_at(rollout.gpus[0])
+    if need_bytes > gpu.memory_bytes:
+        listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items())
+        raise CapacityError(
+            f"the states of {', '.join(memory)} do not fit on a GPU that generation lends: {listed} = "
+            f"{need_bytes / 1e9:.2f} GB > {gpu.memory_bytes / 1e9:.2f} GB of {gpu.name}; a larger training.tp, "
+            "training.gradients: bf16 or fewer training.micro_batch_tokens need less"
+        )
 
 
-def _check(placed: PlacedExperiment, call: Call, tp: int) -> None:
+def _check_mesh(placed: PlacedExperiment, call: Call) -> None:
     training, rollout = placed.plan.of(call.name), placed.generation
-    loaded = placed.loaded
     if not set(training.gpus).isdisjoint(rollout.gpus):
         raise ConfigError(
             f"call {call.name} and generation share GPUs, so that none can be lent to it: add `split`, or a plan, that "
@@ -46,30 +68,11 @@ def _check(placed: PlacedExperiment, call: Call, tp: int) -> None:
             f"generation has another kind of GPU than call {call.name}: how fast training is there, and how gradients "
             "of both kinds are added up, is not modelled"
         )
-    strategy, gpu = _guest_strategy(training), loaded.cluster.gpu_at(rollout.gpus[0])
+    strategy = _guest_strategy(training)
     if not _replicas(placed, strategy):
         raise ConfigError(
             f"a data-parallel replica of call {call.name} has {strategy.gpus} GPUs, more than generation has to lend: "
             f"{len(rollout.gpus)}"
-        )
-    tokens = max(strategy.budget(backward=True), loaded.longest_sequence)
-    memory = training_memory(loaded.models[call.model], strategy, tokens, reserved_bytes=RESERVED_BYTES)
-    pp = 1 if rollout.strategy is None else rollout.strategy.pp
-    engine_bytes = rollout_weight_bytes(loaded.model, tp if rollout.strategy is None else rollout.strategy.tp, pp)
-    parts = {
-        "weights": memory.parameter_bytes,
-        "gradients": memory.gradient_bytes,
-        "activations and logits": memory.activation_bytes + memory.logits_bytes,
-        "the rollout engine's weights": engine_bytes,
-        "context and communication": RESERVED_BYTES,
-    }
-    need_bytes = sum(parts.values())
-    if need_bytes > gpu.memory_bytes:
-        listed = " + ".join(f"{part} {size / 1e9:.2f} GB" for part, size in parts.items())
-        raise CapacityError(
-            f"call {call.name} does not fit on a GPU that generation lends: {listed} = {need_bytes / 1e9:.2f} GB > "
-            f"{gpu.memory_bytes / 1e9:.2f} GB of {gpu.name}; a larger training.tp, training.gradients: bf16 or fewer "
-            "training.micro_batch_tokens need less"
         )
 
 
