@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -15,7 +15,7 @@ from rlsim.calibrate.fit.decode import kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
-from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
+from rlsim.calibrate.fit.quantised import quantised_kernels, quantised_of, with_quantised
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join
@@ -233,13 +233,29 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         else:
             found[operator] = parts.borrow(operator, operator, partial(_kernel_from, operator))
             parts.borrow_residuals(operator)
-    quantised = [parts.add(part) for part in quantised_kernels(parts.measured, reference, engine, cold)]
-    return None if parts.missing else with_quantised(OperatorFits.model_validate(found), quantised)
+    return None if parts.missing else with_quantised(OperatorFits.model_validate(found), _quantised(parts, cold))
+
+
+def _quantised(parts: _Parts, cold: bool) -> list[Any]:
+    """The fits of other precisions than bf16: what was measured, and the base's of the rest."""
+    fits = [parts.add(part) for part in quantised_kernels(parts.measured, parts.reference, parts.engine, cold)]
+    if parts.base is None:
+        return fits
+    lent = {
+        name: fit for name, fit in quantised_of(_base_operators(parts.base, parts.gpu)) if name not in parts.measured
+    }
+    parts.borrowed.extend(lent)
+    parts.borrow_residuals(*lent)
+    return [*fits, *lent.values()]
 
 
 def _kernel_from(operator: str, base: Calibration, gpu: str) -> Schema:
-    fit: Schema = getattr(base.operators if base.gpu == gpu else base.operators.without_corrections(), operator)
+    fit: Schema = getattr(_base_operators(base, gpu), operator)
     return fit
+
+
+def _base_operators(base: Calibration, gpu: str) -> OperatorFits:
+    return base.operators if base.gpu == gpu else base.operators.without_corrections()
 
 
 def _collectives(parts: _Parts) -> CollectiveFits | None:
