@@ -166,12 +166,11 @@ class Model(Config):
     @property
     def quantised_parameters(self) -> int:
         """Weights that an engine serves in another precision than they are trained in."""
-        matrices = self.precision != "bf16", self.of_experts != "bf16"
-        each = {layer: (layer.quantised_weights(), layer.expert_weights()) for layer in self.groups}
-        return sum(
-            count * sum(weights for weights, there in zip(each[layer], matrices, strict=True) if there)
-            for layer, count in self.groups.items()
-        )
+        total = 0
+        for layer, count in self.groups.items():
+            total += count * layer.quantised_weights() * (self.precision != "bf16")
+            total += count * layer.expert_weights() * (self.of_experts != "bf16")
+        return total
 
     def served(self, precision: Precision | None = None, kv_precision: KvPrecision = "bf16") -> Model:
         """The model as an engine serves it: all matrices of its layers in that precision, or as they are published."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -16,7 +16,7 @@ from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
-from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
+from rlsim.calibrate.fit.quantised import quantised_kernels, quantised_of, with_quantised
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join
@@ -239,8 +239,20 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         parts.borrowed.append("latent_attention")
         parts.borrow_residuals("latent_attention")
     found["experts"], found["parallel_experts"] = _experts(parts)
-    quantised = [parts.add(part) for part in quantised_kernels(parts.measured, reference, engine, cold)]
-    return None if parts.missing else with_quantised(OperatorFits.model_validate(found), quantised)
+    return None if parts.missing else with_quantised(OperatorFits.model_validate(found), _quantised(parts, cold))
+
+
+def _quantised(parts: _Parts, cold: bool) -> list[Any]:
+    """The fits of other precisions than bf16: what was measured, and the base's of the rest."""
+    fits = [parts.add(part) for part in quantised_kernels(parts.measured, parts.reference, parts.engine, cold)]
+    if parts.base is None:
+        return fits
+    lent = {
+        name: fit for name, fit in quantised_of(_base_operators(parts.base, parts.gpu)) if name not in parts.measured
+    }
+    parts.borrowed.extend(lent)
+    parts.borrow_residuals(*lent)
+    return [*fits, *lent.values()]
 
 
 def _experts(parts: _Parts) -> Experts:
@@ -257,8 +269,12 @@ def _experts(parts: _Parts) -> Experts:
 
 
 def _kernel_from(operator: str, base: Calibration, gpu: str) -> Schema:
-    fit: Schema = getattr(base.operators if base.gpu == gpu else base.operators.without_corrections(), operator)
+    fit: Schema = getattr(_base_operators(base, gpu), operator)
     return fit
+
+
+def _base_operators(base: Calibration, gpu: str) -> OperatorFits:
+    return base.operators if base.gpu == gpu else base.operators.without_corrections()
 
 
 def _collectives(parts: _Parts) -> CollectiveFits | None:

@@ -58,10 +58,8 @@ class CallCosts:
         self.call_s = calibration.training.call_s.get(backend, 0.0)
         calibration.check_precision(precision)
         self._precision: Precision = precision
-        self._operators, self._reference = (
-            Operators(calibration.operators, calibration.reference),
-            calibration.reference,
-        )
+        self._operators = Operators(calibration.operators, calibration.reference)
+        self._reference = calibration.reference
         self._rollout = rollout
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine

@@ -37,6 +37,15 @@ def quantised_kernels(measured: Measurements, ref: Reference, engine: Engine, co
         yield kernel_prefill_attention_fp8(prefill, ref)
 
 
+def quantised_of(operators: OperatorFits) -> Iterator[tuple[str, Any]]:
+    """What `operators` has of other precisions than bf16, by the name of its table."""
+    for fit in operators.quantised_gemm:
+        yield gemm_of(fit.precision), fit
+    for name in ("decode_attention_fp8", "prefill_attention_fp8"):
+        if (attention := getattr(operators, name)) is not None:
+            yield name, attention
+
+
 def with_quantised(operators: OperatorFits, fits: list[Any]) -> OperatorFits:
     """`operators` with what `quantised_kernels` gives."""
     update: dict[str, Any] = {"quantised_gemm": tuple(fit for fit in fits if isinstance(fit, GemmFit))}
