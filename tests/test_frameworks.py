@@ -316,6 +316,11 @@ def test_generation_apart_without_asynchrony(tmp_path: Path) -> None:
         (["policy.generation.vllm_kwargs.max_num_seqs=64"], "engine", {"max_num_seqs": 64}),
         (["policy.generation.vllm_cfg.enforce_eager=true"], "engine", {"graphs": False}),
         (
+            ["policy.generation.backend=sglang", "+policy.generation.sglang_cfg.disable_radix_cache=true"],
+            "engine",
+            {"enable_prefix_caching": False},
+        ),
+        (
             ["policy.generation.backend=sglang", "policy.generation.sglang_cfg.max_running_requests=32"],
             "engine", {"max_num_seqs": 32},
         ),
@@ -528,8 +533,9 @@ def test_training_may_be_cut_otherwise_than_generation(tmp_path: Path) -> None:
         (["actor.grad_reduce_dtype=bfloat16"], "training", {"gradients": "bf16"}),
         (["enable_offload=true"], "training", {"offload": True}),
         (["rollout.backend=vllm:d2t2", "vllm.enforce_eager=true"], "engine",
-         {"graphs": False, "max_num_seqs": 256, "chunked_prefill": True}),
-        (["sglang.max_running_requests=48"], "engine", {"max_num_seqs": 48}),
+         {"graphs": False, "max_num_seqs": 256, "chunked_prefill": True, "enable_prefix_caching": False}),
+        (["sglang.max_running_requests=48"], "engine", {"max_num_seqs": 48, "enable_prefix_caching": False}),
+        (["sglang.disable_radix_cache=false"], "engine", {"enable_prefix_caching": None}),
     ],
 )  # fmt: skip
 def test_settings_of_areal(tmp_path: Path, settings: list[str], section: str, expected: dict[str, Any]) -> None:

@@ -275,6 +275,12 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert data["model"] == "qwen3-8b"
 
 
+def test_prefix_caching_is_what_the_configuration_says(tmp_path: Path) -> None:
+    assert "enable_prefix_caching" not in draft_of(tmp_path).data()["engine"]  # on, as rlsim's
+    off = draft_of(tmp_path, "actor_rollout_ref.rollout.enable_prefix_caching=False").data()["engine"]
+    assert off["enable_prefix_caching"] is False
+
+
 def test_defaults_are_those_of_the_release(tmp_path: Path) -> None:
     vllm = draft_of(tmp_path, "actor_rollout_ref.rollout.name=vllm", version="0.8").data()["engine"]
     assert vllm["chunked_prefill"] is True
