@@ -123,7 +123,7 @@ class RolloutCostModel:
         only. Communication groups are created at their first use. Raises `ConfigError` for replicas across nodes, and
         for those that share a model by more than TP: engines do not change such a layout while they run.
         """
-        if not self._layout.plain or max(from_tp, to_tp) > self.cluster.gpus_per_node:
+        if not self._layout.plain or max(from_tp, to_tp) > self.cluster.domain_gpus:
             raise ConfigError(
                 f"TP {from_tp} cannot become TP {to_tp} during a run: a replica keeps its layout under engine.ep, "
                 "engine.data_parallel_attention, and across nodes"
