@@ -296,6 +296,8 @@ class RunningBatch:
         steps = finish - self.step
         if self._chunks:
             steps = min(steps, self._steps_to_chunk(steps))
+        if self._windows is not None:
+            steps = self._windows.steps_ahead(self.step, steps)
         if self.tokens + self.size * (steps - 1 + self._padding) <= self._room_tokens:
             return steps
         return min(steps, self._steps_that_fit() + 1)
