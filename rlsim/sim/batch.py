@@ -87,11 +87,6 @@ class RunningBatch:
         self._round = 0  # all of them
 
     @property
-    def _room_tokens(self) -> int:
-        """Below so many the pages suffice for certain; nothing is certain where they are not proportional."""
-        return self.room_pages * self._page_tokens if self._plain else 0
-
-    @property
     def room_pages(self) -> int:
         """Pages that requests of the replica may fill, where shared ones are counted for each."""
         return self._capacity_pages + self.cache.shared_pages if self.cache else self._capacity_pages
@@ -191,7 +186,12 @@ class RunningBatch:
 
     def fits_to_the_end(self) -> bool:
         """Whether all requests fit until they leave, wherever in their last pages they stand."""
-        return self._final_tokens + self.size * self._padding <= self._room_tokens
+        return self._fits(self._final_tokens)
+
+    def _fits(self, tokens: int) -> bool:
+        """Whether so many tokens have pages for certain; nothing is certain where these are not proportional."""
+        room = self._capacity_pages + (self.cache.shared_pages if self.cache else 0)
+        return self._plain and tokens + self.size * self._padding <= room * self._page_tokens
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
         """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
@@ -298,7 +298,7 @@ class RunningBatch:
             steps = min(steps, self._steps_to_chunk(steps))
         if self._windows is not None:
             steps = self._windows.steps_ahead(self.step, steps)
-        if self.tokens + self.size * (steps - 1 + self._padding) <= self._room_tokens:
+        if self._fits(self.tokens + self.size * (steps - 1)):
             return steps
         return min(steps, self._steps_that_fit() + 1)
 

@@ -385,7 +385,7 @@ class Replica:
         """End iterations of one kind that began at `start`: let go of every request that is complete or pauses."""
         now, batch = self.env.now, self._batch
         self._extend_span(kind, start)
-        if batch.tokens > self.peak_tokens:
+        if batch.tokens > self.peak_tokens:  # what is shared only makes it less
             self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
         self._scheduler.trim()
         left = batch.complete()
