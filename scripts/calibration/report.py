@@ -48,6 +48,7 @@ kernel can read its KV that fast, so these rows were served from L2 in part what
 peak are left out.
 """
 
+PHASES = ("decode", "prefill")
 NAMES = {
     "gemm": "GEMM",
     "decode_attention": "decode attention",
@@ -59,6 +60,11 @@ NAMES = {
     "prefill_attention_fp8_long": "prefill attention, FP8 KV, 1K tokens and more",
     "prefill_attention": "prefill attention",
     "prefill_attention_long": "prefill attention, 1K tokens and more",
+    **{f"{name}_attention_heads_of_{dim}": f"{name} attention, heads of {dim}" for name in PHASES for dim in (64, 256)},
+    "decode_attention_windows": "decode attention in windows (none fitted)",
+    "prefill_attention_windows": "prefill attention in windows (none fitted)",
+    "latent_attention": "latent attention, heads left out",
+    "latent_attention_prompts": "latent attention, prompts, heads left out",
     "memory_bound": "elementwise, per layer",
     **{f"experts_{name}": f"experts, {name}" for name in WEIGHT_BYTES},
     **{f"experts_{name}_skewed": f"experts, {name}, skewed" for name in WEIGHT_BYTES},

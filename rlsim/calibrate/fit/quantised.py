@@ -9,6 +9,7 @@ import pandas as pd
 
 from rlsim.calibrate.fit.decode import kernel_decode_attention
 from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.fit.heads import HEAD_DIM
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.points import Fitted
@@ -32,6 +33,7 @@ def quantised_kernels(measured: Measurements, ref: Reference, engine: Engine, co
         if gemm_of(precision) in measured:
             yield kernel_gemm(measured.table(gemm_of(precision)), ref, cold, precision)
     decode, prefill = (measured.table(f"{name}_attention_fp8") for name in ("decode", "prefill"))
+    decode, prefill = (table[table.head_dim == HEAD_DIM] for table in (decode, prefill))  # one fit, for files' size
     if len(decode) and len(prefill):
         yield kernel_decode_attention_fp8(decode, ref, engine, cold)
         yield kernel_prefill_attention_fp8(prefill, ref)
@@ -73,6 +75,4 @@ def _on_fp8(fitted: Fitted[F], operator: str) -> Fitted[F]:
     named = f"{operator}_fp8"
     residuals = {name.replace(operator, named): item for name, item in fitted.residuals.items()}
     points = fitted.points.assign(operator=fitted.points.operator.str.replace(operator, named))
-    of_heads = {dim: fit.model_copy(update={"kv_precision": "fp8"}) for dim, fit in fitted.fit.head_dims.items()}
-    fit = fitted.fit.model_copy(update={"kv_precision": "fp8", "head_dims": of_heads})
-    return Fitted(fit, residuals, points, fitted.notes)
+    return Fitted(fitted.fit.model_copy(update={"kv_precision": "fp8"}), residuals, points, fitted.notes)
