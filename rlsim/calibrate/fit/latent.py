@@ -2,7 +2,9 @@
 
 Where the tables time a whole module, its products and elementwise kernels are those of the calibration's other fits,
 and the constants are fitted to the sum: what they hold is the module less those. Errors are those of the sum. The head
-counts of `UNSEEN` (whole degrees of tensor parallelism) are left out of every fit and judge it.
+counts of `UNSEEN` (whole degrees of tensor parallelism) judge a fit that has seen none of them; what decode is then
+costed with has seen all, since kernels are chosen by the number of heads (on B200 32 heads take a third longer than 16
+or 64).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import pandas as pd
 
 from rlsim.calibrate.fit.common import Array, as_written, columns_of, fit_logs, squash, unsquash
 from rlsim.calibrate.fit.correction import fit_correction
+from rlsim.calibrate.fit.kernels import Knots
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import LatentAttentionFit
 from rlsim.cost.curve import DecodeCurve
@@ -33,6 +36,9 @@ KNOTS = {
     "context": [2.0, *(4.0**e for e in range(2, 9)), 2.0**17],
     "heads": [1.0, 8.0, float(HEAD_BLOCK), 128.0],
 }
+ALL_KNOTS = {**KNOTS, "heads": [1.0, 8.0, 16.0, 32.0, 64.0, 128.0]}
+#: What is fitted to prompts.
+OF_PROMPTS = ("prompt_launch_s", "prompt_head_s", "prompt_speed", "latent_prompt_tokens")
 
 #: Nothing fitted yet: no launches, everything at its peak, prompts as grouped queries.
 _NONE = LatentAttentionFit(
@@ -64,21 +70,22 @@ def kernel_latent_attention(
     beside = [_beside_s(operators, h, b) if module else 0.0 for h, b in zip(rows.heads, rows.batch, strict=True)]
     rows = rows.assign(beside_s=beside, absorbs=float(module))
     unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
-    fit = _fit_decode(rows[~unseen], operators)
+    judged, fit = _fit_decode(rows[~unseen], operators, KNOTS), _fit_decode(rows, operators, ALL_KNOTS)
     prompts = prompts[prompts.heads >= FEWEST_HEADS].reset_index(drop=True) if module else prompts.head(0)
     if module:
         tokens = prompts.batch * prompts.new
         beside = [_beside_s(operators, h, n) for h, n in zip(prompts.heads, tokens, strict=True)]
         prompts = prompts.assign(beside_s=beside)
-        fit = _fit_prompts(prompts[~prompts.heads.isin(UNSEEN)], operators, fit)
-    fit = as_written(fit)
+        judged = _fit_prompts(prompts[~prompts.heads.isin(UNSEEN)], operators, judged)
+    fit = as_written(fit.model_copy(update={name: getattr(judged, name) for name in OF_PROMPTS}))
+    judged = as_written(judged)
     what = "whole module, its products by their own fit" if module else "kernel alone"
     note = f"heads of {UNSEEN[0]} and {UNSEEN[1]} on a GPU not fitted; {what}"
-    shown = _decode_s(operators, fit, rows)
+    shown = _decode_s(operators, judged, rows)
     points = point_rows("latent_attention", _labels(rows), rows.seconds, shown, unseen)
     residuals = {"latent_attention": residual_of(points, rows[["batch", "context", "heads"]], note)}
     if module:
-        shown = _prompts_s(operators, fit, prompts)
+        shown = _prompts_s(operators, judged, prompts)
         unseen = prompts.heads.isin(UNSEEN).to_numpy(bool)
         extra = point_rows("latent_attention_prompts", _labels(prompts), prompts.seconds, shown, unseen)
         residuals["latent_attention_prompts"] = residual_of(extra, prompts[["new", "heads"]], note)
@@ -116,7 +123,7 @@ def _prompts_s(operators: Operators, fit: LatentAttentionFit, rows: pd.DataFrame
     return np.asarray(np.array(shown) + rows.beside_s.to_numpy(float))
 
 
-def _fit_decode(rows: pd.DataFrame, operators: Operators) -> LatentAttentionFit:
+def _fit_decode(rows: pd.DataFrame, operators: Operators, knots: Knots) -> LatentAttentionFit:
     """All constants of decode at once, then what they leave over of the time without products."""
     b, s, h, beside, y = columns_of(rows, ("batch", "context", "heads", "beside_s", "seconds"))
     absorbs, gemm, ref = rows.absorbs.to_numpy(float), operators.fits.gemm, operators.reference
@@ -151,7 +158,7 @@ def _fit_decode(rows: pd.DataFrame, operators: Operators) -> LatentAttentionFit:
     other = beside + absorb(fit.flop_efficiency)
     kernel = _decode_s(operators, as_written(fit), rows.reset_index(drop=True)) - other
     left = np.log(np.maximum(y - other, 0.1 * kernel) / kernel)
-    return fit.model_copy(update={"correction": fit_correction(rows, KNOTS, left)})
+    return fit.model_copy(update={"correction": fit_correction(rows, knots, left)})
 
 
 def _fit_prompts(rows: pd.DataFrame, operators: Operators, fit: LatentAttentionFit) -> LatentAttentionFit:
