@@ -42,7 +42,7 @@ def section(options: Options) -> Section | Skipped:
     nemo, refused = nemo_rows(options.data, options)
     options.progress("Megatron, mixtures of experts")
     found = [*realhf, *nemo, *megatron_rows(), *verl_rows(options.data, options)]
-    not_run = "\n".join(refused) or "- none"
+    not_run = "\n".join(("Rows that cannot run, and why:", "", *refused)) if refused else "All rows run as published."
     return published_section("steps", found, realhf_order=f"{order:.2f}", nemo_not_run=not_run)
 
 
