@@ -113,8 +113,8 @@ _JUDGE = "%: vLLM's fit has no floor for each prefill iteration any more, so a j
 _KERNELS = "%: generation with vLLM 0.24's kernels and the host time that is fitted with them"
 _REAL = "%: calls that were too fast got faster: decoding without host time, inference and training at 0.49 of the peak"
 _MIXTURES = (
-    "25%; 35% while three of the six rows could run: replicas over two and four nodes come out too fast (their all-reduce "
-    "is assumed), those within a node too slow"
+    "25%; 35% while three of the six rows could run: replicas over two and four nodes come out too fast (their "
+    "all-reduce is assumed), those within a node too slow"
 )
 _MIXED_GAIN = "15%: the ratio of a row that is too slow to one that is too fast, as above"
 _SHARED = "30%: responses share their prompts' prefill and KV pages now (+2.7 points), and H20 has blocks of few rows"
