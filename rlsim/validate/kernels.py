@@ -11,6 +11,7 @@ from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.decode import kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
 from rlsim.calibrate.fit.gemm import kernel_gemm
+from rlsim.calibrate.fit.heads import HEAD_DIM
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.importers import aiconfigurator, vidur
 from rlsim.calibrate.node import measured_node
@@ -57,19 +58,21 @@ def _with_tables() -> list[str]:
 
 
 def _left_out(data: Path, calibration: Calibration) -> pd.DataFrame:
-    """The held-out points of one calibration's operators, refitted from its own tables."""
-    tables, layers = calibration.provenance.sources
+    """The held-out points of one calibration's operators, refitted from its own tables: in bf16, heads of 128."""
+    tables, *others = calibration.provenance.sources
+    layers = next(source for source in others if source.project == "Microsoft Vidur")
     gpu, _, backend, version = tables.files[0].split("/")[:4]
     folder = data / "kernels" / "aiconfigurator" / gpu
     ref = calibration.reference
     measured = aiconfigurator.read(folder, backend, version, gpu=calibration.gpu, reference=ref)
-    decode = measured.table("decode_attention")
+    decode, prefill = (measured.table(f"{phase}_attention") for phase in ("decode", "prefill"))
+    decode, prefill = (table[table.head_dim == HEAD_DIM] for table in (decode, prefill))
     if calibration.engine == "trtllm":
         decode = decode[decode.q_heads == decode.kv_heads]
     parts = [
         kernel_gemm(aiconfigurator.used_sizes(measured.table("gemm")), ref, cold=False).points,
         kernel_decode_attention(decode, ref, calibration.engine, cold=False).points,
-        kernel_prefill_attention(measured.table("prefill_attention"), ref).points,
+        kernel_prefill_attention(prefill, ref).points,
         kernel_collectives(measured.table("collective"), ref, measured_node(calibration.gpu, ref)).points,
     ]
     if layers.files[0].split("/")[3] == calibration.gpu.split("-")[0]:
