@@ -81,7 +81,7 @@ def test_the_plan_found_is_the_best_of_all_splits_and_strategies(monkeypatch: py
     assert len(costs) >= 4
     assert found.cost_s == pytest.approx(min(costs.values()), rel=1e-12)
     assert costs[space.options["generate"][0][1].strategy.gpus] == min(costs.values())
-    assert found.least_s <= found.cost_s
+    assert found.least_s <= found.cost_s * (1 + 1e-12)
 
 
 def test_the_plan_found_runs_as_fast_as_it_says_and_faster_than_every_split_by_hand() -> None:

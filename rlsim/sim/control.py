@@ -230,6 +230,8 @@ class RolloutView(Protocol):
 
 def divides_nodes(tp: int, node_gpus: Sequence[int]) -> bool:
     """Whether replicas of `tp` GPUs fill every node, or each as many whole nodes, all alike."""
+    if tp < 1:
+        return False
     if all(gpus % tp == 0 for gpus in node_gpus):
         return True
     return len(set(node_gpus)) == 1 and tp % node_gpus[0] == 0 and sum(node_gpus) % tp == 0
@@ -271,9 +273,10 @@ class ControlContext:
         if tp in self.infeasible:
             raise CapacityError(self.infeasible[tp])
         if not divides_nodes(tp, self.node_gpus):
+            odd = next((gpus for gpus in self.node_gpus if tp < 1 or gpus % tp), self.node_gpus[0])
             raise ConfigError(
-                f"tp {tp} does not divide the {min(self.node_gpus)} GPUs of a node, nor is it that of whole nodes that "
-                f"divide all {len(self.node_gpus)}"
+                f"tp {tp} does not divide the {odd} GPUs of a node, and is not that of whole nodes that divide all "
+                f"{len(self.node_gpus)}"
             )
         if tp > max(self.node_gpus):
             needed, tokens = self.cap_tokens + self.prompt_tokens, self.costs.capacity_pages(tp) * self.page_tokens

@@ -149,7 +149,7 @@ class OpenGeneration(RolloutControl):
         if not self._what.workflow.elastic:
             raise PolicyError(
                 "a part of the system releases GPUs of a rollout that never ends, and no call of the workflow takes "
-                "them: add elastic_split"
+                "them: training must be able to borrow them (Workflow.elastic)"
             )
         self._lent_at.update(dict.fromkeys(gpus, self._env.now))
         self._pool.release(gpus)

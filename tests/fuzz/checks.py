@@ -78,11 +78,14 @@ def costs(calibration: Calibration) -> None:
     from rlsim.cost.rollout import RolloutCostModel
     from rlsim.cost.step import Chunk
     from rlsim.cost.strategy import TrainStrategy
-    from rlsim.hardware import load_cluster
+    from rlsim.hardware import load_cluster, node_types
     from rlsim.models import load_model
 
     two = load_cluster("2x8xh100")
-    cluster = load_cluster(f"8x{calibration.gpu.partition('-')[0]}").model_copy(update={"nodes": 2, "inter": two.inter})
+    node = next((one for one in node_types().values() if one.gpu.name == calibration.gpu), None)
+    node = node or load_cluster(f"8x{calibration.gpu}")  # which does not exist, and says so
+    size = {"nodes": 2, "gpus_per_node": 8, "nodes_per_domain": 1, "inter": two.inter}
+    cluster = node.model_copy(update=size)
     model = load_model("llama-3.1-8b")
     costs = RolloutCostModel(model, cluster, calibration)
     found: dict[str, float] = {}
