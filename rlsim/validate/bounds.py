@@ -136,7 +136,9 @@ BOUNDS: tuple[Bound, ...] = (
     Bound("kernels", "h[12]00-*-trtllm", "decode_attention_s", "median", 0.055, "5%: rows served from L2 in part"),
     Bound("kernels", "h[12]00-*", "custom_all_reduce_s", "p90", 0.235, "15%: jumps between algorithms"),
     Bound("kernels", "h[12]00-*", "custom_all_reduce_s", "median", 0.06, "5%: jumps between algorithms"),
-    Bound("kernels", "h200-sxm-sglang", "gemm_s", "median", 0.055, "5%: vLLM's table of the same product differs by 5%"),
+    Bound(
+        "kernels", "h200-sxm-sglang", "gemm_s", "median", 0.055, "5%: vLLM's table of the same product differs by 5%"
+    ),
     Bound("kernels", "h200-sxm-sglang", "gemm_s", "p90", 0.16, "15%: vLLM's table of the same product differs by 21%"),
     Bound("kernels", "h[12]00-*", "*", "median", 0.05),
     Bound("kernels", "h[12]00-*", "*", "p90", 0.15),
