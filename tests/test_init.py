@@ -363,9 +363,8 @@ def test_training(tmp_path: Path) -> None:
 
 def test_a_quantised_rollout(tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout."
-    draft = draft_of(
-        tmp_path, f"+{rollout}quantization=fp8", f"+{rollout}engine_kwargs.vllm.kv_cache_dtype=fp8", gpu="h100"
-    )
+    quantised = (f"+{rollout}quantization=fp8", f"+{rollout}engine_kwargs.vllm.kv_cache_dtype=fp8")
+    draft = draft_of(tmp_path, f"{rollout}name=vllm", *quantised, gpu="h100")
     engine = draft.data()["engine"]
     assert (engine["precision"], engine["kv_precision"]) == ("fp8_block", "fp8")
     other = draft_of(tmp_path, f"+{rollout}quantization=int4")
