@@ -2,8 +2,9 @@
 
 import pytest
 
-from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Reference, load_calibration
+from rlsim.cost.calibration import Reference, load_calibration
 from rlsim.cost.collectives import OPERATIONS, Collectives
+from rlsim.cost.fits import CollectiveFit, CollectiveFits
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Link, load_cluster
 

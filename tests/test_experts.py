@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 import rlsim
 from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_experts
 from rlsim.calibrate.importers.experts import _balanced, _power_law, exchanges, experts
-from rlsim.cost.calibration import ExpertsFit, Reference, Tile, load_calibration
+from rlsim.cost.calibration import Reference, load_calibration
 from rlsim.cost.collectives import Collectives, exchanged_bytes
 from rlsim.cost.experts import ExpertLoad, FusedExperts, distinct_experts, expert_load
+from rlsim.cost.fits import ExpertsFit, Tile
 from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.rollout import RolloutCostModel

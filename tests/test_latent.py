@@ -11,8 +11,9 @@ import pytest
 
 from rlsim.calibrate.fit.latent import MEASURED, UNSEEN, kernel_latent_attention
 from rlsim.calibrate.importers import latent
-from rlsim.cost.calibration import Calibration, LatentAttentionFit, load_calibration
+from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.fits import LatentAttentionFit
 from rlsim.cost.latent import LatentKernels, padded_heads
 from rlsim.cost.operators import Operators
 from rlsim.cost.roofline import RooflineStep

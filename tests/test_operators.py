@@ -7,17 +7,15 @@ from itertools import pairwise
 import pytest
 from pydantic import ValidationError
 
-from rlsim.cost.calibration import (
+from rlsim.cost.calibration import Reference, Residual, load_calibration
+from rlsim.cost.fits import (
     Correction,
     DecodeAttentionFit,
     GemmFit,
     MemoryOpFit,
     OperatorFits,
     PrefillAttentionFit,
-    Reference,
-    Residual,
     Tile,
-    load_calibration,
 )
 from rlsim.cost.operators import Operators, interpolate
 from rlsim.cost.surface import Surface

@@ -16,8 +16,9 @@ from rlsim.calibrate.fit.kernels import operators_with
 from rlsim.calibrate.fit.quantised import quantised_kernels
 from rlsim.calibrate.importers import aiconfigurator
 from rlsim.calibrate.measurements import Measurements
-from rlsim.cost.calibration import Calibration, GemmFit, OperatorFits, Reference, Tile, load_calibration
+from rlsim.cost.calibration import Calibration, Reference, load_calibration
 from rlsim.cost.calls import CallCosts
+from rlsim.cost.fits import GemmFit, OperatorFits, Tile
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.operators import Operators

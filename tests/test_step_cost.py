@@ -5,9 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rlsim.cost.calibration import Calibration, DecodeProfile, MemoryOpFit, load_calibration
+from rlsim.cost.calibration import Calibration, DecodeProfile, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.experts import distinct_experts
+from rlsim.cost.fits import MemoryOpFit
 from rlsim.cost.profile import ProfileStep, profile_of
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk

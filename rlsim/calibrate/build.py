@@ -24,11 +24,8 @@ from rlsim.calibrate.runtime import copy_notes, fit_runtime, fit_training
 from rlsim.calibrate.steps import NO_HOST, fit_host, fit_profiles
 from rlsim.cost.calibration import (
     Calibration,
-    CollectiveFit,
-    CollectiveFits,
     Engine,
     HostFit,
-    OperatorFits,
     Provenance,
     Reference,
     Residual,
@@ -36,6 +33,7 @@ from rlsim.cost.calibration import (
     TrainingFit,
     calibration_names,
 )
+from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits
 from rlsim.errors import CalibrationError, RlsimError
 from rlsim.models import Model, load_model
 from rlsim.schema import Schema

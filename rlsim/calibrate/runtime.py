@@ -13,8 +13,9 @@ from rlsim.calibrate.fit.common import percent, rounded, soft_l1
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
-from rlsim.cost.calibration import Calibration, CollectiveFits, Reference, Residual, RuntimeFit, TrainingFit
+from rlsim.cost.calibration import Calibration, Reference, Residual, RuntimeFit, TrainingFit
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.fits import CollectiveFits
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.models import Model

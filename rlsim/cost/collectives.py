@@ -12,7 +12,8 @@ from bisect import bisect_right
 from math import exp, log, log2
 from typing import get_args
 
-from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Operation, Reference
+from rlsim.cost.calibration import Reference
+from rlsim.cost.fits import CollectiveFit, CollectiveFits, Operation
 from rlsim.cost.lookups import Lookups
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster

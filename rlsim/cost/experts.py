@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rlsim.cost.calibration import ExpertsFit, Reference, Tile
+from rlsim.cost.calibration import Reference
+from rlsim.cost.fits import ExpertsFit, Tile
 from rlsim.cost.surface import Surface
 from rlsim.precision import WEIGHT_BYTES, Precision
 

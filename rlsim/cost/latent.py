@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log2
 
-from rlsim.cost.calibration import LatentAttentionFit
+from rlsim.cost.fits import LatentAttentionFit
 from rlsim.cost.operators import BF16_BYTES, Operators, bent, interpolate
 from rlsim.cost.surface import surface_of
 from rlsim.layers import LatentAttention

@@ -16,16 +16,10 @@ from collections.abc import Sequence
 from math import inf, log2, nan
 from typing import TypeVar
 
-from rlsim.cost.calibration import (
-    Correction,
-    DecodeAttentionFit,
-    OperatorFits,
-    PrefillAttentionFit,
-    Reference,
-    Residual,
-)
+from rlsim.cost.calibration import Reference, Residual
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.experts import ExpertLoad, FusedExperts
+from rlsim.cost.fits import Correction, DecodeAttentionFit, OperatorFits, PrefillAttentionFit
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.products import Products
 from rlsim.cost.surface import Surface, surface_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil, gcd, inf
 
-from rlsim.cost.calibration import GemmFit, Reference
+from rlsim.cost.calibration import Reference
+from rlsim.cost.fits import GemmFit
 from rlsim.cost.surface import Surface, surface_of
 from rlsim.precision import peak_flop_per_s, product_bytes, quantising_bytes
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import exp, log
 from typing import Any
 
-from rlsim.cost.calibration import Correction
+from rlsim.cost.fits import Correction
 from rlsim.errors import CalibrationError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from rlsim.cost.calibration import Fitted
+from rlsim.cost.fits import Fitted
 from rlsim.cost.packing import Floats
 from rlsim.schema import load
 from rlsim.validate.coverage import counted

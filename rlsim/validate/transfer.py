@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from rlsim.cost.calibration import Engine, Fitted, FrontEndFit, HostFit
+from rlsim.cost.calibration import Engine, FrontEndFit, HostFit
 from rlsim.cost.draw import MEASURED
+from rlsim.cost.fits import Fitted
 from rlsim.schema import load
 from rlsim.validate.calls import calls_table, shipped_calls
 from rlsim.validate.coverage import errors_by_setting, inside, level_spread

@@ -18,15 +18,8 @@ from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.calibrate.fit.skew import derived_skew
 from rlsim.calibrate.importers import vidur
 from rlsim.calibrate.steps import NO_HOST
-from rlsim.cost.calibration import (
-    Calibration,
-    CollectiveFit,
-    CollectiveFits,
-    DecodeAttentionFit,
-    HostFit,
-    OperatorFits,
-    Reference,
-)
+from rlsim.cost.calibration import Calibration, HostFit, Reference
+from rlsim.cost.fits import CollectiveFit, CollectiveFits, DecodeAttentionFit, OperatorFits
 from rlsim.cost.roofline import RooflineStep
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from calibration.gpus import DERIVED
 from calibration.training import carried_over
-from rlsim.cost.calibration import Calibration, GemmFit, OperatorFits, Reference, Tile
+from rlsim.cost.calibration import Calibration, Reference
+from rlsim.cost.fits import GemmFit, OperatorFits, Tile
 from rlsim.hardware import load_cluster
 
 #: The fewest rows that a block of a product is padded to: matrix instructions take tokens by 8 (PTX ISA, `wgmma` and

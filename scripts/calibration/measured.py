@@ -30,19 +30,8 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
-from rlsim.cost.calibration import (
-    Calibration,
-    CollectiveFits,
-    Engine,
-    ExchangeFit,
-    GemmFit,
-    MemoryOpFit,
-    OperatorFits,
-    Reference,
-    Residual,
-    Source,
-    TrainingFit,
-)
+from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
+from rlsim.cost.fits import CollectiveFits, ExchangeFit, GemmFit, MemoryOpFit, OperatorFits
 from rlsim.cost.operators import Operators
 from rlsim.hardware import load_cluster
 from rlsim.precision import Precision

@@ -11,8 +11,9 @@ from scipy.optimize import isotonic_regression, least_squares
 from rlsim.calibrate.fit.common import Array, Mask, columns_of, rounded
 from rlsim.calibrate.fit.kernels import FEWEST
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
-from rlsim.cost.calibration import CollectiveFit, CollectiveFits, Reference
+from rlsim.cost.calibration import Reference
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.fits import CollectiveFit, CollectiveFits
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 

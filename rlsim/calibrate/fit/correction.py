@@ -11,7 +11,7 @@ from scipy import sparse
 from scipy.sparse.linalg import spsolve
 
 from rlsim.calibrate.fit.common import Array, rounded
-from rlsim.cost.calibration import Correction
+from rlsim.cost.fits import Correction
 
 SMOOTH = 0.02  # weight of the difference of neighbouring knots, beside one of every row
 TO_ONE = 0.02  # weight of the pull to "no correction", for knots without rows

@@ -33,7 +33,8 @@ from rlsim.calibrate.fit.kernels import (
 )
 from rlsim.calibrate.fit.skew import derived_skew, measured_skew
 from rlsim.calibrate.points import Fitted, join, residual_of
-from rlsim.cost.calibration import DecodeAttentionFit, Engine, Reference
+from rlsim.cost.calibration import Engine, Reference
+from rlsim.cost.fits import DecodeAttentionFit
 
 PARALLELISM = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 11.0)
 PLAUSIBLE = 0.95  # rows that would need more of the peak bandwidth were served from L2 in part

@@ -11,7 +11,8 @@ from rlsim.calibrate.fit.common import Array, columns_of, fit_logs, held_out, ro
 from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.calibrate.fit.kernels import Kernel, compared, distinct
 from rlsim.calibrate.points import Fitted, residual_of
-from rlsim.cost.calibration import MemoryOpFit, Reference
+from rlsim.cost.calibration import Reference
+from rlsim.cost.fits import MemoryOpFit
 from rlsim.schema import validate
 
 KNOTS = {"tokens": [4.0**e for e in range(8)], "bytes": [4.0**e for e in range(6, 16)]}

@@ -21,9 +21,10 @@ from rlsim.calibrate.fit.common import (
 from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.calibrate.fit.kernels import FEWEST
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
-from rlsim.cost.calibration import ExchangeFit, ExpertsFit, Reference, Tile
+from rlsim.cost.calibration import Reference
 from rlsim.cost.collectives import exchanged_bytes
 from rlsim.cost.experts import BLOCK_ROWS, RATE, ExpertLoad, FusedExperts, formula_s, weight_bytes
+from rlsim.cost.fits import ExchangeFit, ExpertsFit, Tile
 from rlsim.precision import WEIGHT_BYTES, Precision
 
 #: Models that are left out whole when errors are measured: Qwen3-235B-A22B and DeepSeek-V3.

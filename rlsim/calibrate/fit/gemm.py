@@ -31,7 +31,8 @@ from rlsim.calibrate.fit.kernels import (
     few_constants,
 )
 from rlsim.calibrate.points import Fitted, residual_of
-from rlsim.cost.calibration import GemmFit, Reference, Tile
+from rlsim.cost.calibration import Reference
+from rlsim.cost.fits import GemmFit, Tile
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
 from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s, product_bytes, quantising_bytes

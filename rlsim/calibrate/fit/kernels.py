@@ -12,7 +12,8 @@ import pandas as pd
 from rlsim.calibrate.fit.common import Array, Mask
 from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.calibrate.points import point_rows
-from rlsim.cost.calibration import OperatorFits, Reference
+from rlsim.cost.calibration import Reference
+from rlsim.cost.fits import OperatorFits
 from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError
 from rlsim.schema import Schema

@@ -18,8 +18,8 @@ from rlsim.calibrate.fit.common import Array, as_written, columns_of, fit_logs, 
 from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.calibrate.fit.kernels import Knots
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
-from rlsim.cost.calibration import LatentAttentionFit
 from rlsim.cost.curve import DecodeCurve
+from rlsim.cost.fits import LatentAttentionFit
 from rlsim.cost.latent import BLEND, HEAD_BLOCK, LatentKernels, padded_heads
 from rlsim.cost.operators import BF16_BYTES, Operators
 from rlsim.layers import LatentAttention

@@ -29,7 +29,8 @@ from rlsim.calibrate.fit.kernels import (
     few_constants,
 )
 from rlsim.calibrate.points import Fitted, join, residual_of
-from rlsim.cost.calibration import PrefillAttentionFit, Reference
+from rlsim.cost.calibration import Reference
+from rlsim.cost.fits import PrefillAttentionFit
 
 SHORTEST_PROMPT = 16  # tokens of the shortest prompts of the full fit
 LONG_PROMPT = 1024  # tokens of the prompts that have a residual of their own

@@ -13,7 +13,8 @@ from rlsim.calibrate.fit.heads import HEAD_DIM
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.points import Fitted
-from rlsim.cost.calibration import DecodeAttentionFit, Engine, GemmFit, OperatorFits, PrefillAttentionFit, Reference
+from rlsim.cost.calibration import Engine, Reference
+from rlsim.cost.fits import DecodeAttentionFit, GemmFit, OperatorFits, PrefillAttentionFit
 from rlsim.cost.operators import gemm_of
 from rlsim.precision import PRECISIONS
 

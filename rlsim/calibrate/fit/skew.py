@@ -12,7 +12,8 @@ from rlsim.calibrate.fit.common import Array, soft_l1
 from rlsim.calibrate.fit.heads import HEAD_DIM
 from rlsim.calibrate.fit.kernels import operators_with
 from rlsim.calibrate.points import point_rows
-from rlsim.cost.calibration import DecodeAttentionFit, Reference
+from rlsim.cost.calibration import Reference
+from rlsim.cost.fits import DecodeAttentionFit
 
 
 def derived_skew(ref: Reference, uniform: bool) -> float:
