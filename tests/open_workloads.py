@@ -23,7 +23,6 @@ from rlsim.sim.control import Action, Prompt, RolloutView, actions_of
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
-from rlsim.sim.responses import Responses
 from rlsim.sim.reward import RewardFunction, RewardJob
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import CallTimes, Relay, Simulation
@@ -127,10 +126,10 @@ class StepTimes(CallTimes):
         self.syncs += 1
         return Relay(self.left["sync"].pop(0), self.spread_s, lambda _: self.pull_s)
 
-    def parts(self, call: Call, placement: Any, responses: Responses, *_: Any) -> list[tuple[str, float]]:
+    def parts(self, call: Call, placement: Any, samples: Sequence[Request], *_: Any) -> list[tuple[str, float]]:
         self.syncs += call.kind == "sync"
         if call.kind in self.parts_of:
-            self.parts_of[call.kind].append(responses.position[responses.trained].tolist())
+            self.parts_of[call.kind].append([request.position for request in samples])
         return [(call.name, self.left[call.kind].pop(0))]
 
     def pieces(self, call: Call) -> Pieces:

@@ -87,10 +87,12 @@ class Listening(OneEach):
 class BarrierTimes(Times):
     """The scoring model at the barrier takes one iteration."""
 
-    def parts(self, call: Call, placement: Placement, responses: Any, rollout_tp: int) -> list[tuple[str, float]]:
+    def parts(
+        self, call: Call, placement: Placement, samples: Sequence[Request], rollout_tp: int
+    ) -> list[tuple[str, float]]:
         if call.kind == "inference":
-            return [("compute", 0.5 + 0.25 * float(responses.total_tokens[responses.trained].sum()))]
-        return super().parts(call, placement, responses, rollout_tp)
+            return [("compute", 0.5 + 0.25 * sum(r.context for r in samples))]
+        return super().parts(call, placement, samples, rollout_tp)
 
 
 def play(

@@ -63,7 +63,7 @@ class Given(Times):
     def __init__(self, train_s: float, sync_s: float) -> None:
         self.seconds = {"train": train_s, "sync": sync_s}
 
-    def parts(self, call: Call, placement: Placement, responses: Any, rollout_tp: int) -> list[tuple[str, float]]:
+    def parts(self, call: Call, placement: Placement, *_: Any) -> list[tuple[str, float]]:
         return [("compute", self.seconds[call.kind])]
 
 

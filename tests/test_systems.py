@@ -71,12 +71,12 @@ class Checks(RewardFunction):
 class Times(CallTimes):
     """A tenth of a second a token, one way or the other; training ends with an update of a second."""
 
-    def parts(self, call: Call, placement: Placement, responses: Any, rollout_tp: int) -> list[tuple[str, float]]:
+    def parts(self, call: Call, placement: Placement, samples: Sequence[Request], *_: Any) -> list[tuple[str, float]]:
         if call.kind == "sync":
             return [("weights", 0.0)]
         update = [("optimizer", 1.0)] if call.kind == "train" else []
         return [
-            ("compute", 0.1 * float(responses.total_tokens[responses.trained].sum()) / len(placement.gpus)),
+            ("compute", 0.1 * sum(r.context for r in samples) / len(placement.gpus)),
             *update,
         ]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from rlsim.experiment.guests import guests_of
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.sim.elastic import Pieces
-from rlsim.sim.responses import Responses
+from rlsim.sim.request import Request
 from rlsim.sim.simulation import Relay
 from rlsim.workflow import Call, Placement
 from rlsim.workflow.graph import CallKind
@@ -28,15 +32,14 @@ class ExperimentTimes:
         self._placed, self._workflow, self._training = placed, placed.workflow, placed.loaded.experiment.training
 
     def parts(
-        self, call: Call, placement: Placement, responses: Responses, rollout_tp: int, windows: int = 1
+        self, call: Call, placement: Placement, samples: Sequence[Request], rollout_tp: int, windows: int = 1
     ) -> list[tuple[str, float]]:
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
         assert placement.strategy is not None
         calls = self._placed.calls_on(placement.gpus)
         cost = calls.of(call.model, placement.strategy, placement.gpus[0])
-        taken = responses.trained | responses.baseline if call.model == "reward" else responses.trained
-        lengths = responses.total_tokens[taken]
+        lengths = np.fromiter((r.prompt_tokens + r.generated for r in samples), np.int64, len(samples))
         if call.kind == "train":
             time = cost.train_s(lengths, self._training.mini_batches // windows, self._training.epochs)
         else:

@@ -20,7 +20,6 @@ from rlsim.sim.outcome import CallRecord, Outcome
 from rlsim.sim.pool import GpuPool
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, Request
-from rlsim.sim.responses import Responses
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.scorer import StreamingScorer
@@ -184,9 +183,9 @@ class _Run:
     def _parts(
         self, call: Call, placement: Placement, state: StepState, rollout_tp: int
     ) -> tuple[tuple[str, float], ...]:
-        """What a call spends its time on; to a sync the step's responses do not matter."""
-        responses = Responses.of(()) if call.kind == "sync" else state.responses()
-        return tuple(self.what.times.parts(call, placement, responses, rollout_tp))
+        """What a call on all of a step's batch spends its time on."""
+        samples = () if call.kind == "sync" else _for(call, state.trained_on())
+        return tuple(self.what.times.parts(call, placement, samples, rollout_tp))
 
     def _gpus_of(self, call: Call) -> tuple[int, ...]:
         return self.what.plan.of(call.name).gpus
@@ -260,7 +259,7 @@ class _Run:
             else:
                 yield self.pool.acquire(placement.gpus, call.kind)
                 start, tp = env.now, self.generation.planned_tp
-                parts = list(self.what.times.parts(call, placement, Responses.of(samples), tp, windows))
+                parts = list(self.what.times.parts(call, placement, _for(call, samples), tp, windows))
                 yield env.timeout(sum(seconds for _, seconds in parts))
                 Recorder(self.outcome.spans, step).add(placement.gpus, start, env.now, call.name)
                 self.pool.release(placement.gpus)
@@ -425,6 +424,11 @@ class _Run:
         )
         self.judges.append((step, service))
         return service
+
+
+def _for(call: Call, batch: Sequence[Request]) -> list[Request]:
+    """What a call works on: the reward model also on what the samples of the batch are compared with."""
+    return [request for request in batch if call.model == "reward" or not request.baseline]
 
 
 def _streams(edges: Iterable[Edge]) -> bool:

@@ -12,7 +12,6 @@ from rlsim.sim.batching import Batching, PromptFeed
 from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.request import EngineConfig, Request
-from rlsim.sim.responses import Responses
 from rlsim.sim.reward import RewardControl, RewardFunction
 from rlsim.sim.server import RewardModelEngine
 from rlsim.sim.stage import Routing
@@ -32,11 +31,11 @@ class CallTimes(Protocol):
     """Durations of calls other than generation and reward; rlsim.cost provides them."""
 
     def parts(
-        self, call: Call, placement: Placement, responses: Responses, rollout_tp: int, windows: int = 1
+        self, call: Call, placement: Placement, samples: Sequence[Request], rollout_tp: int, windows: int = 1
     ) -> Sequence[tuple[str, float]]:
         """What the call spends its time on, one after the other: names and seconds. The rollout goes on at that TP.
 
-        These are the responses of one of so many windows of a step.
+        It works on these samples, those of one of so many windows of a step; a weight sync on none.
         """
 
     def pieces(self, call: Call) -> Pieces:
