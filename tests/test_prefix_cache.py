@@ -12,6 +12,7 @@ from test_engine import check, relaxed, simulate
 from test_reference import COSTS, PLAIN, capacity
 from workloads import Nothing, StubCosts, Workload, workloads
 
+from rlsim.cost.calibration import load_calibration
 from rlsim.sim.request import EngineConfig
 
 SCHEDULED = replace(PLAIN, page_tokens=2, prefix_hits="scheduled")
@@ -78,9 +79,13 @@ def test_a_preempted_response_finds_what_is_left_of_its_own_pages() -> None:
 
 
 def test_engines_differ_in_when_pages_are_found() -> None:
-    assert EngineConfig().under("sglang").prefix_hits == "prefilled"
-    assert {EngineConfig().under(engine).prefix_hits for engine in ("vllm", "trtllm", "torch")} == {"scheduled"}
-    assert EngineConfig(prefix_hits="scheduled").under("sglang").prefix_hits == "scheduled"
+    assert {name: load_calibration(f"h100-{name}").prefix_hits for name in ("sglang", "vllm", "trtllm")} == {
+        "sglang": "prefilled",
+        "vllm": "scheduled",
+        "trtllm": "scheduled",
+    }
+    assert EngineConfig().with_prefix_hits("prefilled").prefix_hits == "prefilled"
+    assert EngineConfig(prefix_hits="scheduled").with_prefix_hits("prefilled").prefix_hits == "scheduled"
 
 
 # ------------------------------------------------------------------------------------------------- random rollouts

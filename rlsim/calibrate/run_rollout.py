@@ -113,7 +113,7 @@ def _replica_ends(costs: RolloutCostModel, cluster: Cluster, settings: RunSettin
             mesh=[tuple(range(first, first + per_node)) for first in range(0, cluster.gpus, per_node)],
             tp=settings.rollout_tp,
             costs=costs,
-            config=settings.engine.under(costs.calibration.engine),
+            config=settings.engine.with_prefix_hits(costs.calibration.prefix_hits),
             cap_tokens=settings.cap,
         )
     )

@@ -226,6 +226,11 @@ class Calibration(Fitted):
         return found[1] if found else ""
 
     @property
+    def prefix_hits(self) -> Literal["scheduled", "prefilled"]:
+        """When this engine lets responses share what one of them prefills: see `EngineConfig.prefix_hits`."""
+        return "prefilled" if self.engine == "sglang" else "scheduled"
+
+    @property
     def draw(self) -> Draw:
         """The world that costs are for: not as fitted, but as far off as `Draw` says."""
         return self._draw

@@ -137,7 +137,7 @@ class LoadedExperiment:
     @cached_property
     def engine(self) -> EngineConfig:
         """The rollout engine's settings, what is not given as the calibration's engine has it."""
-        return self.experiment.engine.under(next(iter(self.calibrations.values())).engine)
+        return self.experiment.engine.with_prefix_hits(next(iter(self.calibrations.values())).prefix_hits)
 
     @cached_property
     def scoring(self) -> TraceScoring:

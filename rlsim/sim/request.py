@@ -84,10 +84,9 @@ class EngineConfig(Schema):
     )
     watermark: float = Field(default=0.01, ge=0, lt=1, description="share of KV pages kept free when admitting")
 
-    def under(self, engine: str) -> EngineConfig:
-        """The same where `engine` is the one that a calibration names: what is not given is as this engine has it."""
-        hits: PrefixHits = "prefilled" if engine == "sglang" else "scheduled"
-        return self.model_copy(update={"prefix_hits": self.prefix_hits or hits})
+    def with_prefix_hits(self, default: PrefixHits) -> EngineConfig:
+        """The same with `prefix_hits` given, by `default` where it was not."""
+        return self.model_copy(update={"prefix_hits": self.prefix_hits or default})
 
     def watermark_pages(self, capacity_pages: int) -> int:
         """Pages kept free when admitting, of a replica with this many."""

@@ -79,9 +79,8 @@ class RewardDesk:
         if job.kind == "judge":
             assert judge is not None, "where there are responses to judge there is a judge"
             request.score_started_at = self._env.now
-            asked = Request(
-                request.id, request.id, job.judge_prompt_tokens, job.judge_tokens
-            )  # each a prompt of its own
+            prompt = request.id  # each is asked a prompt of its own
+            asked = Request(request.id, prompt, job.judge_prompt_tokens, job.judge_tokens)
             judge.submit(asked, lambda: self._score(request, job.reward, on_scored))
             return
         if self._env.now > self._came_at * (1 + REACHED):
