@@ -179,12 +179,16 @@ class LatentAttention(Attention):
 
     def linears(self, hidden: int, tp: int) -> tuple[Linear, ...]:
         heads = self.heads // tp
-        q_dim, kv_dim = heads * (self.nope_dim + self.rope_dim), heads * (self.nope_dim + self.v_dim)
-        cached, made = Linear("kv_a", self.kv_rank + self.rope_dim, hidden), Linear("kv_b", kv_dim, self.kv_rank)
+        q_dim = heads * (self.nope_dim + self.rope_dim)
+        cached, made = Linear("kv_a", self.kv_rank + self.rope_dim, hidden), self.kv_b(tp)
         output = Linear("o", hidden, heads * self.v_dim)
         if self.q_rank is None:
             return Linear("q", q_dim, hidden), cached, made, output
         return Linear("q_a", self.q_rank, hidden), Linear("q_b", q_dim, self.q_rank), cached, made, output
+
+    def kv_b(self, tp: int) -> Linear:
+        """The product that makes keys and values of latents."""
+        return Linear("kv_b", self.heads // tp * (self.nope_dim + self.v_dim), self.kv_rank)
 
     def parameters(self, hidden: int, tp: int) -> int:
         q_rank = self.q_rank or 0

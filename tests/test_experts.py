@@ -175,6 +175,12 @@ def test_a_step_of_groups_by_its_parts() -> None:
     assert RooflineStep(MODEL, 8, NODE, CALIBRATION, chunks).breakdown(16, 16_000)["exchange"] > 0
 
 
+def test_each_group_has_a_scheduler_of_its_own() -> None:
+    calibration = load_calibration("h100-vllm")
+    step = RooflineStep(MODEL, 8, NODE, calibration, IN_GROUPS)
+    assert step.breakdown(61, 61_000)["host"] == pytest.approx(8 * calibration.host.sequence_s) != 0
+
+
 def test_experts_cut_and_dealt_gather_and_scatter_what_groups_have() -> None:
     layout = ReplicaLayout(ep=4, attention_dp=2)
     parts = RooflineStep(MODEL, 8, NODE, CALIBRATION, layout).breakdown(100, 1e5)

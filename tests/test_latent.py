@@ -15,6 +15,7 @@ from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.fits import LatentAttentionFit
 from rlsim.cost.latent import LatentKernels, padded_heads
+from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.operators import Operators
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import Chunk
@@ -146,3 +147,17 @@ def test_models_with_latent_attention_have_costs(name: str, tp: int) -> None:
 def test_a_gpu_without_tables_is_refused_by_name() -> None:
     with pytest.raises(CalibrationError, match=r"latent attention \(MLA\) is not in this calibration"):
         RooflineStep(load_model("deepseek-v2-lite"), 1, load_cluster("8xa100"), load_calibration("a100-vllm"))
+
+
+def test_an_fp8_cache_of_latents_is_refused() -> None:
+    model = load_model("deepseek-v2-lite").served(kv_precision="fp8")
+    with pytest.raises(CalibrationError, match=r"latent attention \(MLA\), whose kernels are calibrated on a bf16"):
+        RooflineStep(model, 1, load_cluster("8xh100"), load_calibration("h100-vllm"))
+
+
+def test_a_quantised_kv_b_has_a_copy_in_bf16() -> None:
+    model = load_model("deepseek-v3")
+    kv_b = 61 * 128 * (128 + 128) * 512
+    for precision, copy in (("bf16", 0), ("fp8_block", 2 * kv_b)):
+        served = model.served(precision)
+        assert rollout_weight_bytes(served, 1) == pytest.approx(served.weight_bytes + copy, rel=1e-12)

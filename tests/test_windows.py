@@ -20,6 +20,7 @@ from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape
 from rlsim.hardware import load_cluster, load_gpu
 from rlsim.models import Model, load_model
+from rlsim.precision import KvPrecision
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.request import Request
 
@@ -159,8 +160,9 @@ def test_what_a_sequence_keeps() -> None:
 
 @pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "mistral-7b-v0.1", "qwen3-next-80b-a3b", "deepseek-v3"])
 @pytest.mark.parametrize("tokens", [16, 160, 4096, 65_536])
-def test_units_are_the_bytes_of_a_sequence(name: str, tokens: int) -> None:
-    model = load_model(name)
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_units_are_the_bytes_of_a_sequence(name: str, tokens: int, kv: KvPrecision) -> None:
+    model = load_model(name).served(kv_precision=kv)
     shape = kv_shape(model, 1)
     counted = shape.units(tokens, 16) / shape.page_units * kv_page_bytes(model, 1, 16)
     state_rounding = kv_page_bytes(model, 1, 16) if shape.state_tokens else 0.0

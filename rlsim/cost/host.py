@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -17,15 +18,16 @@ class HostedStep(StepCost):
     """`kernels` (a step cost without host time) as an engine with this host time runs them.
 
     The host takes `step_s + sequence_s · sequences`, and `prefill_s` more in an iteration that prefills. An engine that
-    prepares the next step while the GPU works (`overlapped`) takes the longer of the two, any other their sum.
+    prepares the next step while the GPU works (`overlapped`) takes the longer of the two, any other their sum. Each of
+    the `groups` of GPUs that share a replica's sequences out has a host process of its own.
     """
 
-    def __init__(self, kernels: StepCost, host: HostFit) -> None:
+    def __init__(self, kernels: StepCost, host: HostFit, groups: int = 1) -> None:
         self.tp = kernels.tp
         self.skew = kernels.skew
         self.kv = kernels.kv
         self._kernels = kernels
-        self._host = host
+        self._host, self._groups = host, groups
         self.curves = Curves(self._decode)
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
@@ -53,7 +55,7 @@ class HostedStep(StepCost):
         return self._kernels.lookups()
 
     def _host_s(self, sequences: int) -> float:
-        return self._host.step_s + self._host.sequence_s * sequences
+        return self._host.step_s + self._host.sequence_s * math.ceil(sequences / self._groups)
 
     def _both_s(self, kernels_s: float, host_s: float) -> float:
         return max(kernels_s, host_s) if self._host.overlapped else kernels_s + host_s

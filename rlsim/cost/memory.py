@@ -16,7 +16,7 @@ from rlsim.cost.step import KvShape
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
 from rlsim.hardware import Gpu
-from rlsim.layers import Experts, Layer
+from rlsim.layers import Experts, LatentAttention, Layer
 from rlsim.models import Model
 
 BF16 = 2
@@ -58,9 +58,10 @@ class RolloutMemory:
 def rollout_weight_bytes(model: Model, tp: int, pp: int = 1, layout: ReplicaLayout = PLAIN) -> float:
     """Weights on one GPU of a replica: matrices, biases, embedding and head are sharded, norms and router replicated.
 
-    KV projections are replicated when there are fewer KV heads than GPUs. With `pp` stages, those of the fullest: it
-    has ⌈layers / pp⌉ layers and the larger of the embedding (first stage) and the head with the final norm (last
-    stage). All GPUs of a stage share the experts, whether each is cut or they are dealt (`layout`). Raises
+    KV projections are replicated when there are fewer KV heads than GPUs; of a quantised kv_b (latent attention) there
+    is a copy in bf16, for decoding in the latent (vLLM's `process_weights_after_loading`). With `pp` stages, those of
+    the fullest: it has ⌈layers / pp⌉ layers and the larger of the embedding (first stage) and the head with the final
+    norm (last stage). All GPUs of a stage share the experts, whether each is cut or they are dealt (`layout`). Raises
     `ConfigError` if `tp` or `pp` does not fit.
     """
     layout.check(model, tp)
@@ -68,6 +69,8 @@ def rollout_weight_bytes(model: Model, tp: int, pp: int = 1, layout: ReplicaLayo
 
     def layer_bytes(layer: Layer) -> float:
         moved = model.expert_bytes(layer) / gpus - model.expert_bytes(layer, tp) if tp < gpus else 0.0
+        if isinstance(layer.attention, LatentAttention) and model.precision != "bf16":
+            moved += BF16 * layer.attention.kv_b(tp).weights
         return model.layer_bytes(layer, tp) + moved
 
     layers = model.fullest_stage(pp, layer_bytes)
@@ -99,6 +102,7 @@ def kv_shape(model: Model, tp: int) -> KvShape:
         elements[layer.attention.window_tokens] += count * layer.attention.cached_elements(tp)
     everything, always = sum(elements.values()), elements.pop(None, 0)
     state = sum(count * layer.attention.state_elements / tp for layer, count in model.groups.items())
+    state *= model.dtype_bytes / model.kv_element_bytes  # stays in the model's type, whatever that of the KV cache
     window = max((tokens for tokens in elements if tokens), default=None)
     unit = math.gcd(everything, always) if window is not None else everything
     return KvShape(

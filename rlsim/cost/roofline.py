@@ -24,7 +24,7 @@ from rlsim.cost.sharing import Scaled
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError, CapacityError, ConfigError
 from rlsim.hardware import Cluster
-from rlsim.layers import Experts
+from rlsim.layers import Experts, LatentAttention
 
 if TYPE_CHECKING:
     from rlsim.layers import Layer, Linear
@@ -36,6 +36,11 @@ N = TypeVar("N", int, float)
 def check_served(model: Model, calibration: Calibration) -> None:
     """Raises `CalibrationError` for a precision of weights or KV cache that the GPU or the calibration lacks."""
     calibration.check_precision(model.precision, model.kv_precision)
+    if model.kv_precision != "bf16" and any(isinstance(one.attention, LatentAttention) for one in model.groups):
+        raise CalibrationError(
+            f"kv_precision {model.kv_precision}: {model.name} has latent attention (MLA), whose kernels are calibrated "
+            "on a bf16 KV cache only"
+        )
     if model.of_experts not in calibration.operators.experts:
         calibration.check_precision(model.of_experts)
 
@@ -107,7 +112,7 @@ class RooflineStep(StepCost):
         return self.curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
-        fixed = self._tokens_s(batch) + self.head_s(batch) + self._host.step_s + self._host.sequence_s * batch
+        fixed = self._tokens_s(batch) + self.head_s(batch) + self._host_s(batch)
         curves = []
         for count, kind in self._attentions:
             curve = self._attention_curve(kind, batch)
@@ -138,9 +143,8 @@ class RooflineStep(StepCost):
             self._tokens_s(tokens, sum([chunk.new_tokens for chunk in own]))
             + self._prefill_attention_s(own)
             + self.head_s(len(chunks))
-            + self._host.step_s
+            + self._host_s(len(chunks))
             + self._host.prefill_s
-            + self._host.sequence_s * len(chunks)
         )
 
     def mixed_s(
@@ -156,9 +160,8 @@ class RooflineStep(StepCost):
             + self._attention_s(batch, context_tokens, in_windows)
             + self._prefill_attention_s(own)
             + self.head_s(rows)
-            + self._host.step_s
+            + self._host_s(rows)
             + self._host.prefill_s
-            + self._host.sequence_s * rows
         )
 
     def lookups(self) -> Lookups:
@@ -189,8 +192,12 @@ class RooflineStep(StepCost):
             "all_reduce": all_reduce,
             "exchange": exchange,
             "head": self.head_s(batch),
-            "host": self._host.step_s + self._host.sequence_s * batch,
+            "host": self._host_s(batch),
         }
+
+    def _host_s(self, sequences: int) -> float:
+        """Of an iteration; every group of GPUs has a scheduler of its own, for its share of the sequences."""
+        return self._host.step_s + self._host.sequence_s * self._share(sequences)
 
     def _share(self, count: N) -> N:
         """Sequences, tokens or rows of the group of GPUs that has most."""
@@ -329,7 +336,7 @@ def step_cost(
         return drawn(RooflineStep(model, tp, cluster, calibration, layout), calibration)
     alone = host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
     kernels = RooflineStep(model, tp, cluster, calibration.model_copy(update={"host": alone}), layout)
-    return drawn(HostedStep(kernels, host), calibration)
+    return drawn(HostedStep(kernels, host, layout.attention_dp), calibration)
 
 
 def drawn(cost: StepCost, calibration: Calibration) -> StepCost:
