@@ -210,8 +210,8 @@ def test_pats_figures_are_of_steps_that_reach_the_cap_and_count_generated_tokens
 
 
 def test_pats_experiments_run_under_its_engine_and_under_verls_default() -> None:
-    for name in ("pat_vs_static", "pat_a40"):
-        assert load_experiment(name)[0].calibration.endswith("-sglang-0.5.10")  # PAT ran SGLang 0.4.8
+    ran = {name: load_experiment(name)[0].calibration for name in ("pat_vs_static", "pat_a40")}
+    assert ran == {"pat_vs_static": "h100-sglang-0.5.10", "pat_a40": "a40-sglang"}  # PAT ran SGLang 0.4.8
     shown = [row.split(" | ")[0] for row in PAGE["pat"].splitlines() if row.startswith("| ")]
     for case in ("h100-24k-verl", "h100-24k", "a40-6k", "a40-16k"):
         engines = {case, case.replace("-verl", "") + "-vllm" + "-verl" * case.endswith("-verl")}
