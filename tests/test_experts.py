@@ -323,5 +323,7 @@ systems: [verl: {tp: [8, 16]}]
     assert (steps.gen_time_s >= steps.gen_bound_s).all()
     apart = rlsim.run(tmp_path / "nodes.yaml", overrides={"engine.ep": 8, "engine.data_parallel_attention": 8})
     assert len(apart.steps) == 2
+    assert apart.steps.prefix_hit_tokens.sum() == 0 < result.steps.prefix_hit_tokens.sum()
+    assert any("responses to a prompt share no prefill" in note for note in apart.notes)
     with pytest.raises(RlsimError, match="tp 12 does not divide the 8 GPUs of a node"):
         rlsim.run(tmp_path / "nodes.yaml", overrides={"systems": [{"verl": {"tp": 12}}]})

@@ -99,7 +99,8 @@ def test_stages_of_a_rollout_replica_by_hand() -> None:
 
 def test_inference_by_hand() -> None:
     memory = inference_memory(LLAMA, TrainStrategy(tp=2, pp=2, dp=2), 8192, reserved_bytes=0.0)
-    assert memory.parameter_bytes == 2 * (16 * 218_112_000 + 128_256 * 4096 + 4096) / 2
+    norms = 2 * 4096  # of a layer, on both GPUs of TP
+    assert memory.parameter_bytes == 2 * (16 * (218_112_000 + norms) + 128_256 * 4096 + 4096) / 2
     assert memory.gradient_bytes == memory.optimizer_bytes == memory.gathered_bytes == 0.0
     assert (memory.activation_bytes, memory.logits_bytes) == (0.0, 2 * 8192 * 128_256 / 2)  # most is held at the head
     critic = inference_memory(LLAMA.as_critic(), TrainStrategy(tp=2, pp=2, dp=2), 8192)
@@ -147,7 +148,8 @@ def test_zero_stages_as_in_its_paper(stage: int, per_parameter: float) -> None:
 def test_model_parallelism_divides_the_states() -> None:
     one = training_memory(LLAMA, TrainStrategy())
     tp = training_memory(LLAMA, TrainStrategy(tp=8))
-    assert tp.parameter_bytes == pytest.approx(one.parameter_bytes / 8)
+    norms = 2 * 32 * 2 * 4096  # bytes of the layers', which every GPU has
+    assert tp.parameter_bytes == pytest.approx((one.parameter_bytes - norms) / 8 + norms)
     assert tp.logits_bytes == pytest.approx(one.logits_bytes / 8)
     pp = training_memory(LLAMA, TrainStrategy(pp=4))
     stage = 8 * LLAMA.layer.parameters + 128_256 * 4096 + 4096  # eight layers, and the head with the final norm

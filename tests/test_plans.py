@@ -103,7 +103,7 @@ def tiny_plan(**changes: Placement) -> Plan:
 
 def test_memory_of_a_small_plan_by_hand() -> None:
     calls = tiny_memory().calls(tiny_plan())
-    half = PARAMETERS / 2  # TP 2
+    half = (PARAMETERS + 4 * 2 * 1024) / 2  # TP 2, whose GPUs each have the norms of the layers
     assert calls["train"][1].resident == {"parameters": 2 * half, "optimizer states": 12 * half / 2}
     # Two of eight sequences in a micro-batch: 200 tokens; four layers keep 2 · 1024 / 2 bytes of each, one layer all.
     everything = 2 * (4 * 1024 / 2 + (4 * 1024 + 3 * 4096) / 2)

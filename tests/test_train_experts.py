@@ -49,8 +49,15 @@ NODES = load_cluster("4x8xh100")
 LAYERS, HIDDEN, WIDTH, EXPERTS, ACTIVE = 48, 2048, 768, 128, 8
 ROUTED = 3 * EXPERTS * WIDTH * HIDDEN  # weights of a layer's experts
 LAYER = ROUTED + 2 * HIDDEN * 32 * 128 + 2 * HIDDEN * 4 * 128 + EXPERTS * HIDDEN + 2 * HIDDEN + 2 * 128
+KEPT = EXPERTS * HIDDEN + 2 * HIDDEN + 2 * 128  # of a layer on every GPU of a TP group: router and norms
+KV = 2 * HIDDEN * 4 * 128  # cut over no more GPUs than there are KV heads
 ENDS = 2 * 151_936 * HIDDEN + HIDDEN
 SENT = 2 * ACTIVE * HIDDEN  # bytes of a token's copies
+
+
+def outside(tp: int) -> float:
+    """Weights of a layer on one GPU but for its experts."""
+    return (LAYER - ROUTED - KEPT - KV) / tp + KEPT + KV / min(tp, 4)
 
 
 def cost(strategy: TrainStrategy, collectives: Any = None, cluster: Cluster = NODES, model: Model = QWEN) -> TrainCost:
@@ -80,10 +87,8 @@ def test_experts_are_cut_over_neighbours_of_a_stage(given: dict[str, int], cut: 
     assert layout.experts.gpus == layout.gpus
     assert (layout.experts.tp, layout.experts.dp) == (strategy.experts.tp, strategy.experts.dp)
     rest, *experts = (n for n, _ in stage_parts(QWEN, strategy))
-    whole = (LAYER * LAYERS // strategy.pp + ENDS // strategy.pp) / strategy.tp
-    assert sum([rest, *experts]) == pytest.approx(
-        whole + ROUTED * LAYERS / strategy.pp * (1 / cut - 1 / strategy.tp), rel=1e-4
-    )
+    layers = LAYERS / strategy.pp * (outside(strategy.tp) + ROUTED / cut)
+    assert sum([rest, *experts]) == pytest.approx(layers + ENDS // strategy.pp / strategy.tp, rel=1e-4)
 
 
 def test_errors_name_the_degrees_and_what_they_do_not_divide() -> None:
@@ -150,6 +155,13 @@ def test_the_search_for_plans_tries_the_degree_that_is_given() -> None:
     assert all(strategy.gpus % 8 == 0 for strategy in found if strategy.ep == 8)
 
 
+def test_lent_gpus_would_hold_some_experts_only() -> None:
+    parts = [{"verl": {"tp": 4}}, {"split": {"rollout_gpus": 16}}, "elastic_split"]
+    wanted = experiment(tp=2, ep=8, zero_stage=1) | {"systems": [{"name": "own", "use": parts}]}
+    with pytest.raises(ConfigError, match=r"training\.ep 8 spreads experts over data-parallel replicas"):
+        check_experiment(wanted)
+
+
 # Without expert parallelism ---------------------------------------------------------------------------------------
 
 
@@ -174,7 +186,7 @@ def test_ep_1_is_training_under_tp(degrees: dict[str, int]) -> None:
 def test_states_by_hand() -> None:
     """Experts once over EP's eight GPUs, their optimizer states over the four GPUs that hold the same ones."""
     memory = training_memory(QWEN, TrainStrategy(dp=16, tp=2, ep=8, zero_stage=1))
-    rest, experts = (LAYERS * (LAYER - ROUTED) + ENDS) / 2, LAYERS * ROUTED / 8
+    rest, experts = LAYERS * outside(2) + ENDS / 2, LAYERS * ROUTED / 8
     assert memory.parameter_bytes == 2 * rest + 2 * experts
     assert memory.gradient_bytes == 4 * rest + 4 * experts
     assert memory.optimizer_bytes == pytest.approx(12 * rest / 16 + 12 * experts / 4)
@@ -188,8 +200,9 @@ def test_states_by_hand() -> None:
 
 def test_a_token_is_kept_for_each_of_its_experts() -> None:
     tp, ep = TrainStrategy(dp=4, tp=2, recompute="none"), TrainStrategy(dp=4, tp=2, ep=8, recompute="none")
-    more = activation_bytes_per_token(QWEN.layer, ep)[0] - activation_bytes_per_token(QWEN.layer, tp)[0]
-    assert more == SENT / 2
+    rest = 2 * (4 * HIDDEN + (2 * 32 * 128 + 2 * 4 * 128 + 3 * ACTIVE * WIDTH) / 2)
+    assert activation_bytes_per_token(QWEN.layer, ep)[0] == rest + SENT / 2
+    assert activation_bytes_per_token(QWEN.layer, tp)[0] == rest + SENT  # an expert that is cut gets its tokens whole
 
 
 # Work -------------------------------------------------------------------------------------------------------------
@@ -242,13 +255,15 @@ def test_ranks_that_share_experts_wait_for_each_other() -> None:
 def test_element_wise_bytes_of_the_dispatcher() -> None:
     """Copies made (1 + 8 hidden widths), sorted (16), sorted back (16), added up (9)."""
     memory = MEMORY_ONLY.model_copy(update={"nodes": 4})
-    tokens, lengths = 4096.0, np.full(32, 4096.0)
-    plain, ep = (
+    lengths = np.full(32, 4096.0)
+    one, eight = (
         cost(TrainStrategy(dp=32, ep=ep, recompute="none"), cluster=memory).forward_s(lengths) for ep in (1, 8)
     )
     weights = 2 * LAYERS * ROUTED * (1 - 1 / 8)  # read by a GPU that holds them all
-    moved = LAYERS * tokens * 2 * HIDDEN * (2 + 6 * ACTIVE)
-    assert ep.compute_s - plain.compute_s == pytest.approx((moved - weights) / 1e12)
+    assert one.compute_s - eight.compute_s == pytest.approx(weights / 1e12)
+    layer = cost(TrainStrategy(dp=32, ep=8))._elementwise_bytes(QWEN.layer)
+    around = 10 * HIDDEN + attention_work(QWEN.layer.attention).moved + 3 * ACTIVE * WIDTH
+    assert layer == 2 * (around + HIDDEN * (1 + 8 + 16 + 16 + 9))
 
 
 # Communication ----------------------------------------------------------------------------------------------------
@@ -286,7 +301,7 @@ def test_gradients_are_reduced_where_they_are_the_same() -> None:
     """Of experts over the four GPUs that hold the same ones, eight apart; of all else over DP × CP."""
     spy = Seconds()
     cost(TrainStrategy(dp=16, tp=2, ep=8, zero_stage=1), spy).update_time()
-    rest, experts = (LAYERS * (LAYER - ROUTED) + ENDS) / 2, LAYERS * ROUTED / 8
+    rest, experts = LAYERS * outside(2) + ENDS / 2, LAYERS * ROUTED / 8
     assert spy.asked == {
         ("reduce_scatter", 4 * rest, 16, 4),
         ("all_gather", 2 * rest, 16, 4),

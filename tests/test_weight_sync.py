@@ -11,6 +11,7 @@ import pytest
 import rlsim
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import rollout_weight_bytes
+from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.weight_sync import FITTED, SyncFit, SyncTime, WeightSync
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.hardware import load_cluster
@@ -43,6 +44,17 @@ class PerByte:
 def sync(**changes: Any) -> WeightSync:
     settings: dict[str, Any] = {"model": QWEN, "cluster": load_cluster("2x8xh100"), "engine": "vllm", "fit": FIT}
     return WeightSync(collectives=PerByte(), **settings | changes)
+
+
+def test_an_engine_whose_replicas_share_attention_out_loads_what_its_gpus_hold() -> None:
+    model, target = load_model("deepseek-v2-lite"), Layout(first_gpu=0, tp=32)
+    layout = ReplicaLayout(ep=32, attention_dp=32)
+    there = sync(model=model, cluster=load_cluster("4x8xh100"), engine=None, replica=layout)
+    held_bytes = rollout_weight_bytes(model, 32, layout=layout)
+    copied_s = there.parts(Layout(first_gpu=0, dp=32), target).transport_s
+    assert copied_s == pytest.approx(2 * held_bytes / there.cluster.gpu.memory_bytes_per_s)
+    with pytest.raises(ConfigError, match="does not divide its 16 heads"):
+        sync(model=model, cluster=load_cluster("4x8xh100")).parts(Layout(first_gpu=0, dp=32), target)
 
 
 def test_tensors_are_counted_by_their_names() -> None:

@@ -10,6 +10,7 @@ from rlsim.cost.collectives import Collectives
 from rlsim.cost.lookups import Lookups
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
+from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.cost.transfer import weight_sync_s
@@ -40,6 +41,7 @@ class CallCosts:
         *,
         precision: Precision = "bf16",
         rollout: Model | None = None,
+        replica: ReplicaLayout = PLAIN,
     ) -> None:
         known = calibration.training.flop_efficiency
         if backend not in known:
@@ -60,7 +62,7 @@ class CallCosts:
         self._precision: Precision = precision
         self._operators = Operators(calibration.operators, calibration.reference)
         self._reference = calibration.reference
-        self._rollout = rollout
+        self._rollout, self._replica = rollout, replica
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine
         self._moved: dict[tuple[str, CallCosts], Reallocation] = {}
@@ -114,6 +116,7 @@ class CallCosts:
             method=method,
             offload=offload,
             served=self._rollout,
+            replica=self._replica,
             factor=self._draw.sync(),
         )
 

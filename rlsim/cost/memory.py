@@ -213,20 +213,24 @@ def stage_parts(model: Model, strategy: TrainStrategy) -> list[tuple[float, Trai
         model.stages(strategy.pp), key=lambda one: sum(count * _local(layer, strategy) for layer, count in one.items())
     )
     embedding, head = model.vocab_size * model.hidden_size, model.head_parameters + model.hidden_size
-    rest = embedding + head if strategy.pp == 1 else max(embedding, head)
-    rest += sum(count * layer.parameters for layer, count in stage.items())
-    routed = sum(count * layer.expert_weights() for layer, count in stage.items())
-    if not (strategy.experts_apart and routed):
-        return [(rest / strategy.tp, strategy)]
-    return [((rest - routed) / strategy.tp, strategy), (routed / strategy.expert_cut, strategy.experts)]
+    ends = (embedding + head if strategy.pp == 1 else max(embedding, head)) / strategy.tp
+    parts = [(count, *layer_parts(layer, strategy)) for layer, count in stage.items()]
+    routed = sum(count * apart for count, _, apart in parts)
+    own = ends + sum(count * own for count, own, _ in parts)
+    return [(own, strategy), *([(routed, strategy.experts)] if routed else [])]
+
+
+def layer_parts(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:
+    """Parameters of a layer on one GPU, before ZeRO shards them: all that TP cuts, with what every GPU of a TP group
+    has (norms, routers, the down-projections of latent attention), and the matrices of experts that are apart."""
+    tp = strategy.tp
+    if not strategy.experts_apart:
+        return layer.parameters_per_gpu(tp), 0.0
+    return layer.parameters_per_gpu(tp) - layer.expert_weights(tp), layer.expert_weights() / strategy.expert_cut
 
 
 def _local(layer: Layer, strategy: TrainStrategy) -> float:
-    """Parameters of a layer on one GPU, before ZeRO shards them."""
-    if not strategy.experts_apart:
-        return layer.parameters / strategy.tp
-    routed = layer.expert_weights()
-    return (layer.parameters - routed) / strategy.tp + routed / strategy.expert_cut
+    return sum(layer_parts(layer, strategy))
 
 
 def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:
@@ -234,8 +238,8 @@ def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[f
 
     All of a layer, in elements: the inputs of both norms and their outputs (4 · hidden); q, k, v and the attention
     output (`AttentionWork.kept`: 2 · q_dim + 2 · kv_dim for grouped queries); gate, up and their product (3 · the width
-    of the MLP, or of all experts that a token passes), and under EP a copy of the token for each of these, as its
-    expert gets it. TP divides all but the first group, sequence parallelism the first too. `selective` keeps neither
+    of the MLP, or of all experts that a token passes), and a copy of the token for each of these, as its expert gets
+    it. TP divides all but the first group, sequence parallelism the first too. `selective` keeps neither
     norm outputs nor the product; `full` keeps one input. Elements are bf16, kernels fused: an eager implementation
     keeps more. Experts get equal shares of the tokens.
     """
@@ -243,7 +247,7 @@ def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[f
     outside = tp if strategy.sequence_parallel else 1
     work = attention_work(layer.attention)
     hidden, width, heads = layer.hidden, layer.mlp.active_width, work.kept
-    if isinstance(layer.mlp, Experts) and strategy.ep > 1:
+    if isinstance(layer.mlp, Experts):
         heads += layer.mlp.active * hidden * strategy.expert_tp_degree
     everything = BF16 * (4 * hidden / outside + (heads + 3 * width) / tp) + BF16 * work.latent
     if strategy.recompute == "full":

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rlsim.cost.attention_work import Reach, attention_work
 from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
-from rlsim.cost.memory import BF16, FP32, stage_parts
+from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.packing import Floats, deal, pack
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import host_copy_s
@@ -243,16 +243,15 @@ class TrainCost:
     def _of_layer(self, layer: Layer, count: int, flops: float, memory: float) -> _Layers:
         strategy, efficiency, work = self.strategy, self.efficiency, attention_work(layer.attention)
         split = strategy.tp * strategy.cp
-        linear_flops, weight_bytes, routed = 2.0 * layer.active_weights, self.model.layer_bytes(layer), 0
+        linear_flops, (own, routed) = 2.0 * layer.active_weights, layer_parts(layer, strategy)
         apart: dict[str, Any] = {}
         if strategy.experts_apart and isinstance(layer.mlp, Experts):
-            mlp, routed = layer.mlp, layer.expert_weights()
+            mlp = layer.mlp
             expert_flops = 6.0 * mlp.active * mlp.width * layer.hidden
             linear_flops -= expert_flops
-            weight_bytes = BF16 * (layer.parameters - routed)
             apart = {
                 "expert_s": expert_flops / split / (flops * efficiency.layers),
-                "expert_weights_s": BF16 * routed / strategy.expert_cut / memory,
+                "expert_weights_s": BF16 * routed / memory,
                 "sent_bytes": BF16 * mlp.active * layer.hidden / split,
                 "blocks": 2 if mlp.shared_width else 1,
             }
@@ -260,12 +259,12 @@ class TrainCost:
             count,
             work.reach,
             linear_s=linear_flops / split / (flops * efficiency.layers),
-            weights_s=weight_bytes / strategy.tp / memory,
+            weights_s=BF16 * own / memory,
             memory_s=self._elementwise_bytes(layer) / strategy.cp / memory,
             pair_s=work.pair_flops / split / (flops * efficiency.attention),
             attention_token_s=work.token_flops / split / (flops * efficiency.attention),
             kv_bytes=work.exchanged * BF16 / strategy.tp,
-            parts=((layer.parameters - routed) / strategy.tp, *([routed / strategy.expert_cut] if routed else [])),
+            parts=(own, *([routed] if routed else [])),
             **apart,
         )
 
@@ -274,13 +273,13 @@ class TrainCost:
 
         Norms (2 hidden each) and residual additions (6 hidden), those of attention (`AttentionWork.moved`: rotary
         embedding reads and writes q and k), gated activation (3 widths of the MLP, or of all experts that a token
-        passes). Under EP a token is copied for each of its experts, sorted by expert where it arrives, sorted back, and
-        its outputs are added up: 2 + 6 · experts of a token hidden widths (Megatron Core's all-to-all dispatcher).
+        passes). A token is copied for each of its experts, sorted by expert where it arrives, sorted back, and its
+        outputs are added up: 2 + 6 · experts of a token hidden widths (Megatron Core's dispatchers, EP or not).
         """
         work, strategy = attention_work(layer.attention), self.strategy
         outside = (6 + 2 * layer.norms) * layer.hidden / (strategy.tp if strategy.sequence_parallel else 1)
         width = 3 * layer.mlp.active_width
-        if isinstance(layer.mlp, Experts) and strategy.ep > 1:
+        if isinstance(layer.mlp, Experts):
             width += (2 + 6 * layer.mlp.active) * layer.hidden
         return BF16 * (outside + work.latent_moved + (work.moved + width) / strategy.tp)
 

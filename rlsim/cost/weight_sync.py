@@ -25,6 +25,7 @@ from rlsim.cost.calibration import Engine
 from rlsim.cost.groups import CollectiveTime
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import rollout_weight_bytes
+from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.transfer import gather_s, host_copy_s
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster, Link
@@ -91,7 +92,7 @@ class WeightSync:
     `cluster` and `collectives` are those of the trainer, `rollout` the cluster as the engine's GPUs know it, if these
     are of another kind. `offload`: the trainer's shards wait in host memory. `stacked`: the trainer keeps the experts
     of a layer in one tensor, as transformers does from version 5 on. `engine` None: the weights are only received.
-    `served`: the model as that engine serves it, if in another precision.
+    `served`: the model as that engine serves it, if in another precision; `replica`: how a replica's GPUs share it.
     """
 
     model: Model
@@ -103,6 +104,7 @@ class WeightSync:
     offload: bool = False
     stacked: bool = True
     served: Model | None = None
+    replica: ReplicaLayout = PLAIN
     fit: SyncFit = FITTED
     factor: float = 1.0  # of the time of the whole sync
 
@@ -116,7 +118,7 @@ class WeightSync:
 
     def parts(self, source: Layout, target: Layout) -> SyncTime:
         """`time_s` by its stages."""
-        self.model.check_tp(target.tp)
+        self.replica.check(self.model, target.tp)
         return SyncTime(self._export_s(source), self._transport_s(source, target), self._load_s())
 
     # ---- by way of host memory, where every replica fetches them (relays: Laminar, Sheng et al. 2025) ----------------
@@ -135,7 +137,9 @@ class WeightSync:
 
     def pull_s(self, tp: int, pp: int = 1) -> float:
         """Of a replica at this degree, which takes its weights from the host memory of its node."""
-        copy_s = host_copy_s(rollout_weight_bytes(self.model, tp, pp), (self.rollout or self.cluster).host)
+        copy_s = host_copy_s(
+            rollout_weight_bytes(self.model, tp, pp, self.replica), (self.rollout or self.cluster).host
+        )
         return self.factor * (copy_s + self._load_s())
 
     # ---- stages -----------------------------------------------------------------------------------------------------
@@ -162,7 +166,8 @@ class WeightSync:
 
     def _transport_s(self, source: Layout, target: Layout) -> float:
         if source.first_gpu <= target.first_gpu and target.end_gpu <= source.end_gpu:
-            return 2 * rollout_weight_bytes(self.model, target.tp, target.pp) / self.cluster.gpu.memory_bytes_per_s
+            held_bytes = rollout_weight_bytes(self.model, target.tp, target.pp, self.replica)
+            return 2 * held_bytes / self.cluster.gpu.memory_bytes_per_s
         first = self.cluster.domain_of(min(source.first_gpu, target.first_gpu))
         if first == self.cluster.domain_of(max(source.first_gpu, target.end_gpu - 1)):
             return self.collectives.time_s("broadcast", self.model.weight_bytes, 1 + target.gpus)

@@ -124,10 +124,15 @@ class LoadedExperiment:
         return replace(self, model=rollout, models=models)
 
     @property
-    def model_notes(self) -> tuple[str, ...]:
-        """What the shapes of the models leave out."""
+    def notes(self) -> tuple[str, ...]:
+        """What the shapes of the models leave out, and what groups of GPUs with sequences of their own do not share."""
         known = [*self.models.values(), *filter(None, [self.judge_model])]
-        return tuple(dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note))
+        notes = dict.fromkeys(f"{model.name}: {model.note}" for model in known if model.note)
+        groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
+        if groups > 1 and caches:
+            own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"
+            notes[f"engine.data_parallel_attention {groups}: responses to a prompt share no prefill: {own}"] = None
+        return tuple(notes)
 
     def kind(self, gpus: Sequence[int], what: str = "a call") -> Kind:
         """What these GPUs cost; raises `ConfigError`, about `what` they are for, if they are of several kinds."""
@@ -137,7 +142,10 @@ class LoadedExperiment:
     @cached_property
     def engine(self) -> EngineConfig:
         """The rollout engine's settings, what is not given as the calibration's engine has it."""
-        return self.experiment.engine.with_prefix_hits(next(iter(self.calibrations.values())).prefix_hits)
+        engine = self.experiment.engine.with_prefix_hits(next(iter(self.calibrations.values())).prefix_hits)
+        if engine.data_parallel_attention > 1:  # each group has a KV cache of its own: see `notes`
+            engine = engine.model_copy(update={"enable_prefix_caching": False})
+        return engine
 
     @cached_property
     def scoring(self) -> TraceScoring:

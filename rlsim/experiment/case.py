@@ -96,7 +96,7 @@ class Case:
 
     def _settle(self) -> None:
         """Which systems can run, and what each stands for: of a tuned one several, the fastest of which is it."""
-        self.notes: list[str] = list(self.loaded.model_notes)
+        self.notes: list[str] = list(self.loaded.notes)
         self.searched: list[str] = []  # systems whose plan is yet to be searched for
         self.systems = {spec: tuple(self._alternatives(spec)) for spec in self._specs if self._fits(spec)}
 

@@ -15,6 +15,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes, training_memory
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.experiment.engines import replica_layout
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.sim.elastic import Guests
 from rlsim.workflow import Call
@@ -43,7 +44,9 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
         "weights": sum(one.parameter_bytes for one in memory.values()),  # of all that are trained at a time
         "gradients": sum(one.gradient_bytes for one in memory.values()),
         "activations and logits": max(one.activation_bytes + one.logits_bytes for one in memory.values()),
-        "the rollout engine's weights": rollout_weight_bytes(loaded.model, *degrees),
+        "the rollout engine's weights": rollout_weight_bytes(
+            loaded.model, *degrees, replica_layout(loaded.experiment.engine)
+        ),
         "context and communication": RESERVED_BYTES,
     }
     need_bytes, gpu = sum(parts.values()), loaded.cluster.gpu_at(rollout.gpus[0])
@@ -77,9 +80,16 @@ def _check_mesh(placed: PlacedExperiment, call: Call) -> None:
 
 
 def _guest_strategy(training: Placement) -> TrainStrategy:
-    """Of one data-parallel replica alone."""
-    assert training.strategy is not None
-    return replace(training.strategy, dp=1, zero_stage=0, shard_gpus=None, offload=False)
+    """Of one data-parallel replica alone; raises `ConfigError` if that does not hold all experts."""
+    strategy = training.strategy
+    assert strategy is not None
+    if (strategy.tp * strategy.cp) % strategy.expert_cut:
+        raise ConfigError(
+            f"training.ep {strategy.ep} spreads experts over data-parallel replicas, and a replica on GPUs that "
+            f"generation lends works alone: ep × expert_tp = {strategy.expert_cut} must divide the "
+            f"{strategy.tp * strategy.cp} GPUs of a pipeline stage (tp × cp)"
+        )
+    return replace(strategy, dp=1, zero_stage=0, shard_gpus=None, offload=False)
 
 
 def _replicas(placed: PlacedExperiment, strategy: TrainStrategy) -> list[tuple[int, ...]]:

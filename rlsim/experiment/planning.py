@@ -21,10 +21,11 @@ from rlsim.cost.memory import (
     rollout_activation_bytes,
     rollout_weight_bytes,
 )
+from rlsim.cost.replica import PLAIN
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.engines import rollout_costs
+from rlsim.experiment.engines import replica_layout, rollout_costs
 from rlsim.experiment.meshes import borders, degrees, meshes
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
@@ -275,7 +276,7 @@ class PlanSpace:
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
         model = self._loaded.model if call.kind == "generate" else self._loaded.models[call.model]
         try:
-            model.check_tp(tp)
+            (replica_layout(self._loaded.experiment.engine) if call.kind == "generate" else PLAIN).check(model, tp)
         except ConfigError:
             return False
         return pp <= model.num_hidden_layers
@@ -326,12 +327,15 @@ class PlanSpace:
         loaded, engine = self._loaded, self._loaded.experiment.engine
         model, tp, pp = loaded.model, strategy.tp, strategy.pp
         batched, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
-        working = rollout_weight_bytes(model, tp, pp) + rollout_activation_bytes(model, tp, batched, sequences)
+        layout = replica_layout(engine)
+        groups, own_tp = layout.attention_dp, layout.attention_tp(tp)
+        weight_bytes = rollout_weight_bytes(model, tp, pp, layout)
+        working = weight_bytes + rollout_activation_bytes(model, own_tp, batched, sequences)
         replicas = self._dealt(strategy)
-        shape = kv_shape(model, tp)
+        shape = kv_shape(model, own_tp)
         units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in dealt) for dealt in replicas)
-        pages = math.ceil(units / shape.page_units)
-        kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, tp, engine.page_tokens, pp)
+        pages = math.ceil(units / shape.page_units / groups)
+        kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, own_tp, engine.page_tokens, pp)
         needed = working + RESERVED_BYTES + kv_bytes
         return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, loaded.experiment.memory_utilization)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlsim.cost.memory import RESERVED_BYTES, inference_memory, rollout_weight_bytes, training_memory
+from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError
 from rlsim.hardware import AnyCluster
@@ -61,7 +62,8 @@ class CallMemory:
 class PlanMemory:
     """Memory of the calls of a workflow under any plan.
 
-    `models` are named by role; `rollout`: the model that generates, as its engine serves it (default: as trained).
+    `models` are named by role; `rollout`: the model that generates, as its engine serves it (default: as trained), in
+    replicas of the layout `replica`.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class PlanMemory:
         cluster: AnyCluster,
         batch: BatchSize,
         rollout: Model | None = None,
+        replica: ReplicaLayout = PLAIN,
     ) -> None:
         self._workflow, self._models, self._cluster, self._batch = workflow, models, cluster, batch
-        self._rollout = rollout
+        self._rollout, self._replica = rollout, replica
 
     def of(self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False) -> CallMemory:
         """A call's memory on each GPU. `holds_weights`: training of the same model keeps just these weights there."""
@@ -110,9 +113,8 @@ class PlanMemory:
             gpu = self._cluster.gpu_at(placement.gpus[0])
             return CallMemory({}, {"rollout engine": placement.memory_share * gpu.memory_bytes - RESERVED_BYTES})
         strategy = placement.strategy
-        return CallMemory(
-            {}, {"weights": rollout_weight_bytes(self._rollout or self._models[call.model], strategy.tp, strategy.pp)}
-        )
+        model = self._rollout or self._models[call.model]
+        return CallMemory({}, {"weights": rollout_weight_bytes(model, strategy.tp, strategy.pp, self._replica)})
 
     def calls(self, plan: Plan) -> dict[str, tuple[Placement, CallMemory]]:
         """The memory of every call that the plan says how to spread; a rollout's KV cache takes what is left."""
