@@ -327,9 +327,9 @@ ACROSS = AcrossFit(
     step_s=0.6e-6,
     tree_hop_s=2.3e-6,
     message_s=1.0e-6,
-    efficiency=0.87,
-    ramp=2.0,
-    power=0.36,
+    efficiency=0.86,
+    ramp=1.9,
+    power=0.35,
     source="latencies of NCCL 2.21's own tuning model; the last three fitted to published nccl-tests of eleven clusters",
 )
 
