@@ -80,8 +80,8 @@ def test_a_slower_link_stretches_all_but_the_latency() -> None:
 
 
 def test_across_two_nodes_by_hand() -> None:
-    """A tree: along seven GPUs and to the other node, at 2 us of the link and 3 us, and back. Of many bytes a node's own
-    all-reduce takes longer than an eighth of them over a GPU's port, 50 GB/s at 50%: what is longer counts."""
+    """A tree: along seven GPUs and to the other node, at 2 us of the link and 3 us, and back. Of many bytes a node's
+    own all-reduce takes longer than an eighth of them over a GPU's port, 50 GB/s at 50%: what is longer counts."""
     c = Collectives(FITS, REFERENCE, cluster(nodes=2))
     empty = 5e-6 + 2 * (7 * 1e-6 + 2e-6 + 3e-6)
     assert c.time_s("all_reduce", 1.0, 16, nodes=2) == pytest.approx(empty, rel=1e-4)
@@ -151,8 +151,8 @@ def test_h800_has_h100s_latency_and_less_bandwidth() -> None:
 
 
 def test_across_four_nodes_by_hand() -> None:
-    """Beyond two nodes a ring carries the bytes, all but a 32nd of them past every GPU, in an all-reduce twice; a tree of
-    two hops the latency of all-reduces; and 24 of a GPU's 31 messages of an all-to-all leave the node."""
+    """Beyond two nodes a ring carries the bytes, all but a 32nd of them past every GPU, in an all-reduce twice; a tree
+    of two hops the latency of all-reduces; and 24 of a GPU's 31 messages of an all-to-all leave the node."""
     c, rate = Collectives(FITS, REFERENCE, cluster(nodes=4)), 25e9
     ring, size = 5e-6 + 28 * 5e-7 + 3 * 2e-6, 1e9
     around = size / 8 * 31 / 32 / rate

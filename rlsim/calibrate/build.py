@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 COLD = "weights and KV are taken as cold: bandwidths are fitted on footprints beyond L2 and used for every size"
 MIXTURE = "a mixture's grouped GEMM is approximated from plain GEMMs, not measured"
-INTER = "collectives across nodes follow NCCL's latencies and published measurements on other clusters, not this GPU's own"
+INTER = "collectives across nodes follow NCCL's latencies and published measurements on other clusters"
 PAIR = "broadcast and send/receive are derived from all-gather"
 
 

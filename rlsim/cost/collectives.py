@@ -18,9 +18,9 @@ from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 
 OPERATIONS: tuple[str, ...] = get_args(Operation)
-#: DeepEP's low-latency kernels across nodes: one way for no bytes, such that 16 GPUs come out as its authors measured
-#: (118 and 195 us, github.com/deepseek-ai/DeepEP, docs/legacy.md), and the bytes of FP8 there and bf16 back over those of
-#: bf16 one way.
+#: DeepEP's low-latency kernels across nodes: seconds of no bytes one way, such that 16 GPUs come out as its authors
+#: measured (118 and 195 us, github.com/deepseek-ai/DeepEP, docs/legacy.md); and bytes both ways, FP8 there and bf16
+#: back, over those of bf16 one way.
 DEEPEP_S, DEEPEP_BYTES = 47e-6, 1.5
 
 
@@ -213,4 +213,5 @@ class Collectives:
         if local > 1:
             transfer = max(transfer, self._curve_s(*inside, local) - self._curve_s(inside[0], 0.0, local))
         start = fit.base_s + latency
-        return start + transfer + start * fit.ramp * (transfer / start) ** fit.power
+        ramp: float = fit.ramp * (transfer / start) ** fit.power
+        return start + transfer + start * ramp

@@ -306,8 +306,8 @@ class ExchangeFit(Fitted):
 
 
 class AcrossFit(Fitted):
-    """Collectives across nodes: `L (1 + x + ramp x^power)`, where `L` is the time of an empty message and `x` that of the
-    bytes at full rate over `L`. A hop takes the link's latency and what is said here (`cost.collectives`)."""
+    """Collectives across nodes: `L (1 + x + ramp x^power)`, where `L` is the time of an empty message and `x` that of
+    the bytes at full rate over `L`. A hop takes the link's latency and what is said here (`cost.collectives`)."""
 
     base_s: KernelSeconds = Field(description="launch and synchronisation")
     step_s: KernelSeconds = Field(description="from GPU to GPU of a node, in a tree")
@@ -321,7 +321,7 @@ class AcrossFit(Fitted):
     source: str = Field(description="what it is from")
 
 
-#: Of NCCL and networks, not of a GPU: every calibration has it that says nothing else. Fitted by `scripts/fit_across.py`.
+#: Of NCCL and networks, not of a GPU: every calibration has it that says nothing else (`scripts/fit_across.py`).
 ACROSS = AcrossFit(
     base_s=6.8e-6,
     step_s=0.6e-6,
@@ -330,7 +330,7 @@ ACROSS = AcrossFit(
     efficiency=0.86,
     ramp=1.9,
     power=0.35,
-    source="latencies of NCCL 2.21's own tuning model; the last three fitted to published nccl-tests of eleven clusters",
+    source="latencies of NCCL 2.21's tuning model; the last three fitted to published nccl-tests of eleven clusters",
 )
 
 

@@ -1,4 +1,4 @@
-"""Collectives across nodes: published nccl-tests, the fit of three constants to them, and the page's section about both."""
+"""Collectives across nodes: published nccl-tests, the fit of three constants to them, and the page's section."""
 
 from __future__ import annotations
 
@@ -127,29 +127,29 @@ def across_section() -> str:
         exchanges.append((f"EP{gpus}", f"{us} us", f"{time_s * 1e6:.0f} us", f"{time_s * 1e6 / us - 1:+.0%}"))
     return f"""## Across nodes
 
-No network was measured by this project. What is known of others' is a formula of few constants (`rlsim/cost/collectives.py`), the
-same for every calibration. The latency of an empty message is that of NCCL's own tuning model for its LL protocol, as published in
-its source (src/graph/tuning.cc, 2.21): {ACROSS.base_s * 1e6:g} us to begin; for an all-reduce, up and down, {ACROSS.step_s * 1e6:g} us for each
-further GPU of a node and 5 us each time the number of nodes doubles (2.7 us of which are the cluster's `inter.latency_s`); round
-a ring {ACROSS.message_s * 1e6:g} us for each GPU and 2.7 us for each node. None of that is fitted. Three constants are, to
-{len(measured)} points of nccl-tests that users have published: the share of the link that large messages reach ({ACROSS.efficiency:g}), and how
-much chunks and protocols of those in between cost ({ACROSS.ramp:g}, growing with the power {ACROSS.power:g} of the bytes).
+No network was measured by this project. What is known of others' is a formula of few constants, the same for every
+calibration (`rlsim/cost/collectives.py`, [costs](costs.md#collectives)). The latency of an empty message is that of
+NCCL's own tuning model for its LL protocol, as published (src/graph/tuning.cc of 2.21), and not fitted. Three constants
+are, by `scripts/fit_across.py` to {len(measured)} points of nccl-tests that users have published: the share of the link
+that large messages reach ({ACROSS.efficiency:g}), and how much chunks and protocols of those in between cost
+({ACROSS.ramp:g}, growing with the power {ACROSS.power:g} of the bytes).
 
-The model stands for what NCCL chooses by itself: trees of NVLink SHARP (NVLSTree) between two nodes, rings beyond, no SHARP in the
-network's switches. Errors are by a fit that has seen no point of the cluster:
+The model stands for what NCCL chooses by itself: trees of NVLink SHARP (NVLSTree) between two nodes, rings beyond, no
+SHARP in the network's switches. Errors are by a fit that has seen no point of the cluster:
 
 {table(["operation", "size", "median", "p90", "bias", "points"], rows)}
 
 {table(["cluster", "source", "tables", "median", "p90", "bias", "points"], clusters)}
 
-- **Before** this formula a hierarchical ring at 80% of the link was assumed, one hop's latency each: 36% off at the median, all-reduces
-  60% too slow from 64 MiB on, gathers and all-to-alls of up to 16 MiB about half as long as measured.
-- **Networks differ**, most between 256 KiB and 16 MiB: the same all-gather of 64 MiB takes 235 us on one cluster of B200 and 490 us on
-  another. On EFA a message takes longer than the 2.7 us of a cluster's file: 22 us on p5, 11.5 us on p6-b300 make their smallest
-  messages come out right; set `inter.latency_s`. Over Google's TCPX the smallest all-reduce takes 123 us, as if it were 52 us.
+- **Before** this formula a hierarchical ring at 80% of the link was assumed, one hop's latency each: 36% off at the
+  median, all-reduces 60% too slow from 64 MiB on, gathers and all-to-alls of up to 16 MiB half as long as measured.
+- **Networks differ**, most between 256 KiB and 16 MiB: the same all-gather of 64 MiB takes 235 us on one cluster of
+  B200 and 490 us on another. On EFA a message takes longer than the 2.7 us of a cluster's file: 22 us on p5, 11.5 us on
+  p6-b300 make their smallest messages come out right; set `inter.latency_s`. Over Google's TCPX the smallest all-reduce
+  takes 123 us, as if it were 52 us.
 - **Racks** (two of GB200 NVL72, 64 GPUs of each) take 182 us for the smallest all-reduce, where the formula says 92.
-- **Experts across nodes** where the engine has DeepEP (SGLang): its low-latency kernels as its authors measured them on H800, 128 tokens
-  of DeepSeek-V3, dispatch in FP8 and combine in bf16. Only the 47 us one way are fitted, to EP16:
+- **Experts across nodes** where the engine has DeepEP (SGLang): its low-latency kernels as its authors measured them
+  on H800, 128 tokens of DeepSeek-V3, dispatch in FP8 and combine in bf16. Only the 47 us one way are fitted, to EP16:
 
 {table(["GPUs", "measured", "rlsim", "error"], exchanges)}
 """
