@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -43,22 +43,13 @@ class Point:
     bytes_per_s: float
     latency_s: float | None
 
-    @cached_property
-    def collectives(self) -> Collectives:
-        """What rlsim knows of such nodes, joined by this network."""
-        node = load_cluster(f"{self.nodes}x8x{self.gpu}")
-        assert node.inter is not None
-        link = {"bytes_per_s": self.bytes_per_s, "latency_s": self.latency_s or node.inter.latency_s}
-        cluster = node.model_copy(update={"inter": node.inter.model_copy(update=link)})
-        calibration = load_calibration(f"{self.gpu}-vllm")
-        return Collectives(calibration.collectives, calibration.reference, cluster)
-
     def error(self, fit: AcrossFit = ACROSS) -> float:
         """Relative error of rlsim's time, positive: too slow. nccl-tests count an all-to-all's own part as well."""
-        self.collectives.across = fit
+        collectives = _collectives(self.gpu, self.nodes, self.bytes_per_s, self.latency_s)
+        collectives.across = fit
         size = self.size * (self.gpus - 1) / self.gpus if self.op == "all_to_all" else self.size
         gpus = 2 if self.op == "send_recv" else self.gpus
-        return self.collectives.time_s(self.op, size, gpus, self.nodes) / self.time_s - 1.0
+        return collectives.time_s(self.op, size, gpus, self.nodes) / self.time_s - 1.0
 
 
 def points() -> list[Point]:
@@ -93,7 +84,7 @@ def fit(measured: Sequence[Point]) -> AcrossFit:
 
     lower, upper = zip(*FITTED.values(), strict=True)
     start = [getattr(ACROSS, name) for name in FITTED]
-    found = least_squares(off, start, bounds=(lower, upper), loss="soft_l1", f_scale=0.05).x
+    found = least_squares(off, start, bounds=(lower, upper), loss="soft_l1", f_scale=0.05, ftol=1e-5).x
     return ACROSS.model_copy(update={name: float(f"{value:.2g}") for name, value in zip(FITTED, found, strict=True)})
 
 
@@ -103,10 +94,10 @@ def left_out(measured: Sequence[Point]) -> list[float]:
     return [point.error(fits[point.cluster]) for point in measured]
 
 
-def across_section() -> str:
-    """The page's section."""
+def across_section(errors: Sequence[float] | None = None) -> str:
+    """The page's section, of the errors of `points` left out, if these are known."""
     measured = points()
-    errors = left_out(measured)
+    errors = left_out(measured) if errors is None else errors
     both = list(zip(measured, errors, strict=True))
     rows = []
     for op in dict.fromkeys(point.op for point in measured):
@@ -153,6 +144,17 @@ SHARP in the network's switches. Errors are by a fit that has seen no point of t
 
 {table(["GPUs", "measured", "rlsim", "error"], exchanges)}
 """
+
+
+@cache
+def _collectives(gpu: str, nodes: int, bytes_per_s: float, latency_s: float | None) -> Collectives:
+    """What rlsim knows of such nodes, joined by this network."""
+    cluster = load_cluster(f"{nodes}x8x{gpu}")
+    assert cluster.inter is not None
+    link = {"bytes_per_s": bytes_per_s, "latency_s": latency_s or cluster.inter.latency_s}
+    cluster = cluster.model_copy(update={"inter": cluster.inter.model_copy(update=link)})
+    calibration = load_calibration(f"{gpu}-vllm")
+    return Collectives(calibration.collectives, calibration.reference, cluster)
 
 
 def _bytes(size: str) -> float:
