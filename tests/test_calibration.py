@@ -235,7 +235,7 @@ def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyP
         ("training.flop_efficiency.fsdp", 0.0),
         ("training.flop_efficiency.fsdp", math.nan),
         ("reference.link_bytes_per_s", 1e300),
-        ("collectives.inter_efficiency", 1.01),
+        ("collectives.across.efficiency", 1.01),
         ("runtime.switch_control_s", -1e-9),
         ("runtime.group_create_s", 86_400),
         ("provenance.sources", []),
@@ -253,7 +253,7 @@ def test_numbers_that_would_price_nonsense_are_refused(path: str, value: object)
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("collectives.inter_efficiency", 1),
+        ("collectives.across.efficiency", 1),
         ("runtime.switch_control_s", 0),
         ("runtime.group_create_s", 600),
         ("runtime.graph_batch_sizes", [1]),

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, kernel_collectives
+from rlsim.calibrate.fit.collectives import kernel_collectives
 from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.fit.decode import kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import kernel_memory_bound
@@ -42,9 +42,7 @@ T = TypeVar("T")
 
 COLD = "weights and KV are taken as cold: bandwidths are fitted on footprints beyond L2 and used for every size"
 MIXTURE = "a mixture's grouped GEMM is approximated from plain GEMMs, not measured"
-INTER = (
-    "collectives across nodes follow a hierarchical ring at an assumed 80% of the link; nothing inter-node is measured"
-)
+INTER = "collectives across nodes follow NCCL's latencies and published measurements on other clusters"
 PAIR = "broadcast and send/receive are derived from all-gather"
 
 
@@ -284,7 +282,7 @@ def _collectives(parts: _Parts) -> CollectiveFits | None:
     if "collective" not in measured:
         if base is None and measured.one_device:
             parts.notes.append("one device was measured: no collectives, so no TP beyond 1")
-            return CollectiveFits(nccl={}, inter_efficiency=INTER_EFFICIENCY)
+            return CollectiveFits(nccl={})
         parts.borrow_residuals("nccl", "custom_all_reduce")
         return parts.borrow("collectives", "collective", lambda base, _: base.collectives)
     node = measured_node(parts.gpu, parts.reference)

@@ -167,7 +167,7 @@ def fit_training(
 def _layer_s(model: Model, row: Mapping[Hashable, Any], ref: Reference, gpu: str, efficiency: float) -> float:
     """Two layers less one: embedding and head drop out."""
     node = measured_node(gpu, ref)
-    none = Collectives(CollectiveFits(nccl={}, inter_efficiency=1.0), ref, node)
+    none = Collectives(CollectiveFits(nccl={}), ref, node)
     tokens, length = int(row["tokens"]), int(row["length"])
     lengths = [length] * max(1, tokens // length)
     strategy = TrainStrategy(recompute="none", micro_batch_tokens=max(tokens, length))

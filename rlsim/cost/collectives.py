@@ -1,9 +1,8 @@
 """Seconds of communication between GPUs.
 
 Inside an NVLink domain, a node or a rack of them: curves fitted to NCCL, and inside a node to the engine's own
-all-reduce, which shares memory between the processes of one host. Across domains nothing is measured: a hierarchical
-ring (reduce-scatter inside each domain, ring between domains, all-gather inside each domain) at a stated share of the
-link.
+all-reduce, which shares memory between the processes of one host. Across domains a formula of few constants, NCCL's
+own latencies among them (`fits.AcrossFit`), for any cluster that is known by its link alone.
 """
 
 from __future__ import annotations
@@ -19,6 +18,10 @@ from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 
 OPERATIONS: tuple[str, ...] = get_args(Operation)
+#: DeepEP's low-latency kernels across nodes: seconds of no bytes one way, such that 16 GPUs come out as its authors
+#: measured (118 and 195 us, github.com/deepseek-ai/DeepEP, docs/legacy.md); and bytes both ways, FP8 there and bf16
+#: back, over those of bf16 one way.
+DEEPEP_S, DEEPEP_BYTES = 47e-6, 1.5
 
 
 class _Curve:
@@ -69,7 +72,7 @@ class Collectives:
         self.cluster = cluster
         self.lookups = Lookups()
         self._seen: set[tuple[str, float, int]] = set()
-        self._inter_efficiency = fits.inter_efficiency
+        self.across = fits.across
         self._nccl: dict[str, dict[int, _Curve]] = {
             op: {gpus: _Curve(fit, stretch) for gpus, fit in sorted(by_gpus.items())}
             for op, by_gpus in fits.nccl.items()
@@ -100,13 +103,19 @@ class Collectives:
         experts that each has chosen, and gets as much back.
 
         Inside a node DeepEP's dispatch and combine where they were measured on so many GPUs, by whichever of its two
-        kinds of kernels is faster; else two all-to-alls. A token that has chosen several experts of a GPU goes there
-        once, but for DeepEP's low-latency kernels.
+        kinds of kernels is faster; else two all-to-alls, or, across nodes where the engine has DeepEP, its low-latency
+        kernels if these are faster. A token that has chosen several experts of a GPU goes there once, but for those.
         """
         size_each, size_once = exchanged_bytes(tokens, active, hidden_bytes, gpus)
         curves = self._deepep.get(gpus) if nodes == 1 else None
         if curves is None:
-            return 2.0 * self.time_s("all_to_all", size_once * (gpus - 1) / gpus, gpus, nodes)
+            time = 2.0 * self.time_s("all_to_all", size_once * (gpus - 1) / gpus, gpus, nodes)
+            if self._deepep and nodes > 1 and self.cluster.inter is not None:
+                link, local = self.cluster.inter, gpus // nodes
+                outside = DEEPEP_BYTES * size_each * (nodes - 1) / nodes
+                low_latency_s = 2.0 * DEEPEP_S + outside * min(link.shared_by_gpus, local) / link.bytes_per_s
+                time = min(time, low_latency_s)
+            return time
         self.lookups.add("exchange", "interpolated")
         low_latency, normal = curves
         return min(low_latency(size_each), normal(size_once))
@@ -126,9 +135,7 @@ class Collectives:
         return time
 
     def _nccl_s(self, op: str, size: float, gpus: int) -> float:
-        curves = self._nccl.get(op)
-        if not curves:
-            raise CalibrationError(f"the calibration holds no measurement of {op!r}")
+        curves = self._measured(op)
         counts = list(curves)
         nearest = curves[min(counts, key=lambda count: abs(count - gpus))]
         if (op, size, gpus) in self._seen:
@@ -140,8 +147,20 @@ class Collectives:
         else:
             self.lookups.add(op, "interpolated")
         self._seen.add((op, size, gpus))
+        return self._curve_s(op, size, gpus)
+
+    def _measured(self, op: str) -> dict[int, _Curve]:
+        curves = self._nccl.get(op)
+        if not curves:
+            raise CalibrationError(f"the calibration holds no measurement of {op!r}")
+        return curves
+
+    def _curve_s(self, op: str, size: float, gpus: int) -> float:
+        """Seconds of NCCL's `op` inside one domain, between and beyond the numbers of GPUs that were measured."""
+        curves = self._measured(op)
         if gpus in curves:
             return curves[gpus](size)
+        counts = list(curves)
         if gpus < counts[0]:
             return curves[counts[0]](size)
         if gpus > counts[-1]:
@@ -156,29 +175,43 @@ class Collectives:
         return curves[low](size) * (1.0 - share) + curves[high](size) * share
 
     def _across(self, op: str, size: float, local: int, nodes: int) -> float:
-        """The hierarchical formula: `local` GPUs in each of `nodes` nodes, each with its share of the node's ports."""
-        link = self.cluster.inter
+        """NCCL over `local` GPUs in each of `nodes` nodes, each GPU with its share of the node's ports.
+
+        Small all-reduces go up and down a tree over nodes, within each along a chain of its GPUs; other operations go
+        round a ring, or to every GPU on its own. Latencies are those of NCCL's tuning model for its LL protocol
+        (src/graph/tuning.cc, 2.21). Large messages fill either the network, as a ring does (an all-reduce of two nodes
+        as a tree, which sends each byte once), or NVLink, whichever is slower: what a node's GPUs do among themselves
+        overlaps with what they send.
+        """
+        link, fit, gpus = self.cluster.inter, self.across, local * nodes
         if link is None:
             raise CalibrationError(
                 f"cluster {self.cluster.name!r} has no inter-node link, but {op!r} spans {nodes} nodes"
             )
         if (op, size, -nodes) not in self._seen:
             self._seen.add((op, size, -nodes))
-            self.lookups.add(f"{op} across nodes", "extrapolated", f"{nodes} nodes; nothing across nodes is measured")
-        if op == "send_recv":
-            return link.latency_s + size / (link.bytes_per_s * self._inter_efficiency)
-        rate = link.bytes_per_s * self._inter_efficiency / min(link.shared_by_gpus, local)
-        share = size / local  # what each GPU carries over its rail
-        ring = (nodes - 1) * link.latency_s + share * (nodes - 1) / nodes / rate
-        tree = log2(nodes) * link.latency_s + share / rate
-        one_way = min(ring, tree)
+            self.lookups.add(
+                f"{op} across nodes", "extrapolated", f"{nodes} nodes; as on other networks, this one is not measured"
+            )
+        sharing = 1 if op == "send_recv" else min(link.shared_by_gpus, local)
+        rate = link.bytes_per_s * fit.efficiency / sharing
+        ring, around = size / local * (gpus - 1) / gpus, (gpus - nodes) * fit.message_s + (nodes - 1) * link.latency_s
+        inside = (op, size)
         if op == "all_reduce":
-            inside = self._intra("reduce_scatter", size, local) + self._intra("all_gather", size, local)
-            return inside + 2.0 * one_way
-        if op in ("all_gather", "reduce_scatter"):
-            return self._intra(op, size, local) + one_way
-        if op == "broadcast":
-            return self._intra("all_gather", size, local) + tree
-        # all-to-all: everything for other nodes leaves over the GPU's own rail
-        outside = size * (nodes - 1) / nodes
-        return self._intra("all_to_all", size / nodes, local) + link.latency_s + outside / rate
+            latency = 2.0 * ((local - 1) * fit.step_s + log2(nodes) * (link.latency_s + fit.tree_hop_s))
+            sent = size / local if nodes == 2 else 2.0 * ring
+        elif op in ("all_gather", "reduce_scatter"):
+            latency, sent = around, ring
+        elif op == "broadcast":
+            latency, sent, inside = around, size / local, ("all_gather", size)
+        elif op == "all_to_all":  # a message to each GPU; those for other nodes leave over the GPU's own port
+            latency = link.latency_s + (gpus - 1) * fit.message_s
+            sent, inside = size * (gpus - local) / (gpus - 1), (op, size * (local - 1) / (gpus - 1))
+        else:
+            latency, sent, local = link.latency_s + fit.tree_hop_s, size, 1
+        transfer = sent / rate
+        if local > 1:
+            transfer = max(transfer, self._curve_s(*inside, local) - self._curve_s(inside[0], 0.0, local))
+        start = fit.base_s + latency
+        ramp: float = fit.ramp * (transfer / start) ** fit.power
+        return start + transfer + start * ramp

@@ -305,12 +305,41 @@ class ExchangeFit(Fitted):
     normal: CollectiveFit = Field(description="kernels of prefills; a copy for each GPU that a token reaches")
 
 
+class AcrossFit(Fitted):
+    """Collectives across nodes: `L (1 + x + ramp x^power)`, where `L` is the time of an empty message and `x` that of
+    the bytes at full rate over `L`. A hop takes the link's latency and what is said here (`cost.collectives`)."""
+
+    base_s: KernelSeconds = Field(description="launch and synchronisation")
+    step_s: KernelSeconds = Field(description="from GPU to GPU of a node, in a tree")
+    tree_hop_s: KernelSeconds = Field(description="beyond the link's latency, each time a tree goes to another node")
+    message_s: KernelSeconds = Field(
+        description="for the network's proxy to post one message, in rings and all-to-alls"
+    )
+    efficiency: Share = Field(description="share of the link that the largest messages reach")
+    ramp: float = Field(ge=0, le=100, description="how much chunks and protocols of middling messages cost")
+    power: Share = Field(description="how that grows with the bytes")
+    source: str = Field(description="what it is from")
+
+
+#: Of NCCL and networks, not of a GPU: every calibration has it that says nothing else (`scripts/fit_across.py`).
+ACROSS = AcrossFit(
+    base_s=6.8e-6,
+    step_s=0.6e-6,
+    tree_hop_s=2.3e-6,
+    message_s=1.0e-6,
+    efficiency=0.86,
+    ramp=1.9,
+    power=0.35,
+    source="latencies of NCCL 2.21's tuning model; the last three fitted to published nccl-tests of eleven clusters",
+)
+
+
 class CollectiveFits(Fitted):
-    """Collectives inside a node by operation and GPUs, and the efficiency assumed across nodes."""
+    """Collectives inside a node by operation and GPUs, and how they go on across nodes."""
 
     nccl: dict[Operation, dict[Gpus, CollectiveFit]] = Field(description="operation -> GPUs -> fit")
     custom_all_reduce: dict[Gpus, CollectiveFit] = Field(
         default={}, description="the engine's own all-reduce under CUDA graphs, by GPUs; taken where it is faster"
     )
     deepep: dict[Gpus, ExchangeFit] = Field(default={}, description="tokens to experts and back, by GPUs of a node")
-    inter_efficiency: Share = Field(description="share of the inter-node link reached (assumed)")
+    across: AcrossFit = Field(default=ACROSS, description="across nodes")

@@ -47,8 +47,8 @@ class Groups:
     def time_s(self, op: str, message_bytes: float, group: Group) -> float:
         """Seconds of `op` in the slowest of these groups; `message_bytes` as in `Collectives.time_s`.
 
-        A group that lies unevenly over nodes goes by the same hierarchical scheme: the node with most of its GPUs is
-        the slowest inside, and as many GPUs of every node as the one with fewest has share the load of the network.
+        A group that lies unevenly over nodes takes the time of an even one, of as many GPUs of every node as the one
+        with fewest has, and what the node with most of its GPUs needs longer inside.
         """
         return max([self._time_s(op, message_bytes, *spread) for spread in self.spreads(group)])
 

@@ -11,7 +11,7 @@ from calibration.runtime import runtime_of
 from calibration.tables import a40_all_reduce, vidur_layers
 from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.build import MIXTURE, with_ring
-from rlsim.calibrate.fit.collectives import INTER_EFFICIENCY, fit_collective
+from rlsim.calibrate.fit.collectives import fit_collective
 from rlsim.calibrate.fit.common import as_written, rounded
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.gemm import kernel_gemm
@@ -120,7 +120,7 @@ def _collectives(small: dict[int, CollectiveFit], latency_s: float, bytes_per_s:
     sizes = tuple(2.0**e for e in range(9, 31))
     eight = CollectiveFit(message_bytes=sizes, time_s=tuple(latency_s + size / bytes_per_s for size in sizes))
     curves = {**small, 8: eight}
-    ring = as_written(with_ring(CollectiveFits(nccl={"all_reduce": curves}, inter_efficiency=INTER_EFFICIENCY)))
+    ring = as_written(with_ring(CollectiveFits(nccl={"all_reduce": curves})))
     return ring.model_copy(update={"nccl": {**ring.nccl, "all_reduce": curves}})
 
 

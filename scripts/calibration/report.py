@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 
 from calibration.a40 import PAT_CONTEXT, PAT_LATENCIES
+from calibration.across import across_section
 from calibration.carried import PAIRS, carried_errors
 from calibration.catalogue import Catalogue
 from calibration.gpus import DERIVED
@@ -210,8 +211,7 @@ blocks over
 {skew}
 
 - Chunks of a prompt on top of cached tokens; mixtures of experts where the table above has none; broadcast,
-  send/receive; everything across nodes
-  (hierarchical ring at 80% of the link).
+  send/receive inside a node.
 - Host time on GPUs other than H100 is H100's of the same engine. Graph capture and control of a layout change are
   PAT's (A40, host-bound) everywhere; creating a communication group (1 s) is an assumption.
 """
@@ -252,6 +252,7 @@ def report(catalogue: Catalogue) -> str:
         _host_check(cpu_overheads(catalogue.data), shipped_fits().of("vllm").host),
         training_section(catalogue.data, made),
         _derived(made),
+        across_section(),
         _carried(catalogue),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -17,7 +17,6 @@ from rlsim.cost.fits import CollectiveFit, CollectiveFits
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 
-INTER_EFFICIENCY = 0.8  # share of the inter-node link; assumed
 COLLECTIVE_KNOTS = tuple(2.0**e for e in (9, 12, 14, 16, 17, 18, 19, 20, 22, 23, 24, 26))
 MANY_SIZES = 16  # of one collective, from which knots are fewer than sizes
 FITTED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -56,7 +55,7 @@ def kernel_collectives(
             f"collective: {found}; at least {FEWEST['collective']} are needed of one of {', '.join(FITTED)}"
         )
     custom = curves.pop(CUSTOM)
-    fits = CollectiveFits(nccl=curves, custom_all_reduce=custom, inter_efficiency=INTER_EFFICIENCY)
+    fits = CollectiveFits(nccl=curves, custom_all_reduce=custom)
     points = join(parts)
     own = table.op == CUSTOM
     residuals = {

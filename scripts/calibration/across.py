@@ -1,0 +1,172 @@
+"""Collectives across nodes: published nccl-tests, the fit of three constants to them, and the page's section."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from calibration.markdown import table
+from rlsim.calibrate.fit.common import percent
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.collectives import Collectives
+from rlsim.cost.fits import ACROSS, AcrossFit
+from rlsim.hardware import load_cluster
+from rlsim.reading import read_yaml
+
+POINTS = Path(__file__).with_suffix("").with_name("across_nodes.yaml")
+#: What NCCL does not publish: `AcrossFit` fields, and the bounds of their fit.
+FITTED = {"efficiency": (0.5, 1.0), "ramp": (0.0, 20.0), "power": (0.05, 0.95)}
+CLASSES = (("up to 256 KiB", 0.0, 2.0**18), ("1 to 16 MiB", 2.0**18, 2.0**24), ("64 MiB and more", 2.0**24, math.inf))
+DEEPEP_US = {16: 118 + 195, 32: 155 + 273, 64: 173 + 314, 128: 192 + 369, 256: 194 + 360}
+_UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured collective."""
+
+    cluster: str
+    source: str
+    op: str
+    nodes: int
+    gpus: int
+    size: float
+    time_s: float
+    gpu: str
+    bytes_per_s: float
+    latency_s: float | None
+
+    def error(self, fit: AcrossFit = ACROSS) -> float:
+        """Relative error of rlsim's time, positive: too slow. nccl-tests count an all-to-all's own part as well."""
+        collectives = _collectives(self.gpu, self.nodes, self.bytes_per_s, self.latency_s)
+        collectives.across = fit
+        size = self.size * (self.gpus - 1) / self.gpus if self.op == "all_to_all" else self.size
+        gpus = 2 if self.op == "send_recv" else self.gpus
+        return collectives.time_s(self.op, size, gpus, self.nodes) / self.time_s - 1.0
+
+
+def points() -> list[Point]:
+    """All of the file."""
+    return [
+        Point(
+            cluster=str(one["cluster"]),
+            source=str(one["source"]),
+            op=str(measured["op"]),
+            nodes=int(measured["nodes"]),
+            gpus=int(measured["nodes"]) * int(one.get("local", 8)),
+            size=_bytes(str(size)),
+            time_s=float(us) * 1e-6,
+            gpu=str(one["gpu"]),
+            bytes_per_s=float(one["gbit_per_s"]) / 8 * 1e9,
+            latency_s=float(one["latency_us"]) * 1e-6 if "latency_us" in one else None,
+        )
+        for one in read_yaml(POINTS)["clusters"]
+        for measured in one["tables"]
+        for size, us in measured["us"].items()
+    ]
+
+
+def fit(measured: Sequence[Point]) -> AcrossFit:
+    """The constants that NCCL does not publish, over these points; every cluster counts alike."""
+    many = Counter(point.cluster for point in measured)
+    weights = np.array([many[point.cluster] ** -0.5 for point in measured])
+
+    def off(values: Sequence[float]) -> np.ndarray:
+        tried = ACROSS.model_copy(update=dict(zip(FITTED, map(float, values), strict=True)))
+        return weights * np.log1p([point.error(tried) for point in measured])
+
+    lower, upper = zip(*FITTED.values(), strict=True)
+    start = [getattr(ACROSS, name) for name in FITTED]
+    found = least_squares(off, start, bounds=(lower, upper), loss="soft_l1", f_scale=0.05, ftol=1e-5).x
+    return ACROSS.model_copy(update={name: float(f"{value:.2g}") for name, value in zip(FITTED, found, strict=True)})
+
+
+def left_out(measured: Sequence[Point]) -> list[float]:
+    """Every point's error by a fit that has seen no point of its cluster."""
+    fits = {name: fit([one for one in measured if one.cluster != name]) for name in {one.cluster for one in measured}}
+    return [point.error(fits[point.cluster]) for point in measured]
+
+
+def across_section(errors: Sequence[float] | None = None) -> str:
+    """The page's section, of the errors of `points` left out, if these are known."""
+    measured = points()
+    errors = left_out(measured) if errors is None else errors
+    both = list(zip(measured, errors, strict=True))
+    rows = []
+    for op in dict.fromkeys(point.op for point in measured):
+        for name, low, high in CLASSES:
+            found = [error for point, error in both if point.op == op and low < point.size <= high]
+            rows.append((op, name, *_summary(found)))
+    rows.append(("all", "", *_summary(errors)))
+    clusters = [
+        (name, one.source, ", ".join(_what(measured, name)), *_summary([e for p, e in both if p.cluster == name]))
+        for name, one in {point.cluster: point for point in measured}.items()
+    ]
+    exchanges = []
+    for gpus, us in DEEPEP_US.items():
+        calibration = load_calibration("h800-sglang")
+        cluster = load_cluster(f"{gpus // 8}x8xh800")
+        collectives = Collectives(calibration.collectives, calibration.reference, cluster)
+        time_s = collectives.exchange_s(128, 8, 7168 * 2, gpus, gpus // 8)
+        exchanges.append((f"EP{gpus}", f"{us} us", f"{time_s * 1e6:.0f} us", f"{time_s * 1e6 / us - 1:+.0%}"))
+    return f"""## Across nodes
+
+No network was measured by this project. What is known of others' is a formula of few constants, the same for every
+calibration (`rlsim/cost/collectives.py`, [costs](costs.md#collectives)). The latency of an empty message is that of
+NCCL's own tuning model for its LL protocol, as published (src/graph/tuning.cc of 2.21), and not fitted. Three constants
+are, by `scripts/fit_across.py` to {len(measured)} points of nccl-tests that users have published: the share of the link
+that large messages reach ({ACROSS.efficiency:g}), and how much chunks and protocols of those in between cost
+({ACROSS.ramp:g}, growing with the power {ACROSS.power:g} of the bytes).
+
+The model stands for what NCCL chooses by itself: trees of NVLink SHARP (NVLSTree) between two nodes, rings beyond, no
+SHARP in the network's switches. Errors are by a fit that has seen no point of the cluster:
+
+{table(["operation", "size", "median", "p90", "bias", "points"], rows)}
+
+{table(["cluster", "source", "tables", "median", "p90", "bias", "points"], clusters)}
+
+- **Before** this formula a hierarchical ring at 80% of the link was assumed, one hop's latency each: 36% off at the
+  median, all-reduces 60% too slow from 64 MiB on, gathers and all-to-alls of up to 16 MiB half as long as measured.
+- **Networks differ**, most between 256 KiB and 16 MiB: the same all-gather of 64 MiB takes 235 us on one cluster of
+  B200 and 490 us on another. On EFA a message takes longer than the 2.7 us of a cluster's file: 22 us on p5, 11.5 us on
+  p6-b300 make their smallest messages come out right; set `inter.latency_s`. Over Google's TCPX the smallest all-reduce
+  takes 123 us, as if it were 52 us.
+- **Racks** (two of GB200 NVL72, 64 GPUs of each) take 182 us for the smallest all-reduce, where the formula says 92.
+- **Experts across nodes** where the engine has DeepEP (SGLang): its low-latency kernels as its authors measured them
+  on H800, 128 tokens of DeepSeek-V3, dispatch in FP8 and combine in bf16. Only the 47 us one way are fitted, to EP16:
+
+{table(["GPUs", "measured", "rlsim", "error"], exchanges)}
+"""
+
+
+@cache
+def _collectives(gpu: str, nodes: int, bytes_per_s: float, latency_s: float | None) -> Collectives:
+    """What rlsim knows of such nodes, joined by this network."""
+    cluster = load_cluster(f"{nodes}x8x{gpu}")
+    assert cluster.inter is not None
+    link = {"bytes_per_s": bytes_per_s, "latency_s": latency_s or cluster.inter.latency_s}
+    cluster = cluster.model_copy(update={"inter": cluster.inter.model_copy(update=link)})
+    calibration = load_calibration(f"{gpu}-vllm")
+    return Collectives(calibration.collectives, calibration.reference, cluster)
+
+
+def _bytes(size: str) -> float:
+    return float(size[:-1]) * _UNITS[size[-1]] if size[-1] in _UNITS else float(size)
+
+
+def _summary(errors: Iterable[float]) -> tuple[str, str, str, int]:
+    found = np.array(list(errors))
+    size = np.abs(found)
+    return percent(np.median(size)), percent(np.quantile(size, 0.9)), f"{np.median(found):+.0%}", len(found)
+
+
+def _what(measured: Sequence[Point], cluster: str) -> list[str]:
+    mine = [point for point in measured if point.cluster == cluster]
+    return list(dict.fromkeys(f"{point.op} over {point.nodes} nodes" for point in mine))
