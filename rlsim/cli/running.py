@@ -105,8 +105,8 @@ def run_and_print(
     print_tables(_tables(result))
     console = Console(soft_wrap=True)
     for note in result.notes:
-        console.print(f"note: {note}", style="dim", highlight=False, markup=False)
-    console.print(f"results: {target}", highlight=False, markup=False)
+        console.print(f"note: {note}", style="dim")
+    console.print(f"results: {target}")
 
 
 def _tables(result: Result) -> Iterator[Table]:
