@@ -338,12 +338,6 @@ def test_a_policy_by_module_and_class() -> None:
         rlsim.run(experiment(baseline=None, systems=[{f"{__name__}:Plain": {"tp": 2}}]))
 
 
-class AbortAll(Plain):
-    """Keeps one response of each step."""
-
-    on_finish = Impatient.on_finish
-
-
 def test_a_policy_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, output: Callable[..., str]) -> None:
     points = [EntryPoint("impatient", f"{__name__}:Impatient", "rlsim.policies")]
     monkeypatch.setattr("rlsim.policies.registry.entry_points", lambda group: points)

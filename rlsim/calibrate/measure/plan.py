@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlsim.calibrate.measure.attention import contexts
@@ -43,7 +43,7 @@ class Task:
     """A point, and what its benchmark is called with: the point's values, unless the key alone does not tell."""
 
     point: Point
-    arguments: tuple[Any, ...] = field(default=())
+    arguments: tuple[Any, ...]
 
     @staticmethod
     def of(operator: str, *values: str | float, arguments: tuple[Any, ...] | None = None) -> Task:
