@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,8 @@ class Advice:
     conclusions: tuple[str, ...]
     notes: tuple[str, ...]
     not_applicable: Mapping[str, str]
-    settings: Mapping[str, Any]
-    files: Mapping[str, str]  # beside the tables, by name
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)  # beside the tables, by name
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the result's own tables, as JSON knows it; what is missing is null."""
