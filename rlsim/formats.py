@@ -35,3 +35,8 @@ def with_interval(row: Mapping[Any, Any], name: str, digits: int = 2) -> str:
     if is_missing(value):
         return "–"
     return f"{value:.{digits}f}" + ("" if is_missing(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
+
+
+def with_choice(system: str, tuned: Mapping[str, str]) -> str:
+    """The name of a system, with what it chose if it is a tuned one."""
+    return f"{system} ({tuned[system]})" if system in tuned else system

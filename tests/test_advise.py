@@ -2,6 +2,7 @@
 
 import html
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rlsim.cli import app
 from rlsim.errors import CapacityError, CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
@@ -106,42 +108,51 @@ class Timeline:
         return {str(cause): value for cause, value in found.items()}
 
 
-def test_nothing_is_idle_where_everything_ends_together() -> None:
-    line = Timeline(2, 10.0, (0.0, 10.0))
-    for replica in (0, 1):
-        line.span(replica, 0.0, 10.0)
-        line.response(replica, 10.0)
-        line.response(replica, 10.0)
-    assert line.idle_s() == {}
-
-
-def test_length_skew_alone() -> None:
-    """Each replica has one response, one is longer: nobody could help with it."""
-    line = Timeline(2, 10.0, (0.0, 10.0))
-    line.span(0, 0.0, 10.0)
-    line.span(1, 0.0, 4.0)
-    line.response(0, 10.0)
-    line.response(1, 4.0)
-    assert line.idle_s() == {"length_skew": pytest.approx(6.0)}
-
-
-def test_split_imbalance_alone() -> None:
-    """Equal lengths, three against one: the one is done sooner, for a smaller batch is faster. No skew."""
-    line = Timeline(2, 10.0, (0.0, 10.0))
-    line.span(0, 0.0, 10.0)
-    line.span(1, 0.0, 7.0)
-    for _ in range(3):
-        line.response(0, 10.0)
-    line.response(1, 7.0)
-    assert line.idle_s() == {"split_imbalance": pytest.approx(3.0)}
-
-
-def test_a_replica_without_any_response_is_an_uneven_split() -> None:
-    line = Timeline(4, 10.0, (0.0, 10.0))
-    for replica in range(3):
-        line.span(replica, 0.0, 10.0)
-        line.response(replica, 10.0)
-    assert line.idle_s() == {"split_imbalance": pytest.approx(10.0)}
+@pytest.mark.parametrize(
+    ("busy_until", "responses", "expected"),
+    [
+        pytest.param((10.0, 10.0), [(0, 10.0), (0, 10.0), (1, 10.0), (1, 10.0)], {}, id="all end together"),
+        # Each replica has one response, one is longer: nobody could help with it.
+        pytest.param((10.0, 4.0), [(0, 10.0), (1, 4.0)], {"length_skew": 6.0}, id="length skew"),
+        # Equal lengths, three against one: the one is done sooner, for a smaller batch is faster. No skew.
+        pytest.param((10.0, 7.0), [*[(0, 10.0)] * 3, (1, 7.0)], {"split_imbalance": 3.0}, id="split imbalance"),
+        pytest.param(
+            (10.0, 10.0, 10.0, 0.0),
+            [(0, 10.0), (1, 10.0), (2, 10.0)],
+            {"split_imbalance": 10.0},
+            id="a replica without any response",
+        ),
+        # Equal lengths; a third response waits until the first have left their KV pages, and runs on alone.
+        pytest.param((10.0, 5.0), [(0, 5.0), (0, 10.0, 5.0), (1, 5.0)], {"kv_limit": 5.0}, id="KV limit"),
+        # It is preempted from 2 to 4 s and ends 5 s after the other: without that, 3 s of skew were left.
+        pytest.param(
+            (10.0, 5.0),
+            [(0, 10.0, 0.0, 0.0, (2.0, 4.0)), (1, 5.0)],
+            {"length_skew": 3.0, "kv_limit": 2.0},
+            id="preempted",
+        ),
+        # It arrives at 4 s, and is admitted at once.
+        pytest.param((10.0, 5.0), [(0, 5.0), (0, 10.0, 4.0, 4.0), (1, 5.0)], {"length_skew": 5.0}, id="launched late"),
+        # A response waited 2 s and ends 5 s after the others: without its wait, 3 s of skew were left.
+        pytest.param(
+            (10.0, 5.0),
+            [(0, 2.0), (0, 10.0, 2.0), (1, 5.0)],
+            {"length_skew": 3.0, "kv_limit": 2.0},
+            id="waiting counts only as far as it goes",
+        ),
+    ],
+)
+def test_idle_time_by_cause(
+    busy_until: tuple[float, ...], responses: list[tuple[Any, ...]], expected: dict[str, float]
+) -> None:
+    """GPUs that decode until different times; the responses are arguments of Timeline.response."""
+    line = Timeline(len(busy_until), 10.0, (0.0, 10.0))
+    for gpu, end in enumerate(busy_until):
+        if end:
+            line.span(gpu, 0.0, end)
+    for response in responses:
+        line.response(*response)
+    assert line.idle_s() == pytest.approx(expected)
 
 
 def test_skew_and_imbalance_share_the_idle_time() -> None:
@@ -157,48 +168,6 @@ def test_skew_and_imbalance_share_the_idle_time() -> None:
     assert found == {"split_imbalance": pytest.approx(2 * 6.0), "length_skew": pytest.approx(1 * 6.0)}
     by_gpu = line.causes().set_index(["gpu", "cause"])["idle_s"]
     assert by_gpu[1, "split_imbalance"] == pytest.approx(4.0)  # each of the three idle GPUs alike
-
-
-def test_kv_limit_alone() -> None:
-    """Equal lengths; a third response waits until the first have left their KV pages, and runs on alone."""
-    line = Timeline(2, 10.0, (0.0, 10.0))
-    line.span(0, 0.0, 10.0)
-    line.span(1, 0.0, 5.0)
-    line.response(0, 5.0)
-    line.response(0, 10.0, start=5.0)
-    line.response(1, 5.0)
-    assert line.idle_s() == {"kv_limit": pytest.approx(5.0)}
-
-
-def test_a_preempted_response_is_held_up_while_it_waits() -> None:
-    """It waits from 2 to 4 s and ends 5 s after the other: without that, 3 s of skew were left."""
-    line = Timeline(2, 10.0, (0.0, 10.0))
-    line.span(0, 0.0, 10.0)
-    line.span(1, 0.0, 5.0)
-    line.response(0, 10.0, again=(2.0, 4.0))
-    line.response(1, 5.0)
-    assert line.idle_s() == {"length_skew": pytest.approx(3.0), "kv_limit": pytest.approx(2.0)}
-
-
-def test_a_response_that_is_launched_late_has_not_waited() -> None:
-    line = Timeline(2, 10.0, (0.0, 10.0))
-    line.span(0, 0.0, 10.0)
-    line.span(1, 0.0, 5.0)
-    line.response(0, 5.0)
-    line.response(0, 10.0, start=4.0, arrived=4.0)
-    line.response(1, 5.0)
-    assert line.idle_s() == {"length_skew": pytest.approx(5.0)}
-
-
-def test_waiting_counts_only_as_far_as_it_goes() -> None:
-    """A response waited 2 s and ends 5 s after the others: without its wait, 3 s of skew were left."""
-    line = Timeline(2, 10.0, (0.0, 10.0))
-    line.span(0, 0.0, 10.0)
-    line.span(1, 0.0, 5.0)
-    line.response(0, 2.0)
-    line.response(0, 10.0, start=2.0)
-    line.response(1, 5.0)
-    assert line.idle_s() == {"length_skew": pytest.approx(3.0), "kv_limit": pytest.approx(2.0)}
 
 
 def test_prefill_in_turn_is_no_wait_for_kv() -> None:
@@ -298,8 +267,12 @@ def test_no_tables_no_causes() -> None:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
+def placed_with(overrides: Mapping[str, Any]) -> PlacedExperiment:
+    return Simulator(LoadedExperiment.of(load_experiment(SMALL, overrides)[0], Path())).placed()
+
+
 def test_memory_is_that_of_the_engine() -> None:
-    placed = Simulator(LoadedExperiment.of(load_experiment(SMALL)[0], Path())).placed()
+    placed = placed_with({})
     table = memory_by_tp(placed).set_index("tp")
     assert table["fits"].tolist() == [True] * 4
     for tp in (1, 2, 4, 8):
@@ -316,17 +289,13 @@ def test_memory_is_that_of_the_engine() -> None:
 def test_memory_says_why_not() -> None:
     qwen = {"model": "qwen2.5-14b", "training.offload": True, "cluster": "8xa40", "calibration": "a40-vllm"}
     qwen |= {"memory_utilization": 0.6, "training.micro_batch_tokens": 2048}
-    table = memory_by_tp(Simulator(LoadedExperiment.of(load_experiment(SMALL, qwen)[0], Path())).placed()).set_index(
-        "tp"
-    )
+    table = memory_by_tp(placed_with(qwen)).set_index("tp")
     assert table["fits"].tolist() == [False, True, True, True]
     assert "exceed the budget" in str(table.loc[1, "why_not"])
-    odd = memory_by_tp(
-        Simulator(LoadedExperiment.of(load_experiment(SMALL, {"model": "qwen2.5-7b"})[0], Path())).placed()
-    ).set_index("tp")
+    odd = memory_by_tp(placed_with({"model": "qwen2.5-7b"})).set_index("tp")
     assert "does not divide its 28 heads" in str(odd.loc[8, "why_not"])
     crowded = {"model": "qwen2.5-32b", "cluster": "8xa40", "calibration": "a40-vllm"}
-    placed = Simulator(LoadedExperiment.of(load_experiment(SMALL, crowded)[0], Path())).placed()
+    placed = placed_with(crowded)
     assert not memory_by_tp(placed)["fits"].any()
     assert not memory_by_call(placed)["fits"].all()
     with pytest.raises(CapacityError, match=r"nothing fits on 8xa40:\nTP 1, 2, 4, 8: .* call train .* does not fit"):
@@ -335,9 +304,7 @@ def test_memory_says_why_not() -> None:
 
 def test_a_small_cache_makes_responses_wait() -> None:
     many = {"workflow.prompts": 400, "workflow.responses": 8, "memory_utilization": 0.5}
-    table = memory_by_tp(Simulator(LoadedExperiment.of(load_experiment(SMALL, many)[0], Path())).placed()).set_index(
-        "tp"
-    )
+    table = memory_by_tp(placed_with(many)).set_index("tp")
     assert table.loc[1, "waits"]
     assert table.loc[1, "sequences"] == 400
     assert table.loc[1, "mean_sequences"] < 400
@@ -346,7 +313,7 @@ def test_a_small_cache_makes_responses_wait() -> None:
 
 def test_a_small_batch_makes_responses_wait_for_no_cache() -> None:
     crowded = {"workflow.prompts": 400, "workflow.responses": 8, "engine.max_num_seqs": 16, "trace.cap": 128}
-    table = memory_by_tp(Simulator(LoadedExperiment.of(load_experiment(SMALL, crowded)[0], Path())).placed())
+    table = memory_by_tp(placed_with(crowded))
     assert table.loc[0, "waits"]
     assert not waits_for_kv(table.loc[0])
     shown = next(texts({**dict.fromkeys(name for name, _, _ in SECTIONS), "memory": table}))

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,11 @@ OPERATORS = Operators(H100.operators, H100.reference)
 DEVICE = "NVIDIA H100 80GB HBM3"
 
 
-def told(error: pytest.ExceptionInfo[CalibrationError], *words: str) -> None:
+@contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """Expects a CalibrationError of one line that contains all the words."""
+    with pytest.raises(CalibrationError) as error:
+        yield
     text = str(error.value)
     assert "\n" not in text
     for word in words:
@@ -139,9 +145,8 @@ def test_aiconfigurator_published_rates(systems: Path) -> None:
     reference = aiconfigurator.reference(systems / "h100_sxm", load_gpu("h100-sxm"), None)
     assert reference.memory_bytes_per_s == 3.35e12
     assert (reference.link_bytes_per_s, reference.sm_count) == (450e9, 132)
-    with pytest.raises(CalibrationError) as error:
+    with refused("h100_sxm.yaml", "another GPU's tables"):
         aiconfigurator.reference(systems / "h100_sxm", load_gpu("a100-sxm-80gb"), None)
-    told(error, "h100_sxm.yaml", "another GPU's tables")
 
 
 def test_aiconfigurator_older_layout(systems: Path, tmp_path: Path) -> None:
@@ -193,37 +198,41 @@ def spoil(systems: Path, table: str, change: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("table", "change", "words"),
     [
         (
+            "gemm_perf",
             lambda t: t.assign(latency=t.latency / 1e3),
             ["row ", "times faster", "expected in milliseconds", "longer unit"],
         ),
         (
+            "gemm_perf",
             lambda t: t.assign(latency=t.latency * 1e3),
             ["of the GPU's peak", "expected in milliseconds", "shorter unit"],
         ),
-        (lambda t: t.head(0), ["no rows"]),
-        (lambda t: t.rename(columns={"latency": "latency_ms"}), ["no column 'latency'", "did you mean 'latency_ms'"]),
-        (lambda t: t.assign(latency=t.latency.where(t.index != 3)), ["row 4", "latency is nan"]),
-        (lambda t: t.assign(latency=t.latency.where(t.index != 5, -1.0)), ["row 6", "latency is -1.0"]),
-        (lambda t: t.assign(latency=t.latency.where(t.index != 5, 0.0)), ["row 6", "positive"]),
-        (lambda t: t.assign(gemm_dtype="int4"), ["no rows with gemm_dtype", "int4"]),
-        (lambda t: t.assign(device="NVIDIA A100-SXM4-80GB"), ["measured on NVIDIA A100", "h100-sxm"]),
+        ("gemm_perf", lambda t: t.head(0), ["no rows"]),
+        (
+            "gemm_perf",
+            lambda t: t.rename(columns={"latency": "latency_ms"}),
+            ["no column 'latency'", "did you mean 'latency_ms'"],
+        ),
+        ("gemm_perf", lambda t: t.assign(latency=t.latency.where(t.index != 3)), ["row 4", "latency is nan"]),
+        ("gemm_perf", lambda t: t.assign(latency=t.latency.where(t.index != 5, -1.0)), ["row 6", "latency is -1.0"]),
+        ("gemm_perf", lambda t: t.assign(latency=t.latency.where(t.index != 5, 0.0)), ["row 6", "positive"]),
+        ("gemm_perf", lambda t: t.assign(gemm_dtype="int4"), ["no rows with gemm_dtype", "int4"]),
+        ("gemm_perf", lambda t: t.assign(device="NVIDIA A100-SXM4-80GB"), ["measured on NVIDIA A100", "h100-sxm"]),
+        ("generation_attention_perf", lambda t: t.assign(latency=t.latency / 1e3), ["longer unit"]),
+        (
+            "custom_allreduce_perf",
+            lambda t: t.assign(message_size=t.message_size * 2),
+            ["times the rate of the link", "expected in elements", "another unit"],
+        ),
     ],
 )
-def test_aiconfigurator_broken_tables(systems: Path, change: object, words: list[str]) -> None:
-    path = spoil(systems, "gemm_perf", change)
-    with pytest.raises(CalibrationError) as error:
+def test_aiconfigurator_broken_tables(systems: Path, table: str, change: object, words: list[str]) -> None:
+    path = spoil(systems, table, change)
+    with refused(str(path), *words):
         gpu_read(systems)
-    told(error, str(path), *words)
-
-
-def test_aiconfigurator_attention_in_seconds(systems: Path) -> None:
-    path = spoil(systems, "generation_attention_perf", lambda t: t.assign(latency=t.latency / 1e3))
-    with pytest.raises(CalibrationError) as error:
-        gpu_read(systems)
-    told(error, str(path), "longer unit")
 
 
 def test_aiconfigurator_single_faults_are_left_out_and_noted(systems: Path) -> None:
@@ -233,21 +242,13 @@ def test_aiconfigurator_single_faults_are_left_out_and_noted(systems: Path) -> N
     assert "gemm_perf.parquet: 1 rows far beyond the GPU's peak rates are left out" in read.notes
 
 
-def test_aiconfigurator_message_sizes_in_bytes(systems: Path) -> None:
-    path = spoil(systems, "custom_allreduce_perf", lambda t: t.assign(message_size=t.message_size * 2))
-    with pytest.raises(CalibrationError) as error:
-        gpu_read(systems)
-    told(error, str(path), "times the rate of the link", "expected in elements", "another unit")
-
-
 @pytest.mark.parametrize("keep", [0, 7, 0.5])
 def test_aiconfigurator_cut_parquet(systems: Path, keep: float) -> None:
     path = next(systems.rglob("gemm_perf.parquet"))
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data)) if keep < 1 else int(keep)])
-    with pytest.raises(CalibrationError) as error:
+    with refused(str(path), "Parquet" if keep else "empty"):
         gpu_read(systems)
-    told(error, str(path), "Parquet" if keep else "empty")
 
 
 @pytest.mark.parametrize(
@@ -269,29 +270,23 @@ def test_aiconfigurator_cut_parquet(systems: Path, keep: float) -> None:
 def test_aiconfigurator_broken_text(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "gemm_perf.txt"
     path.write_text(text)
-    with pytest.raises(CalibrationError) as error:
+    with refused(str(path), *words):
         aiconfigurator.gemms(path)
-    told(error, str(path), *words)
 
 
 def test_aiconfigurator_unknown_names(systems: Path, tmp_path: Path) -> None:
     folder = systems / "h100_sxm"
-    with pytest.raises(CalibrationError) as error:
+    with refused("no gemm tables of backend 'vlm'", "did you mean 'vllm'"):
         aiconfigurator.read(folder, "vlm")
-    told(error, "no gemm tables of backend 'vlm'", "did you mean 'vllm'")
-    with pytest.raises(CalibrationError) as error:
+    with refused("no vllm version '0.14.1'", "did you mean '0.14.0'"):
         aiconfigurator.read(folder, "vllm", "0.14.1")
-    told(error, "no vllm version '0.14.1'", "did you mean '0.14.0'")
-    with pytest.raises(CalibrationError) as error:
+    with refused("no tables of GPU 'h200_sxm'", "did you mean 'h100_sxm'"):
         aiconfigurator.gpu_folder(systems, "h200-sxm")
-    told(error, "no tables of GPU 'h200_sxm'", "did you mean 'h100_sxm'")
-    with pytest.raises(CalibrationError) as error:
+    with refused("no such folder"):
         aiconfigurator.gpu_folder(tmp_path / "nowhere", "h100-sxm")
-    told(error, "no such folder")
     (folder / "attention" / "vllm" / "0.14.0" / "context_attention_perf.parquet").unlink()
-    with pytest.raises(CalibrationError) as error:
+    with refused("vllm 0.14.0 has no context_attention_perf"):
         aiconfigurator.read(folder, "vllm", "0.14.0")
-    told(error, "vllm 0.14.0 has no context_attention_perf")
 
 
 # Vidur ----------------------------------------------------------------------------------------------------------------
@@ -436,30 +431,25 @@ def test_vidur_zeros_are_left_out_and_noted(profiling: Path) -> None:
 def test_vidur_broken_tables(profiling: Path, name: str, change: object, words: list[str]) -> None:
     path = next(p for p in profiling.rglob(name) if "a100" in str(p.relative_to(profiling)))
     change(pd.read_csv(path)).to_csv(path, index=False)  # type: ignore[operator]
-    with pytest.raises(CalibrationError) as error:
+    with refused(str(path), *words):
         vidur.read(profiling, "a100-sxm-80gb", reference=load_calibration("a100-sxm-80gb-vllm").reference)
-    told(error, str(path), *words)
 
 
 def test_vidur_cut_file_and_unknown_names(profiling: Path, tmp_path: Path) -> None:
     path = profiling / "network/a100_dgx/send_recv.csv"
     text = path.read_text()
     path.write_text(text[: len(text) - 12])
-    with pytest.raises(CalibrationError) as error:
+    with refused(str(path), "line 9", "cut off"):
         vidur.read(path, "a100-sxm-80gb")
-    told(error, str(path), "line 9", "cut off")
-    with pytest.raises(CalibrationError) as error:
+    with refused("no tables of GPU 'l40s'", "a100"):
         vidur.read(profiling, "l40s")
-    told(error, "no tables of GPU 'l40s'", "a100")
-    with pytest.raises(CalibrationError) as error:
+    with refused("no such file or folder"):
         vidur.read(tmp_path / "nowhere", "a40")
-    told(error, "no such file or folder")
     other = profiling / "network/a100_pairwise_nvlink"
     other.mkdir()
     network_rows("all_reduce").to_csv(other / "all_reduce.csv")
-    with pytest.raises(CalibrationError) as error:
+    with refused("several kinds of node", "a100_dgx, a100_pairwise_nvlink"):
         vidur.read(profiling, "a100-sxm-80gb")
-    told(error, "several kinds of node", "a100_dgx, a100_pairwise_nvlink")
 
 
 # nccl-tests -----------------------------------------------------------------------------------------------------------
@@ -607,9 +597,8 @@ def test_nccl_tests_broken_text(tmp_path: Path) -> None:
         "": ["empty"],
     }
     for broken, words in cases.items():
-        with pytest.raises(CalibrationError) as error:
+        with refused("log.txt", *words):
             nccl_read(tmp_path, broken)
-        told(error, "log.txt", *words)
 
 
 def test_nccl_tests_broken_json(tmp_path: Path) -> None:
@@ -626,9 +615,8 @@ def test_nccl_tests_broken_json(tmp_path: Path) -> None:
         whole.replace('"time"', '"cpu_time"'): ["CPU times"],
     }
     for broken, words in cases.items():
-        with pytest.raises(CalibrationError) as error:
+        with refused("r.json", *words):
             nccl_read(tmp_path, broken, "r.json")
-        told(error, "r.json", *words)
 
 
 def test_nccl_tests_of_no_use(tmp_path: Path) -> None:
@@ -691,9 +679,8 @@ def test_import_refuses_and_writes_nothing(systems: Path, tmp_path: Path) -> Non
         ({"format_name": "nccl-tests", "version": "1"}, ["no engine versions"]),
     ]
     for options, words in cases:
-        with pytest.raises(CalibrationError) as error:
+        with refused(*words):
             run(**options)  # type: ignore[arg-type]
-        told(error, *words)
     with pytest.raises(CatalogueError, match="h100-sxm"):
         run(gpu="h100-sxn")
     with pytest.raises(CatalogueError, match="h100"):

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import rlsim
 from rlsim.calibrate.measure import suite as suite_module
 from rlsim.calibrate.measure.attention import contexts
-from rlsim.calibrate.measure.bench import Bench, Effort
-from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Timing, measure, timing
+from rlsim.calibrate.measure.bench import Bench
+from rlsim.calibrate.measure.clock import NOISY, NOISY_ONCE, Effort, Timing, measure, timing
 from rlsim.calibrate.measure.describe import describe_cluster, write_cluster
 from rlsim.calibrate.measure.host import MachineFacts, shape_hash
 from rlsim.calibrate.measure.journal import Journal, Point, Result, read_journal
@@ -32,7 +32,6 @@ from rlsim.calibrate.measure.plan import (
     doublings,
     levels,
     plan,
-    setup_for,
 )
 from rlsim.calibrate.measure.suite import ATTEMPTS, run_suite
 from rlsim.calibrate.measurements import KEYS
@@ -106,7 +105,7 @@ def test_measure_gives_the_median_and_half_the_interquartile_range() -> None:
     def run() -> None:
         now.at += next(times)
 
-    found = measure(run, device="cpu", warmup=1, repeats=5, now=now)
+    found = measure(run, device="cpu", effort=Effort(warmup=1), repeats=5, now=now)
     assert found == Timing(seconds=3.0, spread=(4.0 - 2.0) / 2 / 3.0, repeats=5)
 
 
@@ -117,7 +116,7 @@ def test_short_calls_are_timed_in_batches() -> None:
         calls.append(None)
         now.at += 1e-6
 
-    found = measure(run, device="cpu", warmup=1, min_repeats=3, min_time_s=0.0, now=now)
+    found = measure(run, device="cpu", effort=Effort(1, min_repeats=3, min_time_s=0.0), now=now)
     assert found.seconds == pytest.approx(1e-6)
     assert 600 <= len(calls) - 1 <= 603  # batches of 200 us
 
@@ -128,12 +127,12 @@ def test_measure_stops_at_its_time_but_not_before_three_repeats() -> None:
     def run() -> None:
         now.at += 10.0
 
-    assert measure(run, device="cpu", max_time_s=1.0, now=now).repeats == 3
+    assert measure(run, device="cpu", now=now).repeats == 3
 
 
 def test_measured_time_of_real_work_grows_with_the_work() -> None:
-    short = measure(lambda: sum(range(2_000)), device="cpu", min_time_s=0.02)
-    long = measure(lambda: sum(range(40_000)), device="cpu", min_time_s=0.02)
+    short = measure(lambda: sum(range(2_000)), device="cpu", effort=Effort(min_time_s=0.02))
+    long = measure(lambda: sum(range(40_000)), device="cpu", effort=Effort(min_time_s=0.02))
     assert 5.0 < long.seconds / short.seconds < 80.0
 
 
@@ -263,7 +262,7 @@ def test_operands_are_as_cold_as_in_a_step() -> None:
 
 
 def test_the_plan_has_every_operator_once_within_bounds() -> None:
-    setup = setup_for("cpu", tiny(), (1, 2), 2, 4e9, 0.05)
+    setup = GridSetup("cpu", tiny(), (1, 2), 2, 4e9, 0.05)
     phases = plan(setup)
     tasks = {operator: found for phase in phases for operator, found in phase.items()}
     imported = {gemm_of(precision) for precision in PRECISIONS[1:]}  # from others' tables alone: a bench runs bf16
@@ -292,7 +291,7 @@ def test_the_whole_plan_grows_with_the_call_allowed() -> None:
     def points(setup: GridSetup) -> int:
         return sum(len(found) for phase in plan(setup) for found in phase.values())
 
-    counts = [points(setup_for("cuda", tiny(dtype_bytes=2), (1,), 1, 80e9, seconds)) for seconds in (0.001, 0.01, 0.1)]
+    counts = [points(GridSetup("cuda", tiny(dtype_bytes=2), (1,), 1, 80e9, seconds)) for seconds in (0.001, 0.01, 0.1)]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_errors import BASE, folder  # noqa: F401
-from test_errors import rlsim as command
+from conftest import BASE, Command
 
 from rlsim.experiment.check import check_experiment
 
@@ -15,7 +14,7 @@ CASES = BASE.replace(
 )
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("nothing is simulated or searched for before everything is checked")
@@ -24,33 +23,20 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsim.experiment.planning.PlanSpace.__init__", refuse)
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    code = command(monkeypatch, "check", *arguments)
-    printed = capsys.readouterr()
-    return code, (printed.out + printed.err).strip()
-
-
-@pytest.mark.usefixtures("no_work")
-def test_check_says_what_an_experiment_is(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_check_says_what_an_experiment_is(folder: Path, call: Command) -> None:
     before = sorted(folder.rglob("*"))
-    assert checked(monkeypatch, capsys, "base.yaml") == (0, "probe: 2 systems × 1 seed × 1 case = 2 runs")
-    assert checked(monkeypatch, capsys, "base.yaml", "--seeds", "7")[1].endswith(
-        "2 systems × (7 seeds + 7 worlds) × 1 case = 28 runs"
-    )
+    assert call("check", "base.yaml") == (0, "probe: 2 systems × 1 seed × 1 case = 2 runs\n", "")
+    seven = call("check", "base.yaml", "--seeds", "7")
+    assert seven == (0, "probe: 2 systems × (7 seeds + 7 worlds) × 1 case = 28 runs\n", "")
     (folder / "base.yaml").write_text(CASES, encoding="utf-8")
-    code, said = checked(monkeypatch, capsys, "base.yaml")
+    code, said, _ = call("check", "base.yaml")
     assert code == 0
     assert said.splitlines()[0] == "probe: 3 systems × 1 seed × 2 cases = 6 runs"
     assert "note: whether the plans of real fit" in said
-    assert checked(monkeypatch, capsys, "pat_vs_static")[1].startswith("pat-vs-static: 8 systems × (20 seeds + 20 ")
+    assert call("check", "pat_vs_static").out.startswith("pat-vs-static: 8 systems × (20 seeds + 20 ")
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -61,51 +47,39 @@ def test_check_says_what_an_experiment_is(
         ("systems.2={plan: {calls: {generate: {gpus: 0-9}}}}", "system 'plan'"),
     ],
 )
-def test_check_finds_what_a_later_case_has_wrong(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: str,
-    message: str,
-) -> None:
+def test_check_finds_what_a_later_case_has_wrong(folder: Path, call: Command, change: str, message: str) -> None:
     (folder / "base.yaml").write_text(CASES, encoding="utf-8")
     for arguments in (("check", "base.yaml"), ("run", "base.yaml", "--out", "out")):
-        assert command(monkeypatch, *arguments, "--set", change) == 2
-        assert message in capsys.readouterr().err
+        checked = call(*arguments, "--set", change)
+        assert checked.code == 2
+        assert message in checked.err
 
 
-@pytest.mark.usefixtures("no_work")
-def test_check_looks_at_every_point_of_a_sweep(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_check_looks_at_every_point_of_a_sweep(folder: Path, call: Command) -> None:
     sweep = "name: many\nexperiment: base.yaml\naxes:\n  - grid: {trace.cap: [1K, 2K], memory_utilization: [0.9, %s]}\n"
     (folder / "many.yaml").write_text(sweep % "0.8", encoding="utf-8")
     said = "many: 4 points (the first: 2 systems × 1 seed × 1 case = 2 runs); 8 runs in all"
-    assert checked(monkeypatch, capsys, "many.yaml") == (0, said)
+    assert call("check", "many.yaml") == (0, f"{said}\n", "")
     (folder / "many.yaml").write_text(sweep % "0.05", encoding="utf-8")
-    code, said = checked(monkeypatch, capsys, "many.yaml")
+    code, _, said = call("check", "many.yaml")
     assert code == 2
     assert "no TP degree is feasible" in said
     assert "memory_utilization=0.05" in said
 
 
-@pytest.mark.usefixtures("no_work")
-def test_messages_name_what_is_to_blame(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for command_of in ("check", "run", "sweep"):
-        assert command(monkeypatch, command_of, "base.yaml", "--seeds", "100000000") == 2
-        assert capsys.readouterr().err.startswith("rlsim: error: as overridden: seeds: Input should be less than")
-        assert command(monkeypatch, command_of, "base.yaml", "--set", "cases={b: {cluster: 8xh10}}") == 2
-        told = "rlsim: error: base.yaml: case 'b': unknown cluster '8xh10'; did you mean '8xh100'"
-        assert capsys.readouterr().err.startswith(told)
+def test_messages_name_what_is_to_blame(folder: Path, call: Command) -> None:
+    changes = {
+        ("--seeds", "100000000"): "as overridden: seeds: Input should be less than",
+        ("--set", "cases={b: {cluster: 8xh10}}"): "base.yaml: case 'b': unknown cluster '8xh10'; did you mean '8xh100'",
+    }
+    for command in ("check", "run", "sweep"):
+        for options, message in changes.items():
+            checked = call(command, "base.yaml", *options)
+            assert checked.code == 2
+            assert checked.err.startswith(f"rlsim: error: {message}")
     (folder / "one.yaml").write_text("name: one\nexperiment: base.yaml\nset: {systems: [pat]}\naxes: []\n")
     said = "one: 1 point (the first: 1 system × 1 seed × 1 case = 1 run); 1 run in all"
-    assert checked(monkeypatch, capsys, "one.yaml") == (0, said)
+    assert call("check", "one.yaml") == (0, f"{said}\n", "")
 
 
 def test_check_in_python() -> None:

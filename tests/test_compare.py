@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import Command
 from result_tables import RUN, table
 from scipy import stats
 
 import rlsim
-from rlsim.cli import main
 from rlsim.comparison.baseline import Baseline
 from rlsim.comparison.compare import paired, unpaired, why_unpaired
 from rlsim.comparison.runs import Run, runs_in
@@ -291,28 +290,21 @@ def test_directories_without_results(results: Path, tmp_path: Path) -> None:
         rlsim.compare([])
 
 
-def test_the_command_line(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(results: Path, tmp_path: Path, call: Command) -> None:
+    def printed(*arguments: object) -> str:
+        done = call("compare", *arguments)
+        assert done.code == 0
+        return done.out
+
     base, other = str(results / "base"), str(results / "capped")
-    shown = _call(capsys, "compare", base, other)
+    shown = printed(base, other)
     assert f"A = {base}" in shown
     assert "trace.cap: 2048 in A; 1024 in B" in shown
     assert "* not paired by seed" in shown
-    written = json.loads(_call(capsys, "compare", base, other, "--json", "-"))
+    written = json.loads(printed(base, other, "--json", "-"))
     assert [run["trace.cap"] for run in written["runs"]] == [2048, 2048, 1024, 1024]
     assert written["notes"]
-    assert _call(capsys, "compare", base, "--csv", str(tmp_path / "runs.csv"), "--json", str(tmp_path / "runs.json"))
+    assert printed(base, "--csv", tmp_path / "runs.csv", "--json", tmp_path / "runs.json")
     table = pd.read_csv(tmp_path / "runs.csv")
     assert list(table["system"]) == ["verl-tp2", "verl-tp8"]
     assert json.loads((tmp_path / "runs.json").read_text())["runs"][1]["speedup"] == table["speedup"][1]
-
-
-def _call(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    before = sys.argv
-    sys.argv = ["rlsim", *arguments]
-    try:
-        with pytest.raises(SystemExit) as left:
-            main()
-    finally:
-        sys.argv = before
-    assert left.value.code == 0
-    return capsys.readouterr().out

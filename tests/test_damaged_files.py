@@ -51,7 +51,6 @@ def test_numbers_that_no_float_holds(tmp_path: Path, column: str) -> None:
     path = samples.jsonl(tmp_path / "t.jsonl", [ROW | {column: value}])
     one_error(TraceError, "t.jsonl: line 1", of=lambda: read_trace(path))
     if column != "test_run_s":
-        (tmp_path / "t.csv").write_text(f"prompt_id,sample_id,response_tokens,{column}x\n1,0,5,5\n".replace("x", ""))
         text = pd.DataFrame([ROW | {column: HUGE}]).to_csv(index=False)
         (tmp_path / "t.csv").write_text(text)
         one_error(TraceError, "t.csv: line 2", of=lambda: read_trace(tmp_path / "t.csv"))

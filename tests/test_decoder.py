@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from rlsim.calibrate.measure import steps  # noqa: E402
 from rlsim.calibrate.measure.batch import Batch  # noqa: E402
-from rlsim.calibrate.measure.bench import Bench, Effort  # noqa: E402
-from rlsim.calibrate.measure.clock import Timing  # noqa: E402
+from rlsim.calibrate.measure.bench import Bench  # noqa: E402
+from rlsim.calibrate.measure.clock import Effort, Timing  # noqa: E402
 from rlsim.calibrate.measure.decoder import KvCache, build_decoder, weight_splits  # noqa: E402
 from rlsim.calibrate.measure.layout import migrate, reshard  # noqa: E402
 from rlsim.calibrate.measure.plan import reshard_bytes  # noqa: E402

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+from conftest import TINY
 
 import rlsim
 from rlsim.experiment.systems import parse_systems
@@ -183,18 +184,7 @@ def test_index_names_every_page() -> None:
 
 
 def test_results_page_names_every_key_of_the_manifest_and_column_of_the_summary() -> None:
-    result = rlsim.run(
-        {
-            "name": "tiny",
-            "cluster": "8xh100",
-            "model": "llama-3.1-8b",
-            "calibration": "h100-vllm",
-            "trace": {"path": "rollpacker-math", "cap": 512},
-            "workflow": {"prompts": 2, "responses": 2, "steps": 1},
-            "systems": [{"verl": {"tp": 8}}],
-            "seeds": 2,
-        }
-    )
+    result = rlsim.run(TINY, seeds=2)
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     sections = {part.partition("\n")[0]: part for part in page.split("\n## ")}
     for section, names in (("Manifest", result.manifest), ("Summary", result.summary().columns)):

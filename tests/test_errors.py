@@ -7,82 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import Command, Failing, edited
 
 from rlsim.catalogue import data_dir
-from rlsim.cli import main
 from rlsim.output import results_folder
 
-BASE = """\
-name: probe
-cluster: 8xh100
-model: llama-3.1-8b
-calibration: h100-vllm
-trace: {path: lengths.csv, cap: 1K}
-workflow: {prompts: 2, responses: 4, steps: 1}
-seeds: 1
-systems:
-  - verl: {tp: 4}
-  - pat
-"""
-LENGTHS = "prompt_id,sample_id,response_tokens\n" + "".join(f"{i // 4},{i % 4},{37 * i % 400 + 1}\n" for i in range(32))
 BIG = {
     "cluster: 8xh100": "cluster: 16x8xh100",
     "model: llama-3.1-8b": "model: llama-3-70b",
 }
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "base.yaml").write_text(BASE)
-    (tmp_path / "lengths.csv").write_text(LENGTHS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return tmp_path
-
-
-def rlsim(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of `rlsim arguments`."""
-    monkeypatch.setattr(sys, "argv", ["rlsim", *arguments])
-    try:
-        main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    return 0
-
-
-class Failing:
-    """Runs `rlsim run` and checks what every failure has in common."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
-
-    def __call__(self, *arguments: str, base: str | None = None, **changes: str) -> str:
-        """The message. `changes` are not keyword names but parts of the base file and what replaces them."""
-        if base is not None:
-            (self.folder / "base.yaml").write_text(base)
-        before = sorted(self.folder.rglob("*"))
-        code = rlsim(self.monkeypatch, "run", "base.yaml", "--out", "out", *arguments)
-        printed = self.capsys.readouterr()
-        assert code == 2, printed.err
-        assert printed.out == ""
-        assert "Traceback" not in printed.err
-        assert printed.err.count("rlsim: error: ") == 1
-        assert printed.err.startswith("rlsim: error: ")
-        assert sorted(self.folder.rglob("*")) == before
-        return printed.err.removeprefix("rlsim: error: ").rstrip("\n")
-
-
-@pytest.fixture
-def failing(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Failing:
-    return Failing(folder, monkeypatch, capsys)
-
-
-def edited(*pairs: tuple[str, str]) -> str:
-    text = BASE
-    for old, new in pairs:
-        assert old in text
-        text = text.replace(old, new)
-    return text
 
 
 @pytest.mark.parametrize(
@@ -216,9 +149,7 @@ def test_damaged_trace_files(failing: Failing, folder: Path) -> None:
     assert "lengths.csv: no column 'prompt_id' and 'sample_id'" in failing()
 
 
-def test_experiment_files_that_are_not_there(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experiment_files_that_are_not_there(folder: Path, call: Command) -> None:
     (folder / "empty.yaml").write_text("")
     (folder / "list.yaml").write_text("- 1\n")
     (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -230,13 +161,14 @@ def test_experiment_files_that_are_not_there(
         ("list.yaml", "list.yaml: expected a mapping of keys to values"),
         ("binary.yaml", "binary.yaml: cannot be read"),
     ):
-        assert rlsim(monkeypatch, "run", name) == 2
-        assert message in capsys.readouterr().err
+        printed = call("run", name)
+        assert printed.code == 2
+        assert message in printed.err
     assert not (folder / "results").exists()
 
 
 def test_a_system_too_big_is_an_error_but_one_of_several_is_left_out(
-    failing: Failing, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failing: Failing, folder: Path, call: Command
 ) -> None:
     big = edited(*BIG.items())
     message = failing(base=big.replace("{tp: 4}", "{tp: 1}"))
@@ -246,8 +178,8 @@ def test_a_system_too_big_is_an_error_but_one_of_several_is_left_out(
     (folder / "base.yaml").write_text(
         big.replace("{tp: 4}", "{tp: [1, 8]}").replace("  - pat\n", "baseline: verl-tp1\n")
     )
-    assert rlsim(monkeypatch, "run", "base.yaml", "--out", "out") == 0
-    printed = capsys.readouterr().out
+    code, printed, _ = call("run", "base.yaml", "--out", "out")
+    assert code == 0
     assert "note: verl-tp1 left out: llama-3-70b rollout at TP 1 does not fit: weights 141" in printed
     assert "note: no speedups: the baseline verl-tp1 was left out" in printed
     assert "verl-tp8" in printed
@@ -281,11 +213,10 @@ def test_results_stay_in_their_folder_whatever_the_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--seeds", "0"), ("--seeds", "x"), ("--nonsense",), ("--out",)])
-def test_bad_options(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
-    assert rlsim(monkeypatch, "run", "base.yaml", *arguments) == 2
-    assert arguments[0] in capsys.readouterr().err
+def test_bad_options(folder: Path, call: Command, arguments: tuple[str, ...]) -> None:
+    printed = call("run", "base.yaml", *arguments)
+    assert printed.code == 2
+    assert arguments[0] in printed.err
     assert not (folder / "results").exists()
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -18,10 +18,10 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from conftest import Command
 from pydantic import Field
 
 import rlsim
-from rlsim.cli import main
 from rlsim.errors import CatalogueError, ConfigError
 from rlsim.experiment.case import Case
 from rlsim.experiment.columns import CALL_PARTS, SUMMARY, TABLES
@@ -338,20 +338,14 @@ def test_a_policy_by_module_and_class() -> None:
         rlsim.run(experiment(baseline=None, systems=[{f"{__name__}:Plain": {"tp": 2}}]))
 
 
-class AbortAll(Plain):
-    """Keeps one response of each step."""
-
-    on_finish = Impatient.on_finish
-
-
-def test_a_policy_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_of_an_installed_package(monkeypatch: pytest.MonkeyPatch, output: Callable[..., str]) -> None:
     points = [EntryPoint("impatient", f"{__name__}:Impatient", "rlsim.policies")]
     monkeypatch.setattr("rlsim.policies.registry.entry_points", lambda group: points)
     result = rlsim.run(experiment(seeds=1, baseline=None, systems=["impatient", {"impatient": {"tp": [2]}}]))
     assert result.manifest["systems"] == {"": ["impatient", "impatient-tp2"]}
     with pytest.raises(CatalogueError, match="did you mean 'impatient'"):
         rlsim.run(experiment(baseline=None, systems=["impatent"]))
-    assert "drops whatever is left" in _output(monkeypatch, capsys, "list", "policies")
+    assert "drops whatever is left" in output("list", "policies")
 
 
 def test_cases_whose_systems_differ() -> None:
@@ -462,17 +456,17 @@ def test_infeasible_degrees_are_named() -> None:
 # ------------------------------------------------------------------------------------------------ the command line
 
 
-def _output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["rlsim", *arguments])
+@pytest.fixture
+def output(call: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a command prints that ends well."""
     monkeypatch.setenv("COLUMNS", "200")
-    code: Any = 0
-    try:
-        main()
-    except SystemExit as leaving:
-        code = leaving.code
-    printed = capsys.readouterr()
-    assert not code, printed.err
-    return printed.out
+
+    def printed(*arguments: str) -> str:
+        done = call(*arguments)
+        assert not done.code, done.err
+        return done.out
+
+    return printed
 
 
 @pytest.mark.parametrize(
@@ -486,41 +480,39 @@ def _output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ("traces", "rollpacker-judge"),
     ],
 )
-def test_listings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str, some: str) -> None:
-    assert some in _output(monkeypatch, capsys, "list", what)
+def test_listings(output: Callable[..., str], what: str, some: str) -> None:
+    assert some in output("list", what)
 
 
-def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _output(monkeypatch, capsys, "--version") == f"rlsim {rlsim.__version__}\n"
-    assert "Example: rlsim run" in _output(monkeypatch, capsys, "--help")
+def test_version_and_help(output: Callable[..., str]) -> None:
+    assert output("--version") == f"rlsim {rlsim.__version__}\n"
+    assert "Example: rlsim run" in output("--help")
     for command in (["run"], ["list"], ["trace"], ["trace", "describe"]):
-        assert "Usage: " in _output(monkeypatch, capsys, *command, "--help")
+        assert "Usage: " in output(*command, "--help")
 
 
 def test_run_prints_a_comparison_and_writes_the_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "x.yaml").write_text(json.dumps(experiment(systems=["verl", "pat"], baseline=None)))
-    printed = _output(monkeypatch, capsys, "run", "x.yaml", "--set", "trace.cap=1K")
+    printed = output("run", "x.yaml", "--set", "trace.cap=1K")
     assert "speedup: responses/s over those of verl;" in printed
     assert "results: results/small" in printed
     assert set(read_result("results/small").steps["system"]) == {"verl", "pat"}
-    assert _output(monkeypatch, capsys, "run", "x.yaml", "-q", "--seeds", "1", "--out", "o") == "o\n"
+    assert output("run", "x.yaml", "-q", "--seeds", "1", "--out", "o") == "o\n"
 
 
 def test_a_policy_file_beside_the_experiment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: Callable[..., str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "my_idea.py").write_text(
         "import rlsim\n\n\nclass Idea(rlsim.RolloutControl):\n    def initial_tp(self, context):\n        return 8\n"
     )
     (tmp_path / "exp" / "x.yaml").write_text(json.dumps(experiment(systems=["my_idea:Idea"], baseline=None, seeds=1)))
-    assert _output(monkeypatch, capsys, "run", "exp/x.yaml", "-q", "--out", "o") == "o\n"
+    assert output("run", "exp/x.yaml", "-q", "--out", "o") == "o\n"
     assert set(read_result("o").steps["initial_tp"]) == {8}
     monkeypatch.delitem(sys.modules, "my_idea")
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_errors import LENGTHS, Failing, edited, failing, folder  # noqa: F401
-from test_errors import rlsim as command
+from conftest import LENGTHS, TINY, Command, Failing, edited
 
 import rlsim
 from rlsim.errors import PolicyError
@@ -42,7 +41,7 @@ CALLED = [
 NO_VALUE = {"setup", "put_back", "observe"}  # their values do not matter
 
 
-def write(folder: Path, name: str, kind: str, hook: str, body: str, rest: str = "") -> str:  # noqa: F811
+def write(folder: Path, name: str, kind: str, hook: str, body: str, rest: str = "") -> str:
     """A policy `Mine` whose hook stands in line 6, and an experiment with it."""
     text = f"from rlsim.policies.parts import *\nfrom rlsim import *\n\n\nclass Mine({kind}):\n"
     text += textwrap.indent(f"def {hook}:\n    {body}\n{rest}\n", "    ")
@@ -53,7 +52,7 @@ def write(folder: Path, name: str, kind: str, hook: str, body: str, rest: str = 
 
 
 @pytest.mark.parametrize(("kind", "hook", "rest"), CALLED)
-def test_a_hook_that_raises(failing: Failing, kind: str, hook: str, rest: str) -> None:  # noqa: F811
+def test_a_hook_that_raises(failing: Failing, kind: str, hook: str, rest: str) -> None:
     name = hook.partition("(")[0]
     module = f"raises_{kind}_{name}".lower()
     message = failing(base=write(failing.folder, module, kind, hook, "return {}['gone']", rest))
@@ -62,7 +61,7 @@ def test_a_hook_that_raises(failing: Failing, kind: str, hook: str, rest: str) -
 
 
 @pytest.mark.parametrize(("kind", "hook", "rest"), [one for one in CALLED if one[1].partition("(")[0] not in NO_VALUE])
-def test_a_hook_that_returns_nonsense(failing: Failing, kind: str, hook: str, rest: str) -> None:  # noqa: F811
+def test_a_hook_that_returns_nonsense(failing: Failing, kind: str, hook: str, rest: str) -> None:
     name = hook.partition("(")[0]
     module = f"nonsense_{kind}_{name}".lower()
     message = failing(base=write(failing.folder, module, kind, hook, "return 1j", rest))
@@ -95,36 +94,32 @@ def test_a_hook_that_returns_nonsense(failing: Failing, kind: str, hook: str, re
         ("RewardControl", "timeout_s(self, kind, prompt, test, limit_s)", "return -1", "returned -1, expected seconds"),
     ],
 )  # fmt: skip
-def test_more_nonsense(failing: Failing, kind: str, hook: str, body: str, message: str) -> None:  # noqa: F811
+def test_more_nonsense(failing: Failing, kind: str, hook: str, body: str, message: str) -> None:
     module = f"more_{abs(hash((hook, body)))}"
     told = failing(base=write(failing.folder, module, kind, hook, body))
     assert told.startswith(f"base.yaml:10:5: system 'mine': Mine.{hook.partition('(')[0]}: {module}.py:")
     assert message in told
 
 
-def test_the_part_that_wanted_an_action_is_named(failing: Failing) -> None:  # noqa: F811
+def test_the_part_that_wanted_an_action_is_named(failing: Failing) -> None:
     text = write(failing.folder, "blamed_first", "RolloutControl", "on_finish(self, view)", "return Abort((99,))")
     write(failing.folder, "innocent", "RolloutControl", "on_finish(self, view)", "return None")
     both = text.replace("  - blamed_first:Mine", "  - {name: both, use: ['blamed_first:Mine', 'innocent:Mine']}")
     assert "system 'both': Mine.on_finish: blamed_first.py:6: returned Abort" in failing(base=both)
 
 
-def test_other_commands_tell_it_too(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_commands_tell_it_too(folder: Path, call: Command) -> None:
     base = write(folder, "elsewhere", "RolloutControl", "on_finish(self, view)", "return {}['gone']")
     (folder / "base.yaml").write_text(base)
     before = sorted(folder.rglob("*"))
     message = "Mine.on_finish: elsewhere.py:7: KeyError: 'gone' (line 7: return {}['gone'])"
-    assert command(monkeypatch, "advise", "base.yaml", "--out", "out") == 2
-    printed = capsys.readouterr()
+    printed = call("advise", "base.yaml", "--out", "out")
+    assert printed.code == 2
     assert printed.err.count(message) == 1
     assert "Traceback" not in printed.err
     assert sorted(folder.rglob("*")) == before
-    assert command(monkeypatch, "sweep", "base.yaml", "--grid", "seeds=[1]", "--out", "out", "--workers", "1") == 1
-    printed = capsys.readouterr()
+    printed = call("sweep", "base.yaml", "--grid", "seeds=[1]", "--out", "out", "--workers", "1")
+    assert printed.code == 1
     assert message in printed.err
     assert "Traceback" not in printed.err
     assert not list((folder / "out").rglob("steps*"))
@@ -136,13 +131,8 @@ class Breaks(RolloutControl):
 
 
 def test_the_original_exception_is_reachable() -> None:
-    experiment = {
-        "name": "x", "cluster": "8xh100", "model": "llama-3.1-8b", "calibration": "h100-vllm",
-        "trace": {"path": "rollpacker-math", "cap": 512}, "workflow": {"prompts": 2, "responses": 2, "steps": 1},
-        "seeds": 1, "systems": [f"{__name__}:Breaks"],
-    }  # fmt: skip
     with pytest.raises(PolicyError, match=r"test_hooks.py:\d+: KeyError: 'gone' \(line \d+: return") as told:
-        rlsim.run(experiment)
+        rlsim.run({**TINY, "systems": [f"{__name__}:Breaks"]})
     assert isinstance(told.value.__cause__, KeyError)
     with pytest.raises(ContractError, match=r"Breaks.on_finish: test_hooks.py:\d+: KeyError: 'gone'") as broken:
         check_policy(Breaks)

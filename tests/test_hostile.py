@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from test_errors import Failing, edited, failing, folder  # noqa: F401
-from test_errors import rlsim as command
+from conftest import Command, Failing, edited
 
 import rlsim
+from rlsim.cli import app
 from rlsim.cli.terminal import Console
 from rlsim.cost.calibration import load_calibration
 from rlsim.errors import ConfigError, RlsimError, printable
@@ -147,7 +147,7 @@ def test_json_of_a_model(config: str, message: str, tmp_path: Path) -> None:
         ("trace.cap=" + "1" * 400, "trace.cap"),
     ],
 )
-def test_settings_that_cannot_be_meant(failing: Failing, setting: str, message: str) -> None:  # noqa: F811
+def test_settings_that_cannot_be_meant(failing: Failing, setting: str, message: str) -> None:
     said = failing("--set", setting)
     assert message in said
     assert len(said) < 6000
@@ -183,7 +183,7 @@ CLUSTER = f"{{gpu: h100-sxm, nodes: 1, gpus_per_node: 8, intra: {LINK}, inter: {
         ("systems", "[{verl: {tp: [" + "1, " * 2000 + "]}}]", "its lists make more than 1,000 systems"),
     ],
 )
-def test_figures_that_cannot_be_meant(failing: Failing, key: str, value: str, message: str) -> None:  # noqa: F811
+def test_figures_that_cannot_be_meant(failing: Failing, key: str, value: str, message: str) -> None:
     assert message in failing("--set", f"{key}={value}", base=edited(("8xh100", CLUSTER)))
 
 
@@ -217,11 +217,9 @@ def named(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_name_stays_text_in_a_chart(
-    named: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_stays_text_in_a_chart(named: Path, capfd: pytest.CaptureFixture[str]) -> None:
     page = named.with_suffix(".html")
-    assert command(monkeypatch, "trace", "describe", str(named), "--chart", str(page)) == 0
+    app(["trace", "describe", str(named), "--chart", str(page)], standalone_mode=False)
     text = page.read_text(encoding="utf-8")
     assert len(re.findall(r"<script", text)) == len(re.findall(r"</script", text)) == 2
     assert "<!--" not in text
@@ -261,10 +259,6 @@ def test_no_command_prints_past_the_terminal() -> None:
     assert [f.name for f in files if "from rich.console import Console\n" in f.read_text(encoding="utf-8")] == []
 
 
-def test_an_error_shows_control_characters(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command(monkeypatch, "run", "\x1b[31m.yaml") == 2
-    assert capsys.readouterr().err == "rlsim: error: \\x1b[31m.yaml: no such file\n"
+@pytest.mark.usefixtures("folder")
+def test_an_error_shows_control_characters(call: Command) -> None:
+    assert call("run", "\x1b[31m.yaml") == (2, "", "rlsim: error: \\x1b[31m.yaml: no such file\n")

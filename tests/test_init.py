@@ -78,10 +78,6 @@ def some(data: dict[str, Any], **expected: Any) -> dict[str, Any]:
     return {**data, **expected}
 
 
-def with_setting(*settings: str) -> str:
-    return SCRIPT.replace("trainer.nnodes=", " ".join(settings) + " trainer.nnodes=")
-
-
 # Shell ----------------------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from conftest import Command
 from ruamel.yaml import YAML
-from test_errors import rlsim as command
 
 import rlsim
 from rlsim.advise.advice import advise
@@ -277,9 +277,7 @@ def test_a_mapping_may_serve_clusters_of_one_kind_too() -> None:
 # Round trip ----------------------------------------------------------------------------------------------------------
 
 
-def test_results_say_what_they_ran_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_say_what_they_ran_on(tmp_path: Path, call: Command) -> None:
     result = run(systems=[SPLIT, "one_step_off"])
     result.write(tmp_path / "out")
     again = read_result(tmp_path / "out")
@@ -292,9 +290,10 @@ def test_results_say_what_they_ran_on(
     assert_same(rlsim.run(recorded), result)
 
     YAML().dump(EXPERIMENT, tmp_path / "kinds.yaml")
-    assert command(monkeypatch, "check", str(tmp_path / "kinds.yaml")) == 0
-    assert "1 system × 1 seed × 1 case" in capsys.readouterr().out
-    assert command(monkeypatch, "report", str(tmp_path / "out")) == 0
+    checked = call("check", tmp_path / "kinds.yaml")
+    assert checked.code == 0
+    assert "1 system × 1 seed × 1 case" in checked.out
+    assert call("report", tmp_path / "out").code == 0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "h20-vllm, h100-sxm-vllm" in page
     assert "Calibration h20-vllm" in page

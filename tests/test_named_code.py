@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Optional
 
 import pytest
+from conftest import Command, Failing, edited
 from pydantic import Field
-from test_errors import Failing, edited, failing, folder  # noqa: F401
-from test_errors import rlsim as command
 
 from rlsim import Composition, RolloutControl, Schema, usercode
 from rlsim.errors import ConfigError, PolicyError
@@ -23,7 +22,7 @@ from rlsim.sim.control import ControlContext, Stop
 from rlsim.testing import ContractError, check_policy
 
 
-def write_policy(folder: Path, name: str, text: str) -> str:  # noqa: F811
+def write_policy(folder: Path, name: str, text: str) -> str:
     (folder / f"{name}.py").write_text(text, encoding="utf-8")
     return edited(("  - pat", f"  - {name}:Mine"))
 
@@ -69,7 +68,7 @@ CLASS = "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n"
         ),
     ],
 )
-def test_a_policy_file_that_fails(failing: Failing, name: str, text: str, message: str) -> None:  # noqa: F811
+def test_a_policy_file_that_fails(failing: Failing, name: str, text: str, message: str) -> None:
     assert message in failing(base=write_policy(failing.folder, name, text))
 
 
@@ -91,7 +90,7 @@ def test_a_policy_file_that_fails(failing: Failing, name: str, text: str, messag
         ("'flows:'", "expected module:name"),
     ],
 )
-def test_targets_that_make_no_workflow(failing: Failing, target: str, message: str) -> None:  # noqa: F811
+def test_targets_that_make_no_workflow(failing: Failing, target: str, message: str) -> None:
     (failing.folder / "flows.py").write_text(
         "import sys\nfrom os import getcwd\n\nfrom rlsim.workflow import Workflow\n\n\n"
         "def needs(model, size, *more, other=1):\n    raise AssertionError\n\n\n"
@@ -105,15 +104,13 @@ def test_targets_that_make_no_workflow(failing: Failing, target: str, message: s
     assert message in failing("--set", f"workflow.algorithm={target}")
 
 
-def test_nothing_of_the_standard_library_is_imported(failing: Failing) -> None:  # noqa: F811
+def test_nothing_of_the_standard_library_is_imported(failing: Failing) -> None:
     sys.modules.pop("antigravity", None)
     assert "standard library" in failing(base=edited(("  - pat", "  - antigravity:X")))
     assert "antigravity" not in sys.modules
 
 
-def test_a_broken_package_hides_no_other_policy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_package_hides_no_other_policy(monkeypatch: pytest.MonkeyPatch, call: Command) -> None:
     points = [
         EntryPoint("broken", "nowhere_at_all:X", "rlsim.policies"),
         EntryPoint("odd", "no-target", "rlsim.policies"),
@@ -121,8 +118,9 @@ def test_a_broken_package_hides_no_other_policy(
     ]
     monkeypatch.setattr("rlsim.policies.registry.entry_points", lambda **_: points)
     monkeypatch.setenv("COLUMNS", "200")
-    assert command(monkeypatch, "list", "policies") == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    listed = call("list", "policies")
+    assert listed.code == 0
+    printed = " ".join(listed.out.split())
     assert "error: policy 'broken' (nowhere_at_all:X) cannot be loaded: No module named 'nowhere_at_all'" in printed
     assert "error: policy 'clock' (time:tzset): time is a module of Python's standard library" in printed
     assert "rollpacker" in printed
@@ -131,15 +129,15 @@ def test_a_broken_package_hides_no_other_policy(
     assert parse_systems(["verl"])
 
 
-def test_looking_at_results_imports_no_policy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_looking_at_results_imports_no_policy(folder: Path, call: Command) -> None:
     (folder / "mine.py").write_text(
         CLASS + "    pass\n\n\ndef flow():\n    from rlsim.workflow import grpo\n\n    return grpo()\n",
         encoding="utf-8",
     )
     base = edited(("  - pat", "  - mine:Mine"), ("prompts: 2", "algorithm: 'mine:flow', prompts: 2"))
     (folder / "base.yaml").write_text(base, encoding="utf-8")
-    assert command(monkeypatch, "run", "base.yaml", "--out", "a") == 0
-    assert command(monkeypatch, *["sweep", "base.yaml", "--grid", "seeds=[1]", "--out", "b", "--workers", "1"]) == 0
+    assert call("run", "base.yaml", "--out", "a").code == 0
+    assert call("sweep", "base.yaml", "--grid", "seeds=[1]", "--out", "b", "--workers", "1").code == 0
     (folder / "mine.py").write_text("open('imported', 'w').close()\n", encoding="utf-8")
     looking = [["report", "a"], ["report", "b"], ["compare", "a", "b"], ["timeline", "a", "--system", "mine"]]
     program = f"from rlsim.cli import app\nfor words in {looking}: app(words, standalone_mode=False)"

@@ -16,40 +16,29 @@ from typing import Any
 import altair as alt
 import pandas as pd
 import pytest
+from conftest import TINY, Command
 
 import rlsim
 from rlsim.calibrate.importers import import_calibration
 from rlsim.calibrate.measure.journal import Journal
 from rlsim.charts import save_chart
-from rlsim.cli import main
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
 from rlsim.experiment.columns import TABLES
 from rlsim.experiment.result import Result, read_result
 from rlsim.output import atomic_path, check_file, check_own_file
 from rlsim.report.chosen_run import choose_run
 
-EXPERIMENT: dict[str, Any] = {
-    "name": "tiny",
-    "cluster": "8xh100",
-    "model": "llama-3.1-8b",
-    "calibration": "h100-vllm",
-    "trace": {"path": "rollpacker-math", "cap": 512},
-    "workflow": {"prompts": 2, "responses": 2, "steps": 1},
-    "systems": [{"verl": {"tp": 8}}],
-    "seeds": 1,
-}
-
 
 @pytest.fixture(scope="module")
 def new() -> Result:
-    return rlsim.run({**EXPERIMENT, "name": "new"})
+    return rlsim.run({**TINY, "name": "new"})
 
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of an experiment called old."""
     folder = tmp_path_factory.mktemp("results") / "old"
-    rlsim.run({**EXPERIMENT, "name": "old"}, out=folder)
+    rlsim.run({**TINY, "name": "old"}, out=folder)
     return folder
 
 
@@ -74,21 +63,6 @@ def no_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("simulated before it was known that the results can be written")
 
     monkeypatch.setattr("rlsim.experiment.simulator.Simulator.simulate", simulate)
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs a command: its exit code and what it printed on standard error."""
-
-    def called(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["rlsim", *map(str, arguments)])
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main()
-        return int(left.value.code or 0), capsys.readouterr().err
-
-    return called
 
 
 # -------------------------------------------------------------------------------------------- directories of results
@@ -118,7 +92,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, fill: Calla
     fill(tmp_path)
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match="choose another directory"):
-        rlsim.run(EXPERIMENT, out=tmp_path)
+        rlsim.run(TINY, out=tmp_path)
     assert contents(tmp_path) == before
 
 
@@ -172,7 +146,7 @@ def test_a_table_that_the_user_changed_is_not_replaced(copy: Path, in_place: str
     else:
         (copy / "steps.parquet").mkdir()
     with pytest.raises(ConfigError, match=r"holds steps.parquet, which rlsim did not write or which was changed"):
-        rlsim.run(EXPERIMENT, out=copy)
+        rlsim.run(TINY, out=copy)
     assert (copy / "steps.parquet").exists()
 
 
@@ -278,7 +252,7 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_results(
 def test_a_bad_directory_is_told_before_the_work(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    call: Callable[..., tuple[int, str]],
+    call: Command,
     command: str,
     out: str,
     why: str,
@@ -286,9 +260,9 @@ def test_a_bad_directory_is_told_before_the_work(
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
     Path("loop").symlink_to("loop")
-    Path("tiny.yaml").write_text(json.dumps(EXPERIMENT))
+    Path("tiny.yaml").write_text(json.dumps(TINY))
     before = sorted(tmp_path.rglob("*"))
-    code, shown = call(command, "tiny.yaml", "--out", out)
+    code, _, shown = call(command, "tiny.yaml", "--out", out)
     assert (code, shown.count("\n")) == (2, 1)
     assert shown.startswith("rlsim: error: ")
     assert why in shown
@@ -308,7 +282,7 @@ def test_a_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "open", refuse)
     for write in (rlsim.run, rlsim.sweep):
         with pytest.raises(ConfigError, match=r"out: cannot be written: Permission denied"):
-            write(EXPERIMENT, out=tmp_path / "out")
+            write(TINY, out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -322,7 +296,7 @@ def limited(arguments: list[str], kilobytes: int) -> subprocess.CompletedProcess
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a limit for files")
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(copy: Path, tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(json.dumps(EXPERIMENT))
+    (tmp_path / "tiny.yaml").write_text(json.dumps(TINY))
     before = contents(tmp_path)
     for arguments in (
         ["run", str(tmp_path / "tiny.yaml"), "--out", str(copy)],
@@ -378,7 +352,7 @@ def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path) -> Non
 
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'n.x00ul': cannot be written: embedded null byte"):
-        rlsim.run(EXPERIMENT, out="n\0ul")
+        rlsim.run(TINY, out="n\0ul")
     with atomic_path(tmp_path / ("n" * 250)) as path:
         path.write_text("text")
     with pytest.raises(ConfigError, match="File name too long"):
@@ -386,10 +360,10 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 
 def test_inputs_and_parts_of_results_are_not_written_over(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]]
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("real.yaml").write_text(json.dumps(EXPERIMENT))
+    Path("real.yaml").write_text(json.dumps(TINY))
     Path("trace.csv").write_text("prompt_id,sample_id,response_tokens\n0,0,5\n")
     Path("lengths.parquet").symlink_to("trace.csv")
     Path("page.html").write_text("<html>mine</html>")
@@ -410,17 +384,17 @@ def test_inputs_and_parts_of_results_are_not_written_over(
         (["report", copy, "--out", "new.html", "--png", "charts"], "exists, and rlsim did not write it"),
         (["report", copy], "exists, and rlsim did not write it"),
     ):
-        code, shown = call(*arguments)
+        code, _, shown = call(*arguments)
         assert (code, shown.count("\n")) == (2, 1), arguments
         assert why in shown
         assert contents(tmp_path) == before
 
 
 def test_what_is_a_part_of_results_is_told_by_content(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]]
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rlsim.sweep(EXPERIMENT, out="sw", workers=1)
+    rlsim.sweep(TINY, out="sw", workers=1)
     (copy / "advice.json").write_text("{}")
     before = contents(tmp_path)
     parts = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".json", ".jsonl")]
@@ -430,7 +404,7 @@ def test_what_is_a_part_of_results_is_told_by_content(
             check_file(part)
     Path("app").mkdir()
     for _ in range(2):  # the second one replaces the first one's
-        assert call("compare", "out", "--json", "app/manifest.json")[0] == 0
+        assert call("compare", "out", "--json", "app/manifest.json").code == 0
         check_file(Path("app/mine.parquet"))
     Path("app/manifest.json").unlink()
     Path("app").rmdir()
@@ -439,34 +413,34 @@ def test_what_is_a_part_of_results_is_told_by_content(
 
 @pytest.mark.parametrize("read", ["g", "g/q*.parquet"])
 def test_an_import_does_not_replace_a_file_of_the_folder_or_pattern_that_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]], read: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command, read: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("g").mkdir()
     pd.DataFrame({"prompt_id": [0], "sample_id": [0], "response_tokens": [5]}).to_parquet("g/q.parquet")
     before = contents(tmp_path)
-    code, shown = call("trace", "import", read, "g/q.parquet")
+    code, _, shown = call("trace", "import", read, "g/q.parquet")
     assert (code, shown) == (2, "rlsim: error: g/q.parquet: is what the command reads; give another name\n")
     assert contents(tmp_path) == before
 
 
 def test_plan_finds_a_policy_beside_its_file_and_writes_two_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., tuple[int, str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("far").mkdir()
     Path("far/beside_plan.py").write_text(
         "from rlsim import RolloutControl\n\n\nclass Mine(RolloutControl):\n    pass\n"
     )
-    Path("far/tiny.yaml").write_text(json.dumps({**EXPERIMENT, "systems": ["beside_plan:Mine"]}))
-    code, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--json", "x.json", "--out", "./x.json")
+    Path("far/tiny.yaml").write_text(json.dumps({**TINY, "systems": ["beside_plan:Mine"]}))
+    code, _, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--json", "x.json", "--out", "./x.json")
     assert (code, shown) == (2, "rlsim: error: x.json: two options write to this file; give different names\n")
-    code, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--apply", "--quiet")
+    code, _, shown = call("plan", "far/tiny.yaml", "--evaluations", "5", "--apply", "--quiet")
     assert code == 0, shown
 
 
 def test_a_seed_that_is_not_there_and_a_file_that_cannot_be_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = rlsim.run({**EXPERIMENT, "seeds": [0, 5]})
+    result = rlsim.run({**TINY, "seeds": [0, 5]})
     with pytest.raises(CatalogueError, match=r"no seed 3; there is 0, 5$"):
         choose_run(result, seed=3)
 
@@ -496,12 +470,12 @@ def test_a_link_to_a_folder_that_is_not_there_names_that(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("command", [["timeline", "--out", "mine.json"], ["report", "--out", "mine.html"]])
 def test_pages_and_timelines_replace_no_file_of_the_users(
-    copy: Path, command: list[str], call: Callable[..., tuple[int, str]], tmp_path: Path
+    copy: Path, command: list[str], call: Command, tmp_path: Path
 ) -> None:
     named = tmp_path / command[2]
     named.write_text("mine")
     for expected in (2, 0, 0):  # refused, written anew, and once more over its own
-        code, shown = call(command[0], copy, command[1], named)
+        code, _, shown = call(command[0], copy, command[1], named)
         assert code == expected, shown
         if expected == 2:
             assert "rlsim did not write it" in shown
@@ -544,16 +518,14 @@ READERS = (["compare"], ["report"], ["timeline"])
 BAD = [None, [], "x", {"": None}, {"": [1]}, 1.5, [None]]
 
 
-def test_any_key_that_is_missing_or_of_another_type_is_named(
-    copy: Path, call: Callable[..., tuple[int, str]], tmp_path: Path
-) -> None:
+def test_any_key_that_is_missing_or_of_another_type_is_named(copy: Path, call: Command, tmp_path: Path) -> None:
     whole, keys = (copy / "manifest.json").read_text(), list(json.loads((copy / "manifest.json").read_text()))
     optional = {"setups", "plans", "worlds", "files", "format", "sha256", "cluster", "model", "calibration", "judge"}
     for key in [key for key in keys if key not in ("format", "sha256")]:
         for number, value in enumerate(["missing", *BAD]):
             changed(copy / "manifest.json", lambda data, k=key, v=value: _set(data, k, v))
             for reader in READERS[:1] if number else READERS:  # the pages and timelines take most of the time
-                code, shown = call(*reader, copy)
+                code, _, shown = call(*reader, copy)
                 assert "Traceback" not in shown
                 if code == 0:  # nothing that this reader needs
                     continue
@@ -592,15 +564,15 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
 )
 @pytest.mark.parametrize("record", ["manifest.json", "sweep.json"])
 def test_what_is_no_record_is_told_by_every_reader(
-    copy: Path, call: Callable[..., tuple[int, str]], record: str, data: bytes, why: str
+    copy: Path, call: Command, record: str, data: bytes, why: str
 ) -> None:
     (copy / "manifest.json").unlink()
     (copy / record).write_bytes(data)
     before = contents(copy)
-    (copy.parent / "tiny.yaml").write_text(json.dumps(EXPERIMENT))
+    (copy.parent / "tiny.yaml").write_text(json.dumps(TINY))
     writer = "run" if record == "manifest.json" else "sweep"
     for reader in (*READERS, [writer, copy.parent / "tiny.yaml", "--out"]):
-        code, shown = call(*reader, copy)
+        code, _, shown = call(*reader, copy)
         assert code == 2
         if (reader, record) != (["timeline"], "sweep.json"):  # a sweep has no timeline, whatever it holds
             assert shown.startswith(f"rlsim: error: {copy / record}: ")

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Command
 from plan_problems import fits
 from ruamel.yaml import YAML
-from test_plans import PPO, SMALL, experiment, rlsim_plan
+from test_plans import PPO, SMALL, experiment
 
 import rlsim
 from rlsim.errors import CapacityError, ConfigError
@@ -129,13 +130,11 @@ def test_splits_are_at_most_sixteen_and_at_nodes_too() -> None:
     assert set(range(8, 64, 8)) <= set(borders(64))
 
 
-def test_plan_writes_the_lag_beside_the_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_writes_the_lag_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command) -> None:
     monkeypatch.chdir(tmp_path)
     YAML().dump(LONG, Path("ppo.yaml"))
-    assert rlsim_plan(monkeypatch, "--lag", "1", "--evaluations", "500", "--out", "found.yaml") == 0
-    shown = capsys.readouterr().out
+    code, shown, _ = call("plan", "ppo.yaml", "--lag", "1", "--evaluations", "500", "--out", "found.yaml")
+    assert code == 0
     parts = YAML(typ="safe").load(Path("found.yaml"))
     assert parts[1] == {"lagged": {"lag": 1}}
     assert parts[0]["plan"]["calls"]["generate"]["gpus"].startswith("0")

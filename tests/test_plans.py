@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import Command
 from plan_problems import fits
 from ruamel.yaml import YAML
 
 import rlsim
-from rlsim.cli import main
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -506,22 +505,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rlsim_plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["rlsim", "plan", "ppo.yaml", *arguments])
-    try:
-        main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    return 0
-
-
 @pytest.mark.ci
-def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(folder: Path, call: Command) -> None:
     files = ("--out", "plan.yaml", "--json", "plan.json", "--chart", "search.svg")
-    assert rlsim_plan(monkeypatch, "--method", "mcmc", "--evaluations", "500", *files, "--apply") == 0
-    shown = capsys.readouterr().out
+    search = ("plan", "ppo.yaml", "--method", "mcmc", "--evaluations", "500")
+    code, shown, _ = call(*search, *files, "--apply")
+    assert code == 0
     found = json.loads((folder / "plan.json").read_text())
     assert f"iteration: {found['iteration_time_s']:.2f} s" in shown
     assert (folder / "search.svg").read_text().startswith("<svg")
@@ -530,7 +519,7 @@ def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(
     result = rlsim.run("ppo.yaml", overrides={"systems": [{"name": "written", "use": [part]}], "workflow.steps": 5})
     assert result.steps["step_time_s"].to_numpy()[1:-1] == pytest.approx(found["iteration_time_s"], rel=0.01)
     assert (folder / "results" / "plans" / "steps.parquet").is_file()
-    assert rlsim_plan(monkeypatch, "--method", "mcmc", "--evaluations", "500", "--json", "again.json", "--quiet") == 0
+    assert call(*search, "--json", "again.json", "--quiet").code == 0
     assert json.loads((folder / "again.json").read_text())["plan"] == found["plan"]
 
 
@@ -550,16 +539,12 @@ def test_a_plan_found_is_written_and_takes_as_long_when_it_is_run(
     ],
 )
 def test_a_failing_search_says_why_and_writes_nothing(
-    arguments: list[str],
-    expected: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], expected: str, folder: Path, call: Command
 ) -> None:
     files = [] if "--json" in arguments or "--chart" in arguments else ["--json", "plan.json", "--out", "plan.yaml"]
     budget = [] if "--seconds" in arguments or "--evaluations" in arguments else ["--evaluations", "500"]
-    assert rlsim_plan(monkeypatch, *arguments, *files, *budget) == 2
-    shown = capsys.readouterr().err
+    code, _, shown = call("plan", "ppo.yaml", *arguments, *files, *budget)
+    assert code == 2
     assert expected in shown
     assert "Traceback" not in shown
     assert [path.name for path in folder.iterdir()] == ["ppo.yaml"]

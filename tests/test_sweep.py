@@ -18,9 +18,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import TINY, Command
 
 import rlsim
-from rlsim.cli import main
 from rlsim.cli.tables import setting_texts
 from rlsim.errors import CatalogueError, ConfigError, RlsimError
 from rlsim.experiment.columns import SUMMARY
@@ -34,21 +34,14 @@ from rlsim.sweeps.schema import SweepSpec
 from rlsim.sweeps.store import LOCK, TEMPORARY, Store
 from rlsim.sweeps.task import Answer, Failed, Task
 
-EXPERIMENT: dict[str, Any] = {
-    "name": "tiny",
-    "cluster": "8xh100",
-    "model": "llama-3.1-8b",
-    "calibration": "h100-vllm",
-    "trace": {"path": "rollpacker-math", "cap": 512},
-    "workflow": {"prompts": 2, "responses": 2, "steps": 1},
-    "systems": [{"verl": {"tp": 8}}],
-    "seeds": 1,
-}
-
 
 def a_sweep(*axes: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    experiment = {**copy.deepcopy(EXPERIMENT), **changes}
+    experiment = {**copy.deepcopy(TINY), **changes}
     return {"name": "small", "experiment": experiment, "axes": list(axes) or [{"grid": {"trace.cap": [256, 512]}}]}
+
+
+#: The sweep of most tests on directories: four points.
+FOUR = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
 
 
 def values(*axes: dict[str, Any]) -> list[dict[str, Any]]:
@@ -146,7 +139,7 @@ axes:
 
 def test_every_mistake_of_every_point_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("base.yaml").write_text(json.dumps(EXPERIMENT), encoding="utf-8")
+    Path("base.yaml").write_text(json.dumps(TINY), encoding="utf-8")
     Path("caps.yaml").write_text(SWEEP_FILE, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_sweep("caps.yaml")
@@ -262,7 +255,7 @@ def test_tables_are_those_of_the_runs_with_axes_as_columns(tmp_path: Path) -> No
     assert found.definition["tables"] == ["steps", "responses", "summary"]
     for (cap, model), rows in found.table("steps").groupby(["trace.cap", "experiment.model"], sort=False):
         changes = {"trace.cap": cap, "model": model, "seeds": 2, "certainty": 0, "systems": ["verl", "pat"]}
-        alone = rlsim.run(EXPERIMENT, overrides=changes)
+        alone = rlsim.run(TINY, overrides=changes)
         own = rows.drop(columns=["point", "trace.cap", "experiment.model"]).reset_index(drop=True)
         pd.testing.assert_frame_equal(own, alone.steps, check_dtype=False)
     assert list(found.summary().columns) == ["point", "trace.cap", "experiment.model", *(c.name for c in SUMMARY)]
@@ -301,7 +294,7 @@ def test_columns_hold_the_values_of_all_points(tmp_path: Path) -> None:
 
 
 def test_summary_columns_are_described() -> None:
-    assert [column.name for column in SUMMARY] == list(rlsim.run(EXPERIMENT).summary().columns)
+    assert [column.name for column in SUMMARY] == list(rlsim.run(TINY).summary().columns)
 
 
 # ------------------------------------------------------------------------------------------ going on, and growing
@@ -309,34 +302,37 @@ def test_summary_columns_are_described() -> None:
 
 @pytest.fixture(scope="module")
 def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sweep of most tests below, by two processes."""
+    """`FOUR`, by two processes."""
     directory = tmp_path_factory.mktemp("sweep") / "two"
-    rlsim.sweep(a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}}), out=directory, workers=2)
+    rlsim.sweep(FOUR, out=directory, workers=2)
     return directory
 
 
+@pytest.fixture
+def target(two_workers: Path, tmp_path: Path) -> Path:
+    """A copy of `two_workers` to change."""
+    return shutil.copytree(two_workers, tmp_path / "copy")
+
+
 def test_one_and_two_workers_write_the_same_bytes(two_workers: Path, tmp_path: Path) -> None:
-    definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
-    rlsim.sweep(definition, out=tmp_path / "one", workers=1)
+    rlsim.sweep(FOUR, out=tmp_path / "one", workers=1)
     assert contents(tmp_path / "one") == contents(two_workers)
     assert len(contents(two_workers)) == 4 * 4 + 2  # steps, calls, summary and done; sweep.json and points.parquet
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_grown_sweep_runs_only_what_is_new(two_workers: Path, tmp_path: Path) -> None:
-    grown = tmp_path / "grown"
-    shutil.copytree(two_workers, grown)
-    old = set(ran(grown))
+def test_a_grown_sweep_runs_only_what_is_new(target: Path, tmp_path: Path) -> None:
+    old = set(ran(target))
     # One more value, one more axis (the old points have its first value), and a column of another type.
     axes = [
         {"grid": {"trace.cap": [64, 128, 256], "workflow.prompts": [1, 2]}},
         {"list": [{"memory_utilization": 0.9}]},
     ]
-    rlsim.sweep(a_sweep(*axes), out=grown)
-    assert len(ran(grown)) == 6
-    assert set(ran(grown)[4:]).isdisjoint(old)
+    rlsim.sweep(a_sweep(*axes), out=target)
+    assert len(ran(target)) == 6
+    assert set(ran(target)[4:]).isdisjoint(old)
     rlsim.sweep(a_sweep(*axes), out=tmp_path / "fresh")
-    assert contents(grown) == contents(tmp_path / "fresh")
+    assert contents(target) == contents(tmp_path / "fresh")
 
 
 @pytest.mark.usefixtures("in_process")
@@ -356,20 +352,16 @@ def test_a_sweep_killed_while_it_takes_on_another_axis_can_be_read(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("in_process")
-def test_more_tables_run_the_points_again_and_fewer_keep_what_is_there(two_workers: Path, tmp_path: Path) -> None:
-    shutil.copytree(two_workers, tmp_path / "more")
-    definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
-    rlsim.sweep(definition, out=tmp_path / "more", tables=["spans"])
-    assert len(ran(tmp_path / "more")) == 8
-    again = rlsim.sweep(definition, out=tmp_path / "more", tables=["calls"])
-    assert len(ran(tmp_path / "more")) == 8
+def test_more_tables_run_the_points_again_and_fewer_keep_what_is_there(target: Path) -> None:
+    rlsim.sweep(FOUR, out=target, tables=["spans"])
+    assert len(ran(target)) == 8
+    again = rlsim.sweep(FOUR, out=target, tables=["calls"])
+    assert len(ran(target)) == 8
     assert again.definition["tables"] == ["steps", "calls", "spans", "summary"]
 
 
 @pytest.mark.usefixtures("in_process")
-def test_results_of_another_definition_are_never_mixed_in(two_workers: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    shutil.copytree(two_workers, target)
+def test_results_of_another_definition_are_never_mixed_in(target: Path, tmp_path: Path) -> None:
     before = contents(target)
     with pytest.raises(ConfigError, match=r"holds 4 points that this sweep does not have: workflow.steps 1 there, 2 h"):
         rlsim.sweep(a_sweep(workflow={"prompts": 2, "responses": 2, "steps": 2}), out=target)
@@ -410,9 +402,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_half_written_files_are_written_anew(two_workers: Path, tmp_path: Path) -> None:
-    target = tmp_path / "damaged"
-    shutil.copytree(two_workers, target)
+def test_half_written_files_are_written_anew(two_workers: Path, target: Path) -> None:
     parts = sorted(target.glob("summary/point=*"))
     cut = parts[0] / "part.parquet"
     cut.write_bytes(cut.read_bytes()[:-100])
@@ -422,13 +412,9 @@ def test_half_written_files_are_written_anew(two_workers: Path, tmp_path: Path) 
     shutil.rmtree(target / "calls" / parts[3].name)
     (target / TEMPORARY).mkdir()
     (target / TEMPORARY / "left over.parquet").write_bytes(b"PAR1")
-    definition = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
-    rlsim.sweep(definition, out=target)
+    rlsim.sweep(FOUR, out=target)
     assert sorted(ran(target)[4:]) == [part.name.removeprefix("point=") for part in parts[:4]]
     assert contents(target) == contents(two_workers)
-
-
-DAMAGED = a_sweep({"grid": {"trace.cap": [128, 256], "workflow.prompts": [1, 2]}})
 
 
 def flipped(path: Path, share: float = 0.5) -> None:
@@ -471,10 +457,8 @@ def whole_other(target: Path) -> None:
     ],
 )
 def test_damage_is_told_to_readers_and_mended_by_the_next_run(
-    two_workers: Path, tmp_path: Path, damage: Callable[[Path], None]
+    two_workers: Path, target: Path, damage: Callable[[Path], None]
 ) -> None:
-    target = tmp_path / "damaged"
-    shutil.copytree(two_workers, target)
     damage(target)
 
     def read() -> None:
@@ -485,16 +469,14 @@ def test_damage_is_told_to_readers_and_mended_by_the_next_run(
 
     with pytest.raises(ConfigError, match=str(target)):
         read()
-    rlsim.sweep(DAMAGED, out=target)
+    rlsim.sweep(FOUR, out=target)
     read()
     assert contents(target) == contents(two_workers)
     assert len(ran(target)) <= 4 + 2
 
 
 @pytest.mark.usefixtures("in_process")
-def test_what_is_the_users_stays_in_a_sweeps_directory(two_workers: Path, tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    shutil.copytree(two_workers, target)
+def test_what_is_the_users_stays_in_a_sweeps_directory(target: Path, tmp_path: Path) -> None:
     mine = [
         target / name for name in (".tmp/a", ".lock", "steps/point=mine/a", "notes.txt", "mine/point=p1/part.parquet")
     ]
@@ -513,22 +495,21 @@ def test_what_is_the_users_stays_in_a_sweeps_directory(two_workers: Path, tmp_pa
 
 
 @pytest.mark.usefixtures("in_process")
-def test_sweeps_of_the_first_versions_can_be_read(two_workers: Path, tmp_path: Path) -> None:
-    shutil.copytree(two_workers, tmp_path / "old")
-    shutil.rmtree(tmp_path / "old" / "done")
+def test_sweeps_of_the_first_versions_can_be_read(two_workers: Path, target: Path) -> None:
+    shutil.rmtree(target / "done")
     definition = json.loads((two_workers / "sweep.json").read_text())
     plain = {key: value for key, value in definition.items() if key not in ("format", "sha256")}
-    (tmp_path / "old" / "sweep.json").write_text(json.dumps(plain))
-    found = rlsim.read_sweep(tmp_path / "old")
+    (target / "sweep.json").write_text(json.dumps(plain))
+    found = rlsim.read_sweep(target)
     pd.testing.assert_frame_equal(found.summary(), rlsim.read_sweep(two_workers).summary())
-    assert not rlsim.compare([tmp_path / "old"]).table.empty
-    rlsim.sweep(DAMAGED, out=tmp_path / "old")
-    assert contents(tmp_path / "old") == contents(two_workers)
+    assert not rlsim.compare([target]).table.empty
+    rlsim.sweep(FOUR, out=target)
+    assert contents(target) == contents(two_workers)
 
 
 @pytest.mark.usefixtures("in_process")
 def test_a_full_disk_keeps_what_is_whole(
-    two_workers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two_workers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Command
 ) -> None:
     target, real, left = tmp_path / "out", Path.write_bytes, [0]
 
@@ -540,26 +521,23 @@ def test_a_full_disk_keeps_what_is_whole(
         return real(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    (tmp_path / "sweep.yaml").write_text(json.dumps(DAMAGED))
+    (tmp_path / "sweep.yaml").write_text(json.dumps(FOUR))
     for space in (0, 10_000, 40_000, 100_000):
         left[0] = space
-        with pytest.raises(SystemExit) as leaving:
-            _call("sweep", str(tmp_path / "sweep.yaml"), "--out", str(target), "-q")
-        told = capsys.readouterr().err
-        assert leaving.value.code == 2
-        assert told.count("\n") == 1
+        code, _, told = call("sweep", tmp_path / "sweep.yaml", "--out", target, "-q")
+        assert (code, told.count("\n")) == (2, 1)
         assert told.endswith("cannot be written: No space left on device\n")
         if (target / "sweep.json").exists():
             found = rlsim.read_sweep(target)
             assert len(found.table("steps")) == list(found.points["status"]).count("done") < 4
     monkeypatch.undo()
-    rlsim.sweep(DAMAGED, out=target)
+    rlsim.sweep(FOUR, out=target)
     assert contents(target) == contents(two_workers)
 
 
 @pytest.mark.parametrize("key", ["rlsim", "name", "tables", "base", "axes", "points"])
 def test_a_definition_with_a_bad_key_is_told_with_it(
-    two_workers: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
+    two_workers: Path, tmp_path: Path, key: str, call: Command
 ) -> None:
     definition = json.loads((two_workers / "sweep.json").read_text())
     for value in ("missing", None, 7, [None], [{}], {"a": None}):
@@ -570,10 +548,9 @@ def test_a_definition_with_a_bad_key_is_told_with_it(
             continue  # may hold anything
         (tmp_path / "sweep.json").write_text(json.dumps(changed))
         for command in ("compare", "report"):
-            with pytest.raises(SystemExit) as left:
-                _call(command, str(tmp_path))
-            assert left.value.code == 2
-            assert capsys.readouterr().err.startswith(f"rlsim: error: {tmp_path / 'sweep.json'}: {key}")
+            code, _, told = call(command, tmp_path)
+            assert code == 2
+            assert told.startswith(f"rlsim: error: {tmp_path / 'sweep.json'}: {key}")
 
 
 # ------------------------------------------------------------------------------------------------- points that fail
@@ -582,13 +559,11 @@ FAILING = {"grid": {"model": ["llama-3.1-8b", "llama-3-70b"], "workflow.steps": 
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_failing_point_is_recorded_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_point_is_recorded_and_the_rest_goes_on(tmp_path: Path, call: Command) -> None:
     path, out = tmp_path / "sweep.yaml", tmp_path / "out"
     path.write_text(json.dumps(a_sweep(FAILING, systems=[{"verl": {"tp": 1}}])), encoding="utf-8")
-    with pytest.raises(SystemExit) as left:
-        _call("sweep", str(path), "--out", str(out))
-    assert left.value.code == 1
-    shown = capsys.readouterr()
+    shown = call("sweep", path, "--out", out)
+    assert shown.code == 1
     assert "2 failed" in shown.out
     assert " and 1 more: " in shown.err
     assert "GiB" in shown.err or "GB" in shown.err
@@ -596,21 +571,11 @@ def test_a_failing_point_is_recorded_and_the_rest_goes_on(tmp_path: Path, capsys
     assert list(found.points["status"]) == ["done", "done", "failed", "failed"]
     assert len(found.summary()) == 2
     assert set(found.failed) == set(found.points["point"][2:])
-    with pytest.raises(SystemExit):
-        _call("sweep", str(path), "--out", str(out), "-q")
+    call("sweep", path, "--out", out, "-q")
     assert len(ran(out)) == 6  # the failed ones again
     smaller = {"grid": {"model": ["llama-3.1-8b"], "workflow.steps": [1, 2]}}
     rlsim.sweep(a_sweep(smaller, systems=[{"verl": {"tp": 1}}]), out=out)  # failures are in nobody's way
     assert not list((out / "failed").iterdir())
-
-
-def _call(*arguments: str) -> None:
-    before = sys.argv
-    sys.argv = ["rlsim", *arguments]
-    try:
-        main()
-    finally:
-        sys.argv = before
 
 
 DEADLY = """\
@@ -723,11 +688,11 @@ def test_an_interrupt_ends_cleanly_and_keeps_what_is_done(command: list[str], tm
 
 
 @pytest.mark.usefixtures("in_process")
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(tmp_path: Path, call: Command) -> None:
     path, out = tmp_path / "tiny.yaml", str(tmp_path / "out")
-    path.write_text(json.dumps(EXPERIMENT), encoding="utf-8")
-    arguments = ["sweep", str(path), "--grid", "trace.cap=[128, 0.25K]", "--set", "workflow.prompts=1"]
-    for call, expected in {
+    path.write_text(json.dumps(TINY), encoding="utf-8")
+    arguments = ["sweep", path, "--grid", "trace.cap=[128, 0.25K]", "--set", "workflow.prompts=1"]
+    for options, expected in {
         "--dry-run": "2 points",
         f"--out {out}": "2 points, 0 failed; results: ",
         f"--out {out} --quiet": out,
@@ -735,10 +700,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         f"--out {out} --json": '"status": "done"',
         "--dry-run --json": '"trace.cap": 128',
     }.items():
-        with pytest.raises(SystemExit) as left:
-            _call(*arguments, *call.split())
-        assert left.value.code == 0
-        assert expected in capsys.readouterr().out
+        shown = call(*arguments, *options.split())
+        assert shown.code == 0
+        assert expected in shown.out
     assert len(ran(tmp_path / "out")) == 2
     for wrong, message in {
         "--tables stepps": "unknown table 'stepps'",
@@ -748,10 +712,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "--grid trace.cap": "--grid trace.cap: expected key.path=value",
         "--grid trace.cap=[1] --grid trace.cap=[2]": "--grid trace.cap is given twice",
     }.items():
-        with pytest.raises(SystemExit) as left:
-            _call("sweep", str(path), "--out", out, *wrong.split())
-        assert left.value.code == 2
-        assert message in capsys.readouterr().err
+        shown = call("sweep", path, "--out", out, *wrong.split())
+        assert shown.code == 2
+        assert message in shown.err
 
 
 # ------------------------------------------------------------------------------------- what a sweep cannot be made of
@@ -760,7 +723,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
 def test_parameters_of_systems_are_finite(tmp_path: Path, number: float) -> None:
     systems = [{"name": "mine", "use": ["verl", {"mine:Mine": {"limits": [1.0, number]}}]}]
-    experiment = {**EXPERIMENT, "systems": systems}
+    experiment = {**TINY, "systems": systems}
     (tmp_path / "mine.yaml").write_text(json.dumps(experiment).replace("Infinity", ".inf").replace("NaN", ".nan"))
     for source in (experiment, tmp_path / "mine.yaml"):
         for read in (load_sweep, rlsim.run):
@@ -777,14 +740,9 @@ def test_what_is_wrong_is_told_before_the_directory_is_made(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("in_process")
-def test_settings_that_look_alike_stand_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_look_alike_stand_apart(tmp_path: Path, call: Command) -> None:
     rlsim.sweep(a_sweep({"grid": {"memory_utilization": [0.500001, 0.500002]}}), out=tmp_path / "out")
-    monkeypatch.setattr(sys, "argv", ["rlsim", "compare", str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        main()
-    shown = capsys.readouterr().out.splitlines()
+    shown = call("compare", tmp_path / "out").out.splitlines()
     assert [line for line in shown if "memory_utilization" in line] == [
         "memory_utilization 0.500001",
         "memory_utilization 0.500002",

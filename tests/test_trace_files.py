@@ -23,22 +23,22 @@ GOOD = pd.DataFrame(
 )
 
 
-def csv(tmp_path: Path, frame: pd.DataFrame, name: str = "t.csv") -> Path:
-    path = tmp_path / name
-    frame.to_csv(path, index=False)
+HEADER = b"prompt_id,sample_id,response_tokens\n"
+
+
+def written(path: Path, frame: pd.DataFrame) -> Path:
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    elif ".csv" in path.suffixes:
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_json(path, orient="records", lines=True)
     return path
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".jsonl", ".jsonl.gz", ".parquet"])
 def test_every_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"some.trace{suffix}"
-    if suffix == ".parquet":
-        GOOD.to_parquet(path)
-    elif suffix.startswith(".csv"):
-        GOOD.to_csv(path, index=False)
-    else:
-        GOOD.to_json(path, orient="records", lines=True)
-    trace = read_trace(path)
+    trace = read_trace(written(tmp_path / f"some.trace{suffix}", GOOD))
     assert trace.meta.name == "some.trace"
     assert trace.frame["prompt_id"].tolist() == ["a", "a", "b"]
     assert trace.response_tokens.tolist() == [100, 2000, 30]
@@ -61,8 +61,7 @@ def test_every_format_reads_the_same(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_lengths_no_response_can_have(tmp_path: Path, value: float, message: str, suffix: str) -> None:
     frame = GOOD.assign(response_tokens=[100.0, value, 30.0])
-    path = tmp_path / f"t{suffix}"
-    frame.to_csv(path, index=False) if suffix == ".csv" else frame.to_parquet(path)
+    path = written(tmp_path / f"t{suffix}", frame)
     row = "line 3" if suffix == ".csv" else "row 2"
     with pytest.raises(TraceError, match=f"{path.name}: {row}: {message}"):
         read_trace(path)
@@ -88,85 +87,71 @@ def test_other_bad_values(tmp_path: Path, change: dict[str, list[object] | None]
     frame = GOOD.assign(**change)
     frame = frame.drop(columns=[name for name, values in change.items() if values is None])
     with pytest.raises(TraceError, match=message):
-        read_trace(csv(tmp_path, frame))
+        read_trace(written(tmp_path / "t.csv", frame))
 
 
 def test_missing_column_names_the_nearest(tmp_path: Path) -> None:
     frame = GOOD.rename(columns={"response_tokens": "output_tokens"})
     with pytest.raises(TraceError, match=r"no column 'response_tokens'.*--column response_tokens=output_tokens"):
-        read_trace(csv(tmp_path, frame))
+        read_trace(written(tmp_path / "t.csv", frame))
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such file"):
         read_trace(tmp_path / "none.parquet")
     with pytest.raises(TraceError, match="is a folder"):
         read_trace(tmp_path)
-    (tmp_path / "t.xlsx").write_bytes(b"x")
-    (tmp_path / "e.csv").write_bytes(b"")
-    with pytest.raises(TraceError, match="cannot tell the format"):
-        read_trace(tmp_path / "t.xlsx")
-    with pytest.raises(TraceError, match="the file is empty"):
-        read_trace(tmp_path / "e.csv")
-    with pytest.raises(TraceError, match="holds no responses"):
-        read_trace(csv(tmp_path, GOOD.head(0)))
-    whole = tmp_path / "whole.parquet"
-    GOOD.to_parquet(whole)
-    cut = tmp_path / "cut.parquet"
-    cut.write_bytes(whole.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(("suffix", "missing_bytes"), [(".parquet", 20), (".jsonl.gz", 12), (".csv.gz", 12)])
+def test_files_cut_short(tmp_path: Path, suffix: str, missing_bytes: int) -> None:
+    path = written(tmp_path / f"t{suffix}", GOOD)
+    path.write_bytes(path.read_bytes()[:-missing_bytes])
     with pytest.raises(TraceError, match="truncated or damaged"):
-        read_trace(cut)
-    GOOD.to_json(tmp_path / "t.jsonl.gz", orient="records", lines=True)
-    (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "t.jsonl.gz").read_bytes()[:-12])
-    with pytest.raises(TraceError, match="truncated or damaged"):
-        read_trace(tmp_path / "cut.jsonl.gz")
-    GOOD.to_csv(tmp_path / "t.csv.gz", index=False)
-    (tmp_path / "cut.csv.gz").write_bytes((tmp_path / "t.csv.gz").read_bytes()[:-12])
-    with pytest.raises(TraceError, match="truncated or damaged"):
-        read_trace(tmp_path / "cut.csv.gz")
-
-
-def test_text_files_that_are_not_tables(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"prompt_id": 1, "sample_id": 0, "response_tokens": 5}\n{"prompt_id": \n')
-    with pytest.raises(TraceError, match="line 2: not valid JSON"):
-        read_trace(path)
-    path.write_text("\n[1, 2]\n")
-    with pytest.raises(TraceError, match="line 2: expected an object"):
-        read_trace(path)
-    path = tmp_path / "t.csv"
-    path.write_text("prompt_id,sample_id,response_tokens\n1,0,5\n2,0,6,7\n")
-    with pytest.raises(TraceError, match="not valid CSV"):
-        read_trace(path)
-    path.write_bytes(b"prompt_id,sample_id,response_tokens\n\xff\xfe,0,5\n")
-    with pytest.raises(TraceError, match=r"t\.csv: cannot be read"):
         read_trace(path)
 
 
-def test_blank_lines_keep_the_line_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text("prompt_id,sample_id,response_tokens\n1,0,5\n\n\n2,0,-6\n\n")
-    with pytest.raises(TraceError, match="line 5: response_tokens is negative"):
-        read_trace(path)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.xlsx", b"x", "cannot tell the format"),
+        ("t.csv", b"", "the file is empty"),
+        ("t.jsonl.gz", gzip.compress(b""), r"t\.jsonl\.gz: the file is empty"),
+        ("t.csv", HEADER, "holds no responses"),
+        ("t.csv", HEADER + b"1,0,5\n2,0,6,7\n", "not valid CSV"),
+        ("t.csv", HEADER + b"\xff\xfe,0,5\n", r"t\.csv: cannot be read"),
+        ("t.csv", HEADER + b"1,0,5\n\n\n2,0,-6\n\n", "line 5: response_tokens is negative"),  # blank lines count
+        (
+            "t.jsonl",
+            b'{"prompt_id": 1, "sample_id": 0, "response_tokens": 5}\n{"prompt_id": \n',
+            "line 2: not valid JSON",
+        ),
+        ("t.jsonl", b"\n[1, 2]\n", "line 2: expected an object"),
+    ],
+)
+def test_files_that_are_not_traces(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TraceError, match=message):
+        read_trace(tmp_path / name)
 
 
 def test_ids_stay_what_they_are(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text("prompt_id,sample_id,response_tokens\n007,0,5\n8,0,6\n")
+    path.write_bytes(HEADER + b"007,0,5\n8,0,6\n")
     assert read_trace(path).frame["prompt_id"].tolist() == ["007", "8"]
-    path.write_text("prompt_id,sample_id,response_tokens\n7,0,5\n8,0,6\n")
+    path.write_bytes(HEADER + b"7,0,5\n8,0,6\n")
     assert read_trace(path).frame["prompt_id"].tolist() == [7, 8]
 
 
 def test_the_cap_is_taken_from_marked_responses(tmp_path: Path) -> None:
     frame = GOOD.assign(finish_reason=["stop", "length", "stop"])
-    trace = read_trace(csv(tmp_path, frame))
+    trace = read_trace(written(tmp_path / "t.csv", frame))
     assert trace.meta.cap_tokens == 2000
     assert trace.capped.tolist() == [False, True, False]
     assert any("cap 2000" in note for note in trace.meta.notes)
-    assert read_trace(csv(tmp_path, GOOD), cap_tokens=2000).capped.tolist() == [False, True, False]
+    assert read_trace(written(tmp_path / "t.csv", GOOD), cap_tokens=2000).capped.tolist() == [False, True, False]
     with pytest.raises(TraceError, match="line 3: response_tokens 2000 is above the trace's cap 1024"):
-        read_trace(csv(tmp_path, GOOD), cap_tokens=1024)
+        read_trace(written(tmp_path / "t.csv", GOOD), cap_tokens=1024)
 
 
 def test_unknown_columns_are_noted_and_constant_sources_kept() -> None:
@@ -207,6 +192,3 @@ def test_damaged_metadata(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "t.parquet")
     with pytest.raises(TraceError, match="damaged rlsim metadata"):
         read_trace(tmp_path / "t.parquet")
-    (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(b""))
-    with pytest.raises(TraceError, match=r"g\.jsonl\.gz: the file is empty"):
-        read_trace(tmp_path / "g.jsonl.gz")

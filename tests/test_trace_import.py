@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from dump_samples import jsonl
 
 from rlsim.errors import TraceError
 from rlsim.trace import read_trace
@@ -16,11 +16,6 @@ from rlsim.trace.importers import import_trace
 MOONCAKE = [
     {"timestamp": 3000 * i, "input_length": 100 + i, "output_length": 50 + i, "hash_ids": [i]} for i in range(4)
 ]
-
-
-def jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return path
 
 
 def test_mooncake(tmp_path: Path) -> None:

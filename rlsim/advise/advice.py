@@ -208,32 +208,19 @@ def _advice(
     tried = [spec for spec in parse_systems(every, shown) if spec.name in chosen]
     rows, assumed = scaled(runner, cluster, result, tried, () if quick else sizes(cluster, most))
     tables |= {"scaling": scaling(rows, worth), "scaling_best": best_doublings(rows)}
+    ranked = tables["ranking"]
+    notes += [*_held_back_notes(ranked), *allowed.notes(ranked), *result.notes, *assumed]
+    said = {"seeds": list(experiment.seed_list), "steps": experiment.workflow.steps, "worth": worth, "quick": quick}
     return Advice(
-        result,
-        tables,
-        baseline,
-        headline(tables["ranking"], baseline, in_verl, allowed.lines),
-        (*conclusions(tables, baseline, worth, cluster), *allowed.conclusions(tables)),
-        tuple(
-            dict.fromkeys(
-                [
-                    *notes,
-                    *_held_back_notes(tables["ranking"]),
-                    *allowed.notes(tables["ranking"]),
-                    *result.notes,
-                    *assumed,
-                ]
-            )
-        ),
-        {**refused, **allowed.over(result)},
-        {
-            "seeds": list(experiment.seed_list),
-            "steps": experiment.workflow.steps,
-            "worth": worth,
-            "quick": quick,
-            **allowed.settings,
-        },
-        files,
+        result=result,
+        tables=tables,
+        baseline=baseline,
+        headline=headline(ranked, baseline, in_verl, allowed.lines),
+        conclusions=(*conclusions(tables, baseline, worth, cluster), *allowed.conclusions(tables)),
+        notes=tuple(dict.fromkeys(notes)),
+        not_applicable={**refused, **allowed.over(result)},
+        settings={**said, **allowed.settings},
+        files=files,
     )
 
 

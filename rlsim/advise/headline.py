@@ -68,7 +68,7 @@ def _gains(row: Mapping[Any, Any]) -> bool:
 
 
 def _gain(row: Mapping[Any, Any], own: Mapping[Any, Any]) -> str:
-    """How many times the baseline's throughput, and from what to what."""
+    """The speedup over the baseline with its intervals, and both throughputs, as text."""
     low, high = row["speedup_low"], row["speedup_high"]
     interval = "" if is_missing(low) else f", 95% interval {low:.2f} to {high:.2f}"
     least, most = row["speedup_model_low"], row["speedup_model_high"]

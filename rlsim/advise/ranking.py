@@ -81,7 +81,7 @@ def candidates(
 
 
 def _key(spec: SystemSpec, simulator: Simulator) -> str:
-    """What a system is known by: parts that choose a TP to start from behave as if they were given it."""
+    """A key that equal systems share: a part that chooses its first TP has the key of one that is given that TP."""
     if len(spec.parts) != 1 or spec.parts[0].policy not in _START_TP:
         return spec.key
     system = spec.make()

@@ -264,7 +264,7 @@ def _predicted(run: Run, training: TrainingShares | None, gen_s: Array) -> dict[
 
 
 def _before(run: Run) -> TrainingShares | None:
-    """What the base calibration says of the run's framework; None if it knows none such."""
+    """The base calibration's training efficiencies for the run's framework; None if it has none for it."""
     base, backend = run.base.training, run.settings.backend
     flop = base.flop_efficiency.get(backend)
     if flop is None:

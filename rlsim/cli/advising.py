@@ -92,7 +92,7 @@ def _print(advice: Advice, target: Path, quiet: bool) -> None:
     from rlsim.advise.texts import texts
     from rlsim.cli.terminal import Console
 
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Console(soft_wrap=True)
     console.print(advice.headline.text, style="bold")
     if advice.headline.how:
         console.print(advice.headline.how)

@@ -67,7 +67,7 @@ def _print(found: Comparison) -> None:
     from rlsim.cli.terminal import Console
 
     letters = _letters(found)
-    plain = Console(soft_wrap=True, highlight=False, markup=False)
+    plain = Console(soft_wrap=True)
     for directory, letter in letters.items():
         plain.print(f"{letter} = {directory}")
     for key, values in found.differences.items():
@@ -139,7 +139,7 @@ def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
 
 
 def _against(row: dict[Any, Any], letters: dict[str, str]) -> str:
-    """In what the baseline differs."""
+    """Where the baseline differs from the run: its directory's letter, its axes, its system if that is another."""
     baseline = str(row["baseline"]).removesuffix(f":{row['system']}")
     for directory, letter in letters.items():
         if baseline == directory or baseline.startswith(f"{directory}:"):

@@ -46,7 +46,7 @@ def print_description(description: Description) -> None:
     for name, values in rows.items():
         table.add_row(name, *values)
     Console().print(table)
-    say = Console(highlight=False, soft_wrap=True, markup=False).print
+    say = Console(soft_wrap=True).print
     if description.source:
         say(f"source: {description.source}")
     if len(shown) < len(description.parts):
@@ -56,7 +56,7 @@ def print_description(description: Description) -> None:
 
 
 def _reward_cells(part: Summary, first: Summary) -> dict[str, str]:
-    """Rows on rewards, of what the trace has (its whole, `first`, tells)."""
+    """The cells of a part in the rows on rewards, for those reward columns that the whole trace (`first`) has."""
     cells: dict[str, str] = {}
     if first.correct_share is not None:
         cells |= {"right": share(part.correct_share, 2), "prompts with right and wrong": share(part.mixed_prompts, 2)}

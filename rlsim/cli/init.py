@@ -154,7 +154,7 @@ def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
     if refused:
         draft.notes.insert(0, f"DOES NOT RUN AS IT STANDS: {refused}")
     draft.write(target, force=force)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Console(soft_wrap=True)
     for note in draft.notes[bool(refused) :]:
         console.print(f"note: {note}", style="dim")
     for item in draft.missing:

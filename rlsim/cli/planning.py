@@ -95,7 +95,7 @@ def _progress() -> Callable[[Improvement], None] | None:
     """A line on standard error that shows the best plan so far."""
     from rlsim.cli.terminal import Console
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=True)
     if not console.is_terminal:
         return None
 
@@ -110,7 +110,7 @@ def _print(report: PlanReport) -> None:
     from rlsim.cli.terminal import Console
 
     print_tables(_tables(report))
-    console, found, space = Console(soft_wrap=True, highlight=False), report.found, report.space
+    console, found, space = Console(soft_wrap=True), report.found, report.space
     if report.lag:
         how = f"no plan takes less than {found.least_s:.2f} s"
         for row in report.sides().to_dict("records"):
@@ -151,7 +151,7 @@ def _tables(report: PlanReport) -> list[Table]:
 
 
 def _write(report: PlanReport, json_file: Path | None, out: Path | None, chart: Path | None) -> None:
-    """Whatever is wanted of: all numbers, the plan as a part of a system, the search's progress."""
+    """Write the files that were asked for: numbers as JSON, the plan as part of a system, a chart of the search."""
     from rlsim.charts import save_chart
     from rlsim.experiment.plan_report import improvement_chart
     from rlsim.output import atomic_path
@@ -171,7 +171,7 @@ def _write(report: PlanReport, json_file: Path | None, out: Path | None, chart: 
 
 
 def _run(experiment: str, report: PlanReport, settings: list[str], target: Path, quiet: bool) -> None:
-    """The plan beside the experiment's systems."""
+    """Run the experiment with the plan as one more system."""
     from rlsim.cli.running import run_and_print
     from rlsim.experiment.load import parse_overrides
 

@@ -97,7 +97,7 @@ def timeline(
 
 
 def _numbers(text: str | None) -> list[int] | None:
-    """Steps as the option gives them."""
+    """The steps that `--steps` names (`3`, `0-2`, `0,4`); None without the option."""
     from rlsim.errors import ConfigError
     from rlsim.experiment.schema import MOST_STEPS
 
@@ -123,7 +123,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _others(run: ChosenRun) -> list[str]:
-    """What else could be asked for."""
+    """Lines that name the other cases, systems and seeds, and the options that choose them."""
     lines = []
     for option, chosen in (("case", run.case), ("system", run.system), ("seed", run.seed)):
         others = [str(name) for name in run.others[option] if name != chosen]

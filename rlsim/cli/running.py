@@ -11,7 +11,7 @@ import typer
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
 from rlsim.cli.tables import MODEL_LEGEND, asynchrony, late_legend, model_text, print_tables, speedup_text, table
-from rlsim.formats import is_missing, number, rate, share
+from rlsim.formats import is_missing, number, rate, share, with_choice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -105,8 +105,8 @@ def run_and_print(
     print_tables(_tables(result))
     console = Console(soft_wrap=True)
     for note in result.notes:
-        console.print(f"note: {note}", style="dim", highlight=False, markup=False)
-    console.print(f"results: {target}", highlight=False, markup=False)
+        console.print(f"note: {note}", style="dim")
+    console.print(f"results: {target}")
 
 
 def _tables(result: Result) -> Iterator[Table]:
@@ -121,8 +121,8 @@ def _tables(result: Result) -> Iterator[Table]:
             ratios = [speedup_text(row, baseline), *([model_text(row, baseline)] if worlds else [])]
             ratios.append("" if name == baseline else number(row["token_speedup"]))
             shares = [share(row["bubble_fraction"], 1), share(row["tail_fraction"])]
-            shown = f"{name} ({tuned[name]})" if name in tuned else name
-            texts.append([shown, rate(row["responses_per_s"]), *ratios, number(row["step_time_s"], 1), *shares])
+            figures = [rate(row["responses_per_s"]), *ratios, number(row["step_time_s"], 1), *shares]
+            texts.append([with_choice(name, tuned), *figures])
         yield table(
             ["system", "responses/s", "speedup", *["model"] * worlds, "by tokens", "step s", "bubble", "tail"],
             texts,

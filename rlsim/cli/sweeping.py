@@ -108,7 +108,7 @@ def _axes(grid: Sequence[str]) -> dict[str, Any]:
 
 
 def _tell(found: SweepResult, definition: Definition, as_json: bool, quiet: bool) -> None:
-    """What became of the points, and on standard error a line for every distinct failure."""
+    """Print the results of the sweep, and on standard error a line for every distinct failure."""
     if as_json:
         points = found.points_table().to_pylist()
         typer.echo(json.dumps({"directory": str(found.directory), "points": points}, indent=2))
@@ -166,9 +166,9 @@ def _list(definition: Definition, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([dict(zip(["point", *axes], row, strict=True)) for row in rows], indent=2))
         return
-    console = Console(soft_wrap=True, markup=False)
+    console = Console(soft_wrap=True)
     console.print(table(["point", *axes], list(zip(*map(setting_texts, zip(*rows, strict=True)), strict=True))))
-    console.print(_counted(definition), highlight=False)
+    console.print(_counted(definition))
 
 
 def _counted(definition: Definition) -> str:
@@ -200,7 +200,7 @@ def _print(found: SweepResult, definition: Definition) -> None:
         caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
         caption += relaxed_legend + late_legend(summary)
         print_tables([table(headings, shown, words=len(names), caption=caption)])
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Console(soft_wrap=True)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
     if unlike.any():
         console.print(

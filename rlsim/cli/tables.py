@@ -107,5 +107,5 @@ def print_tables(tables: Iterable[Table]) -> None:
         legend, one.caption = one.caption, None  # a caption would be wrapped to the table's width
         console.print(one)
         if legend:
-            console.print(legend, style="dim", highlight=False, soft_wrap=True)
+            console.print(legend, style="dim", soft_wrap=True)
         console.print()

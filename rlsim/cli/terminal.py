@@ -17,10 +17,10 @@ from rlsim.errors import printable
 
 
 class Console(RichConsole):
-    """Rich's console without markup: its own control codes pass, and texts are made printable."""
+    """Rich's console without markup and highlighting: its own control codes pass, and texts are made printable."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"markup": False, "emoji": False, **options})
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Text:
         """A text as rich shows it, made printable before it is measured."""

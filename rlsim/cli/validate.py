@@ -75,7 +75,7 @@ def validate(
 def _log(text: str) -> None:
     from rlsim.cli.terminal import Console
 
-    Console(stderr=True).print(text, style="dim", highlight=False)
+    Console(stderr=True).print(text, style="dim")
 
 
 def _run(wanted: Iterable[str], options: Options) -> tuple[dict[str, Section], bool]:
@@ -88,7 +88,7 @@ def _run(wanted: Iterable[str], options: Options) -> tuple[dict[str, Section], b
     for name in wanted:
         result = run_part(name, options)
         if isinstance(result, Skipped):
-            Console().print(f"{name}: skipped: {result.reason}", highlight=False)
+            Console().print(f"{name}: skipped: {result.reason}")
             continue
         found[name] = result
         fine &= _print(name, result)
@@ -131,8 +131,8 @@ def _print(name: str, section: Section) -> bool:
         if not within
     ]
     if bounds:
-        console.print(f"{len(bounds) - len(beyond)} of {len(bounds)} bounds kept", highlight=False)
+        console.print(f"{len(bounds) - len(beyond)} of {len(bounds)} bounds kept")
     for line in beyond:
-        console.print(line, style="bold red", highlight=False, markup=False)
+        console.print(line, style="bold red")
     console.print()
     return not beyond

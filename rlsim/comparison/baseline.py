@@ -59,7 +59,7 @@ class Baseline:
         return None
 
     def _same_axes(self, run: Run) -> list[Run]:
-        """Runs of the place to look in that agree in the axes that both have, but for those that are asked for."""
+        """Runs of the baseline's directory with equal values of the axes that both have, but for the named settings."""
         names = frozenset(run.axes)
         if names not in self._by_axes:
             self._by_axes[names] = {}
@@ -73,14 +73,14 @@ class Baseline:
         return [one for shared, found in there.items() for one in found.get(tuple(run.axes[key] for key in shared), ())]
 
     def _matches(self, run: Run, other: Run) -> bool:
-        """Whether they agree in the case, and the other has the values of the axes that are asked for."""
+        """Whether the other is of the same case and has the settings that the baseline was named by."""
         if not all(_is(other.axes.get(key), value) for key, value in self._settings.items()):
             return False
         return run.case == other.case or not (run.case and other.case)
 
 
 def _settings_in(asked: str, runs: Sequence[Run]) -> dict[str, str]:
-    """`KEY=VALUE` of an axis, or several with commas between, as some run has them; empty if it says no such thing."""
+    """`KEY=VALUE` of an axis, or several with commas between, if some run has these values; else empty."""
     pairs = [text.partition("=") for text in asked.split(",")]
     for settings in ([asked.partition("=")], pairs):  # a value may have commas of its own
         found = {key.strip(): value.strip() for key, equals, value in settings if equals}
@@ -92,7 +92,7 @@ def _settings_in(asked: str, runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _is(value: Any, text: str) -> bool:
-    """Whether a value is what a user writes, `4K` or `4096`."""
+    """Whether a value is the one that a user wrote as `4K` or `4096`."""
     if str(value) == text:
         return True
     try:

@@ -60,7 +60,7 @@ class Run:
 
     @property
     def workload(self) -> dict[str, Any]:
-        """What decides which responses a seed draws: two runs with the same workload see the same."""
+        """The settings that decide which responses a seed draws: runs of the same workload see the same responses."""
         trace, workflow = self.config["trace"], self.config["workflow"]
         drawn = {"trace": self.trace_hash} | {f"trace.{key}": value for key, value in trace.items() if key != "path"}
         algorithm = {"remax": "remax"}.get(workflow["algorithm"], "")  # its baselines are drawn as well

@@ -14,7 +14,7 @@ from rlsim.experiment.result import Result
 
 @dataclass(frozen=True)
 class Choice:
-    """One step of some systems on the same seed, and in words why it."""
+    """One step of some systems under the same seed, and why that step was chosen."""
 
     case: str
     systems: tuple[str, ...]

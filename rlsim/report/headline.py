@@ -10,7 +10,7 @@ import pandas as pd
 
 from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
-from rlsim.formats import is_missing, rate
+from rlsim.formats import is_missing, rate, with_choice
 from rlsim.precision import PRECISIONS
 from rlsim.report.choice import best_other, fastest
 from rlsim.report.setups import calibrations_of
@@ -57,14 +57,15 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
     by_name = {str(row["system"]): row for row in rows.to_dict("records")}
     if len(by_name) == 1:
         name, row = next(iter(by_name.items()))
-        return f"{_named(name, tuned)} trains on {_rate(row)}; there is nothing to compare it with."
+        return f"{with_choice(name, tuned)} trains on {_rate(row)}; there is nothing to compare it with."
     if not comparable(rows["held_back"]).any():
         return "No system is comparable yet."
     if baseline not in by_name:
         best = fastest(rows)
-        return f"{_named(best, tuned)} is the fastest: {_rate(by_name[best])}. The baseline {baseline} did not run."
+        named = with_choice(best, tuned)
+        return f"{named} is the fastest: {_rate(by_name[best])}. The baseline {baseline} did not run."
     best = str(best_other(rows, baseline))
-    row = by_name[best]
+    named, row = with_choice(best, tuned), by_name[best]
     speedup, low, high = (float(row[c]) for c in _SPEEDUP)
     digits = 3 if any(0.9 < value < 1.1 for value in (speedup, low, high)) else 2
     interval = (
@@ -75,7 +76,7 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
     least, most = intervals(row)["calibration"]
     if not is_missing(least):
         interval += f"; {least:.{digits}f} to {most:.{digits}f} over the calibration's errors"
-    over = _named(baseline, tuned)
+    over = with_choice(baseline, tuned)
     by = (
         f"{speedup:.{digits}f} times the responses per second of {over} ({interval}), and "
         f"{row['token_speedup']:.{digits}f} times the tokens; over all seeds together {rate(row['responses_per_s'])} "
@@ -87,13 +88,13 @@ def best_sentence(rows: pd.DataFrame, baseline: str, tuned: Mapping[str, str], s
         case "equal":
             return f"All systems are as fast: {_rate(row)}."
         case "faster":
-            return f"{_named(best, tuned)} is the fastest: {by}."
+            return f"{named} is the fastest: {by}."
         case "slower":
-            return f"No system is faster than {over}. {_named(best, tuned)} comes next: {by}."
+            return f"No system is faster than {over}. {named} comes next: {by}."
         case _:
             by_seeds = verdict(speedup, (low, high)) == "not told apart"
             why = "by these seeds" if by_seeds else "within the calibration's errors"
-            return f"{_named(best, tuned)} and {over} cannot be told apart {why}: {by}."
+            return f"{named} and {over} cannot be told apart {why}: {by}."
 
 
 def late_sentence(rows: pd.DataFrame) -> str:
@@ -138,7 +139,8 @@ def calibration_sentence(manifest: Mapping[str, Any]) -> str:
         if medians:
             low, high = (f"{value:.1%}" for value in (min(medians), max(medians)))
             error = f"off by {low}" if low == high else f"off by {low} to {high}"
-            elsewhere = sorted({note.partition(". ")[0] for note in _notes(record) if "not measured on" in note})
+            notes = (str(residual["note"]) for residual in record["residuals"].values())
+            elsewhere = sorted({note.partition(". ")[0] for note in notes if "not measured on" in note})
             where = f" ({', '.join(elsewhere)})" if elsewhere else ""
             texts.append(f"kernel times of {name} are {error} in the median, by operator{where}")
         else:
@@ -147,11 +149,3 @@ def calibration_sentence(manifest: Mapping[str, Any]) -> str:
     outside = float(counts.get("extrapolated", 0)) / max(float(counts.sum()), 1.0)
     text = "; ".join(texts)
     return f"{text[0].upper()}{text[1:]}; {outside:.1%} of the shapes looked up lie outside what was measured."
-
-
-def _notes(calibration: Mapping[str, Any]) -> list[str]:
-    return [str(residual["note"]) for residual in calibration["residuals"].values()]
-
-
-def _named(system: str, tuned: Mapping[str, str]) -> str:
-    return f"{system} ({tuned[system]})" if system in tuned else system

@@ -18,7 +18,7 @@ POINTS = 24
 
 
 class Stays(NamedTuple):
-    """The stays of one step, those of a request one after the other; moments in seconds, NaN for what never was."""
+    """The stays of one step, those of a request one after the other; moments in seconds, NaN: it never happened."""
 
     place: Ints  # number of where the replica is: its GPUs, and the call that it works for
     replica: Ints  # number of the replica among all of the step's
@@ -91,7 +91,7 @@ def held_by_replicas(here: Stays) -> Held:
 def _changes(here: Stays, joined: NDArray[np.bool_], offset: Ints) -> tuple[Floats, Ints]:
     """What each stay changes, and when: requests waiting, active, decoding; sums of offsets and of prefilled contexts.
 
-    Four moments of every stay, one after the other; NaN for those that never were.
+    Four moments of every stay, one after the other; NaN for those that never happened.
     """
     admitted = ~np.isnan(here.admitted_at)
     zero, one, context = np.zeros_like(offset), np.ones_like(offset), here.start_tokens

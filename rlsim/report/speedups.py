@@ -11,7 +11,7 @@ import pandas as pd
 from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
-from rlsim.formats import is_missing, number, rate, share, with_interval
+from rlsim.formats import is_missing, number, rate, share, with_choice, with_interval
 from rlsim.report.page import Block, Figure, Section, Table, Text
 from rlsim.report.setups import CaseSetup
 from rlsim.report.style import GREY, GRID, INK, WIDTH, bar_height, by_name, data, finished, label_angle, speedup_scale
@@ -175,7 +175,7 @@ def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> T
     for row in rows.to_dict("records"):
         name = str(row["system"])
         speedup = "baseline" if name == baseline else with_interval(row, "speedup", 3)
-        cells = [f"{name} ({tuned[name]})" if name in tuned else name, rate(row["responses_per_s"]), speedup]
+        cells = [with_choice(name, tuned), rate(row["responses_per_s"]), speedup]
         cells += [number(row["token_speedup"], 3)]
         cells += [_with_half(row, "step_time_s"), _with_half(row, "gen_time_s"), number(row["tokens_per_s"], 0)]
         cells += [share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]

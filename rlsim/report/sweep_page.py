@@ -52,10 +52,11 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     baseline = baselines[0] if len(baselines) == 1 else "the point's baseline"
     states = sweep.points["status"].value_counts()
     first = next(iter(records.values()))
+    lookups = {f"{p} {case}": table for p, record in records.items() for case, table in record["lookups"].items()}
     sections = [
         sweep_section(frame, axes, baseline),
         Section("points", "Every point", _points(frame, axes, sweep)),
-        calibration_section(_lookups(records), setups_of(records.values())),
+        calibration_section(lookups, setups_of(records.values())),
         _notes(records),
         _configuration(sweep, first),
     ]
@@ -80,10 +81,6 @@ def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult) -> tup
         blocks.append(Text("Points without results", heading=True))
         blocks.append(Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=frozenset({1})))
     return tuple(blocks)
-
-
-def _lookups(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{point} {case}": table for point, record in records.items() for case, table in record["lookups"].items()}
 
 
 def _notes(records: Mapping[str, Mapping[str, Any]]) -> Section:

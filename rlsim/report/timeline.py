@@ -204,7 +204,7 @@ def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
 
 
 def _parts(rows: pa.Table) -> Iterator[pa.Table]:
-    """Rows that stand for no more than so many slices together."""
+    """The rows in consecutive parts, each of at most `MOST_SLICES` slices (a row makes one slice per GPU)."""
     most = max(int(np.max(rows["gpus"].to_numpy())), 1)
     size = max(MOST_SLICES // most, 1)
     for first in range(0, rows.num_rows, size):
@@ -212,6 +212,6 @@ def _parts(rows: pa.Table) -> Iterator[pa.Table]:
 
 
 def _counts(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """0, 1, … for each of these lengths, one after the other."""
+    """The numbers 0 to n - 1 for each length n, one length after the other."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)

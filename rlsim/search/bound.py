@@ -85,7 +85,7 @@ class LowerBound:
 
 
 class _Anchor:
-    """What comes after one last call of iteration 0: chains of nodes to `ends`, and work that `needed_by` waits for."""
+    """The nodes after one last call of iteration 0: chains of them to `ends`, and work that `needed_by` waits for."""
 
     def __init__(self, graph: Graph, last: int, ends: Sequence[int], needed_by: Iterable[int]) -> None:
         self._graph, self._source = graph, graph.node(graph.first, last)
@@ -120,7 +120,7 @@ class _Anchor:
 
 
 class _Turns:
-    """From r of one iteration to r of the next, by way of calls that take turns on a GPU."""
+    """A bound on the time from call r of one iteration to r of the next, through calls that take turns on a GPU."""
 
     def __init__(self, graph: Graph, before: list[set[int]], r: int) -> None:
         self._r = r
@@ -144,7 +144,7 @@ class _Turns:
 
 
 def _leads(graph: Graph, before: list[set[int]], r: int, others: list[int]) -> bool:
-    """Whether the bound of the last call r alone is one, by the assumptions under "Two last calls"."""
+    """Whether the path of the last call r alone bounds the cost, by the assumptions under "Two last calls"."""
     lasts, calls = {r, *others}, set(range(len(graph.calls)))
     if len(lasts) > 2 or any(before[last] != calls - lasts for last in lasts):
         return False
@@ -160,7 +160,7 @@ def _ancestors(graph: Graph, call: int) -> set[int]:
 
 
 def _reach(start: int, neighbours: list[list[int]]) -> set[int]:
-    """What can be reached from `start`, itself left out (graphs here have no cycles)."""
+    """The nodes that can be reached from `start`, without `start` (graphs here have no cycles)."""
     seen: set[int] = set()
     left = list(neighbours[start])
     while left:
@@ -172,7 +172,7 @@ def _reach(start: int, neighbours: list[list[int]]) -> set[int]:
 
 
 def _reach_any(starts: Iterable[int], neighbours: list[list[int]]) -> set[int]:
-    """What can be reached from any of `starts`, and these."""
+    """The nodes that can be reached from any of `starts`, with `starts`."""
     reached: set[int] = set()
     for start in starts:
         reached |= {start} | _reach(start, neighbours)

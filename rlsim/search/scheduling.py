@@ -110,7 +110,7 @@ class Graph:
         return sorted(every, key=lambda node: (node[0] - early.get(node[1], 0), self.order.index(node[1])))
 
     def place(self, node: int) -> tuple[int, int]:
-        """A key by which a node comes after all that it waits for."""
+        """A sort key: every node sorts after the nodes that it waits for."""
         iteration, kind = self.nodes[node]
         return iteration, self.order.index(kind)
 
@@ -122,7 +122,7 @@ class Graph:
         return self._numbers[iteration, kind]
 
     def _since(self, kind: int) -> int:
-        """The first iteration in which others wait for it: targets that run ahead begin without new parameters."""
+        """The first iteration in which others wait for this kind: calls that run ahead start on initial parameters."""
         return self.first if kind in self.ahead else 0
 
     @cached_property

@@ -52,7 +52,10 @@ def sweep(
         kept = _kept_tables(wanted, store)
         _make_room(definition, store, prune)
         store.write_definition(_described(definition, kept))
-        tasks = [_task(point, definition, kept) for point in _waiting(definition.points, store, kept)]
+        tasks = [
+            Task(point.name, point.config, point.inputs, point.axes, kept, definition.shown, definition.folder)
+            for point in _waiting(definition.points, store, kept)
+        ]
         try:
             with closing(_answers(tasks, executor, workers, address)) as answers:
                 _keep(answers, store, len(definition.points) - len(tasks), len(definition.points), progress)
@@ -164,7 +167,3 @@ def _described(definition: Definition, tables: Sequence[str]) -> dict[str, Any]:
             for point in definition.points
         ],
     }
-
-
-def _task(point: Point, definition: Definition, tables: tuple[str, ...]) -> Task:
-    return Task(point.name, point.config, point.inputs, point.axes, tables, definition.shown, definition.folder)

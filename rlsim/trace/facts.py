@@ -72,7 +72,8 @@ class Fact(Schema):
         if share is None:
             return None
         length = self.above + 0.5 if self.above else cap_tokens - 0.5
-        return length, share, _normal_density(share) / self.allowed, False
+        density = NormalDist().pdf(NormalDist().inv_cdf(share))
+        return length, share, density / self.allowed, False
 
 
 @dataclass(frozen=True)
@@ -168,12 +169,6 @@ def _first_guess(facts: Sequence[Fact], lengths: Floats, shares: Floats) -> tupl
     if len(lengths) == 1:
         return float(np.log(lengths[0]) - spread * ndtri(1 - shares[0])), spread
     return math.log(next(f.mean for f in facts if f.mean)) - spread**2 / 2, spread
-
-
-def _normal_density(share: float) -> float:
-    """Density of the standard normal at the point that `share` of it lies above."""
-    z = NormalDist().inv_cdf(share)
-    return math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 
 
 def _prior(centre: float, spread: float, k: int) -> Floats:

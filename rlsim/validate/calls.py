@@ -32,7 +32,7 @@ class LeftOutCalls(Fitted):
 
     @property
     def name(self) -> str:
-        """The runs."""
+        """The names of the runs."""
         return ", ".join(self.runs)
 
 

@@ -16,7 +16,10 @@ CONFIDENCE = 0.9
 
 
 class Line(NamedTuple):
-    """Log errors of a setting's runs over doublings of their users: at `MIDDLE_BATCH`, the slope, and around them."""
+    """The straight line through the log errors of a setting's runs over the doublings of their users.
+
+    `level` is its value at `MIDDLE_BATCH` users, `tilt` its slope, and `noise` the errors' deviation from it.
+    """
 
     level: float
     tilt: float
@@ -24,7 +27,7 @@ class Line(NamedTuple):
 
 
 def errors_by_setting(rows: Iterable[Row], quantity: str) -> dict[str, Floats]:
-    """Of serving runs, by setting: an array of (doublings of `MIDDLE_BATCH` users, log error), one run a row."""
+    """By setting of the serving runs: an array of (doublings of `MIDDLE_BATCH` users, log error), one row per run."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row.quantity == quantity:
@@ -42,7 +45,7 @@ def line(errors: Floats) -> Line:
 
 
 def spread(lines: Iterable[Line]) -> Line:
-    """Standard deviations over settings, around no error."""
+    """Standard deviations of `level`, `tilt` and `noise` over the settings, around zero."""
     return Line(*np.sqrt((np.array(list(lines)) ** 2).mean(axis=0)).tolist())
 
 
@@ -59,13 +62,15 @@ def inside(errors: Mapping[str, Floats]) -> dict[str, float]:
 
 
 def level_spread(errors: Mapping[str, Floats]) -> float:
-    """Standard deviation over settings, around no error; every setting counts alike, however many its log errors."""
+    """Standard deviation of log errors around zero; every setting counts alike, however many errors it has."""
     return float(np.sqrt(np.mean([np.mean(own**2) for own in errors.values()])))
 
 
 def levels_inside(errors: Mapping[str, Floats]) -> dict[str, int]:
-    """By setting: how many of its log errors, which grow with nothing, lie inside the 90% interval that those of the
-    *other* settings allow."""
+    """By setting: how many of its log errors lie inside the 90% interval that the *other* settings' errors allow.
+
+    Unlike in `inside`, the errors do not depend on the number of users.
+    """
     found = {}
     for setting, own in errors.items():
         others = {name: other for name, other in errors.items() if name != setting}
@@ -85,5 +90,5 @@ def counted(errors: Mapping[str, Floats], settings: Iterable[str]) -> list[tuple
 
 
 def quantile(settings: int) -> float:
-    """Of Student's t: how many standard deviations from so many settings are half of the 90% interval."""
+    """Half of the 90% interval in standard deviations that were estimated from so many settings (Student's t)."""
     return float(stdtrit(settings, 0.5 + CONFIDENCE / 2))

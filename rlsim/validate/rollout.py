@@ -145,7 +145,7 @@ def _measured(
 
 
 def _calm(run: Callable[[], Any], again: int) -> list[Any]:
-    """Run until nobody disturbs it, at most `again` times more; all runs."""
+    """Run once, and again while other processes disturbed it (at most `again` times); all runs."""
     made = [run()]
     while made[-1].disturbed and len(made) <= again:
         made.append(run())

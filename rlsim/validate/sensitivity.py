@@ -284,7 +284,7 @@ def _fused() -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def _oppo() -> str:
-    """The speedups."""
+    """OPPO's speedups under every setting."""
 
     def always(delta: int) -> dict[str, Any]:
         """A fixed overcommit instead of one that grows with the reward."""
@@ -309,7 +309,7 @@ def _oppo() -> str:
 
 
 def _real() -> str:
-    """What the calls come to."""
+    """REAL's two published plans under every setting: calls and iterations against the published seconds."""
     systems = [system for system in load_experiment("real_7b_7b")[0].systems if system != "real"]
     links = {"intra": {"name": "nvlink", "bytes_per_s": "150 GB/s", "latency_s": "0.6 us"}}
     slow = {"cluster": {**load_cluster("2x8xh100").model_dump(mode="json"), **links}}

@@ -81,8 +81,6 @@ STACKS = {
     28: Stack(_fsdp2(10240, 2), tp=2, batch=(512, 12), driver_us=0.187),
     29: Stack({**_MEGATRON, "mini_batches": 16, "offload": True}, tp=2, sequences=2, batch=(512, 16), driver_us=0.184),
 }
-#: Rows that are not run.
-MISSING = {22: "mean response, expert parallelism"}
 #: Seconds of a step that are none of its phases: row 3's mean holds a test of 175 s every five steps.
 OUTSIDE_S = {3: 175 / 5}
 

@@ -14,7 +14,7 @@ from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, load_calibration
 from rlsim.errors import CalibrationError
-from rlsim.hardware import Cluster, Gpu, load_gpu, node_types
+from rlsim.hardware import Gpu, load_gpu, node_types
 from rlsim.output import check_own_file
 
 FORMATS = ("aiconfigurator", "vidur", "nccl-tests")
@@ -49,11 +49,11 @@ def import_calibration(
         raise CalibrationError(f"no files or folders of {format} given")
     if not out.is_dir():
         raise CalibrationError(f"{out}: no such folder to write to")
-    stem = name or f"{load_gpu(gpu).name}-{known_engine}"
+    described = load_gpu(gpu)
+    stem = name or f"{described.name}-{known_engine}"
     for suffix in (".yaml", ".html"):
         check_own_file(out / f"{stem}{suffix}", CalibrationError)
     donor = load_calibration(base) if base is not None else None
-    described = load_gpu(gpu)
     measured, reference = read_format(format, paths, described, known_engine, version)
     built = build_calibration(
         measured,
@@ -78,8 +78,8 @@ def read_format(
     version: str | None,
 ) -> tuple[Measurements, Reference]:
     """The tables of one of `FORMATS` joined, and the data-sheet figures that their efficiencies are relative to."""
-    node = _node_of(gpu)
-    link = node.intra.bytes_per_s if node is not None else None
+    # The catalogue's node of such GPUs is taken as the measured one.
+    link = next((node.intra.bytes_per_s for node in node_types().values() if node.gpu.name == gpu.name), None)
     if format == "aiconfigurator":
         parts, reference = [], None
         for path in paths:
@@ -98,8 +98,3 @@ def read_format(
     if format == "vidur":
         return Measurements.merge(vidur.read(path, gpu.name, reference=reference) for path in paths), reference
     return nccl_tests.read(paths, gpu=gpu.name, reference=reference), reference
-
-
-def _node_of(gpu: Gpu) -> Cluster | None:
-    """The catalogue's node of such GPUs: it is taken as the measured one."""
-    return next((node for node in node_types().values() if node.gpu.name == gpu.name), None)

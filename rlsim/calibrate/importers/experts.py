@@ -137,7 +137,7 @@ def _grouped(table: pd.DataFrame) -> pd.Series[bool]:
 
 
 def _family(source: str) -> str:
-    """The kernel of a row: without what tells how it is wrapped."""
+    """The kernel family of a `kernel_source`, whose name also says which engine or library wraps the kernel."""
     for name in ("flashinfer_cutlass", "flashinfer_trtllm", "triton", "marlin"):
         if name in source:
             return name
@@ -145,7 +145,7 @@ def _family(source: str) -> str:
 
 
 def _tuned(table: pd.DataFrame) -> npt.NDArray[np.bool_]:
-    """Whether the engine has tuned blocks for the row; what is not said by `TUNED_SGLANG` runs the fastest anyway."""
+    """Whether the engine has tuned block sizes for the row; True for all kernels and GPUs that `TUNED_SGLANG` lacks."""
     (device,) = table.device.unique() if table.device.nunique() == 1 else ("",)
     known = next((pairs for gpu, pairs in TUNED_SGLANG.items() if gpu in str(device)), None)
     some = table.kernel_source.eq("sglang_fused_moe_triton") & table.precision.eq("bf16")
@@ -161,7 +161,7 @@ def _tuned(table: pd.DataFrame) -> npt.NDArray[np.bool_]:
 
 @cache
 def _work(routing: str, tokens: int, experts: int, active: int, ep: int, grouped: bool) -> dict[str, float]:
-    """Rows of the measured GPU, its experts with any, and blocks of `BLOCK_ROWS` rows over them."""
+    """On the measured GPU: rows, experts that have any rows, and the blocks of `BLOCK_ROWS` rows that these take."""
     if routing == "balanced":
         drawn = [_balanced(tokens, experts, active, grouped)[: experts // ep]]
     else:

@@ -7,21 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlsim.calibrate.measure.clock import Timing, launcher, measure
+from rlsim.calibrate.measure.clock import Effort, Timing, launcher, measure
 
 Call = Callable[[], object]
 
 _COPIES = 1024  # of one operand at most
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long one point is measured (see `clock.measure`)."""
-
-    warmup: int = 3
-    min_repeats: int = 7
-    min_time_s: float = 0.05
-    max_time_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,13 +57,4 @@ class Bench:
     def time(self, calls: list[Call]) -> Timing:
         """The time of one of `calls`, which do equal work on different operands."""
         run, count = launcher(calls, self.device)
-        effort = self.effort
-        return measure(
-            run,
-            device=self.device,
-            warmup=effort.warmup,
-            min_repeats=effort.min_repeats,
-            min_time_s=effort.min_time_s,
-            max_time_s=effort.max_time_s,
-            calls=count,
-        )
+        return measure(run, device=self.device, effort=self.effort, calls=count)

@@ -34,31 +34,41 @@ class Timing:
         return not (self.spread <= limit and self.seconds > 0.0)
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How long one point is measured.
+
+    After `warmup` runs it is repeated until there are `min_repeats` over `min_time_s`, or until `max_time_s` is over
+    (three repeats at the least).
+    """
+
+    warmup: int = 3
+    min_repeats: int = 7
+    min_time_s: float = 0.05
+    max_time_s: float = 1.0
+
+
 def measure(
     run: Callable[[], object],
     *,
     device: str,
-    warmup: int = 3,
-    min_repeats: int = 7,
-    min_time_s: float = 0.05,
-    max_time_s: float = 1.0,
+    effort: Effort = Effort(),
     repeats: int | None = None,
     calls: int = 1,
     now: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Time `run()` on `device` ("cpu" or "cuda").
+    """Time `run()` on `device` ("cpu" or "cuda") with this effort.
 
-    After `warmup` runs it is repeated until there are `min_repeats` over `min_time_s`, or until `max_time_s` is over
-    (three repeats at the least). `repeats` fixes their number instead: what several processes call together must be
-    called equally often by all. `run` makes `calls` equal calls; the time is that of one. `now` is the CPU's clock.
+    `repeats` fixes the number of repeats instead: what several processes call together must be called equally often by
+    all. `run` makes `calls` equal calls; the time is that of one. `now` is the CPU's clock.
     On CUDA, events around each repeat give the device's time, the gaps of a host that lags behind included; capture
     short kernels into a graph (`launcher`) to leave them out.
     """
     timed = _on_cuda if device.startswith("cuda") else _on_cpu(now)
     began, one = now(), 0.0
-    for _ in range(max(1, warmup)):
+    for _ in range(max(1, effort.warmup)):
         one = timed(run, 1)
-        if repeats is None and now() - began > max_time_s:
+        if repeats is None and now() - began > effort.max_time_s:
             break
     inner = 1
     if not device.startswith("cuda") and repeats is None and 0.0 < one < BATCH_S:
@@ -68,12 +78,10 @@ def measure(
     while True:
         times.append(timed(run, inner) / (inner * calls))
         over = now() - began
-        if repeats is not None:
-            if len(times) >= repeats:
-                break
-        elif (len(times) >= min_repeats and over >= min_time_s) or (len(times) >= FEWEST and over >= max_time_s):
-            break
-    return timing(times)
+        enough = over >= effort.min_time_s and len(times) >= effort.min_repeats
+        too_long = over >= effort.max_time_s and len(times) >= FEWEST
+        if (enough or too_long) if repeats is None else len(times) >= repeats:
+            return timing(times)
 
 
 def timing(times: Sequence[float]) -> Timing:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rlsim.calibrate.measure.bench import Bench, Call
-from rlsim.calibrate.measure.clock import Timing, measure, synchronize
+from rlsim.calibrate.measure.clock import Effort, Timing, measure, synchronize
 from rlsim.calibrate.measure.workers import Worker
 
 FEWEST_REPEATS, MOST_REPEATS = 15, 200
@@ -29,13 +29,14 @@ def collective(worker: Worker, bench: Bench, op: str, gpus: int, size: int) -> T
         run()
     synchronize(bench.device)
     # every rank must repeat equally often: as often as suits the slowest of their fastest
-    fastest = min(measure(run, device=bench.device, warmup=1, repeats=1).seconds for _ in range(5))
+    once = Effort(warmup=1)
+    fastest = min(measure(run, device=bench.device, effort=once, repeats=1).seconds for _ in range(5))
     one = torch.tensor([fastest], device=bench.device)
     dist.all_reduce(one, op=dist.ReduceOp.MAX, group=group)
     effort = bench.effort
     wanted = max(FEWEST_REPEATS, math.ceil(effort.min_time_s / float(one)))
     most = max(effort.min_repeats, math.floor(effort.max_time_s / float(one)))
-    return measure(run, device=bench.device, warmup=1, repeats=min(wanted, most, MOST_REPEATS), calls=calls)
+    return measure(run, device=bench.device, effort=once, repeats=min(wanted, most, MOST_REPEATS), calls=calls)
 
 
 def _operation(worker: Worker, bench: Bench, op: str, gpus: int, size: int, group: Any) -> tuple[Call, int]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
+from rlsim.calibrate.measure.attention import causal_attention
 from rlsim.calibrate.measure.ranks import Ranks
 from rlsim.errors import CalibrationError
 from rlsim.models import Model
@@ -281,12 +282,10 @@ class Decoder:
                 *packed, ends, ends, longest, longest, 0.0, True, False
             )[0]
             return out.reshape(len(q), -1)
-        group = self.q_heads // self.kv_heads
         parts = []
         for one in zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True):
             queries, keys, values = (x.transpose(0, 1)[None] for x in one)
-            keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+            attended = causal_attention(queries, keys, values)
             parts.append(attended[0].transpose(0, 1).reshape(len(one[0]), -1))
         return torch.cat(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlsim.calibrate.measure.attention import contexts
@@ -43,7 +43,7 @@ class Task:
     """A point, and what its benchmark is called with: the point's values, unless the key alone does not tell."""
 
     point: Point
-    arguments: tuple[Any, ...] = field(default=())
+    arguments: tuple[Any, ...]
 
     @staticmethod
     def of(operator: str, *values: str | float, arguments: tuple[Any, ...] | None = None) -> Task:
@@ -54,29 +54,23 @@ class Task:
 @dataclass(frozen=True)
 class GridSetup:
     """What the grid depends on. `memory_bytes` is what one worker may use; a call that would take longer than
-    `longest_call_s` at the assumed rates is left out."""
+    `longest_call_s` on a slow core or an old GPU is left out."""
 
-    model: Model
     device: str
+    model: Model
     tps: tuple[int, ...]
     workers: int
     memory_bytes: float
     longest_call_s: float
-    flop_per_s: float
-    bytes_per_s: float
+
+    def call_s(self, flops: float, size: float) -> float:
+        """Seconds of a call of this work and footprint (bytes) on a slow core, or an old GPU: only bounds the grid."""
+        flop_per_s, bytes_per_s = (3e10, 4e9) if self.device == "cpu" else (1e14, 6e11)
+        return flops / flop_per_s + size / bytes_per_s
 
     def fits(self, flops: float, size: float) -> bool:
-        """Whether a call of this work and footprint is worth measuring here."""
-        time = flops / self.flop_per_s + size / self.bytes_per_s
-        return time <= self.longest_call_s and size <= self.memory_bytes / 4
-
-
-def setup_for(
-    device: str, model: Model, tps: tuple[int, ...], workers: int, memory_bytes: float, call_s: float
-) -> GridSetup:
-    """The set-up with rates that only bound the grid: a slow core's or an old GPU's."""
-    rates = (3e10, 4e9) if device == "cpu" else (1e14, 6e11)
-    return GridSetup(model, device, tps, workers, memory_bytes, call_s, *rates)
+        """Whether a call of this work and footprint (bytes) is worth measuring here."""
+        return self.call_s(flops, size) <= self.longest_call_s and size <= self.memory_bytes / 4
 
 
 #: The tasks of every operator, in the order to measure them.
@@ -285,7 +279,7 @@ def _step_fits(setup: GridSetup, tp: int, tokens: float, pairs: float, cached: f
     model = setup.model
     flops = 2.0 * model.active_parameters * tokens + 4.0 * model.num_hidden_layers * model.attention.q_dim * pairs
     size = rollout_weight_bytes(model, tp) + cached * kv_page_bytes(model, tp, 1)
-    return flops / tp / setup.flop_per_s + size / setup.bytes_per_s <= setup.longest_call_s
+    return setup.call_s(flops / tp, size) <= setup.longest_call_s
 
 
 def _decode_steps(setup: GridSetup, tp: int) -> Iterator[Task]:

@@ -1,4 +1,4 @@
-"""What the ranks of one replica tell each other in every layer: all-reduce and all-gather.
+"""Communication between the ranks of one replica in every layer: all-reduce and all-gather.
 
 On CUDA it is NCCL. On the CPU it is memory that the processes share: gloo's own threads compete with the computing
 thread for the core, and a step's many small sums would each wait for the scheduler's tick, milliseconds long.
@@ -46,7 +46,7 @@ class Ranks(ABC):
 
 
 class Alone(Ranks):
-    """One rank: nothing to say."""
+    """A replica of one rank, which communicates with nobody."""
 
     size = 1
 

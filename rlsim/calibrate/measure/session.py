@@ -9,8 +9,8 @@ from pathlib import Path
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.measure.attention import decode_kernel
-from rlsim.calibrate.measure.bench import Bench, Effort
-from rlsim.calibrate.measure.clock import NOISY, Timing
+from rlsim.calibrate.measure.bench import Bench
+from rlsim.calibrate.measure.clock import NOISY, Effort, Timing
 from rlsim.calibrate.measure.describe import (
     describe_cluster,
     worker_memory_bytes,
@@ -19,7 +19,7 @@ from rlsim.calibrate.measure.describe import (
 )
 from rlsim.calibrate.measure.host import devices, machine_facts
 from rlsim.calibrate.measure.journal import Journal
-from rlsim.calibrate.measure.plan import Task, plan, setup_for
+from rlsim.calibrate.measure.plan import GridSetup, Task, plan
 from rlsim.calibrate.measure.suite import Count, Progress, run_suite
 from rlsim.calibrate.measure.tasks import joined, run_task, warm_up
 from rlsim.calibrate.measure.workers import Workers
@@ -102,7 +102,7 @@ def measure_machine(request: Request, report: Callable[[Progress], None]) -> Mea
     weights = rollout_weight_bytes(model, tps[0])
     bench = Bench(request.device, dtype, element, weights, model.num_hidden_layers, facts.cache_bytes, effort)
     longest_s = min(0.5, request.budget_s / 1000.0)
-    setup = setup_for(request.device, model, tps, workers, worker_memory_bytes(facts), longest_s)
+    setup = GridSetup(request.device, model, tps, workers, worker_memory_bytes(facts), longest_s)
     phases = plan(setup)
     with Workers(workers, device=request.device, threads=THREADS) as team:
         team.call(warm_up)

@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from rlsim.calibrate.measure.batch import Batch
-from rlsim.calibrate.measure.bench import Bench, Effort
-from rlsim.calibrate.measure.clock import Timing, synchronize, timing
+from rlsim.calibrate.measure.bench import Bench
+from rlsim.calibrate.measure.clock import Effort, Timing, synchronize, timing
 from rlsim.calibrate.measure.decoder import Decoder, KvCache, random_weights
 from rlsim.calibrate.measure.layout import Move, migrate, reshard
 from rlsim.errors import CalibrationError
 from rlsim.models import Model
 
-#: Parts of a layout change that move no bytes: all ranks stop and agree on what each holds; a group is created.
-CONTROLS = ("pause", "group_create")
 MOST_REPEATS = 200
 CORE_SHARE = 0.97  # of its core that a process has while nothing else runs there
 ROOM = 8  # tokens of a slot beyond the context that is measured
@@ -91,9 +89,10 @@ def migrate_kv(worker: Any, bench: Bench, model: Model, from_tp: int, to_tp: int
 
 
 def control(worker: Any, bench: Bench, what: str) -> Timing | None:
-    """What a layout change costs beside moving bytes: one of `CONTROLS`; None if one worker alone has none of it."""
-    if what not in CONTROLS:
-        raise CalibrationError(f"unknown part of a layout change {what!r}; expected one of: {', '.join(CONTROLS)}")
+    """What a layout change costs beside moving bytes; None if there is one worker only, which has no such cost.
+
+    `what` is "pause" (all ranks stop and agree on what each holds) or "group_create" (a communication group is made).
+    """
     if worker.size == 1:
         return None
     if what == "pause":

@@ -96,12 +96,8 @@ def file_rows(path: Path, project: str = "") -> Iterator[Row]:
     elif ends(path, CSV):
         yield from _csv_rows(path, project)
     else:
-        yield from _json_rows(path, project)
-
-
-def _json_rows(path: Path, project: str) -> Iterator[Row]:
-    for number, values in json_lines(path, TraceError):
-        yield Row(path, f"line {number}", values, project)
+        for number, values in json_lines(path, TraceError):
+            yield Row(path, f"line {number}", values, project)
 
 
 def _parquet(path: Path) -> Any:

@@ -141,7 +141,7 @@ def plain_numbers(frame: pd.DataFrame, column: str, path: Path, row_name: RowNam
 
 
 def made_row(index: int) -> str:
-    """How a row that no file holds is called."""
+    """The name in messages of a row that was computed rather than read from a file."""
     return f"made-up row {index + 1}"
 
 

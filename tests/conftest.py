@@ -1,0 +1,106 @@
+"""What tests of several files use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rlsim.cli import main
+
+#: An experiment that takes a fraction of a second.
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "cluster": "8xh100",
+    "model": "llama-3.1-8b",
+    "calibration": "h100-vllm",
+    "trace": {"path": "rollpacker-math", "cap": 512},
+    "workflow": {"prompts": 2, "responses": 2, "steps": 1},
+    "systems": [{"verl": {"tp": 8}}],
+    "seeds": 1,
+}
+BASE = """\
+name: probe
+cluster: 8xh100
+model: llama-3.1-8b
+calibration: h100-vllm
+trace: {path: lengths.csv, cap: 1K}
+workflow: {prompts: 2, responses: 4, steps: 1}
+seeds: 1
+systems:
+  - verl: {tp: 4}
+  - pat
+"""
+LENGTHS = "prompt_id,sample_id,response_tokens\n" + "".join(f"{i // 4},{i % 4},{37 * i % 400 + 1}\n" for i in range(32))
+
+
+class Called(NamedTuple):
+    """What became of a command: its exit code, and what it printed on standard output and standard error."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Called]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command of rlsim in this process."""
+
+    def called(*arguments: object) -> Called:
+        monkeypatch.setattr(sys, "argv", ["rlsim", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        return Called(int(left.value.code or 0), *capsys.readouterr())
+
+    return called
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a small experiment `base.yaml` and its trace."""
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "lengths.csv").write_text(LENGTHS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Failing:
+    """Runs `rlsim run` and checks what every failure has in common."""
+
+    def __init__(self, folder: Path, call: Command) -> None:
+        self.folder, self.call = folder, call
+
+    def __call__(self, *arguments: str, base: str | None = None, **changes: str) -> str:
+        """The message. `changes` are not keyword names but parts of the base file and what replaces them."""
+        if base is not None:
+            (self.folder / "base.yaml").write_text(base)
+        before = sorted(self.folder.rglob("*"))
+        printed = self.call("run", "base.yaml", "--out", "out", *arguments)
+        assert printed.code == 2, printed.err
+        assert printed.out == ""
+        assert "Traceback" not in printed.err
+        assert printed.err.count("rlsim: error: ") == 1
+        assert printed.err.startswith("rlsim: error: ")
+        assert sorted(self.folder.rglob("*")) == before
+        return printed.err.removeprefix("rlsim: error: ").rstrip("\n")
+
+
+@pytest.fixture
+def failing(folder: Path, call: Command) -> Failing:
+    return Failing(folder, call)
+
+
+def edited(*pairs: tuple[str, str]) -> str:
+    text = BASE
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    return text
