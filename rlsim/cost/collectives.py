@@ -63,7 +63,7 @@ class Collectives:
     """Communication on one cluster.
 
     `message_bytes` is always the full tensor: what every GPU holds after an all-gather or before a reduce-scatter or
-    all-reduce, what one GPU sends in all to the others in an all-to-all, what travels in a broadcast or send.
+    all-reduce, what one GPU deals out in an all-to-all with its own part, what travels in a broadcast or send.
     Fits made on another link rate are stretched by the ratio of the rates.
     """
 
@@ -109,7 +109,7 @@ class Collectives:
         size_each, size_once = exchanged_bytes(tokens, active, hidden_bytes, gpus)
         curves = self._deepep.get(gpus) if nodes == 1 else None
         if curves is None:
-            time = 2.0 * self.time_s("all_to_all", size_once * (gpus - 1) / gpus, gpus, nodes)
+            time = 2.0 * self.time_s("all_to_all", size_once, gpus, nodes)
             if self._deepep and nodes > 1 and self.cluster.inter is not None:
                 link, local = self.cluster.inter, gpus // nodes
                 outside = DEEPEP_BYTES * size_each * (nodes - 1) / nodes
@@ -206,7 +206,7 @@ class Collectives:
             latency, sent, inside = around, size / local, ("all_gather", size)
         elif op == "all_to_all":  # a message to each GPU; those for other nodes leave over the GPU's own port
             latency = link.latency_s + (gpus - 1) * fit.message_s
-            sent, inside = size * (gpus - local) / (gpus - 1), (op, size * (local - 1) / (gpus - 1))
+            sent, inside = size * (gpus - local) / gpus, (op, size * local / gpus)
         else:
             latency, sent, local = link.latency_s + fit.tree_hop_s, size, 1
         transfer = sent / rate

@@ -44,12 +44,11 @@ class Point:
     latency_s: float | None
 
     def error(self, fit: AcrossFit = ACROSS) -> float:
-        """Relative error of rlsim's time, positive: too slow. nccl-tests count an all-to-all's own part as well."""
+        """Relative error of rlsim's time, positive: too slow."""
         collectives = _collectives(self.gpu, self.nodes, self.bytes_per_s, self.latency_s)
         collectives.across = fit
-        size = self.size * (self.gpus - 1) / self.gpus if self.op == "all_to_all" else self.size
         gpus = 2 if self.op == "send_recv" else self.gpus
-        return collectives.time_s(self.op, size, gpus, self.nodes) / self.time_s - 1.0
+        return collectives.time_s(self.op, self.size, gpus, self.nodes) / self.time_s - 1.0
 
 
 def points() -> list[Point]:
