@@ -17,7 +17,15 @@ from rlsim import catalogue
 from rlsim.architectures import MODEL_TYPES, Config, canonical, family_name, layers_of, unsupported
 from rlsim.errors import ConfigError, shown, unknown_name
 from rlsim.layers import Experts, FullAttention, LatentAttention, Layer, Linear, LinearAttention
-from rlsim.precision import KV_BYTES, PRECISIONS, WEIGHT_BYTES, KvPrecision, Precision, published_precision
+from rlsim.precision import (
+    KV_BYTES,
+    PRECISIONS,
+    WEIGHT_BYTES,
+    KvPrecision,
+    Precision,
+    leaves_attention,
+    published_precision,
+)
 from rlsim.reading import is_folder, read_json
 from rlsim.schema import load, validate
 
@@ -308,11 +316,17 @@ def _from_config_json(path: Path) -> dict[str, Any]:
                 f"{path}: quantised weights are not supported but in {', '.join(PRECISIONS[1:])}, activations too; "
                 f"quantization_config is {shown(quantised)}; give the config.json of the unquantised model"
             )
-        types = {"expert_precision" if precision == "mxfp4" else "precision": precision}
-        of = "experts" if precision == "mxfp4" else "weights"
+        experts_only = precision == "mxfp4" or leaves_attention(quantised)
+        types = {"expert_precision" if experts_only else "precision": precision}
+        of = "experts" if experts_only else "weights"
         notes.append(f"its {of} are published in {precision}: engines serve them so, training takes bf16")
     data = canonical({**config, **_longest(config), **types})
     given = {key: data[key] for key in Model.model_fields if key in data}
+    if "expert_precision" in types and not data.get("num_experts"):
+        raise ConfigError(
+            f"{path}: weights of which attention is not quantised are supported where the others are experts; give the "
+            "config.json of the unquantised model"
+        )
     return {**given, "name": path.parent.name or path.stem, "source": str(path), "note": "; ".join(notes)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -91,6 +92,17 @@ def published_precision(config: Any) -> Precision | None:
             found = {_compressed(group) for group in groups.values()} if isinstance(groups, Mapping) else {None}
             return found.pop() if len(found) == 1 else None
     return None
+
+
+def leaves_attention(config: Mapping[str, Any]) -> bool:
+    """Whether a `quantization_config` names products of attention among the modules that it leaves as they are.
+
+    compressed-tensors calls that list `ignore`, modelopt `exclude_modules`, transformers `modules_to_not_convert`;
+    names may be patterns. Most lists have norms, routers and the LM head, which are never quantised in any case.
+    """
+    lists = (config.get(key) for key in ("ignore", "exclude_modules", "modules_to_not_convert"))
+    names = [name for found in lists if isinstance(found, list) for name in found if isinstance(name, str)]
+    return any("attn" in name and not re.search("norm|indexer", name) for name in names)
 
 
 _MODELOPT: dict[str, Precision] = {"FP8": "fp8", "FP8_BLOCK_SCALES": "fp8_block", "NVFP4": "nvfp4"}

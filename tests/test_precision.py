@@ -256,6 +256,22 @@ def test_what_compressed_tensors_say(bits: int, strategy: str, activations: Any,
     assert published_precision(config) == precision
 
 
+def test_experts_alone_are_quantised_where_attention_is_left_out(tmp_path: Path) -> None:
+    dense = ("hidden_size", "num_hidden_layers", "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    words = (*dense, "intermediate_size", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    shape = {name: getattr(load_model("qwen3-30b-a3b"), name) for name in words} | {"model_type": "qwen3_moe"}
+    excluded = ["lm_head", "model.layers.*.mlp.gate", "model.layers.*.input_layernorm"]
+    for more, precision, of_experts in (([], "nvfp4", "nvfp4"), (["model.layers.0.self_attn*"], "bf16", "nvfp4")):
+        quantised = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": [*excluded, *more]}
+        (tmp_path / "config.json").write_text(json.dumps(shape | {"quantization_config": quantised}))
+        model = load_model(tmp_path)
+        assert (model.precision, model.of_experts) == (precision, of_experts)
+    llama = {name: getattr(LLAMA, name) for name in (*dense, "intermediate_size")} | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(llama | {"quantization_config": quantised}))
+    with pytest.raises(ConfigError, match="attention is not quantised are supported where the others are experts"):
+        load_model(tmp_path)
+
+
 # Steps and calls ------------------------------------------------------------------------------------------------------
 
 
