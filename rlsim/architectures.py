@@ -147,6 +147,13 @@ class Config(Schema):
     )
     expert_precision: Precision | None = Field(default=None, description="of experts, if it is another")
     kv_precision: KvPrecision = Field(default="bf16", description="of the KV cache in an engine")
+    kv_window_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="room in an engine's KV cache for each token of a sequence in layers with a window, over that in "
+        "others; default: for no more tokens than the window has",
+    )
 
     num_attention_heads: int = Field(gt=0, le=100_000)
     num_key_value_heads: int = Field(gt=0, le=100_000)

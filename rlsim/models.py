@@ -180,10 +180,21 @@ class Model(Config):
             total += count * layer.expert_weights() * (self.of_experts != "bf16")
         return total
 
-    def served(self, precision: Precision | None = None, kv_precision: KvPrecision = "bf16") -> Model:
+    def served(
+        self,
+        precision: Precision | None = None,
+        kv_precision: KvPrecision = "bf16",
+        window_share: float | None = None,
+    ) -> Model:
         """The model as an engine serves it: all matrices of its layers in that precision, or as they are published."""
         weights = {} if precision is None else {"precision": precision, "expert_precision": None}
-        return self.model_copy(update={**weights, "kv_precision": kv_precision})
+        share = window_share if any(layer.attention.window_tokens for layer in self.groups) else None
+        return self.model_copy(update={**weights, "kv_precision": kv_precision, "kv_window_share": share})
+
+    def cached_elements(self, layer: Layer, tp: int = 1) -> float:
+        """Numbers that a GPU's KV cache has room for in a layer, for each token that it keeps there."""
+        windowed = layer.attention.window_tokens is not None and self.kv_window_share is not None
+        return layer.attention.cached_elements(tp) * (self.kv_window_share or 0.0 if windowed else 1.0)
 
     @property
     def weight_bytes(self) -> float:
@@ -216,11 +227,12 @@ class Model(Config):
         return kept * self.dtype_bytes
 
     def sequence_bytes(self, tokens: int) -> float:
-        """KV cache and state of one sequence of so many tokens: layers with a window keep no more than its tokens."""
-        kept = 0
+        """KV cache and state of one sequence of so many tokens: layers with a window keep no more than its tokens,
+        or what `kv_window_share` says."""
+        kept = 0.0
         for layer, count in self.groups.items():
-            attention = layer.attention
-            kept += count * attention.cached_elements() * min(tokens, attention.window_tokens or tokens)
+            most = tokens if self.kv_window_share is not None else layer.attention.window_tokens or tokens
+            kept += count * self.cached_elements(layer) * min(tokens, most)
         return kept * self.kv_element_bytes + self.state_bytes
 
     # Tensor parallelism ----------------------------------------------------------------------------------------------

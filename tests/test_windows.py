@@ -158,6 +158,22 @@ def test_what_a_sequence_keeps() -> None:
     assert shape.units(8192, 16) == 2 * 256 + 256
 
 
+@pytest.mark.parametrize(("name", "share"), [("gemma-3-27b", 1.0), ("gpt-oss-120b", 0.8)])
+def test_sglang_keeps_every_token_of_layers_with_a_window(name: str, share: float) -> None:
+    model = load_model(name)
+    assert load_calibration("h100-vllm").window_share(model.model_type) is None
+    assert load_calibration("h100-sglang").window_share(model.model_type) == share
+    served = model.served(window_share=share)
+    assert kv_shape(served, 1) == KvShape(kv_shape(model, 1).window_tokens, 1, 1)
+    full = sum(n for layer, n in model.groups.items() if layer.attention.window_tokens is None)
+    windowed = model.num_hidden_layers - full
+    assert served.sequence_bytes(65_536) / model.kv_bytes_per_token == pytest.approx(
+        65_536 * (full + share * windowed) / model.num_hidden_layers
+    )
+    assert 65_536 / 16 * kv_page_bytes(served, 1, 16) == served.sequence_bytes(65_536)
+    assert load_model("qwen2.5-7b").served(window_share=1.0) == load_model("qwen2.5-7b")
+
+
 @pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "mistral-7b-v0.1", "qwen3-next-80b-a3b", "deepseek-v3"])
 @pytest.mark.parametrize("tokens", [16, 160, 4096, 65_536])
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])

@@ -230,6 +230,16 @@ class Calibration(Fitted):
         """When this engine lets responses share what one of them prefills: see `EngineConfig.prefix_hits`."""
         return "prefilled" if self.engine == "sglang" else "scheduled"
 
+    def window_share(self, model_type: str) -> float | None:
+        """Room in this engine's KV cache for each token of a sequence in layers with a window, over that in others.
+
+        None: for no more tokens than the window has (vLLM's hybrid manager). SGLang keeps all tokens, but of the
+        families in its `is_hybrid_swa_model` in a pool of their own, `swa_full_tokens_ratio` times as large.
+        """
+        if self.engine != "sglang":
+            return None
+        return 0.8 if model_type in ("gpt_oss", "llama4") else 1.0
+
     @property
     def draw(self) -> Draw:
         """The world that costs are for: not as fitted, but as far off as `Draw` says."""

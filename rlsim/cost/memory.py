@@ -87,12 +87,13 @@ def kv_page_bytes(model: Model, tp: int, page_tokens: int, pp: int = 1) -> float
     Grouped-query attention keeps 2 · KV heads here · head_dim numbers, latent attention its latent, whole, linear
     attention nothing. In layers with a window only a sequence's last pages are kept (`kv_shape`).
     """
-    kept = model.fullest_stage(pp, lambda layer: layer.attention.cached_elements(tp))
+    kept = model.fullest_stage(pp, lambda layer: model.cached_elements(layer, tp))
     return kept * model.kv_element_bytes * page_tokens
 
 
 def kv_shape(model: Model, tp: int) -> KvShape:
-    """What a sequence takes of such pages, as vLLM's hybrid KV cache manager keeps it.
+    """What a sequence takes of such pages, as vLLM's hybrid KV cache manager keeps it, or as `Model.kv_window_share`
+    says.
 
     Pages are those of all layers together, whatever the pipeline stages. vLLM's window moves by whole pages and may
     touch one more than counted here.
@@ -101,6 +102,8 @@ def kv_shape(model: Model, tp: int) -> KvShape:
     for layer, count in model.groups.items():
         elements[layer.attention.window_tokens] += count * layer.attention.cached_elements(tp)
     everything, always = sum(elements.values()), elements.pop(None, 0)
+    if model.kv_window_share is not None:
+        always = everything
     state = sum(count * layer.attention.state_elements / tp for layer, count in model.groups.items())
     state *= model.dtype_bytes / model.kv_element_bytes  # stays in the model's type, whatever that of the KV cache
     window = max((tokens for tokens in elements if tokens), default=None)

@@ -106,7 +106,8 @@ class LoadedExperiment:
                     f"context of {model.name}, {limit:,} tokens (max_position_embeddings)"
                 )
         engine = self.experiment.engine
-        rollout = self.model.within(longest).served(engine.precision, engine.kv_precision)
+        share = next(iter(self.calibrations.values())).window_share(self.model.model_type)
+        rollout = self.model.within(longest).served(engine.precision, engine.kv_precision, share)
         if self.experiment.weight_sync == "reshard" and rollout.quantised_parameters:
             raise ConfigError(
                 f"{shown}: weight_sync: reshard leaves weights as they are trained, in bf16, but the rollout of "
