@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 Numbers = float | Array
 
 #: Rows of a block of the grouped products: every expert's rows are filled up to whole blocks.
-BLOCK_ROWS = (16, 32, 64, 128)
+BLOCK_ROWS = (8, 16, 32, 64, 128)
 #: Rate of the tensor cores over that in bf16. Weights of `mxfp4` are multiplied in bf16, as gpt-oss is served.
 RATE: dict[Precision, float] = {"bf16": 1.0, "fp8": 2.0, "fp8_block": 2.0, "nvfp4": 4.0, "mxfp4": 1.0}
 #: Axes of the correction: rows for each expert that has any, width on this GPU, bytes of the weights that are read.
@@ -180,7 +180,12 @@ def _product_s(
         waves = np.maximum(1.0, waves + fit.wave_rounding * (np.ceil(waves) - waves))
         return np.asarray(waves * 2.0 * tile.m * tile.n * (k_in + fit.k_overhead) / (per_sm * tile.efficiency))
 
-    fastest = np.min([waves_s(tile) for tile in fit.tiles], axis=0)
+    times = np.array([waves_s(tile) for tile in fit.tiles])
+    if fit.tile_by_mean:
+        mean = np.asarray(load.selections) / load.experts
+        larger = [mean > 2 * tile.m for tile in fit.tiles[:-1]]  # the next block is taken beyond twice its rows
+        return np.asarray(np.choose(np.sum(larger, axis=0), times))
+    fastest = times.min(axis=0)
     if fit.default_tiles is None:
         return np.asarray(fastest)
     few, many = (waves_s(tile) for tile in fit.default_tiles)

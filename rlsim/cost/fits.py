@@ -207,6 +207,11 @@ class ExpertsFit(Fitted):
     blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
     wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
     tiles: tuple[Tile, ...] = Field(min_length=1, description="block shapes, of which the fastest is taken")
+    tile_by_mean: bool = Field(
+        default=False,
+        description="instead of the fastest: the first whose doubled rows hold the mean of selections for an expert "
+        "here, those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)",
+    )
     default_tiles: tuple[Tile, Tile] | None = Field(
         default=None,
         description="blocks that the engine takes where it has none tuned: for no more tokens than experts, and beyond",
