@@ -137,7 +137,7 @@ def formula_s(
 
     `launch + (compute^p + memory^p)^(1/p) + activations`: `compute` takes the fastest block shape (or the engine's
     default one) in both products, in waves of blocks over the SMs; `memory` reads the weights of the experts that are
-    hit, cold; `activations` are the bytes written and read again for each row of this GPU, and for each selection.
+    hit, cold; `activations` are the bytes written and read again for each row of this GPU, selection and token.
     """
     tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
     compute = _product_s(fit, ref, precision, load, tuned, 2.0 * width, hidden)
@@ -146,6 +146,7 @@ def formula_s(
     high, low = np.maximum(compute, memory), np.minimum(compute, memory)
     moved = load.rows * (fit.row_hidden_bytes * hidden + fit.row_width_bytes * width)
     moved = moved + load.selections * (fit.selection_hidden_bytes * hidden + fit.selection_width_bytes * width)
+    moved = moved + load.tokens * fit.token_hidden_bytes * hidden
     launch = fit.launch_s + fit.parallel_s * load.parallel
     core = high * (1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend)
     return np.asarray(launch + core + moved / ref.memory_bytes_per_s)
@@ -184,7 +185,7 @@ def _product_s(
     if fit.tile_by_mean:
         mean = np.asarray(load.selections) / load.experts
         larger = [mean > 2 * tile.m for tile in fit.tiles[:-1]]  # the next block is taken beyond twice its rows
-        return np.asarray(np.choose(np.sum(larger, axis=0), times))
+        return np.asarray(np.choose(np.count_nonzero(larger, axis=0), times))
     fastest = times.min(axis=0)
     if fit.default_tiles is None:
         return np.asarray(fastest)

@@ -225,6 +225,7 @@ class ExpertsFit(Fitted):
         ge=0, le=1e6, description="the same for every selection, also of experts on other GPUs"
     )
     selection_width_bytes: float = Field(ge=0, le=1e6, description="and per element of the width")
+    token_hidden_bytes: float = Field(default=0.0, ge=0, le=1e6, description="the same for every token")
     correction: Correction | None = Field(default=None, description="over rows, width, bytes (of the experts hit)")
 
 

@@ -30,8 +30,8 @@ from rlsim.precision import WEIGHT_BYTES, Precision
 #: Models that are left out whole when errors are measured: Qwen3-235B-A22B and DeepSeek-V3.
 LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")
 KNOTS = {
-    "rows": [4.0**e for e in range(6)],
-    "width": [64.0, 256.0, 1024.0, 4096.0],
+    "rows": [1.0, 16.0, 128.0, 1024.0],
+    "width": [64.0, 512.0, 4096.0],
     "bytes": [1e7, 1e8, 1e9, 1e10],
 }
 CORRECTED_MODELS = 5  # distinct models: with fewer, a correction says more about them than about others
@@ -42,8 +42,9 @@ BY_MEAN = "flashinfer_trtllm"  # the kernel whose blocks follow from the mean ro
 MEAN_ROWS: Mapping[Precision, tuple[int, ...]] = {"nvfp4": (8, 16, 32, 64, 128), "mxfp4": (8, 16, 32)}
 MEAN_ROWS_ELSE = (8, 16, 32, 64)
 DEFAULT_TILES = ((16, 32), (64, 64))  # of SGLang's Triton kernel: for no more tokens than experts, and beyond
-#: log launch and parallel launch (us), efficiency, log k overhead, log (blend - 1), logs of the four bytes, rounding.
-START = (2.5, 1.5, 2.0, 4.6, 1.0, 1.4, 1.4, 0.7, 0.7, 0.0)
+#: log launch and parallel launch (us), efficiency, log k overhead, log (blend - 1), logs of four bytes, rounding, and
+#: the log of the fifth bytes.
+START = (2.5, 1.5, 2.0, 4.6, 1.0, 1.4, 1.4, 0.7, 0.7, 0.0, 1.4)
 TILE_START = dict(zip(BLOCK_ROWS, (-3.0, -2.0, -1.0, 0.0, 0.5), strict=True))  # efficiencies by rows of a block
 ROUNDS = 25
 MOST_ROWS = 3000  # of the search for the constants
@@ -171,7 +172,7 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
 
     def made(p: Array) -> ExpertsFit:
         launch, parallel, k_overhead = np.exp(p[[0, 1, 3]])
-        moved, shares = np.exp(p[5:9]), np.clip(squash(p[[2, *range(9, len(p))]]), 1e-4, 0.9999)
+        moved, shares = np.exp(p[[5,6,7,8,10]]), np.clip(squash(p[[2, 9, *range(11, len(p))]]), 1e-4, 0.9999)
         efficiency, rounding, *own = shares.tolist()
         tiles = tuple(Tile(m=m, n=n, efficiency=e) for (m, n), e in zip(shapes, own, strict=True))
         return ExpertsFit.model_construct(
@@ -190,6 +191,7 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
             row_width_bytes=float(moved[1]),
             selection_hidden_bytes=float(moved[2]),
             selection_width_bytes=float(moved[3]),
+            token_hidden_bytes=float(moved[4]),
             correction=None,
         )
 
