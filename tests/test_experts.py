@@ -107,7 +107,13 @@ def test_seconds_by_hand() -> None:
     kernel = FusedExperts(fit(), REF, "bf16")
     assert kernel(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory)
     assert kernel(load(10, 2, parallel=1.0), 30, 10) == pytest.approx(0.75 + compute + memory)
-    moves = fit(row_hidden_bytes=2.0, row_width_bytes=3.0, selection_hidden_bytes=5.0, selection_width_bytes=7.0, token_hidden_bytes=11.0)
+    moves = fit(
+        row_hidden_bytes=2.0,
+        row_width_bytes=3.0,
+        selection_hidden_bytes=5.0,
+        selection_width_bytes=7.0,
+        token_hidden_bytes=11.0,
+    )
     moved = (10 * (2 * 30 + 3 * 10) + 16 * (5 * 30 + 7 * 10) + 8 * 11 * 30) / 1000.0
     assert FusedExperts(moves, REF, "bf16")(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory + moved)
     half = FusedExperts(fit(), REF, "fp8")(load(10, 2), 30, 10)

@@ -44,6 +44,8 @@ def interpolate(knots: Sequence[float], values: Sequence[float], x: float) -> fl
 DECODE_AXES = ("batch", "context", "kv_heads")
 MEMORY_AXES = ("tokens", "bytes")
 PREFILL_AXES = ("sequences", "new", "q_heads", "group")
+DECODE_WINDOW_AXES = ("tiles", "window")
+PREFILL_WINDOW_AXES = ("sequences", "tokens", "kv_heads", "group")
 
 
 def gemm_of(precision: Precision) -> str:
@@ -78,6 +80,8 @@ class Operators:
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
         self._prefill_range = (*new, context[1])
+        self._decode_windows = {dim: Surface(one, DECODE_WINDOW_AXES) for dim, one in fits.decode_windows.items()}
+        self._prefill_windows = {dim: Surface(one, PREFILL_WINDOW_AXES) for dim, one in fits.prefill_windows.items()}
         several = {**fits.experts, **fits.parallel_experts}
         self._experts = {(name, False): FusedExperts(fit, reference, name) for name, fit in fits.experts.items()}
         self._experts |= {(name, True): FusedExperts(fit, reference, name) for name, fit in several.items()}
@@ -164,6 +168,11 @@ class Operators:
             curve = self._decode[key] = DecodeCurve(batch, *self.decode_attention_curve(*key))
         return curve.step_s(context_tokens)
 
+    def decode_window_factor(self, batch: int, kv_heads: int, head_dim: int, window_tokens: int) -> float:
+        """Time of decode attention in a window over that of as many tokens; 1 where it was not measured."""
+        factor = self._decode_windows.get(head_dim)
+        return 1.0 if factor is None else factor(batch * kv_heads, window_tokens)
+
     def prefill_attention_s(
         self,
         chunks: Sequence[tuple[float, float]],
@@ -174,7 +183,8 @@ class Operators:
     ) -> float:
         """Seconds of one layer's causal attention over `chunks` of (new tokens, tokens already cached), one kernel.
 
-        With a window a query attends to its last `window_tokens` tokens, and a block to that and its own queries.
+        With a window a query attends to its last `window_tokens` tokens, and a block to that and its own queries;
+        what its kernel takes more or less is a measured factor.
 
         Work: `4 · q_heads · head_dim` FLOPs for each (query, key) pair, in blocks of queries; a block's last keys
         are masked but computed. Chunks with cached tokens are derived from the same formula (measured: none cached).
@@ -226,6 +236,9 @@ class Operators:
         size = (tokens * q_heads * 2 * BF16_BYTES + context * kv_heads * 2 * KV_BYTES[fit.kv_precision]) * head_dim
         memory = size / (ref.memory_bytes_per_s * fit.memory_efficiency)
         time = fit.launch_s + max(compute, memory)
+        if window_tokens is not None and head_dim in self._prefill_windows:
+            count = len(chunks)
+            time *= self._prefill_windows[int(head_dim)](count, tokens / count, kv_heads, q_heads / kv_heads)
         if surface is None:
             return time
         factor = self._prefill_factors.get((dim, q_heads, kv_heads))

@@ -172,9 +172,9 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
 
     def made(p: Array) -> ExpertsFit:
         launch, parallel, k_overhead = np.exp(p[[0, 1, 3]])
-        moved, shares = np.exp(p[[5,6,7,8,10]]), np.clip(squash(p[[2, 9, *range(11, len(p))]]), 1e-4, 0.9999)
+        moved, shares = np.exp(p[[5, 6, 7, 8, 10]]), np.clip(squash(p[[2, 9, *range(11, len(p))]]), 1e-4, 0.9999)
         efficiency, rounding, *own = shares.tolist()
-        tiles = tuple(Tile(m=m, n=n, efficiency=e) for (m, n), e in zip(shapes, own, strict=True))
+        tiles = [Tile(m=m, n=n, efficiency=e) for (m, n), e in zip(shapes, own, strict=True)]
         return ExpertsFit.model_construct(
             kernel=kernel,
             launch_s=float(launch * 1e-6),
@@ -183,9 +183,9 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
             k_overhead=float(k_overhead),
             blend=float(1.0 + np.exp(min(p[4], 3.0))),
             wave_rounding=rounding,
-            tiles=tiles[: len(own_rows)],
+            tiles=tuple(tiles[: len(own_rows)]),
             tile_by_mean=by_mean,
-            default_tiles=tiles[len(own_rows) :] or None,
+            default_tiles=(tiles[-2], tiles[-1]) if tuned else None,
             tuned=tuned,
             row_hidden_bytes=float(moved[0]),
             row_width_bytes=float(moved[1]),
