@@ -39,6 +39,7 @@ from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
 from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s, product_bytes, quantising_bytes
 
+Shapes = Sequence[tuple[int, int]]  # of blocks: rows, columns
 TILES = ((64, 64), (64, 128), (128, 64), (64, 256), (128, 128), (128, 256), (256, 128))
 SPLITS = (1, 2, 4, 8)
 #: In other precisions than bf16, kernels choose their block by the number of rows alone: of these, from these rows on.
@@ -144,13 +145,11 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16")
     rows = table[~test & ~hot]
     chosen = np.random.default_rng(0).choice(np.arange(len(rows)), min(MOST_ROWS, len(rows)), replace=False)
     some, by_rows = rows.iloc[np.sort(chosen)], precision != "bf16"
-    if by_rows:
-        best, shapes = _search_by_rows(some, efficiency, ref, precision)
-    else:
-        best, shapes = _search(some, efficiency, ref), TILES
-    tiles = (Tile(m=a, n=b, efficiency=float(e)) for (a, b), e in zip(shapes, squash(best[5:]), strict=True))
-    if by_rows:
-        tiles = (tile.model_copy(update={"from_rows": rows}) for tile, rows in zip(tiles, FROM_ROWS, strict=True))
+    best, shapes = (
+        _search_by_rows(some, efficiency, ref, precision) if by_rows else (_search(some, efficiency, ref), TILES)
+    )
+    starts = FROM_ROWS if by_rows else (1,) * len(TILES)
+    tiles = zip(shapes, squash(best[5:]), starts, strict=True)
     fit = GemmFit(
         precision=precision,
         launch_s=float(np.exp(best[0]) * 1e-6),
@@ -159,7 +158,7 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16")
         split_s=0.0 if by_rows else float(np.exp(best[2]) * 1e-6),
         blend=float(min(1.0 + np.exp(best[3]), 50.0)),
         wave_rounding=float(squash(best[4])),
-        tiles=tuple(tiles),
+        tiles=tuple(Tile(m=a, n=b, efficiency=float(e), from_rows=start) for (a, b), e, start in tiles),
         splits=(1,) if by_rows else SPLITS,
     )
     fit = as_written(fit)
@@ -197,7 +196,7 @@ def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference) -> Arr
 
 def _search_by_rows(
     rows: pd.DataFrame, memory_efficiency: float, ref: Reference, precision: Precision
-) -> tuple[Array, list[tuple[int, int]]]:
+) -> tuple[Array, Shapes]:
     """The same with one block for each range of rows, and these blocks; k is not split.
 
     In turns: the block and its efficiency for each range by trying all, then all constants by least squares.
@@ -206,8 +205,8 @@ def _search_by_rows(
     parts = [columns_of(rows[of == i + 1], ("m", "n", "k", "seconds")) for i in range(len(FROM_ROWS))]
 
     def seconds(shared: Array, share: float, tile: tuple[int, int], part: list[Array]) -> Array:
-        p = np.append(shared, share)
-        return gemm_time(p, memory_efficiency, *part[:3], ref, precision, tiles=(tile,), splits=(1,))
+        p, (m, n, k, _) = np.append(shared, share), part
+        return gemm_time(p, memory_efficiency, m, n, k, ref, precision, tiles=(tile,), splits=(1,))
 
     def loss(shared: Array, share: float, tile: tuple[int, int], part: list[Array]) -> float:
         return float(soft_l1(np.log(seconds(shared, share, tile, part) / part[3])).sum())
@@ -235,7 +234,7 @@ def gemm_time(
     ref: Reference,
     precision: Precision = "bf16",
     *,
-    tiles: Sequence[tuple[int, int]] = TILES,
+    tiles: Shapes = TILES,
     splits: Sequence[int] = SPLITS,
 ) -> Array:
     """`Products.time_s` on arrays.

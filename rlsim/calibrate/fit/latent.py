@@ -2,9 +2,9 @@
 
 Where the tables time a whole module, its products and elementwise kernels are those of the calibration's other fits,
 and the constants are fitted to the sum: what they hold is the module less those. Errors are those of the sum. The head
-counts of `UNSEEN` (whole degrees of tensor parallelism) judge a fit that has seen none of them; what decode is then
-costed with has seen all, since kernels are chosen by the number of heads (on B200 32 heads take a third longer than 16
-or 64).
+counts of `UNSEEN` (whole degrees of tensor parallelism) judge a fit that has seen none of them, with one correction
+for each block of heads that kernels have (on B200 the one for 32 takes a third longer than those for 16 and 64); what
+decode is then costed with has seen all, and may differ by the number of heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARALLELISM = (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)
 KNOTS = {
     "batch": [4.0**e for e in range(6)],
     "context": [2.0, *(4.0**e for e in range(2, 9)), 2.0**17],
-    "heads": [1.0, 8.0, float(HEAD_BLOCK), 128.0],
+    "heads": [16.0, 32.0, float(HEAD_BLOCK)],  # blocks of kernels: fewer heads fill one in part, more take several
 }
 ALL_KNOTS = {**KNOTS, "heads": [1.0, 8.0, 16.0, 32.0, 64.0, 128.0]}
 #: What is fitted to prompts.
