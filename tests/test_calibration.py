@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlsim.cost.calibration import Calibration, DecodeProfile, Residual, calibration_names, load_calibration
+from rlsim.cost.calibration import Calibration, DecodeProfile, calibration_names, load_calibration
 from rlsim.cost.operators import Operators
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.step import Chunk
@@ -66,8 +66,8 @@ MISSED = {
     # the same product of PyTorch's, as measured by SGLang 0.5.14 and by vLLM 0.24.0 on H200, differs by 5% at the
     # median and 22% at the 90th percentile: no fit comes nearer to one of them than that
     ("h200-sxm-sglang", "gemm"): (0.055, 0.16),
-    # DeepGEMM takes the blocks with the fewest waves; where those of 128 x 192 fill one wave (2% of the shapes) they are
-    # four times as slow as others, and on H200 as many shapes again differ from H100 by more than a tenth
+    # DeepGEMM takes the blocks with the fewest waves; where those of 128 x 192 fill one wave (2% of the products) they
+    # take four times as long as others. A tenth of H200's products take over 14% longer than H100's
     ("sglang", "gemm_fp8_block"): (0.077, 0.246),
     ("vllm", "gemm_fp8_block"): (0.079, 0.2),
     # few rows, of which held-out pairs of batch and heads are a fifth; what sets these apart was not found
@@ -75,7 +75,7 @@ MISSED = {
     ("sglang", "prefill_attention_fp8"): (0.065, 0.35),
     # rows served from L2 in part, as for heads of 128
     ("trtllm", "decode_attention_heads_of_64"): (0.065, 0.21),
-    # a fifth of some 200 rows, of which half are heads of 256 that take up to ten times the usual kernel's time
+    # a quarter of 785 rows, a third of them with heads of 256, which take up to ten times the usual kernel's time
     ("sglang", "prefill_attention_windows"): (0.075, 0.35),
     # this kernel reads more than the window, the more the longer the context, which the factor knows nothing of
     ("trtllm", "decode_attention_windows"): (0.13, 0.61),

@@ -3,8 +3,8 @@
 Where the tables time a whole module, its products and elementwise kernels are those of the calibration's other fits,
 and the constants are fitted to the sum: what they hold is the module less those. Errors are those of the sum. The head
 counts of `UNSEEN` (whole degrees of tensor parallelism) judge a fit that has seen none of them, corrected by the number
-of heads or by the kernels' blocks of them, whichever suits the rows it has seen (on B200 the kernel for 32 heads takes a
-third longer than those for 16 and 64); what decode is then costed with has seen all.
+of heads or by the kernels' blocks of them, whichever suits the rows it has seen (on B200 the kernel for 32 heads takes
+a third longer than those for 16 and 64); what decode is then costed with has seen all.
 """
 
 from __future__ import annotations
