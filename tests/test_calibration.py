@@ -87,7 +87,7 @@ ELSEWHERE = {
     # TensorRT-LLM's reads more than the window, as on Hopper, and vLLM's on L40S likewise
     "decode_attention_windows": (0.18, 0.04),
     "prefill_attention_heads_of_256": (0.09, 0.04),  # SGLang on Blackwell; 90th percentile 51%, not looked into
-    # vLLM's are SGLang's. Of SGLang's products on B200 the 90th percentile is 19% in fp8, 22% in fp8_block, 21% in NVFP4:
+    # vLLM's are SGLang's. SGLang's 90th percentiles on B200 are 19% in fp8, 22% in fp8_block and 21% in NVFP4:
     # the same product of PyTorch's, in its table and vLLM's, differs by 3% at the median and 19% there, one row in 18
     # being over 30% slower in SGLang's
     "gemm_fp8_block": (0.078, 0.065),

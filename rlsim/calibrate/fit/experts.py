@@ -32,7 +32,7 @@ LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")
 KNOTS = {
     "rows": [1.0, 16.0, 128.0, 1024.0],
     "width": [64.0, 512.0, 4096.0],
-    "bytes": [1e7, 1e8, 1e9, 1e10],
+    "bytes": [1e8, 1e9, 1e10],
 }
 CORRECTED_MODELS = 5  # distinct models: with fewer, a correction says more about them than about others
 TILE_COLUMNS = 128
