@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlsim.cost.calibration import Calibration, DecodeProfile, Residual, calibration_names, load_calibration
+from rlsim.cost.calibration import Calibration, DecodeProfile, calibration_names, load_calibration
 from rlsim.cost.operators import Operators
 from rlsim.cost.profile import ProfileStep
 from rlsim.cost.step import Chunk
@@ -51,7 +51,7 @@ def test_reference_is_the_catalogues_data_sheet(name: str) -> None:
 
 
 TARGET = (0.05, 0.15)  # median and 90th percentile of the errors on shapes that no fit has seen
-QUANTISED_TARGET = (0.06, 0.18)  # of products and attention in other precisions
+QUANTISED_TARGET = (0.06, 0.18)  # of products and attention in other precisions, and of windows
 #: Where the target is missed, the reason, and the bound that holds instead.
 MISSED = {
     # rows served from L2 in part, which the benchmark's repeats bring about
@@ -66,31 +66,32 @@ MISSED = {
     # the same product of PyTorch's, as measured by SGLang 0.5.14 and by vLLM 0.24.0 on H200, differs by 5% at the
     # median and 22% at the 90th percentile: no fit comes nearer to one of them than that
     ("h200-sxm-sglang", "gemm"): (0.055, 0.16),
-    # kernels choose their block shape by the number of rows alone, the formula takes the fastest one: most of it is at
-    # 64 to 1,024 rows, and as large on the shapes that the fit has seen
-    ("sglang", "gemm_fp8"): (0.075, 0.21),
-    ("vllm", "gemm_fp8"): (0.066, 0.19),
-    ("sglang", "gemm_fp8_block"): (0.082, 0.25),
-    ("vllm", "gemm_fp8_block"): (0.08, 0.21),
-    ("trtllm", "gemm_fp8_block"): (0.06, 0.21),
+    # DeepGEMM takes the blocks with the fewest waves; where those of 128 x 192 fill one wave (2% of the products) they
+    # take four times as long as others. A tenth of H200's products take over 14% longer than H100's
+    ("sglang", "gemm_fp8_block"): (0.077, 0.246),
+    ("vllm", "gemm_fp8_block"): (0.079, 0.2),
     # few rows, of which held-out pairs of batch and heads are a fifth; what sets these apart was not found
     ("sglang", "prefill_attention_heads_of_64"): (0.085, 0.25),
     ("sglang", "prefill_attention_fp8"): (0.065, 0.35),
     # rows served from L2 in part, as for heads of 128
     ("trtllm", "decode_attention_heads_of_64"): (0.065, 0.21),
+    # a quarter of 785 rows, a third of them with heads of 256, which take up to ten times the usual kernel's time
+    ("sglang", "prefill_attention_windows"): (0.075, 0.35),
+    # this kernel reads more than the window, the more the longer the context, which the factor knows nothing of
+    ("trtllm", "decode_attention_windows"): (0.13, 0.61),
     # three constants for prompts of 1 to 32,768 tokens, on top of the products' own error
     ("vllm", "latent_attention_prompts"): (0.06, 0.15),
 }
 #: The same on other GPUs: the largest median and bias.
 ELSEWHERE = {
-    # Blackwell's kernel takes a third longer with 32 heads than with 16 or 64, which are left out of the fit that is
-    # judged; what is costed has seen them all
-    "latent_attention": (0.17, 0.17),
+    # TensorRT-LLM's reads more than the window, as on Hopper, and vLLM's on L40S likewise
+    "decode_attention_windows": (0.18, 0.04),
     "prefill_attention_heads_of_256": (0.09, 0.04),  # SGLang on Blackwell; 90th percentile 51%, not looked into
-    "gemm_fp8_block": (0.08, 0.065),  # vLLM's are SGLang's
+    # vLLM's are SGLang's. SGLang's 90th percentiles on B200 are 19% in fp8, 22% in fp8_block and 21% in NVFP4:
+    # the same product of PyTorch's, in its table and vLLM's, differs by 3% at the median and 19% there, one row in 18
+    # being over 30% slower in SGLang's
+    "gemm_fp8_block": (0.078, 0.065),
 }
-#: Compared with measured rows, none of them fitted: the kernel of as many tokens stands for a window's.
-WINDOWS = ("decode_attention_windows", "prefill_attention_windows")
 #: vLLM's products in fp8_block are SGLang's, and compared with another release of the same kernel.
 BORROWED_BIAS = 0.05
 EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
@@ -99,17 +100,13 @@ SKEWED = (0.09, 0.25, 0.08)  # experts of unequal popularity
 EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
 
 
-def fitted(calibration: Calibration) -> dict[str, Residual]:
-    return {name: found for name, found in calibration.residuals.items() if name not in WINDOWS}
-
-
 def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
     """The largest median, 90th percentile and bias."""
     if operator == "exchange":
         return EXCHANGE
     if operator.startswith("experts"):
         return SKEWED if operator.endswith("_skewed") else (*EXPERTS, 0.05)
-    quantised = any(f"_{precision}" in operator for precision in PRECISIONS)
+    quantised = operator.endswith("_windows") or any(f"_{precision}" in operator for precision in PRECISIONS)
     target = MISSED.get((engine, operator), QUANTISED_TARGET if quantised else TARGET)
     bias = BORROWED_BIAS if (engine, operator) == ("vllm", "gemm_fp8_block") else 0.03
     return (*MISSED.get((name, operator), target), bias)
@@ -118,7 +115,7 @@ def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("h100", "h200"))])
 def test_kernels_on_hopper_keep_the_target(name: str) -> None:
     calibration = load_calibration(name)
-    for operator, found in fitted(calibration).items():
+    for operator, found in calibration.residuals.items():
         median, p90, bias = bounds(name, calibration.engine, operator)
         assert (found.median <= median) & (found.p90 <= p90), (operator, found.median, found.p90)
         assert abs(found.bias) < bias, operator
@@ -127,22 +124,15 @@ def test_kernels_on_hopper_keep_the_target(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
 def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
-    for operator, found in fitted(load_calibration(name)).items():
+    for operator, found in load_calibration(name).residuals.items():
         usual = (0.12, 0.1) if operator.startswith("experts") else (0.08, 0.04)  # B200's under a power law: 0.11 in fp8
         median, bias = ELSEWHERE.get(operator, usual)
         assert found.median < median, operator
         assert abs(found.bias) < bias, operator
         if operator == "gemm":
             assert found.p90 < 0.18
-
-
-@pytest.mark.parametrize("name", ["h100-vllm", "h200-vllm"])
-def test_windows_that_no_fit_has_seen(name: str) -> None:
-    """Mostly of 128 tokens and heads of 64, whose kernel is a quarter slower than on so many tokens (docs/costs.md)."""
-    residuals = load_calibration(name).residuals
-    for operator in WINDOWS:
-        assert residuals[operator].median < 0.16, operator
-        assert residuals[operator].p90 < 0.32, operator
+        if name.startswith("b200") and operator.startswith("experts") and not operator.endswith("_skewed"):
+            assert (found.median <= EXPERTS[0]) & (found.p90 <= EXPERTS[1]), operator
 
 
 def test_every_engine_covers_the_data_centre_gpus() -> None:

@@ -18,7 +18,7 @@ from rlsim.calibrate.fit.experts import LEFT_OUT, kernel_exchange, kernel_expert
 from rlsim.calibrate.importers.experts import _balanced, _power_law, exchanges, experts
 from rlsim.cost.calibration import Reference, load_calibration
 from rlsim.cost.collectives import Collectives, exchanged_bytes
-from rlsim.cost.experts import ExpertLoad, FusedExperts, distinct_experts, expert_load
+from rlsim.cost.experts import BLOCK_ROWS, ExpertLoad, FusedExperts, distinct_experts, expert_load
 from rlsim.cost.fits import ExpertsFit, Tile
 from rlsim.cost.memory import rollout_memory, rollout_weight_bytes
 from rlsim.cost.replica import ReplicaLayout
@@ -61,7 +61,7 @@ def fit(**changes: object) -> ExpertsFit:
 
 
 def load(rows: float, hit: float, *, experts: float = 4, tokens: float = 8, parallel: float = 0.0) -> ExpertLoad:
-    blocks = tuple(hit * math.ceil(rows / hit / size) for size in (16, 32, 64, 128))
+    blocks = tuple(hit * math.ceil(rows / hit / size) for size in BLOCK_ROWS)
     return ExpertLoad(2 * tokens, tokens, rows, hit, experts, parallel, blocks)
 
 
@@ -79,8 +79,8 @@ def test_balanced_experts_hit_their_share_of_every_gpu() -> None:
 
 def test_blocks_of_few_rows_are_one_for_each_expert_and_half_empty_beyond() -> None:
     few, many = expert_load(1, 128, 8), expert_load(16_384, 128, 8)
-    assert few.blocks == pytest.approx((8, 8, 8, 8))
-    assert many.blocks[3] == pytest.approx(128 * (1024 / 128 + 0.5))
+    assert few.blocks == pytest.approx([8] * len(BLOCK_ROWS))
+    assert many.blocks[-1] == pytest.approx(128 * (1024 / 128 + 0.5))
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 2, 8, 32]), st.floats(0.2, 3))
@@ -107,8 +107,14 @@ def test_seconds_by_hand() -> None:
     kernel = FusedExperts(fit(), REF, "bf16")
     assert kernel(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory)
     assert kernel(load(10, 2, parallel=1.0), 30, 10) == pytest.approx(0.75 + compute + memory)
-    moves = fit(row_hidden_bytes=2.0, row_width_bytes=3.0, selection_hidden_bytes=5.0, selection_width_bytes=7.0)
-    moved = (10 * (2 * 30 + 3 * 10) + 16 * (5 * 30 + 7 * 10)) / 1000.0
+    moves = fit(
+        row_hidden_bytes=2.0,
+        row_width_bytes=3.0,
+        selection_hidden_bytes=5.0,
+        selection_width_bytes=7.0,
+        token_hidden_bytes=11.0,
+    )
+    moved = (10 * (2 * 30 + 3 * 10) + 16 * (5 * 30 + 7 * 10) + 8 * 11 * 30) / 1000.0
     assert FusedExperts(moves, REF, "bf16")(load(10, 2), 30, 10) == pytest.approx(0.5 + compute + memory + moved)
     half = FusedExperts(fit(), REF, "fp8")(load(10, 2), 30, 10)
     assert half == pytest.approx(0.5 + (compute + memory) / 2)
@@ -121,6 +127,16 @@ def test_default_blocks_where_none_are_tuned() -> None:
     assert default(load(10, 2, experts=4), 30, 10) == pytest.approx(rest + compute)
     assert default(load(10, 2, experts=8), 30, 10) == pytest.approx(rest + 2 * compute)
     assert default(load(10, 2, experts=5), 30, 10) == pytest.approx(rest + 4 * 4 * compute)  # more tokens than experts
+
+
+@pytest.mark.parametrize(("tokens", "which"), [(1, 0), (32, 0), (33, 1), (64, 1), (65, 2), (900, 2)])
+def test_blocks_that_follow_from_the_mean_rows_of_an_expert(tokens: float, which: int) -> None:
+    tiles = tuple(Tile(m=m, n=10, efficiency=0.5) for m in (8, 16, 32))  # of two selections a token, over four experts
+    by_mean, alone = (
+        FusedExperts(fit(tiles=own, tile_by_mean=True), REF, "bf16") for own in (tiles, tiles[which : which + 1])
+    )
+    call = load(40, 2, tokens=tokens)
+    assert by_mean(call, 30, 10) == alone(call, 30, 10)
 
 
 @pytest.mark.parametrize("name", ["h100-sglang", "h100-vllm", "h200-vllm"])

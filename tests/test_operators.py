@@ -88,6 +88,17 @@ def test_gemm_compute_counts_whole_waves() -> None:
     assert two == pytest.approx(1e-6 + 800e-6, rel=1e-3)  # 110 blocks, two waves
 
 
+def test_gemm_takes_the_block_for_so_many_rows() -> None:
+    tiles = [Tile(m=16, n=100, efficiency=0.5), Tile(m=64, n=50, efficiency=0.25, from_rows=17)]
+    gemm = fits().gemm
+    both, *alone = (
+        Operators(fits(gemm=gemm.model_copy(update={"tiles": tuple(own)})), REFERENCE)
+        for own in (tiles, tiles[:1], [tiles[1].model_copy(update={"from_rows": 1})])
+    )
+    for rows, which in ((1, 0), (16, 0), (17, 1), (33, 1), (5000, 1)):
+        assert both.gemm_s(rows, 1000, 4000) == alone[which].gemm_s(rows, 1000, 4000)
+
+
 def test_grouped_gemm_is_one_gemm_per_group_in_one_launch() -> None:
     one, two = operators().gemm_s(1000, 1000, 10_000), operators().gemm_s(1000, 1000, 10_000, groups=2)
     assert two - 1e-6 == pytest.approx(2 * (one - 1e-6), rel=1e-3)  # 100 blocks each
@@ -102,6 +113,19 @@ def test_decode_attention_is_floor_then_line() -> None:
     knots, times = o.decode_attention_curve(batch=4, kv_heads=2, head_dim=128)
     assert knots[:2] == [0.0, pytest.approx((20e-6 - stream) / slope)]
     assert times[:2] == [20e-6, pytest.approx(20e-6)]
+
+
+def test_attention_in_a_window_takes_a_factor_of_that_over_as_many_tokens() -> None:
+    decode = {128: Correction.over({"tiles": (8.0,), "window": (128.0, 1024.0)}, (2.0, 1.5))}
+    axes = {"sequences": (1.0, 4.0), "tokens": (100.0,), "kv_heads": (2.0,), "group": (4.0,)}
+    prompts = {128: Correction.over(axes, (1.0, 3.0))}
+    plain, window = operators(), Operators(fits(decode_windows=decode, prefill_windows=prompts), REFERENCE)
+    factors = [window.decode_window_factor(4, 2, dim, tokens) for dim, tokens in ((128, 128), (128, 4096), (64, 128))]
+    assert factors == pytest.approx([2.0, 1.5, 1.0])
+    assert plain.decode_window_factor(4, 2, 128, 128) == 1.0
+    for length, factor in ((50.0, 1.0), (200.0, 3.0)):  # a prompt that its window does not cut has the usual kernel
+        shape = [(length, 0.0)] * 4, 8, 2, 128, 100
+        assert window.prefill_attention_s(*shape) == pytest.approx(factor * plain.prefill_attention_s(*shape))
 
 
 def corrected(operator: str, axes: dict[str, tuple[float, ...]], factor: tuple[float, ...]) -> Operators:

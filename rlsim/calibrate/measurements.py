@@ -35,7 +35,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     # a fused mixture on one GPU: tokens of all GPUs, width and experts of this one; the work as in `ExpertLoad`
     "experts": (
         *("precision", "kernel", "model", "routing", "tokens", "hidden", "width", "active", "experts", "ep", "tuned"),
-        *("rows", "hit", "blocks_16", "blocks_32", "blocks_64", "blocks_128"),
+        *("rows", "hit", *(f"blocks_{size}" for size in (8, 16, 32, 64, 128))),
     ),
     "memory_bound": ("kernels", "tokens", "bytes"),  # launches in the row, bytes moved by all of them
     "collective": ("op", "gpus", "bytes"),  # full tensor; the engine's own all-reduce is `custom_all_reduce`

@@ -38,10 +38,10 @@ def write_record(data: dict[str, Any], path: Path, comment: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Only what YAML knows; numbers of one list, and a tile's three numbers, stay on one line."""
+    """Only what YAML knows; numbers of one list, and a tile's numbers, stay on one line."""
     if isinstance(value, dict):
         mapping = CommentedMap({key: _plain(item) for key, item in value.items()})
-        if set(value) in ({"m", "n", "efficiency"}, {"name", "knots"}):
+        if {"m", "n", "efficiency"} <= set(value) or set(value) == {"name", "knots"}:
             mapping.fa.set_flow_style()
         return mapping
     if isinstance(value, list | tuple):

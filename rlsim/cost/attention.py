@@ -57,8 +57,8 @@ class LayerAttention(ABC):
 class GroupedQueries(LayerAttention):
     """Grouped-query attention over all tokens before, or over a window of them.
 
-    A window's kernel is that of as many tokens. Attention sinks and soft-capped logits cost nothing; an output gate is
-    one more elementwise kernel (its projection is part of the queries').
+    A window's kernel is that of as many tokens, times a factor where it was measured. Attention sinks and soft-capped
+    logits cost nothing; an output gate is one more elementwise kernel (its projection is part of the queries').
     """
 
     def __init__(self, operators: Operators, attention: FullAttention, tp: int, dtype_bytes: float) -> None:
@@ -77,7 +77,12 @@ class GroupedQueries(LayerAttention):
         return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
     def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
-        return self._operators.decode_attention_curve(batch, self._kv_heads, self._attention.head_dim)
+        shape = batch, self._kv_heads, self._attention.head_dim
+        totals, times = self._operators.decode_attention_curve(*shape)
+        if self.window_tokens is None:
+            return totals, times
+        factor = self._operators.decode_window_factor(*shape, self.window_tokens)
+        return totals, [time * factor for time in times]
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
         return self._operators.prefill_attention_s(

@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 Numbers = float | Array
 
 #: Rows of a block of the grouped products: every expert's rows are filled up to whole blocks.
-BLOCK_ROWS = (16, 32, 64, 128)
+BLOCK_ROWS = (8, 16, 32, 64, 128)
 #: Rate of the tensor cores over that in bf16. Weights of `mxfp4` are multiplied in bf16, as gpt-oss is served.
 RATE: dict[Precision, float] = {"bf16": 1.0, "fp8": 2.0, "fp8_block": 2.0, "nvfp4": 4.0, "mxfp4": 1.0}
 #: Axes of the correction: rows for each expert that has any, width on this GPU, bytes of the weights that are read.
@@ -137,7 +137,7 @@ def formula_s(
 
     `launch + (compute^p + memory^p)^(1/p) + activations`: `compute` takes the fastest block shape (or the engine's
     default one) in both products, in waves of blocks over the SMs; `memory` reads the weights of the experts that are
-    hit, cold; `activations` are the bytes written and read again for each row of this GPU, and for each selection.
+    hit, cold; `activations` are the bytes written and read again for each row of this GPU, selection and token.
     """
     tuned = np.isin(1e6 * load.experts + width, [1e6 * experts + own for experts, own in fit.tuned])
     compute = _product_s(fit, ref, precision, load, tuned, 2.0 * width, hidden)
@@ -146,6 +146,7 @@ def formula_s(
     high, low = np.maximum(compute, memory), np.minimum(compute, memory)
     moved = load.rows * (fit.row_hidden_bytes * hidden + fit.row_width_bytes * width)
     moved = moved + load.selections * (fit.selection_hidden_bytes * hidden + fit.selection_width_bytes * width)
+    moved = moved + load.tokens * fit.token_hidden_bytes * hidden
     launch = fit.launch_s + fit.parallel_s * load.parallel
     core = high * (1.0 + (low / high) ** fit.blend) ** (1.0 / fit.blend)
     return np.asarray(launch + core + moved / ref.memory_bytes_per_s)
@@ -180,7 +181,12 @@ def _product_s(
         waves = np.maximum(1.0, waves + fit.wave_rounding * (np.ceil(waves) - waves))
         return np.asarray(waves * 2.0 * tile.m * tile.n * (k_in + fit.k_overhead) / (per_sm * tile.efficiency))
 
-    fastest = np.min([waves_s(tile) for tile in fit.tiles], axis=0)
+    times = np.array([waves_s(tile) for tile in fit.tiles])
+    if fit.tile_by_mean:
+        mean = np.asarray(load.selections) / load.experts
+        larger = [mean > 2 * tile.m for tile in fit.tiles[:-1]]  # the next block is taken beyond twice its rows
+        return np.asarray(np.choose(np.count_nonzero(larger, axis=0), times))
+    fastest = times.min(axis=0)
     if fit.default_tiles is None:
         return np.asarray(fastest)
     few, many = (waves_s(tile) for tile in fit.default_tiles)

@@ -95,6 +95,7 @@ class Tile(Fitted):
     m: Count
     n: Count
     efficiency: Share = Field(description="share of an SM's peak while inside the main loop")
+    from_rows: Count = Field(default=1, description="of a product: with fewer, another block is taken")
 
 
 class GemmFit(Fitted):
@@ -110,7 +111,9 @@ class GemmFit(Fitted):
     split_s: KernelSeconds = Field(description="cost of splitting k over blocks")
     blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
     wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
-    tiles: tuple[Tile, ...] = Field(min_length=1)
+    tiles: tuple[Tile, ...] = Field(
+        min_length=1, description="block shapes: of those with the largest from_rows that is reached, the fastest"
+    )
     splits: tuple[Count, ...] = Field(min_length=1, description="numbers of blocks that k may be split over")
     correction: Correction | None = Field(default=None, description="over m, n, k")
 
@@ -207,6 +210,11 @@ class ExpertsFit(Fitted):
     blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
     wave_rounding: float = Field(ge=0, le=1, description="1: a started wave costs a whole one; 0: only its share")
     tiles: tuple[Tile, ...] = Field(min_length=1, description="block shapes, of which the fastest is taken")
+    tile_by_mean: bool = Field(
+        default=False,
+        description="instead of the fastest: the first whose doubled rows hold the mean of selections for an expert "
+        "here, those of experts elsewhere among them (FlashInfer's `selectDefaultTileN`)",
+    )
     default_tiles: tuple[Tile, Tile] | None = Field(
         default=None,
         description="blocks that the engine takes where it has none tuned: for no more tokens than experts, and beyond",
@@ -220,6 +228,7 @@ class ExpertsFit(Fitted):
         ge=0, le=1e6, description="the same for every selection, also of experts on other GPUs"
     )
     selection_width_bytes: float = Field(ge=0, le=1e6, description="and per element of the width")
+    token_hidden_bytes: float = Field(default=0.0, ge=0, le=1e6, description="the same for every token")
     correction: Correction | None = Field(default=None, description="over rows, width, bytes (of the experts hit)")
 
 
@@ -238,6 +247,14 @@ class OperatorFits(Fitted):
     )
     decode_attention_fp8: DecodeAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
     prefill_attention_fp8: PrefillAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
+    decode_windows: dict[Count, Correction] = Field(
+        default={},
+        description="head size -> time of attention in a window over that of as many tokens: tiles (KV heads of the "
+        "batch), window",
+    )
+    prefill_windows: dict[Count, Correction] = Field(
+        default={}, description="the same of prompts, over sequences, tokens (of each), kv_heads, group"
+    )
     latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
     experts: dict[Precision, ExpertsFit] = Field(default={}, description="mixtures of experts, by precision")
     parallel_experts: dict[Precision, ExpertsFit] = Field(
@@ -272,7 +289,7 @@ class OperatorFits(Fitted):
             if isinstance(fit, tuple):
                 return tuple(map(bare, fit))
             if isinstance(fit, dict):
-                return {name: bare(one) for name, one in fit.items()}
+                return {name: bare(one) for name, one in fit.items() if not isinstance(one, Correction)}
             if fit is None or isinstance(fit, MemoryOpFit):
                 return fit
             heads: dict[str, Any] = {"head_dims": {}} if hasattr(fit, "head_dims") else {}

@@ -44,6 +44,8 @@ def interpolate(knots: Sequence[float], values: Sequence[float], x: float) -> fl
 DECODE_AXES = ("batch", "context", "kv_heads")
 MEMORY_AXES = ("tokens", "bytes")
 PREFILL_AXES = ("sequences", "new", "q_heads", "group")
+DECODE_WINDOW_AXES = ("tiles", "window")
+PREFILL_WINDOW_AXES = ("sequences", "tokens", "kv_heads", "group")
 
 
 def gemm_of(precision: Precision) -> str:
@@ -78,6 +80,8 @@ class Operators:
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
         self._prefill_range = (*new, context[1])
+        self._decode_windows = {dim: Surface(one, DECODE_WINDOW_AXES) for dim, one in fits.decode_windows.items()}
+        self._prefill_windows = {dim: Surface(one, PREFILL_WINDOW_AXES) for dim, one in fits.prefill_windows.items()}
         several = {**fits.experts, **fits.parallel_experts}
         self._experts = {(name, False): FusedExperts(fit, reference, name) for name, fit in fits.experts.items()}
         self._experts |= {(name, True): FusedExperts(fit, reference, name) for name, fit in several.items()}
@@ -164,6 +168,14 @@ class Operators:
             curve = self._decode[key] = DecodeCurve(batch, *self.decode_attention_curve(*key))
         return curve.step_s(context_tokens)
 
+    def decode_window_factor(self, batch: int, kv_heads: int, head_dim: int, window_tokens: int) -> float:
+        """Time of decode attention in a window over that of as many tokens; 1 where it was not measured.
+
+        It holds for any context: in a CUDA graph the kernel is the one for the longest context that a model may have.
+        """
+        factor = self._decode_windows.get(head_dim)
+        return 1.0 if factor is None else factor(batch * kv_heads, window_tokens)
+
     def prefill_attention_s(
         self,
         chunks: Sequence[tuple[float, float]],
@@ -174,7 +186,8 @@ class Operators:
     ) -> float:
         """Seconds of one layer's causal attention over `chunks` of (new tokens, tokens already cached), one kernel.
 
-        With a window a query attends to its last `window_tokens` tokens, and a block to that and its own queries.
+        With a window a query attends to its last `window_tokens` tokens, and a block to that and its own queries;
+        what the kernel of prompts beyond their window takes more or less is a measured factor.
 
         Work: `4 · q_heads · head_dim` FLOPs for each (query, key) pair, in blocks of queries; a block's last keys
         are masked but computed. Chunks with cached tokens are derived from the same formula (measured: none cached).
@@ -184,6 +197,7 @@ class Operators:
         block = fit.block_tokens
         shortest, longest_new, longest_context = self._prefill_range
         outside: tuple[float, float] | None = None
+        cut = False  # by the window
         # Doubled: `pairs` of queries and keys, and the `keys` of all blocks (a chunk's have `prior + block` to `end`).
         tokens = context = pairs = blocks = keys = last = 0.0
         for new, prior in chunks:
@@ -198,6 +212,7 @@ class Operators:
                 context += prior + new
                 pairs += new * (2.0 * prior + new)
             else:
+                cut = True
                 reach = window_tokens + block  # keys of a block that the window cuts
                 whole = max((reach - prior) // block, 0.0)  # blocks that it does not cut
                 growing = max(window_tokens - prior, 0.0)  # queries that have no more tokens before them than it holds
@@ -226,6 +241,9 @@ class Operators:
         size = (tokens * q_heads * 2 * BF16_BYTES + context * kv_heads * 2 * KV_BYTES[fit.kv_precision]) * head_dim
         memory = size / (ref.memory_bytes_per_s * fit.memory_efficiency)
         time = fit.launch_s + max(compute, memory)
+        if cut and head_dim in self._prefill_windows:
+            count = len(chunks)
+            time *= self._prefill_windows[int(head_dim)](count, tokens / count, kv_heads, q_heads / kv_heads)
         if surface is None:
             return time
         factor = self._prefill_factors.get((dim, q_heads, kv_heads))

@@ -23,7 +23,7 @@ class Products:
     def __init__(self, fit: GemmFit, reference: Reference) -> None:
         self._fit, self._reference = fit, reference
         self._peak_flop_per_s = peak_flop_per_s(reference, fit.precision) or inf
-        self._row_block = gcd(*(tile.m for tile in fit.tiles))
+        self._row_block = gcd(*(tile.m for tile in fit.tiles), *(tile.from_rows - 1 for tile in fit.tiles))
         self._times: dict[tuple[float, int, int, float], float] = {}
         self._split_times: dict[tuple[int, int, int, float], list[float]] = {}
         self._factor = surface_of(fit.correction, GEMM_AXES)
@@ -37,8 +37,9 @@ class Products:
     def time_s(self, m: float, n: int, k: int, groups: float = 1) -> float:
         """Seconds of `groups` products of an m×k activation and a k×n weight in one kernel.
 
-        `compute` takes the fastest of a few block shapes and splits of k: `blocks · split / SMs` waves (at least
-        one, rounded up in part) of `2 · block · (k / split + overhead)` FLOPs each. `memory` reads the weights cold.
+        `compute` takes the fastest of the block shapes for so many rows and of the splits of k: `blocks · split
+        / SMs` waves (at least one, rounded up in part) of `2 · block · (k / split + overhead)` FLOPs each. `memory`
+        reads the weights cold.
         Activations come in bf16: quantising them is part of the time, as of the measured one.
         More than one group stands for a mixture's experts (each with `m` rows); that form is an approximation from
         plain GEMMs, not measured.
@@ -82,7 +83,10 @@ class Products:
         rounding = fit.wave_rounding
         per_sm = self._peak_flop_per_s / sms
         times = [inf] * len(fit.splits)
+        from_rows = max(tile.from_rows for tile in fit.tiles if tile.from_rows <= max(m, 1.0))
         for tile in fit.tiles:
+            if tile.from_rows != from_rows:
+                continue
             blocks = ceil(m / tile.m) * ceil(n / tile.n) * groups
             unit = 2.0 * tile.m * tile.n / (per_sm * tile.efficiency)
             for i, split in enumerate(fit.splits):

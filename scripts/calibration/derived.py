@@ -5,7 +5,7 @@ from __future__ import annotations
 from calibration.gpus import DERIVED
 from calibration.training import carried_over
 from rlsim.cost.calibration import Calibration, Reference
-from rlsim.cost.fits import GemmFit, OperatorFits, Tile
+from rlsim.cost.fits import GemmFit, OperatorFits
 from rlsim.hardware import load_cluster
 
 #: The fewest rows that a block of a product is padded to: matrix instructions take tokens by 8 (PTX ISA, `wgmma` and
@@ -48,5 +48,5 @@ def carried_operators(source: Calibration, reference: Reference) -> OperatorFits
 def _with_few_rows(fit: GemmFit) -> GemmFit:
     """With blocks of few rows too, at the efficiency of the smallest ones fitted."""
     least = min(tile.m for tile in fit.tiles)
-    few = (Tile(m=FEWEST_ROWS, n=tile.n, efficiency=tile.efficiency) for tile in fit.tiles if tile.m == least)
+    few = (tile.model_copy(update={"m": FEWEST_ROWS}) for tile in fit.tiles if tile.m == least)
     return fit.model_copy(update={"tiles": (*few, *fit.tiles)})

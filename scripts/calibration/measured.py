@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -20,11 +19,12 @@ from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
 from rlsim.calibrate.fit.gemm import gemm_rows, kernel_gemm, kernel_of
-from rlsim.calibrate.fit.heads import GROUP, HEAD_DIM, usual_groups
+from rlsim.calibrate.fit.heads import HEAD_DIM, usual_groups
 from rlsim.calibrate.fit.kernels import compared, operators_with, predict
 from rlsim.calibrate.fit.latent import kernel_latent_attention
 from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.fit.quantised import quantised_kernels, with_quantised
+from rlsim.calibrate.fit.windows import with_windows
 from rlsim.calibrate.importers import aiconfigurator, latent, vidur
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.node import measured_node
@@ -32,7 +32,6 @@ from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
 from rlsim.cost.fits import CollectiveFits, ExchangeFit, GemmFit, MemoryOpFit, OperatorFits
-from rlsim.cost.operators import Operators
 from rlsim.hardware import load_cluster
 from rlsim.precision import Precision
 from rlsim.schema import Schema
@@ -77,6 +76,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     residuals = {name: item for part in parts for name, item in part.residuals.items()}
     one, several = mixtures.fit
     fits = fits.model_copy(update={"experts": one, "parallel_experts": several})
+    fits, in_windows = with_windows(fits, ref, _windows(data, measured.sources[0]))
     return Calibration(
         name=f"{gpu.name}-{engine}",
         gpu=gpu.name,
@@ -88,7 +88,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         host=NO_HOST,
         runtime=runtime_of(engine),
         training=_training(data, gpu, ref),
-        residuals={**residuals, **_windows(data, measured.sources[0], fits, ref), **_described(collectives.residuals)},
+        residuals={**residuals, **in_windows, **_described(collectives.residuals)},
     )
 
 
@@ -110,30 +110,15 @@ def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fit
     return Fitted(fit, {"gemm_fp8_block": residual_of(points, table[["m", "n", "k"]], note)}, points)
 
 
-def _windows(data: Path, source: Source, fits: OperatorFits, ref: Reference) -> dict[str, Residual]:
-    """How far attention in windows is off, by operator: no row of it is fitted."""
-    operators, found = Operators(fits, ref), {}
-    names = {"generation": "decode_attention_windows", "context": "prefill_attention_windows"}
+def _windows(data: Path, source: Source) -> dict[str, pd.DataFrame]:
+    """Attention in windows as it was measured, by the slot of its fit."""
+    slots = {"generation": "decode_windows", "context": "prefill_windows"}
+    found = {}
     for file in source.files:
-        name = names.get(Path(file).stem.partition("_attention_perf")[0])
-        if name is None:
-            continue
-        table = aiconfigurator.windows(data / "kernels/aiconfigurator" / file)
-        table = table[(table.q_heads <= GROUP * table.kv_heads) & table.head_dim.isin((64, 128, 256))]
-        if len(table):
-            shown = [_window_s(operators, row, name) for row in table.itertuples(index=False)]
-            ranges = table[["batch", "tokens", "window", "head_dim"]]
-            found[name] = residual(
-                shown, table.seconds, ranges, "sequences beyond their window, none fitted; KV from L2 too"
-            )
+        slot = slots.get(Path(file).stem.partition("_attention_perf")[0])
+        if slot is not None:
+            found[slot] = aiconfigurator.windows(data / "kernels/aiconfigurator" / file)
     return found
-
-
-def _window_s(operators: Operators, row: Any, name: str) -> float:
-    batch, window, heads = int(row.batch), int(row.window), (int(row.q_heads), int(row.kv_heads), int(row.head_dim))
-    if name.startswith("decode"):
-        return operators.decode_attention_s(batch, batch * window, *heads)
-    return operators.prefill_attention_s([(float(row.tokens), 0.0)] * batch, *heads, window)
 
 
 def _mixtures(measured: Measurements, ref: Reference) -> tuple[Fitted[Experts], Fitted[dict[int, ExchangeFit]]]:

@@ -30,16 +30,22 @@ from rlsim.precision import WEIGHT_BYTES, Precision
 #: Models that are left out whole when errors are measured: Qwen3-235B-A22B and DeepSeek-V3.
 LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")
 KNOTS = {
-    "rows": [4.0**e for e in range(6)],
-    "width": [64.0, 256.0, 1024.0, 4096.0],
-    "bytes": [1e7, 1e8, 1e9, 1e10],
+    "rows": [1.0, 16.0, 128.0, 1024.0],
+    "width": [64.0, 512.0, 4096.0],
+    "bytes": [1e8, 1e9, 1e10],
 }
 CORRECTED_MODELS = 5  # distinct models: with fewer, a correction says more about them than about others
 TILE_COLUMNS = 128
+ANY_ROWS = (16, 32, 64, 128)  # rows of the blocks of which the fastest is taken
+BY_MEAN = "flashinfer_trtllm"  # the kernel whose blocks follow from the mean rows of an expert
+#: Rows of its blocks: FlashInfer's `getSupportedTileNums` without the largest, which it only takes when tuned.
+MEAN_ROWS: Mapping[Precision, tuple[int, ...]] = {"nvfp4": (8, 16, 32, 64, 128), "mxfp4": (8, 16, 32)}
+MEAN_ROWS_ELSE = (8, 16, 32, 64)
 DEFAULT_TILES = ((16, 32), (64, 64))  # of SGLang's Triton kernel: for no more tokens than experts, and beyond
-#: log launch and parallel launch (us), efficiency, log k overhead, log (blend - 1), logs of the four bytes, rounding,
-#: and the efficiencies of BLOCK_ROWS and of the default blocks.
-START = np.array([2.5, 1.5, 2.0, 4.6, 1.0, 1.4, 1.4, 0.7, 0.7, 0.0, -2.0, -1.0, 0.0, 0.5, -2.0, 0.0])
+#: log launch and parallel launch (us), efficiency, log k overhead, log (blend - 1), logs of four bytes, rounding, and
+#: the log of the fifth bytes.
+START = (2.5, 1.5, 2.0, 4.6, 1.0, 1.4, 1.4, 0.7, 0.7, 0.0, 1.4)
+TILE_START = dict(zip(BLOCK_ROWS, (-3.0, -2.0, -1.0, 0.0, 0.5), strict=True))  # efficiencies by rows of a block
 ROUNDS = 25
 MOST_ROWS = 3000  # of the search for the constants
 GUARD = 6.0  # what no row tells goes no further than this from its start
@@ -158,38 +164,45 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
     load, (hidden, width, seconds) = load_of(rows), columns_of(rows, ("hidden", "width", "seconds"))
     pairs = sorted(set(zip(rows.experts[rows.tuned], rows.width[rows.tuned], strict=True)))
     tuned = () if rows.tuned.all() else tuple((int(experts), int(own)) for experts, own in pairs)
+    kernel = str(rows.kernel.iloc[0])
+    by_mean = kernel == BY_MEAN
+    own_rows = MEAN_ROWS.get(precision, MEAN_ROWS_ELSE) if by_mean else ANY_ROWS
+    shapes = [*((m, TILE_COLUMNS) for m in own_rows), *(DEFAULT_TILES if tuned else ())]
+    start = np.array([*START, *(TILE_START[m] for m, _ in shapes)])
 
     def made(p: Array) -> ExpertsFit:
         launch, parallel, k_overhead = np.exp(p[[0, 1, 3]])
-        moved, shares = np.exp(p[5:9]), np.clip(squash(p[[2, *range(9, len(p))]]), 1e-4, 0.9999)
-        efficiency, rounding, *tiles = shares.tolist()
-        few, many = (Tile(m=m, n=n, efficiency=e) for (m, n), e in zip(DEFAULT_TILES, tiles[4:], strict=True))
+        moved, shares = np.exp(p[[5, 6, 7, 8, 10]]), np.clip(squash(p[[2, 9, *range(11, len(p))]]), 1e-4, 0.9999)
+        efficiency, rounding, *own = shares.tolist()
+        tiles = [Tile(m=m, n=n, efficiency=e) for (m, n), e in zip(shapes, own, strict=True)]
         return ExpertsFit.model_construct(
-            kernel=str(rows.kernel.iloc[0]),
+            kernel=kernel,
             launch_s=float(launch * 1e-6),
             parallel_s=float(parallel * 1e-6),
             memory_efficiency=efficiency,
             k_overhead=float(k_overhead),
             blend=float(1.0 + np.exp(min(p[4], 3.0))),
             wave_rounding=rounding,
-            tiles=tuple(Tile(m=m, n=TILE_COLUMNS, efficiency=e) for m, e in zip(BLOCK_ROWS, tiles, strict=False)),
-            default_tiles=(few, many) if tuned else None,
+            tiles=tuple(tiles[: len(own_rows)]),
+            tile_by_mean=by_mean,
+            default_tiles=(tiles[-2], tiles[-1]) if tuned else None,
             tuned=tuned,
             row_hidden_bytes=float(moved[0]),
             row_width_bytes=float(moved[1]),
             selection_hidden_bytes=float(moved[2]),
             selection_width_bytes=float(moved[3]),
+            token_hidden_bytes=float(moved[4]),
             correction=None,
         )
 
     some, sizes, measured = load_of(rows.iloc[chosen]), (hidden[chosen], width[chosen]), seconds[chosen]
 
     def loss(p: Array) -> float:
-        far = np.maximum(0.0, np.abs(p - START) - GUARD).sum()
+        far = np.maximum(0.0, np.abs(p - start) - GUARD).sum()
         error = np.log(formula_s(made(p), ref, precision, some, *sizes) / measured)
         return float(np.mean(2.0 * soft_l1(error)) + 0.1 * far)
 
-    best = min((descend(loss, START + shift, ROUNDS) for shift in (0.0, 0.3)), key=lambda pair: pair[1])[0]
+    best = min((descend(loss, start + shift, ROUNDS) for shift in (0.0, 0.3)), key=lambda pair: pair[1])[0]
     fit = as_written(made(best))
     if rows.model.nunique() < CORRECTED_MODELS:
         return fit

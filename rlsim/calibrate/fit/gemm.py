@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -37,8 +39,13 @@ from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
 from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s, product_bytes, quantising_bytes
 
+Shapes = Sequence[tuple[int, int]]  # of blocks: rows, columns
 TILES = ((64, 64), (64, 128), (128, 64), (64, 256), (128, 128), (128, 256), (256, 128))
 SPLITS = (1, 2, 4, 8)
+#: In other precisions than bf16, kernels choose their block by the number of rows alone: of these, from these rows on.
+ROW_TILES = tuple((m, n) for m in (16, 32, 64, 128, 256) for n in (16, 32, 64, 128, 192, 256))
+FROM_ROWS = (1, 17, 33, 65, 129, 257)
+SHARES = np.linspace(-4.0, 2.5, 27)  # efficiencies that are tried for them, as `squash` takes them
 CORRECTED_SHAPES = 100  # distinct weights (n, k): with fewer, a correction says more about them than about others
 MOST_ROWS = 5000  # of the search for the constants
 SMALL_TILES = ((1, 16), (1, 64), (16, 64), (64, 64), (128, 128))  # the one that suits the rows best is kept
@@ -135,22 +142,29 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16")
     """
     test, hot, streamed = gemm_rows(table, ref, precision)
     efficiency = _memory_efficiency(table[streamed], ref, precision)
-    best = _search(table[~test & ~hot], efficiency, ref, precision)
+    rows = table[~test & ~hot]
+    chosen = np.random.default_rng(0).choice(np.arange(len(rows)), min(MOST_ROWS, len(rows)), replace=False)
+    some, by_rows = rows.iloc[np.sort(chosen)], precision != "bf16"
+    best, shapes = (
+        _search_by_rows(some, efficiency, ref, precision) if by_rows else (_search(some, efficiency, ref), TILES)
+    )
+    starts = FROM_ROWS if by_rows else (1,) * len(TILES)
+    tiles = zip(shapes, squash(best[5:]), starts, strict=True)
     fit = GemmFit(
         precision=precision,
         launch_s=float(np.exp(best[0]) * 1e-6),
         memory_efficiency=float(efficiency),
         k_overhead=float(np.exp(best[1])),
-        split_s=float(np.exp(best[2]) * 1e-6),
-        blend=float(1.0 + np.exp(best[3])),
+        split_s=0.0 if by_rows else float(np.exp(best[2]) * 1e-6),
+        blend=float(min(1.0 + np.exp(best[3]), 50.0)),
         wave_rounding=float(squash(best[4])),
-        tiles=tuple(Tile(m=a, n=b, efficiency=float(e)) for (a, b), e in zip(TILES, squash(best[5:]), strict=True)),
-        splits=SPLITS,
+        tiles=tuple(Tile(m=a, n=b, efficiency=float(e), from_rows=start) for (a, b), e, start in tiles),
+        splits=(1,) if by_rows else SPLITS,
     )
     fit = as_written(fit)
     if len(table[["n", "k"]].drop_duplicates()) < CORRECTED_SHAPES:
         return fit
-    return corrected(kernel_of(precision), fit, ref, table[~test & ~hot], _knots(precision))
+    return corrected(kernel_of(precision), fit, ref, rows, _knots(precision))
 
 
 def _memory_efficiency(rows: pd.DataFrame, ref: Reference, precision: Precision) -> float:
@@ -162,16 +176,15 @@ def _memory_efficiency(rows: pd.DataFrame, ref: Reference, precision: Precision)
     return float(min(1.0 / (slope * ref.memory_bytes_per_s), 0.95))
 
 
-def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference, precision: Precision) -> Array:
+def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference) -> Array:
     """The other constants, as `gemm_time` takes them: the best of three descents."""
-    chosen = np.random.default_rng(0).choice(np.arange(len(rows)), min(MOST_ROWS, len(rows)), replace=False)
-    m, n, k, y = columns_of(rows.iloc[np.sort(chosen)], ("m", "n", "k", "seconds"))
+    m, n, k, y = columns_of(rows, ("m", "n", "k", "seconds"))
     target = np.log(y)
 
     def loss(p: Array) -> float:
         # a launch under 0.5 us or a blend above 20 is not told apart by the data
         guard = max(0.0, -p[0] - 0.7) + max(0.0, p[3] - 3.0)
-        error = np.log(gemm_time(p, memory_efficiency, m, n, k, ref, precision)) - target
+        error = np.log(gemm_time(p, memory_efficiency, m, n, k, ref)) - target
         return float(np.mean(2.0 * soft_l1(error)) + 0.1 * guard)
 
     found = []
@@ -181,8 +194,48 @@ def _search(rows: pd.DataFrame, memory_efficiency: float, ref: Reference, precis
     return min(found, key=lambda pair: pair[1])[0]
 
 
+def _search_by_rows(
+    rows: pd.DataFrame, memory_efficiency: float, ref: Reference, precision: Precision
+) -> tuple[Array, Shapes]:
+    """The same with one block for each range of rows, and these blocks; k is not split.
+
+    In turns: the block and its efficiency for each range by trying all, then all constants by least squares.
+    """
+    of = np.digitize(rows.m, FROM_ROWS)
+    parts = [columns_of(rows[of == i + 1], ("m", "n", "k", "seconds")) for i in range(len(FROM_ROWS))]
+
+    def seconds(shared: Array, share: float, tile: tuple[int, int], part: list[Array]) -> Array:
+        p, (m, n, k, _) = np.append(shared, share), part
+        return gemm_time(p, memory_efficiency, m, n, k, ref, precision, tiles=(tile,), splits=(1,))
+
+    def loss(shared: Array, share: float, tile: tuple[int, int], part: list[Array]) -> float:
+        return float(soft_l1(np.log(seconds(shared, share, tile, part) / part[3])).sum())
+
+    p = np.append(np.log([2.5, 100.0, 1.0, 2.0]), 0.0)
+    tiles: list[tuple[int, int]] = []
+
+    def shown(p: Array) -> Array:
+        return np.concatenate([seconds(p[:5], *own) for own in zip(p[5:], tiles, parts, strict=True)])
+
+    for _ in range(3):
+        picks = [min((loss(p[:5], *pick, part), *pick) for pick in product(SHARES, ROW_TILES)) for part in parts]
+        tiles[:] = [tile for _, _, tile in picks]
+        start = np.append(p[:5], [share for _, share, _ in picks])
+        p = fit_logs(shown, np.concatenate([part[3] for part in parts]), start, pull=0.02, within=5.0).x
+    return p, tiles
+
+
 def gemm_time(
-    p: Array, memory_efficiency: float, m: Array, n: Array, k: Array, ref: Reference, precision: Precision = "bf16"
+    p: Array,
+    memory_efficiency: float,
+    m: Array,
+    n: Array,
+    k: Array,
+    ref: Reference,
+    precision: Precision = "bf16",
+    *,
+    tiles: Shapes = TILES,
+    splits: Sequence[int] = SPLITS,
 ) -> Array:
     """`Products.time_s` on arrays.
 
@@ -191,10 +244,10 @@ def gemm_time(
     launch, overhead, split_s, blend = np.exp(p[0]) * 1e-6, np.exp(p[1]), np.exp(p[2]) * 1e-6, 1.0 + np.exp(p[3])
     share, efficiency = squash(p[4]), squash(p[5:])
     compute = np.full(m.shape, np.inf)
-    for (bm, bn), eff in zip(TILES, efficiency, strict=True):
+    for (bm, bn), eff in zip(tiles, efficiency, strict=True):
         blocks = np.ceil(m / bm) * np.ceil(n / bn)
         unit = 2.0 * bm * bn / (_peak(ref, precision) / ref.sm_count * eff)
-        for split in SPLITS:
+        for split in splits:
             waves = blocks * split / ref.sm_count
             waves = np.maximum(1.0, waves + share * (np.ceil(waves) - waves))
             extra = split_s + 4.0 * m * n * split / ref.memory_bytes_per_s if split > 1 else 0.0

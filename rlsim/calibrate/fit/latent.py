@@ -2,9 +2,9 @@
 
 Where the tables time a whole module, its products and elementwise kernels are those of the calibration's other fits,
 and the constants are fitted to the sum: what they hold is the module less those. Errors are those of the sum. The head
-counts of `UNSEEN` (whole degrees of tensor parallelism) judge a fit that has seen none of them; what decode is then
-costed with has seen all, since kernels are chosen by the number of heads (on B200 32 heads take a third longer than 16
-or 64).
+counts of `UNSEEN` (whole degrees of tensor parallelism) judge a fit that has seen none of them, corrected by the number
+of heads or by the kernels' blocks of them, whichever suits the rows it has seen (on B200 the kernel for 32 heads takes
+a third longer than those for 16 and 64); what decode is then costed with has seen all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import Array, as_written, columns_of, fit_logs, squash, unsquash
+from rlsim.calibrate.fit.common import Array, as_written, columns_of, fit_logs, soft_l1, squash, unsquash
 from rlsim.calibrate.fit.correction import fit_correction
 from rlsim.calibrate.fit.kernels import Knots
 from rlsim.calibrate.points import Fitted, join, point_rows, residual_of
@@ -36,6 +36,8 @@ KNOTS = {
     "context": [2.0, *(4.0**e for e in range(2, 9)), 2.0**17],
     "heads": [1.0, 8.0, float(HEAD_BLOCK), 128.0],
 }
+#: Of kernels that are made for 16, 32 or 64 heads (Blackwell): fewer fill such a block in part, more take several.
+BLOCK_KNOTS = {**KNOTS, "heads": [16.0, 32.0, float(HEAD_BLOCK)]}
 ALL_KNOTS = {**KNOTS, "heads": [1.0, 8.0, 16.0, 32.0, 64.0, 128.0]}
 #: What is fitted to prompts.
 OF_PROMPTS = ("prompt_launch_s", "prompt_head_s", "prompt_speed", "latent_prompt_tokens")
@@ -70,7 +72,12 @@ def kernel_latent_attention(
     beside = [_beside_s(operators, h, b) if module else 0.0 for h, b in zip(rows.heads, rows.batch, strict=True)]
     rows = rows.assign(beside_s=beside, absorbs=float(module))
     unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
-    judged, fit = _fit_decode(rows[~unseen], operators, KNOTS), _fit_decode(rows, operators, ALL_KNOTS)
+    seen, fit = rows[~unseen].reset_index(drop=True), _fit_decode(rows, operators, ALL_KNOTS)
+
+    def off(one: LatentAttentionFit) -> float:
+        return float(soft_l1(np.log(_decode_s(operators, one, seen) / seen.seconds.to_numpy(float))).sum())
+
+    judged = min((_fit_decode(seen, operators, knots) for knots in (KNOTS, BLOCK_KNOTS)), key=off)
     prompts = prompts[prompts.heads >= FEWEST_HEADS].reset_index(drop=True) if module else prompts.head(0)
     if module:
         tokens = prompts.batch * prompts.new
