@@ -212,7 +212,7 @@ class RunningBatch:
                 tokens += (finish - step) * size
                 peak, step = max(peak, tokens - shared.shared_pages * page if shared else tokens), finish
             if shared:
-                shared.release(request, 0)
+                shared.forgo(request)
             request.finished_at = now
             request.generated = request.response_tokens
             request.order = 0

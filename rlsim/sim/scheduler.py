@@ -187,8 +187,6 @@ class Scheduler:
             budget = max(budget - self._batch.size, 1)
         left = budget - sum([r.prefill_left for r in self.prefilling])
         batch, cache = self._batch, self._batch.cache
-        if cache:
-            cache.settle()
         if cache and self._hits_scheduled and left >= 0:
             for request in self.prefilling:
                 cache.fill(request)
