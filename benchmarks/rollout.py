@@ -219,6 +219,7 @@ def main() -> None:
     parser.add_argument("--peak-memory", action="store_true", help="only do the run once and print this process's MB")
     parser.add_argument("--repeats", type=int, default=5, help="medians of so many (5)")
     arguments = parser.parse_args()
+    gc.set_threshold(1_000_000)  # as runs of experiments do
     steps, responses, part = (4, 4_096, 1) if arguments.quick else (40, 4_096, 10)
     small = 16 if arguments.quick else 64
 

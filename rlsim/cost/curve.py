@@ -156,22 +156,23 @@ def sum_of(curves: Sequence[tuple[float, DecodeCurve]], fixed_s: float) -> Decod
     return DecodeCurve(curves[0][1].batch, knots, times)
 
 
-class Curves:
-    """The decode curves of a step cost, each made once; of those of unequal contexts in windows each size's last one
-    is kept."""
+class Curves(dict[int, DecodeCurve]):
+    """The decode curves of a step cost by batch size, each made when it is first asked for; of those of unequal
+    contexts in windows (`at`) each size's last one is kept."""
 
     def __init__(self, make: Callable[[int, InWindows | None], DecodeCurve]) -> None:
+        super().__init__()
         self._make = make
-        self._known: dict[int, DecodeCurve] = {}
         self._unequal: dict[int, tuple[InWindows, DecodeCurve]] = {}
+
+    def __missing__(self, batch: int) -> DecodeCurve:
+        curve = self[batch] = self._make(batch, None)
+        return curve
 
     def at(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The curve of `batch` sequences."""
         if in_windows is None:
-            known = self._known.get(batch)
-            if known is None:
-                known = self._known[batch] = self._make(batch, None)
-            return known
+            return self[batch]
         last = self._unequal.get(batch)
         if last is not None and last[0] == in_windows:
             return last[1]
@@ -183,8 +184,8 @@ class Curves:
 
     def used(self) -> Iterator[tuple[int, float]]:
         """Batch sizes, and the largest T that each was asked about; not those that were only looked at."""
-        for batch in self._known.keys() | self._unequal.keys():
-            found = [self._known[batch]] if batch in self._known else []
+        for batch in self.keys() | self._unequal.keys():
+            found = [self[batch]] if batch in self else []
             found += [self._unequal[batch][1]] if batch in self._unequal else []
             if furthest := max(curve.furthest_tokens for curve in found):
                 yield batch, furthest

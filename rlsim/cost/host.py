@@ -31,7 +31,7 @@ class HostedStep(StepCost):
         self.curves = Curves(self._decode)
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        return self.curves.at(batch, in_windows)
+        return self.curves[batch] if in_windows is None else self.curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         kernels, host_s = self._kernels.decode(batch, in_windows), self._host_s(batch)

@@ -199,18 +199,20 @@ class Operators:
         outside: tuple[float, float] | None = None
         cut = False  # by the window
         # Doubled: `pairs` of queries and keys, and the `keys` of all blocks (a chunk's have `prior + block` to `end`).
-        tokens = context = pairs = blocks = keys = last = 0.0
+        zero: float = 0  # whole numbers add up faster
+        tokens = context = pairs = blocks = keys = last = zero
         for new, prior in chunks:
-            if not (shortest <= new <= longest_new and prior + new <= longest_context):
+            reached = prior + new
+            if new < shortest or new > longest_new or reached > longest_context:
                 outside = (new, prior)
             n = -(-new // block)
             end = prior + n * block
             blocks += n
             tokens += new
-            if window_tokens is None or prior + new <= window_tokens:
+            if window_tokens is None or reached <= window_tokens:
                 keys += n * (prior + block + end)
-                context += prior + new
-                pairs += new * (2.0 * prior + new)
+                context += reached
+                pairs += new * (prior + reached)
             else:
                 cut = True
                 reach = window_tokens + block  # keys of a block that the window cuts

@@ -109,7 +109,7 @@ class RooflineStep(StepCost):
 
     def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
         """The decode curve of `batch` sequences; its knots are those of decode attention."""
-        return self.curves.at(batch, in_windows)
+        return self.curves[batch] if in_windows is None else self.curves.at(batch, in_windows)
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         fixed = self._tokens_s(batch) + self.head_s(batch) + self._host_s(batch)
@@ -138,9 +138,9 @@ class RooflineStep(StepCost):
 
     def prefill_s(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of one prefill iteration over `chunks`, the LM head on each chunk's last token."""
-        tokens, own = sum([chunk.new_tokens for chunk in chunks]), self._busiest(chunks)
+        tokens, own = sum([new for new, _ in chunks]), self._busiest(chunks)
         return (
-            self._tokens_s(tokens, sum([chunk.new_tokens for chunk in own]))
+            self._tokens_s(tokens, tokens if own is chunks else sum([new for new, _ in own]))
             + self._prefill_attention_s(own)
             + self.head_s(len(chunks))
             + self._host_s(len(chunks))

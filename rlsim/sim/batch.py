@@ -42,13 +42,13 @@ class RunningBatch:
         "_longest",
         "_padding",
         "_page_tokens",
-        "_plain",
         "_round",
         "_skew",
         "_turns",
         "_windows",
         "cache",
         "pages",
+        "plain",
         "size",
         "step",
         "tokens",
@@ -62,7 +62,6 @@ class RunningBatch:
         skew: float,
         chunk_tokens: int = 0,
         kv: KvShape = PLAIN_KV,
-        cache: PrefixCache | None = None,
     ) -> None:
         self.step = 0  # counter of decode steps
         self.size = 0  # requests
@@ -76,8 +75,8 @@ class RunningBatch:
         self.windowed = kv.window_tokens is not None
         self._windows = WindowTokens(kv.window_tokens) if kv.window_tokens is not None else None
         self._capacity_pages = capacity_pages * kv.page_units
-        self._plain = kv == PLAIN_KV
-        self.cache = cache
+        self.plain = kv == PLAIN_KV
+        self.cache: PrefixCache | None = None  # where requests may find anything
         self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
@@ -103,8 +102,9 @@ class RunningBatch:
         """Take in requests whose context is in the KV cache."""
         step, page, turns, finishing = self.step, self._page_tokens, self._turns, self._finishing
         longest, ages, windows = self._longest if self._skew else None, self._ages, self._windows
-        each, plain = self._kv.late_units, self._plain
-        tokens = final = pages = begun = 0
+        each, more, plain = self._kv.late_units, self._kv.page_units - self._kv.late_units, self.plain
+        tokens = final = pages = 0
+        begun = each * len(requests)
         for request in requests:
             order, generated = request.order, request.generated
             context = request.prompt_tokens + generated
@@ -112,10 +112,10 @@ class RunningBatch:
             tokens += context
             final += request.prompt_tokens + request.limit_tokens
             pages += -(-context // page) if plain else self.pages_of(context)
-            if windows is not None:
-                each = self._kv.page_units if windows.join(request, step) else self._kv.late_units
             turns[-offset % page] += each
-            begun += each
+            if windows is not None and windows.join(request, step):
+                turns[-offset % page] += more
+                begun += more
             ages[generated - step] += 1
             heappush(finishing, (step + request.limit_tokens - generated, order, request))
             if longest is not None:
@@ -150,15 +150,19 @@ class RunningBatch:
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
         step, page, turns, ages, windows = self.step, self._page_tokens, self._turns, self._ages, self._windows
-        each, plain, begun, cache = self._kv.late_units, self._plain, 0, self.cache
+        each, more, plain = self._kv.late_units, self._kv.page_units - self._kv.late_units, self.plain
+        cache = self.cache
+        tokens = final = pages = 0
+        begun = each * len(requests)
         for request in requests:
             offset = request.offset
+            context = offset + step
             if cache:
-                cache.release(request, offset + step - 1)  # the last token's KV comes with the next step
-            if windows is not None:
-                each = self._kv.page_units if windows.leave(request, step) else self._kv.late_units
+                cache.release(request, context - 1)  # the last token's KV comes with the next step
             turns[-offset % page] -= each
-            begun += each
+            if windows is not None and windows.leave(request, step):
+                turns[-offset % page] -= more
+                begun += more
             age = offset - request.prompt_tokens
             request.generated = age + step
             if ages[age] == 1:
@@ -166,9 +170,12 @@ class RunningBatch:
             else:
                 ages[age] -= 1
             request.order = 0
-            self.tokens -= offset + step
-            self.pages -= -(-(offset + step) // page) if plain else self.pages_of(offset + step)
-            self._final_tokens -= request.prompt_tokens + request.limit_tokens
+            tokens += context
+            pages += -(-context // page) if plain else self.pages_of(context)
+            final += request.prompt_tokens + request.limit_tokens
+        self.tokens -= tokens
+        self.pages -= pages
+        self._final_tokens -= final
         self._round -= begun
         self.size -= len(requests)
 
@@ -191,7 +198,7 @@ class RunningBatch:
     def _fits(self, tokens: int) -> bool:
         """Whether so many tokens have pages for certain; nothing is certain where these are not proportional."""
         room = self._capacity_pages + (self.cache.shared_pages if self.cache else 0)
-        return self._plain and tokens + self.size * self._padding <= room * self._page_tokens
+        return self.plain and tokens + self.size * self._padding <= room * self._page_tokens
 
     def drain(self, now: float, decode: Callable[[int], DecodeCurve]) -> tuple[float, list[Request], int]:
         """Decode from `now` on until every response is complete: the moment it is, the requests in the order in which
@@ -210,9 +217,11 @@ class RunningBatch:
                 padded = tokens + skew * (size * (step + furthest[size - 1]) - tokens) if skew else tokens
                 now += decode(size).steps_s(padded, finish - step)
                 tokens += (finish - step) * size
-                peak, step = max(peak, tokens - shared.shared_pages * page if shared else tokens), finish
+                step = finish
+                if tokens > peak:  # what is shared only makes it less
+                    peak = max(peak, tokens - shared.shared_pages * page) if shared else tokens
             if shared:
-                shared.release(request, 0)
+                shared.forgo(request)
             request.finished_at = now
             request.generated = request.response_tokens
             request.order = 0
@@ -263,7 +272,7 @@ class RunningBatch:
 
     def pages_of(self, context_tokens: int) -> int:
         """What a request of so many tokens takes, in the units of `pages`."""
-        if self._plain:
+        if self.plain:
             return -(-context_tokens // self._page_tokens)
         return self._kv.units(context_tokens, self._page_tokens)
 

@@ -5,9 +5,7 @@ docs/engine.md has the rules, and which engine has them.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import groupby
-from operator import itemgetter
+from heapq import heappop, heappush
 
 from rlsim.sim.request import Request
 
@@ -15,36 +13,48 @@ from rlsim.sim.request import Request
 PromptKey = tuple[int, int]
 
 
+class _Cached:
+    """Pages of one context: of its prompt from the start, or those that follow the prompt."""
+
+    __slots__ = ("holders", "idle_since", "pages")
+
+    def __init__(self, pages: int, holders: int, idle_since: int) -> None:
+        self.pages = pages  # that are here, or will be with the next iteration
+        self.holders = holders  # requests that run or are being prefilled
+        self.idle_since = idle_since  # the boundary at which the last holder left
+
+
+_NOTHING = _Cached(0, 0, 0)
+
+
 class PrefixCache:
     """What is in a replica's KV cache beyond what each request holds for itself, in pages of `page_tokens` tokens.
 
     A request that is admitted holds the full pages of its prompt together with others of that prompt, but for the page
-    with the prompt's last token. Pages that nobody holds stay until `evict` takes them, the least recently used first
+    with the prompt's last token. Pages that nobody holds stay until `evict` takes them, the least recently held first
     and of a context the last ones first.
     """
 
-    __slots__ = ("_holders", "_idle", "_left", "_page_tokens", "_pages", "boundary", "idle_pages", "shared_pages")
+    __slots__ = ("_cached", "_idle", "_page_tokens", "boundary", "idle_pages", "shared_pages")
 
     def __init__(self, page_tokens: int) -> None:
         self.shared_pages = 0  # pages that requests hold together, counted for each but the first
         self.idle_pages = 0  # pages that nobody holds
-        self._page_tokens = page_tokens
-        self._pages: dict[PromptKey, int] = {}  # of a prompt, from its start, that are here or in the next iteration
-        self._holders: dict[PromptKey, int] = {}  # requests of the prompt that run or are being prefilled
-        #: Pages that nobody holds, the least recently used first: of a prompt, or by request those that follow it.
-        self._idle: OrderedDict[PromptKey | int, int] = OrderedDict()
         self.boundary = 0  # number of the iteration boundary
-        #: Who has left: boundary, admission number, request, pages after its prompt, and the prompt if it was the last.
-        self._left: list[tuple[int, int, int, int, PromptKey | None]] = []
+        self._page_tokens = page_tokens
+        self._cached: dict[PromptKey | int, _Cached] = {}  # of a prompt, or by request those that follow its prompt
+        #: Heap of what nobody holds: since which boundary, and of a boundary first what follows the prompts, in the
+        #: order in which its requests were admitted, then the prompts by position. Entries of what is held again are
+        #: stale and skipped.
+        self._idle: list[tuple[int, int, int, PromptKey | int]] = []
 
     def find(self, request: Request) -> tuple[int, int]:
         """Pages of a waiting request's context that are here, and how many of them others hold now."""
-        key = request.position, request.prompt_tokens
-        pages = self._pages.get(key, 0)
-        found = pages
-        if request.generated and pages == (request.prompt_tokens - 1) // self._page_tokens:
-            found += self._idle.get(request.id, 0)
-        return found, pages if pages and self._holders[key] else 0
+        prompt = self._cached.get((request.position, request.prompt_tokens), _NOTHING)
+        found = prompt.pages
+        if request.generated and found == (request.prompt_tokens - 1) // self._page_tokens:
+            found += self._cached.get(request.id, _NOTHING).pages
+        return found, prompt.pages if prompt.holders else 0
 
     def hold(self, request: Request, fills: bool) -> None:
         """A request is admitted, and holds the pages that are here of its context.
@@ -52,88 +62,69 @@ class PrefixCache:
         It fills the others of its prompt with the next iteration, or `fills` none for now.
         """
         key = request.position, request.prompt_tokens
-        pages = self._pages.get(key)
-        if pages is None:
-            self._pages[key] = request.shared_pages = (request.prompt_tokens - 1) // self._page_tokens if fills else 0
-            self._holders[key] = 1
+        prompt = self._cached.get(key)
+        if prompt is None:
+            request.shared_pages = (request.prompt_tokens - 1) // self._page_tokens if fills else 0
+            self._cached[key] = _Cached(request.shared_pages, 1, 0)
         else:
-            if self._holders[key]:
-                self.shared_pages += pages
-            elif pages:
-                self.idle_pages -= self._idle.pop(key)
-            self._holders[key] += 1
-            request.shared_pages = pages
+            request.shared_pages = prompt.pages
+            if prompt.holders:
+                self.shared_pages += prompt.pages
+            else:
+                self.idle_pages -= prompt.pages
+            prompt.holders += 1
             if fills:
                 self.fill(request)
         if request.generated:
-            self.idle_pages -= self._idle.pop(request.id, 0)
+            self.idle_pages -= self._cached.pop(request.id, _NOTHING).pages
 
     def fill(self, request: Request) -> None:
         """All pages of its prompt are in the cache by its hand, or will be with the next iteration."""
-        key = request.position, request.prompt_tokens
-        most = (request.prompt_tokens - 1) // self._page_tokens
-        self.shared_pages += most - request.shared_pages - (most - self._pages[key])
-        self._pages[key] = request.shared_pages = most
+        prompt = self._cached[request.position, request.prompt_tokens]
+        self.shared_pages += prompt.pages - request.shared_pages  # its copy of what others have filled meanwhile
+        prompt.pages = request.shared_pages = (request.prompt_tokens - 1) // self._page_tokens
+
+    def forgo(self, request: Request) -> _Cached:
+        """A request lets go of the pages of its prompt, which are returned."""
+        prompt = self._cached[request.position, request.prompt_tokens]
+        prompt.holders -= 1
+        self.shared_pages -= request.shared_pages if prompt.holders else request.shared_pages - prompt.pages
+        return prompt
 
     def release(self, request: Request, computed_tokens: int) -> None:
         """A request lets go of its pages; the KV of so many tokens of its context is there."""
-        key = request.position, request.prompt_tokens
-        page, shared = self._page_tokens, request.shared_pages
-        computed = computed_tokens // page
-        own_pages = max(computed - (request.prompt_tokens - 1) // page, 0)
-        self._holders[key] = holders = self._holders[key] - 1
-        if holders:
-            self.shared_pages -= shared
-        else:
-            self.shared_pages += self._pages[key] - shared
-            if computed < shared:  # it leaves before the iteration in which it was to fill them
-                self._pages[key] = computed
-            self.idle_pages += self._pages[key]
-        self.idle_pages += own_pages
-        self._left.append((self.boundary, request.order, request.id, own_pages, None if holders else key))
-
-    def settle(self) -> None:
-        """Requests have left at boundaries that are over: what they held last is what was used last.
-
-        Of a boundary first what follows the prompts, in the order in which its requests were admitted, then the
-        prompts by position.
-        """
-        self._left.sort()
-        for _, at_boundary in groupby(self._left, itemgetter(0)):
-            prompts = []
-            for _, _, request, pages, prompt in at_boundary:
-                if pages:
-                    self._idle[request] = pages
-                if prompt:
-                    prompts.append(prompt)
-            for prompt in sorted(prompts):
-                if pages := self._pages[prompt]:
-                    self._idle[prompt] = pages
-                else:
-                    del self._pages[prompt], self._holders[prompt]
-        self._left.clear()
+        prompt, pages, now = self.forgo(request), computed_tokens // self._page_tokens, self.boundary
+        if not prompt.holders:
+            if pages < request.shared_pages:  # it leaves before the iteration in which it was to fill them
+                prompt.pages = pages
+            prompt.idle_since = now
+            self.idle_pages += prompt.pages
+            heappush(self._idle, (now, 1, request.position, (request.position, request.prompt_tokens)))
+        own = pages - (request.prompt_tokens - 1) // self._page_tokens
+        if own > 0:
+            self.idle_pages += own
+            self._cached[request.id] = _Cached(own, 0, now)
+            heappush(self._idle, (now, 0, request.order, request.id))
 
     def evict(self, free_pages: int) -> None:
         """Keep no more than so many pages that nobody holds."""
-        if self._left:
-            self.settle()
         excess = self.idle_pages - max(free_pages, 0)
+        self.idle_pages -= max(excess, 0)
         while excess > 0:
-            of, pages = next(iter(self._idle.items()))
-            left = max(pages - excess, 0)
-            excess -= pages - left
-            self.idle_pages -= pages - left
-            if left:
-                self._idle[of] = left
+            since, *_, key = self._idle[0]
+            cached = self._cached.get(key, _NOTHING)
+            if cached.holders or cached.idle_since != since:
+                heappop(self._idle)
+            elif cached.pages > excess:
+                cached.pages -= excess
+                excess = 0
             else:
-                del self._idle[of]
-            if isinstance(of, tuple):
-                self._pages[of] = left
-                if not left:
-                    del self._pages[of], self._holders[of]
+                excess -= cached.pages
+                heappop(self._idle)
+                del self._cached[key]
 
     def flush(self) -> None:
         """Forget everything; nobody holds any of it."""
-        for kept in (self._pages, self._holders, self._idle, self._left):
-            kept.clear()
+        self._cached.clear()
+        self._idle.clear()
         self.shared_pages = self.idle_pages = 0

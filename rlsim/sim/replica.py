@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import simpy
 
 from rlsim.cost.curve import REACHED, DecodeCurve
-from rlsim.cost.step import PLAIN_KV, Chunk, StepCost
+from rlsim.cost.step import Chunk, StepCost
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import at
-from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import NAN, EngineConfig, Request, UpdatedKv
 from rlsim.sim.scheduler import Scheduler
@@ -112,9 +111,8 @@ class Replica:
         self._chunked = config.chunked_prefill
         self._stays = recorder.stays_at(index, gpus)
         chunk_tokens = chunks.tokens if chunks else 0
-        cache = PrefixCache(config.page_tokens) if config.enable_prefix_caching and cost.kv == PLAIN_KV else None
-        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv, cache)
-        self._scheduler = Scheduler(self._batch, config, capacity_pages, numbers, self._stays, index, self.tp)
+        self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv)
+        self._scheduler = Scheduler(self._batch, config, capacity_pages, numbers, self._stays, index, self.tp, quiet)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
         self._span_start = self._span_end = 0.0

@@ -12,6 +12,7 @@ from math import isnan
 
 from rlsim.cost.step import Chunk
 from rlsim.sim.batch import RunningBatch
+from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import NAN, EngineConfig, Request
 from rlsim.sim.stays import Stays
 
@@ -23,13 +24,15 @@ class Scheduler:
     """The requests of a replica that do not decode: those waiting, and those being prefilled.
 
     It admits into `batch`, whose requests share `capacity_pages` KV pages with what is being prefilled (counted in its
-    units). `numbers` are
-    those of admissions, unique over all replicas that a request may move between; `stays` notes down preemptions.
+    units). `numbers` are those of admissions, unique over all replicas that a request may move between; `stays` notes
+    down preemptions. With `once` all requests arrive together, and where each has a prompt of its own, none can find
+    anything in the KV cache before the first one is preempted: until then there is no prefix cache to keep.
     """
 
     __slots__ = (
         "_admitted",
         "_batch",
+        "_caches",
         "_config",
         "_hits_scheduled",
         "_kv_arrived",
@@ -55,6 +58,7 @@ class Scheduler:
         stays: Stays,
         replica: int,
         tp: int,
+        once: bool = False,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # in admission order
@@ -64,10 +68,13 @@ class Scheduler:
         self._numbers, self._stays, self._replica, self._tps = numbers, stays, replica, (tp,)
         self._watermark_pages = config.watermark_pages(capacity_pages) * batch.page_units
         self._prefill_pages = 0
+        self._caches = config.enable_prefix_caching and batch.plain  # once there may be something to find
         self._hits_scheduled = config.prefix_hits != "prefilled"
         self._kv_arrived = False
         self._admitted: list[tuple[int, Request]] = []  # a stack by admission number, stale entries and all
         self._most_admitted = FEW  # entries before the stale ones are dropped
+        if not once:
+            self._begin_to_cache()
 
     @property
     def size(self) -> int:
@@ -87,6 +94,16 @@ class Scheduler:
         """Append requests to the waiting queue."""
         self._kv_arrived |= any(r.has_kv for r in requests)
         self.waiting.extend(requests)
+        if self._caches and len({(r.position, r.prompt_tokens) for r in requests}) < len(requests):
+            self._begin_to_cache()
+
+    def _begin_to_cache(self) -> None:
+        """From now on a request may find something in the KV cache: what is there now are prompts of one each."""
+        if self._caches:
+            self._caches = False
+            self._batch.cache = PrefixCache(self._config.page_tokens)
+            for request in chain(self._batch, self.prefilling):
+                self._batch.cache.hold(request, fills=True)
 
     def schedule(self, now: float) -> list[Chunk]:
         """Evict and admit at a boundary: a chunk of each of the first prefilling, none if the batch decodes alone."""
@@ -165,6 +182,7 @@ class Scheduler:
 
     def _evict(self, now: float) -> None:
         """Preempt the most recently admitted until the pages suffice."""
+        self._begin_to_cache()
         while self._batch.pages + self._prefill_pages > self._batch.room_pages:
             order, request = self._admitted.pop()
             if request.order != order:
@@ -187,19 +205,17 @@ class Scheduler:
             budget = max(budget - self._batch.size, 1)
         left = budget - sum([r.prefill_left for r in self.prefilling])
         batch, cache = self._batch, self._batch.cache
-        if cache:
-            cache.settle()
         if cache and self._hits_scheduled and left >= 0:
             for request in self.prefilling:
                 cache.fill(request)
         free = self._free_pages()
         places = config.max_num_seqs - batch.size - len(self.prefilling)
-        page, waiting, watermark = config.page_tokens, self.waiting, self._watermark_pages
+        page, plain, waiting, watermark = config.page_tokens, batch.plain, self.waiting, self._watermark_pages
         found = held = 0
         while waiting and places > 0:
             request = waiting[0]
             context = request.prompt_tokens + request.generated
-            pages = batch.pages_of(context)
+            pages = -(-context // page) if plain else batch.pages_of(context)
             if cache:
                 found, held = cache.find(request)
             if pages - held > (free - watermark if batch.size or self.prefilling else free):

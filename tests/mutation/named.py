@@ -129,8 +129,8 @@ FAULTS = (
         "page rounding",
         "down on admission",
         _SIM + "scheduler.py",
-        "pages = batch.pages_of(context)",
-        "pages = batch.pages_of(max(context - 15, 1))",
+        "pages = -(-context // page) if plain",
+        "pages = context // page if plain",
     ),
     Fault("prefill budget", "not used up", _SIM + "scheduler.py", "left -= needed", "left -= 0"),
     Fault(
@@ -165,8 +165,8 @@ FAULTS = (
         "RunningBatch to the end",
         "fits without last pages",
         _SIM + "batch.py",
-        "return self._plain and tokens + self.size * self._padding <=",
-        "return self._plain and tokens <=",
+        "return self.plain and tokens + self.size * self._padding <=",
+        "return self.plain and tokens <=",
     ),
     Fault(
         "GpuPool order",
