@@ -33,6 +33,7 @@ SAME_SHAPE = {
     "eurus-2-7b": "qwen2.5-7b",
     "fapo-genrm-4b": "qwen3-4b",
     "llama-3-8b": "llama-3.1-8b",
+    "hy3-preview": "hy3",
     "llama-3.3-70b": "llama-3.1-70b",
     "meta-llama-3-70b": "llama-3-70b",
     "meta-llama-3-8b": "llama-3.1-8b",
@@ -57,6 +58,7 @@ SAME_SHAPE = {
 }
 #: Published models that see or hear, and whose language model has the shape of one in the catalogue.
 LANGUAGE_MODEL = {
+    "glm-4.1v-9b": "glm-4-9b-0414",
     "minicpm-o-2_6": "qwen2.5-7b",
     "qwen2-vl-7b": "qwen2.5-7b",
     "qwen2.5-vl-3b": "qwen2.5-3b",
@@ -69,6 +71,7 @@ LANGUAGE_MODEL = {
     "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
     "qwen3-vl-32b": "qwen3-32b",
     "qwen3-vl-235b-a22b": "qwen3-235b-a22b",
+    **{name: name for name in catalogue.names("models") if name.startswith("qwen3.5-")},
 }
 UNSEEN = "what it sees or hears, and the time that takes, is not represented"
 #: What may follow the size in a model's name without changing its shape.
