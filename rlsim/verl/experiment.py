@@ -21,7 +21,7 @@ from rlsim.verl.config import read_config
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS, WITHOUT_DEFAULT
 from rlsim.verl.log import METRICS, VerlLog
 from rlsim.verl.overrides import FILTER, GPUS_PER_NODE, NODES, REWARD_ASYNC, TP
-from rlsim.verl.run import RunSettings, settings_of
+from rlsim.verl.run import RunSettings, replica_problem, settings_of
 from rlsim.verl.settings import STRATEGY, VerlSettings
 from rlsim.verl.training import add_engine, add_training
 
@@ -79,7 +79,7 @@ def from_verl(
     if apart is not None:
         draft.missing += asynchronous.missing(config, apart)
     machines = apart.cluster(draft, options) if apart else _cluster(config, draft, options)
-    settings = _settings(config, machines, apart)
+    settings = _settings(config, draft, machines, apart)
     actor = _model(config, draft, options)
     _calibration(config, draft, machines, options)
     lengths = _trace(config, draft, actor, settings, options)
@@ -89,7 +89,7 @@ def from_verl(
     dp_key = ROLLOUT + "data_parallel_size" if notes.experts_apart(config) else ""
     replica = parts.add_expert_parallelism(config, draft, settings.rollout_tp, notes.EXPERTS, dp_key)
     add_training(config, draft, settings, lengths)
-    _systems(config, draft, replica, apart)
+    _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
     share = ROLLOUT + "gpu_memory_utilization"
     parts.add_memory(draft, Entry(settings.memory_utilization, config.where(share)), folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
@@ -114,23 +114,25 @@ def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
     return found
 
 
-def _settings(config: VerlSettings, machines: Cluster, apart: Apart | None) -> RunSettings:
+def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apart | None) -> RunSettings:
     """The configuration as `rlsim calibrate from-run` reads it."""
-    strategy, key = config.get(STRATEGY), TP
-    node = apart.rollout[1] if apart else machines.domain_gpus
+    strategy, tp = config.get(STRATEGY), config.get(TP)
+    rollout = apart.rollout if apart else (machines.gpus // machines.domain_gpus, machines.domain_gpus)
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ConfigError(f"{config.where(STRATEGY)}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
-    if node % config.get(key):
-        raise ConfigError(
-            f"{config.where(key)} = {config.get(key)}: it does not divide the {node} GPUs of a node; "
-            "replicas over several nodes are not simulated"
+    if problem := replica_problem(tp, *rollout):
+        raise ConfigError(f"{config.where(TP)} = {tp}: it {problem}")
+    if tp > rollout[1]:
+        draft.notes.append(
+            f"{config.where(TP)} = {tp}: a replica is on {tp // rollout[1]} nodes; collectives between nodes are not "
+            "measured and come out too fast (docs/validation.md)"
         )
     for doubtful in config.doubts:
         if doubtful in config.default:
             config.get(doubtful)  # which says what is missing
     no_steps = pd.DataFrame(columns=["line", *METRICS], dtype=float)
     log = VerlLog(Path(config.name or "the configuration"), no_steps, (), config)
-    return settings_of(log, apart.trainers(machines) if apart else machines, rollout_node=node)
+    return settings_of(log, apart.trainers(machines) if apart else machines, rollout=rollout)
 
 
 def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
@@ -211,7 +213,7 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
         draft.entries["models"] = models
 
 
-def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None) -> None:
+def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool) -> None:
     more, mode = [], ROLLOUT + "mode"
     if config.get(FILTER):
         more = ["dynamic_sampling"]
@@ -220,7 +222,7 @@ def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None) -
         where = f"{config.where(mode)}: each request goes to the server with fewest"
         draft.entries["routing"] = Entry("round_robin", where)
     if apart is None:
-        parts.add_systems(draft, tp, config.where(TP), more, best="verl-best")
+        parts.add_systems(draft, tp, config.where(TP), more, best="verl-best", over_nodes=over_nodes)
     else:
         system = (apart.policy, asynchronous.parameters(config, apart))
-        parts.add_systems(draft, tp, asynchronous.said_of(config, apart), more, apart=system)
+        parts.add_systems(draft, tp, asynchronous.said_of(config, apart), more, apart=system, over_nodes=over_nodes)
