@@ -124,8 +124,10 @@ def test_multimodal_models_of_one_family_have_the_same_vision_part() -> None:
         for text, total in ((load_model(name), total) for name, total in totals.items())
     }
     assert towers == {437_132_016}
-    small = load_model("qwen3.5-2b")  # its tower is smaller: 24 layers of 1,024
-    assert small.parameters + small.mtp_parameters + 331_416_576 == 2_274_069_824
+    # Towers of the smaller ones: 24 layers of 1,024, and 12 of 768.
+    for name, tower, total in (("2b", 331_416_576, 2_274_069_824), ("0.8b", 100_592_896, 873_438_784)):
+        small = load_model(f"qwen3.5-{name}")
+        assert small.parameters + small.mtp_parameters + tower == total
     scout = 108_641_793_536 - load_model("llama-4-scout-17b-16e").parameters
     assert scout == 401_583_781_376 - load_model("llama-4-maverick-17b-128e").parameters
 

@@ -464,7 +464,7 @@ def test_the_configuration_in_a_log(tmp_path: Path) -> None:
         (["actor_rollout_ref.actor.use_kl_loss=3"], {}, "expected True or False, got 3"),
         (["algorithm.adv_estimator=grop"], {}, "did you mean 'grpo'"),
         (["actor_rollout_ref.rollout.name=hf"], {}, "unknown rollout engine 'hf'"),
-        (["actor_rollout_ref.actor.strategy=torchtitan"], {}, "torchtitan is not simulated"),
+        (["actor_rollout_ref.actor.strategy=mindspeed"], {}, "mindspeed is not simulated"),
         (["trainer.v1.trainer_mode=separate_async"], {}, "this trainer is not simulated"),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], {}, "does not divide the 8 GPUs"),
         (["actor_rollout_ref.model.path=Qwen/Qwen9-8B"], {}, "its shape is not known; the nearest .*give --model"),

@@ -43,6 +43,7 @@ SAME_SHAPE = {
     "multiturn-sft-qwen-2.5-7b": "qwen2.5-7b",  # what veRL's ReTool recipe writes, of these models
     "multiturn-sft-qwen-2.5-32b": "qwen2.5-32b",
     "skywork-reward-llama-3.1-8b": "llama-3.1-8b",
+    **{f"skywork-reward-v2-{base}": base for base in ("llama-3.1-8b", "llama-3.2-1b", "qwen3-4b", "qwen3-8b")},
     "qwen2-1.5b": "qwen2.5-1.5b",
     "qwen2-7b": "qwen2.5-7b",
     "qwen2.5-coder-1.5b": "qwen2.5-1.5b",

@@ -203,7 +203,8 @@ def add_systems(
     fastest = "the fastest TP of generation on the same GPUs" if apart else "the fastest static TP"
     systems = [system("as-configured", tp, where), system(best, "best", fastest)]
     engine = draft.entries.get("engine")
-    if apart is None and not over_nodes and not (isinstance(engine, dict) and "ep" in engine):  # a replica with experts apart stays one
+    fixed = over_nodes or (isinstance(engine, dict) and "ep" in engine)  # a replica with experts apart stays one
+    if apart is None and not fixed:
         systems.append(Entry({"name": "pat", "use": ["pat", *more]}, "TP switched while responses are generated"))
     draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
     draft.entries["baseline"] = Entry("as-configured")

@@ -19,6 +19,7 @@ from rlsim.verl import asynchronous, notes
 from rlsim.verl.asynchronous import Apart
 from rlsim.verl.config import read_config
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS, WITHOUT_DEFAULT
+from rlsim.verl.engines import DEGREES
 from rlsim.verl.log import METRICS, VerlLog
 from rlsim.verl.overrides import FILTER, GPUS_PER_NODE, NODES, REWARD_ASYNC, TP
 from rlsim.verl.run import RunSettings, replica_problem, settings_of
@@ -44,7 +45,7 @@ _REWARD_MODEL = {
 }
 #: Further keys that a misspelt one may have meant.
 _MORE_KEYS = (
-    _MODEL, _CRITIC, REWARD_ASYNC, *_REWARD_MODEL, *_REWARD_MODEL.values(), *WITHOUT_DEFAULT,
+    _MODEL, _CRITIC, REWARD_ASYNC, *DEGREES, *_REWARD_MODEL, *_REWARD_MODEL.values(), *WITHOUT_DEFAULT,
     ACTOR + "megatron.override_transformer_config.recompute_granularity",
     ROLLOUT + "log_prob_micro_batch_size", ROLLOUT + "log_prob_use_dynamic_bsz",
     MODEL + "enable_activation_offloading", MODEL + "use_fused_kernels",
@@ -89,6 +90,7 @@ def from_verl(
     dp_key = ROLLOUT + "data_parallel_size" if notes.experts_apart(config) else ""
     replica = parts.add_expert_parallelism(config, draft, settings.rollout_tp, notes.EXPERTS, dp_key)
     add_training(config, draft, settings, lengths)
+    asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
     _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
     share = ROLLOUT + "gpu_memory_utilization"
     parts.add_memory(draft, Entry(settings.memory_utilization, config.where(share)), folder, apart=apart is not None)
@@ -178,7 +180,7 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
         "algorithm": Entry(algorithm, joined(config.where(_ESTIMATOR), same_calls)),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
         "responses": Entry(settings.responses, config.where(ROLLOUT + "n")),
-        "steps": parts.steps_of(asynchronous.ahead(config, apart) if apart else 0),
+        "steps": parts.steps_of(asynchronous.ahead(config, apart)),
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
@@ -221,8 +223,10 @@ def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None, *
     if config.get(mode) == "async" or apart:
         where = f"{config.where(mode)}: each request goes to the server with fewest"
         draft.entries["routing"] = Entry("round_robin", where)
-    if apart is None:
-        parts.add_systems(draft, tp, config.where(TP), more, best="verl-best", over_nodes=over_nodes)
-    else:
+    if apart is not None:
         system = (apart.policy, asynchronous.parameters(config, apart))
         parts.add_systems(draft, tp, asynchronous.said_of(config, apart), more, apart=system, over_nodes=over_nodes)
+    else:
+        colocated = asynchronous.colocated_of(config)
+        best = "best-tp" if colocated else "verl-best"
+        parts.add_systems(draft, tp, config.where(TP), more, apart=colocated, best=best, over_nodes=over_nodes)

@@ -234,7 +234,7 @@ def _strategies(
         raise CalibrationError(f"train: tp × pp × cp = {share} does not divide the {cluster.gpus} GPUs")
     zero = given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1)
     expert_keys = [f"{ACTOR}megatron.expert_{kind}_parallel_size" for kind in ("model", "tensor")]
-    logged_ep, logged_cut = map(find.logged, expert_keys) if backend == "megatron" else (None, None)
+    logged_ep, logged_cut = map(find.logged, expert_keys)
     ep = find.prefer("train.ep", given.ep, logged_ep) or 1
     expert_tp = find.prefer("train.expert_tp", given.expert_tp, logged_cut)
     common: dict[str, Any] = {

@@ -23,8 +23,8 @@ ROOTS = frozenset(
     {"actor_rollout_ref", "algorithm", "async_training", "critic", "custom_reward_function", "data", "distillation",
      "reward", "reward_model", "rollout", "sandbox_fusion", "trainer"}
 )  # fmt: skip
-#: Choices of Hydra without a dot.
-GROUPS = frozenset({"model_engine"})
+#: Hydra's choices of the engine that trains.
+GROUPS = frozenset({"model_engine", "actor@actor_rollout_ref.actor"})
 _DECLARING = ("export", "local", "readonly", "declare", "typeset")
 _STRAY = ("}", "then", "do", "done", "fi", "esac", "else", "elif")
 
