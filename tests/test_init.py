@@ -465,7 +465,7 @@ def test_the_configuration_in_a_log(tmp_path: Path) -> None:
         (["algorithm.adv_estimator=grop"], {}, "did you mean 'grpo'"),
         (["actor_rollout_ref.rollout.name=hf"], {}, "unknown rollout engine 'hf'"),
         (["actor_rollout_ref.actor.strategy=mindspeed"], {}, "mindspeed is not simulated"),
-        (["trainer.v1.trainer_mode=separate_async"], {}, "this trainer is not simulated"),
+        (["trainer.v1.trainer_mode=separate_async"], {}, "but no GPUs of generation"),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], {}, "does not divide the 8 GPUs"),
         (["actor_rollout_ref.model.path=Qwen/Qwen9-8B"], {}, "its shape is not known; the nearest .*give --model"),
         (["critic.enable=True"], {}, "critic.enable = True with algorithm.adv_estimator=grpo"),

@@ -60,13 +60,10 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trac
     tp_key, pp_key, ep_key, expert_key = DEGREES
     ulysses = [f"{ACTOR}{part}ulysses_sequence_parallel_size" for part in ("fsdp_config.", "")]
     cp_keys = [ACTOR + "megatron.context_parallel_size"] if megatron else ulysses
-    for name, degree, *keys in (
-        ("tp", strategy.tp, tp_key),
-        ("pp", strategy.pp, pp_key),
-        ("cp", strategy.cp, *cp_keys),
-    ):
+    degrees = {"tp": (strategy.tp, [tp_key]), "pp": (strategy.pp, [pp_key]), "cp": (strategy.cp, cp_keys)}
+    for name, (degree, said) in degrees.items():
         if megatron or degree > 1:
-            add(name, degree, *keys)
+            add(name, degree, *said)
     if strategy.ep > 1:
         add("ep", strategy.ep, ep_key)
     if strategy.expert_tp is not None and strategy.experts_apart:
