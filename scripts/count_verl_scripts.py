@@ -39,6 +39,7 @@ def outcome(script: Path, gpu: str) -> tuple[str, str]:
 
 
 def main() -> None:
+    """Count, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--gpu", default="h100")

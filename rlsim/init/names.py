@@ -53,9 +53,14 @@ SAME_SHAPE = {
     "qwen2.5-coder-32b": "qwen2.5-32b",
     "qwen2.5-math-1.5b": "qwen2.5-1.5b",
     "qwen2.5-math-7b": "qwen2.5-7b",
+    **{
+        f"{base}-{kind}-2507": f"{base}-2507"
+        for base in ("qwen3-4b", "qwen3-30b-a3b", "qwen3-235b-a22b")
+        for kind in ("instruct", "thinking")
+    },
     "qwen3-30b": "qwen3-30b-a3b",
     "qwen3-30b-moe": "qwen3-30b-a3b",
-    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b-2507",
 }
 #: Published models that see or hear, and whose language model has the shape of one in the catalogue.
 LANGUAGE_MODEL = {
@@ -76,7 +81,7 @@ LANGUAGE_MODEL = {
 }
 UNSEEN = "what it sees or hears, and the time that takes, is not represented"
 #: What may follow the size in a model's name without changing its shape.
-_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|merge|rm|preview|thinking|v?\d+(\.\d+)*|\d{4}))*")
+_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|merge|rm|preview|thinking|bf16|v?\d+(\.\d+)*|\d{4}))*")
 #: The end of a checkpoint's path, below the name of its model.
 _STEP = re.compile(r"(/(global_step_\d+|huggingface))+$")
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)

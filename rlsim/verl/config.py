@@ -16,6 +16,8 @@ from rlsim.verl.log import logged_config
 from rlsim.verl.settings import STRATEGY, VerlSettings
 from rlsim.verl.shell import GROUPS, Override, parse_override, read_script
 
+#: Programs whose settings are veRL's own, and nothing else.
+_READ_AS_PPO = re.compile(r"(verl|recipe\.(dapo|entropy|partial_rollout))\.")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -111,7 +113,13 @@ def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> N
         config.put(logged, path.name)
         return
     script = read_script(text, str(path), variables)
+    if "main_generation" in script.program:
+        raise ConfigError(f"{path}: it runs {script.program}, which only generates: an experiment is of RL training")
     config.notes += [f"{path.name}: {note}" for note in script.notes]
+    if script.program and not _READ_AS_PPO.match(script.program):
+        config.notes.append(
+            f"{path.name}: {script.program} is read as verl.trainer.main_ppo: what it does otherwise is not represented"
+        )
     if "megatron" in script.config_name:
         config.given[STRATEGY], config.origin[STRATEGY] = "megatron", f"--config-name {script.config_name}"
     for override in script.overrides:

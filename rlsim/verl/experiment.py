@@ -88,6 +88,8 @@ def from_verl(
     _models(config, draft, options)
     add_engine(config, draft, settings, measured=options.calibration is not None)
     dp_key = ROLLOUT + "data_parallel_size" if notes.experts_apart(config) else ""
+    if actor.quantised_parameters and str(config.told(_MODEL)).lower().rstrip("/").endswith("-bf16"):
+        draft.entries["engine"] |= {"precision": Entry("bf16", config.where(_MODEL))}  # type: ignore[operator]
     replica = parts.add_expert_parallelism(config, draft, settings.rollout_tp, notes.EXPERTS, dp_key)
     add_training(config, draft, settings, lengths)
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
@@ -139,6 +141,11 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
 
 def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
     path = options.model or config.get(_MODEL)
+    if path is None and not config.has("actor_rollout_ref"):
+        raise ConfigError(
+            f"{config.name or 'the configuration'}: no setting of actor_rollout_ref: supervised fine-tuning and "
+            "evaluation are no RL training, of which experiments are"
+        )
     if path is None:
         raise ConfigError(f"the configuration names no model ({_MODEL}): give --model")
     return parts.add_model(draft, options, str(path), config.where(_MODEL))

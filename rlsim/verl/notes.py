@@ -32,6 +32,7 @@ _UNLIKE: Table = (
     (ACTOR + "freeze_vision_tower", "on", "a vision model"),
     ("algorithm.filter_groups.max_num_gen_batches", "above 1", "a limit on the batches generated in a step"),
     ("trainer.balance_batch", "off", "sequences dealt to GPUs as they come: here they are balanced"),
+    ("trainer.val_only", "on", "validation alone: here a run that trains"),
     ("distillation.enabled", "on", "a teacher's log-probs"),
     ("reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
     ("reward.reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
@@ -88,7 +89,7 @@ def missing(config: VerlSettings) -> list[str]:
             f"{config.where(_GENERATED)} = {generated}: prompts are generated {generated} at a time; here a step "
             f"begins with {trained} and launches what is lacking"
         )
-    often = [key for key in _BETWEEN_STEPS if (given(key) or -1) > 0]
+    often = [key for key in _BETWEEN_STEPS if given(key) not in (None, -1, 0)]
     if often:
         found.append(f"{' and '.join(config.where(key) for key in often)}: validation and checkpoints between steps")
     mini = given(_CRITIC)

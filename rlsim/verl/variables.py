@@ -6,7 +6,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from rlsim.init.settings import Unknown
@@ -58,6 +58,7 @@ class Variables:
     def __init__(self, given: dict[str, str]) -> None:
         self._given = given
         self._values: dict[str, Value] = dict(given)
+        self.taken_empty: dict[str, int] = {}  # variables that tests find unset, and the first line of one
 
     def set(self, name: str, value: Value) -> None:
         """Assign, unless the variable is given from outside."""
@@ -159,7 +160,7 @@ class Variables:
             raise UnresolvedError(Unknown(f"${{{text}}} is not understood"))
         name, rule, default = found["name"], found["rule"] or "", Token(found["default"] or "", 0)
         if isinstance(value, Unknown):
-            raise UnresolvedError(Unknown(value.why, value.variable or name))
+            raise UnresolvedError(replace(value, variable=value.variable or name))
         there = value is not None and (value != "" or not rule.startswith(":"))
         if rule.endswith("+"):
             return self.text(default) if there else ""
@@ -170,7 +171,7 @@ class Variables:
             what = f"argument ${name} of the script" if argument else f"variable {name}"
             if _PLACE.fullmatch(name) and not rule:
                 return f"${name}"  # where files lie bears on nothing; the names at a path's end do
-            raise UnresolvedError(Unknown(f"{what} is not set", "" if argument else name))
+            raise UnresolvedError(Unknown(f"{what} is not set", "" if argument else name, unset=not rule))
         if rule.endswith("="):
             self.set(name, self.text(default))
         return self.text(default)
@@ -219,9 +220,19 @@ class Variables:
             inner = self._says(words[1:])
             return None if inner is None else not inner
         try:
-            return self._test([self.text(word) for word in words])
+            return self._test([self._tested(word) for word in words])
         except UnresolvedError:
             return None
+
+    def _tested(self, word: Token) -> str:
+        """A word of a test: a variable that nothing sets is empty, as it is to the shell."""
+        try:
+            return self.text(word)
+        except UnresolvedError as error:
+            if not error.unknown.unset:
+                raise
+            self.taken_empty.setdefault(error.unknown.variable or unquoted(word), word.line)
+            return ""
 
     def _test(self, texts: list[str]) -> bool | None:
         match texts:
