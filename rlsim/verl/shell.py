@@ -80,9 +80,9 @@ def read_script(text: str, source: str, given: dict[str, str]) -> Script:
         raise ConfigError(f"{source}: nested too deeply to be read; {INSTEAD}") from None
     commands = run.commands
     notes = list(dict.fromkeys(run.notes))
-    if run.variables.taken_empty:
-        empty = ", ".join(f"{name} (line {line})" for name, line in run.variables.taken_empty.items())
-        notes.append(f"not set, and empty in tests: {empty}")
+    if run.variables.assumed:
+        assumed = ", ".join(f"{what} (line {line})" for what, line in run.variables.assumed.items())
+        notes.append(f"taken in tests: {assumed}")
     if len(commands) > 1:
         lines = ", ".join(str(command[0].line) for command in commands)
         notes.append(f"{len(commands)} commands with settings of veRL (from lines {lines}): the last one is taken")

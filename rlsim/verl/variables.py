@@ -58,7 +58,7 @@ class Variables:
     def __init__(self, given: dict[str, str]) -> None:
         self._given = given
         self._values: dict[str, Value] = dict(given)
-        self.taken_empty: dict[str, int] = {}  # variables that tests find unset, and the first line of one
+        self.assumed: dict[str, int] = {}  # what tests take for granted, and the first line of one
 
     def set(self, name: str, value: Value) -> None:
         """Assign, unless the variable is given from outside."""
@@ -220,7 +220,11 @@ class Variables:
             inner = self._says(words[1:])
             return None if inner is None else not inner
         try:
-            return self._test([self._tested(word) for word in words])
+            texts = [self._tested(word) for word in words]
+            if len(texts) == 2 and texts[0] in ("-d", "-e", "-f", "-s") and texts[1]:
+                self.assumed.setdefault(f"{unquoted(words[1])} is there", words[0].line)
+                return True
+            return self._test(texts)
         except UnresolvedError:
             return None
 
@@ -231,7 +235,7 @@ class Variables:
         except UnresolvedError as error:
             if not error.unknown.unset:
                 raise
-            self.taken_empty.setdefault(error.unknown.variable or unquoted(word), word.line)
+            self.assumed.setdefault(f"{error.unknown.variable or unquoted(word)} is not set, so empty", word.line)
             return ""
 
     def _test(self, texts: list[str]) -> bool | None:
