@@ -3,7 +3,7 @@
     python scripts/count_verl_scripts.py VERL VERL_RECIPE [--gpu h100] [--list]
 
 VERL and VERL_RECIPE are checkouts of github.com/verl-project/verl and verl-recipe. Counted are the shell scripts that
-have settings of veRL's RL trainers; --list prints what becomes of each.
+have settings of veRL's RL trainers; what does not fit is written too, and says so. --list prints what becomes of each.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from rlsim.verl.experiment import from_verl
 from rlsim.verl.shell import read_script
 
 
-def has_settings(script: Path) -> bool:
-    """Whether a command of the script sets keys of veRL's configuration."""
+def is_rl(script: Path) -> bool:
+    """Whether a command of the script sets keys of veRL's RL trainers, and does not merely generate."""
     try:
-        return bool(read_script(script.read_text(errors="replace"), str(script), {}).overrides)
+        found = read_script(script.read_text(errors="replace"), str(script), {})
     except RlsimError:
-        return True
+        return True  # and refused
+    keys = [override.key for override in found.overrides]
+    return any(key.startswith("actor_rollout_ref.") for key in keys) and "main_generation" not in found.program
 
 
 def outcome(script: Path, gpu: str) -> tuple[str, str]:
@@ -47,8 +49,8 @@ def main() -> None:
     arguments = parser.parse_args()
     counts = collections.Counter[str]()
     for script in sorted(path for folder in arguments.folders for path in folder.rglob("*.sh")):
-        if not has_settings(script):
-            counts["no settings of veRL's RL trainers"] += 1
+        if not is_rl(script):
+            counts["no RL training: no settings, supervised fine-tuning, evaluation, generation alone"] += 1
             continue
         kind, why = outcome(script, arguments.gpu)
         counts[kind] += 1
