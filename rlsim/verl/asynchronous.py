@@ -30,6 +30,7 @@ _CONCURRENT = ASYNC + "concurrent_samples_per_replica"
 _DEFAULTS: dict[str, Any] = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, _BYPASS: True}
 _FULLY: dict[str, Any] = {
     _THRESHOLD: 0.1, _TRIGGER: 4, _BATCHES: 1, _PARTIAL: True, _USES_ROLLOUT[0]: True, _PROXIMAL: False,
+    _CONCURRENT: 16,
 }  # fmt: skip
 #: The trainers of veRL's v1, and batches that they launch before the first step.
 _MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1."
@@ -37,7 +38,7 @@ _SYNC_STEP, _SWITCH = f"{_V1}separate_async.parameter_sync_step", f"{_V1}separat
 _WARMUP = {mode: f"{_V1}{mode}.num_warmup_batches" for mode in ("colocate_async", "separate_async")}
 _DROPPED = (f"{_V1}sampler.max_off_policy_threshold", f"{_V1}sampler.max_off_policy_strategy")
 #: Keys that are known beside those of synchronous training.
-KEYS = (*_ROLLOUT_NODES, *_ROLLOUT_GPUS, *_USES_ROLLOUT, *_FULLY, _CONCURRENT, _SYNC_STEP, *_WARMUP.values(), *_DROPPED)
+KEYS = (*_ROLLOUT_NODES, *_ROLLOUT_GPUS, *_USES_ROLLOUT, *_FULLY, _SYNC_STEP, *_WARMUP.values(), *_DROPPED)
 #: GPUs of a node, where generation and training may share one.
 _NODE = 8
 Policy = Literal["verl_fully_async", "one_step_off"]
@@ -123,7 +124,7 @@ def _as_fully_async(config: VerlSettings) -> None:
     config.default |= {_SYNC_STEP: 4, warmup: 1}
     for theirs, ours in ((_SYNC_STEP, _TRIGGER), (warmup, _THRESHOLD)):
         config.put({ours: config.whole(theirs, 0)}, config.where(theirs))
-    config.put({_PARTIAL: True, _CONCURRENT: None}, f"{_MODE} ({config.origin[_MODE]})")
+    config.put({_PARTIAL: True}, f"{_MODE} ({config.origin[_MODE]})")
 
 
 def _resumes(config: VerlSettings) -> bool:
@@ -183,7 +184,7 @@ def parameters(config: VerlSettings, apart: Apart) -> dict[str, Any]:
         "staleness_threshold": config.number(_THRESHOLD),
         "trigger_parameter_sync_step": config.whole(_TRIGGER),
         "partial_rollout": config.flag(_PARTIAL),
-        "per_replica": config.given.get(_CONCURRENT, 16),
+        "per_replica": None if config.given.get(_MODE) == "separate_async" else config.whole(_CONCURRENT),
         "recompute_log_probs": recomputes(config),
     }
 
@@ -203,8 +204,9 @@ def recomputes(config: VerlSettings) -> bool:
 
 def said_of(config: VerlSettings, apart: Apart) -> str:
     """Where the parameters are said."""
-    keys = (*_ROLLOUT_NODES[:1], *((_THRESHOLD, _TRIGGER, _PARTIAL) if apart.policy == "verl_fully_async" else ()))
-    return joined(config.where(ROLLOUT + "tensor_model_parallel_size"), *map(config.where, keys))
+    rules = (_THRESHOLD, _TRIGGER, _PARTIAL) if apart.policy == "verl_fully_async" else ()
+    where = config.where(*_ROLLOUT_NODES), *map(config.where, rules)
+    return joined(config.where(ROLLOUT + "tensor_model_parallel_size"), *where)
 
 
 def missing(config: VerlSettings, apart: Apart) -> list[str]:
