@@ -346,6 +346,15 @@ def test_a_replica_may_be_whole_nodes(tmp_path: Path) -> None:
         draft_of(tmp_path, *wide, f"{tp}24")
 
 
+def test_experts_that_no_stage_holds(tmp_path: Path) -> None:
+    degrees = ("tensor_model_parallel_size=4", "pipeline_model_parallel_size=2", "expert_model_parallel_size=2")
+    settings = ["MODEL_PATH=Qwen/Qwen3-30B-A3B", *(f"+actor_rollout_ref.actor.megatron.{one}" for one in degrees)]
+    with pytest.raises(ConfigError, match="without .*expert_tensor_parallel_size Megatron cuts an expert over TP"):
+        draft_of(tmp_path, *settings)
+    whole = draft_of(tmp_path, *settings, "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1")
+    assert whole.data()["training"] == some(whole.data()["training"], ep=2, expert_tp=1)
+
+
 def test_a_quantised_model_in_bf16(tmp_path: Path) -> None:
     assert draft_of(tmp_path, "MODEL_PATH=lmsys/gpt-oss-20b-bf16").data()["engine"]["precision"] == "bf16"
     assert "precision" not in draft_of(tmp_path, "MODEL_PATH=openai/gpt-oss-20b").data()["engine"]

@@ -136,7 +136,13 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
             config.get(doubtful)  # which says what is missing
     no_steps = pd.DataFrame(columns=["line", *METRICS], dtype=float)
     log = VerlLog(Path(config.name or "the configuration"), no_steps, (), config)
-    return settings_of(log, apart.trainers(machines) if apart else machines, rollout=rollout)
+    try:
+        return settings_of(log, apart.trainers(machines) if apart else machines, rollout=rollout)
+    except ConfigError as error:
+        if not config.given.get(DEGREES[2]):
+            raise
+        cut = "" if config.given.get(DEGREES[3]) else f"; without {DEGREES[3]} Megatron cuts an expert over TP"
+        raise ConfigError(f"{config.where(DEGREES[2])}: {error}{cut}") from None
 
 
 def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
