@@ -309,9 +309,9 @@ def test_devices_and_nodes_of_another_maker(tmp_path: Path) -> None:
     assert any("nodes of 16" in note for note in draft.notes)
 
 
-def test_places_of_files_need_not_be_known(tmp_path: Path) -> None:
-    text = SCRIPT.replace("$HOME/models", "$DATA_ROOT/models")
-    assert draft_of(tmp_path, text=text).data()["model"] == "qwen2.5-7b"
+@pytest.mark.parametrize("folder", ["$DATA_ROOT", "${DATA_ROOT}", "${models}/mine"])
+def test_places_of_files_need_not_be_known(tmp_path: Path, folder: str) -> None:
+    assert draft_of(tmp_path, text=SCRIPT.replace("$HOME/models", folder)).data()["model"] == "qwen2.5-7b"
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_a_replica_may_be_whole_nodes(tmp_path: Path) -> None:
 def test_experts_that_no_stage_holds(tmp_path: Path) -> None:
     degrees = ("tensor_model_parallel_size=4", "pipeline_model_parallel_size=2", "expert_model_parallel_size=2")
     settings = ["MODEL_PATH=Qwen/Qwen3-30B-A3B", *(f"+actor_rollout_ref.actor.megatron.{one}" for one in degrees)]
-    with pytest.raises(ConfigError, match="without .*expert_tensor_parallel_size Megatron cuts an expert over TP"):
+    with pytest.raises(ConfigError, match=r"without .*expert_tensor_parallel_size Megatron cuts an expert over TP"):
         draft_of(tmp_path, *settings)
     whole = draft_of(tmp_path, *settings, "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1")
     assert whole.data()["training"] == some(whole.data()["training"], ep=2, expert_tp=1)
