@@ -149,7 +149,7 @@ class Variables:
             return self._expanded(piece.text)
         except UnresolvedError as error:
             if folder and error.unknown.unset:
-                return "$" + re.findall(r"\w+", piece.text)[0]  # without braces, which are OmegaConf's
+                return "$" + piece.text.strip("${}").partition(":")[0]  # braces are OmegaConf's
             raise
 
     def _expanded(self, text: str) -> str:
