@@ -61,9 +61,11 @@ FAMILIES = {
     "deepseek_v2": Family(latent=True, experts=True),
     "deepseek_v3": Family(latent=True, experts=True, router_bias=True),
     "kimi_k2": Family(latent=True, experts=True, router_bias=True),
+    "glm4": Family(qkv_bias=True, o_bias=False, norms=4),
     "glm4_moe": Family(o_bias=False, experts=True, router_bias=True),
     "gpt_oss": Family(sinks=True, experts=True, router_bias=True, expert_bias=True, defaults={"attention_bias": True}),
     "glm4_moe_lite": Family(latent=True, experts=True, router_bias=True),
+    "hy_v3": Family(head_norms=True, experts=True, router_bias=True, defaults={"first_k_dense_replace": 1}),
     "gemma": Family(defaults={"head_dim": 256, "tie_word_embeddings": True}),
     "gemma2": Family(norms=4, defaults=_GEMMA),
     "gemma3": Family(
@@ -83,6 +85,7 @@ FAMILIES = {
 #: The text part of a multimodal model, by its own `model_type` or the whole model's, and the family that it is of.
 TEXT_PARTS = {
     "gemma3_text": "gemma3",
+    "glm4v_text": "glm4",
     "llama4_text": "llama4",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
@@ -97,6 +100,7 @@ TEXT_PARTS = {
 _RENAMED = {
     "num_local_experts": "num_experts",  # mixtral, gpt_oss, llama4
     "n_routed_experts": "num_experts",  # deepseek, glm
+    "num_shared_experts": "n_shared_experts",  # hy_v3
     "interleave_moe_layer_step": "decoder_sparse_step",  # llama4
     "attention_chunk_size": "sliding_window",
     "mtp_num_hidden_layers": "num_nextn_predict_layers",

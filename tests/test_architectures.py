@@ -32,6 +32,7 @@ PUBLISHED = {
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-1b": 999_885_952,
     "gemma-3-12b": 11_766_034_176,  # llama.cpp's count of the text part
+    "glm-4-9b-0414": 9_400_279_040,
     "glm-4.5": 352_797_829_024,
     "glm-4.5-air": 106_852_251_264,
     "gpt-oss-20b": 20_914_757_184,
@@ -50,6 +51,9 @@ PUBLISHED = {
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-235b-a22b-2507": 235_093_634_560,
+    "qwen3-30b-a3b-2507": 30_532_122_624,
+    "qwen3-4b-2507": 4_022_468_096,
     "qwen3-coder-480b-a35b": 480_154_875_392,
     "qwen3-next-80b-a3b": 79_674_391_296,
     "r1-distill-llama-70b": 70_553_706_496,
@@ -115,6 +119,18 @@ def test_multimodal_models_of_one_family_have_the_same_vision_part() -> None:
         for text, total in ((load_model(name), total) for name, total in totals.items())
     }
     assert towers == {416_866_032}
+    # Qwen3.5: text, a layer for multi-token prediction, the tower, and a projection from 4 patches to the text's width.
+    totals = {"qwen3.5-9b": 9_653_104_368, "qwen3.5-27b": 27_781_427_952, "qwen3.5-35b-a3b": 35_951_822_704}
+    totals |= {"qwen3.5-122b-a10b": 125_086_497_008, "qwen3.5-397b-a17b": 403_397_928_944}
+    towers = {
+        total - text.parameters - text.mtp_parameters - (4 * 1152 + 1) * text.hidden_size
+        for text, total in ((load_model(name), total) for name, total in totals.items())
+    }
+    assert towers == {437_132_016}
+    # Towers of the smaller ones: 24 layers of 1,024, and 12 of 768.
+    for name, tower, total in (("2b", 331_416_576, 2_274_069_824), ("0.8b", 100_592_896, 873_438_784)):
+        small = load_model(f"qwen3.5-{name}")
+        assert small.parameters + small.mtp_parameters + tower == total
     scout = 108_641_793_536 - load_model("llama-4-scout-17b-16e").parameters
     assert scout == 401_583_781_376 - load_model("llama-4-maverick-17b-128e").parameters
 
@@ -126,11 +142,22 @@ def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
     assert air.parameters + air.mtp_parameters + air.embedding_parameters == 110_468_824_832
     assert load_model("deepseek-v3").mtp_parameters == pytest.approx(11.5e9, rel=0.01)  # its README_WEIGHTS
     assert load_model("mixtral-8x7b").mtp_parameters == 0
+    tencent = load_model("hy3")  # its card: 295B, and 3.8B for multi-token prediction
+    assert tencent.parameters == pytest.approx(295e9, rel=0.001)
+    assert tencent.mtp_parameters == pytest.approx(3.8e9, rel=0.015)
 
 
 @pytest.mark.parametrize(
     ("name", "billions"),  # as the model cards round them
-    [("mixtral-8x7b", 12.9), ("deepseek-v3", 37), ("kimi-k2", 32), ("qwen3-235b-a22b", 22), ("glm-4.5", 32)],
+    [
+        ("mixtral-8x7b", 12.9),
+        ("deepseek-v3", 37),
+        ("kimi-k2", 32),
+        ("qwen3-235b-a22b", 22),
+        ("glm-4.5", 32),
+        ("hy3", 21),
+        ("qwen3.5-397b-a17b", 17),
+    ],
 )
 def test_active_parameters(name: str, billions: float) -> None:
     assert load_model(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.055)

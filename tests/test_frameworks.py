@@ -86,7 +86,7 @@ def test_fully_async_scripts(tmp_path: Path) -> None:
         {
             "verl_fully_async": {
                 "tp": 1, "rollout_gpus": 2, "staleness_threshold": 0.5, "trigger_parameter_sync_step": 4,
-                "partial_rollout": True, "recompute_log_probs": False,
+                "partial_rollout": True, "per_replica": 16, "recompute_log_probs": False,
             }
         }
     ]  # fmt: skip
@@ -97,7 +97,6 @@ def test_fully_async_scripts(tmp_path: Path) -> None:
     assert data["memory_utilization"] == 0.7  # nothing of training lies on the GPUs of generation
     text = draft.text()
     assert "trigger_parameter_sync_step 4 × require_batches 2 × ppo_mini_batch_size 8" in text
-    assert "concurrent_samples_per_replica = 16" in text
     assert "gen_batch_size" not in text
     runs(draft, tmp_path)
 
@@ -110,6 +109,7 @@ def test_fully_async_scripts(tmp_path: Path) -> None:
         ("algorithm.rollout_correction.bypass_mode=False", {"recompute_log_probs": True}),
         ("async_training.partial_rollout=False", {"partial_rollout": False, "recompute_log_probs": False}),
         ("async_training.staleness_threshold=1", {"staleness_threshold": 1.0}),
+        ("async_training.concurrent_samples_per_replica=4", {"per_replica": 4}),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", {"tp": 2}),
     ],
 )
@@ -170,7 +170,6 @@ def test_nodes_of_both_sides(tmp_path: Path, training: tuple[int, int], rollout:
         (["async_training.partial_rollout=3"], {}, r"partial_rollout: expected true or false, got 3"),
         (["async_training.staleness_treshold=1"], {}, r"did you mean async_training.staleness_threshold"),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=4"], {}, r"it does not divide the 2 GPUs of a node"),
-        (["trainer.v1.trainer_mode=separate_async"], {}, "this trainer is not simulated"),
     ],
 )
 def test_mistakes_in_asynchronous_scripts(
@@ -182,8 +181,35 @@ def test_mistakes_in_asynchronous_scripts(
 
 def test_asynchronous_keys_without_gpus_of_generation(tmp_path: Path) -> None:
     text = without(FULLY, "rollout.", "actor_rollout_ref.hybrid_engine", "async_training.")
-    with pytest.raises(ConfigError, match=r"async_training.partial_rollout, but no GPUs of generation"):
-        verl(tmp_path, "async_training.partial_rollout=True", text=text)
+    with pytest.raises(ConfigError, match=r"async_training.require_batches, but no GPUs of generation"):
+        verl(tmp_path, "async_training.require_batches=1", text=text)
+
+
+def test_trainers_of_v1(tmp_path: Path) -> None:
+    both = without(FULLY, "async_training.", "rollout.").replace("train_batch_size=0", "train_batch_size=32")
+    apart = verl(
+        tmp_path, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2", "trainer.v1.separate_async.num_warmup_batches=2", text=both,
+    )  # fmt: skip
+    ahead = {"staleness_threshold": 2.0, "trigger_parameter_sync_step": 4, "per_replica": None}
+    assert some(system(apart)[0]["verl_fully_async"], ahead) == ahead
+    assert apart.data()["workflow"]["prompts"] == 4 * 8
+    assert apart.data()["workflow"]["old_log_probs"] is True  # of v1 this is off: bypass_mode
+    runs(apart, tmp_path)
+    together = without(both, "actor_rollout_ref.hybrid_engine").replace("$((8 - n_gpus_rollout))", "8")
+    draft = verl(tmp_path, "trainer.v1.trainer_mode=colocate_async", text=together)
+    assert system(draft) == [{"colocated_async": {"tp": 1, "active": 2}}]
+    assert check(draft, tmp_path) == ""
+
+
+def test_the_recipe_partial_rollout_keeps_one_batch_under_way(tmp_path: Path) -> None:
+    text = without(FULLY, "rollout.", "actor_rollout_ref.hybrid_engine", "async_training.")
+    text = text.replace("train_batch_size=0", "train_batch_size=32").replace("$((8 - n_gpus_rollout))", "8")
+    draft = verl(tmp_path, "+async_training.partial_rollout=True", text=text)
+    assert system(draft) == [{"colocated_async": {"tp": 1, "active": 2}}]
+    assert draft.data()["engine"]["max_num_seqs"] == 32 * 4 / 8
+    assert any("one batch is under way" in note for note in draft.notes)
+    runs(draft, tmp_path)
 
 
 # NeMo-RL --------------------------------------------------------------------------------------------------------------

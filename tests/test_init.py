@@ -143,6 +143,64 @@ def test_nothing_is_run_and_what_would_have_to_be_is_unknown(tmp_path: Path) -> 
     assert script_of(text, DEVICE="gpu")["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "2"
 
 
+def test_what_tests_of_a_script_take_for_granted() -> None:
+    text = """
+        [ "$USE_DUMMY" = True ] && n=1 || n=8
+        TASK=${1}
+        if [ ${TASK} == long ]; then cap=8192; else cap=1024; fi
+        model=models/mine
+        if [ ! -d "$model" ]; then model=$(download); fi
+        python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n data.max_response_length=$cap \\
+            actor_rollout_ref.model.path=$model data.train_batch_size=$TASK
+    """
+    found = script_of(text)
+    assert found["actor_rollout_ref.rollout.n"] == "8"
+    assert found["data.max_response_length"] == "1024"
+    assert found["actor_rollout_ref.model.path"] == "models/mine"
+    assert isinstance(found["data.train_batch_size"], Unknown)  # as a value it is needed
+    assert script_of(text, TASK="long")["data.max_response_length"] == "8192"
+    (note,) = read_script(text, "run.sh", {}).notes
+    assert note == (
+        "taken in tests: USE_DUMMY is not set, so empty (line 2), TASK is not set, so empty (line 4), $model is there "
+        "(line 6)"
+    )
+
+
+def test_what_slurm_tells_a_script(tmp_path: Path) -> None:
+    lines = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gres=gpu:h100:8\n"
+    text = lines + SCRIPT.replace("${NNODES:-1}", "$SLURM_JOB_NUM_NODES").replace(
+        "=8 \\\n", "=$SLURM_GPUS_ON_NODE \\\n"
+    )
+    draft = draft_of(tmp_path, text=text)
+    assert draft.data()["cluster"] == "2x8xh100"
+    assert any("SLURM_JOB_NUM_NODES = 2, as its line '#SBATCH --nodes=2' says" in note for note in draft.notes)
+    assert draft_of(tmp_path, "SLURM_JOB_NUM_NODES=4", text=text).data()["cluster"] == "4x8xh100"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "torchrun -m verl.trainer.sft_trainer data.train_batch_size=64",
+            "no setting of actor_rollout_ref: supervised",
+        ),
+        (
+            "python3 -m verl.trainer.main_generation_server actor_rollout_ref.model.path=a/Qwen3-8B",
+            "which only generates",
+        ),
+    ],
+)
+def test_what_is_no_rl_training(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        draft_of(tmp_path, text=text)
+
+
+def test_the_program_of_a_recipe_is_noted(tmp_path: Path) -> None:
+    draft = draft_of(tmp_path, text=SCRIPT.replace("verl.trainer.main_ppo", "recipe.spin.main_spin"))
+    assert any("recipe.spin.main_spin is read as verl.trainer.main_ppo" in note for note in draft.notes)
+    assert not any("main_ppo" in note for note in draft_of(tmp_path).notes)
+
+
 def test_a_setting_stands_where_its_array_has_it_and_loops_are_read_once() -> None:
     loop = "for ((i = 0; i < 3; i++)); do\n  sleep 1\ndone\n"
     text = "A=(\n  trainer.nnodes=2\n)\n" + loop + 'python x data.n=${i:-1} "${A[@]}"\n'
@@ -247,17 +305,55 @@ def test_devices_and_nodes_of_another_maker(tmp_path: Path) -> None:
     assert any("nodes of 16" in note for note in draft.notes)
 
 
-def test_places_of_files_need_not_be_known(tmp_path: Path) -> None:
-    text = SCRIPT.replace("$HOME/models", "$DATA_ROOT/models")
-    assert draft_of(tmp_path, text=text).data()["model"] == "qwen2.5-7b"
+@pytest.mark.parametrize("folder", ["$DATA_ROOT", "${DATA_ROOT}", "${models}/mine"])
+def test_places_of_files_need_not_be_known(tmp_path: Path, folder: str) -> None:
+    assert draft_of(tmp_path, text=SCRIPT.replace("$HOME/models", folder)).data()["model"] == "qwen2.5-7b"
 
 
-def test_veomni_is_simulated_as_fsdp2(tmp_path: Path) -> None:
-    actor = "actor_rollout_ref.actor."
-    draft = draft_of(tmp_path, f"{actor}strategy=veomni", f"{actor}veomni.ulysses_parallel_size=2")
-    assert draft.data()["training"]["backend"] == "fsdp"
-    assert draft.data()["training"]["cp"] == 2
-    assert any("VeOmni" in note for note in draft.notes)
+@pytest.mark.parametrize(
+    ("title", "chosen", "degrees"),
+    [
+        ("VeOmni", "model_engine=veomni",
+         ("veomni.ulysses_parallel_size=2", "veomni.expert_parallel_size=4", "veomni.param_offload=False")),
+        ("FSDP-Turbo", "actor_rollout_ref.actor.strategy=fsdp_turbo",
+         ("fsdp_config.turbo_config.distributed.ulysses_parallel_size=2",
+          "fsdp_config.turbo_config.distributed.expert_parallel_size=4")),
+        ("torchtitan", "model_engine=torchtitan",
+         ("torchtitan.context_parallel_size=2", "torchtitan.expert_parallel_size=4")),
+        ("Megatron Lite", "actor@actor_rollout_ref.actor=mlite_actor", ("engine.cp=2", "engine.ep=4")),
+    ],
+)  # fmt: skip
+def test_engines_that_shard_as_fsdp2_does(tmp_path: Path, title: str, chosen: str, degrees: tuple[str, ...]) -> None:
+    settings = [chosen, "MODEL_PATH=Qwen/Qwen3-30B-A3B", *(f"actor_rollout_ref.actor.{one}" for one in degrees)]
+    draft = draft_of(tmp_path, *settings)
+    training = draft.data()["training"]
+    assert (training["backend"], training["cp"], training["ep"]) == ("fsdp", 2, 4)
+    assert any(f"{title} shards as FSDP2 does" in note for note in draft.notes)
+
+
+def test_a_replica_may_be_whole_nodes(tmp_path: Path) -> None:
+    tp = "actor_rollout_ref.rollout.tensor_model_parallel_size="
+    wide = ["MODEL_PATH=Qwen/Qwen3-8B", "trainer.nnodes=4"]
+    draft = draft_of(tmp_path, *wide, f"{tp}16")
+    assert [list(system["use"][0]) for system in draft.data()["systems"]] == [["verl"], ["verl"]]  # no PAT
+    assert any("a replica is on 2 nodes" in note for note in draft.notes)
+    assert check(draft, tmp_path) == ""
+    with pytest.raises(ConfigError, match="nor is it whole nodes that divide the 4"):
+        draft_of(tmp_path, *wide, f"{tp}24")
+
+
+def test_experts_that_no_stage_holds(tmp_path: Path) -> None:
+    degrees = ("tensor_model_parallel_size=4", "pipeline_model_parallel_size=2", "expert_model_parallel_size=2")
+    settings = ["MODEL_PATH=Qwen/Qwen3-30B-A3B", *(f"+actor_rollout_ref.actor.megatron.{one}" for one in degrees)]
+    with pytest.raises(ConfigError, match=r"without .*expert_tensor_parallel_size Megatron cuts an expert over TP"):
+        draft_of(tmp_path, *settings)
+    whole = draft_of(tmp_path, *settings, "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1")
+    assert whole.data()["training"] == some(whole.data()["training"], ep=2, expert_tp=1)
+
+
+def test_a_quantised_model_in_bf16(tmp_path: Path) -> None:
+    assert draft_of(tmp_path, "MODEL_PATH=lmsys/gpt-oss-20b-bf16").data()["engine"]["precision"] == "bf16"
+    assert "precision" not in draft_of(tmp_path, "MODEL_PATH=openai/gpt-oss-20b").data()["engine"]
 
 
 def test_degrees_of_megatron_mean_megatron(tmp_path: Path) -> None:
@@ -380,7 +476,7 @@ def test_filtered_groups_become_dynamic_sampling(tmp_path: Path) -> None:
 def test_reward_model_and_critic(tmp_path: Path) -> None:
     settings = ["algorithm.adv_estimator=gae", "critic.model.path=Qwen/Qwen2.5-1.5B", "reward_model.enable=True"]
     with pytest.raises(CatalogueError, match="give --reward-model"):
-        draft_of(tmp_path, *settings, "reward_model.model.path=~/FsfairX-LLaMA3-RM-v0.1")
+        draft_of(tmp_path, *settings, "reward_model.model.path=~/Our-RM-v0.1")
     draft = draft_of(tmp_path, *settings, reward_model="llama-3.1-8b")
     assert draft.data()["models"] == {"critic": "qwen2.5-1.5b", "reward": "llama-3.1-8b"}
     assert check(draft, tmp_path) == ""
@@ -460,8 +556,8 @@ def test_the_configuration_in_a_log(tmp_path: Path) -> None:
         (["actor_rollout_ref.actor.use_kl_loss=3"], {}, "expected True or False, got 3"),
         (["algorithm.adv_estimator=grop"], {}, "did you mean 'grpo'"),
         (["actor_rollout_ref.rollout.name=hf"], {}, "unknown rollout engine 'hf'"),
-        (["actor_rollout_ref.actor.strategy=torchtitan"], {}, "torchtitan is not simulated"),
-        (["trainer.v1.trainer_mode=separate_async"], {}, "this trainer is not simulated"),
+        (["actor_rollout_ref.actor.strategy=mindspeed"], {}, "mindspeed is not simulated"),
+        (["trainer.v1.trainer_mode=separate_async"], {}, "but no GPUs of generation"),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], {}, "does not divide the 8 GPUs"),
         (["actor_rollout_ref.model.path=Qwen/Qwen9-8B"], {}, "its shape is not known; the nearest .*give --model"),
         (["critic.enable=True"], {}, "critic.enable = True with algorithm.adv_estimator=grpo"),
@@ -504,7 +600,9 @@ def test_an_unknown_value_is_an_error_only_where_it_is_needed(tmp_path: Path) ->
         ("google/gemma-3-4b-it", "gemma-3-4b"),
         ("zai-org/GLM-4.5-Air", "glm-4.5-air"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "r1-distill-qwen-1.5b"),
-        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b-2507"),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b"),
+        ("lmsys/gpt-oss-20b-bf16", "gpt-oss-20b"),
         ("Qwen/Qwen2.5-Math-7B", "qwen2.5-7b"),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3-30b-a3b"),
         ("checkpoint/multiturn-sft-qwen-2.5-7b-instruct/global_step_372", "qwen2.5-7b"),

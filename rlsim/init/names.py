@@ -32,7 +32,9 @@ SAME_SHAPE = {
     "deepseek-v3.1": "deepseek-v3",
     "eurus-2-7b": "qwen2.5-7b",
     "fapo-genrm-4b": "qwen3-4b",
+    "fsfairx-llama3-rm": "llama-3.1-8b",
     "llama-3-8b": "llama-3.1-8b",
+    "hy3-preview": "hy3",
     "llama-3.3-70b": "llama-3.1-70b",
     "meta-llama-3-70b": "llama-3-70b",
     "meta-llama-3-8b": "llama-3.1-8b",
@@ -42,8 +44,10 @@ SAME_SHAPE = {
     "multiturn-sft-qwen-2.5-7b": "qwen2.5-7b",  # what veRL's ReTool recipe writes, of these models
     "multiturn-sft-qwen-2.5-32b": "qwen2.5-32b",
     "skywork-reward-llama-3.1-8b": "llama-3.1-8b",
+    **{f"skywork-reward-v2-{base}": base for base in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b")},
     "qwen2-1.5b": "qwen2.5-1.5b",
     "qwen2-7b": "qwen2.5-7b",
+    "qwen2-72b": "qwen2.5-72b",
     "qwen2.5-coder-1.5b": "qwen2.5-1.5b",
     "qwen2.5-coder-3b": "qwen2.5-3b",
     "qwen2.5-coder-7b": "qwen2.5-7b",
@@ -51,12 +55,18 @@ SAME_SHAPE = {
     "qwen2.5-coder-32b": "qwen2.5-32b",
     "qwen2.5-math-1.5b": "qwen2.5-1.5b",
     "qwen2.5-math-7b": "qwen2.5-7b",
+    **{
+        f"{base}-{kind}-2507": f"{base}-2507"
+        for base in ("qwen3-4b", "qwen3-30b-a3b", "qwen3-235b-a22b")
+        for kind in ("instruct", "thinking")
+    },
     "qwen3-30b": "qwen3-30b-a3b",
     "qwen3-30b-moe": "qwen3-30b-a3b",
-    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b-2507",
 }
 #: Published models that see or hear, and whose language model has the shape of one in the catalogue.
 LANGUAGE_MODEL = {
+    "glm-4.1v-9b": "glm-4-9b-0414",
     "minicpm-o-2_6": "qwen2.5-7b",
     "qwen2-vl-7b": "qwen2.5-7b",
     "qwen2.5-vl-3b": "qwen2.5-3b",
@@ -69,10 +79,11 @@ LANGUAGE_MODEL = {
     "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
     "qwen3-vl-32b": "qwen3-32b",
     "qwen3-vl-235b-a22b": "qwen3-235b-a22b",
+    **{name: name for name in catalogue.names("models") if name.startswith("qwen3.5-")},
 }
 UNSEEN = "what it sees or hears, and the time that takes, is not represented"
 #: What may follow the size in a model's name without changing its shape.
-_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|merge|rm|preview|thinking|v?\d+(\.\d+)*|\d{4}))*")
+_SUFFIX = re.compile(r"(-(instruct|base|chat|hf|it|pt|sft|rl|dpo|merge|rm|preview|thinking|bf16|v?\d+(\.\d+)*|\d{4}))*")
 #: The end of a checkpoint's path, below the name of its model.
 _STEP = re.compile(r"(/(global_step_\d+|huggingface))+$")
 _MODEL_NAME = re.compile(r"((?:llama|qwen|deepseek|mistral)[\w.-]*?)-(\d+(?:\.\d+)?)B", re.IGNORECASE)

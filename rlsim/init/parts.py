@@ -181,11 +181,19 @@ def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None
 
 
 def add_systems(
-    draft: Draft, tp: int, where: str, more: Sequence[Any] = (), apart: System | None = None, best: str = "best-tp"
+    draft: Draft,
+    tp: int,
+    where: str,
+    more: Sequence[Any] = (),
+    apart: System | None = None,
+    best: str = "best-tp",
+    *,
+    over_nodes: bool = False,
 ) -> None:
     """The system as configured, which is the baseline, the same with the fastest TP (`best`), and PAT.
 
     `more` are further parts of each system. With generation on GPUs of its own the system is `apart`, and PAT is none.
+    A replica that is `over_nodes` leaves PAT out, which switches between degrees within a node.
     """
     policy, parameters = apart or ("verl", {})
 
@@ -195,7 +203,8 @@ def add_systems(
     fastest = "the fastest TP of generation on the same GPUs" if apart else "the fastest static TP"
     systems = [system("as-configured", tp, where), system(best, "best", fastest)]
     engine = draft.entries.get("engine")
-    if apart is None and not (isinstance(engine, dict) and "ep" in engine):  # a replica with experts apart stays one
+    fixed = over_nodes or (isinstance(engine, dict) and "ep" in engine)  # a replica with experts apart stays one
+    if apart is None and not fixed:
         systems.append(Entry({"name": "pat", "use": ["pat", *more]}, "TP switched while responses are generated"))
     draft.entries["seeds"] = Entry(SEEDS, "runs of each system, each on other draws")
     draft.entries["baseline"] = Entry("as-configured")

@@ -12,10 +12,14 @@ from rlsim.errors import ConfigError, shown
 
 @dataclass(frozen=True)
 class Unknown:
-    """Why a value cannot be told from the text, and the variable that would tell it ("" if none would)."""
+    """Why a value cannot be told from the text, and the variable that would tell it ("" if none would).
+
+    `unset`: nothing gives that variable, or argument, a value.
+    """
 
     why: str
     variable: str = ""
+    unset: bool = False
 
 
 @dataclass(kw_only=True)

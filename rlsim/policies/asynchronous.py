@@ -37,12 +37,17 @@ class VeRLFullyAsync(Apart):
     staleness_threshold: float = Field(default=0.5, ge=0, le=1000, description="see `sync_quota`")
     trigger_parameter_sync_step: int = Field(default=4, ge=1, le=100_000, description="updates between two syncs")
     partial_rollout: bool = Field(default=True, description="see `sync_quota`")
+    per_replica: int | None = Field(default=16, ge=1, description="see `sync_quota`")
     recompute_log_probs: bool = Field(
         default=False, description="compute old log-probs in training; if not, those of the rollout engine serve"
     )
 
     def parts(self) -> Sequence[Part]:
-        quota = SyncQuota(staleness_threshold=self.staleness_threshold, partial_rollout=self.partial_rollout)
+        quota = SyncQuota(
+            staleness_threshold=self.staleness_threshold,
+            per_replica=self.per_replica,
+            partial_rollout=self.partial_rollout,
+        )
         windows = Windows(parts=self.trigger_parameter_sync_step)
         log_probs = () if self.recompute_log_probs else (RolloutLogProbs(),)
         return (*self.common(), *log_probs, windows, quota)

@@ -1,4 +1,4 @@
-"""veRL's asynchronous recipes: `one_step_off_policy` and `fully_async_policy`, whose generation has GPUs of its own."""
+"""veRL's asynchronous trainers: with generation on GPUs of its own, or on those of training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
-from rlsim.init.draft import Draft
-from rlsim.init.parts import Options, add_cluster, joined
+from rlsim.init.draft import Draft, Entry
+from rlsim.init.parts import Options, System, add_cluster, joined
 from rlsim.verl.defaults import ACTOR, ROLLOUT
 from rlsim.verl.overrides import GPUS_PER_NODE, NODES
 from rlsim.verl.settings import VerlSettings
@@ -30,9 +30,15 @@ _CONCURRENT = ASYNC + "concurrent_samples_per_replica"
 _DEFAULTS: dict[str, Any] = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8, _BYPASS: True}
 _FULLY: dict[str, Any] = {
     _THRESHOLD: 0.1, _TRIGGER: 4, _BATCHES: 1, _PARTIAL: True, _USES_ROLLOUT[0]: True, _PROXIMAL: False,
+    _CONCURRENT: 16,
 }  # fmt: skip
+#: The trainers of veRL's v1, and batches that they launch before the first step.
+_MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1."
+_SYNC_STEP, _SWITCH = f"{_V1}separate_async.parameter_sync_step", f"{_V1}separate_async.hybrid_rollout.enable_switch"
+_WARMUP = {mode: f"{_V1}{mode}.num_warmup_batches" for mode in ("colocate_async", "separate_async")}
+_DROPPED = (f"{_V1}sampler.max_off_policy_threshold", f"{_V1}sampler.max_off_policy_strategy")
 #: Keys that are known beside those of synchronous training.
-KEYS = (*_ROLLOUT_NODES, *_ROLLOUT_GPUS, *_USES_ROLLOUT, *_FULLY, _CONCURRENT)
+KEYS = (*_ROLLOUT_NODES, *_ROLLOUT_GPUS, *_USES_ROLLOUT, *_FULLY, _SYNC_STEP, *_WARMUP.values(), *_DROPPED)
 #: GPUs of a node, where generation and training may share one.
 _NODE = 8
 Policy = Literal["verl_fully_async", "one_step_off"]
@@ -84,15 +90,14 @@ def apart_of(config: VerlSettings) -> Apart | None:
     The batch of a step is set to what a fully asynchronous run trains on between two syncs. Raises `ConfigError` for
     asynchronous training that is not simulated.
     """
-    mode = "trainer.v1.trainer_mode"
-    if config.given.get(mode) in ("colocate_async", "separate_async"):
-        raise ConfigError(
-            f"{config.origin[mode]}: {mode} = {config.given[mode]}: this trainer is not simulated; of veRL's "
-            "asynchronous ones the recipes one_step_off_policy and fully_async_policy are"
-        )
+    separate_v1 = config.given.get(_MODE) == "separate_async"
+    if separate_v1:
+        _as_fully_async(config)
     fully = config.has(ASYNC.removesuffix(".")) or config.is_given("rollout.total_rollout_steps")
     separate = config.given.get("actor_rollout_ref.hybrid_engine") is False or config.is_given(_ROLLOUT_NODES[0])
     separate = separate or bool(config.given.get(_ROLLOUT_NODES[1]))
+    if config.given.get(_MODE) == "colocate_async" or _resumes(config):
+        return None
     if fully and not separate:
         key = next(key for key in (*config.given, *config.doubts) if key.startswith((ASYNC, "rollout.")))
         raise ConfigError(
@@ -102,7 +107,7 @@ def apart_of(config: VerlSettings) -> Apart | None:
         )
     if not separate:
         return None
-    config.default |= {**_DEFAULTS, **(_FULLY if fully else {})}
+    config.default |= {**_DEFAULTS, **(_FULLY if fully else {}), **({_BYPASS: False} if separate_v1 else {})}
     config.given.pop(ROLLOUT + "free_cache_engine", None)  # nothing trains beside the KV cache
     config.default.pop(ROLLOUT + "free_cache_engine", None)
     if fully:
@@ -111,6 +116,46 @@ def apart_of(config: VerlSettings) -> Apart | None:
     nodes, per_node, trainers, per_trainer = (config.whole(key) for key in keys)
     policy: Policy = "verl_fully_async" if fully else "one_step_off"
     return Apart(policy, (nodes, per_node), (trainers, per_trainer), joined(*map(config.where, keys)))
+
+
+def _as_fully_async(config: VerlSettings) -> None:
+    """`separate_async` of veRL's v1 in the words of `fully_async_policy`: whole batches ahead, no limit of prompts."""
+    warmup = _WARMUP["separate_async"]
+    config.default |= {_SYNC_STEP: 4, warmup: 1}
+    for theirs, ours in ((_SYNC_STEP, _TRIGGER), (warmup, _THRESHOLD)):
+        config.put({ours: config.whole(theirs, 0)}, config.where(theirs))
+    config.put({_PARTIAL: True}, f"{_MODE} ({config.origin[_MODE]})")
+
+
+def _resumes(config: VerlSettings) -> bool:
+    """Whether it is the recipe `partial_rollout`, of whose section this one key is all that it has."""
+    keys = [key for key in (*config.given, *config.doubts) if key.startswith(ASYNC)]
+    return (
+        keys == [_PARTIAL]
+        and config.flag(_PARTIAL)
+        and config.given.get("actor_rollout_ref.hybrid_engine") is not False
+    )
+
+
+def colocated_of(config: VerlSettings) -> System | None:
+    """The system that trains where it generates and resumes what a step leaves unfinished; None if none does."""
+    if config.given.get(_MODE) == "colocate_async":
+        config.default[_WARMUP["colocate_async"]] = 1
+        return "colocated_async", {"active": 1 + config.whole(_WARMUP["colocate_async"], 0)}
+    return ("colocated_async", {"active": 2}) if _resumes(config) else None
+
+
+def add_one_batch(config: VerlSettings, draft: Draft, responses: int, replicas: int) -> None:
+    """The recipe `partial_rollout` begins a prompt where one is complete: one batch of responses is under way."""
+    entries = draft.entries["engine"]
+    if not _resumes(config) or not isinstance(entries, dict):
+        return
+    under_way = math.ceil(responses / replicas)
+    if under_way < config.get(ROLLOUT + "max_num_seqs"):
+        said = f"{config.where(_PARTIAL)}: one batch is under way"
+        entries["max_num_seqs"] = Entry(under_way, f"{said}, on {replicas} replicas")
+        draft.notes.append(f"{said}: max_num_seqs = {under_way} with the TP that is configured, of other replicas than "
+                           "another TP has")  # fmt: skip
 
 
 def _said(config: VerlSettings, keys: Sequence[str]) -> str:
@@ -139,12 +184,15 @@ def parameters(config: VerlSettings, apart: Apart) -> dict[str, Any]:
         "staleness_threshold": config.number(_THRESHOLD),
         "trigger_parameter_sync_step": config.whole(_TRIGGER),
         "partial_rollout": config.flag(_PARTIAL),
+        "per_replica": None if config.given.get(_MODE) == "separate_async" else config.whole(_CONCURRENT),
         "recompute_log_probs": recomputes(config),
     }
 
 
-def ahead(config: VerlSettings, apart: Apart) -> int:
+def ahead(config: VerlSettings, apart: Apart | None) -> int:
     """Steps that generation may be ahead of training."""
+    if apart is None:
+        return 0 if colocated_of(config) is None else 1
     return 1 if apart.policy == "one_step_off" else math.ceil(config.number(_THRESHOLD))
 
 
@@ -156,20 +204,22 @@ def recomputes(config: VerlSettings) -> bool:
 
 def said_of(config: VerlSettings, apart: Apart) -> str:
     """Where the parameters are said."""
-    keys = (*_ROLLOUT_NODES[:1], *((_THRESHOLD, _TRIGGER, _PARTIAL) if apart.policy == "verl_fully_async" else ()))
-    return joined(config.where(ROLLOUT + "tensor_model_parallel_size"), *map(config.where, keys))
+    rules = (_THRESHOLD, _TRIGGER, _PARTIAL) if apart.policy == "verl_fully_async" else ()
+    where = config.where(*_ROLLOUT_NODES), *map(config.where, rules)
+    return joined(config.where(ROLLOUT + "tensor_model_parallel_size"), *where)
 
 
 def missing(config: VerlSettings, apart: Apart) -> list[str]:
     """What the recipe does that the experiment has not."""
     found = []
     if apart.policy == "verl_fully_async":
-        most = config.given.get(_CONCURRENT, 16)
-        found.append(f"{_CONCURRENT} = {most}: veRL keeps at most {most} prompts under way for each replica; here "
-                     "staleness_threshold alone says how many")  # fmt: skip
         dynamic = ASYNC + "use_dynamic_resource_scheduling"
         if config.given.get(dynamic):
             found.append(f"{config.where(dynamic)}: GPUs of training generate too: here each side keeps its own")
+        if config.given.get(_SWITCH):
+            found.append(f"{config.where(_SWITCH)}: GPUs of training generate too: here each side keeps its own")
+        if config.given.get(_DROPPED[0]) and config.given.get(_DROPPED[1]) == "drop":
+            found.append(f"{config.where(_DROPPED[0])}: staler responses are dropped: here all are trained on")
     if apart.shares_nodes and apart.rollout[0] > 1:
         found.append(f"{apart.where}: every node has GPUs of both sides; here generation has the first GPUs of all")
     return found

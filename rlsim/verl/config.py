@@ -10,19 +10,14 @@ from rlsim.errors import ConfigError
 from rlsim.init.interpolation import interpolate, parsed
 from rlsim.init.settings import Unknown
 from rlsim.reading import read_yaml
-from rlsim.verl.defaults import ACTOR, VERSIONS, defaults
+from rlsim.verl.defaults import VERSIONS, defaults
+from rlsim.verl.engines import settle_engine
 from rlsim.verl.log import logged_config
 from rlsim.verl.settings import STRATEGY, VerlSettings
-from rlsim.verl.shell import Override, parse_override, read_script
+from rlsim.verl.shell import GROUPS, Override, parse_override, read_script
 
-_MEGATRON_DEGREE = re.compile(rf"{re.escape(ACTOR)}megatron\.\w+_parallel_size")
-#: Keys of VeOmni's that FSDP has too, below the actor's.
-_VEOMNI = {
-    "veomni.param_offload": "fsdp_config.param_offload",
-    "veomni.optimizer_offload": "fsdp_config.optimizer_offload",
-    "veomni.fsdp_size": "fsdp_config.fsdp_size",
-    "veomni.ulysses_parallel_size": "fsdp_config.ulysses_sequence_parallel_size",
-}
+#: Programs whose settings are veRL's own, and nothing else.
+_READ_AS_PPO = re.compile(r"(verl|recipe\.(dapo|entropy|partial_rollout))\.")
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -45,7 +40,7 @@ def read_config(sources: Sequence[str], version: str) -> VerlSettings:
             _read_text(config, path, variables)
     for override in overrides:
         _override(config, override, "as given")
-    _training_engine(config)
+    settle_engine(config)
     config.default = defaults(version, config.megatron)
     if not config.given and not config.doubts:
         raise ConfigError(
@@ -54,23 +49,6 @@ def read_config(sources: Sequence[str], version: str) -> VerlSettings:
         )
     interpolate(config)
     return config
-
-
-def _training_engine(config: VerlSettings) -> None:
-    """Settles what trains: Megatron where its degrees are set and nothing says otherwise; VeOmni as the FSDP2 it is."""
-    degrees = next((key for key in config.given if _MEGATRON_DEGREE.fullmatch(key)), None)
-    if degrees is not None and STRATEGY not in config.given and STRATEGY not in config.doubts:
-        config.given[STRATEGY], config.origin[STRATEGY] = "megatron", config.origin[degrees]
-    if config.given.get(STRATEGY) != "veomni":
-        return
-    config.notes.append(f"{config.where(STRATEGY)}: VeOmni shards as FSDP2 does, as which it is simulated")
-    config.given[STRATEGY] = "fsdp2"
-    for theirs, ours in _VEOMNI.items():
-        if ACTOR + theirs in config.given:
-            config.given[ACTOR + ours] = config.given.pop(ACTOR + theirs)
-            config.origin[ACTOR + ours] = config.origin[ACTOR + theirs]
-        if ACTOR + theirs in config.doubts:
-            config.doubts[ACTOR + ours] = config.doubts.pop(ACTOR + theirs)
 
 
 def _sorted(sources: Sequence[str]) -> tuple[list[Path], list[Override], dict[str, str]]:
@@ -135,7 +113,13 @@ def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> N
         config.put(logged, path.name)
         return
     script = read_script(text, str(path), variables)
+    if "main_generation" in script.program:
+        raise ConfigError(f"{path}: it runs {script.program}, which only generates: an experiment is of RL training")
     config.notes += [f"{path.name}: {note}" for note in script.notes]
+    if script.program and not _READ_AS_PPO.match(script.program):
+        config.notes.append(
+            f"{path.name}: {script.program} is read as verl.trainer.main_ppo: what it does otherwise is not represented"
+        )
     if "megatron" in script.config_name:
         config.given[STRATEGY], config.origin[STRATEGY] = "megatron", f"--config-name {script.config_name}"
     for override in script.overrides:
@@ -145,7 +129,8 @@ def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> N
 def _override(config: VerlSettings, override: Override, source: str) -> None:
     place = f"{source}:{override.line}" if override.line else source
     key, value = override.key, override.value
-    if key == "model_engine":  # Hydra's choice of the training engine
+    if key in GROUPS:
+        value = value.removesuffix("_actor") if isinstance(value, str) else value
         key, value = STRATEGY, "fsdp" if value == "dp" else value
     config.doubts.pop(key, None)
     config.given.pop(key, None)

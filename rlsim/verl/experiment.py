@@ -19,9 +19,10 @@ from rlsim.verl import asynchronous, notes
 from rlsim.verl.asynchronous import Apart
 from rlsim.verl.config import read_config
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT, VERSIONS, WITHOUT_DEFAULT
+from rlsim.verl.engines import DEGREES
 from rlsim.verl.log import METRICS, VerlLog
 from rlsim.verl.overrides import FILTER, GPUS_PER_NODE, NODES, REWARD_ASYNC, TP
-from rlsim.verl.run import RunSettings, settings_of
+from rlsim.verl.run import RunSettings, replica_problem, settings_of
 from rlsim.verl.settings import STRATEGY, VerlSettings
 from rlsim.verl.training import add_engine, add_training
 
@@ -44,7 +45,7 @@ _REWARD_MODEL = {
 }
 #: Further keys that a misspelt one may have meant.
 _MORE_KEYS = (
-    _MODEL, _CRITIC, REWARD_ASYNC, *_REWARD_MODEL, *_REWARD_MODEL.values(), *WITHOUT_DEFAULT,
+    _MODEL, _CRITIC, REWARD_ASYNC, *DEGREES, *_REWARD_MODEL, *_REWARD_MODEL.values(), *WITHOUT_DEFAULT,
     ACTOR + "megatron.override_transformer_config.recompute_granularity",
     ROLLOUT + "log_prob_micro_batch_size", ROLLOUT + "log_prob_use_dynamic_bsz",
     MODEL + "enable_activation_offloading", MODEL + "use_fused_kernels",
@@ -79,7 +80,7 @@ def from_verl(
     if apart is not None:
         draft.missing += asynchronous.missing(config, apart)
     machines = apart.cluster(draft, options) if apart else _cluster(config, draft, options)
-    settings = _settings(config, machines, apart)
+    settings = _settings(config, draft, machines, apart)
     actor = _model(config, draft, options)
     _calibration(config, draft, machines, options)
     lengths = _trace(config, draft, actor, settings, options)
@@ -87,9 +88,12 @@ def from_verl(
     _models(config, draft, options)
     add_engine(config, draft, settings, measured=options.calibration is not None)
     dp_key = ROLLOUT + "data_parallel_size" if notes.experts_apart(config) else ""
+    if actor.quantised_parameters and str(config.told(_MODEL)).lower().rstrip("/").endswith("-bf16"):
+        draft.entries["engine"] |= {"precision": Entry("bf16", config.where(_MODEL))}  # type: ignore[operator]
     replica = parts.add_expert_parallelism(config, draft, settings.rollout_tp, notes.EXPERTS, dp_key)
     add_training(config, draft, settings, lengths)
-    _systems(config, draft, replica, apart)
+    asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
+    _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
     share = ROLLOUT + "gpu_memory_utilization"
     parts.add_memory(draft, Entry(settings.memory_utilization, config.where(share)), folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
@@ -114,27 +118,40 @@ def _cluster(config: VerlSettings, draft: Draft, options: Options) -> Cluster:
     return found
 
 
-def _settings(config: VerlSettings, machines: Cluster, apart: Apart | None) -> RunSettings:
+def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apart | None) -> RunSettings:
     """The configuration as `rlsim calibrate from-run` reads it."""
-    strategy, key = config.get(STRATEGY), TP
-    node = apart.rollout[1] if apart else machines.domain_gpus
+    strategy, tp = config.get(STRATEGY), config.get(TP)
+    rollout = apart.rollout if apart else (machines.gpus // machines.domain_gpus, machines.domain_gpus)
     if strategy not in ("fsdp", "fsdp2", "megatron"):
         raise ConfigError(f"{config.where(STRATEGY)}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
-    if node % config.get(key):
-        raise ConfigError(
-            f"{config.where(key)} = {config.get(key)}: it does not divide the {node} GPUs of a node; "
-            "replicas over several nodes are not simulated"
+    if problem := replica_problem(tp, *rollout):
+        raise ConfigError(f"{config.where(TP)} = {tp}: it {problem}")
+    if tp > rollout[1]:
+        draft.notes.append(
+            f"{config.where(TP)} = {tp}: a replica is on {tp // rollout[1]} nodes; collectives between nodes are not "
+            "measured and come out too fast (docs/validation.md)"
         )
     for doubtful in config.doubts:
         if doubtful in config.default:
             config.get(doubtful)  # which says what is missing
     no_steps = pd.DataFrame(columns=["line", *METRICS], dtype=float)
     log = VerlLog(Path(config.name or "the configuration"), no_steps, (), config)
-    return settings_of(log, apart.trainers(machines) if apart else machines, rollout_node=node)
+    try:
+        return settings_of(log, apart.trainers(machines) if apart else machines, rollout=rollout)
+    except ConfigError as error:
+        if not config.given.get(DEGREES[2]):
+            raise
+        cut = "" if config.given.get(DEGREES[3]) else f"; without {DEGREES[3]} Megatron cuts an expert over TP"
+        raise ConfigError(f"{config.where(DEGREES[2])}: {error}{cut}") from None
 
 
 def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
     path = options.model or config.get(_MODEL)
+    if path is None and not config.has("actor_rollout_ref"):
+        raise ConfigError(
+            f"{config.name or 'the configuration'}: no setting of actor_rollout_ref: supervised fine-tuning and "
+            "evaluation are no RL training, of which experiments are"
+        )
     if path is None:
         raise ConfigError(f"the configuration names no model ({_MODEL}): give --model")
     return parts.add_model(draft, options, str(path), config.where(_MODEL))
@@ -176,7 +193,7 @@ def _workflow(config: VerlSettings, draft: Draft, settings: RunSettings, apart: 
         "algorithm": Entry(algorithm, joined(config.where(_ESTIMATOR), same_calls)),
         "prompts": Entry(settings.prompts, config.where("data.train_batch_size")),
         "responses": Entry(settings.responses, config.where(ROLLOUT + "n")),
-        "steps": parts.steps_of(asynchronous.ahead(config, apart) if apart else 0),
+        "steps": parts.steps_of(asynchronous.ahead(config, apart)),
         "reference": Entry(bool(on), with_reference),
         "old_log_probs": Entry(not bypass, config.where(bypass_key) if bypass else "veRL computes them anew"),
     }
@@ -211,7 +228,7 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
         draft.entries["models"] = models
 
 
-def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None) -> None:
+def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool) -> None:
     more, mode = [], ROLLOUT + "mode"
     if config.get(FILTER):
         more = ["dynamic_sampling"]
@@ -219,8 +236,10 @@ def _systems(config: VerlSettings, draft: Draft, tp: int, apart: Apart | None) -
     if config.get(mode) == "async" or apart:
         where = f"{config.where(mode)}: each request goes to the server with fewest"
         draft.entries["routing"] = Entry("round_robin", where)
-    if apart is None:
-        parts.add_systems(draft, tp, config.where(TP), more, best="verl-best")
-    else:
+    if apart is not None:
         system = (apart.policy, asynchronous.parameters(config, apart))
-        parts.add_systems(draft, tp, asynchronous.said_of(config, apart), more, apart=system)
+        parts.add_systems(draft, tp, asynchronous.said_of(config, apart), more, apart=system, over_nodes=over_nodes)
+    else:
+        colocated = asynchronous.colocated_of(config)
+        best = "best-tp" if colocated else "verl-best"
+        parts.add_systems(draft, tp, config.where(TP), more, apart=colocated, best=best, over_nodes=over_nodes)

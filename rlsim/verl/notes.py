@@ -17,6 +17,13 @@ _UNLIKE: Table = (
     (ACTOR + "megatron.use_remove_padding", "off", "training on padded sequences: here on packed ones"),
     ("data.min_response_length", "set", "a least length of responses"),
     (MODEL + "lora_rank", "set", "LoRA: here all weights are trained"),
+    (MODEL + "lora.rank", "set", "LoRA: here all weights are trained"),
+    (MODEL + "mtp.enable_rollout", "on", "multi-token prediction drafts tokens: here each is decoded"),
+    (MODEL + "mtp.enable_train", "on", "training of the layers for multi-token prediction"),
+    (ACTOR + "optim.override_optimizer_config.optimizer_cpu_offload", "on",
+     "the optimizer runs on the host: here its states are on the GPUs while training runs"),
+    (ACTOR + "engine.impl_cfg.optimizer", "set", "Megatron Lite's optimizer: here FSDP2 (ZeRO 3)"),
+    (ACTOR + "torchtitan.activation_checkpoint", "set", "torchtitan's own checkpointing: here of whole layers"),
     (MODEL + "enable_activation_offload", "on", "activations in host memory"),
     (ACTOR + "entropy_coeff", "set", "training computes the entropy of every token"),
     (ACTOR + "fsdp_config.reshard_after_forward", "off", "weights stay gathered between forward and backward"),
@@ -25,6 +32,7 @@ _UNLIKE: Table = (
     (ACTOR + "freeze_vision_tower", "on", "a vision model"),
     ("algorithm.filter_groups.max_num_gen_batches", "above 1", "a limit on the batches generated in a step"),
     ("trainer.balance_batch", "off", "sequences dealt to GPUs as they come: here they are balanced"),
+    ("trainer.val_only", "on", "validation alone: here a run that trains"),
     ("distillation.enabled", "on", "a teacher's log-probs"),
     ("reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
     ("reward.reward_model.enable_resource_pool", "on", "the reward model on GPUs of its own: here on all GPUs"),
@@ -81,7 +89,7 @@ def missing(config: VerlSettings) -> list[str]:
             f"{config.where(_GENERATED)} = {generated}: prompts are generated {generated} at a time; here a step "
             f"begins with {trained} and launches what is lacking"
         )
-    often = [key for key in _BETWEEN_STEPS if (given(key) or -1) > 0]
+    often = [key for key in _BETWEEN_STEPS if given(key) not in (None, -1, 0)]
     if often:
         found.append(f"{' and '.join(config.where(key) for key in often)}: validation and checkpoints between steps")
     mini = given(_CRITIC)

@@ -110,12 +110,13 @@ def settings_of(
     train: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
     memory_utilization: float | None = None,
-    rollout_node: int | None = None,
+    rollout: tuple[int, int] | None = None,
 ) -> RunSettings:
     """Arguments joined with the log's configuration and checked against its metrics.
 
-    `rollout_node` are the GPUs of a node that generate, if those of the cluster only train. Raises `CalibrationError`
-    for what neither says, or what the metrics contradict, `ConfigError` for unknown fields of `train` and `engine`.
+    `rollout` are the nodes that generate and the GPUs of each, if those of the cluster only train. Raises
+    `CalibrationError` for what neither says, or what the metrics contradict, `ConfigError` for unknown fields of
+    `train` and `engine`.
     """
     find = _Finder(log)
     given = validate(dict(train or {}), TrainingArguments, "train")
@@ -125,9 +126,8 @@ def settings_of(
     rollout_tp = find.pick("rollout_tp", rollout_tp, ROLLOUT + "tensor_model_parallel_size")
     if rollout_tp is None:
         raise CalibrationError(f"{log.path}: the rollout's TP is not known: give rollout_tp")
-    node = rollout_node or cluster.domain_gpus
-    if node % rollout_tp:
-        raise CalibrationError(f"rollout_tp {rollout_tp} does not divide the {node} GPUs of a node")
+    if problem := replica_problem(rollout_tp, *(rollout or (cluster.gpus // cluster.domain_gpus, cluster.domain_gpus))):
+        raise CalibrationError(f"rollout_tp {rollout_tp} {problem}")
     logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged(STRATEGY)))
     backend = find.prefer("backend", backend, logged) or "fsdp"
     strategies = _strategies(given, backend, cluster, find)
@@ -144,6 +144,13 @@ def settings_of(
         epochs=find.pick("epochs", given.epochs, ACTOR + "ppo_epochs") or 1,
         engine=_engine(engine or {}, find, cluster.gpu), memory_utilization=share or 0.9, notes=tuple(find.notes),
     )  # fmt: skip
+
+
+def replica_problem(tp: int, nodes: int, per_node: int) -> str:
+    """Why so many GPUs make no replica on nodes of `per_node`; empty if they do: a part of a node, or whole nodes."""
+    if per_node % tp == 0 or (tp % per_node == 0 and nodes % (tp // per_node) == 0):
+        return ""
+    return f"does not divide the {per_node} GPUs of a node, nor is it whole nodes that divide the {nodes}"
 
 
 def batch_of(
@@ -227,7 +234,7 @@ def _strategies(
         raise CalibrationError(f"train: tp × pp × cp = {share} does not divide the {cluster.gpus} GPUs")
     zero = given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1)
     expert_keys = [f"{ACTOR}megatron.expert_{kind}_parallel_size" for kind in ("model", "tensor")]
-    logged_ep, logged_cut = map(find.logged, expert_keys) if backend == "megatron" else (None, None)
+    logged_ep, logged_cut = map(find.logged, expert_keys)
     ep = find.prefer("train.ep", given.ep, logged_ep) or 1
     expert_tp = find.prefer("train.expert_tp", given.expert_tp, logged_cut)
     common: dict[str, Any] = {

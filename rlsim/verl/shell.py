@@ -23,8 +23,13 @@ ROOTS = frozenset(
     {"actor_rollout_ref", "algorithm", "async_training", "critic", "custom_reward_function", "data", "distillation",
      "reward", "reward_model", "rollout", "sandbox_fusion", "trainer"}
 )  # fmt: skip
-#: Choices of Hydra without a dot.
-GROUPS = frozenset({"model_engine"})
+#: Hydra's choices of the engine that trains.
+GROUPS = frozenset({"model_engine", "actor@actor_rollout_ref.actor"})
+#: What sbatch takes from a script's `#SBATCH` lines, and the variables in which the script finds it.
+_SBATCH = {
+    r"(?:--nodes[= ]|-N ?)(\d+)": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+    r"(?:--gres[= ]gpu:(?:\w+:)?|--gpus-per-node[= ](?:\w+:)?)(\d+)": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+}
 _DECLARING = ("export", "local", "readonly", "declare", "typeset")
 _STRAY = ("}", "then", "do", "done", "fi", "esac", "else", "elif")
 
@@ -41,9 +46,11 @@ class Override:
 
 @dataclass(frozen=True)
 class Script:
-    """The overrides of the last command that has some, Hydra's `--config-name` if given, and what to know about it."""
+    """The overrides of the last command that has some, the Python module that it runs ("" if none is named), Hydra's
+    `--config-name` if given, and what to know about it."""
 
     overrides: tuple[Override, ...]
+    program: str
     config_name: str
     notes: tuple[str, ...]
 
@@ -66,16 +73,21 @@ def read_script(text: str, source: str, given: dict[str, str]) -> Script:
     """
     try:
         run = _Run(tokens(text, source), source, Variables(given))
+        run.submitted(text)
         while run.at < len(run.tokens):
             run.block(mode=True)
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply to be read; {INSTEAD}") from None
-    commands = [command for command in run.commands if command]
+    commands = run.commands
     notes = list(dict.fromkeys(run.notes))
+    if run.variables.assumed:
+        assumed = ", ".join(f"{what} (line {line})" for what, line in run.variables.assumed.items())
+        notes.append(f"taken in tests: {assumed}")
     if len(commands) > 1:
         lines = ", ".join(str(command[0].line) for command in commands)
         notes.append(f"{len(commands)} commands with settings of veRL (from lines {lines}): the last one is taken")
-    return Script(tuple(commands[-1]) if commands else (), run.config_name, tuple(notes))
+    program = run.programs[-1] if commands else ""
+    return Script(tuple(commands[-1]) if commands else (), program, run.config_name, tuple(notes))
 
 
 class _Doubt(NamedTuple):
@@ -98,8 +110,17 @@ class _Run:
         self.variables = variables
         self.at = 0
         self.commands: list[list[Override]] = []
+        self.programs: list[str] = []  # of each command
         self.config_name = ""
         self.notes: list[str] = []
+
+    def submitted(self, text: str) -> None:
+        """Sets what Slurm tells a script that it was submitted as its `#SBATCH` lines say."""
+        for pattern, names in _SBATCH.items():
+            if found := re.search(rf"^#SBATCH\s+{pattern}\b", text, re.MULTILINE):
+                for name in names:
+                    self.variables.set(name, found[1])
+                self.notes.append(f"{names[0]} = {found[1]}, as its line {found[0]!r} says")
 
     def block(self, *closing: str, mode: _Mode, asked: bool = False) -> bool | None:
         """Commands up to a closing word, which is left: whether the last succeeds, None if that cannot be told.
@@ -253,8 +274,10 @@ class _Run:
         while words and (words[0].text in _DECLARING or self.variables.assign(words[0])):
             words = words[1:]
         found: list[Override] = []
+        program, before = "", ""
         for i, word in enumerate(words):
             for argument in self.variables.arguments(word):
+                program, before = argument.text if before == "-m" else program, argument.text
                 if argument.text.startswith("--config-name"):
                     following = unquoted(words[i + 1]) if i + 1 < len(words) else ""
                     self.config_name = argument.text.partition("=")[2] or following
@@ -266,6 +289,7 @@ class _Run:
             # A list of settings needs no command; and a comment between the lines of one cuts it in two.
             if not self.commands or not parse_override(unquoted(words[0])):
                 self.commands.append([])
+                self.programs.append(program)
             self.commands[-1] += found
         return True
 

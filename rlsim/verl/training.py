@@ -10,6 +10,7 @@ from rlsim.init.parts import add_precision, of_sequences
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
+from rlsim.verl.engines import DEGREES
 from rlsim.verl.notes import KV_TYPES, QUANTISED, REFERENCE_OFFLOAD
 from rlsim.verl.run import RunSettings
 from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY, VerlSettings
@@ -56,18 +57,19 @@ def add_training(config: VerlSettings, draft: Draft, settings: RunSettings, trac
         entries[name] = Entry(value, config.where(*keys))
 
     sharded = ACTOR + "megatron.use_distributed_optimizer"
-    if megatron:
-        add("tp", strategy.tp, ACTOR + "megatron.tensor_model_parallel_size")
-        add("pp", strategy.pp, ACTOR + "megatron.pipeline_model_parallel_size")
-        add("cp", strategy.cp, ACTOR + "megatron.context_parallel_size")
-        if strategy.ep > 1:
-            add("ep", strategy.ep, ACTOR + "megatron.expert_model_parallel_size")
-        if strategy.expert_tp is not None and strategy.experts_apart:
-            add("expert_tp", strategy.expert_tp, ACTOR + "megatron.expert_tensor_parallel_size")
-        if config.get(sharded) is False:
-            add("zero_stage", 0, sharded)
-    elif strategy.cp > 1:
-        add("cp", strategy.cp, *(f"{ACTOR}{part}ulysses_sequence_parallel_size" for part in ("fsdp_config.", "")))
+    tp_key, pp_key, ep_key, expert_key = DEGREES
+    ulysses = [f"{ACTOR}{part}ulysses_sequence_parallel_size" for part in ("fsdp_config.", "")]
+    cp_keys = [ACTOR + "megatron.context_parallel_size"] if megatron else ulysses
+    degrees = {"tp": (strategy.tp, [tp_key]), "pp": (strategy.pp, [pp_key]), "cp": (strategy.cp, cp_keys)}
+    for name, (degree, said) in degrees.items():
+        if megatron or degree > 1:
+            add(name, degree, *said)
+    if strategy.ep > 1:
+        add("ep", strategy.ep, ep_key)
+    if strategy.expert_tp is not None and strategy.experts_apart:
+        add("expert_tp", strategy.expert_tp, expert_key)
+    if megatron and config.get(sharded) is False:
+        add("zero_stage", 0, sharded)
     shard = config.get(ACTOR + "fsdp_config.fsdp_size")
     if not megatron and shard and 0 < shard < strategy.shards:
         add("shard_gpus", shard, ACTOR + "fsdp_config.fsdp_size")

@@ -6,8 +6,9 @@ import ast
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 
 from rlsim.init.settings import Unknown
 from rlsim.verl.words import Piece, Token, pieces, unquoted
@@ -17,7 +18,6 @@ _PARAMETER = re.compile(
     r"(?P<name>\w+|[@*#?$!])(?:(?P<rule>:?[-=+?])(?P<default>.*)|(?P<cut>##?|%%?)(?P<pattern>[^$]*))?", re.DOTALL
 )
 _INTERPOLATION = re.compile(r"[\w.]+(:.*)?", re.DOTALL)  # of OmegaConf, not of the shell
-_PLACE = re.compile(r"\w+_(HOME|ROOT|DIR)")
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -58,6 +58,7 @@ class Variables:
     def __init__(self, given: dict[str, str]) -> None:
         self._given = given
         self._values: dict[str, Value] = dict(given)
+        self.assumed: dict[str, int] = {}  # what tests take for granted, and the first line of one
 
     def set(self, name: str, value: Value) -> None:
         """Assign, unless the variable is given from outside."""
@@ -108,18 +109,19 @@ class Variables:
     def _arguments(self, word: Token, split: bool) -> list[Argument]:
         """With `split`, a variable without quotes becomes several arguments where its value has white space."""
         found, text, there = list[Argument](), "", False
-        for piece in pieces(word.text):
+        parts = list(pieces(word.text))
+        for piece, following in zip_longest(parts, parts[1:]):
             several = self._array(piece, word.line)
             if several is not None:
                 found += [Argument(text, word.line)] if text else []
                 found += several
                 text, there = "", False
                 continue
-            value = self._expanded(piece.text) if piece.expands else piece.text
-            parts = re.split(r"[ \t\n]+", value) if split and piece.expands and not piece.quoted else [value]
-            text += parts[0]
-            there = there or not piece.expands or piece.quoted or bool(parts[0])
-            for part in parts[1:]:
+            value = self._value(piece, folder=following is not None and following.text.startswith("/"))
+            words = re.split(r"[ \t\n]+", value) if split and piece.expands and not piece.quoted else [value]
+            text += words[0]
+            there = there or not piece.expands or piece.quoted or bool(words[0])
+            for part in words[1:]:
                 found += [Argument(text, word.line)] if there else []
                 text, there = part, bool(part)
         return [*found, Argument(text, word.line)] if there and (text or not found) else found
@@ -135,6 +137,20 @@ class Variables:
         if isinstance(value, str):
             return (Argument(value, line),)
         return value or () if found else None
+
+    def _value(self, piece: Piece, *, folder: bool) -> str:
+        """What a part of a word stands for; a `folder` that nothing sets stays as it is written.
+
+        Where files lie bears on nothing; the names at a path's end do.
+        """
+        if not piece.expands:
+            return piece.text
+        try:
+            return self._expanded(piece.text)
+        except UnresolvedError as error:
+            if folder and error.unknown.unset:
+                return "$" + piece.text.strip("${}").partition(":")[0]  # braces are OmegaConf's
+            raise
 
     def _expanded(self, text: str) -> str:
         """What `$NAME`, `${…}` or `$((…))` stands for."""
@@ -159,7 +175,7 @@ class Variables:
             raise UnresolvedError(Unknown(f"${{{text}}} is not understood"))
         name, rule, default = found["name"], found["rule"] or "", Token(found["default"] or "", 0)
         if isinstance(value, Unknown):
-            raise UnresolvedError(Unknown(value.why, value.variable or name))
+            raise UnresolvedError(replace(value, variable=value.variable or name))
         there = value is not None and (value != "" or not rule.startswith(":"))
         if rule.endswith("+"):
             return self.text(default) if there else ""
@@ -168,9 +184,7 @@ class Variables:
         if not rule or rule.endswith("?"):
             argument = name.isdigit()
             what = f"argument ${name} of the script" if argument else f"variable {name}"
-            if _PLACE.fullmatch(name) and not rule:
-                return f"${name}"  # where files lie bears on nothing; the names at a path's end do
-            raise UnresolvedError(Unknown(f"{what} is not set", "" if argument else name))
+            raise UnresolvedError(Unknown(f"{what} is not set", "" if argument else name, unset=not rule))
         if rule.endswith("="):
             self.set(name, self.text(default))
         return self.text(default)
@@ -219,9 +233,23 @@ class Variables:
             inner = self._says(words[1:])
             return None if inner is None else not inner
         try:
-            return self._test([self.text(word) for word in words])
+            texts = [self._tested(word) for word in words]
+            if len(texts) == 2 and texts[0] in ("-d", "-e", "-f", "-s") and texts[1]:
+                self.assumed.setdefault(f"{unquoted(words[1])} is there", words[0].line)
+                return True
+            return self._test(texts)
         except UnresolvedError:
             return None
+
+    def _tested(self, word: Token) -> str:
+        """A word of a test: a variable that nothing sets is empty, as it is to the shell."""
+        try:
+            return self.text(word)
+        except UnresolvedError as error:
+            if not error.unknown.unset:
+                raise
+            self.assumed.setdefault(f"{error.unknown.variable or unquoted(word)} is not set, so empty", word.line)
+            return ""
 
     def _test(self, texts: list[str]) -> bool | None:
         match texts:
