@@ -116,7 +116,7 @@ def test_files_cut_short(tmp_path: Path, suffix: str, missing_bytes: int) -> Non
     [
         ("t.xlsx", b"x", "cannot tell the format"),
         ("t.csv", b"", "the file is empty"),
-        ("t.jsonl.gz", gzip.compress(b""), r"t\.jsonl\.gz: the file is empty"),
+        ("t.jsonl.gz", gzip.compress(b"", mtime=0), r"t\.jsonl\.gz: the file is empty"),
         ("t.csv", HEADER, "holds no responses"),
         ("t.csv", HEADER + b"1,0,5\n2,0,6,7\n", "not valid CSV"),
         ("t.csv", HEADER + b"\xff\xfe,0,5\n", r"t\.csv: cannot be read"),
