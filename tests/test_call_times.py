@@ -15,7 +15,6 @@ from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.sim.request import Request
-from rlsim.sim.responses import Responses
 
 LENGTHS = [(100, 900), (200, 1100), (300, 50), (400, 2000)]  # of prompts and responses
 
@@ -38,13 +37,12 @@ def placed() -> PlacedExperiment:
     return Simulator(LoadedExperiment.of(experiment, folder, shown)).placed()
 
 
-def responses() -> Responses:
-    """Four that are trained on, and one that was aborted."""
-    made = [Request(i, i, prompt, tokens) for i, (prompt, tokens) in enumerate([*LENGTHS, (500, 3000)])]
-    for request in made[:-1]:
+def samples() -> list[Request]:
+    """Of which all tokens are generated."""
+    made = [Request(i, i, prompt, tokens) for i, (prompt, tokens) in enumerate(LENGTHS)]
+    for request in made:
         request.generated, request.finished_at = request.response_tokens, 1.0
-    made[-1].generated, made[-1].aborted = 2000, True
-    return Responses.of(made)
+    return made
 
 
 def collectives() -> Collectives:
@@ -64,7 +62,7 @@ def by_itself(call: str) -> TrainCost:
 
 def seconds(name: str, rollout_tp: int = 4) -> float:
     call = placed().workflow.call(name)
-    return sum(s for _, s in ExperimentTimes(placed()).parts(call, placed().plan.of(name), responses(), rollout_tp))
+    return sum(s for _, s in ExperimentTimes(placed()).parts(call, placed().plan.of(name), samples(), rollout_tp))
 
 
 def test_training_is_on_prompts_and_responses_of_the_batch() -> None:

@@ -14,6 +14,7 @@ import rlsim
 from rlsim.advise.advice import advise
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.collectives import Collectives
+from rlsim.cost.fits import ACROSS
 from rlsim.cost.layout import Layout
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
 from rlsim.cost.weight_sync import FITTED, WeightSync
@@ -162,7 +163,8 @@ def test_what_goes_between_kinds_takes_as_long_as_on_the_slower_network(method: 
         for calls in took.values()
     )
     assert mixed == pytest.approx(slow, rel=0.01)
-    assert min(mixed[0] / fast[0], mixed[1] / fast[1]) > 1.3, "half the rate, but for loading and latency"
+    assert mixed[0] / fast[0] > 1.3, "half the rate, but for loading"
+    assert mixed[1] / fast[1] > 1.2, "half the rate, but for latency"
 
 
 def side(cluster: str, calibration: str) -> Side:
@@ -193,9 +195,9 @@ def test_between_kinds_the_slower_network_binds() -> None:
     handed_on = [DataTransfer(*a, b).time_s(1e9, one, other) for a, b in ((h100, a40), (a40, h100), (a40, None))]
     assert handed_on == [handed_on[2]] * 3
     moved = {(a, b): Reallocation(model, *a, b).time_s(here, there) for a, b in ((h100, a40), (a40, h100), (a40, None))}
-    network_s = model.weight_bytes / (0.8 * 12.5e9)
+    network_s = model.weight_bytes / (ACROSS.efficiency * 12.5e9)
     assert moved[h100, a40] == moved[a40, None] > 1.1 * network_s, "A40s pass it on over PCIe, which takes longer"
-    assert moved[a40, h100] == pytest.approx(network_s, rel=1e-4), "H100s pass it on as fast as it comes"
+    assert moved[a40, h100] == pytest.approx(network_s, rel=2e-3), "H100s pass it on as fast as it comes"
     quarters = Layout(first_gpu=8, dp=2, tp=4)
     for one_side, other_side in ((h100, a40), (a40, h100)):
         cut_s = Reallocation(model, *one_side, other_side).time_s(here, quarters)

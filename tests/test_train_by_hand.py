@@ -45,7 +45,8 @@ def test_optimizer_bytes_by_hand() -> None:
     assert alone.optimizer_s == pytest.approx(traffic * PARAMETERS / 1e12)
     assert cost(IDEAL, Free(), MEMORY_ONLY, dp=8).update_time().optimizer_s == pytest.approx(alone.optimizer_s)
     sharded = cost(IDEAL, Free(), MEMORY_ONLY, dp=4, tp=2, zero_stage=1).update_time()
-    assert sharded.optimizer_s == pytest.approx(traffic * PARAMETERS / 8 / 1e12)
+    norms = 32 * 2 * 4096  # of the layers, on both GPUs of TP
+    assert sharded.optimizer_s == pytest.approx(traffic * (PARAMETERS + norms) / 8 / 1e12)
     slow = TrainEfficiency(flop=1.0, memory=0.5)
     assert cost(slow, Free(), MEMORY_ONLY).update_time().optimizer_s == pytest.approx(2 * alone.optimizer_s)
 
@@ -58,9 +59,11 @@ def test_elementwise_bytes_by_hand() -> None:
     whole = 32 * (2 * LAYER + 1000 * 2 * (hidden + rotary + mlp)) + 1000 * head
     forward = cost(IDEAL, Free(), MEMORY_ONLY).forward_s([1000])
     assert forward.total_s == forward.compute_s == pytest.approx(whole / 1e12)
-    tensor = 32 * (2 * LAYER / 4 + 1000 * 2 * (hidden + (rotary + mlp) / 4)) + 1000 * head / 4
+    norms = 2 * 4096
+    own = (LAYER - norms) / 4 + norms
+    tensor = 32 * (2 * own + 1000 * 2 * (hidden + (rotary + mlp) / 4)) + 1000 * head / 4
     assert cost(IDEAL, Free(), MEMORY_ONLY, tp=4).forward_s([1000]).total_s == pytest.approx(tensor / 1e12)
-    sequence = 32 * (2 * LAYER / 4 + 1000 * 2 * (hidden + rotary + mlp) / 4) + 1000 * head / 4
+    sequence = 32 * (2 * own + 1000 * 2 * (hidden + rotary + mlp) / 4) + 1000 * head / 4
     cut = cost(IDEAL, Free(), MEMORY_ONLY, tp=4, sequence_parallel=True)
     assert cut.forward_s([1000]).total_s == pytest.approx(sequence / 1e12)
 

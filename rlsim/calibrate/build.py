@@ -214,6 +214,14 @@ def _shapes(models: Mapping[str, Model]) -> Callable[[str], Model | None]:
     return shape
 
 
+#: Fields of the operators that only a base on the same GPU gives, and their residuals.
+BORROWED_ALONE = {
+    "latent_attention": "latent_attention",
+    "decode_windows": "decode_attention_windows",
+    "prefill_windows": "prefill_attention_windows",
+}
+
+
 def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
     """The kernels' fits, None if any is missing."""
     reference, engine = parts.reference, parts.engine
@@ -230,10 +238,12 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         else:
             found[operator] = parts.borrow(operator, operator, partial(_kernel_from, operator))
             parts.borrow_residuals(operator)
-    if parts.base is not None and parts.base.gpu == parts.gpu and parts.base.operators.latent_attention is not None:
-        found["latent_attention"] = parts.base.operators.latent_attention
-        parts.borrowed.append("latent_attention")
-        parts.borrow_residuals("latent_attention")
+    if parts.base is not None and parts.base.gpu == parts.gpu:
+        for field, residual in BORROWED_ALONE.items():
+            if lent := getattr(parts.base.operators, field):
+                found[field] = lent
+                parts.borrowed.append(residual)
+                parts.borrow_residuals(residual)
     found["experts"], found["parallel_experts"] = _experts(parts)
     return None if parts.missing else with_quantised(OperatorFits.model_validate(found), _quantised(parts, cold))
 

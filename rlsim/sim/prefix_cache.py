@@ -24,7 +24,7 @@ class _Cached:
         self.idle_since = idle_since  # the boundary at which the last holder left
 
 
-_NOTHING = _Cached(0, 0, 0)
+_NOTHING = _Cached(0, 0, -1)  # idle since no boundary that there is
 
 
 class PrefixCache:

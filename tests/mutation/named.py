@@ -79,8 +79,8 @@ FAULTS = (
         "call times",
         "training: prompts left out",
         "rlsim/experiment/times.py",
-        "lengths = responses.total_tokens[taken]",
-        "lengths = responses.generated_tokens[taken]",
+        "np.fromiter((r.prompt_tokens + r.generated for r in samples)",
+        "np.fromiter((r.generated for r in samples)",
     ),
     Fault(
         "call times",
