@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from conftest import Command, Failing, edited
+from ruamel.yaml import YAML
 
 import rlsim
 from rlsim.cli import app
@@ -262,3 +263,19 @@ def test_no_command_prints_past_the_terminal() -> None:
 @pytest.mark.usefixtures("folder")
 def test_an_error_shows_control_characters(call: Command) -> None:
     assert call("run", "\x1b[31m.yaml") == (2, "", "rlsim: error: \\x1b[31m.yaml: no such file\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, -2.5, 1e-3, 4E+2]",
+        "{a: [1, 2, 3, 4], b: [1,2,\n  3, 4 ] # why\n, c: '[1, 2, 3, 4]'}",
+        "[[1, 2, 3, 4], [1, 2, 3, x], [1, 2, 3, 0x10], [1, 2, 3, 4,], [1, 2, 3, .5]]",
+        "a: [1, 2, 3, 1_0]\nb: &numbers [5, 6, 7, 8]\nc: *numbers\nd: text [1, 2, 3, 4]",
+    ],
+)
+def test_lists_of_numbers_are_read_as_they_stand(text: str) -> None:
+    expected = YAML(typ="safe", pure=True).load(text)
+    found = parse_yaml(text, "x")
+    assert found == expected
+    assert repr(found) == repr(expected)  # whole numbers and others apart
