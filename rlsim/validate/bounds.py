@@ -153,8 +153,8 @@ BOUNDS: tuple[Bound, ...] = (
     Bound("asynchronous", "*", "gain", "mean", 0.20),
     Bound("asynchronous", "*", "*", "mean", 0.25),
     Bound("steps", "nemo-rl", "gain", "mean", 0.15),
-    Bound("steps", "nemo-rl-moe", "gain", "mean", 0.40, _MIXED_GAIN),
-    Bound("steps", "nemo-rl-moe", "step_time_s", "mean", 0.38, _MIXTURES),
+    Bound("steps", "nemo-rl-moe", "gain", "mean", 0.41, _MIXED_GAIN),
+    Bound("steps", "nemo-rl-moe", "step_time_s", "mean", 0.39, _MIXTURES),
     Bound("steps", "verl", "generate_s", "mean", 0.34, _SHARED),
     Bound("steps", "megatron-moe", "iteration_s", "mean", 0.15),
     # Whole engines on a TP that no fit has seen: TPOT 6% for an engine, its bias 3%, 10% for a TP; TTFT 20%.
