@@ -475,7 +475,7 @@ def test_measured_rows_of_mixtures_run_or_say_why_not() -> None:
     folder = data_folder(None)
     if folder is None or not (Path(folder) / "rl_timings").is_dir():
         pytest.skip("the measured tables (RLSIM_DATA) are not here")
-    rows, refused = nemo_rows(Path(folder), Options(data=folder))
+    rows, refused, _ = nemo_rows(Path(folder), Options(data=folder))
     cases = {row.case for row in rows if row.quantity == "step_time_s"}
     assert {"nemo-rl-moe/qwen3-30b-a3b/on-policy", "nemo-rl-moe/qwen3-30b-a3b/one-step-off"} <= cases
     assert len(cases) + len(refused) == 10

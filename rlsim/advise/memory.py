@@ -10,7 +10,7 @@ from rlsim.cost.memory import RESERVED_BYTES, RolloutMemory
 from rlsim.cost.rollout import powers_of_two
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.engines import engine_memory, replica_layout
+from rlsim.experiment.engines import engine_memory
 from rlsim.experiment.placed import PlacedExperiment
 
 GB = 1e9
@@ -48,7 +48,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
                 tp,
                 resident_bytes=beside_bytes,
                 min_tokens=-sys.maxsize,
-                layout=replica_layout(placed.loaded.experiment.engine),
+                layout=placed.loaded.replica,
             )  # whatever is left, and be it less than nothing
         except ConfigError as error:
             rows.append({**row, "why_not": str(error)})

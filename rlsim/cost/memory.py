@@ -218,9 +218,9 @@ def stage_parts(model: Model, strategy: TrainStrategy) -> list[tuple[float, Trai
     embedding, head = model.vocab_size * model.hidden_size, model.head_parameters + model.hidden_size
     ends = (embedding + head if strategy.pp == 1 else max(embedding, head)) / strategy.tp
     parts = [(count, *layer_parts(layer, strategy)) for layer, count in stage.items()]
+    cut = ends + sum(count * own for count, own, _ in parts)
     routed = sum(count * apart for count, _, apart in parts)
-    own = ends + sum(count * own for count, own, _ in parts)
-    return [(own, strategy), *([(routed, strategy.experts)] if routed else [])]
+    return [(cut, strategy), *([(routed, strategy.experts)] if routed else [])]
 
 
 def layer_parts(layer: Layer, strategy: TrainStrategy) -> tuple[float, float]:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from rlsim import catalogue
 from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import check_served
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
@@ -106,8 +107,10 @@ class LoadedExperiment:
                     f"context of {model.name}, {limit:,} tokens (max_position_embeddings)"
                 )
         engine = self.experiment.engine
-        share = next(iter(self.calibrations.values())).window_share(self.model.model_type)
-        rollout = self.model.within(longest).served(engine.precision, engine.kv_precision, share)
+        share = next(iter(self.calibrations.values())).window_share
+        rollout = self.model.within(longest)
+        rollout = rollout.served(engine.precision, engine.kv_precision, share(rollout.model_type))
+        judge = self.judge_model and self.judge_model.served(window_share=share(self.judge_model.model_type))
         if self.experiment.weight_sync == "reshard" and rollout.quantised_parameters:
             raise ConfigError(
                 f"{shown}: weight_sync: reshard leaves weights as they are trained, in bf16, but the rollout of "
@@ -122,7 +125,7 @@ class LoadedExperiment:
                     check_served(self.judge_model, calibration)
             with _measured(f"{shown}: training"):
                 calibration.check_precision(self.experiment.training.precision)
-        return replace(self, model=rollout, models=models)
+        return replace(self, model=rollout, models=models, judge_model=judge)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -147,6 +150,14 @@ class LoadedExperiment:
         if engine.data_parallel_attention > 1:  # each group has a KV cache of its own: see `notes`
             engine = engine.model_copy(update={"enable_prefix_caching": False})
         return engine
+
+    @cached_property
+    def replica(self) -> ReplicaLayout:
+        """How the GPUs of a rollout replica share the model beyond TP."""
+        engine = self.experiment.engine
+        return ReplicaLayout(
+            ep=engine.ep, attention_dp=engine.data_parallel_attention, imbalance=engine.expert_imbalance
+        )
 
     @cached_property
     def scoring(self) -> TraceScoring:

@@ -15,7 +15,6 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.hardware import Gpu
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming
-from rlsim.sim.request import EngineConfig
 from rlsim.sim.server import RewardModelEngine
 from rlsim.workflow import Call, Placement, Plan, Workflow
 
@@ -39,11 +38,6 @@ def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) 
         placement = plan.of(call.name)
         placements[call.name] = replace(placement, shared=not generating.isdisjoint(placement.gpus))
     return Plan(placements)
-
-
-def replica_layout(engine: EngineConfig) -> ReplicaLayout:
-    """How the GPUs of a rollout replica share the model beyond TP."""
-    return ReplicaLayout(ep=engine.ep, attention_dp=engine.data_parallel_attention, imbalance=engine.expert_imbalance)
 
 
 def engine_memory(
@@ -95,7 +89,7 @@ def rollout_costs(
         graphs=engine.graphs and graphs,
         gpus=gpus,
         pp=pp,
-        layout=replica_layout(engine),
+        layout=loaded.replica,
         resident_bytes=resident_bytes,
     )
 

@@ -15,7 +15,6 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.memory import RESERVED_BYTES, rollout_weight_bytes, training_memory
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.engines import replica_layout
 from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.sim.elastic import Guests
 from rlsim.workflow import Call
@@ -44,9 +43,7 @@ def check_elastic(placed: PlacedExperiment, tp: int) -> None:
         "weights": sum(one.parameter_bytes for one in memory.values()),  # of all that are trained at a time
         "gradients": sum(one.gradient_bytes for one in memory.values()),
         "activations and logits": max(one.activation_bytes + one.logits_bytes for one in memory.values()),
-        "the rollout engine's weights": rollout_weight_bytes(
-            loaded.model, *degrees, replica_layout(loaded.experiment.engine)
-        ),
+        "the rollout engine's weights": rollout_weight_bytes(loaded.model, *degrees, loaded.replica),
         "context and communication": RESERVED_BYTES,
     }
     need_bytes, gpu = sum(parts.values()), loaded.cluster.gpu_at(rollout.gpus[0])

@@ -18,14 +18,7 @@ from rlsim.cost.strategy import TrainStrategy, logits_of
 from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.engines import (
-    beside_generation,
-    bytes_beside,
-    replica_layout,
-    rollout_costs,
-    streamed_calls,
-    tp_of,
-)
+from rlsim.experiment.engines import beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
 from rlsim.experiment.judge import Judge
 from rlsim.experiment.remedies import advice
 from rlsim.hardware import Cluster
@@ -281,12 +274,7 @@ class PlacedExperiment:
     def memory(self) -> PlanMemory:
         loaded = self.loaded
         return PlanMemory(
-            self.workflow,
-            loaded.models,
-            loaded.cluster,
-            loaded.batch,
-            loaded.model,
-            replica_layout(loaded.experiment.engine),
+            self.workflow, loaded.models, loaded.cluster, loaded.batch, rollout=loaded.model, replica=loaded.replica
         )
 
     def calls_on(self, gpus: Sequence[int]) -> CallCosts:
@@ -304,7 +292,7 @@ class PlacedExperiment:
                 training.efficiency,
                 precision=training.precision,
                 rollout=loaded.model,
-                replica=replica_layout(loaded.experiment.engine),
+                replica=loaded.replica,
             )
             self._calls[cluster.gpu.name] = known
         return known

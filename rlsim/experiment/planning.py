@@ -25,7 +25,7 @@ from rlsim.cost.replica import PLAIN
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.engines import replica_layout, rollout_costs
+from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.meshes import borders, degrees, meshes
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.times import handed_on_bytes
@@ -276,7 +276,7 @@ class PlanSpace:
     def _suits(self, call: Call, tp: int, pp: int) -> bool:
         model = self._loaded.model if call.kind == "generate" else self._loaded.models[call.model]
         try:
-            (replica_layout(self._loaded.experiment.engine) if call.kind == "generate" else PLAIN).check(model, tp)
+            (self._loaded.replica if call.kind == "generate" else PLAIN).check(model, tp)
         except ConfigError:
             return False
         return pp <= model.num_hidden_layers
@@ -327,7 +327,7 @@ class PlanSpace:
         loaded, engine = self._loaded, self._loaded.experiment.engine
         model, tp, pp = loaded.model, strategy.tp, strategy.pp
         batched, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
-        layout = replica_layout(engine)
+        layout = loaded.replica
         groups, own_tp = layout.attention_dp, layout.attention_tp(tp)
         weight_bytes = rollout_weight_bytes(model, tp, pp, layout)
         working = weight_bytes + rollout_activation_bytes(model, own_tp, batched, sequences)

@@ -184,7 +184,7 @@ class _Run:
         self, call: Call, placement: Placement, state: StepState, rollout_tp: int
     ) -> tuple[tuple[str, float], ...]:
         """What a call on all of a step's batch spends its time on."""
-        samples = () if call.kind == "sync" else _for(call, state.trained_on())
+        samples = () if call.kind == "sync" else _worked_on(call, state.trained_on())
         return tuple(self.what.times.parts(call, placement, samples, rollout_tp))
 
     def _gpus_of(self, call: Call) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ class _Run:
             else:
                 yield self.pool.acquire(placement.gpus, call.kind)
                 start, tp = env.now, self.generation.planned_tp
-                parts = list(self.what.times.parts(call, placement, _for(call, samples), tp, windows))
+                parts = list(self.what.times.parts(call, placement, _worked_on(call, samples), tp, windows))
                 yield env.timeout(sum(seconds for _, seconds in parts))
                 Recorder(self.outcome.spans, step).add(placement.gpus, start, env.now, call.name)
                 self.pool.release(placement.gpus)
@@ -426,7 +426,7 @@ class _Run:
         return service
 
 
-def _for(call: Call, batch: Sequence[Request]) -> list[Request]:
+def _worked_on(call: Call, batch: Sequence[Request]) -> list[Request]:
     """What a call works on: the reward model also on what the samples of the batch are compared with."""
     return [request for request in batch if call.model == "reward" or not request.baseline]
 

@@ -15,7 +15,7 @@ from rlsim.validate.published import published_section
 from rlsim.validate.rows import Kind, Row
 from rlsim.validate.runs import run
 from rlsim.validate.steps_megatron import megatron_rows
-from rlsim.validate.steps_nemo import nemo_rows
+from rlsim.validate.steps_nemo import SPENT, nemo_rows
 from rlsim.validate.steps_verl import verl_rows
 
 REALHF = "rl_timings/realhf_steps.csv"
@@ -39,11 +39,13 @@ def section(options: Options) -> Section | Skipped:
         return Skipped("there are no measured tables here")
     realhf = list(realhf_rows(pd.read_csv(options.data / REALHF), options))
     order = spearmanr([one.reference for one in realhf], [one.simulated for one in realhf])[0]
-    nemo, refused = nemo_rows(options.data, options)
+    nemo, refused, spent = nemo_rows(options.data, options)
     options.progress("Megatron, mixtures of experts")
     found = [*realhf, *nemo, *megatron_rows(), *verl_rows(options.data, options)]
     not_run = "\n".join(("Rows that cannot run, and why:", "", *refused)) if refused else "All rows run as published."
-    return published_section("steps", found, realhf_order=f"{order:.2f}", nemo_not_run=not_run)
+    lines = ("| " + " | ".join(SPENT) + " |", "|---" * len(SPENT) + "|", *spent)
+    spent_table = "\n".join(lines)
+    return published_section("steps", found, realhf_order=f"{order:.2f}", nemo_not_run=not_run, nemo_spent=spent_table)
 
 
 def realhf_rows(

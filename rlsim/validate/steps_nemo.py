@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from rlsim.cost.calibration import load_calibration
+from rlsim.cost.roofline import RooflineStep
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.hardware import load_cluster
+from rlsim.models import load_model
 from rlsim.validate.parts import Options
 from rlsim.validate.rows import Row
 from rlsim.validate.steps_stated import seconds
@@ -16,6 +21,12 @@ from rlsim.validate.steps_stated import seconds
 PERFORMANCE = "rl_timings/nemo_perf.csv"
 RECIPES = "rl_timings/nemo_recipes.csv"
 RELEASE = "v0.4"
+CALIBRATION = "h100-vllm"
+#: Columns of the table on mixtures of experts.
+SPENT = (
+    "row", "generation s", "log-probs s", "update s", "weights s", "TP", "batch",
+    "products and experts ms", "attention", "all-reduces", "host", "other",
+)  # fmt: skip
 MODELS = {
     "LLAMA3.1_8B": "nemo-rl/llama-3.1-8b",
     "Qwen3-32B": "nemo-rl/qwen3-32b",
@@ -38,13 +49,15 @@ OFF_POLICY = (
 row = partial(Row, "steps")
 
 
-def nemo_rows(data: Path, options: Options) -> tuple[list[Row], list[str]]:
-    """The rows of the release, each as its recipe says, and what one step off gains; and which cannot run, and why."""
+def nemo_rows(data: Path, options: Options) -> tuple[list[Row], list[str], list[str]]:
+    """The rows of the release, each as its recipe says, and what one step off gains; which cannot run, and why; and the
+    lines of a table on where the time of mixtures of experts goes."""
     recipes = pd.read_csv(data / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
     table = pd.read_csv(data / PERFORMANCE).query(f"release == '{RELEASE}'")
     known: dict[tuple[str, str], tuple[float, float]] = {}  # measured and simulated steps of a model
     rows: list[Row] = []
     refused: list[str] = []
+    spent: list[str] = []
     for run in table[table["model"].isin(MODELS)].to_dict("records"):
         options.progress(f"NeMo-RL, {run['recipe']}")
         recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
@@ -57,13 +70,30 @@ def nemo_rows(data: Path, options: Options) -> tuple[list[Row], list[str]]:
             refused.append(f"- `{case}/{kind}`: {str(error).splitlines()[0]}")
             continue
         known[case, kind] = run["step_s"], found["step"]
+        if case.startswith("nemo-rl-moe"):
+            spent.append(f"| {case.split('/')[1]}, {kind} | {_spent(recipe, case.split('/')[1], run, found)} |")
         rows.append(row(f"{case}/{kind}", "step_time_s", run["step_s"], found["step"]))
     for case in MODELS.values():
         if {(case, "on-policy"), (case, "one-step-off")} <= known.keys():
             both = zip(known[case, "on-policy"], known[case, "one-step-off"], strict=True)
             measured, simulated = (on_policy / off for on_policy, off in both)
             rows.append(row(f"{case}/one-step-off", "gain", measured, simulated))
-    return rows, refused
+    return rows, refused, spent
+
+
+def _spent(recipe: dict[str, Any], model: str, run: Mapping[Hashable, Any], calls: dict[str, float]) -> str:
+    """Cells of `SPENT`: seconds of the calls, and milliseconds of a decode step of the full batch, its responses half
+    grown."""
+    tp, samples = int(recipe["gen_tp"]), int(recipe["prompts_per_step"]) * int(recipe["n"])
+    gpus = int(recipe["rollout_gpus"] if recipe["async_on"] else recipe["total_gpus"])
+    batch = samples * tp // gpus
+    step = RooflineStep(load_model(model), tp, load_cluster(f"{recipe['nodes']}x8xh100"), load_calibration(CALIBRATION))
+    parts = step.breakdown(batch, batch * (run["tokens_per_sample_implied"] - run["mean_len"] / 2))
+    shown = [1e3 * parts.pop(name) for name in ("products", "attention", "all_reduce", "host")]
+    inference_s = calls["old_log_prob"] + calls["ref_log_prob"]
+    seconds_of = [calls["generate"], inference_s, calls["train"], calls["weight_sync"]]
+    cells = [f"{one:.0f}" for one in seconds_of] + [str(tp), str(batch)]
+    return " | ".join([*cells, *(f"{one:.1f}" for one in (*shown, 1e3 * sum(parts.values())))])
 
 
 def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> dict[str, Any]:
@@ -76,7 +106,7 @@ def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> d
         "name": str(model),
         "cluster": f"{recipe['nodes']}x8xh100",
         "model": model,
-        "calibration": "h100-vllm",
+        "calibration": CALIBRATION,
         "memory_utilization": float(recipe["gpu_mem_util"]),
         "trace": {"cap": int(recipe["max_total_len"]) - prompt_tokens, "default_prompt_tokens": prompt_tokens},
         "workflow": {**batch, **(_off_policy() if asynchronous else {"steps": 3})},

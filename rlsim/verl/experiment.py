@@ -128,8 +128,8 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
         raise ConfigError(f"{config.where(TP)} = {tp}: it {problem}")
     if tp > rollout[1]:
         draft.notes.append(
-            f"{config.where(TP)} = {tp}: a replica is on {tp // rollout[1]} nodes; collectives between nodes are not "
-            "measured and come out too fast (docs/validation.md)"
+            f"{config.where(TP)} = {tp}: a replica is on {tp // rollout[1]} nodes, of which no engine's steps were "
+            "measured: generation may come out too fast (docs/validation.md)"
         )
     for doubtful in config.doubts:
         if doubtful in config.default:

@@ -104,6 +104,8 @@ def across_section(errors: Sequence[float] | None = None) -> str:
             found = [error for point, error in both if point.op == op and low < point.size <= high]
             rows.append((op, name, *_summary(found)))
     rows.append(("all", "", *_summary(errors)))
+    known = [error for point, error in both if point.latency_s is None]
+    rows.append(("all, but of clusters whose own smallest message gave a hop's latency (EFA)", "", *_summary(known)))
     clusters = [
         (name, one.source, ", ".join(_what(measured, name)), *_summary([e for p, e in both if p.cluster == name]))
         for name, one in {point.cluster: point for point in measured}.items()
