@@ -78,6 +78,19 @@ def test_a_preempted_response_finds_what_is_left_of_its_own_pages() -> None:
     assert (finished_at, found) == ({0: first, 1: first + 1 + (7 - left) / 8}, left)
 
 
+def test_room_is_made_once_a_preempted_response_holds_its_own_pages_again() -> None:
+    """As above, and then request 1 grows into what request 0 left."""
+    shared = replace(SCHEDULED, page_tokens=1)
+    finished_at, _ = finishes([(0, 4, 4), (1, 4, 8)], shared, capacity(12))
+    assert finished_at[1] > finished_at[0]
+
+
+def test_what_was_preempted_first_goes_before_what_completes_at_the_next_boundary() -> None:
+    """The watermark keeps request 3 out, whose pages others need; the cache begins as it is preempted."""
+    watched = replace(SCHEDULED, page_tokens=1, watermark_pages=4)
+    assert finishes([(0, 4, 11), (1, 4, 3), (2, 4, 4), (3, 4, 9)], watched, capacity(23))[1] == 9
+
+
 def test_engines_differ_in_when_pages_are_found() -> None:
     assert {name: load_calibration(f"h100-{name}").prefix_hits for name in ("sglang", "vllm", "trtllm")} == {
         "sglang": "prefilled",
@@ -94,6 +107,13 @@ def test_engines_differ_in_when_pages_are_found() -> None:
 @settings(relaxed, max_examples=100)
 @given(workloads(prefixes=True, max_requests=20))
 def test_the_engine_equals_stepping_token_by_token(work: Workload) -> None:
+    check(work)
+
+
+@settings(relaxed, max_examples=100)
+@given(workloads(prefixes=True, most_samples=1, kinds=("nothing",), mixtures=False, max_requests=20))
+def test_it_does_where_each_prompt_has_one_sample(work: Workload) -> None:
+    """Nothing is kept of them before the first one is preempted."""
     check(work)
 
 

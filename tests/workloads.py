@@ -448,12 +448,13 @@ def workloads(
     max_requests: int = 40,
     streamed: bool = False,
     prefixes: bool = False,
+    most_samples: int = 4,
 ) -> Workload:
     """A whole rollout. Capacities are tight, so that preemption is frequent, but fit the longest request alone.
 
     `streamed`: somebody listens to chunks, and some requests are resumed from an earlier step.
 
-    `prefixes`: requests of one position have one prompt, and share what is computed of it.
+    `prefixes`: requests of one position, `most_samples` or fewer, have one prompt, and share what is computed of it.
 
     `kinds` and `mixtures` say which controls (`everything`: any mixture whatever). With `ties` all requests have equal
     prompts and lengths (but for a few lengths in between), and all times but those of prefills and switches are exact.
@@ -464,7 +465,7 @@ def workloads(
         usual, prompt = draw(st.integers(1, 120)), draw(st.integers(1, 60))
         lengths = st.sampled_from([usual, usual, usual, usual // 2 + 1, 2 * usual])
     prompts = st.just(prompt) if ties else st.integers(1, 60)
-    samples = draw(st.integers(1, 4))
+    samples = draw(st.integers(1, most_samples))
     resumed = draw(st.sampled_from([False, False, False, True]))
     budget_tokens = draw(st.sampled_from([0, 0, 0, 1, 16, 100]))
     requests: list[RefRequest] = []

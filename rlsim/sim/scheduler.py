@@ -107,12 +107,12 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[Chunk]:
         """Evict and admit at a boundary: a chunk of each of the first prefilling, none if the batch decodes alone."""
-        batch, cache = self._batch, self._batch.cache
+        batch = self._batch
         if batch.pages + self._prefill_pages > batch.room_pages:
             self._evict(now)
             self.trim()
-        if cache:
-            cache.boundary += 1
+        if batch.cache:  # which may have begun just now
+            batch.cache.boundary += 1
         return self._admit(now) if self.waiting or self.prefilling else []
 
     def trim(self) -> None:
