@@ -551,6 +551,7 @@ class _Rollout:
         replica.arrivals = []
 
         # 2. evict
+        self.settle_cache(replica)
         while self.pages(replica) > capacity:
             victim = replica.admitted.pop()
             # The KV of a running request's last token comes with its next step.

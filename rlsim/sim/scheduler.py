@@ -183,6 +183,8 @@ class Scheduler:
     def _evict(self, now: float) -> None:
         """Preempt the most recently admitted until the pages suffice."""
         self._begin_to_cache()
+        if self._batch.cache:
+            self._batch.cache.boundary += 1  # what has just left on its own was let go before
         while self._batch.pages + self._prefill_pages > self._batch.room_pages:
             order, request = self._admitted.pop()
             if request.order != order:
