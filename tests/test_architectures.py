@@ -9,11 +9,12 @@ import pytest
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.experts import expert_load
+from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes, stage_parts, training_memory
 from rlsim.cost.reallocation import common_bytes
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
+from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.check import check_experiment
 from rlsim.hardware import load_cluster

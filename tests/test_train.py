@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import training_memory
 from rlsim.cost.packing import deal, pack
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency, TrainTime, forward_flops
+from rlsim.cost.train import TrainCost, TrainEfficiency, TrainTime
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model

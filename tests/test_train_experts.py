@@ -14,12 +14,13 @@ from test_train_by_hand import FLOPS_ONLY, MEMORY_ONLY, Seconds
 from rlsim import run
 from rlsim.cost.attention_work import DELTA_CHUNK_TOKENS, Reach, attention_work
 from rlsim.cost.collectives import OPERATIONS
+from rlsim.cost.flops import forward_flops
 from rlsim.cost.groups import Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import activation_bytes_per_token, inference_memory, stage_parts, training_memory
 from rlsim.cost.reallocation import Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency, forward_flops
+from rlsim.cost.train import TrainCost, TrainEfficiency
 from rlsim.cost.transfer import gather_s
 from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError

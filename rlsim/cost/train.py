@@ -22,7 +22,8 @@ from rlsim.cost.attention_work import Reach, attention_work
 from rlsim.cost.groups import CollectiveTime, Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
-from rlsim.cost.packing import Floats, deal, pack
+from rlsim.cost.micro_batches import MicroBatches, MicroBatching
+from rlsim.cost.packing import Floats
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError
@@ -113,46 +114,6 @@ class TrainTime:
         return tuple(vars(self).values())
 
 
-def forward_flops(model: Model, lengths: npt.ArrayLike) -> float:
-    """FLOPs of one forward pass over sequences of `lengths` tokens, attention exactly causal.
-
-    2 per token and active weight of the linear layers and the head, and in each layer those of its attention for each
-    pair of a query and a key that it sees (`rlsim.cost.attention_work`: 4 · q_dim for each of n(n+1)/2 pairs). A
-    training step without recomputation costs three times the linear part (and 3.5 times the attention part with a flash
-    kernel).
-    """
-    n = np.asarray(lengths, dtype=np.float64)
-    pairs = sum(flops * float(reach.pairs(n).sum()) for reach, flops in _pair_flops(model).items())
-    return float(n.sum()) * (_linear_flops(model) + _token_flops(model)) + pairs
-
-
-def _linear_flops(model: Model) -> float:
-    head = model.hidden_size * (1 if model.scalar_head else model.vocab_size)
-    return 2.0 * (sum(count * layer.active_weights for layer, count in model.groups.items()) + head)
-
-
-def _token_flops(model: Model) -> float:
-    """FLOPs of a token in all attention, beside projections and pairs."""
-    return sum(count * attention_work(layer.attention).token_flops for layer, count in model.groups.items())
-
-
-def _pair_flops(model: Model) -> dict[Reach, float]:
-    """FLOPs of a pair of a query and a key in all layers, by the keys that their queries see."""
-    found: dict[Reach, float] = {}
-    for layer, count in model.groups.items():
-        work = attention_work(layer.attention)
-        found[work.reach] = found.get(work.reach, 0.0) + count * work.pair_flops
-    return found
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What some micro-batches hold, arrays (ranks, micro-batches): tokens, and query-key pairs by reach."""
-
-    tokens: Floats
-    pairs: dict[Reach, Floats]
-
-
 @dataclass(frozen=True)
 class _Layers:
     """Equal layers of the busiest stage: how many, and one's times per token, and of reading its weights, forward.
@@ -233,10 +194,7 @@ class TrainCost:
         busiest = last if at_head else others[work.index(max(work[:-1]))]
         # Seconds per token (or per query-key pair) of one layer's forward pass on one GPU.
         self._layers = tuple(self._of_layer(layer, count, flops, memory) for layer, count in busiest.items())
-        pair_flops = _pair_flops(model)
-        whole = sum(pair_flops.values()) or 1.0
-        self._reaches = {reach: flop / whole for reach, flop in pair_flops.items()}
-        self._linear_pairs = (_linear_flops(model) + _token_flops(model)) / whole  # a token in pairs
+        self._batching = MicroBatching(model, strategy)
         logit_s = 2.0 * model.hidden_size / (flops * efficiency.flop) + LOGIT_BYTES / memory
         self._head_s = head / split * logit_s if at_head else 0.0
 
@@ -287,22 +245,21 @@ class TrainCost:
 
     def forward_s(self, lengths: npt.ArrayLike) -> TrainTime:
         """An inference call: log-probabilities (or a critic's values) of every token, no gradient."""
-        micro = self._micro_batches(np.asarray(lengths, dtype=np.float64), 1, backward=False)
+        micro = self._batching.of_call(lengths, 1, backward=False)
         time = self._mini_batch(micro[0], self._passes(backward=False))
         return time + TrainTime(offload_s=self._offload_s(BF16))
 
     def train_s(self, lengths: npt.ArrayLike, mini_batches: int = 1, epochs: int = 1) -> TrainTime:
         """A training call: `epochs` passes over the batch in `mini_batches` optimizer steps each.
 
-        Sequences are dealt to data-parallel ranks once (equal counts, balanced work); each rank cuts its share into
-        mini-batches in the given order and packs those into micro-batches. Raises `ValueError` for counts below 1.
+        Micro-batches are those of `MicroBatching.of_call`. Raises `ValueError` for counts below 1.
         """
         if mini_batches < 1 or epochs < 1:
             raise ValueError("mini_batches and epochs must be at least 1")
         passes = self._passes(backward=True)
         total = TrainTime()
         update = self.update_time()
-        for micro in self._micro_batches(np.asarray(lengths, dtype=np.float64), mini_batches, backward=True):
+        for micro in self._batching.of_call(lengths, mini_batches, backward=True):
             total += self._mini_batch(micro, passes) + update
         return total * epochs + TrainTime(offload_s=self._offload_s(BF16 + 3 * FP32))
 
@@ -313,12 +270,7 @@ class TrainCost:
 
         With `backward` it accumulates their gradients; reduction and update come once, see `update_time`.
         """
-        sizes = np.asarray(lengths, dtype=np.float64)
-        pairs = {reach: reach.pairs(sizes) for reach in self._reaches}
-        count = self._within_budget(sizes, backward)
-        bins = self._bins(self._in_pairs(sizes, pairs), count)
-        sums = [np.bincount(bins, each, count).astype(np.float64)[None, :] for each in (sizes, *pairs.values())]
-        micro = _Work(sums[0], dict(zip(pairs, sums[1:], strict=True)))
+        micro = self._batching.of_part(lengths, backward=backward)
         return self._mini_batch(micro, self._passes(backward=backward))
 
     def update_time(self) -> TrainTime:
@@ -346,54 +298,7 @@ class TrainCost:
             backward=True,
         )
 
-    def _in_pairs(self, tokens: Floats, pairs: dict[Reach, Floats]) -> Floats:
-        """The work of sequences, as the number of query-key pairs (in a layer of the average) that cost as much."""
-        return tokens * self._linear_pairs + sum(share * pairs[reach] for reach, share in self._reaches.items())
-
-    def _micro_batches(self, lengths: Floats, mini_batches: int, *, backward: bool) -> list[_Work]:
-        """Tokens and query-key pairs of every micro-batch, per mini-batch.
-
-        All ranks run as many micro-batches as the one that needs most (veRL's rule; ZeRO-3 could not do otherwise), but
-        never more than the fullest rank has sequences: no sequence is cut in two.
-        """
-        if lengths.ndim != 1 or (len(lengths) and lengths.min() < 0):
-            raise ValueError("lengths must be a flat sequence of token counts")
-        strategy = self.strategy
-        pairs = {reach: reach.pairs(lengths) for reach in self._reaches}
-        work = self._in_pairs(lengths, pairs)
-        shares = [np.array_split(indices, mini_batches) for indices in deal(work, strategy.dp)]
-        result = []
-        for step in range(mini_batches):
-            parts = [share[step] for share in shares]
-            if strategy.micro_batches:
-                count = max(min(strategy.micro_batches, max(map(len, parts))), 1)
-            elif strategy.micro_batch_sequences:
-                count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
-            else:
-                count = max(self._within_budget(lengths[part], backward) for part in parts)
-            bins = [self._bins(work[part], count) for part in parts]
-            sums = [
-                np.array([np.bincount(at, each[part], count) for at, part in zip(bins, parts, strict=True)], float)
-                for each in (lengths, *pairs.values())
-            ]
-            result.append(_Work(sums[0], dict(zip(pairs, sums[1:], strict=True))))
-        return result
-
-    def _within_budget(self, tokens: Floats, backward: bool) -> int:
-        """Micro-batches of one rank's sequences by token budget, no more than sequences (`rearrange_micro_batches`)."""
-        budget = self.strategy.budget(backward=backward)
-        return max(min(math.ceil(float(tokens.sum()) / budget), len(tokens)), 1)
-
-    def _bins(self, work: Floats, count: int) -> npt.NDArray[np.intp]:
-        """The micro-batch of each sequence: balanced, or every so many in their order if that is what is asked for."""
-        bins = np.zeros(len(work), dtype=np.intp)
-        if self.strategy.micro_batch_sequences:
-            return np.arange(len(work), dtype=np.intp) // self.strategy.micro_batch_sequences
-        for i, members in enumerate(pack(work.tolist(), count)):
-            bins[members] = i
-        return bins
-
-    def _mini_batch(self, micro: _Work, passes: _Passes) -> TrainTime:
+    def _mini_batch(self, micro: MicroBatches, passes: _Passes) -> TrainTime:
         tokens = micro.tokens
         if not tokens.any():
             return TrainTime()
@@ -440,7 +345,7 @@ class TrainCost:
         groups = self._sharing(tokens)
         return np.broadcast_to(groups.mean(axis=1, keepdims=True), groups.shape).reshape(tokens.shape)
 
-    def _late_gathers_s(self, micro: _Work, passes: _Passes) -> float:
+    def _late_gathers_s(self, micro: MicroBatches, passes: _Passes) -> float:
         """ZeRO-3: what gathers and scatters last longer than the compute of the layer they hide behind.
 
         In the forward pass a layer's gather hides behind the layer before it, taken as one like itself; in the backward
@@ -463,7 +368,7 @@ class TrainCost:
             opened += self._scatter_s(ends)
         return float(total_s + opened * micro.tokens.shape[1])
 
-    def _layer_s(self, layer: _Layers, micro: _Work, passes: _Passes) -> tuple[Floats, Floats]:
+    def _layer_s(self, layer: _Layers, micro: MicroBatches, passes: _Passes) -> tuple[Floats, Floats]:
         """One layer of every micro-batch: seconds of compute, and of TP, CP and EP communication that nothing hides."""
         strategy, tokens = self.strategy, micro.tokens
         linear = np.maximum(tokens * layer.linear_s, layer.weights_s * (tokens > 0))

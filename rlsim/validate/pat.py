@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from rlsim.cost.calibration import load_calibration
+from rlsim.cost.flops import forward_flops
 from rlsim.cost.profile import profile_of
 from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
-from rlsim.cost.train import forward_flops
 from rlsim.cost.transfer import switch_peak_bytes
 from rlsim.experiment.build import find_trace
 from rlsim.experiment.result import Result

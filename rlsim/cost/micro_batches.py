@@ -1,0 +1,102 @@
+"""How the sequences of a call become micro-batches of its data-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsim.cost.attention_work import Reach
+from rlsim.cost.flops import linear_flops, pair_flops, token_flops
+from rlsim.cost.packing import Floats, deal, pack
+from rlsim.cost.strategy import TrainStrategy
+from rlsim.models import Model
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What micro-batches hold, arrays (ranks, micro-batches): tokens, and query-key pairs by reach."""
+
+    tokens: Floats
+    pairs: dict[Reach, Floats]
+
+
+class MicroBatching:
+    """Micro-batches of a model under a strategy, of nearly equal work, by veRL's rules."""
+
+    def __init__(self, model: Model, strategy: TrainStrategy) -> None:
+        self._strategy = strategy
+        flops = pair_flops(model)
+        total = sum(flops.values()) or 1.0
+        self._shares = {reach: flop / total for reach, flop in flops.items()}
+        self._token_pairs = (linear_flops(model) + token_flops(model)) / total  # pairs that cost what a token does
+
+    def of_call(self, lengths: npt.ArrayLike, mini_batches: int, *, backward: bool) -> list[MicroBatches]:
+        """Those of each mini-batch: sequences dealt to ranks once, each rank's cut in order, then packed.
+
+        All ranks run as many micro-batches as the one that needs most (veRL's rule; ZeRO-3 could not do otherwise), but
+        never more than the fullest rank has sequences: no sequence is cut in two. Raises `ValueError` for lengths that
+        are not a flat sequence of counts.
+        """
+        sizes = np.asarray(lengths, dtype=np.float64)
+        if sizes.ndim != 1 or (len(sizes) and sizes.min() < 0):
+            raise ValueError("lengths must be a flat sequence of token counts")
+        strategy, pairs = self._strategy, self._pairs(sizes)
+        work = self._work(sizes, pairs)
+        shares = [np.array_split(indices, mini_batches) for indices in deal(work, strategy.dp)]
+        result = []
+        for step in range(mini_batches):
+            parts = [share[step] for share in shares]
+            if strategy.micro_batches:
+                count = max(min(strategy.micro_batches, max(map(len, parts))), 1)
+            elif strategy.micro_batch_sequences:
+                count = max(math.ceil(len(part) / strategy.micro_batch_sequences) for part in parts)
+            else:
+                count = max(self._within_budget(sizes[part], backward) for part in parts)
+            result.append(self._sums(sizes, pairs, parts, [self._bins(work[part], count) for part in parts], count))
+        return result
+
+    def of_part(self, lengths: npt.ArrayLike, *, backward: bool) -> MicroBatches:
+        """Those of one rank that works on some sequences of a call."""
+        sizes = np.asarray(lengths, dtype=np.float64)
+        pairs, everything = self._pairs(sizes), np.arange(len(sizes), dtype=np.intp)
+        count = self._within_budget(sizes, backward)
+        return self._sums(sizes, pairs, [everything], [self._bins(self._work(sizes, pairs), count)], count)
+
+    def _pairs(self, sizes: Floats) -> dict[Reach, Floats]:
+        return {reach: reach.pairs(sizes) for reach in self._shares}
+
+    def _work(self, sizes: Floats, pairs: dict[Reach, Floats]) -> Floats:
+        """The work of sequences, as the number of query-key pairs (in a layer of the average) that cost as much."""
+        return sizes * self._token_pairs + sum(share * pairs[reach] for reach, share in self._shares.items())
+
+    def _within_budget(self, sizes: Floats, backward: bool) -> int:
+        """Micro-batches of one rank's sequences by token budget, no more than sequences (`rearrange_micro_batches`)."""
+        budget = self._strategy.budget(backward=backward)
+        return max(min(math.ceil(float(sizes.sum()) / budget), len(sizes)), 1)
+
+    def _bins(self, work: Floats, count: int) -> npt.NDArray[np.intp]:
+        """The micro-batch of each sequence: balanced, or every so many in their order if that is what is asked for."""
+        bins = np.zeros(len(work), dtype=np.intp)
+        if self._strategy.micro_batch_sequences:
+            return np.arange(len(work), dtype=np.intp) // self._strategy.micro_batch_sequences
+        for i, members in enumerate(pack(work.tolist(), count)):
+            bins[members] = i
+        return bins
+
+    @staticmethod
+    def _sums(
+        sizes: Floats,
+        pairs: dict[Reach, Floats],
+        parts: list[npt.NDArray[np.intp]],
+        bins: list[npt.NDArray[np.intp]],
+        count: int,
+    ) -> MicroBatches:
+        """What the bins of each rank hold of its part of the sequences."""
+
+        def summed(each: Floats) -> Floats:
+            return np.array([np.bincount(at, each[part], count) for at, part in zip(bins, parts, strict=True)], float)
+
+        return MicroBatches(summed(sizes), {reach: summed(each) for reach, each in pairs.items()})
