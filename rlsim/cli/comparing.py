@@ -44,7 +44,7 @@ def compare(
     Example: rlsim compare results/before results/after --baseline verl-best
     """
     from rlsim.comparison.compare import compare as compare_directories
-    from rlsim.output import atomic_path, check_files
+    from rlsim.output import check_files, write_text
 
     check_files(*(file for file in (json_file, csv) if file != PRINTED))
     found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)
@@ -57,8 +57,7 @@ def compare(
         if file == PRINTED:
             typer.echo(text, nl=False)
         else:
-            with atomic_path(file) as temporary:
-                temporary.write_text(text, encoding="utf-8")
+            write_text(file, text)
     if PRINTED not in (json_file, csv):
         _print(found)
 
