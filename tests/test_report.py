@@ -113,7 +113,7 @@ def test_a_browser_draws_every_chart(page: Path, results: Path, result: Result, 
     assert page == results / "report.html"
     opened = open_page(page, tmp_path)
     assert opened.console == []
-    names = {figure.id for figure in report_page(result).figures}
+    names = {figure.id for figure in report_page(result, choose(result)).figures}
     assert names >= {"cases", "speedups-2k", "step-b-1k-b", "gpu-time-2k", "lengths-2k", "generation-1", "timeline-2"}
     assert set(opened.charts()) == names
     assert opened.undrawn() == []
@@ -489,4 +489,4 @@ def test_a_browser_draws_staleness_where_there_is_any(stale: Result, result: Res
     assert opened.console == []
     assert {"frontier", "queue"} <= set(opened.charts())
     assert opened.undrawn() == []
-    assert not {figure.id for figure in report_page(result).figures} & {"frontier-2k", "queue-2k"}
+    assert not {figure.id for figure in report_page(result, choose(result)).figures} & {"frontier-2k", "queue-2k"}
