@@ -317,8 +317,8 @@ def test_baseline_and_best_other_at_the_median_step_are_shown(result: Result) ->
     [
         ({"case": "2k"}, "did you mean '2K'"),
         ({"systems": ["patt"]}, "did you mean 'pat'"),
-        ({"seed": 7}, "seed 7 was not run; there are 0, 1, 2"),
-        ({"step": 2}, "step 2 was not run; there are 0, 1"),
+        ({"seed": 7}, "the results have no seed 7, only 0 to 2"),
+        ({"step": 2}, "the results have no step 2, only 0 to 1"),
     ],
 )
 def test_what_was_not_run_cannot_be_shown(result: Result, asked: dict[str, Any], message: str) -> None:
