@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.errors import ConfigError, RlsimError, printable
-from rlsim.output import GENERATOR, PNG_MARK, SVG_MARK, atomic_path
+from rlsim.output import GENERATOR, PNG_MARK, SVG_MARK, atomic_path, write_text
 
 CHART_SUFFIXES = (".html", ".svg", ".png")
 _PNG_HEAD_BYTES = 33
@@ -89,6 +89,5 @@ def vega_script() -> str:
     )
     with suppress(OSError, ConfigError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(kept) as temporary:
-            temporary.write_text(script, encoding="utf-8")
+        write_text(kept, script)
     return script

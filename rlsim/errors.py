@@ -46,10 +46,16 @@ class PolicyError(RlsimError):
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> CatalogueError:
     """The error for a name that no catalogue holds, with the nearest valid names."""
-    names = sorted(known)
+    return CatalogueError(f"unknown {kind} {shown(name)}; {nearest(name, known, 'known')}")
+
+
+def nearest(name: str, known: Iterable[str], otherwise: str = "there are") -> str:
+    """`did you mean ...?` of the valid names like this one; if none is like it, all of them after `otherwise`."""
+    names = sorted(set(known))
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else f"known: {', '.join(names)}"
-    return CatalogueError(f"unknown {kind} {shown(name)}; {hint}")
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"{otherwise}: {', '.join(names)}" if names else "there are none"
 
 
 def printable(text: str) -> str:

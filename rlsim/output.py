@@ -67,6 +67,12 @@ def atomic_path(path: Path, error: type[RlsimError] = ConfigError) -> Iterator[P
             temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str, error: type[RlsimError] = ConfigError) -> None:
+    """A text as a file, by `atomic_path`."""
+    with atomic_path(path, error) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def resolved(path: str | Path, error: type[RlsimError] = ConfigError) -> Path:
     """Where a path leads once all links are followed; raises `error` if no file can be there, whatever its name."""
     with _problems(path, error):

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from rlsim.errors import RlsimError
-from rlsim.init.parts import check
+from rlsim.init.parts import Options, check
 from rlsim.verl.experiment import from_verl
 from rlsim.verl.shell import read_script
 
@@ -33,7 +33,7 @@ def outcome(script: Path, gpu: str) -> tuple[str, str]:
     """What becomes of a script: `runs`, `does not fit` or `refused`, and why."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            draft = from_verl([str(script)], folder=Path(folder), gpu=gpu)
+            draft = from_verl([str(script)], Options(Path(folder), gpu))
         except RlsimError as error:
             return "refused", str(error)
         problem = check(draft, Path(folder))

@@ -24,6 +24,7 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.run import run_loaded
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
+from rlsim.init.parts import Options
 from rlsim.sweeps.jobs import in_processes
 from rlsim.verl.experiment import from_verl
 from rlsim.verl.overrides import FILTER, REWARD_ASYNC, TP, changed, gpus_of, overrides_of
@@ -92,12 +93,12 @@ def test_what_is_advised_is_read_back_the_same(tmp_path: Path) -> None:
         wanted = overrides_of((part.policy, part.parameters) for part in spec.parts)
         assert wanted is not None
         lines = changed({}, {**wanted, **gpus_of(2, 8)})
-        made = from_verl([*VERL, *lines], folder=tmp_path, gpu="h100").data()
+        made = from_verl([*VERL, *lines], Options(tmp_path, "h100")).data()
         assert made["systems"][0]["use"] == [system]
         assert made["cluster"] == "2x8xh100"
-    filtered = from_verl([*VERL, *changed({}, {FILTER: True})], folder=tmp_path, gpu="h100").data()
+    filtered = from_verl([*VERL, *changed({}, {FILTER: True})], Options(tmp_path, "h100")).data()
     assert "dynamic_sampling" in filtered["systems"][0]["use"]
-    beside = from_verl([*VERL, *changed({}, {REWARD_ASYNC: True})], folder=tmp_path, gpu="h100").data()
+    beside = from_verl([*VERL, *changed({}, {REWARD_ASYNC: True})], Options(tmp_path, "h100")).data()
     assert beside["workflow"]["reward"] == {"order": "beside_log_probs"}
 
 

@@ -66,8 +66,7 @@ python -m verl.experimental.fully_async_policy.fully_async_main \
 
 def verl(tmp_path: Path, *sources: str, text: str = FULLY, **more: Any) -> Draft:
     (tmp_path / "run.sh").write_text(text)
-    given = {"gpu": "h100", "trace": "rollpacker-math", **more}
-    return from_verl([str(tmp_path / "run.sh"), *sources], folder=tmp_path, **given)
+    return from_verl([str(tmp_path / "run.sh"), *sources], options(tmp_path, **more))
 
 
 def without(text: str, *keys: str) -> str:

@@ -19,7 +19,7 @@ from rlsim.hardware import load_cluster, load_gpu
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.engines import own_limits
 from rlsim.init.names import find_cluster, find_model, nearest_trace
-from rlsim.init.parts import check
+from rlsim.init.parts import Options, check
 from rlsim.init.settings import Unknown
 from rlsim.init.starter import starter
 from rlsim.models import load_model
@@ -67,11 +67,13 @@ def script_of(text: str, **given: str) -> dict[str, Any]:
     return {override.key: override.value for override in read_script(text, "run.sh", given).overrides}
 
 
-def draft_of(tmp_path: Path, *sources: str, text: str = SCRIPT, **options: Any) -> Draft:
+def draft_of(tmp_path: Path, *sources: str, text: str = SCRIPT, version: str = VERSIONS[-1], **options: Any) -> Draft:
     (tmp_path / "run.sh").write_text(text)
-    return from_verl(
-        [str(tmp_path / "run.sh"), *sources], folder=tmp_path, **{"gpu": "h100", "trace": "rollpacker-math", **options}
-    )
+    return from_verl([str(tmp_path / "run.sh"), *sources], given(tmp_path, **options), version)
+
+
+def given(folder: Path, **options: Any) -> Options:
+    return Options(folder, **{"gpu": "h100", "trace": "rollpacker-math", **options})
 
 
 def some(data: dict[str, Any], **expected: Any) -> dict[str, Any]:
@@ -512,7 +514,7 @@ def test_hydra_configuration(tmp_path: Path) -> None:
         trainer: {nnodes: 2, n_gpus_per_node: 8, experiment_name: "${trainer.project_name}-x", project_name: mine}
         """
     )
-    draft = from_verl([str(tmp_path / "outputs")], folder=tmp_path, cluster="2x8xh100", trace="rollpacker-math")
+    draft = from_verl([str(tmp_path / "outputs")], given(tmp_path, gpu=None, cluster="2x8xh100"))
     data = draft.data()
     assert data["name"] == "mine-x"
     assert data["training"]["mini_batches"] == 1
@@ -522,17 +524,14 @@ def test_hydra_configuration(tmp_path: Path) -> None:
     assert check(draft, tmp_path) == ""
     overrides = folder / "overrides.yaml"
     overrides.write_text("- data.train_batch_size=16\n- actor_rollout_ref.model.path=Qwen/Qwen3-8B\n")
-    assert (
-        from_verl([str(overrides)], folder=tmp_path, gpu="h200", trace="rollpacker-math").data()["workflow"]["prompts"]
-        == 16
-    )
+    assert from_verl([str(overrides)], given(tmp_path, gpu="h200")).data()["workflow"]["prompts"] == 16
 
 
 def test_the_configuration_in_a_log(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     config = {"actor_rollout_ref": {"model": {"path": "Qwen/Qwen3-8B"}, "rollout": {"n": 3}}, "data": {"x": 1}}
     log.write_text(f"(TaskRunner pid=7) {config!r}\n(TaskRunner pid=7) step:1 - timing_s/gen:3.0\n")
-    assert from_verl([str(log)], folder=tmp_path, gpu="h100").data()["workflow"]["responses"] == 3
+    assert from_verl([str(log)], Options(tmp_path, "h100")).data()["workflow"]["responses"] == 3
 
 
 @pytest.mark.parametrize(
@@ -768,7 +767,7 @@ def test_merged_keys_of_yaml(tmp_path: Path) -> None:
         "actor_rollout_ref: {model: {path: Qwen/Qwen2.5-7B}, rollout: {name: vllm}, actor: {ppo_mini_batch_size: 45}}\n"
         "trainer: {<<: *machines, experiment_name: merged}\n"
     )
-    data = from_verl([str(path)], folder=tmp_path, gpu="h100", trace="rollpacker-math").data()
+    data = from_verl([str(path)], given(tmp_path)).data()
     assert data["cluster"] == "2x8xh100"
     assert data["training"]["mini_batches"] == 3  # of 45, 45 and 10 prompts
 
@@ -786,7 +785,7 @@ def test_a_file_that_hydra_composes(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  model: {path: Qwen/Qwen2.5-7B}\n"
         "  rollout: {name: vllm, gpu_memory_utilization: 0.55}\n  actor: {megatron: {tensor_model_parallel_size: 4}}\n"
     )
-    draft = from_verl([str(path)], folder=tmp_path, gpu="h100", trace="rollpacker-math")
+    draft = from_verl([str(path)], given(tmp_path))
     assert draft.data()["training"]["backend"] == "megatron"
     assert draft.data()["training"]["tp"] == 4
     assert any("the files under `defaults` are not read" in note for note in draft.notes)

@@ -441,7 +441,7 @@ def test_plan_finds_a_policy_beside_its_file_and_writes_two_files(
 
 def test_a_seed_that_is_not_there_and_a_file_that_cannot_be_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = rlsim.run({**TINY, "seeds": [0, 5]})
-    with pytest.raises(CatalogueError, match=r"no seed 3; there is 0, 5$"):
+    with pytest.raises(CatalogueError, match=r"no seed 3, only 0, 5$"):
         choose_run(result, seed=3)
 
     def refuse(path: Path) -> str:

@@ -243,8 +243,8 @@ def test_names_that_are_not_there(pat: Path, tmp_path: Path) -> None:
     for chosen, message in (
         ({"system": "patt"}, "unknown system 'patt'; did you mean 'pat'"),
         ({"case": "x"}, "no cases to choose from"),
-        ({"seed": 7}, "no seed 7; there is 0 to 1"),
-        ({"steps": [0, 5]}, "no step 5; there is 0 to 1"),
+        ({"seed": 7}, "no seed 7, only 0 to 1"),
+        ({"steps": [0, 5]}, "no step 5, only 0 to 1"),
     ):
         with pytest.raises(CatalogueError, match=message):
             write_timeline(pat, out, **chosen)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
 from rlsim.advise.advice import SECTIONS
 from rlsim.advise.conclusions import waits_for_kv
 from rlsim.advise.idle import CAUSES, tail_of
-from rlsim.formats import is_missing, number, rate, share, with_interval
+from rlsim.formats import APART, Columns, Row, column, is_missing, number, rate, share, with_interval, written
 
 #: Columns that hold words.
 WORDS = ("system", "system (* fastest)", "call", "why not", "offload", "")
@@ -18,9 +18,6 @@ WORDS = ("system", "system (* fastest)", "call", "why not", "offload", "")
 
 #: With more GPUs than these, those of a node are shown together.
 MOST_GPUS = 16
-Row = Mapping[Any, Any]
-#: The columns of a table: by heading, how a row of figures is written there.
-Columns = dict[str, Callable[[Row], str]]
 #: The headings and the rows of a frame's table.
 Shown = Callable[[pd.DataFrame], tuple[list[str], list[list[str]]]]
 
@@ -47,14 +44,9 @@ def texts(tables: Mapping[str, pd.DataFrame]) -> Iterator[Text]:
             yield Text(name, title, caption, *_SHOWN[name](tables[name]))
 
 
-def column(name: str, shown: Callable[..., str] = str, *how: Any) -> Callable[[Row], str]:
-    """The figure `name` of a row, as `shown(figure, *how)` writes it."""
-    return lambda row: shown(row[name], *how)
-
-
 def _rows(columns: Columns) -> Shown:
     """A table whose rows are those of the frame."""
-    return lambda frame: (list(columns), [[c(row) for c in columns.values()] for row in frame.to_dict("records")])
+    return lambda frame: (list(columns), written(columns, frame.to_dict("records")))
 
 
 def _yes(value: bool) -> str:
@@ -104,9 +96,8 @@ def _idle(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     return ["GPU", "idle", *(cause.replace("_", " ") for cause in CAUSES), "tail"], rows
 
 
-_APART: Columns = {"rollout idle": column("rollout_idle", share), "trainer idle": column("trainer_idle", share)}
 #: Of systems where staleness is allowed.
-_RELAXED: Columns = {"stale": column("staleness_mean", number), "stale p95": column("staleness_p95", number), **_APART}
+_RELAXED: Columns = {"stale": column("staleness_mean", number), "stale p95": column("staleness_p95", number), **APART}
 
 
 def _ranking(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
@@ -156,7 +147,7 @@ _SPLITS: Columns = {
     "with more": _with("more"),
     "stale": column("staleness_mean", number),
     "stale max": column("staleness_max", number, 0),
-    **_APART,
+    **APART,
     "tried": lambda row: f"{row['tried']} of {row['feasible']}",
 }
 

@@ -13,7 +13,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from rlsim.calibrate.fit.common import rounded
 from rlsim.cost.calibration import Calibration
 from rlsim.errors import CalibrationError
-from rlsim.output import atomic_path
+from rlsim.output import write_text
 
 
 def write_yaml(calibration: Calibration, folder: Path) -> Path:
@@ -33,8 +33,7 @@ def write_record(data: dict[str, Any], path: Path, comment: str) -> None:
     text = io.StringIO()
     text.write(f"# {comment}\n")
     yaml.dump(_plain(rounded(data)), text)
-    with atomic_path(path, CalibrationError) as partial:
-        partial.write_text(text.getvalue(), encoding="utf-8")
+    write_text(path, text.getvalue(), CalibrationError)
 
 
 def _plain(value: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlsim.cli.tables import asynchrony, print_tables, setting_texts, table
-from rlsim.formats import number, rate, share, with_interval
+from rlsim.cli.tables import print_tables, setting_texts, table
+from rlsim.formats import Columns, Row, column, number, rate, relaxed, share, with_interval, written
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +45,7 @@ def compare(
     Example: rlsim compare results/before results/after --baseline verl-best
     """
     from rlsim.comparison.compare import compare as compare_directories
-    from rlsim.output import atomic_path, check_files
+    from rlsim.output import check_files, write_text
 
     check_files(*(file for file in (json_file, csv) if file != PRINTED))
     found = compare_directories([one.rstrip("/") or one for one in directories], baseline=baseline)
@@ -57,8 +58,7 @@ def compare(
         if file == PRINTED:
             typer.echo(text, nl=False)
         else:
-            with atomic_path(file) as temporary:
-                temporary.write_text(text, encoding="utf-8")
+            write_text(file, text)
     if PRINTED not in (json_file, csv):
         _print(found)
 
@@ -117,28 +117,33 @@ def _tables(rows: pd.DataFrame, letters: dict[str, str]) -> Iterator[Table]:
     """The run table, and what each is compared with."""
     from rlsim.experiment.summary import RATIOS
 
-    names = [*(["in"] if letters else []), "system"]
-    relaxed_headings, relaxed_cells, _ = asynchrony(rows)
-    means, speedups = [], []
-    for row in rows.to_dict("records"):
-        tuned = f" ({row['tuned']})" if row["tuned"] else ""
-        where = [letters[row["directory"]]] if letters else []
-        times = (number(row[name], 1) for name in ("step_time_s", "gen_time_s", "gen_p90_time_s"))
-        shares = (share(row["bubble_fraction"], 1), share(row["tail_fraction"]))
-        rates = (rate(row["responses_per_s"]), number(row["tokens_per_s"], 0))
-        means.append([*where, row["system"] + tuned, *rates, *times, *shares, *relaxed_cells(row)])
-        if row["baseline"] and not row["is_baseline"]:
-            star = "" if row["paired"] else "*"
-            cells = (with_interval(row, name) for name in RATIOS)
-            speedups.append([*where, row["system"], _against(row, letters) + star, *cells])
-    headings = ["responses/s", "tokens/s", "step s", "gen s", "90% by", "bubble", "tail", *relaxed_headings]
-    yield table([*names, *headings], means, words=len(names))
-    if speedups:
-        headings = ["against", "speedup", "by tokens", "in gen", "90% by"]
-        yield table([*names, *headings], speedups, words=len(names) + 1)
+    records = rows.to_dict("records")
+    where: Columns = {"in": lambda row: letters[row["directory"]]} if letters else {}
+    means: Columns = {
+        **where,
+        "system": lambda row: row["system"] + (f" ({row['tuned']})" if row["tuned"] else ""),
+        "responses/s": column("responses_per_s", rate),
+        "tokens/s": column("tokens_per_s", number, 0),
+        "step s": column("step_time_s", number, 1),
+        "gen s": column("gen_time_s", number, 1),
+        "90% by": column("gen_p90_time_s", number, 1),
+        "bubble": column("bubble_fraction", share, 1),
+        "tail": column("tail_fraction", share),
+        **relaxed(rows),
+    }
+    yield table(means, written(means, records), words=len(where) + 1)
+    ratios = zip(("speedup", "by tokens", "in gen", "90% by"), RATIOS, strict=True)
+    speedups: Columns = {
+        **where,
+        "system": column("system"),
+        "against": lambda row: _against(row, letters) + ("" if row["paired"] else "*"),
+        **{heading: partial(with_interval, name=name) for heading, name in ratios},
+    }
+    if compared := [row for row in records if row["baseline"] and not row["is_baseline"]]:
+        yield table(speedups, written(speedups, compared), words=len(where) + 2)
 
 
-def _against(row: dict[Any, Any], letters: dict[str, str]) -> str:
+def _against(row: Row, letters: dict[str, str]) -> str:
     """Where the baseline differs from the run: its directory's letter, its axes, its system if that is another."""
     baseline = str(row["baseline"]).removesuffix(f":{row['system']}")
     for directory, letter in letters.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from rlsim.cli.common import echo, named
 
 if TYPE_CHECKING:
     from rlsim.init.draft import Draft
+    from rlsim.init.parts import Options
 
 
 FromVerl = Annotated[
@@ -83,19 +84,20 @@ def init(
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
     from rlsim.init.draft import check_free
+    from rlsim.init.parts import Options
     from rlsim.init.starter import starter
 
     folder = out.parent if out is not None else Path()
-    given: dict[str, Any] = {"folder": folder, "cluster": cluster, "model": model}
-    given |= {"trace": trace, "calibration": calibration}
     sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal}
     frameworks = [option for option, texts in sources.items() if texts]
     _check_used(frameworks, reward_model, gpu)
     if frameworks:
-        given |= {"name": name, "gpu": gpu, "reward_model": reward_model}
-        draft = _from_framework(frameworks[0], sources[frameworks[0]] or [], verl_version, given)
+        options = Options(folder, gpu, cluster, model, reward_model, calibration, trace, name)
+        draft = _from_framework(frameworks[0], sources[frameworks[0]] or [], options, verl_version)
     else:
-        draft = starter(name or "experiment", **given)
+        draft = starter(
+            name or "experiment", folder=folder, cluster=cluster, model=model, trace=trace, calibration=calibration
+        )
     data = draft.data()
     target = out or Path(f"{data['name']}.yaml")
     check_free(target, force)
@@ -104,22 +106,19 @@ def init(
     _write(draft, target, folder, force)
 
 
-def _from_framework(option: str, sources: list[str], verl_version: str, given: dict[str, Any]) -> Draft:
+def _from_framework(option: str, sources: list[str], options: Options, verl_version: str) -> Draft:
     """The draft of a framework's configuration."""
     if option == "--from-verl":
-        from rlsim.verl.defaults import release
         from rlsim.verl.experiment import from_verl
 
-        return from_verl(sources, version=release(verl_version), **given)
-    from rlsim.init.parts import Options
-
+        return from_verl(sources, options, verl_version)
     if option == "--from-nemo":
         from rlsim.nemo.experiment import from_nemo
 
-        return from_nemo(sources, Options(**given))
+        return from_nemo(sources, options)
     from rlsim.areal.experiment import from_areal
 
-    return from_areal(sources, Options(**given))
+    return from_areal(sources, options)
 
 
 def _check_used(frameworks: list[str], reward_model: str | None, gpu: str | None) -> None:

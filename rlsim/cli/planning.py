@@ -154,18 +154,16 @@ def _write(report: PlanReport, json_file: Path | None, out: Path | None, chart: 
     """Write the files that were asked for: numbers as JSON, the plan as part of a system, a chart of the search."""
     from rlsim.charts import save_chart
     from rlsim.experiment.plan_report import improvement_chart
-    from rlsim.output import atomic_path
+    from rlsim.output import write_text
     from rlsim.policies.plan import plan_text
 
     if json_file is not None:
-        with atomic_path(json_file) as path:
-            path.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+        write_text(json_file, json.dumps(report.as_json(), indent=2) + "\n")
     if out is not None:
         parts = report.as_parts
         what = "parts" if len(parts) > 1 else "a part"
         about = f"Found by rlsim plan for {report.experiment.name}: {what} of a system, for `use`."
-        with atomic_path(out) as path:
-            path.write_text(plan_text(parts if len(parts) > 1 else parts[0], about), encoding="utf-8")
+        write_text(out, plan_text(parts if len(parts) > 1 else parts[0], about))
     if chart is not None:
         save_chart(improvement_chart(report), chart)
 

@@ -10,8 +10,8 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Experiment, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
-from rlsim.cli.tables import MODEL_LEGEND, asynchrony, late_legend, model_text, print_tables, speedup_text, table
-from rlsim.formats import is_missing, number, rate, share, with_choice
+from rlsim.cli.tables import MODEL_LEGEND, late_legend, model_text, print_tables, relaxed_legend, speedup_text, table
+from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, written
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,54 +111,59 @@ def run_and_print(
 
 def _tables(result: Result) -> Iterator[Table]:
     """Two tables per case: the comparison, and where the step's time goes."""
-    baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
     for case, rows in result.summary().groupby("case", sort=False):
-        tuned = result.manifest["tuned"].get(case, {})
-        worlds = bool(rows["speedup_model_low"].notna().any())
-        texts = []
-        for row in rows.to_dict("records"):
-            name = str(row["system"])
-            ratios = [speedup_text(row, baseline), *([model_text(row, baseline)] if worlds else [])]
-            ratios.append("" if name == baseline else number(row["token_speedup"]))
-            shares = [share(row["bubble_fraction"], 1), share(row["tail_fraction"])]
-            figures = [rate(row["responses_per_s"]), *ratios, number(row["step_time_s"], 1), *shares]
-            texts.append([with_choice(name, tuned), *figures])
-        yield table(
-            ["system", "responses/s", "speedup", *["model"] * worlds, "by tokens", "step s", "bubble", "tail"],
-            texts,
-            title=" · ".join(part for part in (result.manifest["experiment"]["name"], str(case)) if part),
-            caption=f"{f'means of {seeds} seeds with 95% intervals' if seeds > 1 else 'one seed'}; responses/s: trained"
-            f" on, per second\nspeedup: responses/s over those of {baseline}; by tokens: the same of trained tokens\n"
-            f"{MODEL_LEGEND * worlds}"
-            f"tail: busy GPU time that decodes at under half of the full batch's throughput{late_legend(rows)}",
-        )
+        yield _comparison(result, str(case), rows)
         yield _parts(rows)
+
+
+def _comparison(result: Result, case: str, rows: pd.DataFrame) -> Table:
+    baseline, seeds = result.manifest["baseline"], len(result.manifest["seeds"])
+    tuned = result.manifest["tuned"].get(case, {})
+    worlds = bool(rows["speedup_model_low"].notna().any())
+    columns: Columns = {
+        "system": lambda row: with_choice(str(row["system"]), tuned),
+        "responses/s": column("responses_per_s", rate),
+        "speedup": lambda row: speedup_text(row, baseline),
+        **({"model": lambda row: model_text(row, baseline)} if worlds else {}),
+        "by tokens": lambda row: "" if row["system"] == baseline else number(row["token_speedup"]),
+        "step s": column("step_time_s", number, 1),
+        "bubble": column("bubble_fraction", share, 1),
+        "tail": column("tail_fraction", share),
+    }
+    return table(
+        columns,
+        written(columns, rows.to_dict("records")),
+        title=" · ".join(part for part in (result.manifest["experiment"]["name"], case) if part),
+        caption=f"{f'means of {seeds} seeds with 95% intervals' if seeds > 1 else 'one seed'}; responses/s: trained"
+        f" on, per second\nspeedup: responses/s over those of {baseline}; by tokens: the same of trained tokens\n"
+        f"{MODEL_LEGEND * worlds}"
+        f"tail: busy GPU time that decodes at under half of the full batch's throughput{late_legend(rows)}",
+    )
 
 
 def _parts(rows: pd.DataFrame) -> Table:
     """Where a step's time goes, and throughput in tokens."""
-    columns = {"gen": "gen_exposed_s", "prep": "prep_time_s", "train": "train_time_s", "sync": "sync_time_s"}
-    legend = f"seconds of a step, each in one of {', '.join(columns)}"
+    parts = {"gen": "gen_exposed_s", "prep": "prep_time_s", "train": "train_time_s", "sync": "sync_time_s"}
+    legend = f"seconds of a step, each in one of {', '.join(parts)}"
     if rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max():
-        columns["wait"] = "waiting_time_s"
+        parts["wait"] = "waiting_time_s"
         legend = legend.replace("one of", "one of wait (no call of any step ran),")
     overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
-    whole = ["whole gen"] if overlaps else []
-    wasted = ["wasted"] if rows["wasted_fraction"].max() > 0 else []
-    relaxed_headings, relaxed_cells, relaxed_legend = asynchrony(rows)
-    texts = []
-    for row in rows.to_dict("records"):
-        gen, *parts = (number(row[column], 1) for column in columns.values())
-        half = "" if is_missing(row["gen_time_s_half"]) else f" ±{row['gen_time_s_half']:.1f}"
-        times = [gen, *parts, number(row["gen_time_s"], 1) + half] if overlaps else [gen + half, *parts]
-        times += [number(row["gen_p90_time_s"], 1), number(row["switch_time_s"], 1)]
-        shares = [share(row[column]) for column in (*(f"{name}_fraction" for name in wasted), "bound_share")]
-        figures = [number(row["switches"], 1), number(row["tokens_per_s"], 0), *shares, *relaxed_cells(row)]
-        texts.append([str(row["system"]), *times, *figures])
-    headings = ["system", *columns, *whole, "90% by", "paused", "switches", "tokens/s", *wasted, "bound"]
-    headings += relaxed_headings
+    wasted, more = rows["wasted_fraction"].max() > 0, relaxed(rows)
+    columns: Columns = {
+        "system": column("system"),
+        **{heading: column(name, number, 1) for heading, name in parts.items()},
+        "whole gen" if overlaps else "gen": lambda row: with_half(row, "gen_time_s"),
+        "90% by": column("gen_p90_time_s", number, 1),
+        "paused": column("switch_time_s", number, 1),
+        "switches": column("switches", number, 1),
+        "tokens/s": column("tokens_per_s", number, 0),
+        **({"wasted": column("wasted_fraction", share)} if wasted else {}),
+        "bound": column("bound_share", share),
+        **more,
+    }
     legend += "; gen: waited for, of any step; whole gen: its own" if overlaps else ""
     legend += "; paused: for switches\ntokens/s: trained on, prompts counted"
     legend += "; wasted: of the generated tokens" if wasted else ""
-    legend += relaxed_legend
-    return table(headings, texts, caption=legend + "; bound: lower bound / gen")
+    caption = f"{legend}{relaxed_legend(more)}; bound: lower bound / gen"
+    return table(columns, written(columns, rows.to_dict("records")), caption=caption)

@@ -12,8 +12,8 @@ import typer
 
 from rlsim.cli import complete
 from rlsim.cli.common import Certainty, Settings, Warmup, add_code_folders, echo, progress_bar, with_options
-from rlsim.cli.tables import asynchrony, late_legend, print_tables, setting_texts, speedup_text, table
-from rlsim.formats import number, rate, share
+from rlsim.cli.tables import late_legend, print_tables, relaxed_legend, setting_texts, speedup_text, table
+from rlsim.formats import Columns, column, number, rate, relaxed, share, written
 
 if TYPE_CHECKING:
     from rlsim.sweeps.points import Definition
@@ -188,18 +188,22 @@ def _print(found: SweepResult, definition: Definition) -> None:
         axes = [axis.name for axis in found.axes]
         names = [*axes, *(["case"] if summary["case"].any() else []), "system"]
         texts = zip(*(setting_texts(summary[name].tolist()) for name in names), strict=True)
-        shown = []
-        relaxed_headings, relaxed_cells, relaxed_legend = asynchrony(summary)
-        for text, row in zip(texts, summary.to_dict("records"), strict=True):
-            speedups = speedup_text(row), number(row["token_speedup"])
-            times = number(row["step_time_s"], 1), number(row["gen_time_s"], 1)
-            shares = share(row["bubble_fraction"]), share(row["tail_fraction"])
-            shown.append([*text, rate(row["responses_per_s"]), *speedups, *times, *shares, *relaxed_cells(row)])
-        headings = [*names, "responses/s", "speedup", "by tokens", "step s", "gen s", "bubble", "tail"]
-        headings += relaxed_headings
+        more = relaxed(summary)
+        columns: Columns = {
+            "responses/s": column("responses_per_s", rate),
+            "speedup": speedup_text,
+            "by tokens": column("token_speedup", number),
+            "step s": column("step_time_s", number, 1),
+            "gen s": column("gen_time_s", number, 1),
+            "bubble": column("bubble_fraction", share),
+            "tail": column("tail_fraction", share),
+            **more,
+        }
+        figures = written(columns, summary.to_dict("records"))
+        shown = [[*text, *cells] for text, cells in zip(texts, figures, strict=True)]
         caption = "speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
-        caption += relaxed_legend + late_legend(summary)
-        print_tables([table(headings, shown, words=len(names), caption=caption)])
+        caption += relaxed_legend(more) + late_legend(summary)
+        print_tables([table([*names, *columns], shown, words=len(names), caption=caption)])
     console = Console(soft_wrap=True)
     console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
     if unlike.any():

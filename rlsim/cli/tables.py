@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsim.experiment.backlog import MOST_HELD_BACK
-from rlsim.formats import is_missing, number, share, with_interval
+from rlsim.formats import Row, is_missing, number, with_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,7 +19,7 @@ MOST_WIDTH = 160
 
 
 def table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1, title: str = "", caption: str = ""
+    headings: Iterable[str], rows: Iterable[Sequence[str]], *, words: int = 1, title: str = "", caption: str = ""
 ) -> Table:
     """A table without lines; its first `words` columns are names, which may break; figures may not."""
     from rich.table import Table
@@ -36,7 +35,7 @@ def table(
     return found
 
 
-def speedup_text(row: Mapping[Any, Any], baseline: str = "") -> str:
+def speedup_text(row: Row, baseline: str = "") -> str:
     """A summary row's speedup with its interval, `baseline` for that, and a mark if it is not comparable yet."""
     text = "baseline" if row["system"] == baseline else with_interval(row, "speedup")
     return text + (" †" if abs(row["held_back"]) > MOST_HELD_BACK else "")
@@ -45,7 +44,7 @@ def speedup_text(row: Mapping[Any, Any], baseline: str = "") -> str:
 MODEL_LEGEND = "model: 95% interval of speedup over the calibration's errors where no fit has seen the setting\n"
 
 
-def model_text(row: Mapping[Any, Any], baseline: str) -> str:
+def model_text(row: Row, baseline: str) -> str:
     """The interval of a summary row's speedup over the calibration's errors; nothing for the baseline itself."""
     low, high = row["speedup_model_low"], row["speedup_model_high"]
     return "" if row["system"] == baseline or is_missing(low) else f"[{number(low)}, {number(high)}]"
@@ -58,26 +57,11 @@ def late_legend(summary: pd.DataFrame) -> str:
     return text if late else ""
 
 
-#: What the columns of `asynchrony` are, for captions.
-STALE_LEGEND = "; stale: weight updates behind, mean and 95th percentile of the responses trained on"
-APART_LEGEND = "; rollout, trainer idle: time in which none of their GPUs did anything"
-
-
-def asynchrony(rows: pd.DataFrame) -> tuple[list[str], Callable[[Mapping[Any, Any]], list[str]], str]:
-    """Headings and cells of what relaxed synchrony costs and leaves idle, and their legend.
-
-    Idle shares only where generation and training have different GPUs, staleness only where something stale is trained
-    on.
-    """
-    columns: dict[str, tuple[str, Callable[[Any], str]]] = {}
-    legend = ""
-    if rows["rollout_idle"].notna().any():
-        columns |= {"rollout idle": ("rollout_idle", share), "trainer idle": ("trainer_idle", share)}
-        legend += APART_LEGEND
-    if rows["staleness_max"].max() > 0:
-        columns |= {"stale": ("staleness_mean", number), "stale p95": ("staleness_p95", partial(number, digits=1))}
-        legend += STALE_LEGEND
-    return list(columns), lambda row: [shown(row[name]) for name, shown in columns.values()], legend
+def relaxed_legend(columns: Collection[str]) -> str:
+    """What those of the columns are that `rlsim.formats.relaxed` gives, for captions."""
+    apart = "; rollout, trainer idle: time in which none of their GPUs did anything"
+    stale = "; stale: weight updates behind, mean and 95th percentile of the responses trained on"
+    return apart * ("rollout idle" in columns) + stale * ("stale" in columns)
 
 
 def setting_texts(values: Sequence[Any], width: int = 1_000) -> list[str]:

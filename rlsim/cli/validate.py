@@ -96,13 +96,12 @@ def _run(wanted: Iterable[str], options: Options) -> tuple[dict[str, Section], b
 
 
 def _write_json(path: Path, sections: Iterable[Section]) -> None:
-    from rlsim.output import atomic_path
+    from rlsim.output import write_text
 
     shown = (section.summaries if section.summarised else section.rows for section in sections)
     records = [row.record() for rows in shown for row in rows]
     lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
-    with atomic_path(path) as temporary:
-        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    write_text(path, f"[\n{lines}\n]\n")
 
 
 def _print(name: str, section: Section) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path, check_file
+from rlsim.output import check_file, write_text
 
 WIDTH = 120
 
@@ -59,8 +59,7 @@ class Draft:
     def write(self, out: Path, *, force: bool = False) -> None:
         """Write the file; raises `ConfigError` if there is one and `force` is off."""
         check_free(out, force)
-        with atomic_path(out) as path:
-            path.write_text(self.text(), encoding="utf-8")
+        write_text(out, self.text())
 
 
 def check_free(out: Path, force: bool) -> None:

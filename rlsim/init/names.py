@@ -23,18 +23,16 @@ from rlsim.trace import Trace, read_trace
 SAME_SHAPE = {
     "deepscaler-1.5b": "r1-distill-qwen-1.5b",
     "deepseek-r1": "deepseek-v3",
-    "deepseek-r1-distill-llama-70b": "r1-distill-llama-70b",
-    "deepseek-r1-distill-llama-8b": "r1-distill-llama-8b",
-    "deepseek-r1-distill-qwen-1.5b": "r1-distill-qwen-1.5b",
-    "deepseek-r1-distill-qwen-7b": "r1-distill-qwen-7b",
-    "deepseek-r1-distill-qwen-14b": "r1-distill-qwen-14b",
-    "deepseek-r1-distill-qwen-32b": "r1-distill-qwen-32b",
     "deepseek-v3.1": "deepseek-v3",
+    **{
+        f"deepseek-r1-distill-{base}": f"r1-distill-{base}"
+        for base in ("llama-70b", "llama-8b", "qwen-1.5b", "qwen-7b", "qwen-14b", "qwen-32b")
+    },
     "eurus-2-7b": "qwen2.5-7b",
     "fapo-genrm-4b": "qwen3-4b",
     "fsfairx-llama3-rm": "llama-3.1-8b",
-    "llama-3-8b": "llama-3.1-8b",
     "hy3-preview": "hy3",
+    "llama-3-8b": "llama-3.1-8b",
     "llama-3.3-70b": "llama-3.1-70b",
     "meta-llama-3-70b": "llama-3-70b",
     "meta-llama-3-8b": "llama-3.1-8b",
@@ -45,16 +43,9 @@ SAME_SHAPE = {
     "multiturn-sft-qwen-2.5-32b": "qwen2.5-32b",
     "skywork-reward-llama-3.1-8b": "llama-3.1-8b",
     **{f"skywork-reward-v2-{base}": base for base in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-8b")},
-    "qwen2-1.5b": "qwen2.5-1.5b",
-    "qwen2-7b": "qwen2.5-7b",
-    "qwen2-72b": "qwen2.5-72b",
-    "qwen2.5-coder-1.5b": "qwen2.5-1.5b",
-    "qwen2.5-coder-3b": "qwen2.5-3b",
-    "qwen2.5-coder-7b": "qwen2.5-7b",
-    "qwen2.5-coder-14b": "qwen2.5-14b",
-    "qwen2.5-coder-32b": "qwen2.5-32b",
-    "qwen2.5-math-1.5b": "qwen2.5-1.5b",
-    "qwen2.5-math-7b": "qwen2.5-7b",
+    **{f"qwen2-{size}": f"qwen2.5-{size}" for size in ("1.5b", "7b", "72b")},
+    **{f"qwen2.5-coder-{size}": f"qwen2.5-{size}" for size in ("1.5b", "3b", "7b", "14b", "32b")},
+    **{f"qwen2.5-math-{size}": f"qwen2.5-{size}" for size in ("1.5b", "7b")},
     **{
         f"{base}-{kind}-2507": f"{base}-2507"
         for base in ("qwen3-4b", "qwen3-30b-a3b", "qwen3-235b-a22b")
@@ -69,16 +60,9 @@ LANGUAGE_MODEL = {
     "glm-4.1v-9b": "glm-4-9b-0414",
     "minicpm-o-2_6": "qwen2.5-7b",
     "qwen2-vl-7b": "qwen2.5-7b",
-    "qwen2.5-vl-3b": "qwen2.5-3b",
-    "qwen2.5-vl-7b": "qwen2.5-7b",
-    "qwen2.5-vl-32b": "qwen2.5-32b",
-    "qwen2.5-vl-72b": "qwen2.5-72b",
+    **{f"qwen2.5-vl-{size}": f"qwen2.5-{size}" for size in ("3b", "7b", "32b", "72b")},
     "qwen3-vl-2b": "qwen3-1.7b",
-    "qwen3-vl-4b": "qwen3-4b",
-    "qwen3-vl-8b": "qwen3-8b",
-    "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
-    "qwen3-vl-32b": "qwen3-32b",
-    "qwen3-vl-235b-a22b": "qwen3-235b-a22b",
+    **{f"qwen3-vl-{size}": f"qwen3-{size}" for size in ("4b", "8b", "30b-a3b", "32b", "235b-a22b")},
     **{name: name for name in catalogue.names("models") if name.startswith("qwen3.5-")},
 }
 UNSEEN = "what it sees or hears, and the time that takes, is not represented"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,25 +87,16 @@ class Settings:
 
     def whole(self, key: str, least: int = 1) -> int:
         """A whole number of at least `least`; raises `ConfigError` for anything else, and if there is none."""
-        value = self._needed(key, f"a whole number of at least {least}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._unlike(key, f"a whole number of at least {least}", value)
-        return int(value)
+        expected = f"a whole number of at least {least}"
+        return int(self._needed(key, expected, lambda v: _is_number(v) and isinstance(v, int) and v >= least))
 
     def share(self, key: str) -> float:
         """A number above 0 and up to 1; raises `ConfigError` for anything else, and if there is none."""
-        value = self._needed(key, "a number above 0 and up to 1")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
-            raise self._unlike(key, "a number above 0 and up to 1", value)
-        return float(value)
+        return float(self._needed(key, "a number above 0 and up to 1", lambda v: _is_number(v) and 0.0 < v <= 1.0))
 
     def number(self, key: str) -> float:
         """A number of at least 0; raises `ConfigError` for anything else, and if there is none."""
-        value = self._needed(key, "a number of at least 0")
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < math.inf
-        if not fits:
-            raise self._unlike(key, "a number of at least 0", value)
-        return float(value)
+        return float(self._needed(key, "a number of at least 0", lambda v: _is_number(v) and 0.0 <= v < math.inf))
 
     def flag(self, key: str) -> bool:
         """True or false, false without a value; raises `ConfigError` for anything else."""
@@ -116,12 +107,10 @@ class Settings:
 
     def text(self, key: str) -> str:
         """Text; raises `ConfigError` for anything else, and if there is none."""
-        value = self._needed(key, "text")
-        if not isinstance(value, str):
-            raise self._unlike(key, "text", value)
-        return str(value)
+        return str(self._needed(key, "text", lambda value: isinstance(value, str)))
 
-    def _needed(self, key: str, expected: str) -> Any:
+    def _needed(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        """The value of a key that has one of this kind; raises `ConfigError` for anything else."""
         value = self.get(key)
         if value is None or key not in self.given:
             below = next((self.origin[other] for other in self.given if other.startswith(f"{key}.")), "")
@@ -130,6 +119,8 @@ class Settings:
         if value is None:
             place = self.origin.get(key) or self.name or "the configuration"
             raise ConfigError(f"{place}: {key} has no value: expected {expected}; give {key}=… beside {self.option}")
+        if not fits(value):
+            raise self._unlike(key, expected, value)
         return value
 
     def _unlike(self, key: str, expected: str, value: Any) -> ConfigError:
@@ -157,6 +148,10 @@ class Settings:
 
     def _asked_below(self, section: str) -> bool:
         return any(key.startswith(f"{section}.") for key in self.asked)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _leaves(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, int]]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
+from rlsim.report.chosen_run import not_run
 
 
 @dataclass(frozen=True)
@@ -56,28 +56,25 @@ def choose(
     """What was asked for; else the first case, baseline and best other system, and the baseline's median step.
 
     The median is taken over the step times of the seeds and steps that are left to choose from (the lower one of two).
-    Raises `CatalogueError` for a case or system, and `ConfigError` for a seed or step, that was not run.
+    Raises `CatalogueError` for a case, system, seed or step that was not run.
     """
     cases = [name for name, names in result.manifest["systems"].items() if names]
     if case is None:
         case = cases[0]
     elif case not in cases:
-        raise (
-            unknown_name("case", case, cases) if cases != [""] else ConfigError(f"there is no case {case!r}: no cases")
-        )
+        raise not_run("case", case, cases)
     summary = result.summary()
     summary = summary[summary["case"] == case]
     names = summary["system"].tolist()
     for name in systems:
         if name not in names:
-            raise unknown_name("system", name, names)
+            raise not_run("system", name, names)
     chosen = tuple(dict.fromkeys(systems)) or _baseline_and_best(summary, str(result.manifest["baseline"]))
     steps = result.steps[(result.steps["case"] == case) & (result.steps["system"] == chosen[0])]
     for what, value in (("seed", seed), ("step", step)):
         if value is not None:
-            known = sorted(steps[what].unique().tolist())
-            if value not in known:
-                raise ConfigError(f"{what} {value} was not run; there are {_listed(known)}")
+            if value not in (known := steps[what].unique().tolist()):
+                raise not_run(what, value, known)
             steps = steps[steps[what] == value]
     ordered = steps.sort_values(["step_time_s", "seed", "step"])
     middle = ordered.iloc[(len(ordered) - 1) // 2]
@@ -118,9 +115,3 @@ def _baseline_and_best(summary: pd.DataFrame, baseline: str) -> tuple[str, ...]:
     first = baseline if baseline in set(summary["system"]) else str(summary["system"].iloc[0])
     other = best_other(summary, first)
     return (first,) if other is None else (first, other)
-
-
-def _listed(values: list[int]) -> str:
-    if len(values) > 3 and values == list(range(values[0], values[-1] + 1)):
-        return f"{values[0]} to {values[-1]}"
-    return ", ".join(map(str, values))

@@ -98,14 +98,14 @@ def choose_run(
     for column, wanted in (("case", case), ("system", system), ("seed", seed)):
         others[column] = runs[column].drop_duplicates().tolist()
         if wanted is not None and wanted not in others[column]:
-            raise _unknown(column, wanted, others[column])
+            raise not_run(column, wanted, others[column])
         chosen[column] = others[column][0] if wanted is None else wanted
         runs = runs[runs[column] == chosen[column]]
     runs = runs.sort_values("step")
     others["step"] = runs["step"].tolist()
     for step in steps or ():
         if step not in others["step"]:
-            raise _unknown("step", step, others["step"])
+            raise not_run("step", step, others["step"])
     ends = dict(zip(others["step"], runs["step_time_s"].cumsum().tolist(), strict=True))
     wanted_steps = tuple(sorted(set(steps or others["step"])))
     return ChosenRun(**chosen, steps=wanted_steps, step_ends=ends, others=others, manifest=manifest, _source=source)
@@ -131,7 +131,8 @@ def _opened(results: Result | str | Path) -> tuple[Mapping[str, Any], Results | 
     return source.manifest, source
 
 
-def _unknown(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
+def not_run(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
+    """The error for a case, system, seed or step that the results don't have, with those they have."""
     if known == [""]:
         return CatalogueError(f"the results have no {kind}s to choose from")
     if isinstance(wanted, str):
@@ -142,7 +143,7 @@ def _unknown(kind: str, wanted: Any, known: Sequence[Any]) -> CatalogueError:
     else:
         more = "" if len(numbers) <= MOST_LISTED else f" and {len(numbers) - MOST_LISTED} more"
         listed = ", ".join(map(str, numbers[:MOST_LISTED])) + more
-    return CatalogueError(f"the results have no {kind} {wanted}; there is {listed}")
+    return CatalogueError(f"the results have no {kind} {wanted}, only {listed}")
 
 
 def _batches(source: Results | Mapping[str, pd.DataFrame], table: str, columns: Sequence[str]) -> Iterator[pa.Table]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from rlsim.charts import OFFLINE, chart_spec, save_chart, vega_script
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path, check_own_file
+from rlsim.output import check_own_file, write_text
 from rlsim.version import __version__
 
 
@@ -112,9 +112,7 @@ class Page:
     def write(self, path: Path) -> None:
         """Write the page, whole or not at all; raises `ConfigError` if that is not possible."""
         check_page_path(path)
-        text = self.html()
-        with atomic_path(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(path, self.html())
 
 
 def check_page_path(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import altair as alt
@@ -11,7 +11,7 @@ import pandas as pd
 from rlsim.experiment.backlog import comparable
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means
-from rlsim.formats import is_missing, number, rate, share, with_choice, with_interval
+from rlsim.formats import Columns, column, number, rate, relaxed, share, with_choice, with_half, with_interval, written
 from rlsim.report.page import Block, Figure, Section, Table, Text
 from rlsim.report.setups import CaseSetup
 from rlsim.report.style import GREY, GRID, INK, WIDTH, bar_height, by_name, data, finished, label_angle, speedup_scale
@@ -166,27 +166,21 @@ def _speedup_caption(baseline: str, seeds: int) -> str:
 def _comparison_table(rows: pd.DataFrame, result: Result, setup: CaseSetup) -> Table:
     baseline = str(result.manifest["baseline"])
     tuned = result.manifest["tuned"].get(setup.case, {})
-    wasted = ["wasted"] if (rows["wasted_fraction"] > 0).any() else []
-    headings = ["system", "responses/s", "speedup (95%)", "by tokens", "step (s)", "generation (s)"]
-    stale = ["stale", "stale p95"] if (rows["staleness_max"] > 0).any() else []
-    apart = ["rollout idle", "trainer idle"] if rows["rollout_idle"].notna().any() else []
-    headings += ["tokens/s", "idle", "tail", *wasted, "switches", "bound", *apart, *stale]
-    texts = []
-    for row in rows.to_dict("records"):
-        name = str(row["system"])
-        speedup = "baseline" if name == baseline else with_interval(row, "speedup", 3)
-        cells = [with_choice(name, tuned), rate(row["responses_per_s"]), speedup]
-        cells += [number(row["token_speedup"], 3)]
-        cells += [_with_half(row, "step_time_s"), _with_half(row, "gen_time_s"), number(row["tokens_per_s"], 0)]
-        cells += [share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
-        cells += [share(row["wasted_fraction"], 1) for _ in wasted]
-        cells += [number(row["switches"], 1), share(row["bound_share"])]
-        cells += [share(row["rollout_idle"]), share(row["trainer_idle"])] if apart else []
-        cells += [number(row["staleness_mean"], 2), number(row["staleness_p95"], 1)] if stale else []
-        texts.append(cells)
-    return Table(setup.named("Means over steps and seeds"), tuple(headings), texts)
-
-
-def _with_half(row: Mapping[Hashable, Any], column: str) -> str:
-    half = row[f"{column}_half"]
-    return number(row[column], 1) + ("" if is_missing(half) else f" ±{half:.1f}")
+    wasted = (rows["wasted_fraction"] > 0).any()
+    columns: Columns = {
+        "system": lambda row: with_choice(str(row["system"]), tuned),
+        "responses/s": column("responses_per_s", rate),
+        "speedup (95%)": lambda row: "baseline" if row["system"] == baseline else with_interval(row, "speedup", 3),
+        "by tokens": column("token_speedup", number, 3),
+        "step (s)": lambda row: with_half(row, "step_time_s"),
+        "generation (s)": lambda row: with_half(row, "gen_time_s"),
+        "tokens/s": column("tokens_per_s", number, 0),
+        "idle": column("bubble_fraction", share, 1),
+        "tail": column("tail_fraction", share, 1),
+        **({"wasted": column("wasted_fraction", share, 1)} if wasted else {}),
+        "switches": column("switches", number, 1),
+        "bound": column("bound_share", share),
+        **relaxed(rows),
+    }
+    texts = written(columns, rows.to_dict("records"))
+    return Table(setup.named("Means over steps and seeds"), tuple(columns), texts)

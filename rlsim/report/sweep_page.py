@@ -10,7 +10,7 @@ import pandas as pd
 
 from rlsim.errors import ConfigError
 from rlsim.experiment.backlog import comparable
-from rlsim.formats import number, rate, share
+from rlsim.formats import STALE, Columns, column, number, rate, share, written
 from rlsim.report.method import as_yaml, calibration_section
 from rlsim.report.page import Block, Code, Figure, Listing, Page, Section, Table, Text
 from rlsim.report.setups import setups_of
@@ -207,14 +207,18 @@ def sweep_findings(
 
 def sweep_table(frame: pd.DataFrame, axes: Sequence[str], most: int = 500) -> Table:
     """The axes' values, system, throughput, speedups and step time of the first `most` rows."""
-    rows = []
-    stale = ["stale", "stale p95"] if (frame["staleness_max"] > 0).any() else []
-    for row in frame.head(most).to_dict("records"):
-        figures = [rate(row[RATE]), number(row[SPEEDUP], 3), number(row["token_speedup"], 3)]
-        figures += [number(row["step_time_s"]), share(row["bubble_fraction"], 1), share(row["tail_fraction"], 1)]
-        figures += [number(row["staleness_mean"], 2), number(row["staleness_p95"], 1)] if stale else []
-        rows.append([*(label(row[axis]) for axis in axes), str(row["system"]), *figures])
+    columns: Columns = {
+        **{axis: column(axis, label) for axis in axes},
+        "system": column("system"),
+        "responses/s": column(RATE, rate),
+        "speedup": column(SPEEDUP, number, 3),
+        "by tokens": column("token_speedup", number, 3),
+        "step (s)": column("step_time_s", number),
+        "idle": column("bubble_fraction", share, 1),
+        "tail": column("tail_fraction", share, 1),
+        **(STALE if (frame["staleness_max"] > 0).any() else {}),
+    }
     caption = "Points of the sweep" + (f", the first {most:,} of {len(frame):,} rows" if len(frame) > most else "")
     caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
-    names = (*axes, "system", "responses/s", "speedup", "by tokens", "step (s)", "idle", "tail", *stale)
-    return Table(caption, names, rows, words=frozenset({len(axes)}))
+    rows = written(columns, frame.head(most).to_dict("records"))
+    return Table(caption, tuple(columns), rows, words=frozenset({len(axes)}))

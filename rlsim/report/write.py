@@ -12,7 +12,7 @@ from rlsim.advise.advice import read_advice
 from rlsim.advise.texts import texts
 from rlsim.errors import ConfigError
 from rlsim.experiment.result import Result, read_result
-from rlsim.report.choice import choose
+from rlsim.report.choice import Choice, choose
 from rlsim.report.gantt import timeline_section
 from rlsim.report.generation import generation_section
 from rlsim.report.headline import findings
@@ -67,7 +67,7 @@ def write_report(
     for folder, _ in folders:
         check_pictures_folder(folder)
     if isinstance(found, Result):
-        page = report_page(found, title=title, case=case, systems=systems, seed=seed, step=step)
+        page = report_page(found, choose(found, case=case, systems=systems, seed=seed, step=step), title)
         if isinstance(source, str | Path) and (advice := read_advice(source)):
             page = _advised(page, *advice)
     elif case or systems or seed is not None or step is not None:
@@ -99,18 +99,9 @@ def _target(source: Result | SweepResult | str | Path, path: str | Path | None) 
     return (source.directory if isinstance(source, SweepResult) else Path(source)) / REPORT
 
 
-def report_page(
-    result: Result,
-    *,
-    title: str | None = None,
-    case: str | None = None,
-    systems: Sequence[str] = (),
-    seed: int | None = None,
-    step: int | None = None,
-) -> Page:
+def report_page(result: Result, choice: Choice, title: str | None = None) -> Page:
     """The page of some results; see `write_report`."""
     setups = case_setups(result)
-    choice = choose(result, case=case, systems=systems, seed=seed, step=step)
     setup = next(one for one in setups if one.case == choice.case)
     experiment = result.manifest["experiment"]
     stale = staleness_section(result, setups)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from rlsim.errors import TraceError
-from rlsim.output import atomic_path
+from rlsim.output import atomic_path, write_text
 from rlsim.schema import Schema, load
 from rlsim.trace.mixture import Floats, LengthModel, both_below, joint_weights, mixture
 from rlsim.trace.schema import Trace
@@ -83,14 +83,14 @@ def save_fit(fit: LengthFit, path: str | Path) -> None:
     path = Path(path)
     check_fit_name(path)
     data = fit.model_dump(mode="json", exclude_none=True)
-    with atomic_path(path, TraceError) as temporary:
-        if path.suffix == ".json":
-            temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-            return
-        from ruamel.yaml import YAML
+    if path.suffix == ".json":
+        write_text(path, json.dumps(data, indent=2) + "\n", TraceError)
+        return
+    from ruamel.yaml import YAML
 
-        yaml = YAML()
-        yaml.width = 110
+    yaml = YAML()
+    yaml.width = 110
+    with atomic_path(path, TraceError) as temporary:
         yaml.dump(data, temporary)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rlsim.errors import ConfigError
-from rlsim.output import atomic_path, check_file
+from rlsim.output import atomic_path, check_file, write_text
 from rlsim.reading import read_text
 from rlsim.validate.bounds import checked
 from rlsim.validate.parts import PARTS, Section
@@ -88,8 +88,7 @@ def write_page(page: Path, sections: Mapping[str, Section]) -> None:
             (page.parent / _chart(name)).parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(page.parent / _chart(name)) as path:
                 section.chart.save(path, format="png", scale_factor=1.5)
-    with atomic_path(page) as path:
-        path.write_text(page_text(texts), encoding="utf-8")
+    write_text(page, page_text(texts))
 
 
 def stale(page: Path, sections: Mapping[str, Section], repeatable: Iterable[str]) -> list[str]:

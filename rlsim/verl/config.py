@@ -10,7 +10,7 @@ from rlsim.errors import ConfigError
 from rlsim.init.interpolation import interpolate, parsed
 from rlsim.init.settings import Unknown
 from rlsim.reading import read_yaml
-from rlsim.verl.defaults import VERSIONS, defaults
+from rlsim.verl.defaults import defaults, release
 from rlsim.verl.engines import settle_engine
 from rlsim.verl.log import logged_config
 from rlsim.verl.settings import STRATEGY, VerlSettings
@@ -26,10 +26,10 @@ def read_config(sources: Sequence[str], version: str) -> VerlSettings:
 
     Each source is a YAML file (`.hydra/config.yaml`, one like `ppo_trainer.yaml`), a run's folder, a shell script or a
     list of overrides, a console log that begins with veRL's configuration, an override `key=value`, or a shell variable
-    `NAME=value` that scripts use. Raises `ConfigError` for anything that is none of these.
+    `NAME=value` that scripts use. Raises `ConfigError` for anything that is none of these, and for a release that is
+    not known.
     """
-    if version not in VERSIONS:
-        raise ConfigError(f"veRL {version}: its defaults are not known; one of: {', '.join(VERSIONS)}")
+    version = release(version)
     config = VerlSettings(version=version)
     files, overrides, variables = _sorted(sources)
     for path in files:

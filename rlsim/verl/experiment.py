@@ -53,25 +53,11 @@ _MORE_KEYS = (
 )  # fmt: skip
 
 
-def from_verl(
-    sources: Sequence[str],
-    *,
-    folder: Path,
-    gpu: str | None = None,
-    cluster: str | None = None,
-    model: str | None = None,
-    reward_model: str | None = None,
-    calibration: str | None = None,
-    trace: str | None = None,
-    name: str | None = None,
-    version: str = VERSIONS[-1],
-) -> Draft:
-    """The experiment that `sources` (see `read_config`) describe, to be written into `folder`.
+def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[-1]) -> Draft:
+    """The experiment that `sources` (see `read_config`) describe; `version` is the release whose defaults hold.
 
-    `version` is the release whose defaults hold, the other arguments are those of `Options`. Raises `RlsimError`s that
-    say what is missing, unknown or unsupported.
+    Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
-    options = Options(folder, gpu, cluster, model, reward_model, calibration, trace, name)
     config = read_config(sources, version)
     config.check_keys((*config.default, *_MORE_KEYS, *notes.KEYS, *asynchronous.KEYS))
     apart = asynchronous.apart_of(config)
@@ -95,7 +81,9 @@ def from_verl(
     asynchronous.add_one_batch(config, draft, settings.prompts * settings.responses, machines.gpus // replica)
     _systems(config, draft, replica, apart, over_nodes=settings.rollout_tp > machines.domain_gpus)
     share = ROLLOUT + "gpu_memory_utilization"
-    parts.add_memory(draft, Entry(settings.memory_utilization, config.where(share)), folder, apart=apart is not None)
+    parts.add_memory(
+        draft, Entry(settings.memory_utilization, config.where(share)), options.folder, apart=apart is not None
+    )
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
     named = config.given.get("trainer.experiment_name")
     return parts.finish(config, draft, options, sources, named, config.name)

@@ -9,11 +9,11 @@ from typing import get_args
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.chart import write_chart
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests, vidur
-from rlsim.calibrate.importers.reading import nearest, reference_of
+from rlsim.calibrate.importers.reading import reference_of
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, load_calibration
-from rlsim.errors import CalibrationError
+from rlsim.errors import CalibrationError, nearest
 from rlsim.hardware import Gpu, load_gpu, node_types
 from rlsim.output import check_own_file
 
@@ -41,10 +41,10 @@ def import_calibration(
     nothing is written.
     """
     if format not in FORMATS:
-        raise CalibrationError(f"unknown format {format!r}{nearest(format, FORMATS)}")
+        raise CalibrationError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
     known_engine = next((one for one in ENGINES if one == engine), None)
     if known_engine is None:
-        raise CalibrationError(f"unknown engine {engine!r}{nearest(engine, ENGINES)}")
+        raise CalibrationError(f"unknown engine {engine!r}; {nearest(engine, ENGINES)}")
     if not paths:
         raise CalibrationError(f"no files or folders of {format} given")
     if not out.is_dir():

@@ -23,7 +23,6 @@ from rlsim.calibrate.importers.reading import (
     choose,
     imported,
     medians,
-    nearest,
     numbers,
     read_table,
     reference_of,
@@ -33,7 +32,7 @@ from rlsim.calibrate.importers.reading import (
 from rlsim.calibrate.measurements import Measurements
 from rlsim.cost.calibration import Reference
 from rlsim.cost.operators import gemm_of
-from rlsim.errors import CalibrationError, ConfigError
+from rlsim.errors import CalibrationError, ConfigError, nearest
 from rlsim.hardware import Gpu
 from rlsim.precision import KV_BYTES, KvPrecision, Precision, peak_flop_per_s, product_bytes
 from rlsim.reading import read_yaml
@@ -148,7 +147,7 @@ def gpu_folder(folder: Path, gpu: str) -> Path:
             names.append(name)
             if name == wanted or wanted.startswith(f"{name}_"):
                 return parent / name
-    raise CalibrationError(f"{folder}: no tables of GPU {wanted!r}{nearest(wanted, names)}")
+    raise CalibrationError(f"{folder}: no tables of GPU {wanted!r}; {nearest(wanted, names)}")
 
 
 def reference(folder: Path, gpu: Gpu, link_bytes_per_s: float | None) -> Reference:
@@ -344,7 +343,7 @@ def _root(folder: Path, family: str, backend: str) -> Path:
     found = _existing(folder / family / backend, folder / backend)
     if found is None:
         known = {*subfolders(folder / family), *(set(subfolders(folder)) - {"gemm", "attention", "comm", "nccl"})}
-        raise CalibrationError(f"{folder}: no {family} tables of backend {backend!r}{nearest(backend, known)}")
+        raise CalibrationError(f"{folder}: no {family} tables of backend {backend!r}; {nearest(backend, known)}")
     return found
 
 
@@ -353,7 +352,7 @@ def _version(folder: Path, backend: str, version: str | None) -> str:
     roots = {table: _root(folder, family, backend) for table, family in KERNEL_TABLES.items()}
     known = sorted({name for root in roots.values() for name in subfolders(root)}, key=version_key)
     if version is not None and version not in known:
-        raise CalibrationError(f"{folder}: no {backend} version {version!r}{nearest(version, known)}")
+        raise CalibrationError(f"{folder}: no {backend} version {version!r}; {nearest(version, known)}")
     for name in [version] if version is not None else reversed(known):
         lacking = [table for table, root in roots.items() if _table(root, name, table) is None]
         if not lacking:

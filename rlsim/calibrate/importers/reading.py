@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import json
 import re
@@ -17,7 +16,7 @@ from numpy.typing import ArrayLike
 from rlsim import catalogue
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cost.calibration import Reference, Source
-from rlsim.errors import CalibrationError
+from rlsim.errors import CalibrationError, nearest
 from rlsim.hardware import Gpu
 from rlsim.tables import csv_errors, floats, parse_json, read_parquet
 
@@ -52,15 +51,6 @@ def medians(table: pd.DataFrame, operator: str) -> pd.DataFrame:
     return table.groupby(list(KEYS[operator]), as_index=False)[["seconds"]].median()
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` or the list of valid names."""
-    names = sorted(set(known))
-    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
-    if near:
-        return f"; did you mean {' or '.join(repr(n) for n in near)}?"
-    return f"; there are: {', '.join(names)}" if names else "; there are none"
-
-
 def row_name(path: Path, index: int) -> str:
     """How a person finds row `index` (from 0) of the file: the line of a text file, the row of a Parquet file."""
     return f"row {index + 1}" if path.suffix == ".parquet" else f"line {index + 2}"
@@ -72,7 +62,7 @@ def read_text(path: Path) -> str:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise CalibrationError(f"{path}: no such file{nearest(path.name, beside) if beside else ''}") from None
+        raise CalibrationError(f"{path}: no such file{'; ' + nearest(path.name, beside) if beside else ''}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path}: cannot be read as text: {error}") from None
     if not text.strip():
@@ -92,7 +82,7 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     missing = [name for name in columns if name not in table]
     if missing:
         found = [str(name) for name in table.columns]
-        raise CalibrationError(f"{path}: no column {missing[0]!r}{nearest(missing[0], found)}")
+        raise CalibrationError(f"{path}: no column {missing[0]!r}; {nearest(missing[0], found)}")
     if table.empty:
         raise CalibrationError(f"{path}: the table has no rows")
     for name in columns:

@@ -21,14 +21,13 @@ from rlsim.calibrate.importers.reading import (
     check_messages,
     imported,
     medians,
-    nearest,
     numbers,
     read_table,
     subfolders,
 )
 from rlsim.calibrate.measurements import KEYS, Measurements
 from rlsim.cost.calibration import Reference
-from rlsim.errors import CalibrationError
+from rlsim.errors import CalibrationError, nearest
 
 LAYER = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens", "num_tensor_parallel_workers")
 PRODUCTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
@@ -78,7 +77,7 @@ def _files(folder: Path, gpu: str) -> list[Path]:
     if not chosen:
         known = {_after(path, "compute") for path in compute} | {_after(path, "network") for path in network}
         if known:
-            raise CalibrationError(f"{folder}: no tables of GPU {family!r}{nearest(family, known)}")
+            raise CalibrationError(f"{folder}: no tables of GPU {family!r}; {nearest(family, known)}")
         raise CalibrationError(
             f"{folder}: no mlp.csv, attention.csv, all_reduce.csv or send_recv.csv; "
             f"there are: {', '.join(subfolders(folder)) or 'no folders'}"
@@ -110,7 +109,7 @@ def _read_file(path: Path, ref: Reference | None, notes: list[str]) -> Tables:
         if any(name.startswith(f"time_stats.{kind}.") for name in names):
             return reader()
     near = nearest("time_stats.mlp_up_proj.median", names)
-    raise CalibrationError(f"{path}: no times of layers, attention or collectives in its columns{near}")
+    raise CalibrationError(f"{path}: no times of layers, attention or collectives in its columns; {near}")
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
