@@ -125,6 +125,8 @@ class RefResult:
     stays: list[RefStay] = field(default_factory=list)
     held: dict[tuple[int, ...], list[Held]] = field(default_factory=dict)  # by GPUs: what a replica held at boundaries
     hit_tokens: int = 0  # of completed prefills
+    loaded_tokens: int = 0  # from host memory
+    peak_host_pages: int = 0
     prefilled_tokens: int = 0  # in completed prefills
 
 
@@ -227,6 +229,8 @@ class _Replica:
     decodes: int = 0  # iterations with decodes so far
     cache: list[Page] = field(default_factory=list)  # that can be found; what nobody holds in the order of its use
     promised: dict[Page, _Request] = field(default_factory=dict)  # of these, not computed yet, and by whom they will be
+    host: list[Page] = field(default_factory=list)  # pages that are in host memory only, those that came first in front
+    loading: int = 0  # pages that the next iteration with a prefill loads from there
     let_go: list[tuple[int, list[Page], _Request]] = field(default_factory=list)  # at this boundary
 
     @property
@@ -433,8 +437,9 @@ class _Rollout:
     def find(self, replica: _Replica, r: _Request) -> list[Page]:
         """The pages of its context that are in the cache, from its start; its last token is computed in any case."""
         found: list[Page] = []
-        for page in self.context_pages(r, (r.context - 1) // self.engine.page_tokens) if replica.cache else []:
-            if page not in replica.cache:
+        there = {*replica.cache, *replica.host}
+        for page in self.context_pages(r, (r.context - 1) // self.engine.page_tokens) if there else []:
+            if page not in there:
                 break
             found.append(page)
         return found
@@ -447,6 +452,8 @@ class _Rollout:
         for page in self.context_pages(r, common):
             if page not in replica.cache:
                 replica.cache.append(page)
+                if page in replica.host:
+                    replica.host.remove(page)
                 if promised:
                     replica.promised[page] = r
             if not promised:
@@ -483,8 +490,21 @@ class _Rollout:
         in_use = self.in_use(replica)
         idle = [page for page in replica.cache if page not in in_use]
         excess = len(idle) + len(in_use) - self.costs.capacity_pages(replica.tp)
+        host = self.costs.host_kv(replica.tp)
         for page in idle[: max(excess, 0)]:
             replica.cache.remove(page)
+            replica.host.append(page)
+        replica.host = replica.host[max(len(replica.host) - host.pages, 0) :]
+        self.result.peak_host_pages = max(self.result.peak_host_pages, len(replica.host))
+
+    def load(self, replica: _Replica, r: _Request, found: list[Page], arrived: bool) -> None:
+        """It has been admitted: what it finds in host memory comes to the GPU, but where its KV has come with it."""
+        coming = [page for page in found if page in replica.host]
+        if not arrived:
+            replica.loading += len(coming)
+        own = {page for page in replica.host if page[:2] == ("request", r.id)}  # behind a gap nobody finds them again
+        replica.host = [page for page in replica.host if page not in own and page not in coming]
+        replica.cache += coming
 
     def active(self) -> list[_Replica]:
         return [replica for replica in self.replicas if replica.active]
@@ -601,6 +621,7 @@ class _Rollout:
                 head.hit = head.prefilled = len(found) * engine.page_tokens
             replica.waiting.pop(0)
             replica.admitted.append(head)
+            self.load(replica, head, found, head.arrived_kv)
             self.admissions += 1
             head.number = self.admissions
             head.shares = len([page for page in found if page[0] == "prompt"])
@@ -644,6 +665,9 @@ class _Rollout:
                 raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")
             replica.owed_s = 0.0
             return
+        if chunks and replica.loading:
+            host = self.costs.host_kv(replica.tp)
+            time_s = max(time_s, host.latency_s + replica.loading * host.page_s)
         pages = self.pages(replica)
         ends_at = self.now + replica.owed_s + time_s
         replica.iteration = _Iteration(self.now, ends_at, kind, running, chunks, fresh, pages)
@@ -674,6 +698,9 @@ class _Rollout:
         result.peak_pages[replica.index] = max(result.peak_pages.get(replica.index, 0), iteration.pages)
         generating = list(iteration.decoding)
         replica.decodes += bool(iteration.decoding)
+        if iteration.chunks:
+            result.loaded_tokens += replica.loading * self.engine.page_tokens
+            replica.loading = 0
         for r, new in iteration.chunks:
             r.prefilled += new
             result.prefilled_tokens += new
