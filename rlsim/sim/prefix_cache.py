@@ -62,17 +62,21 @@ class PrefixCache:
         self._idle: list[tuple[int, int, int, PromptKey | int]] = []
         self._offloaded: list[tuple[int, int, int, PromptKey | int]] = []  # the same of what is in host memory
 
-    def find(self, request: Request) -> tuple[int, int, int]:
-        """Pages of a waiting request's context that are here or in host memory, how many of them others hold now, and
-        how many are in host memory only."""
+    def find(self, request: Request) -> tuple[int, int]:
+        """Pages of a waiting request's context that are here, and how many of them others hold now."""
         prompt = self._cached.get((request.position, request.prompt_tokens), _NOTHING)
-        offloaded = prompt.offloaded
-        found = prompt.pages + offloaded
+        found = prompt.pages
         if request.generated and found == (request.prompt_tokens - 1) // self._page_tokens:
-            own = self._cached.get(request.id, _NOTHING)
-            found += own.pages + own.offloaded
-            offloaded += own.offloaded
-        return found, prompt.pages if prompt.holders else 0, offloaded
+            found += self._cached.get(request.id, _NOTHING).pages
+        return found, prompt.pages if prompt.holders else 0
+
+    def find_offloaded(self, request: Request) -> int:
+        """Pages of its context that are in host memory only and follow those that are here."""
+        prompt = self._cached.get((request.position, request.prompt_tokens), _NOTHING)
+        found = prompt.offloaded
+        if request.generated and prompt.pages + found == (request.prompt_tokens - 1) // self._page_tokens:
+            found += self._cached.get(request.id, _NOTHING).offloaded
+        return found
 
     def hold(self, request: Request, fills: bool) -> None:
         """A request is admitted, and holds the pages that are here of its context, or come from host memory.
@@ -89,9 +93,10 @@ class PrefixCache:
                 self.shared_pages += prompt.pages
             else:
                 self.idle_pages -= prompt.pages
-                self.offloaded_pages -= prompt.offloaded
-                prompt.pages += prompt.offloaded
-                prompt.offloaded = 0
+                if prompt.offloaded:
+                    self.offloaded_pages -= prompt.offloaded
+                    prompt.pages += prompt.offloaded
+                    prompt.offloaded = 0
             request.shared_pages = prompt.pages
             prompt.holders += 1
             if fills:
@@ -132,43 +137,49 @@ class PrefixCache:
     def evict(self, free_pages: int) -> None:
         """Keep no more than so many pages that nobody holds; the others go to host memory."""
         excess = self.idle_pages - max(free_pages, 0)
+        if excess <= 0:
+            return
+        self.idle_pages -= excess
+        idle, contexts = self._idle, self._cached
         while excess > 0:
-            since, *_, key = entry = self._idle[0]
+            since, _, _, key = entry = idle[0]
+            cached = contexts.get(key, _NOTHING)
+            if cached.holders or cached.idle_since != since:
+                heappop(idle)
+            elif cached.pages > excess:
+                if self._host_pages:
+                    self._offload(entry, cached, excess)
+                else:
+                    cached.pages -= excess
+                return
+            else:
+                heappop(idle)
+                excess -= cached.pages
+                if self._host_pages:
+                    self._offload(entry, cached, cached.pages)
+                else:
+                    del contexts[key]
+
+    def _offload(self, entry: tuple[int, int, int, PromptKey | int], cached: _Cached, pages: int) -> None:
+        """So many pages, the last ones here of a context, go to host memory; what that has no room for is let go."""
+        heappush(self._offloaded, entry)
+        cached.pages -= pages
+        cached.offloaded += pages
+        self.offloaded_pages += pages
+        excess = self.offloaded_pages - self._host_pages
+        self.offloaded_pages -= max(excess, 0)
+        while excess > 0:
+            since, _, _, key = self._offloaded[0]
             cached = self._cached.get(key, _NOTHING)
             if cached.holders or cached.idle_since != since:
-                heappop(self._idle)
-                continue
-            pages = min(cached.pages, excess)
-            cached.pages -= pages
-            self.idle_pages -= pages
-            excess -= pages
-            if self._host_pages and pages:
-                if not cached.offloaded:
-                    heappush(self._offloaded, entry)
-                cached.offloaded += pages
-                self.offloaded_pages += pages
-            if not cached.pages:
-                heappop(self._idle)
-                if not cached.offloaded:
-                    del self._cached[key]
-        if self.offloaded_pages > self._host_pages:
-            self._drop()
-
-    def _drop(self) -> None:
-        """Let go of what host memory has no room for."""
-        excess = self.offloaded_pages - self._host_pages
-        self.offloaded_pages = self._host_pages
-        while excess > 0:
-            since, *_, key = self._offloaded[0]
-            cached = self._cached.get(key, _NOTHING)
-            if cached.idle_since != since or not cached.offloaded:
                 heappop(self._offloaded)
-                continue
-            pages = min(cached.offloaded, excess)
-            cached.offloaded -= pages
-            excess -= pages
-            if not cached.offloaded:
+            elif cached.offloaded > excess:
+                cached.offloaded -= excess
+                excess = 0
+            else:
                 heappop(self._offloaded)
+                excess -= cached.offloaded
+                cached.offloaded = 0
                 if not cached.pages:
                     del self._cached[key]
 

@@ -136,8 +136,9 @@ class Scheduler:
     def prefilled(self, work: Sequence[Chunk], now: float) -> list[Request]:
         """An iteration with these chunks is over: those whose prompts are complete, each with one token more."""
         complete, cache = [], self._batch.cache
-        self.loaded_tokens += self.loading_pages * self._config.page_tokens
-        self.loading_pages = 0
+        if self.loading_pages:
+            self.loaded_tokens += self.loading_pages * self._config.page_tokens
+            self.loading_pages = 0
         for request, chunk in zip(self.prefilling, work, strict=False):
             request.prefill_left -= chunk.new_tokens
             if request.prefill_left:
@@ -221,13 +222,17 @@ class Scheduler:
         free = self._free_pages()
         places = config.max_num_seqs - batch.size - len(self.prefilling)
         page, plain, waiting, watermark = config.page_tokens, batch.plain, self.waiting, self._watermark_pages
+        offloads = self._host_pages > 0
         found = held = offloaded = 0
         while waiting and places > 0:
             request = waiting[0]
             context = request.prompt_tokens + request.generated
             pages = -(-context // page) if plain else batch.pages_of(context)
             if cache:
-                found, held, offloaded = cache.find(request)
+                found, held = cache.find(request)
+                if offloads:
+                    offloaded = cache.find_offloaded(request)
+                    found += offloaded
             if pages - held > (free - watermark if batch.size or self.prefilling else free):
                 break
             needed = context - found * page
@@ -256,7 +261,8 @@ class Scheduler:
                 request.decoding_at = now
                 batch.join([request])
                 continue
-            self.loading_pages += offloaded
+            if offloaded:
+                self.loading_pages += offloaded
             request.prefill_left = needed
             self.prefilling.append(request)
             self._prefill_pages += pages
