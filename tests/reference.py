@@ -39,7 +39,11 @@ def in_windows(step: StepCost, contexts: Sequence[int]) -> InWindows | None:
     """What these sequences read in windows in the one step that they take now."""
     if step.kv.window_tokens is None:
         return None
-    read = [min(context, step.kv.window_tokens) for context in contexts]
+    window = step.kv.window_tokens
+    if step.kv.chunked:
+        read = [len([i for i in range(context) if i // window == (context - 1) // window]) for context in contexts]
+    else:
+        read = [min(context, window) for context in contexts]
     return InWindows(sum(read) + step.skew * (len(read) * max(read) - sum(read)), 0.0)
 
 
@@ -400,7 +404,13 @@ class _Rollout:
         """In units of which a page of all layers has `page_units`, and one begun beyond the window `late_units`."""
         kv, page = self.costs.step(tp).kv, self.engine.page_tokens
         pages = -(-context // page)
-        whole = pages if kv.window_tokens is None else sum(n * page < kv.window_tokens for n in range(pages))
+        if kv.window_tokens is None:
+            whole = pages
+        elif kv.chunked:  # those with a token of the last chunk, or of none that is over
+            over = (context - 1) // kv.window_tokens * kv.window_tokens
+            whole = sum((n + 1) * page > over for n in range(pages))
+        else:
+            whole = sum(n * page < kv.window_tokens for n in range(pages))
         return kv.page_units * (whole + math.ceil(kv.state_tokens / page)) + kv.late_units * (pages - whole)
 
     def pages(self, replica: _Replica) -> int:

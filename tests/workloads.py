@@ -64,7 +64,7 @@ class LinearStep(StepCost):
         if self.kv.window_tokens is None:
             return curve
         window = DecodeCurve(batch, [0.0, 1.0], [0.0, self.scale * self.w])
-        return sum_of([(1, curve), (1, over_all(window, self.kv.window_tokens, in_windows))], 0.0)
+        return sum_of([(1, curve), (1, over_all(window, self.kv.window_tokens, in_windows, self.kv.chunked))], 0.0)
 
     def decode_s(self, batch: int, context_tokens: float) -> float:
         """The decode curve as the docstring writes it."""

@@ -100,8 +100,6 @@ class LoadedExperiment:
         used = {call.model for call in self.algorithm.calls}
         models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
         for model in [*(models[role] for role in used if role in models), *filter(None, [self.judge_model])]:
-            if model.special:
-                raise model.beyond(model.special)
             limit = model.max_position_embeddings
             if limit is not None and longest > limit:
                 raise ConfigError(
