@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from workloads import Nothing, StubCosts, Workload, workloads
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.transfer import HostKv
+from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import EngineConfig
 
 SCHEDULED = replace(PLAIN, page_tokens=2, prefix_hits="scheduled")
@@ -130,6 +132,24 @@ def test_offloading_equals_stepping_token_by_token(work: Workload) -> None:
 @given(workloads(prefixes=True, offloaded=True, streamed=True))
 def test_offloading_equals_stepping_token_by_token_on_many(work: Workload) -> None:
     check(work)
+
+
+class Counted(PrefixCache):
+    """Counts all pages anew whenever some are let go."""
+
+    def evict(self, free_pages: int) -> None:
+        super().evict(free_pages)
+        cached = self._cached.values()
+        assert self.idle_pages == sum(one.pages for one in cached if not one.holders) <= max(free_pages, 0)
+        assert self.offloaded_pages == sum(one.offloaded for one in cached) <= self._host_pages
+        assert not any(one.offloaded for one in cached if one.holders)
+
+
+@settings(relaxed, max_examples=50)
+@given(workloads(prefixes=True, offloaded=True, max_requests=20))
+def test_pages_are_where_they_are_counted(work: Workload) -> None:
+    with patch("rlsim.sim.scheduler.PrefixCache", Counted):
+        simulate(work)
 
 
 @settings(relaxed, max_examples=50)
