@@ -121,6 +121,16 @@ def test_prompts_come_back_from_host_memory() -> None:
     assert (finished_at, found) == ({0: first, 1: first + second, 2: first + second + third}, 4)
 
 
+def test_an_iteration_takes_as_long_as_all_that_it_loads() -> None:
+    """Two prompts of four common pages, both in host memory when two others have had their room."""
+    two_by_two = replace(SCHEDULED, page_tokens=1, max_num_seqs=2)
+    requests = [(0, 5, 1), (1, 5, 1), (2, 6, 1), (3, 6, 1), (0, 5, 1), (1, 5, 1)]
+    finished_at, found = finishes(requests, two_by_two, offloaded(13, HostKv(100, 0.25, 1.0)))
+    first, second, third = 1 + 10 / 8, 1 + 12 / 8, 0.25 + 8 * 1.0
+    assert sorted(set(finished_at.values())) == [first, first + second, first + second + third]
+    assert found == 8
+
+
 @settings(relaxed, max_examples=100)
 @given(workloads(prefixes=True, offloaded=True, max_requests=20))
 def test_offloading_equals_stepping_token_by_token(work: Workload) -> None:
