@@ -33,6 +33,8 @@ class Attention(ABC):
     """What a layer must say about its attention; `kv_heads` are heads that cache keys and values."""
 
     kv_heads: int
+    #: Whether the tokens that a query sees are those of its own chunk of `window_tokens`, not the last ones.
+    chunked: bool = False
 
     @property
     def window_tokens(self) -> int | None:
@@ -71,11 +73,6 @@ class Attention(ABC):
     @abstractmethod
     def special(self) -> tuple[str, ...]:
         """What sets it apart from plain grouped-query attention over all tokens before, by name."""
-
-    @property
-    def unpriced(self) -> tuple[str, ...]:
-        """What the cost models of a rollout cannot simulate, by name."""
-        return ()
 
     def kv_heads_per_gpu(self, tp: int) -> int:
         """KV heads on one GPU; at least one, so that heads are replicated when `tp` exceeds their number."""
@@ -153,10 +150,6 @@ class FullAttention(Attention):
             "attention sinks": self.sinks,
         }
         return tuple(name for name, there in found.items() if there)
-
-    @property
-    def unpriced(self) -> tuple[str, ...]:
-        return (f"chunked attention ({self.window_tokens} tokens)",) if self.chunked else ()
 
 
 @dataclass(frozen=True, kw_only=True)

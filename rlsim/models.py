@@ -61,19 +61,8 @@ class Model(Config):
         return self.layers[0]
 
     @property
-    def special(self) -> tuple[str, ...]:
-        """What of the model the cost models of a rollout lack, by name; empty for a model that can be simulated."""
-        found = [name for layer in self.groups for name in layer.attention.unpriced]
-        return tuple(dict.fromkeys(found))
-
-    @property
     def simulated(self) -> str:
-        """Whether a rollout's costs can be computed: `yes`, with what is not measured, `up to N tokens` of a chunk
-        that none outgrows, or `no: why`."""
-        if self.special:
-            if self.sliding_window and not self.within(self.sliding_window).special:
-                return f"up to {self.sliding_window:,} tokens"
-            return f"no: {', '.join(self.special)}"
+        """Whether a rollout's costs can be computed, and what of them is not measured."""
         kinds = {type(layer.attention) for layer in self.groups}
         if LinearAttention in kinds:
             return "yes; linear attention not measured"
@@ -228,11 +217,15 @@ class Model(Config):
 
     def sequence_bytes(self, tokens: int) -> float:
         """KV cache and state of one sequence of so many tokens: layers with a window keep no more than its tokens,
-        or what `kv_window_share` says."""
+        those with chunks the last one's, or what `kv_window_share` says."""
         kept = 0.0
         for layer, count in self.groups.items():
-            most = tokens if self.kv_window_share is not None else layer.attention.window_tokens or tokens
-            kept += count * self.cached_elements(layer) * min(tokens, most)
+            window = None if self.kv_window_share is not None else layer.attention.window_tokens
+            if window is None:
+                there = tokens
+            else:
+                there = (tokens - 1) % window + 1 if layer.attention.chunked and tokens else min(tokens, window)
+            kept += count * self.cached_elements(layer) * there
         return kept * self.kv_element_bytes + self.state_bytes
 
     # Tensor parallelism ----------------------------------------------------------------------------------------------

@@ -39,7 +39,11 @@ def in_windows(step: StepCost, contexts: Sequence[int]) -> InWindows | None:
     """What these sequences read in windows in the one step that they take now."""
     if step.kv.window_tokens is None:
         return None
-    read = [min(context, step.kv.window_tokens) for context in contexts]
+    window = step.kv.window_tokens
+    if step.kv.chunked:
+        read = [len([i for i in range(context) if i // window == (context - 1) // window]) for context in contexts]
+    else:
+        read = [min(context, window) for context in contexts]
     return InWindows(sum(read) + step.skew * (len(read) * max(read) - sum(read)), 0.0)
 
 
@@ -125,6 +129,8 @@ class RefResult:
     stays: list[RefStay] = field(default_factory=list)
     held: dict[tuple[int, ...], list[Held]] = field(default_factory=dict)  # by GPUs: what a replica held at boundaries
     hit_tokens: int = 0  # of completed prefills
+    loaded_tokens: int = 0  # from host memory
+    peak_host_pages: int = 0
     prefilled_tokens: int = 0  # in completed prefills
 
 
@@ -227,6 +233,8 @@ class _Replica:
     decodes: int = 0  # iterations with decodes so far
     cache: list[Page] = field(default_factory=list)  # that can be found; what nobody holds in the order of its use
     promised: dict[Page, _Request] = field(default_factory=dict)  # of these, not computed yet, and by whom they will be
+    host: list[Page] = field(default_factory=list)  # pages that are in host memory only, those that came first in front
+    loading: int = 0  # pages that the next iteration with a prefill loads from there
     let_go: list[tuple[int, list[Page], _Request]] = field(default_factory=list)  # at this boundary
 
     @property
@@ -396,7 +404,13 @@ class _Rollout:
         """In units of which a page of all layers has `page_units`, and one begun beyond the window `late_units`."""
         kv, page = self.costs.step(tp).kv, self.engine.page_tokens
         pages = -(-context // page)
-        whole = pages if kv.window_tokens is None else sum(n * page < kv.window_tokens for n in range(pages))
+        if kv.window_tokens is None:
+            whole = pages
+        elif kv.chunked:  # those with a token of the last chunk, or of none that is over
+            over = (context - 1) // kv.window_tokens * kv.window_tokens
+            whole = sum((n + 1) * page > over for n in range(pages))
+        else:
+            whole = sum(n * page < kv.window_tokens for n in range(pages))
         return kv.page_units * (whole + math.ceil(kv.state_tokens / page)) + kv.late_units * (pages - whole)
 
     def pages(self, replica: _Replica) -> int:
@@ -433,8 +447,9 @@ class _Rollout:
     def find(self, replica: _Replica, r: _Request) -> list[Page]:
         """The pages of its context that are in the cache, from its start; its last token is computed in any case."""
         found: list[Page] = []
-        for page in self.context_pages(r, (r.context - 1) // self.engine.page_tokens) if replica.cache else []:
-            if page not in replica.cache:
+        there = {*replica.cache, *replica.host}
+        for page in self.context_pages(r, (r.context - 1) // self.engine.page_tokens) if there else []:
+            if page not in there:
                 break
             found.append(page)
         return found
@@ -447,6 +462,8 @@ class _Rollout:
         for page in self.context_pages(r, common):
             if page not in replica.cache:
                 replica.cache.append(page)
+                if page in replica.host:
+                    replica.host.remove(page)
                 if promised:
                     replica.promised[page] = r
             if not promised:
@@ -483,8 +500,21 @@ class _Rollout:
         in_use = self.in_use(replica)
         idle = [page for page in replica.cache if page not in in_use]
         excess = len(idle) + len(in_use) - self.costs.capacity_pages(replica.tp)
+        host = self.costs.host_kv(replica.tp)
         for page in idle[: max(excess, 0)]:
             replica.cache.remove(page)
+            replica.host.append(page)
+        replica.host = replica.host[max(len(replica.host) - host.pages, 0) :]
+        self.result.peak_host_pages = max(self.result.peak_host_pages, len(replica.host))
+
+    def load(self, replica: _Replica, r: _Request, found: list[Page], arrived: bool) -> None:
+        """It has been admitted: what it finds in host memory comes to the GPU, but where its KV has come with it."""
+        coming = [page for page in found if page in replica.host]
+        if not arrived:
+            replica.loading += len(coming)
+        own = {page for page in replica.host if page[:2] == ("request", r.id)}  # behind a gap nobody finds them again
+        replica.host = [page for page in replica.host if page not in own and page not in coming]
+        replica.cache += coming
 
     def active(self) -> list[_Replica]:
         return [replica for replica in self.replicas if replica.active]
@@ -602,6 +632,7 @@ class _Rollout:
                 head.hit = head.prefilled = len(found) * engine.page_tokens
             replica.waiting.pop(0)
             replica.admitted.append(head)
+            self.load(replica, head, found, head.arrived_kv)
             self.admissions += 1
             head.number = self.admissions
             head.shares = len([page for page in found if page[0] == "prompt"])
@@ -645,6 +676,9 @@ class _Rollout:
                 raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")
             replica.owed_s = 0.0
             return
+        if chunks and replica.loading:
+            host = self.costs.host_kv(replica.tp)
+            time_s = max(time_s, host.latency_s + replica.loading * host.page_s)
         pages = self.pages(replica)
         ends_at = self.now + replica.owed_s + time_s
         replica.iteration = _Iteration(self.now, ends_at, kind, running, chunks, fresh, pages)
@@ -675,6 +709,9 @@ class _Rollout:
         result.peak_pages[replica.index] = max(result.peak_pages.get(replica.index, 0), iteration.pages)
         generating = list(iteration.decoding)
         replica.decodes += bool(iteration.decoding)
+        if iteration.chunks:
+            result.loaded_tokens += replica.loading * self.engine.page_tokens
+            replica.loading = 0
         for r, new in iteration.chunks:
             r.prefilled += new
             result.prefilled_tokens += new

@@ -101,6 +101,7 @@ def check_equal(work: Workload, rollout: Rollout, expected: RefResult) -> None:
     assert rollout.env.now == pytest.approx(expected.end_at, rel=CLOSE, abs=0)
     assert len(rollout.switches) == len(expected.switches)
     assert sum(replica.hit_tokens for replica in rollout.replicas) == expected.hit_tokens
+    assert sum(replica.loaded_tokens for replica in rollout.replicas) == expected.loaded_tokens
 
 
 def check_stays(recorder: Recorder, expected: RefResult) -> None:

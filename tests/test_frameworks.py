@@ -378,6 +378,11 @@ def test_what_nemo_says_and_rlsim_has_not(tmp_path: Path) -> None:
     assert any("grpo.batch_multiplier" in item for item in sampled.missing)
 
 
+def test_host_memory_for_the_kv_cache_of_nemo(tmp_path: Path) -> None:
+    draft = nemo(tmp_path, "++policy.generation.vllm_kwargs.kv_offloading_size=64")
+    assert draft.data()["engine"]["kv_offloading_bytes"] == "64 GiB"
+
+
 def test_fp8_of_nemo(tmp_path: Path) -> None:
     generation, fp8 = "policy.generation.vllm_cfg.", "policy.megatron_cfg.fp8_cfg."
     megatron = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false", f"{fp8}enabled=true")

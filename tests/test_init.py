@@ -297,6 +297,19 @@ def test_an_eager_engine_has_no_graphs(tmp_path: Path) -> None:
     assert "graphs" not in draft_of(tmp_path, eager, calibration="h100-sglang").data()["engine"]
 
 
+def test_host_memory_for_the_kv_cache(tmp_path: Path) -> None:
+    """vLLM's is of all GPUs of a replica (TP 2 here), SGLang's of each; a ratio to the KV cache is not read."""
+    kwargs = "+actor_rollout_ref.rollout.engine_kwargs."
+    vllm = draft_of(tmp_path, f"{kwargs}vllm.kv_offloading_size=96", "actor_rollout_ref.rollout.name=vllm")
+    assert vllm.data()["engine"]["kv_offloading_bytes"] == "48 GiB"
+    on = f"{kwargs}sglang.enable_hierarchical_cache=True"
+    sglang = draft_of(tmp_path, on, f"{kwargs}sglang.hicache_size=100")
+    assert sglang.data()["engine"]["kv_offloading_bytes"] == "100 GB"
+    other = draft_of(tmp_path, on)
+    assert "kv_offloading_bytes" not in other.data()["engine"]
+    assert any("give it as engine.kv_offloading_bytes" in item for item in other.missing)
+
+
 def test_devices_and_nodes_of_another_maker(tmp_path: Path) -> None:
     """A script that asks for Ascend's plugin runs on GPUs here, and a node of 16 devices is two of 8."""
     asks = "DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from test_reference import COSTS, PLAIN, capacity
 from workloads import Nothing, StubCosts, Workload, workloads
 
 from rlsim.cost.calibration import load_calibration
+from rlsim.cost.transfer import HostKv
+from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import EngineConfig
 
 SCHEDULED = replace(PLAIN, page_tokens=2, prefix_hits="scheduled")
@@ -99,6 +102,95 @@ def test_engines_differ_in_when_pages_are_found() -> None:
     }
     assert EngineConfig().with_prefix_hits("prefilled").prefix_hits == "prefilled"
     assert EngineConfig(prefix_hits="scheduled").with_prefix_hits("prefilled").prefix_hits == "scheduled"
+
+
+# --------------------------------------------------------------------------------------------------- KV offloading
+
+
+def offloaded(pages: int, host: HostKv) -> StubCosts:
+    return replace(capacity(pages), hosts={1: host})
+
+
+def test_a_preempted_response_loads_what_others_took_the_room_of() -> None:
+    """As above: four pages of request 1 are still there when it comes back, the other two come from host memory."""
+    shared = replace(SCHEDULED, page_tokens=1)
+    evicted = (1 + 8 / 8) + (1.5 + 10 / 64) + (1.5 + 12 / 64)
+    first = evicted + 1.25 + 7 / 64
+    for host, left, time_s in (
+        (HostKv(2, 0.25, 1.0), 6, 0.25 + 2 * 1.0),  # longer than the prefill of the last token
+        (HostKv(2, 0.25, 0.25), 6, 1 + 1 / 8),  # in its time
+        (HostKv(1, 0.25, 0.25), 5, 1 + 2 / 8),  # the last page found no room
+    ):
+        finished_at, found = finishes([(0, 4, 4), (1, 4, 4)], shared, offloaded(12, host))
+        assert (finished_at, found) == ({0: first, 1: first + time_s}, left)
+
+
+def test_prompts_come_back_from_host_memory() -> None:
+    """As above: of the four common pages one is left on the GPU, and the others are loaded."""
+    one_by_one = replace(SCHEDULED, page_tokens=1, max_num_seqs=1)
+    first, second, third = 1 + 5 / 8, 1 + 6 / 8, 1 + 1 / 8
+    requests = [(0, 5, 1), (1, 6, 1), (0, 5, 1)]
+    finished_at, found = finishes(requests, one_by_one, offloaded(8, HostKv(10, 0.0, 0.125)))
+    assert (finished_at, found) == ({0: first, 1: first + second, 2: first + second + third}, 4)
+
+
+def test_an_iteration_takes_as_long_as_all_that_it_loads() -> None:
+    """Two prompts of four common pages, both in host memory when two others have had their room."""
+    two_by_two = replace(SCHEDULED, page_tokens=1, max_num_seqs=2)
+    requests = [(0, 5, 1), (1, 5, 1), (2, 6, 1), (3, 6, 1), (0, 5, 1), (1, 5, 1)]
+    finished_at, found = finishes(requests, two_by_two, offloaded(13, HostKv(100, 0.25, 1.0)))
+    first, second, third = 1 + 10 / 8, 1 + 12 / 8, 0.25 + 8 * 1.0
+    assert sorted(set(finished_at.values())) == [first, first + second, first + second + third]
+    assert found == 8
+
+
+@settings(relaxed, max_examples=100)
+@given(workloads(prefixes=True, offloaded=True, max_requests=20))
+def test_offloading_equals_stepping_token_by_token(work: Workload) -> None:
+    check(work)
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=500)
+@given(workloads(prefixes=True, offloaded=True, streamed=True))
+def test_offloading_equals_stepping_token_by_token_on_many(work: Workload) -> None:
+    check(work)
+
+
+class Counted(PrefixCache):
+    """Counts all pages anew whenever some are let go."""
+
+    def evict(self, free_pages: int) -> None:
+        super().evict(free_pages)
+        cached = self._cached.values()
+        assert self.idle_pages == sum(one.pages for one in cached if not one.holders) <= max(free_pages, 0)
+        assert self.offloaded_pages == sum(one.offloaded for one in cached) <= self._host_pages
+        assert not any(one.offloaded for one in cached if one.holders)
+
+
+@settings(relaxed, max_examples=50)
+@given(workloads(prefixes=True, offloaded=True, max_requests=20))
+def test_pages_are_where_they_are_counted(work: Workload) -> None:
+    with patch("rlsim.sim.scheduler.PrefixCache", Counted):
+        simulate(work)
+
+
+@settings(relaxed, max_examples=50)
+@given(workloads(prefixes=True, offloaded=True, kinds=("nothing",), mixtures=False, max_requests=24))
+def test_what_is_loaded_is_not_prefilled(work: Workload) -> None:
+    """Every context that is admitted is found on the GPU, loaded or prefilled; host memory never holds more than it
+    can; with room for all there, only the last page of a context is prefilled again."""
+    work = replace(work, engine=replace(work.engine, prefix_hits="scheduled", chunked_prefill=False))
+    result = work.simulate()
+    admitted = sum(stay.start_tokens for stay in result.stays)
+    assert result.prefilled_tokens + result.hit_tokens == admitted
+    assert result.loaded_tokens <= result.hit_tokens
+    assert result.peak_host_pages <= max(host.pages for host in work.costs.hosts.values())
+    endless = replace(work, costs=replace(work.costs, hosts=dict.fromkeys(work.costs.hosts, HostKv(10**6)))).simulate()
+    positions = {r.id: (r.position, r.prompt_tokens) for r in work.requests}
+    distinct = {(stay.gpus, *positions[stay.id]) for stay in endless.stays}
+    once = sum(tokens for *_, tokens in distinct) + sum(r.generated for r in work.requests)
+    assert endless.prefilled_tokens <= once + len(endless.stays) * work.engine.page_tokens
 
 
 # ------------------------------------------------------------------------------------------------- random rollouts

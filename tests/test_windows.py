@@ -40,9 +40,10 @@ def windowed(draw: st.DrawFn, **kinds: Any) -> Workload:
         page_units=page_units,
         late_units=draw(st.integers(0, page_units)),
         state_tokens=draw(st.sampled_from([0.0, 0.5, 7.0])),
+        chunked=draw(st.booleans()),
     )
     if kv.window_tokens is None:
-        kv = kv._replace(page_units=1, late_units=1)
+        kv = kv._replace(page_units=1, late_units=1, chunked=False)
     steps = {tp: replace(step, kv=kv, w=draw(st.sampled_from([0.0, 0.003]))) for tp, step in work.costs.steps.items()}
     state = -(-int(2 * kv.state_tokens) // work.engine.page_tokens)
     pages = {tp: pages + state for tp, pages in work.costs.pages.items()}
@@ -86,6 +87,60 @@ def test_a_jump_under_real_costs_is_the_sum_of_its_steps(calibration: str, pp: i
         batch.advance(steps)
         jumps += 1
     assert jumps == 5  # four of them outgrow their window on the way
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.3])
+def test_a_jump_over_chunks_is_the_sum_of_its_steps(skew: float) -> None:
+    """Llama 4 reads (context - 1) mod 8,192 + 1 tokens in three of four layers, under vLLM's and SGLang's costs."""
+    chunk, contexts = 8192, [1, 8000, 8191, 8192, 8193, 12_000, 16_300, 40_000]
+    cost = pipelined_step_cost(load_model("llama-4-scout-17b-16e"), 8, 1, H100, load_calibration("h100-vllm"))
+    batch = RunningBatch(16, 100_000, skew, 0, cost.kv)
+    requests = [Request(i, 0, context, 5000) for i, context in enumerate(contexts)]
+    for request in requests:
+        request.order = request.id + 1
+    batch.join(requests)
+    jumps = 0
+    while batch.step < 1300:
+        assert batch.pages == sum(cost.kv.units(context, 16) for context in contexts)
+        steps, tokens = batch.steps_ahead(), batch.padded_tokens()
+        took = cost.decode(batch.size, batch.in_windows(tokens)).steps_s(tokens, steps)
+        one_by_one = 0.0
+        for _ in range(steps):
+            read = [(context - 1) % chunk + 1 for context in contexts]
+            line = InWindows(sum(read) + skew * (len(read) * max(read) - sum(read)), 0.0)
+            padded = sum(contexts) + skew * (len(contexts) * max(contexts) - sum(contexts))
+            one_by_one += cost.decode(len(contexts), line).step_s(padded)
+            contexts = [context + 1 for context in contexts]
+        assert took == pytest.approx(one_by_one, rel=1e-9)
+        batch.advance(steps)
+        jumps += 1
+    assert jumps == 6  # 8,000, 8,191, 8,192, 16,300 and 40,000 enter another chunk on the way
+
+
+def test_chunks_in_the_kv_cache_and_in_prompts() -> None:
+    scout = load_model("llama-4-scout-17b-16e")
+    shape = kv_shape(scout, 8)
+    assert shape == KvShape(8192, 4, 1, chunked=True)
+    # A page of 16 tokens: 512 in the chunk; those of chunks that are over are kept by a quarter of the layers.
+    assert [shape.units(n, 16) for n in (1, 8192, 8193, 16_384, 16_385)] == [4, 2048, 516, 2560, 1028]
+    assert not shape.fits(20_000, 16, 600)  # with 16,384 tokens it takes 640 pages, more than at its end
+    assert shape.fits(20_000, 16, 640)
+    local = sum(1 for layer in scout.layers if layer.attention.chunked)
+    token = scout.kv_bytes_per_token / scout.num_hidden_layers
+    assert local == 36
+    assert scout.sequence_bytes(10_000) == pytest.approx(token * (12 * 10_000 + 36 * (10_000 - 8192)))
+    cost = step(scout, 8)
+    layers = [one for one in scout.groups if one.attention.chunked]
+    attention = cost._attention_of[layers[0]]
+    pieces = [(6192.0, 2000.0), (8192.0, 0.0), (616.0, 0.0)]
+    heads = scout.layers[0].attention.kv_heads_per_gpu(8)
+    whole = cost.operators.prefill_attention_s(pieces, 5, heads, 128)
+    assert attention.prefill_s([(15_000, 2000)]) == whole
+    assert attention.prefill_s([(100, 8192)]) == attention.prefill_s([(100, 0)])
+    # Without saying what is read contexts are equal, and beyond the first chunk those of its mean.
+    curve = DecodeCurve(2, [0.0, 100.0], [0.0, 100.0])
+    equal = over_all(curve, 50, None, chunked=True)
+    assert [equal.step_s(total) for total in (0.0, 60.0, 100.0, 101.0, 9000.0)] == [0.0, 60.0, 100.0, 51.0, 51.0]
 
 
 # Costs ---------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ from reference import RefEngine, RefRequest, RefResult, simulate
 
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all, sum_of
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
-from rlsim.cost.transfer import SwitchCost
+from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost
 from rlsim.sim.control import (
     Abort,
     Action,
@@ -64,7 +64,7 @@ class LinearStep(StepCost):
         if self.kv.window_tokens is None:
             return curve
         window = DecodeCurve(batch, [0.0, 1.0], [0.0, self.scale * self.w])
-        return sum_of([(1, curve), (1, over_all(window, self.kv.window_tokens, in_windows))], 0.0)
+        return sum_of([(1, curve), (1, over_all(window, self.kv.window_tokens, in_windows, self.kv.chunked))], 0.0)
 
     def decode_s(self, batch: int, context_tokens: float) -> float:
         """The decode curve as the docstring writes it."""
@@ -100,12 +100,16 @@ class StubCosts:
     transfer_base_s: float = 0.0
     transfer_per_token_s: float = 0.0
     other_node: float = 1.0  # times as long between nodes
+    hosts: Mapping[int, HostKv] = field(default_factory=dict)  # by degree; none where there is none
 
     def step(self, tp: int) -> LinearStep:
         return self.steps[tp]
 
     def capacity_pages(self, tp: int) -> int:
         return self.pages[tp]
+
+    def host_kv(self, tp: int) -> HostKv:
+        return self.hosts.get(tp, NO_HOST_KV)
 
     def switch(
         self,
@@ -449,12 +453,14 @@ def workloads(
     streamed: bool = False,
     prefixes: bool = False,
     most_samples: int = 4,
+    offloaded: bool = False,
 ) -> Workload:
     """A whole rollout. Capacities are tight, so that preemption is frequent, but fit the longest request alone.
 
     `streamed`: somebody listens to chunks, and some requests are resumed from an earlier step.
 
     `prefixes`: requests of one position, `most_samples` or fewer, have one prompt, and share what is computed of it.
+    `offloaded`: what the KV cache has no room for goes to host memory.
 
     `kinds` and `mixtures` say which controls (`everything`: any mixture whatever). With `ties` all requests have equal
     prompts and lengths (but for a few lengths in between), and all times but those of prefills and switches are exact.
@@ -507,6 +513,11 @@ def workloads(
         transfer_per_token_s=moving * rng.uniform(1e-6, 1e-3),
         other_node=rng.uniform(1.0, 5.0),
     )
+    if offloaded:
+        host = st.one_of(st.integers(0, max(full)), st.integers(0, sum(full)), st.just(10**6))
+        page_s = moving * rng.choice([1e-6, 1e-4, 1e-2])
+        hosts = {degree: HostKv(draw(host), moving * 1e-5, page_s) for degree in degrees(gpus)}
+        costs = replace(costs, hosts=hosts)
     chunk_tokens, handover_s, paused = 0, 0.0, 0
     if streamed:
         chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))

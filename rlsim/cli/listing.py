@@ -57,7 +57,7 @@ def clusters() -> None:
 
 @app.command()
 def models() -> None:
-    """Models: parameters, KV cache, and whether they can be simulated (if not, docs/models.md says why).
+    """Models: parameters, KV cache, and whether they can be simulated (docs/models.md has what is not measured).
 
     Example: rlsim list models
     """
@@ -66,7 +66,7 @@ def models() -> None:
     rows = []
     for model in _loaded("models", load_model):
         billions = (f"{count / 1e9:.2f}" for count in (model.parameters, model.active_parameters))
-        simulated = model.simulated.replace(";", ":").partition(":")[0].removesuffix(" tokens")
+        simulated = model.simulated.partition(";")[0]
         rows.append((model.name, *billions, f"{model.kv_bytes_per_token / 1024:.0f}", simulated, model.title))
     _print(("name", "params G", "active G", "KV KiB/token", "simulated", "title"), rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rlsim.cost.curve import DecodeCurve
 from rlsim.cost.latent import LatentKernels
@@ -20,6 +20,8 @@ class LayerAttention(ABC):
 
     #: The most tokens of a sequence that decode reads; None for all of them.
     window_tokens: int | None = None
+    #: Whether they are those of its last chunk of so many.
+    chunked = False
 
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
@@ -55,9 +57,10 @@ class LayerAttention(ABC):
 
 
 class GroupedQueries(LayerAttention):
-    """Grouped-query attention over all tokens before, or over a window of them.
+    """Grouped-query attention over all tokens before, or over a window or a chunk of them.
 
-    A window's kernel is that of as many tokens, times a factor where it was measured. Attention sinks and soft-capped
+    A window's kernel is that of as many tokens, times a factor where it was measured; chunks are sequences of their
+    own, as in vLLM's `make_local_attention_virtual_batches`. Attention sinks and soft-capped
     logits cost nothing; an output gate is one more elementwise kernel (its projection is part of the queries').
     """
 
@@ -65,7 +68,7 @@ class GroupedQueries(LayerAttention):
         super().__init__(operators)
         self._attention, self._bytes = attention, dtype_bytes
         self._q_heads, self._kv_heads = attention.heads // tp, attention.kv_heads_per_gpu(tp)
-        self.window_tokens = attention.window_tokens
+        self.window_tokens, self.chunked = attention.window_tokens, attention.chunked
 
     def elementwise_s(self, tokens: float) -> float:
         attention, heads = self._attention, self._q_heads + self._kv_heads
@@ -79,19 +82,31 @@ class GroupedQueries(LayerAttention):
     def decode_curve(self, batch: int) -> tuple[list[float], list[float]]:
         shape = batch, self._kv_heads, self._attention.head_dim
         totals, times = self._operators.decode_attention_curve(*shape)
-        if self.window_tokens is None:
+        if self.window_tokens is None or self.chunked:
             return totals, times
         factor = self._operators.decode_window_factor(*shape, self.window_tokens)
         return totals, [time * factor for time in times]
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]]) -> float:
-        return self._operators.prefill_attention_s(
-            chunks, self._q_heads, self._kv_heads, self._attention.head_dim, self.window_tokens
-        )
+        shape = self._q_heads, self._kv_heads, self._attention.head_dim
+        if self.window_tokens is not None and self.chunked:
+            apart = [piece for new, prior in chunks for piece in _in_chunks(new, prior, self.window_tokens)]
+            return self._operators.prefill_attention_s(apart, *shape)
+        return self._operators.prefill_attention_s(chunks, *shape, self.window_tokens)
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:
         group, context = self._q_heads / self._kv_heads, read_tokens / batch
         return "decode_attention", {"batch": batch, "context": context, "kv_heads": self._kv_heads, "group": group}
+
+
+def _in_chunks(new: float, prior: float, chunk_tokens: int) -> Iterator[tuple[float, float]]:
+    """New tokens behind so many cached ones, by the chunk that they are in: (new tokens, cached ones) of each."""
+    end = prior + new
+    while prior < end:
+        cached = prior % chunk_tokens
+        here = min(chunk_tokens - cached, end - prior)
+        yield here, cached
+        prior += here
 
 
 class Latent(LayerAttention):

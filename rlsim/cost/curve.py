@@ -114,7 +114,8 @@ class DecodeCurve:
 class InWindows(NamedTuple):
     """How many of the batch's T context tokens lie in the sequences' windows: `base_tokens + share · T`.
 
-    That holds until the next sequence outgrows its window: as many tokens then enter windows in each step.
+    That holds until the next sequence outgrows its window, or enters another chunk: as many tokens then enter windows
+    in each step.
     """
 
     base_tokens: float
@@ -132,14 +133,23 @@ class InWindows(NamedTuple):
 _BEYOND_TOKENS = 1e6  # where a knot is put beyond the last one, to keep the slope there
 
 
-def over_all(curve: DecodeCurve, window_tokens: int, in_windows: InWindows | None) -> DecodeCurve:
+def read_of_equal(context_tokens: float, batch: int, window_tokens: int, chunked: bool) -> float:
+    """What `batch` sequences of equal contexts read in windows; beyond the first of chunks the mean of a chunk."""
+    full = batch * window_tokens
+    return context_tokens if context_tokens <= full else batch * (window_tokens + 1) / 2 if chunked else full
+
+
+def over_all(
+    curve: DecodeCurve, window_tokens: int, in_windows: InWindows | None, chunked: bool = False
+) -> DecodeCurve:
     """`curve`, over the sum of the tokens in windows, as one over T; `None` stands for equal contexts."""
     batch = curve.batch
     if in_windows is None:
         full = float(batch * window_tokens)
         knots = [*(knot for knot in curve.knots if knot < full), full]
-        times = list(map(curve.step_s, knots))
-        return DecodeCurve(batch, [*knots, full + 1.0], [*times, times[-1]])
+        last_s = curve.step_s(read_of_equal(full + 1, batch, window_tokens, chunked))
+        beyond = [full + 1.0, full + 2.0] if chunked else [full + 1.0]  # from where on it is flat
+        return DecodeCurve(batch, [*knots, *beyond], [*map(curve.step_s, knots), *(last_s for _ in beyond)])
     base, share = in_windows
     if not share:
         return DecodeCurve(batch, [0.0], [curve.step_s(base)])

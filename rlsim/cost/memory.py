@@ -99,6 +99,7 @@ def kv_shape(model: Model, tp: int) -> KvShape:
     touch one more than counted here.
     """
     elements: Counter[int | None] = Counter()
+    chunked = any(layer.attention.chunked for layer in model.groups)
     for layer, count in model.groups.items():
         elements[layer.attention.window_tokens] += count * layer.attention.cached_elements(tp)
     everything, always = sum(elements.values()), elements.pop(None, 0)
@@ -113,6 +114,7 @@ def kv_shape(model: Model, tp: int) -> KvShape:
         page_units=everything // unit,
         late_units=always // unit,
         state_tokens=state / everything,
+        chunked=chunked,
     )
 
 

@@ -13,7 +13,7 @@ from rlsim.cost.memory import kv_page_bytes, rollout_memory
 from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import StepCost
-from rlsim.cost.transfer import SwitchCost, captured_batch_sizes, kv_migrate_s, kv_send_s, reshard_s
+from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost, captured_batch_sizes, kv_migrate_s, kv_send_s, reshard_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.hardware import Cluster
 from rlsim.models import Model
@@ -25,8 +25,8 @@ class RolloutCostModel:
     `page_tokens`, `max_batched_tokens` and `max_sequences` are the engine's, `memory_utilization` the share of GPU
     memory it may use, `resident_bytes` what others keep on each GPU meanwhile (training states, a judge). `gpus` are
     those of the cluster that generate (default: all). With `pp` stages a replica of n GPUs has TP n / pp, and what
-    follows calls n its degree; `layout` says what else cuts it. `sampling_s_per_logit` and `graphs` as in
-    `pipelined_step_cost`.
+    follows calls n its degree; `layout` says what else cuts it. `kv_offloading_bytes` is host memory for the KV
+    cache, of each GPU (0: none). `sampling_s_per_logit` and `graphs` as in `pipelined_step_cost`.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class RolloutCostModel:
         layout: ReplicaLayout = PLAIN,
         sampling_s_per_logit: float = 0.0,
         graphs: bool = True,
+        kv_offloading_bytes: float = 0.0,
     ) -> None:
         self.model, self.cluster, self.calibration = model, cluster, calibration
         self.page_tokens = page_tokens
@@ -54,9 +55,11 @@ class RolloutCostModel:
         self._pp, self._layout = pp, layout
         self._sampling_s_per_logit, self._graphs = sampling_s_per_logit, graphs
         self._limits = (memory_utilization, max_batched_tokens, max_sequences)
+        self._kv_offloading_bytes = kv_offloading_bytes
         self._steps: list[StepCost] = []
         self.step = cache(self._step)
         self.capacity_pages = cache(self._capacity_pages)
+        self.host_kv = cache(self._host_kv)
 
     def lookups(self) -> Lookups:
         """The shapes asked for so far, by operator and by how far they rest on measurements."""
@@ -95,6 +98,13 @@ class RolloutCostModel:
             resident_bytes=self._resident_bytes,
             min_tokens=min_tokens,
         ).pages
+
+    def _host_kv(self, tp: int) -> HostKv:
+        """Host memory for KV pages that a replica at `tp` has no room for."""
+        if not self._kv_offloading_bytes:
+            return NO_HOST_KV
+        page_bytes = kv_page_bytes(self.model, tp // self._pp, self.page_tokens, self._pp)
+        return HostKv.of(self._kv_offloading_bytes, page_bytes, self.capacity_pages(tp), self.cluster.host)
 
     def feasible_tps(
         self, sequence_tokens: int, degrees: Iterable[int] | None = None

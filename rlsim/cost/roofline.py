@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rlsim.cost.attention import LayerAttention, layer_attention
 from rlsim.cost.calibration import Calibration, load_calibration
 from rlsim.cost.collectives import Collectives
-from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, sum_of
+from rlsim.cost.curve import Curves, DecodeCurve, InWindows, over_all, read_of_equal, sum_of
 from rlsim.cost.experts import expert_load
 from rlsim.cost.host import HostedStep
 from rlsim.cost.lookups import Lookups
@@ -90,8 +90,6 @@ class RooflineStep(StepCost):
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         self._host = calibration.host
         self._model = model
-        if special := model.special:
-            raise model.beyond(special)
         counts = Counter(layer.attention for layer in model.layers)
         kinds = {one: layer_attention(self.operators, one, self._group_tp, model.dtype_bytes) for one in counts}
         self._attentions = tuple((count, kinds[one]) for one, count in counts.items())
@@ -117,7 +115,7 @@ class RooflineStep(StepCost):
         for count, kind in self._attentions:
             curve = self._attention_curve(kind, batch)
             if kind.window_tokens is not None:
-                curve = over_all(curve, kind.window_tokens, in_windows)
+                curve = over_all(curve, kind.window_tokens, in_windows, kind.chunked)
             curves.append((count, curve))
         return sum_of(curves, fixed)
 
@@ -126,7 +124,8 @@ class RooflineStep(StepCost):
         for count, kind in self._attentions:
             read = context_tokens
             if kind.window_tokens is not None:
-                read = min(read, batch * kind.window_tokens) if in_windows is None else in_windows.at(read)
+                equal = read_of_equal(read, batch, kind.window_tokens, kind.chunked)
+                read = equal if in_windows is None else in_windows.at(read)
             total += count * self._attention_curve(kind, batch).step_s(read)
         return total
 

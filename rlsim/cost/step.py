@@ -22,24 +22,35 @@ class KvShape(NamedTuple):
     """What a sequence's KV cache takes, in units of which a page that all layers share holds `page_units`.
 
     Layers with a window let go of the pages that a sequence has outgrown: each page begun beyond `window_tokens` takes
-    only `late_units`. `state_tokens`: what linear attention keeps of a sequence, as so many tokens of whole pages.
+    only `late_units`. With `chunked` they are chunks of so many tokens, let go of as a whole when the sequence enters
+    the next one. `state_tokens`: what linear attention keeps of a sequence, as so many tokens of whole pages.
     """
 
     window_tokens: int | None = None
     page_units: int = 1
     late_units: int = 1
     state_tokens: float = 0.0
+    chunked: bool = False
 
     def units(self, context_tokens: int, page_tokens: int) -> int:
         """The units of a sequence of so many tokens, its last page whole; the state takes whole pages."""
         pages = -(-context_tokens // page_tokens)
-        kept = pages if self.window_tokens is None else min(pages, -(-self.window_tokens // page_tokens))
+        if self.window_tokens is None:
+            kept = pages
+        elif self.chunked:
+            kept = pages - (context_tokens - 1) // self.window_tokens * self.window_tokens // page_tokens
+        else:
+            kept = min(pages, -(-self.window_tokens // page_tokens))
         state = ceil(self.state_tokens / page_tokens)
         return self.page_units * (kept + state) + self.late_units * (pages - kept)
 
     def fits(self, context_tokens: int, page_tokens: int, pages: int) -> bool:
-        """Whether so many pages of all layers hold one sequence of so many tokens."""
-        return self.units(context_tokens, page_tokens) <= pages * self.page_units
+        """Whether so many pages of all layers hold one sequence until it has so many tokens."""
+        most = self.units(context_tokens, page_tokens)
+        if self.chunked and self.window_tokens and context_tokens > self.window_tokens:
+            last = context_tokens // self.window_tokens * self.window_tokens  # a chunk that is full
+            most = max(most, self.units(last, page_tokens))
+        return most <= pages * self.page_units
 
 
 #: Of a model whose layers all keep all tokens.

@@ -15,8 +15,10 @@ import pandas as pd
 
 from rlsim import catalogue
 from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.cost.memory import kv_shape
 from rlsim.cost.replica import ReplicaLayout
 from rlsim.cost.roofline import check_served
+from rlsim.cost.step import PLAIN_KV
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.rewards import TraceScoring
 from rlsim.experiment.schema import Experiment
@@ -98,8 +100,6 @@ class LoadedExperiment:
         used = {call.model for call in self.algorithm.calls}
         models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
         for model in [*(models[role] for role in used if role in models), *filter(None, [self.judge_model])]:
-            if model.special:
-                raise model.beyond(model.special)
             limit = model.max_position_embeddings
             if limit is not None and longest > limit:
                 raise ConfigError(
@@ -116,6 +116,7 @@ class LoadedExperiment:
                 f"{shown}: weight_sync: reshard leaves weights as they are trained, in bf16, but the rollout of "
                 f"{rollout.name} has others; give engine.precision: bf16, or a weight_sync into an engine (bucketed)"
             )
+        self._check_offloading(rollout, shown)
         if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
             (calibration,) = self.calibrations.values()
             with _measured(f"{shown}: engine"):
@@ -126,6 +127,17 @@ class LoadedExperiment:
             with _measured(f"{shown}: training"):
                 calibration.check_precision(self.experiment.training.precision)
         return replace(self, model=rollout, models=models, judge_model=judge)
+
+    def _check_offloading(self, rollout: Model, shown: str) -> None:
+        """KV pages go to host memory, and come back from it, by way of the prefix cache."""
+        if not self.experiment.engine.kv_offloading_bytes:
+            return
+        at = f"{shown}: engine.kv_offloading_bytes offloads pages of the prefix cache"
+        if not self.engine.enable_prefix_caching:
+            why = "engine.data_parallel_attention" if self.experiment.engine.enable_prefix_caching else "this engine"
+            raise ConfigError(f"{at}, which {why} is without; leave it out")
+        if kv_shape(rollout, 1) != PLAIN_KV:
+            raise ConfigError(f"{at}, which rlsim has only where every layer keeps all tokens, unlike {rollout.name}")
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -89,6 +89,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         _seconds("switch_time_s", "pauses of nodes for these changes, summed"),
         _count("preemptions", "sequences that lost their KV cache for lack of pages and were recomputed"),
         _tokens("prefix_hit_tokens", "context tokens that prefills found in the prefix cache, and did not compute"),
+        _tokens("kv_loaded_tokens", "context tokens whose KV was loaded from host memory; they count as found, too"),
         _seconds("released_gpu_s", "GPU time that generation gave up to other calls before its end"),
         _tokens("kv_peak_tokens", "most context tokens held by one replica at a time"),
         _figure("rollout_idle", f"share of step_time_s in which no GPU of generation did anything; {_NOT_APART}"),

@@ -91,6 +91,7 @@ def rollout_costs(
         pp=pp,
         layout=loaded.replica,
         resident_bytes=resident_bytes,
+        kv_offloading_bytes=engine.kv_offloading_bytes,
     )
 
 

@@ -211,6 +211,7 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "initial_tp": summary.initial_tp,
         "preemptions": summary.preemptions,
         "prefix_hit_tokens": summary.prefix_hit_tokens,
+        "kv_loaded_tokens": summary.kv_loaded_tokens,
         "released_gpu_s": summary.released_gpu_s,
         "kv_peak_tokens": summary.peak_kv_tokens,
     }

@@ -105,5 +105,6 @@ def preemption_notes(preemptions: Mapping[str, pd.Series[int]]) -> Iterator[str]
             f"responses were preempted (they lost their KV cache and were prefilled again) under {', '.join(told)}: "
             "the KV cache is too small for what runs at once. A larger tp or memory_utilization makes room, as does "
             "training.offload where training's states stay beside the engine; with a smaller engine.max_num_seqs "
-            "responses wait instead of being recomputed"
+            "responses wait instead of being recomputed, and with engine.kv_offloading_bytes they are loaded from host "
+            "memory"
         )

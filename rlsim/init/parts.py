@@ -231,6 +231,25 @@ def add_engine(
         entries["enable_prefix_caching"] = Entry(False, config.where(keys["no_prefix_caching"]))
 
 
+def add_offloading(config: Settings, draft: Draft, vllm: str, sglang: str, gpus: int) -> list[str]:
+    """Host memory for the KV cache of a replica of so many GPUs, by the engines' own settings, whose keys begin so.
+
+    Returns, in words, what is not read. vLLM's size is in GiB over all GPUs of a replica, SGLang's in GB for each.
+    """
+    size, switch, each = vllm + "kv_offloading_size", sglang + "enable_hierarchical_cache", sglang + "hicache_size"
+    entries = draft.entries["engine"]
+    assert isinstance(entries, dict)
+    if config.get(size) is not None:
+        per_gpu = Entry(f"{config.number(size) / gpus:g} GiB", f"{config.where(size)}, over {gpus} GPUs")
+        entries["kv_offloading_bytes"] = per_gpu
+    elif config.flag(switch) and config.get(each):
+        entries["kv_offloading_bytes"] = Entry(f"{config.number(each):g} GB", config.where(each))
+    elif config.flag(switch):
+        unlike = "host memory in proportion to the KV cache (hicache_ratio); give it as engine.kv_offloading_bytes"
+        return [f"{config.where(switch)}: {unlike}"]
+    return []
+
+
 def add_precision(config: Settings, draft: Draft, key: str, known: Mapping[Any, Precision], *kv_keys: str) -> list[str]:
     """The rollout's precision, where `key` has a `known` value, and that of its KV cache; what is neither, in words.
 

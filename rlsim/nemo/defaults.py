@@ -75,6 +75,8 @@ ENGINE_KEYS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 
+#: What settings of the engines themselves begin with.
+VLLM, SGLANG = _VLLM + "kwargs.", _SGLANG
 #: Key, when it matters, and what it does that the experiment has not.
 UNLIKE: Table = (
     (GRPO + "max_rollout_turns", "above 1", "turns with an environment between them: here each response is one"),

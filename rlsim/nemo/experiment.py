@@ -31,7 +31,9 @@ from rlsim.nemo.defaults import (
     PRECISIONS,
     SAVE_PERIOD,
     SAVES,
+    SGLANG,
     UNLIKE,
+    VLLM,
 )
 from rlsim.nemo.training import add_training
 
@@ -87,12 +89,13 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     parts.add_engine(config, draft, keys, generation.engine, machines.gpu)
     gpus = parts.add_expert_parallelism(config, draft, generation.tp, keys["ep"])
     generation = replace(generation, tp=gpus)
+    offloading = parts.add_offloading(config, draft, VLLM, SGLANG, gpus)
     quantised = parts.add_precision(config, draft, PRECISION, {"fp8": "fp8_block"}, KV_PRECISION)
     _systems(config, draft, generation)
     memory = ENGINE_KEYS[generation.engine]["memory"]
     share = Entry(config.share(memory), config.where(memory))
     parts.add_memory(draft, share, options.folder, apart=generation.gpus is not None)
-    draft.missing = [*_missing(config), *quantised]
+    draft.missing = [*_missing(config), *offloading, *quantised]
     draft.unread = config.unasked()
     return parts.finish(config, draft, options, sources, parts.own_name(config.name))
 

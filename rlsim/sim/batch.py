@@ -17,7 +17,7 @@ from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.step import PLAIN_KV, KvShape
 from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import Request
-from rlsim.sim.windows import WindowTokens
+from rlsim.sim.windows import ChunkTokens, WindowTokens
 
 _EVER = 2**62  # more steps than any response has
 
@@ -73,7 +73,9 @@ class RunningBatch:
         self._padding = page_tokens - 1  # the most that one request's last page is short of being full
         self._kv = kv
         self.windowed = kv.window_tokens is not None
-        self._windows = WindowTokens(kv.window_tokens) if kv.window_tokens is not None else None
+        self._windows: WindowTokens | ChunkTokens | None = None
+        if kv.window_tokens is not None:
+            self._windows = (ChunkTokens if kv.chunked else WindowTokens)(kv.window_tokens)
         self._capacity_pages = capacity_pages * kv.page_units
         self.plain = kv == PLAIN_KV
         self.cache: PrefixCache | None = None  # where requests may find anything
@@ -142,9 +144,16 @@ class RunningBatch:
         self.tokens += self.size * steps
         self.step += steps
         if self._windows is not None:
-            less = self._kv.page_units - self._kv.late_units
-            for request in self._windows.outgrown(self.step):
-                self._turns[-request.offset % self._page_tokens] -= less
+            self._outgrow(self._windows)
+
+    def _outgrow(self, windows: WindowTokens | ChunkTokens) -> None:
+        """Requests have outgrown their windows, and fill less with each page from now on, or have left a chunk."""
+        less, step, page = self._kv.page_units - self._kv.late_units, self.step, self._page_tokens
+        for request in windows.outgrown(step):
+            if isinstance(windows, ChunkTokens):
+                self.pages -= less * windows.pages_left_behind(request, step, page)
+            else:
+                self._turns[-request.offset % page] -= less
                 self._round -= less
 
     def leave(self, requests: Sequence[Request]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
 from rlsim.cost.step import StepCost
-from rlsim.cost.transfer import SwitchCost
+from rlsim.cost.transfer import HostKv, SwitchCost
 from rlsim.errors import CapacityError, ConfigError, PolicyError
 from rlsim.hooks import Hooked, hook, is_number, is_whole
 
@@ -131,6 +131,9 @@ class RolloutCosts(Protocol):
 
     def capacity_pages(self, tp: int) -> int:
         """KV pages of a replica at this TP."""
+
+    def host_kv(self, tp: int) -> HostKv:
+        """Host memory for KV pages that a replica at this TP has no room for."""
 
     def switch(
         self,

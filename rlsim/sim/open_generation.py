@@ -99,7 +99,7 @@ class OpenGeneration(RolloutControl):
         self._drained: simpy.Event | None = None
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
-        self._noted = [0] * 5  # of the last window: responses launched, prompts dropped, preemptions, hits, switches
+        self._noted = [0] * 6  # so far: responses launched, prompts dropped, preemptions, hits, loads, switches
         self._rollout = self._begin(call, what.plan.of(call.name))
         for launch in self._launches():
             self._rollout.launch(launch)
@@ -364,9 +364,10 @@ class OpenGeneration(RolloutControl):
         discarded, self._discarded = self._discarded, []
         for group in discarded:
             state.requests += group.requests
-        preemptions, hits = (sum(map(attrgetter(of), rollout.replicas)) for of in ("preemptions", "hit_tokens"))
-        so_far = [self._ids, self._dropped, preemptions, hits, len(switches)]
-        launched, dropped, preemptions, hits, _ = (
+        counted = ("preemptions", "hit_tokens", "loaded_tokens")
+        counts = [sum(map(attrgetter(of), rollout.replicas)) for of in counted]
+        so_far = [self._ids, self._dropped, *counts, len(switches)]
+        launched, dropped, preemptions, hits, loaded, _ = (
             now - before for now, before in zip(so_far, self._noted, strict=True)
         )
         self._note_switches(step)
@@ -375,7 +376,7 @@ class OpenGeneration(RolloutControl):
         settled = Settled("", launched, dropped, 0)
         lent_gpu_s, self._lent_gpu_s = self._lent_gpu_s, 0.0
         summary = RolloutSummary(
-            step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), lent_gpu_s, hits
+            step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), lent_gpu_s, hits, loaded
         )
         self._outcome.rollouts.append(summary)
 

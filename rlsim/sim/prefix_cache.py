@@ -1,4 +1,4 @@
-"""KV pages that requests share, and that outlive them: prefix caching.
+"""KV pages that requests share, and that outlive them: prefix caching, and KV offloading to host memory.
 
 docs/engine.md has the rules, and which engine has them.
 """
@@ -16,10 +16,11 @@ PromptKey = tuple[int, int]
 class _Cached:
     """Pages of one context: of its prompt from the start, or those that follow the prompt."""
 
-    __slots__ = ("holders", "idle_since", "pages")
+    __slots__ = ("holders", "idle_since", "offloaded", "pages")
 
     def __init__(self, pages: int, holders: int, idle_since: int) -> None:
         self.pages = pages  # that are here, or will be with the next iteration
+        self.offloaded = 0  # the next ones, which are in host memory only; none while it is held
         self.holders = holders  # requests that run or are being prefilled
         self.idle_since = idle_since  # the boundary at which the last holder left
 
@@ -32,21 +33,34 @@ class PrefixCache:
 
     A request that is admitted holds the full pages of its prompt together with others of that prompt, but for the page
     with the prompt's last token. Pages that nobody holds stay until `evict` takes them, the least recently held first
-    and of a context the last ones first.
+    and of a context the last ones first. Then `host_pages` pages stay in host memory, which lets go by the same order.
     """
 
-    __slots__ = ("_cached", "_idle", "_page_tokens", "boundary", "idle_pages", "shared_pages")
+    __slots__ = (
+        "_cached",
+        "_host_pages",
+        "_idle",
+        "_offloaded",
+        "_page_tokens",
+        "boundary",
+        "idle_pages",
+        "offloaded_pages",
+        "shared_pages",
+    )
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, host_pages: int = 0) -> None:
         self.shared_pages = 0  # pages that requests hold together, counted for each but the first
         self.idle_pages = 0  # pages that nobody holds
+        self.offloaded_pages = 0  # pages that are in host memory only
         self.boundary = 0  # number of the iteration boundary
         self._page_tokens = page_tokens
+        self._host_pages = host_pages
         self._cached: dict[PromptKey | int, _Cached] = {}  # of a prompt, or by request those that follow its prompt
         #: Heap of what nobody holds: since which boundary, and of a boundary first what follows the prompts, in the
         #: order in which its requests were admitted, then the prompts by position. Entries of what is held again are
         #: stale and skipped.
         self._idle: list[tuple[int, int, int, PromptKey | int]] = []
+        self._offloaded: list[tuple[int, int, int, PromptKey | int]] = []  # the same of what is in host memory
 
     def find(self, request: Request) -> tuple[int, int]:
         """Pages of a waiting request's context that are here, and how many of them others hold now."""
@@ -56,8 +70,16 @@ class PrefixCache:
             found += self._cached.get(request.id, _NOTHING).pages
         return found, prompt.pages if prompt.holders else 0
 
+    def find_offloaded(self, request: Request) -> int:
+        """Pages of its context that are in host memory only and follow those that are here."""
+        prompt = self._cached.get((request.position, request.prompt_tokens), _NOTHING)
+        found = prompt.offloaded
+        if request.generated and prompt.pages + found == (request.prompt_tokens - 1) // self._page_tokens:
+            found += self._cached.get(request.id, _NOTHING).offloaded
+        return found
+
     def hold(self, request: Request, fills: bool) -> None:
-        """A request is admitted, and holds the pages that are here of its context.
+        """A request is admitted, and holds the pages that are here of its context, or come from host memory.
 
         It fills the others of its prompt with the next iteration, or `fills` none for now.
         """
@@ -67,16 +89,22 @@ class PrefixCache:
             request.shared_pages = (request.prompt_tokens - 1) // self._page_tokens if fills else 0
             self._cached[key] = _Cached(request.shared_pages, 1, 0)
         else:
-            request.shared_pages = prompt.pages
             if prompt.holders:
                 self.shared_pages += prompt.pages
             else:
                 self.idle_pages -= prompt.pages
+                if prompt.offloaded:
+                    self.offloaded_pages -= prompt.offloaded
+                    prompt.pages += prompt.offloaded
+                    prompt.offloaded = 0
+            request.shared_pages = prompt.pages
             prompt.holders += 1
             if fills:
                 self.fill(request)
         if request.generated:
-            self.idle_pages -= self._cached.pop(request.id, _NOTHING).pages
+            own = self._cached.pop(request.id, _NOTHING)
+            self.idle_pages -= own.pages
+            self.offloaded_pages -= own.offloaded
 
     def fill(self, request: Request) -> None:
         """All pages of its prompt are in the cache by its hand, or will be with the next iteration."""
@@ -107,24 +135,57 @@ class PrefixCache:
             heappush(self._idle, (now, 0, request.order, request.id))
 
     def evict(self, free_pages: int) -> None:
-        """Keep no more than so many pages that nobody holds."""
+        """Keep no more than so many pages that nobody holds; the others go to host memory."""
         excess = self.idle_pages - max(free_pages, 0)
-        self.idle_pages -= max(excess, 0)
+        if excess <= 0:
+            return
+        self.idle_pages -= excess
+        idle, contexts = self._idle, self._cached
         while excess > 0:
-            since, *_, key = self._idle[0]
+            since, _, _, key = entry = idle[0]
+            cached = contexts.get(key, _NOTHING)
+            if cached.holders or cached.idle_since != since:
+                heappop(idle)
+            elif cached.pages > excess:
+                if self._host_pages:
+                    self._offload(entry, cached, excess)
+                else:
+                    cached.pages -= excess
+                return
+            else:
+                heappop(idle)
+                excess -= cached.pages
+                if self._host_pages:
+                    self._offload(entry, cached, cached.pages)
+                else:
+                    del contexts[key]
+
+    def _offload(self, entry: tuple[int, int, int, PromptKey | int], cached: _Cached, pages: int) -> None:
+        """So many pages, the last ones here of a context, go to host memory; what that has no room for is let go."""
+        heappush(self._offloaded, entry)
+        cached.pages -= pages
+        cached.offloaded += pages
+        self.offloaded_pages += pages
+        excess = self.offloaded_pages - self._host_pages
+        self.offloaded_pages -= max(excess, 0)
+        while excess > 0:
+            since, _, _, key = self._offloaded[0]
             cached = self._cached.get(key, _NOTHING)
             if cached.holders or cached.idle_since != since:
-                heappop(self._idle)
-            elif cached.pages > excess:
-                cached.pages -= excess
+                heappop(self._offloaded)
+            elif cached.offloaded > excess:
+                cached.offloaded -= excess
                 excess = 0
             else:
-                excess -= cached.pages
-                heappop(self._idle)
-                del self._cached[key]
+                heappop(self._offloaded)
+                excess -= cached.offloaded
+                cached.offloaded = 0
+                if not cached.pages:
+                    del self._cached[key]
 
     def flush(self) -> None:
         """Forget everything; nobody holds any of it."""
         self._cached.clear()
         self._idle.clear()
-        self.shared_pages = self.idle_pages = 0
+        self._offloaded.clear()
+        self.shared_pages = self.idle_pages = self.offloaded_pages = 0

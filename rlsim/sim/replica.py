@@ -18,6 +18,7 @@ import simpy
 
 from rlsim.cost.curve import REACHED, DecodeCurve
 from rlsim.cost.step import Chunk, StepCost
+from rlsim.cost.transfer import NO_HOST_KV, HostKv
 from rlsim.sim.batch import RunningBatch
 from rlsim.sim.moment import at
 from rlsim.sim.recorder import Recorder
@@ -39,7 +40,8 @@ class Replica:
 
     `chunks` is told each time a response reaches a multiple of its chunk length; each such chunk, and the last one of
     a response, makes the replica's next iteration begin later by the time of a hand-over. To a `quiet` replica no order
-    ever comes, and it tells of the last responses, once nothing waits any more, all at once and at the end.
+    ever comes, and it tells of the last responses, once nothing waits any more, all at once and at the end. What the KV
+    cache has no room for goes to `host`.
     """
 
     __slots__ = (
@@ -49,6 +51,7 @@ class Replica:
         "_chunked",
         "_chunks",
         "_hold",
+        "_host",
         "_jump",
         "_kept",
         "_on_finish",
@@ -90,6 +93,7 @@ class Replica:
         chunks: ChunkListener | None = None,
         quiet: bool = False,
         version: int = 0,
+        host: HostKv = NO_HOST_KV,
     ) -> None:
         self.env = env
         self.index = index
@@ -109,10 +113,13 @@ class Replica:
         self._quiet = quiet
         self._owed_s = 0.0  # for chunks that were handed over at the boundary before
         self._chunked = config.chunked_prefill
+        self._host = host
         self._stays = recorder.stays_at(index, gpus)
         chunk_tokens = chunks.tokens if chunks else 0
         self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv)
-        self._scheduler = Scheduler(self._batch, config, capacity_pages, numbers, self._stays, index, self.tp, quiet)
+        self._scheduler = Scheduler(
+            self._batch, config, capacity_pages, numbers, self._stays, index, self.tp, quiet, host.pages
+        )
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
@@ -225,6 +232,11 @@ class Replica:
     def hit_tokens(self) -> int:
         """Tokens of contexts whose KV prefills found in the prefix cache."""
         return self._scheduler.hit_tokens
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens of contexts whose KV came from host memory."""
+        return self._scheduler.loaded_tokens
 
     def progress(self) -> int:
         """Value of the step counter by now: what running requests have generated, in whole iterations."""
@@ -360,6 +372,8 @@ class Replica:
             time_s = self.cost.mixed_s(decodes, tokens, work, batch.in_windows(tokens))
         else:
             time_s = self.cost.prefill_s(work)
+        if self._scheduler.loading_pages:
+            time_s = max(time_s, self._host.load_s(self._scheduler.loading_pages))
         start, time_s = env.now, time_s + self._owed_s
         self._asleep = True
         try:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rlsim.precision import KvPrecision, Precision
 from rlsim.schema import Schema
-from rlsim.units import Seconds, Tokens
+from rlsim.units import Bytes, Seconds, Tokens
 
 NAN = float("nan")
 
@@ -38,6 +38,13 @@ class EngineConfig(Schema):
         description="from when on a response shares what another one prefills: scheduled: with the iteration that "
         "computes it (vLLM), prefilled: once that prefill is over (SGLang, which frees the copies then); default: as "
         "the calibration's engine does",
+    )
+    kv_offloading_bytes: Bytes = Field(
+        default=0.0,
+        ge=0,
+        description="host memory of each GPU for KV pages that the prefix cache has no room for, which are loaded from "
+        "there instead of computed again; 0: none. vLLM's kv_offloading_size over its GPUs, SGLang's hicache_size. It "
+        "keeps copies of what the GPU holds as well: what is no more than the GPU's KV cache is of no use",
     )
     first_layout_kept: bool = Field(
         default=True,

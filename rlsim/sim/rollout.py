@@ -108,6 +108,7 @@ class Rollout(RolloutState):
             self._stage.chunks,
             self._quiet,
             version,
+            self._stage.costs.host_kv(len(gpus)),
         )
         self.replicas.append(replica)
         return replica

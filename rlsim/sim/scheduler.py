@@ -24,9 +24,10 @@ class Scheduler:
     """The requests of a replica that do not decode: those waiting, and those being prefilled.
 
     It admits into `batch`, whose requests share `capacity_pages` KV pages with what is being prefilled (counted in its
-    units). `numbers` are those of admissions, unique over all replicas that a request may move between; `stays` notes
-    down preemptions. With `once` all requests arrive together, and where each has a prompt of its own, none can find
-    anything in the KV cache before the first one is preempted: until then there is no prefix cache to keep.
+    units); `host_pages` more pages stay in host memory. `numbers` are those of admissions, unique over all replicas
+    that a request may move between; `stays` notes down preemptions. With `once` all requests arrive together, and where
+    each has a prompt of its own, none can find anything in the KV cache before the first one is preempted: until then
+    there is no prefix cache to keep.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Scheduler:
         "_caches",
         "_config",
         "_hits_scheduled",
+        "_host_pages",
         "_kv_arrived",
         "_most_admitted",
         "_numbers",
@@ -44,6 +46,8 @@ class Scheduler:
         "_tps",
         "_watermark_pages",
         "hit_tokens",
+        "loaded_tokens",
+        "loading_pages",
         "preemptions",
         "prefilling",
         "waiting",
@@ -59,11 +63,15 @@ class Scheduler:
         replica: int,
         tp: int,
         once: bool = False,
+        host_pages: int = 0,
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []  # in admission order
         self.preemptions = 0
         self.hit_tokens = 0  # that prefills found in the prefix cache
+        self.loading_pages = 0  # from host memory, with the coming prefill iteration
+        self.loaded_tokens = 0
+        self._host_pages = host_pages
         self._batch, self._config = batch, config
         self._numbers, self._stays, self._replica, self._tps = numbers, stays, replica, (tp,)
         self._watermark_pages = config.watermark_pages(capacity_pages) * batch.page_units
@@ -101,7 +109,7 @@ class Scheduler:
         """From now on a request may find something in the KV cache: what is there now are prompts of one each."""
         if self._caches:
             self._caches = False
-            self._batch.cache = PrefixCache(self._config.page_tokens)
+            self._batch.cache = PrefixCache(self._config.page_tokens, self._host_pages)
             for request in chain(self._batch, self.prefilling):
                 self._batch.cache.hold(request, fills=True)
 
@@ -128,6 +136,9 @@ class Scheduler:
     def prefilled(self, work: Sequence[Chunk], now: float) -> list[Request]:
         """An iteration with these chunks is over: those whose prompts are complete, each with one token more."""
         complete, cache = [], self._batch.cache
+        if self.loading_pages:
+            self.loaded_tokens += self.loading_pages * self._config.page_tokens
+            self.loading_pages = 0
         for request, chunk in zip(self.prefilling, work, strict=False):
             request.prefill_left -= chunk.new_tokens
             if request.prefill_left:
@@ -213,13 +224,17 @@ class Scheduler:
         free = self._free_pages()
         places = config.max_num_seqs - batch.size - len(self.prefilling)
         page, plain, waiting, watermark = config.page_tokens, batch.plain, self.waiting, self._watermark_pages
-        found = held = 0
+        offloads = self._host_pages > 0
+        found = held = offloaded = 0
         while waiting and places > 0:
             request = waiting[0]
             context = request.prompt_tokens + request.generated
             pages = -(-context // page) if plain else batch.pages_of(context)
             if cache:
                 found, held = cache.find(request)
+                if offloads:
+                    offloaded = cache.find_offloaded(request)
+                    found += offloaded
             if pages - held > (free - watermark if batch.size or self.prefilling else free):
                 break
             needed = context - found * page
@@ -248,6 +263,8 @@ class Scheduler:
                 request.decoding_at = now
                 batch.join([request])
                 continue
+            if offloaded:
+                self.loading_pages += offloaded
             request.prefill_left = needed
             self.prefilling.append(request)
             self._prefill_pages += pages

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsim.cost.profile import ProfileStep
-from rlsim.cost.transfer import SwitchCost, kv_rank_bytes, kv_send_s
+from rlsim.cost.transfer import NO_HOST_KV, HostKv, SwitchCost, kv_rank_bytes, kv_send_s
 from rlsim.hardware import Link
 from rlsim.sim.alone import run_rollout
 from rlsim.sim.control import Reconfigure, RolloutControl, RolloutView
@@ -41,6 +41,9 @@ class MeasuredCosts:
     def capacity_pages(self, tp: int) -> int:
         """The pool has as many more slots as ranks share a replica."""
         return self._pages * tp
+
+    def host_kv(self, tp: int) -> HostKv:  # noqa: ARG002
+        return NO_HOST_KV
 
     def switch(
         self,

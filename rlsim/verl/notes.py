@@ -48,7 +48,12 @@ _GENERATED, _CRITIC = "data.gen_batch_size", "critic.ppo_mini_batch_size"
 REFERENCE_OFFLOAD = "actor_rollout_ref.ref.fsdp_config.param_offload"
 QUANTISED = ROLLOUT + "quantization"
 KV_TYPES = tuple(f"{ROLLOUT}engine_kwargs.{engine}.kv_cache_dtype" for engine in ("vllm", "sglang"))
+#: What settings of the engines themselves begin with.
+VLLM, SGLANG = (f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("vllm", "sglang"))
 KEYS = (
+    VLLM + "kv_offloading_size",
+    SGLANG + "enable_hierarchical_cache",
+    SGLANG + "hicache_size",
     EXPERTS,
     _GROUPS,
     *(key for key, _, _ in _UNLIKE),

@@ -6,12 +6,12 @@ from typing import Any
 
 from rlsim.experiment.schema import TrainingSpec
 from rlsim.init.draft import Draft, Entry
-from rlsim.init.parts import add_precision, of_sequences
+from rlsim.init.parts import add_offloading, add_precision, of_sequences
 from rlsim.sim.request import EngineConfig
 from rlsim.trace import Trace
 from rlsim.verl.defaults import ACTOR, MODEL, ROLLOUT
 from rlsim.verl.engines import DEGREES
-from rlsim.verl.notes import KV_TYPES, QUANTISED, REFERENCE_OFFLOAD
+from rlsim.verl.notes import KV_TYPES, QUANTISED, REFERENCE_OFFLOAD, SGLANG, VLLM
 from rlsim.verl.run import RunSettings
 from rlsim.verl.settings import FSDP_REDUCES, MEGATRON_REDUCES, STRATEGY, VerlSettings
 
@@ -44,6 +44,7 @@ def add_engine(config: VerlSettings, draft: Draft, settings: RunSettings, *, mea
         entries["page_tokens"] = Entry(config.whole(block), config.where(block))
     if config.get(eager) and not measured:
         entries["graphs"] = Entry(False, f"{config.where(eager)}; launch times of an eager `generate`")
+    draft.missing += add_offloading(config, draft, VLLM, SGLANG, settings.rollout_tp)
     draft.missing += add_precision(config, draft, QUANTISED, {"fp8": "fp8_block", True: "fp8_block"}, *KV_TYPES)
 
 
