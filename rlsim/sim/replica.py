@@ -51,6 +51,7 @@ class Replica:
         "_hold",
         "_jump",
         "_kept",
+        "_label",
         "_on_finish",
         "_orders",
         "_owed_s",
@@ -114,6 +115,7 @@ class Replica:
         self._batch = RunningBatch(config.page_tokens, capacity_pages, cost.skew, chunk_tokens, cost.kv)
         self._scheduler = Scheduler(self._batch, config, capacity_pages, numbers, self._stays, index, self.tp, quiet)
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
+        self._label = f"replica {index}"  # of its spans
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
         self._stopped_at = NAN
@@ -215,6 +217,11 @@ class Replica:
     def unfinished(self) -> int:
         """How many requests are here."""
         return self._batch.size + self._scheduler.size + len(self._arrivals)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here."""
+        return not (self._batch.size or self._arrivals or self._scheduler.size)
 
     @property
     def preemptions(self) -> int:
@@ -421,7 +428,7 @@ class Replica:
         """Record the span that is still open."""
         if self._span_kind:
             self._recorder.add(
-                self.gpus, self._span_start, self._span_end, self._span_kind, self.tp, f"replica {self.index}"
+                self.gpus, self._span_start, self._span_end, self._span_kind, self.tp, self._label
             )
             self._span_kind = ""
 
