@@ -216,7 +216,7 @@ class OpenGeneration(RolloutControl):
                 yield Launch(self._feed.take(prompts), self._feed.responses, to=to)
 
     def _seen(self) -> OpenView:
-        free = tuple(replica.index for replica in self._rollout.active() if replica.idle)
+        free = tuple(sorted([replica.index for replica in self._rollout.there() if replica.idle]))
         return OpenView(
             self._feed.prompts,
             self._rollout.updates.version,
@@ -274,7 +274,7 @@ class OpenGeneration(RolloutControl):
         usable.sort(key=lambda one: self._batching.rank(one[0]))
         awaited = [one for one in usable if one[0].prompt.position in waiting_for][: self._missing]
         waiting_for.difference_update(ready.prompt.position for ready, _ in awaited)
-        others = [one for one in usable if one not in awaited]
+        others = [one for one in usable if one not in awaited] if awaited else usable
         free = max(self._missing - len(awaited) - len(waiting_for), 0)
         taken, self._queue = [*awaited, *others[:free]], others[free:]
         self._missing -= len(taken)

@@ -191,8 +191,7 @@ class Rollout(RolloutState):
     @property
     def takes_launches(self) -> bool:
         """Whether what is launched may go to a replica, or waits for those that start next as there is none."""
-        active = self.active()
-        return not active or any(map(self.updates.takes_launches, active))
+        return any(map(self.updates.takes_launches, self.there())) or not self.active()
 
     def open_to_launches(self) -> list[Replica]:
         """The active replicas that new requests may go to."""
