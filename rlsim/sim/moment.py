@@ -25,7 +25,8 @@ def at_end(
     event._ok, event._value = True, None  # SimPy's way to schedule with a priority
     if then is not None:
         event.callbacks.append(then)
-    env.schedule(event, priority, max(at - env.now, 0.0))
+    now = env.now
+    heappush(env._queue, (at if at > now else now, priority, next(env._eid), event))
     return event
 
 
@@ -35,6 +36,12 @@ def at(env: simpy.Environment, moment: float) -> simpy.Event:
     event._ok, event._value = True, None
     heappush(env._queue, (moment, NORMAL, next(env._eid), event))
     return event
+
+
+def is_over(env: simpy.Environment) -> bool:
+    """Whether nothing is left of this moment but the event that is being carried out."""
+    queue = env._queue
+    return not queue or queue[0][0] > env.now * (1 + REACHED)
 
 
 def rest_of(env: simpy.Environment) -> float | None:

@@ -168,10 +168,11 @@ class OpenGeneration(RolloutControl):
     def _finished(self, responses: Sequence[Request]) -> None:
         for request in responses:
             request.end_run(self._rollout.version_of(request), request.generated)
-            if self.scores:
-                self._desk.submit(request, self._judge, self._counted)
-            else:
-                self._counted(request)
+        if self.scores:
+            self._desk.submit(responses, self._judge, self._counted)
+            return
+        for request in responses:
+            self._counted(request)
 
     def _aborted(self, responses: Sequence[Request]) -> None:
         for request in responses:
@@ -201,7 +202,7 @@ class OpenGeneration(RolloutControl):
             self._due = False
             self._line_up()
             self._serve()
-            if not self._updating and (self._rollout.open_to_launches() or not self._rollout.active()):
+            if not self._updating and self._rollout.takes_launches:
                 launches += self._launches()
         self._rollout.launching = bool(launches or self._updating or self._spreading)
         return launches
@@ -215,7 +216,7 @@ class OpenGeneration(RolloutControl):
                 yield Launch(self._feed.take(prompts), self._feed.responses, to=to)
 
     def _seen(self) -> OpenView:
-        free = tuple(replica.index for replica in self._rollout.active() if not replica.unfinished)
+        free = tuple(sorted([replica.index for replica in self._rollout.there() if replica.idle]))
         return OpenView(
             self._feed.prompts,
             self._rollout.updates.version,
@@ -245,8 +246,10 @@ class OpenGeneration(RolloutControl):
         self._ready_now.clear()
 
     def _counts(self, group: _Group) -> bool:
-        batching, responses = self._what.batching, sorted(group.requests, key=attrgetter("finished_at"))
-        return not batching.needs_rewards or batching.counts([r.reward for r in responses])
+        batching = self._what.batching
+        if not batching.needs_rewards:
+            return True
+        return batching.counts([r.reward for r in sorted(group.requests, key=attrgetter("finished_at"))])
 
     def _drop(self, group: _Group) -> None:
         self._dropped += 1
@@ -271,7 +274,7 @@ class OpenGeneration(RolloutControl):
         usable.sort(key=lambda one: self._batching.rank(one[0]))
         awaited = [one for one in usable if one[0].prompt.position in waiting_for][: self._missing]
         waiting_for.difference_update(ready.prompt.position for ready, _ in awaited)
-        others = [one for one in usable if one not in awaited]
+        others = [one for one in usable if one not in awaited] if awaited else usable
         free = max(self._missing - len(awaited) - len(waiting_for), 0)
         taken, self._queue = [*awaited, *others[:free]], others[free:]
         self._missing -= len(taken)

@@ -54,6 +54,7 @@ class Replica:
         "_host",
         "_jump",
         "_kept",
+        "_label",
         "_on_finish",
         "_orders",
         "_owed_s",
@@ -121,6 +122,7 @@ class Replica:
             self._batch, config, capacity_pages, numbers, self._stays, index, self.tp, quiet, host.pages
         )
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
+        self._label = f"replica {index}"  # of its spans
         self._span_kind = ""
         self._span_start = self._span_end = 0.0
         self._stopped_at = NAN
@@ -180,7 +182,7 @@ class Replica:
     def settle(self) -> None:
         """Bring the tokens of what is running up to date at a boundary that is not: the run ends here."""
         if self._jump is not None:
-            self._extend_span("decode", self._jump[0])
+            self._extend_span("decode", self._jump[0], self.env.now)
         self._batch.advance(self.progress() - self._batch.step)
 
     def remove(self, ids: frozenset[int], left: Left) -> tuple[list[Request], list[Request]]:
@@ -222,6 +224,11 @@ class Replica:
     def unfinished(self) -> int:
         """How many requests are here."""
         return self._batch.size + self._scheduler.size + len(self._arrivals)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here."""
+        return not (self._batch.size or self._arrivals or self._scheduler.size)
 
     @property
     def preemptions(self) -> int:
@@ -314,7 +321,7 @@ class Replica:
         start = self.env.now
         end, finished, peak = self._batch.drain(start, self.cost.decode)
         yield at(self.env, end)
-        self._extend_span("decode", start)
+        self._extend_span("decode", start, end)
         self.peak_tokens = max(self.peak_tokens, peak)
         self._stays.finished(finished)
         self._on_finish(self, finished)
@@ -396,7 +403,7 @@ class Replica:
     def _finish(self, kind: str, start: float, prefilled: Sequence[Request] = ()) -> None:
         """End iterations of one kind that began at `start`: let go of every request that is complete or pauses."""
         now, batch = self.env.now, self._batch
-        self._extend_span(kind, start)
+        self._extend_span(kind, start, now)
         if batch.tokens > self.peak_tokens:  # what is shared only makes it less
             self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
         self._scheduler.trim()
@@ -423,20 +430,18 @@ class Replica:
 
     # ---- spans ------------------------------------------------------------------------------------------------------
 
-    def _extend_span(self, kind: str, start: float) -> None:
-        """Work of this kind went on from `start` until now: the span that is open grows, or a new one begins."""
+    def _extend_span(self, kind: str, start: float, end: float) -> None:
+        """Work of this kind went on from `start` to `end`: the span that is open grows, or a new one begins."""
         if kind != self._span_kind or start != self._span_end:
             self.close()
             self._span_kind = kind
             self._span_start = start
-        self._span_end = self.env.now
+        self._span_end = end
 
     def close(self) -> None:
         """Record the span that is still open."""
         if self._span_kind:
-            self._recorder.add(
-                self.gpus, self._span_start, self._span_end, self._span_kind, self.tp, f"replica {self.index}"
-            )
+            self._recorder.add(self.gpus, self._span_start, self._span_end, self._span_kind, self.tp, self._label)
             self._span_kind = ""
 
     def retire(self) -> None:

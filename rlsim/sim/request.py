@@ -186,11 +186,14 @@ class Request:
 
     def end_run(self, version: int, generated: int) -> None:
         """With so many tokens, those that stand in no run yet are of weights of this version."""
-        tokens = generated - sum([run.tokens for run in self.runs])
-        if tokens and self.runs and self.runs[-1].version == version:
-            self.runs = (*self.runs[:-1], Run(version, self.runs[-1].tokens + tokens))
-        elif tokens:
-            self.runs += (Run(version, tokens),)
+        runs = self.runs
+        tokens = generated - sum([run.tokens for run in runs]) if runs else generated
+        if not tokens:
+            return
+        if runs and runs[-1].version == version:
+            self.runs = (*runs[:-1], Run(version, runs[-1].tokens + tokens))
+        else:
+            self.runs = (*runs, Run(version, tokens))
 
     def runs_under(self, version: int) -> tuple[Run, ...]:
         """All tokens so far by the version of the weights that generated them, oldest first.

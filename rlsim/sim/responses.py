@@ -109,12 +109,15 @@ class Responses:
 
 def _across_steps(requests: Sequence[Request], paused: Container[int] | None) -> dict[str, NDArray[Any]]:
     """The columns on what came from earlier steps and goes on in later ones; see `Responses.of`."""
-    goes_on, resumed = np.zeros(len(requests), np.bool_), np.zeros(len(requests), np.bool_)
-    resumed_tokens = np.zeros(len(requests), np.int64)
-    for i, request in enumerate(requests if paused is not None else ()):
-        goes_on[i] = paused is not None and request.id in paused
-        resumed[i], resumed_tokens[i] = request.resumed, request.resumed_tokens
-    return {"paused": goes_on, "resumed": resumed, "resumed_tokens": resumed_tokens}
+    number = len(requests)
+    if paused is None:
+        no = np.zeros(number, np.bool_)
+        return {"paused": no, "resumed": no.copy(), "resumed_tokens": np.zeros(number, np.int64)}
+    return {
+        "paused": np.fromiter([request.id in paused for request in requests], np.bool_, number),
+        "resumed": np.fromiter(map(attrgetter("resumed"), requests), np.bool_, number),
+        "resumed_tokens": np.fromiter(map(attrgetter("resumed_tokens"), requests), np.int64, number),
+    }
 
 
 def _versions(requests: Sequence[Request], version: int, trained_version: int) -> dict[str, NDArray[Any]]:
@@ -123,9 +126,8 @@ def _versions(requests: Sequence[Request], version: int, trained_version: int) -
     stale = np.zeros(len(requests), np.int64)
     if version < trained_version:
         stale += np.fromiter(map(attrgetter("generated"), requests), np.int64, len(requests))
-    for i, request in enumerate(requests):
-        if request.runs:
-            runs = request.runs_under(version)
-            oldest[i] = min(runs)[0]
-            stale[i] = sum([tokens for generated_by, tokens in runs if generated_by < trained_version])
+    known = [i for i, request in enumerate(requests) if request.runs]
+    runs = [requests[i].runs_under(version) for i in known]
+    oldest[known] = [min(each)[0] for each in runs]
+    stale[known] = [sum([tokens for made_by, tokens in each if made_by < trained_version]) for each in runs]
     return {"version": oldest, "stale_tokens": stale}

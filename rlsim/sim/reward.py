@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Literal, NamedTuple, Protocol
@@ -11,7 +12,7 @@ import simpy
 
 from rlsim.cost.curve import REACHED
 from rlsim.hooks import Hooked, hook, is_number
-from rlsim.sim.moment import DEAL, when_over
+from rlsim.sim.moment import DEAL, is_over, when_over
 from rlsim.sim.request import Request
 from rlsim.sim.server import InferenceServer
 
@@ -73,20 +74,24 @@ class RewardDesk:
         self._came_at, self._numbers = env.now, count()
         self._due = False  # workers take responses at the end of this moment
 
-    def submit(self, request: Request, judge: InferenceServer | None, on_scored: Callable[[Request], None]) -> None:
-        """Have a response scored; `judge` is that of its step, or of all steps."""
-        job = self._scoring.job(request)
-        if job.kind == "judge":
-            assert judge is not None, "where there are responses to judge there is a judge"
-            request.score_started_at = self._env.now
-            prompt = request.id  # each is asked a prompt of its own
-            asked = Request(request.id, prompt, job.judge_prompt_tokens, job.judge_tokens)
-            judge.submit(asked, lambda: self._score(request, job.reward, on_scored))
-            return
-        if self._env.now > self._came_at * (1 + REACHED):
-            self._came_at = self._env.now
-        place = self._came_at, request.position, request.id, next(self._numbers)
-        heappush(self._queue, (*place, request, job, on_scored))
+    def submit(
+        self, requests: Sequence[Request], judge: InferenceServer | None, on_scored: Callable[[Request], None]
+    ) -> None:
+        """Have responses scored that come now; `judge` is that of their step, or of all steps."""
+        now = self._env.now
+        if now > self._came_at * (1 + REACHED):
+            self._came_at = now
+        for request in requests:
+            job = self._scoring.job(request)
+            if job.kind == "judge":
+                assert judge is not None, "where there are responses to judge there is a judge"
+                request.score_started_at = now
+                prompt = request.id  # each is asked a prompt of its own
+                asked = Request(request.id, prompt, job.judge_prompt_tokens, job.judge_tokens)
+                judge.submit(asked, partial(self._score, request, job.reward, on_scored))
+                continue
+            number = next(self._numbers)
+            heappush(self._queue, (self._came_at, request.position, request.id, number, request, job, on_scored))
         self._start_at_end()
 
     def withdraw(self, requests: Sequence[Request], judge: InferenceServer | None) -> None:
@@ -98,16 +103,20 @@ class RewardDesk:
             judge.forget(frozenset(request.id for request in requests))
 
     def _start_at_end(self) -> None:
-        if self._free and self._queue and not self._due:
+        if not self._free or not self._queue or self._due:
+            return
+        if is_over(self._env):
+            self._start()
+        else:
             self._due = True
             when_over(self._env, DEAL, self._start)
 
     def _start(self) -> None:
-        self._due = False
+        self._due, now = False, self._env.now
         while self._free and self._queue:
             self._free -= 1
-            request, job, on_scored = heappop(self._queue)[4:]
-            request.score_started_at = self._env.now
+            *_, request, job, on_scored = heappop(self._queue)
+            request.score_started_at = now
             ran: list[float] = []
             for test, run_s in enumerate(job.run_s):
                 limit_s = self._control.timeout_s(job.kind, job.prompt, test, job.limit_s)
@@ -117,9 +126,11 @@ class RewardDesk:
                     break
             end = self._env.timeout(sum(ran))
             assert end.callbacks is not None
-            end.callbacks.append(lambda _, r=request, j=job, t=ran, f=on_scored: self._end(r, j, t, f))  # type: ignore[misc]
+            end.callbacks.append(partial(self._end, request, job, ran, on_scored))
 
-    def _end(self, request: Request, job: RewardJob, ran: list[float], on_scored: Callable[[Request], None]) -> None:
+    def _end(
+        self, request: Request, job: RewardJob, ran: list[float], on_scored: Callable[[Request], None], _: simpy.Event
+    ) -> None:
         self._free += 1
         self._control.observe(job.kind, job.prompt, ran, job.correct and not request.timed_out)
         self._score(request, 0.0 if request.timed_out else job.reward, on_scored)

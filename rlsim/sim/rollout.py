@@ -144,7 +144,7 @@ class Rollout(RolloutState):
 
     def _look_after(self, replica: Replica) -> None:
         """Requests have left: what has no more takes new weights, or other requests."""
-        if not replica.unfinished and replica.stopped is None:
+        if replica.idle and replica.stopped is None:
             self.updates.refresh(replica)
             if self._stage.on_idle:
                 self._stage.on_idle()
@@ -188,6 +188,11 @@ class Rollout(RolloutState):
             what = "returned a share that does not give each response to one of the replicas"
             raise misused(self._stage.control, "dispatch", what)
         return {index: [known[id_] for id_ in ids] for index, ids in wanted.items()}
+
+    @property
+    def takes_launches(self) -> bool:
+        """Whether what is launched may go to a replica, or waits for those that start next as there is none."""
+        return any(map(self.updates.takes_launches, self.there())) or not self.active()
 
     def open_to_launches(self) -> list[Replica]:
         """The active replicas that new requests may go to."""

@@ -353,11 +353,7 @@ class _Run:
                 if not missing:
                     complete.succeed()
 
-        def submit(samples: Sequence[Request]) -> None:
-            for sample in samples:
-                desk.submit(sample, judge, scored)
-
-        inbox.listen(submit)
+        inbox.listen(lambda samples: desk.submit(samples, judge, scored))
         yield inbox.closed
         batch = state.trained_on()
         wanted = {request.id for request in batch}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
@@ -94,5 +94,9 @@ class RolloutState:
 
     def active(self, node: int | None = None) -> list[Replica]:
         """Replicas that have not been told to stop, of one node or of all, by index."""
+        return sorted(self.there(node), key=attrgetter("index"))
+
+    def there(self, node: int | None = None) -> Iterator[Replica]:
+        """The same in no particular order."""
         nodes = self._active if node is None else (node,)
-        return sorted((r for n in nodes for r in self._active[n] if r.stopped is None), key=attrgetter("index"))
+        return (replica for n in nodes for replica in self._active[n] if replica.stopped is None)

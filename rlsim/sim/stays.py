@@ -19,6 +19,7 @@ Left = Literal[
 
 LEFT: tuple[Left, ...] = get_args(Left)
 _CODES = {left: code for code, left in enumerate(LEFT)}
+_FINISHED = _CODES["finished"]
 _pack = Struct("=q4d4q").pack
 _FIELDS = np.dtype(
     [
@@ -33,6 +34,12 @@ _FIELDS = np.dtype(
         ("left", "i8"),
     ]
 )
+
+
+def _row(r: Request, left_at: float, code: int) -> bytes:
+    """One entry of `_FIELDS`; `code` says why the response left."""
+    tokens = r.prompt_tokens + r.generated
+    return _pack(r.id, r.arrived_at, r.admitted_at, r.decoding_at, left_at, r.start_tokens, tokens, r.offset, code)
 
 
 class Stays:
@@ -53,21 +60,16 @@ class Stays:
 
     def finished(self, requests: Iterable[Request]) -> None:
         """These are complete, each at its moment."""
-        self._pack((r, r.finished_at) for r in requests)
+        packed = self._packed
+        for r in requests:
+            packed += _row(r, r.finished_at, _FINISHED)
 
     def add(self, requests: Iterable[Request], left_at: float, left: Left) -> None:
         """The replica has let go of these; their tokens are up to date."""
-        self._pack(((r, left_at) for r in requests), _CODES[left])
+        packed, code = self._packed, _CODES[left]
         for r in requests:
+            packed += _row(r, left_at, code)
             r.admitted_at = r.decoding_at = NAN
-
-    def _pack(self, ends: Iterable[tuple[Request, float]], code: int = 0) -> None:
-        packed = self._packed
-        for r, left_at in ends:
-            tokens = r.prompt_tokens + r.generated
-            packed += _pack(
-                r.id, r.arrived_at, r.admitted_at, r.decoding_at, left_at, r.start_tokens, tokens, r.offset, code
-            )
 
     def __len__(self) -> int:
         return len(self._packed) // _FIELDS.itemsize

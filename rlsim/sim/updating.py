@@ -73,7 +73,7 @@ class WeightUpdates:
     def refresh(self, replica: Replica) -> None:
         """The replica begins to take the newest weights, if it lacks them and may."""
         pull, known = self._pull, replica.index in self._pulling or replica.stopped is not None
-        if pull and not known and replica.version < pull.version and not (pull.drain and replica.unfinished):
+        if pull and not known and replica.version < pull.version and (replica.idle or not pull.drain):
             self._pulling.add(replica.index)
             self._env.process(self._take(replica))
 
@@ -93,7 +93,7 @@ class WeightUpdates:
     def takes_launches(self, replica: Replica) -> bool:
         """Whether new requests may go there: not while it finishes what it has before it takes newer weights."""
         behind = self._pull is not None and self._pull.drain and replica.version < self._pull.version
-        return not (behind and replica.unfinished and replica.index not in self._pulling)
+        return not behind or replica.idle or replica.index in self._pulling
 
     # ---- replicas that come, KV cache that moves --------------------------------------------------------------------
 

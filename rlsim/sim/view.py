@@ -82,7 +82,7 @@ class LiveView:
 
     @property
     def idle(self) -> tuple[int, ...]:
-        return tuple(replica.index for replica in self._rollout.active() if not replica.unfinished)
+        return tuple(replica.index for replica in self._rollout.active() if replica.idle)
 
     @property
     def launching(self) -> bool:

@@ -112,7 +112,7 @@ class StepSampler:
         prompt = np.empty(len(position), np.int64)
         rows = np.empty((len(position), samples), np.int64)
         again = False
-        for e in np.unique(epoch).tolist():
+        for e in sorted(set(epoch.tolist())):
             mine = epoch == e
             places, shuffled = self._order(e)
             of, place = self._rows_of(e), places[position[mine] - self._starts[e]]
