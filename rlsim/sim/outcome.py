@@ -52,6 +52,7 @@ class RolloutSummary(NamedTuple):
     waiting: int  # prompts that wait to be launched again afterwards
     released_gpu_s: float  # GPU time that generation gave up before its end
     prefix_hit_tokens: int = 0  # that prefills found in the prefix cache
+    borrowed_gpu_s: float = 0.0  # GPU time that generation had on GPUs of training
 
 
 @dataclass
