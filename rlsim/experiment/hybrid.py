@@ -69,7 +69,7 @@ def hybrid_of(placed: PlacedExperiment, tp: int) -> HybridReplicas | None:
     assert there.strategy is not None
     load_s = placed.colocated_sync_s(train.model, there.strategy, tp, there.gpus[0])
     mesh = Placement(there.gpus).rollout_mesh(placed.loaded.cluster, tp)
-    return HybridReplicas(mesh, tp, placed.hybrid_costs, load_s, sync.name)
+    return HybridReplicas(mesh, tp, placed.hybrid_costs, load_s, sync.name, placed.loaded.cluster.domain_of)
 
 
 def _calls(placed: PlacedExperiment) -> tuple[Call, Call]:

@@ -23,6 +23,7 @@ class HybridReplicas(NamedTuple):
     costs: RolloutCosts  # of replicas there: perhaps another kind of GPU, beside what training keeps in memory
     load_s: float  # until all of them have the trainer's weights in the layout of the rollout
     call: str  # whose time that is, in the record
+    domain_of: Callable[[int], object] = int  # the NVLink domain of a GPU, which own replicas may share
 
     @property
     def size(self) -> int:

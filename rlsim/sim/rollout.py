@@ -417,9 +417,10 @@ class Rollout(RolloutState):
         moving.sort(key=lambda item: place[item[0].id])
         with_kv = [(r, source) for r, source, version in moving if version is not None]
         if kv == "migrate" and with_kv:
-            same_node = all(source.node == to.node for _, source in with_kv)
+            same_node = all(self._is_near(source, to) for _, source in with_kv)
             contexts = [r.context for r, _ in with_kv]
-            ends = {self._costs(node) for node in (to.node, *(source.node for _, source in with_kv))}
+            nodes = {to.node, *(source.node for _, source in with_kv)}
+            ends = {id(costs): costs for costs in map(self._costs, nodes)}.values()  # the slower kind of GPU binds
             yield self.env.timeout(max(c.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node) for c in ends))
         arrivals = [r for r, _, _ in moving]
         for request, _, version in moving:
@@ -430,6 +431,13 @@ class Rollout(RolloutState):
             self._give(to, arrivals)
         else:
             self._deal_to_active(arrivals)
+
+    def _is_near(self, one: Replica, other: Replica) -> bool:
+        """Whether KV cache goes from one to the other without the network between nodes."""
+        if one.node == other.node or not self._stage.borrowing:
+            return one.node == other.node
+        domain_of = self._stage.borrowing.there.domain_of
+        return domain_of(one.gpus[0]) == domain_of(other.gpus[0])
 
     def _release(self, replica: Replica) -> None:
         """It has stopped: when all that stop at this moment have, what they hold is dealt out, by index."""
