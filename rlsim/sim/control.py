@@ -41,7 +41,7 @@ class Migrate:
 class Release:
     """Give up the GPUs of these replicas; their requests go to those that stay, to be recomputed.
 
-    In continuous generation they are lent, until the next weights come; those of training that are borrowed go back.
+    In continuous generation they are lent, until the next weights come. GPUs of training that are borrowed go back.
     """
 
     replicas: tuple[int, ...]
@@ -51,7 +51,8 @@ class Release:
 class Borrow:
     """Have the replicas that there may be on GPUs of training, while it waits (`RolloutView.borrowable`).
 
-    They begin to generate once they have the weights, and go on until a `Release` gives their GPUs back.
+    They begin to generate once they have the weights, and go on until a `Release` gives their GPUs back. Somebody
+    waits for it as soon as `RolloutView.wanted_back`.
     """
 
 
@@ -241,8 +242,8 @@ class RolloutView(Protocol):
 
     @property
     def borrowable(self) -> Borrowable | None:
-        """What a `Borrow` would bring: GPUs of training stand idle, and the weights there are those that generate. None
-        if not, or if the system has none to borrow.
+        """What a `Borrow` would bring now (`replicas`, and `load_s` until they have the weights): GPUs of training are
+        idle, and the weights there those that generate. None if not, or if the system borrows none.
         """
 
     @property
