@@ -53,13 +53,13 @@ TRAINER = 8
 ONE_AT_A_TIME = RefEngine(1, 1, 8192, False, 0)
 
 
-def steps_of_four(eta: int, control: RolloutControl | None, steps: int = 2) -> Outcome:
-    """Steps of four responses: training takes 10 s, new weights 2 s, and the trainer's engine gets them in 2 s."""
+def steps_of_four(eta: int, control: RolloutControl | None, load_s: float = 2.0, steps: int = 2) -> Outcome:
+    """Steps of four responses: training takes 10 s, new weights 2 s, and the trainer's engine gets them in `load_s`."""
     rule = Rule("staleness", eta, weights=Update("interrupt", "keep"))
     sizes = (((8, 5),),)
     work = OpenWorkload(sizes, 4, rule, (10.0,) * steps, (2.0,) * steps, (1,), costs=SLOW, engine=ONE_AT_A_TIME)
     what = work.simulation()
-    hybrid = HybridReplicas([(TRAINER,)], 1, FAST, 2.0, "sync") if control else None
+    hybrid = HybridReplicas([(TRAINER,)], 1, FAST, load_s, "sync") if control else None
     return simulate(dataclasses.replace(what, control=control or RolloutControl(), hybrid=hybrid))
 
 
@@ -105,6 +105,15 @@ def test_under_a_bound_it_gives_back_what_it_has_not_finished() -> None:
     assert sorted(staleness) == [0, 1, 1, 1]
     # On the trainer there were two replicas, with weights of versions 0 and 1; the first kept the GPU until training.
     assert [stays.replica for stays in outcome.stays if stays.gpus == (TRAINER,)] == [1, 2]
+
+
+def test_weights_that_come_too_late_are_waited_for() -> None:
+    """Generation's own GPU has all four at 24 s; the trainer's engine has its weights at 30 s, and sleeps again."""
+    outcome = steps_of_four(0, BorrowAlways(), load_s=30.0, steps=1)
+    assert call_times(outcome, "generate")[0][1] == 24.0
+    assert call_times(outcome, "train") == [(30.0, 40.0)]
+    assert on_trainer(outcome, "sync")[0] == (0.0, 30.0)
+    assert not on_trainer(outcome, "decode")
 
 
 def test_whoever_gives_nothing_back_is_told_so() -> None:

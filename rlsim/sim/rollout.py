@@ -469,7 +469,7 @@ class Rollout(RolloutState):
             self._stage.recorder.add(gpus, start, self.env.now, there.call, there.tp, "hybrid replicas")
         borrowing.loading = False
         if self._stopping or self.done.triggered:
-            borrowing.end()
+            borrowing.give_back([gpu for gpus in there.mesh for gpu in gpus])
             return
         for node in range(self.own_nodes, len(self.mesh)):
             self._start_node(node, there.tp, self.updates.version)
