@@ -135,7 +135,7 @@ def test_what_a_control_may_not_do_there() -> None:
     what = OpenWorkload((((8, 5),),), 4, Rule(), (1.0,), (1.0,), costs=SLOW).simulation()
     with pytest.raises(PolicyError, match="no system part says that GPUs of training may be borrowed"):
         simulate(dataclasses.replace(what, control=BorrowAnyway()))
-    with pytest.raises(PolicyError, match="generation has no node 1 of its own"):
+    with pytest.raises(PolicyError, match="node 1 is training's, and keeps its layout"):
         steps_of_four(1, SwitchThere())
 
 

@@ -277,7 +277,8 @@ class Rollout(RolloutState):
     def _carry_out(self, action: Action) -> None:
         match action:
             case Reconfigure(node, tp, kv):
-                self._check(node in range(self.own_nodes), action, f"generation has no node {node} of its own")
+                self._check(node in self._active, action, f"there is no node {node}")
+                self._check(node < self.own_nodes, action, f"node {node} is training's, and keeps its layout")
                 gpus = len(self.mesh[node])
                 divides = isinstance(tp, int) and tp >= 1 and gpus % tp == 0
                 self._check(divides, action, f"{tp} does not divide the {gpus} GPUs of a node")
