@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rlsim.sim.continuous import Ready as Ready
     from rlsim.sim.continuous import Update as Update
     from rlsim.sim.control import Abort as Abort
+    from rlsim.sim.control import Borrow as Borrow
     from rlsim.sim.control import ControlContext as ControlContext
     from rlsim.sim.control import Extend as Extend
     from rlsim.sim.control import Launch as Launch
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _CONTROL = (
     "Abort",
+    "Borrow",
     "ControlContext",
     "Extend",
     "Launch",
@@ -84,6 +86,7 @@ _HOME = {
 __all__ = [
     "Abort",
     "Batching",
+    "Borrow",
     "Comparison",
     "Composition",
     "Continuous",

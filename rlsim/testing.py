@@ -30,7 +30,7 @@ from rlsim.hardware import load_cluster
 from rlsim.hooks import overridden
 from rlsim.models import load_model
 from rlsim.policies.parts import KIND_NAMES, KINDS, Composition, Part, flattened
-from rlsim.sim.control import Action, ControlContext, Extend, Launch, RolloutControl
+from rlsim.sim.control import Action, Borrow, ControlContext, Extend, Launch, RolloutControl
 from rlsim.trial import Answer, Batch, ContractError, Played, Tally, play
 from rlsim.usercode import origin
 
@@ -124,7 +124,7 @@ def _not_checked(parts: Iterable[Part], tally: Tally) -> Iterator[str]:
     for part in parts:
         name, hooks = type(part).__name__, overridden(type(part))
         if "on_finish" in hooks:
-            never = [kind.__name__ for kind in get_args(Action) if kind not in (Launch, Extend)]
+            never = [kind.__name__ for kind in get_args(Action) if kind not in (Launch, Extend, Borrow)]
             never = [kind for kind in never if not tally.actions[kind]]
             if never:
                 yield f"{name}.on_finish never returned {_listed(never, 'or')}"

@@ -27,7 +27,7 @@ API: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "What a rollout that never stops knows": ("rlsim", ("OpenView", "Ready", "Update")),
     "What a rollout control knows": ("rlsim", ("ControlContext", "RolloutView", "Prompt")),
-    "Actions": ("rlsim", ("Abort", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
+    "Actions": ("rlsim", ("Abort", "Borrow", "Extend", "Launch", "Migrate", "Reconfigure", "Release", "Stop")),
     "Testing a policy": ("rlsim.testing", ("check_policy", "Checked", "ContractError")),
 }
 

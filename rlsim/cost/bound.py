@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +18,8 @@ _STEP_TOKENS = 32  # contexts are looked up this coarsely; step times grow with 
 class GenerationBound:
     """Lower bound of a generation stage on `gpus` GPUs with replicas of the given TPs.
 
+    `others`: steps of replicas on some of the GPUs, where these are of another kind.
+
     The larger of two times that no schedule avoids:
 
     - the *longest response*: each token at the fastest TP for its context, alone or in the company of others (some
@@ -29,13 +32,19 @@ class GenerationBound:
       tokens in them.
     """
 
-    def __init__(self, steps: Mapping[int, StepCost], gpus: int, max_batch: int) -> None:
+    def __init__(
+        self,
+        steps: Mapping[int, StepCost],
+        gpus: int,
+        max_batch: int,
+        others: Mapping[int, StepCost] = MappingProxyType({}),
+    ) -> None:
         self._gpus = gpus
         self._curves: list[DecodeCurve] = []
         self._fastest = np.empty(0)
         batches = _batches(max_batch)
         shares = []  # GPUs that a token of a batch pays for: of at most as many sequences as the next size has less one
-        for tp, step in steps.items():
+        for tp, step in (*steps.items(), *others.items()):
             for batch, following in zip(batches, [*batches[1:], max_batch + 1], strict=True):
                 self._curves.append(step.decode(batch, InWindows(0.0, 0.0) if step.kv.window_tokens else None))
                 shares.append(tp / (following - 1))

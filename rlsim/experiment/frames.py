@@ -213,6 +213,7 @@ def _counts(responses: Responses, summary: RolloutSummary) -> dict[str, Any]:
         "prefix_hit_tokens": summary.prefix_hit_tokens,
         "kv_loaded_tokens": summary.kv_loaded_tokens,
         "released_gpu_s": summary.released_gpu_s,
+        "borrowed_gpu_s": summary.borrowed_gpu_s,
         "kv_peak_tokens": summary.peak_kv_tokens,
     }
 

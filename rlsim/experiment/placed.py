@@ -354,6 +354,19 @@ class PlacedExperiment:
         )
 
     @cached_property
+    def hybrid_gpus(self) -> tuple[int, ...]:
+        """GPUs of training that generation may borrow."""
+        models = {call.model for call in self.workflow.calls if call.kind == "generate"}
+        trains = (call.name for call in self.workflow.calls if call.kind == "train" and call.model in models)
+        return tuple(gpu for name in trains for gpu in self.plan.of(name).gpus) if self.workflow.hybrid else ()
+
+    @cached_property
+    def hybrid_costs(self) -> RolloutCostModel:
+        """The same of replicas there, beside what stays in memory between calls."""
+        gpus = self.hybrid_gpus
+        return rollout_costs(self.loaded, gpus, resident_bytes=self.memory.resident_bytes(self.plan, gpus))
+
+    @cached_property
     def context(self) -> ControlContext:
         experiment, workflow = self.loaded.experiment, self.loaded.experiment.workflow
         planned = self.generation.strategy
@@ -391,6 +404,7 @@ class PlacedExperiment:
             prompt_tokens=self.loaded.longest_prompt,
             max_num_seqs=experiment.engine.max_num_seqs,
             replica_gpus=replica,
+            windows=self.workflow.windows,
         )
 
     def bound(self, tp: int) -> GenerationBound:
@@ -403,7 +417,8 @@ class PlacedExperiment:
     def _bound(self, tps: tuple[int, ...]) -> GenerationBound:
         steps = {tp: self.rollout_costs.step(tp) for tp in tps}
         batch = min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
-        return GenerationBound(steps, len(self.generation.gpus), batch)
+        hybrid = {tp: self.hybrid_costs.step(tp) for tp in tps} if self.hybrid_gpus else {}
+        return GenerationBound(steps, len(self.generation.gpus) + len(self.hybrid_gpus), batch, hybrid)
 
     @cached_property
     def reward_placement(self) -> Placement:
@@ -418,7 +433,8 @@ class PlacedExperiment:
             crowded.lookups()  # tells the machine's own curves how far they were followed
         judge = [self.judge.crowded.lookups()] if self.judge else []
         calls = [costs.lookups() for costs in self._calls.values()]
-        return self.rollout_costs.lookups().merge([*calls, *judge])
+        hybrid = [self.hybrid_costs.lookups()] if self.hybrid_gpus else []
+        return self.rollout_costs.lookups().merge([*calls, *judge, *hybrid])
 
     def crowded(self, tp: int) -> StepCost:
         """A rollout replica's steps while a colocated judge, or a model that takes chunks, works on its GPUs."""

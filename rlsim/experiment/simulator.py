@@ -11,6 +11,7 @@ from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import scorer_of, streamed_calls
 from rlsim.experiment.guests import check_elastic
+from rlsim.experiment.hybrid import check_hybrid, hybrid_of
 from rlsim.experiment.open_rollout import check_open, check_open_gpus
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import Plans
@@ -91,7 +92,9 @@ class Simulator:
         _ = placed.judge  # raises if it does not fit
         self.scorers(system)
         system.control.setup(placed.context)
-        check_elastic(placed, system.initial_tp(placed.context))
+        tp = system.initial_tp(placed.context)
+        check_elastic(placed, tp)
+        check_hybrid(placed, system, tp)
 
     def placed(self, system: System | None = None) -> PlacedExperiment:
         """Where a system runs; systems that connect and place their calls and place the judge alike share it.
@@ -124,12 +127,13 @@ class Simulator:
         loaded, placed = self.loaded, self.placed(system)
         experiment, spec = loaded.experiment, loaded.experiment.workflow
         system.control.setup(placed.context)
+        tp = system.initial_tp(placed.context)
         what = Simulation(
             workflow=placed.workflow,
             plan=placed.plan,
             cluster=loaded.cluster,
             control=system.control,
-            initial_tp=system.initial_tp(placed.context),
+            initial_tp=tp,
             feasible_tps=placed.context.feasible_tps,
             feed=PromptFeed(spec.prompts, loaded.launched_responses),
             requests=_Requests(sampler, system.control.length_error),
@@ -145,6 +149,7 @@ class Simulator:
             scorers=self.scorers(system),
             crowded=placed.crowded if any(placement.shared for placement in placed.plan.placements.values()) else None,
             routing=experiment.routing,
+            hybrid=hybrid_of(placed, tp),
         )
         return simulate(what)
 

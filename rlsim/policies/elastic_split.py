@@ -45,8 +45,11 @@ class ElasticSplit(Schema, RolloutControl, Rewiring):
         self._context = context
 
     def on_finish(self, view: RolloutView) -> Release | None:
-        """Idle replicas leave, but one stays; where training ends last, those with the fewest responses leave too."""
-        if not self.lend or view.launching or not view.nodes:
+        """Idle replicas leave, but one stays; where training ends last, those with the fewest responses leave too.
+
+        None does while generation has GPUs of training itself.
+        """
+        if not self.lend or view.launching or not view.nodes or view.borrowed:
             return None
         leaving = view.idle if view.unfinished() else view.idle[1:]
         stay = max(math.ceil(view.unfinished() / self._most(view)), 1)

@@ -21,6 +21,7 @@ BUILTIN = {
     "deepspeed_chat": "rlsim.policies.frameworks:DeepSpeedChat",
     "dynamic_sampling": "rlsim.policies.dynamic_sampling:DynamicSampling",
     "elastic_split": "rlsim.policies.elastic_split:ElasticSplit",
+    "hybrid_rollout": "rlsim.policies.hybrid_rollout:HybridRollout",
     "laminar": "rlsim.policies.laminar:Laminar",
     "lagged": "rlsim.policies.relaxed:Lagged",
     "megatron": "rlsim.policies.frameworks:Megatron",

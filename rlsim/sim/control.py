@@ -41,10 +41,19 @@ class Migrate:
 class Release:
     """Give up the GPUs of these replicas; their requests go to those that stay, to be recomputed.
 
-    In continuous generation they are lent, until the next weights come.
+    In continuous generation they are lent, until the next weights come. GPUs of training that are borrowed go back.
     """
 
     replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Borrow:
+    """Have the replicas that there may be on GPUs of training, while it waits (`RolloutView.borrowable`).
+
+    They begin to generate once they have the weights, and go on until a `Release` gives their GPUs back. Somebody
+    waits for it as soon as `RolloutView.wanted_back`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class Launch:
     to: tuple[int, ...] = ()
 
 
-Action = Reconfigure | Migrate | Release | Abort | Launch | Extend | Stop
+Action = Reconfigure | Migrate | Release | Borrow | Abort | Launch | Extend | Stop
 
 
 class RequestView(NamedTuple):
@@ -155,6 +164,13 @@ class RolloutCosts(Protocol):
         """Time of moving the KV of these contexts from one replica to another."""
 
 
+class Borrowable(NamedTuple):
+    """Replicas that generation may have on GPUs of training."""
+
+    replicas: int
+    load_s: float  # until they have the weights
+
+
 class RolloutView(Protocol):
     """The rollout at one moment, read-only. Building the details costs time, so they are made when asked for."""
 
@@ -172,7 +188,7 @@ class RolloutView(Protocol):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The nodes that have active replicas and are not switching."""
+        """The nodes of generation's own GPUs that have active replicas and are not switching."""
 
     @property
     def finished_nodes(self) -> tuple[int, ...]:
@@ -227,6 +243,24 @@ class RolloutView(Protocol):
         generation ends with the step.
         """
 
+    @property
+    def borrowable(self) -> Borrowable | None:
+        """What a `Borrow` would bring now (`replicas`, and `load_s` until they have the weights): GPUs of training are
+        idle, and the weights there those that generate. None if not, or if the system borrows none.
+        """
+
+    @property
+    def borrowed(self) -> tuple[int, ...]:
+        """The active replicas on GPUs of training."""
+
+    @property
+    def wanted_back(self) -> bool:
+        """Whether a call waits for GPUs of training that generation has borrowed."""
+
+    @property
+    def batch_missing(self) -> float:
+        """What the step that takes responses still lacks, as a share of its batch; 0 while none takes any."""
+
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
         """The active replicas of one node or of all, with their requests."""
 
@@ -261,6 +295,7 @@ class ControlContext:
     prompt_tokens: int  # longest prompt of the trace
     max_num_seqs: int = 1024  # responses that a replica runs at once
     replica_gpus: int | None = None  # of a rollout replica (TP × PP), where the plan says it
+    windows: int = 0  # equal parts in which training takes a step's batch; 0: it does not
 
     @property
     def gpus(self) -> int:
@@ -345,7 +380,7 @@ def is_action(action: object) -> bool:
             return _are_numbers(ids)
         case Extend(ids, tokens):
             return _are_numbers(ids) and is_whole(tokens)
-    return isinstance(action, Stop) or is_launch(action)
+    return isinstance(action, Stop | Borrow) or is_launch(action)
 
 
 def _are_numbers(ids: object) -> bool:

@@ -10,6 +10,7 @@ import simpy
 from rlsim.errors import PolicyError
 from rlsim.hooks import misused
 from rlsim.sim.batching import Batching, Settled, StepBatch
+from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import Controls, Launch, RolloutReport
 from rlsim.sim.flow import BATCH
 from rlsim.sim.outcome import Outcome, RolloutSummary, SwitchRecord
@@ -28,7 +29,7 @@ class Generation:
     """What generation remembers from one step to the next.
 
     `outcome` is written to; `on_release` is told the GPUs that a rollout gives up before its end; `backlog_s` says what
-    waits for training.
+    waits for training, `borrowing` who has GPUs of training.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class Generation:
         outcome: Outcome,
         on_release: Callable[[Iterable[int]], None],
         backlog_s: Callable[[], float],
+        borrowing: Borrowing | None,
     ) -> None:
         self.version = 0  # of the rollout's weights: updates so far
         self.planned_tp = what.initial_tp  # that the next rollout is to begin with
         self._env, self._what, self._outcome, self._on_release = env, what, outcome, on_release
-        self._backlog_s = backlog_s
+        self._backlog_s, self._borrowing = backlog_s, borrowing
         self._tp = what.initial_tp  # that the last one began with
         self._last_tp: dict[int, int] = {}  # by node, at the end of the last rollout
         self._used_tps: dict[int, set[int]] = {}
@@ -88,6 +90,8 @@ class Generation:
             self._finished(call, state, [r for r in resumed if r.finished])
             rollout.ask()
         yield rollout.done
+        if self._borrowing:
+            self._borrowing.end()
         settled = batch.close()
         if not batch.certain:
             state.paused = frozenset(r.id for kept in batch.paused.values() for r in kept)
@@ -142,6 +146,7 @@ class Generation:
             else None,
             on_release=self._on_release,
             backlog_s=self._backlog_s,
+            borrowing=self._borrowing,
             crowded=what.crowded,
             chunks=self._chunks(call, state),
             recorder=Recorder(self._outcome.spans, step, stays=self._outcome.stays, call=call.name),
@@ -210,7 +215,8 @@ class Generation:
         loaded = sum(replica.loaded_tokens for replica in rollout.replicas)
         released = sum(end - at for at in rollout.released_at.values())
         waiting = self._what.batching.waiting()
-        summary = RolloutSummary(step, self._tp, preemptions, peak, settled, waiting, released, hits, loaded)
+        borrowed = self._borrowing.settle() if self._borrowing else 0.0
+        summary = RolloutSummary(step, self._tp, preemptions, peak, settled, waiting, released, hits, loaded, borrowed)
         self._outcome.rollouts.append(summary)
         lengths = tuple(r.generated for r in rollout.requests if r.finished)
         loads = tuple((r.prompt_tokens, r.generated - r.resumed_tokens) for r in rollout.requests)

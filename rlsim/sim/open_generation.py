@@ -10,6 +10,7 @@ import simpy
 
 from rlsim.errors import PolicyError
 from rlsim.sim.batching import PromptFeed, Settled
+from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.continuous import Continuous, OpenView, Ready
 from rlsim.sim.control import Controls, Launch, Prompt, RolloutControl, RolloutView, decides
 from rlsim.sim.flow import BATCH
@@ -72,6 +73,7 @@ class OpenGeneration(RolloutControl):
         judge: Callable[[Call, int], InferenceServer | None],
         pool: GpuPool,
         backlog_s: Callable[[], float],
+        borrowing: Borrowing | None,
     ) -> None:
         self.version = 0
         self.planned_tp = what.initial_tp
@@ -85,6 +87,7 @@ class OpenGeneration(RolloutControl):
         self.scores = reward is not None
         self._judge = judge(reward, NO_STEP) if reward else None
         self._backlog_s = backlog_s  # what waits for training
+        self._borrowing = borrowing
         self._pool = pool  # where it lends GPUs, and takes them back
         self._groups: dict[int, _Group] = {}  # by prompt position: those that are not ready
         self._ready_now: list[_Group] = []
@@ -128,6 +131,8 @@ class OpenGeneration(RolloutControl):
             on_idle=self._idle,
             on_release=self._lend,
             backlog_s=self._backlog_s,
+            batch_missing=lambda: self._missing / self._feed.prompts if self._window else 0.0,
+            borrowing=self._borrowing,
             recorder=Recorder(self._outcome.spans, NO_STEP, stays=self._outcome.stays, call=call.name),
         )
         return Rollout(self._env, stage)
@@ -379,7 +384,16 @@ class OpenGeneration(RolloutControl):
         settled = Settled("", launched, dropped, 0)
         lent_gpu_s, self._lent_gpu_s = self._lent_gpu_s, 0.0
         summary = RolloutSummary(
-            step, self._what.initial_tp, preemptions, peak, settled, len(self._queue), lent_gpu_s, hits, loaded
+            step,
+            self._what.initial_tp,
+            preemptions,
+            peak,
+            settled,
+            len(self._queue),
+            lent_gpu_s,
+            hits,
+            loaded,
+            self._borrowing.settle() if self._borrowing else 0.0,
         )
         self._outcome.rollouts.append(summary)
 

@@ -53,6 +53,7 @@ class RolloutSummary(NamedTuple):
     released_gpu_s: float  # GPU time that generation gave up before its end
     prefix_hit_tokens: int = 0  # that prefills found in the prefix cache
     kv_loaded_tokens: int = 0  # of these, that came from host memory
+    borrowed_gpu_s: float = 0.0  # GPU time that generation had on GPUs of training
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -37,6 +37,7 @@ class GpuPool:
         self._calls = 0
         self._queues: defaultdict[int, list[_Waiting]] = defaultdict(list)  # by GPU, in the order of ranks
         self._generations: dict[simpy.Event, _Waiting] = {}  # those that wait
+        self.on_wait: Callable[[frozenset[int]], None] | None = None  # is told what a call waits for, as it begins to
 
     def acquire(self, gpus: Iterable[int], kind: CallKind, *, guest: bool = False) -> simpy.Event:
         """An event that fires when all of `gpus` are the caller's, a call of that kind; at once if they are free.
@@ -55,7 +56,17 @@ class GpuPool:
         if kind == "generate":
             self._generations[call.granted] = call
         self._grant(call)
+        if self.on_wait and not call.granted.triggered:
+            self.on_wait(call.gpus)
         return call.granted
+
+    def idle(self, gpus: Collection[int]) -> bool:
+        """Whether nobody has any of these GPUs, or waits for one."""
+        return self._busy.isdisjoint(gpus) and not self.wanted(gpus)
+
+    def wanted(self, gpus: Iterable[int]) -> bool:
+        """Whether somebody waits for one of these GPUs."""
+        return any(self._queues[gpu] for gpu in gpus)
 
     def release(self, gpus: Iterable[int]) -> None:
         """Give GPUs back."""

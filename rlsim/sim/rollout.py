@@ -17,15 +17,18 @@ from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import SwitchCost
 from rlsim.errors import RlsimError
 from rlsim.hooks import misused
+from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import (
     Abort,
     Action,
+    Borrow,
     Extend,
     KvHandling,
     Launch,
     Migrate,
     Reconfigure,
     Release,
+    RolloutCosts,
     RolloutView,
     Stop,
     actions_of,
@@ -76,12 +79,16 @@ class Rollout(RolloutState):
 
         for node, tp in self._tp.items():
             self._used_tps.setdefault(node, set()).add(tp)
-            self._start_node(node, tp, stage.version)
+        for node in range(self.own_nodes):
+            self._start_node(node, stage.tp, stage.version)
         self._deal_new(stage.requests, self.active(), idle=True)
         if stage.resumed:
             self._deal_to_active(stage.resumed)
         if not self._requests:
             self._none_left()
+        if stage.borrowing:
+            stage.borrowing.serve(lambda: self.updates.version, self.ask)
+            self.ask()
 
     # ---- requests and replicas --------------------------------------------------------------------------------------
 
@@ -99,8 +106,8 @@ class Rollout(RolloutState):
             len(self.replicas),
             node,
             gpus,
-            self._step_cost(gpus),
-            self._stage.costs.capacity_pages(len(gpus)),
+            self._step_cost(node, gpus),
+            self._costs(node).capacity_pages(len(gpus)),
             self._stage.config,
             self._stage.recorder,
             self._finished,
@@ -113,16 +120,20 @@ class Rollout(RolloutState):
         self.replicas.append(replica)
         return replica
 
-    def _step_cost(self, gpus: tuple[int, ...]) -> StepCost:
+    def _costs(self, node: int) -> RolloutCosts:
+        borrowing = self._stage.borrowing
+        return borrowing.there.costs if borrowing and node >= self.own_nodes else self._stage.costs
+
+    def _step_cost(self, node: int, gpus: tuple[int, ...]) -> StepCost:
         crowded = self._stage.crowded is not None and any(self._shared[gpu] for gpu in gpus)
-        return (self._stage.crowded if crowded and self._stage.crowded else self._stage.costs.step)(len(gpus))
+        return (self._stage.crowded if crowded and self._stage.crowded else self._costs(node).step)(len(gpus))
 
     def share(self, gpus: tuple[int, ...], shared: bool) -> None:
         """Something else begins to run on these GPUs, or ends: replicas there take on their other pace."""
         (self._shared.update if shared else self._shared.subtract)(gpus)
         for replica in self.active():
             if not set(gpus).isdisjoint(replica.gpus):
-                replica.at_boundary(lambda r=replica: r.set_cost(self._step_cost(r.gpus)))  # type: ignore[misc]
+                replica.at_boundary(lambda r=replica: r.set_cost(self._step_cost(r.node, r.gpus)))  # type: ignore[misc]
 
     def _give(self, replica: Replica, requests: Sequence[Request]) -> None:
         self._left_on[replica.node] += len(requests)
@@ -273,6 +284,7 @@ class Rollout(RolloutState):
         match action:
             case Reconfigure(node, tp, kv):
                 self._check(node in self._active, action, f"there is no node {node}")
+                self._check(node < self.own_nodes, action, f"node {node} is training's, and keeps its layout")
                 gpus = len(self.mesh[node])
                 divides = isinstance(tp, int) and tp >= 1 and gpus % tp == 0
                 self._check(divides, action, f"{tp} does not divide the {gpus} GPUs of a node")
@@ -290,9 +302,17 @@ class Rollout(RolloutState):
             case Release(replicas):
                 self._check(all(0 <= i < len(self.replicas) for i in replicas), action, "there is no such replica")
                 leaving = [self.replicas[i] for i in sorted(set(replicas)) if self.replicas[i].stopped is None]
-                if len(leaving) < len(self.active()):
-                    for replica in leaving:
-                        replica.stop().callbacks.append(lambda _, r=replica: self._release(r))  # type: ignore[misc]
+                borrowed = self.borrowed
+                own = [replica for replica in leaving if replica not in borrowed]
+                if len(own) == len(self.active()) - len(borrowed):
+                    leaving = [replica for replica in leaving if replica in borrowed]
+                for replica in leaving:
+                    replica.stop().callbacks.append(lambda _, r=replica: self._release(r))  # type: ignore[misc]
+            case Borrow():
+                borrowing = self._stage.borrowing
+                self._check(borrowing is not None, action, "no system part says that GPUs of training may be borrowed")
+                if borrowing and borrowing.offer():
+                    self.env.process(self._borrow(borrowing))
             case Abort(requests):
                 self._check(self._requests.keys() >= set(requests), action, "there is no such request")
                 for replica, ids in self._where(requests):
@@ -404,9 +424,11 @@ class Rollout(RolloutState):
         moving.sort(key=lambda item: place[item[0].id])
         with_kv = [(r, source) for r, source, version in moving if version is not None]
         if kv == "migrate" and with_kv:
-            same_node = all(source.node == to.node for _, source in with_kv)
+            same_node = all(self._is_near(source, to) for _, source in with_kv)
             contexts = [r.context for r, _ in with_kv]
-            yield self.env.timeout(self._stage.costs.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node))
+            nodes = {to.node, *(source.node for _, source in with_kv)}
+            ends = {id(costs): costs for costs in map(self._costs, nodes)}.values()  # the slower kind of GPU binds
+            yield self.env.timeout(max(c.transfer_s(contexts, with_kv[0][1].tp, to.tp, same_node) for c in ends))
         arrivals = [r for r, _, _ in moving]
         for request, _, version in moving:
             fits = version is not None and self.updates.keeps(version, to.version)
@@ -416,6 +438,13 @@ class Rollout(RolloutState):
             self._give(to, arrivals)
         else:
             self._deal_to_active(arrivals)
+
+    def _is_near(self, one: Replica, other: Replica) -> bool:
+        """Whether KV cache goes from one to the other without the network between nodes."""
+        if one.node == other.node or not self._stage.borrowing:
+            return one.node == other.node
+        domain_of = self._stage.borrowing.there.domain_of
+        return domain_of(one.gpus[0]) == domain_of(other.gpus[0])
 
     def _release(self, replica: Replica) -> None:
         """It has stopped: when all that stop at this moment have, what they hold is dealt out, by index."""
@@ -428,12 +457,32 @@ class Rollout(RolloutState):
         if self._stopping or self.done.triggered:  # who waits for the rollout has its GPUs already
             return
         for replica in released:
-            self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
-            if self._stage.on_release:
-                self._stage.on_release(replica.gpus)
-            self.lent.append(replica)
+            if replica.node >= self.own_nodes and self._stage.borrowing:
+                self._stage.borrowing.give_back(replica.gpus)
+            else:
+                self.released_at.update(dict.fromkeys(replica.gpus, self.env.now))
+                if self._stage.on_release:
+                    self._stage.on_release(replica.gpus)
+                self.lent.append(replica)
             running, others = self._take(replica, "released")
             self._deal_to_active([*running, *others])
+
+    def _borrow(self, borrowing: Borrowing) -> Generator[simpy.Event, Any, None]:
+        """Replicas on GPUs of training load its weights, which are those of the rollout, and begin."""
+        there, start = borrowing.there, self.env.now
+        borrowing.take()
+        yield self.env.timeout(there.load_s)
+        for gpus in there.mesh:
+            self._stage.recorder.add(gpus, start, self.env.now, there.call, there.tp, "hybrid replicas")
+        borrowing.loading = False
+        if self._stopping or self.done.triggered:
+            borrowing.give_back([gpu for gpus in there.mesh for gpu in gpus])
+            return
+        for node in range(self.own_nodes, len(self.mesh)):
+            self._start_node(node, there.tp, self.updates.version)
+        homeless, self._homeless = self._homeless, []
+        self._deal_to_active(homeless)
+        self.ask()
 
     def take_back(self, lent: Sequence[Replica]) -> None:
         """New replicas on the GPUs of these, which were released, with the weights that they had."""

@@ -10,6 +10,7 @@ from typing import Any
 import simpy
 
 from rlsim.errors import PolicyError
+from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import ScoringReport
 from rlsim.sim.elastic import ElasticCall
@@ -42,7 +43,8 @@ class _Run:
         self.pool = GpuPool(self.env)
         self.outcome = Outcome()
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
-        self.generation = Generation(self.env, what, self.outcome, self.pool.release, self._backlog_s)
+        self.borrowing = Borrowing(self.env, self.pool, what.hybrid) if what.hybrid else None
+        self.generation = Generation(self.env, what, self.outcome, self.pool.release, self._backlog_s, self.borrowing)
         self.elastic: list[ElasticCall] = []  # training at work that may borrow GPUs
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step (NO_STEP: of all steps)
         self.steps = {
@@ -61,7 +63,15 @@ class _Run:
             self.generation.take_given(list(self.steps.values()))
         elif isinstance(what.batching.launcher, Continuous):
             self.open = OpenGeneration(
-                self.env, what, self.outcome, self.desk, generating[0], self._judge, self.pool, self._backlog_s
+                self.env,
+                what,
+                self.outcome,
+                self.desk,
+                generating[0],
+                self._judge,
+                self.pool,
+                self._backlog_s,
+                self.borrowing,
             )
         self.done: dict[tuple[str, int], simpy.Process] = {}
         for step in range(what.steps):
@@ -90,7 +100,7 @@ class _Run:
                 raise
             raise PolicyError(
                 f"step {step} comes to a halt: its batch cannot become complete, and nothing more is launched "
-                "(was something aborted that it needs?)"
+                "(was something aborted that it needs, or are GPUs of training borrowed and not given back?)"
             ) from error
 
     # ---- calls ------------------------------------------------------------------------------------------------------
@@ -130,6 +140,7 @@ class _Run:
         """All of a call, on all its GPUs."""
         env, state = self.env, self.steps[step]
         ready_at = env.now
+        self._begins(call, step)
         judging = self.judging if call.kind == "generate" else ()
         yield self.pool.acquire((*placement.gpus, *judging), call.kind)
         start_at, held = env.now, set(placement.gpus)
@@ -148,6 +159,12 @@ class _Run:
         self.pool.release(held)
         gpus = len(placement.gpus)
         return CallRecord(step, call.name, call.kind, call.model, ready_at, start_at, env.now, gpus, parts)
+
+    def _begins(self, call: Call, step: int) -> None:
+        """A call of a step is ready: where it trains what generates, generation has the trainer's weights no more."""
+        updated = set(self.what.workflow.beside(call.name)[1]) & self.updating
+        if self.borrowing and call.kind == "train" and updated:
+            self.borrowing.trained = max(self.borrowing.trained, step + 1)
 
     def _from_queue(
         self, generation: OpenGeneration, call: Call, step: int, placement: Placement
@@ -208,6 +225,7 @@ class _Run:
     def _elastic(self, inbox: Inbox, call: Call, step: int, placement: Placement) -> ElasticCall:
         """A call begins to work on the samples of an inbox in pieces."""
         recorder, state = Recorder(self.outcome.spans, step), self.steps[step]
+        self._begins(call, step)
 
         def slowdown(gpus: tuple[int, ...]) -> float:
             beside = [(self.what.scorers[name].slowdown, s.busy_gpus) for name, s in state.scorers.items()]
@@ -257,6 +275,7 @@ class _Run:
                 yield from self._finish(work, call, step, placement)
                 start, parts = work.started_at, list(work.parts_s.items())
             else:
+                self._begins(call, step)
                 yield self.pool.acquire(placement.gpus, call.kind)
                 start, tp = env.now, self.generation.planned_tp
                 parts = list(self.what.times.parts(call, placement, _worked_on(call, samples), tp, windows))

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from rlsim.cost.step import StepCost
 from rlsim.hardware import AnyCluster
 from rlsim.sim.batching import Batching, PromptFeed
+from rlsim.sim.borrowing import HybridReplicas
 from rlsim.sim.control import Prompt, RolloutControl, RolloutCosts
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.request import EngineConfig, Request
@@ -76,3 +77,4 @@ class Simulation:
     scorers: Mapping[str, RewardModelEngine] = field(default_factory=dict)
     crowded: Callable[[int], StepCost] | None = None  # a rollout replica's steps while others work on its GPUs
     routing: Routing = "contiguous"
+    hybrid: HybridReplicas | None = None  # that generation may have on GPUs of training

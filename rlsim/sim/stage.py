@@ -10,6 +10,7 @@ from typing import Literal
 import simpy
 
 from rlsim.cost.step import StepCost
+from rlsim.sim.borrowing import Borrowing
 from rlsim.sim.control import Launch, RolloutControl, RolloutCosts
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener, Replica
@@ -48,6 +49,8 @@ class GenerationStage:
     on_release: Callable[[Iterable[int]], None] | None = None  # is told of GPUs that are given up before the end
     crowded: Callable[[int], StepCost] | None = None  # step cost, by TP, of a replica whose GPUs are shared
     backlog_s: Callable[[], float] = lambda: 0.0  # of training that may borrow GPUs, see `RolloutView`
+    batch_missing: Callable[[], float] | None = None  # see `RolloutView`; default: the share that is unfinished
+    borrowing: Borrowing | None = None  # GPUs of training that it may have for a time
     chunks: ChunkListener | None = None  # is told of responses on their way
     recorder: Recorder = field(default_factory=Recorder)
 
@@ -63,15 +66,19 @@ class RolloutState:
         self.cap_tokens = stage.cap_tokens
         self.backlog_s = stage.backlog_s
         self.label = stage.label
-        self.mesh = stage.mesh
+        self.borrowing = stage.borrowing
+        self._batch_missing = stage.batch_missing
+        self.own_nodes = len(stage.mesh)  # the first; the others are those of GPUs of training
+        self.mesh = (*stage.mesh, *(stage.borrowing.there.mesh if stage.borrowing else ()))
         self.finished = 0  # responses finished so far
         self.finished_lengths: list[int] = []  # of these, where a control is asked
         self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
         self._left = len(self._requests)
-        self._left_on = dict.fromkeys(range(len(stage.mesh)), 0)
-        self._tp = dict.fromkeys(range(len(stage.mesh)), stage.tp)
+        self._left_on = dict.fromkeys(range(len(self.mesh)), 0)
+        self._tp = dict.fromkeys(range(len(self.mesh)), stage.borrowing.there.tp if stage.borrowing else stage.tp)
+        self._tp |= dict.fromkeys(range(self.own_nodes), stage.tp)
         self._used_tps = stage.used_tps
-        self._active: dict[int, list[Replica]] = {}
+        self._active: dict[int, list[Replica]] = {node: [] for node in self._tp}
         self._switching: set[int] = set()
         self._just_finished: set[int] = set()
         self.lent: list[Replica] = []  # released, their GPUs not taken back
@@ -89,8 +96,21 @@ class RolloutState:
 
     @property
     def size(self) -> int:
-        """How many replicas the layouts of its nodes have, without those that are lent."""
-        return sum(len(gpus) // self._tp[node] for node, gpus in enumerate(self.mesh)) - len(self.lent)
+        """How many replicas the layouts of its own nodes have, without those that are lent, with those borrowed."""
+        own = sum(len(gpus) // self._tp[node] for node, gpus in enumerate(self.mesh[: self.own_nodes]))
+        return own - len(self.lent) + len(self.borrowed)
+
+    @property
+    def batch_missing(self) -> float:
+        """Share of the step's batch that is still to come."""
+        if self._batch_missing:
+            return self._batch_missing()
+        return self._left / self.launched if self.launched else 0.0
+
+    @property
+    def borrowed(self) -> list[Replica]:
+        """The active replicas on GPUs of training."""
+        return [replica for node in range(self.own_nodes, len(self.mesh)) for replica in self.active(node)]
 
     def active(self, node: int | None = None) -> list[Replica]:
         """Replicas that have not been told to stop, of one node or of all, by index."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from rlsim.sim.control import ReplicaView, RequestView
+from rlsim.sim.control import Borrowable, ReplicaView, RequestView
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 from rlsim.sim.stage import RolloutState
@@ -32,12 +32,14 @@ class LiveView:
     @property
     def nodes(self) -> tuple[int, ...]:
         rollout = self._rollout
-        return tuple(n for n in rollout._active if n not in rollout._switching and rollout.active(n))
+        own = range(rollout.own_nodes)
+        return tuple(n for n in own if n not in rollout._switching and rollout.active(n))
 
     @property
     def finished_nodes(self) -> tuple[int, ...]:
         rollout = self._rollout
-        return tuple(n for n in sorted(rollout._just_finished) if n not in rollout._switching and rollout.active(n))
+        nodes = [n for n in sorted(rollout._just_finished) if n < rollout.own_nodes]
+        return tuple(n for n in nodes if n not in rollout._switching and rollout.active(n))
 
     @property
     def finished(self) -> int:
@@ -87,6 +89,23 @@ class LiveView:
     @property
     def launching(self) -> bool:
         return self._rollout.launching
+
+    @property
+    def borrowable(self) -> Borrowable | None:
+        borrowing = self._rollout.borrowing
+        return borrowing.offer() if borrowing else None
+
+    @property
+    def borrowed(self) -> tuple[int, ...]:
+        return tuple(replica.index for replica in self._rollout.borrowed)
+
+    @property
+    def wanted_back(self) -> bool:
+        return self._rollout.borrowing is not None and self._rollout.borrowing.wanted_back
+
+    @property
+    def batch_missing(self) -> float:
+        return self._rollout.batch_missing
 
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
         return tuple(view_of_replica(replica) for replica in self._rollout.active(node))

@@ -58,7 +58,8 @@ class Workflow:
     inference and training that take samples as they come take a step's batch in so many equal parts: each is worked on
     whole, on all GPUs of the call, once it is there and the one before is trained on. Without, they work in pieces.
     `elastic`: training that takes samples as they come, or a window's, works in pieces, also on GPUs that generation
-    leaves idle: as further data-parallel replicas.
+    leaves idle: as further data-parallel replicas. `hybrid`: the other way round, generation may have replicas on GPUs
+    of training, while that waits.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Workflow:
     baseline_responses: int = 0
     windows: int = 0
     elastic: bool = False
+    hybrid: bool = False
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]

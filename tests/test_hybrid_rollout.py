@@ -1,0 +1,293 @@
+"""GPUs of training that generate while it waits: by hand, on real systems, on random ones, and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from open_workloads import OpenWorkload, Rule
+from reference import RefEngine
+from test_asynchronous import check_tokens, of, run
+from test_lags import check_gpus
+from workloads import LinearStep, StubCosts
+
+import rlsim
+from rlsim.errors import CapacityError, PolicyError, RlsimError
+from rlsim.sim.borrowing import HybridReplicas
+from rlsim.sim.continuous import Update
+from rlsim.sim.control import Action, Borrow, Migrate, Reconfigure, Release, RolloutControl, RolloutView
+from rlsim.sim.outcome import Outcome
+from rlsim.sim.run import simulate
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+
+class BorrowAlways(RolloutControl):
+    """Borrows whatever it may while the batch is not there, moves half of what waits, gives back when asked."""
+
+    keep = False
+
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        if view.borrowed:
+            if view.wanted_back and not self.keep:
+                return [Release(view.borrowed)]
+            own, there = view.replicas()
+            moving = [r.id for r in reversed(own.requests) if not r.has_kv]
+            surplus = (len(own.requests) - len(there.requests)) // 2
+            return [Migrate(tuple(moving[:surplus]), there.index, "recompute")] if surplus > 0 and moving else []
+        return [Borrow()] if view.borrowable and view.batch_missing else []
+
+
+class KeepAlways(BorrowAlways):
+    keep = True
+
+
+#: A response of 5 tokens to a prompt of 8 takes 6 s on generation's own GPU, and 3 s on the trainer's: another kind.
+SLOW = StubCosts({1: LinearStep(a=1.0, p=1 / 8)}, {1: 1000})
+FAST = StubCosts({1: LinearStep(a=0.5, p=1 / 16)}, {1: 1000})
+TRAINER = 8
+ONE_AT_A_TIME = RefEngine(1, 1, 8192, False, 0)
+
+
+def steps_of_four(eta: int, control: RolloutControl | None, load_s: float = 2.0, steps: int = 2) -> Outcome:
+    """Steps of four responses: training takes 10 s, new weights 2 s, and the trainer's engine gets them in `load_s`."""
+    rule = Rule("staleness", eta, weights=Update("interrupt", "keep"))
+    sizes = (((8, 5),),)
+    work = OpenWorkload(sizes, 4, rule, (10.0,) * steps, (2.0,) * steps, (1,), costs=SLOW, engine=ONE_AT_A_TIME)
+    what = work.simulation()
+    hybrid = HybridReplicas([(TRAINER,)], 1, FAST, load_s, "sync") if control else None
+    return simulate(dataclasses.replace(what, control=control or RolloutControl(), hybrid=hybrid))
+
+
+def call_times(outcome: Outcome, name: str) -> list[tuple[float, float]]:
+    return [(call.start_at, call.end_at) for call in outcome.calls if call.call == name]
+
+
+def on_trainer(outcome: Outcome, kind: str) -> list[tuple[float, float]]:
+    return [(s.start_at, s.end_at) for s in outcome.spans if s.gpus == (TRAINER,) and s.kind == kind]
+
+
+def test_on_policy_the_trainer_takes_half_of_each_batch() -> None:
+    alone, helped = steps_of_four(0, None), steps_of_four(0, BorrowAlways())
+    # Alone: four responses of 6 s one after the other, 10 s and 2 s.
+    assert [end for _, end in call_times(alone, "generate")] == [24.0, 24.0 + 12.0 + 24.0]
+    # Two responses go to the trainer, which has them at 2 + 3 + 3 s, before the two others are there at 12 s.
+    assert [end for _, end in call_times(helped, "generate")] == [12.0, 12.0 + 12.0 + 12.0]
+    assert call_times(helped, "train") == [(12.0, 22.0), (36.0, 46.0)]
+    assert [span for span in on_trainer(helped, "sync") if span[1] - span[0] == 2.0] == [(0.0, 2.0), (24.0, 26.0)]
+    assert [rollout.borrowed_gpu_s for rollout in helped.rollouts] == [12.0, 12.0]
+    for step, responses in enumerate(helped.responses):
+        assert (responses.trained & (responses.version == step)).sum() == 4
+
+
+def test_under_a_bound_it_gives_back_what_it_has_not_finished() -> None:
+    """Eight responses are under way from the start.
+
+    The trainer has four of them from 2 s on, and three done at 11 s, when its own batch is complete: those of 5, 8 and
+    11 s, and one of 6 s. The fourth, which it begins at this moment, goes back. Weights come at 21 s, when generation
+    has done two more, is 3 s into its fourth and stands still for 2 s. Then four more begin. At 25 s the trainer has
+    weights again, and takes three of the six under way; at 26 s the fourth is done, at 28 s the trainer's first: these
+    are a batch, with those of 12 and 18 s.
+    """
+    outcome = steps_of_four(1, BorrowAlways())
+    assert [end for _, end in call_times(outcome, "generate")] == [11.0, 28.0]
+    assert call_times(outcome, "train") == [(11.0, 21.0), (28.0, 38.0)]
+    assert call_times(outcome, "sync")[0] == (21.0, 23.0)
+    assert [rollout.borrowed_gpu_s for rollout in outcome.rollouts] == [11.0, 5.0]
+    first, second = outcome.responses
+    assert sorted(first.finished_at[first.trained]) == [5.0, 6.0, 8.0, 11.0]
+    assert sorted(second.finished_at[second.trained]) == [12.0, 18.0, 26.0, 28.0]
+    staleness = [1 - version for version in second.version[second.trained].tolist()]
+    assert sorted(staleness) == [0, 1, 1, 1]
+    # On the trainer there were two replicas, with weights of versions 0 and 1; the first kept the GPU until training.
+    assert [stays.replica for stays in outcome.stays if stays.gpus == (TRAINER,)] == [1, 2]
+
+
+def test_weights_that_come_too_late_are_waited_for() -> None:
+    """Generation's own GPU has all four at 24 s; the trainer's engine has its weights at 30 s, and sleeps again."""
+    outcome = steps_of_four(0, BorrowAlways(), load_s=30.0, steps=1)
+    assert call_times(outcome, "generate")[0][1] == 24.0
+    assert call_times(outcome, "train") == [(30.0, 40.0)]
+    assert on_trainer(outcome, "sync")[0] == (0.0, 30.0)
+    assert not on_trainer(outcome, "decode")
+
+
+def test_whoever_gives_nothing_back_is_told_so() -> None:
+    with pytest.raises(PolicyError, match=r"step 0 comes to a halt.*borrowed and not given back"):
+        steps_of_four(1, KeepAlways())
+
+
+class BorrowAnyway(RolloutControl):
+    def on_finish(self, view: RolloutView) -> Borrow:
+        return Borrow()
+
+
+class SwitchThere(BorrowAlways):
+    def on_finish(self, view: RolloutView) -> list[Action]:
+        return [Reconfigure(1, 1)] if view.borrowed else super().on_finish(view)
+
+
+def test_what_a_control_may_not_do_there() -> None:
+    what = OpenWorkload((((8, 5),),), 4, Rule(), (1.0,), (1.0,), costs=SLOW).simulation()
+    with pytest.raises(PolicyError, match="no system part says that GPUs of training may be borrowed"):
+        simulate(dataclasses.replace(what, control=BorrowAnyway()))
+    with pytest.raises(PolicyError, match="node 1 is training's, and keeps its layout"):
+        steps_of_four(1, SwitchThere())
+
+
+# ---- real systems ---------------------------------------------------------------------------------------------------
+
+RULE = {"bounded_staleness": {"eta": 1, "stale": "wait"}}
+LONG = {"path": "rollpacker-math", "cap": "4K"}
+
+
+def systems(*parts: Any, rollout_gpus: int = 2) -> list[Any]:
+    """One system whose trainer waits, one whose trainer generates meanwhile."""
+    common = [{"verl": {"tp": 1}}, {"split": {"rollout_gpus": rollout_gpus}}, *parts]
+    return [{"name": "waits", "use": common}, {"name": "hybrid", "use": [*common, "hybrid_rollout"]}]
+
+
+@pytest.mark.parametrize("rule", [[], [RULE], [{"bounded_staleness": {"eta": 1, "rolling": True}}]])
+def test_a_trainer_that_helps_shortens_steps_where_the_split_favours_training(rule: list[Any]) -> None:
+    """In a synchronous split, and beside a rollout that never ends, whose replicas take weights together or each."""
+    found = run(*systems(*rule), trace=LONG, workflow={"prompts": 32, "responses": 8})
+    rows = found.summary().set_index("system")
+    assert rows.loc["hybrid", "responses_per_s"] > 1.05 * rows.loc["waits", "responses_per_s"]
+    assert rows.loc["hybrid", "trainer_idle"] < rows.loc["waits", "trainer_idle"]
+    assert of(found, "hybrid")["borrowed_gpu_s"].sum() > 0
+    assert of(found, "waits")["borrowed_gpu_s"].sum() == 0
+    assert len(of(found, "hybrid", "spans").query("kind == 'decode' and gpu >= 2"))
+    check_gpus(of(found, "hybrid", "spans"))
+    check_tokens(of(found, "hybrid"))
+
+
+def test_two_kinds_of_gpu_each_generate_at_their_own_rate() -> None:
+    """The trainer's H100s decode in a shorter time than the H20s of generation would, by their own calibration."""
+    common = [{"verl": {"tp": 4}}, "split", {"bounded_staleness": {"eta": 0}}]
+    experiment = {
+        "name": "kinds",
+        "cluster": "2x8xh20+1x8xh100",
+        "model": "llama-3.1-8b",
+        "calibration": {"h20": "h20-vllm", "h100": "h100-vllm"},
+        "trace": {"fixed": 2000, "cap": 2000},
+        "workflow": {"prompts": 32, "responses": 8, "steps": 2},
+        "training": {"offload": True},
+        "seeds": 1,
+        "systems": [{"name": "hybrid", "use": [*common, "hybrid_rollout"]}],
+    }
+    stays = rlsim.run(experiment).stays.query("left == 'finished'")
+    on = {kind: stays.query(f"gpu {there} 16") for kind, there in (("h20", "<"), ("h100", ">="))}
+    assert len(on["h20"])
+    assert len(on["h100"])
+    assert on["h100"]["left_at"].max() <= on["h20"]["left_at"].max(), "they are done with their share before"
+
+
+@st.composite
+def hybrid_systems(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any], int]:
+    """Parts of a system whose trainer helps, the workflow's sizes, and mini-batches."""
+    updates = draw(st.sampled_from([1, 2, 4]))
+    windows = {"training_windows": {"parts": updates}}
+    parts = draw(
+        st.sampled_from(
+            [
+                [{"bounded_staleness": {"eta": draw(st.integers(0, 3)), "interrupt": draw(st.booleans())}}],
+                [{"bounded_staleness": {"eta": 1, "stale": "drop", "rolling": draw(st.booleans())}}],
+                [{"bounded_staleness": {"eta": 2, "stale": "wait", "updated_kv": "keep"}}, windows],
+                [{"replica_batches": {"eta": 2}}, "repack"],
+                [{"sync_quota": {"staleness_threshold": 0.5}}, windows],
+                [{"sync_quota": {"staleness_threshold": 1, "partial_rollout": False}}, "rollout_log_probs"],
+                ["lagged"],
+                [],
+                ["tail_consolidation"],
+                [{"bounded_staleness": {"eta": 1}}, {"elastic_split": {}}],
+                [{"bounded_staleness": {"eta": 1}}, windows, {"elastic_split": {}}],
+            ]
+        )
+    )
+    tp, gpus = draw(st.sampled_from([1, 2])), draw(st.sampled_from([2, 4]))
+    hybrid = {"until": draw(st.sampled_from([0.1, 0.4, 1.0])), "spread": draw(st.booleans())}
+    hybrid["kv"] = draw(st.sampled_from(["recompute", "migrate"]))
+    rewards = draw(st.sampled_from([[], ["async_reward"]]))
+    system = [{"verl": {"tp": tp}}, {"split": {"rollout_gpus": gpus}}, *rewards, *parts, {"hybrid_rollout": hybrid}]
+    sizes = {"prompts": 4 * draw(st.integers(1, 4)), "responses": draw(st.integers(1, 4)), "steps": 5}
+    sizes["reference"] = draw(st.booleans())
+    return system, sizes, updates if windows in parts else 1
+
+
+@settings(deadline=None, derandomize=True, max_examples=20, suppress_health_check=list(HealthCheck))
+@given(hybrid_systems())
+def test_every_system_that_borrows_keeps_every_invariant(drawn: tuple[list[Any], dict[str, Any], int]) -> None:
+    parts, sizes, updates = drawn
+    found = run(
+        {"name": "hybrid", "use": parts}, workflow=sizes, training={"backend": "megatron", "mini_batches": updates}
+    )
+    steps, responses, calls = found.steps, found.responses, found.calls
+    assert (steps["trained"] == sizes["prompts"] * sizes["responses"]).all()
+    assert (steps["staleness_max"] <= steps["step"]).all()
+    for bound in (part["bounded_staleness"] for part in parts if "bounded_staleness" in part):
+        assert bound.get("stale") is None or (steps["staleness_max"] <= bound["eta"]).all()
+    assert steps["step_time_s"].sum() == pytest.approx(calls["end_at"].max(), rel=1e-9)
+    check_tokens(steps)
+    check_gpus(found.spans)
+    trained = responses[responses["trained"]]
+    assert not trained.duplicated(["prompt_id", "response"]).any()
+    train = calls[calls["call"] == "train"].set_index("step")
+    assert (trained["finish_at"] <= trained["step"].map(train["end_at"]) * (1 + 1e-9)).all()
+    first = next(part["split"]["rollout_gpus"] for part in parts if "split" in part)
+    generated_s = found.spans.query(f"gpu >= {first} and kind in ('decode', 'prefill', 'mixed')")
+    generated_s = ((generated_s["end_at"] - generated_s["start_at"]) * generated_s["gpus"]).sum()
+    after_last_batch_s = (8 - first) * steps["step_time_s"].iloc[-1]  # which is in no step
+    assert generated_s <= steps["borrowed_gpu_s"].sum() + after_last_batch_s
+    begun, synced = np.sort(train["start_at"]), np.sort(calls.loc[calls["kind"] == "sync", "end_at"])
+    hybrid = found.spans[found.spans["label"] == "hybrid replicas"]
+    trained_then = np.searchsorted(begun, hybrid["start_at"] * (1 + 1e-9))
+    assert (trained_then <= np.searchsorted(synced, hybrid["start_at"] * (1 + 1e-9))).all(), "weights of the version"
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+FOUR: dict[str, Any] = {"split": {"rollout_gpus": 4}}
+TP1 = {"verl": {"tp": 1}}
+JUDGE = {
+    "workflow": {"reward": {"judge": {"model": "qwen2.5-1.5b"}}},
+    "trace": {"path": "rollpacker-judge", "cap": "1K"},
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "told"),
+    [
+        ([TP1], {}, "share GPUs.*none to borrow: add `split`"),
+        (["planner", FOUR], {}, "Planner plans another layout for the next rollout"),
+        ([TP1, FOUR, "colocated_judge"], JUDGE, "a judge beside the other calls.*leave out colocated_judge"),
+        (
+            [{"verl": {"tp": 16}}, {"split": {"rollout_gpus": 16}}],
+            {"cluster": "3x8xh800", "model": "llama-3.1-8b"},
+            "replicas of 16 GPUs, as generation has them, do not divide the 8 GPUs of a node that train has",
+        ),
+    ],
+)
+def test_bad_combinations_are_refused_with_the_reason(parts: list[Any], changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RlsimError, match=told):
+        run({"name": "wrong", "use": [*parts, "hybrid_rollout"]}, **changes)
+
+
+def test_replicas_must_fit_beside_the_states_of_training() -> None:
+    training = {"backend": "fsdp", "fused_kernels": True, "micro_batch_tokens": "4K"}
+
+    def steps(offload: bool, *parts: str) -> int:
+        system = {"name": "large", "use": [TP1, FOUR, RULE, *parts]}
+        training["offload"] = offload
+        return len(run(system, model="qwen2.5-14b", training=training, workflow={"steps": 1}).steps)
+
+    assert steps(False) == 1
+    told = (
+        r"no rollout replica fits on the GPUs of call train, where 51\.\d+ GB stay.*training.offload: true keeps them"
+    )
+    with pytest.raises(CapacityError, match=told):
+        steps(False, "hybrid_rollout")
+    assert steps(True, "hybrid_rollout") == 1
