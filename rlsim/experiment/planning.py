@@ -330,14 +330,17 @@ class PlanSpace:
         layout = loaded.replica
         groups, own_tp = layout.attention_dp, layout.attention_tp(tp)
         weight_bytes = rollout_weight_bytes(model, tp, pp, layout)
-        working = weight_bytes + rollout_activation_bytes(model, own_tp, batched, sequences)
+        kind = loaded.kind(range(strategy.gpus), "generation")
+        rule = kind.calibration.memory_rule
+        working = rollout_activation_bytes(model, own_tp, batched, sequences, rule.sampling_bytes)
+        beside = rule.beside_bytes(tp * pp, nvlink=kind.cluster.nvlink)
         replicas = self._dealt(strategy)
         shape = kv_shape(model, own_tp)
         units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in dealt) for dealt in replicas)
         pages = math.ceil(units / shape.page_units / groups)
         kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, own_tp, engine.page_tokens, pp)
-        needed = working + RESERVED_BYTES + kv_bytes
-        return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, loaded.experiment.memory_utilization)
+        needed = rule.share_for(kv_bytes, kind.cluster.gpu.memory_bytes, weight_bytes, working, beside)
+        return min(math.ceil(1000 * needed) / 1000, loaded.experiment.memory_utilization)
 
     def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int, int], ...]]:
         """The replicas' sequences, of replicas with the same ones once: prompt, counted from a replica's first, and the
