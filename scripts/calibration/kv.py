@@ -199,6 +199,10 @@ doubling of TP. Errors are by a fit that has seen no log of the model; positive:
 - **Before** these rules (10 bytes a logit, 2 GiB for all else, memory as the driver counts it) the KV tokens of vLLM
   were 8% off at the median and 97% at the ninth decile, those of SGLang 6% and 40%. Most was vLLM's sampling of
   `max_num_seqs` sequences: 5.6 GiB for 1,024 of a Qwen3, where 1.5 was assumed.
+- **Others' words** agree where no log is whole: NeMo-RL found vLLM 0.25's KV cache several GiB larger than 0.20's at
+  the same share (https://github.com/NVIDIA-NeMo/RL/pull/3280), which is sampling without a sort; and generation of
+  Qwen3-235B-A22B on H100 to take 137 s in place of 174 with a share of 0.88 in place of 0.80
+  (https://github.com/NVIDIA-NeMo/RL/pull/3278): at TP 8 that is 2.4 times the KV here.
 - **Far off** are GPUs that weights nearly fill (gpt-oss-120b on one H100: 1.5 GiB of 80 are 86% of its KV), what
   linear attention's kernels take of the GPU (Qwen3-Next: 0.6 GiB more than others), and the DeepSeek of early 2025,
   whose latent attention kept more copies.
