@@ -50,17 +50,20 @@ class EngineMemory:
             return LIBRARY_BYTES + LIBRARY_BYTES_PER_DOUBLING * math.log2(tp) + self.graph_bytes
         return CONTEXT_BYTES + NVLINK_BUFFER_BYTES * (tp > 1 and nvlink)
 
-    def kv_bytes(self, memory: float, share: float, weights: float, working: float, beside: float) -> float:
+    def kv_bytes(
+        self, memory: float, share: float, weights: float, working: float, beside: float, resident: float = 0.0
+    ) -> float:
         """Bytes left for KV on a GPU of `memory` bytes; below 0: weights and working memory do not fit.
 
-        Never more than what is there, however large the share.
+        Of `share`, others have what they keep there meanwhile (`resident`). Never more than what is there.
         """
-        left = memory - beside - weights - working
+        left = memory - beside - weights - working - resident
+        own = share - resident / memory
         if self.share_of == "all":
-            return share * memory - beside - weights - working
+            return own * memory - beside - weights - working
         if self.share_of == "before_weights":
-            return min(share * (memory - beside) - weights, left)
-        return share * left
+            return min(own * (memory - beside) - weights, left)
+        return own * left
 
     def share_for(self, kv: float, memory: float, weights: float, working: float, beside: float) -> float:
         """The share at which `kv_bytes` is `kv`, where there is one."""

@@ -188,7 +188,7 @@ def rollout_memory(
     activations = rollout_activation_bytes(model, own_tp, max_batched_tokens, max_sequences, rule.sampling_bytes)
     beside = rule.beside_bytes(tp * pp, nvlink=nvlink)
     page = kv_page_bytes(model, own_tp, page_tokens, pp)
-    room = rule.kv_bytes(gpu.memory_bytes, memory_utilization, weights, activations, beside + resident_bytes)
+    room = rule.kv_bytes(gpu.memory_bytes, memory_utilization, weights, activations, beside, resident_bytes)
     pages = math.floor(room / page)
     shape = kv_shape(model, own_tp)
     if not shape.fits(min_tokens, page_tokens, pages):
