@@ -26,7 +26,7 @@ class Gpu(Schema):
 
     name: Name
     title: str = Field(description="name as the maker writes it")
-    memory_bytes: Bytes = Field(gt=0, description="device memory")
+    memory_bytes: Bytes = Field(gt=0, description="device memory, as CUDA reports it")
     memory_bytes_per_s: BytesPerSecond = Field(ge=1, description="peak device-memory bandwidth")
     bf16_flop_per_s: FlopPerSecond = Field(ge=1, description="peak dense bf16 tensor-core rate")
     fp8_flop_per_s: FlopPerSecond | None = Field(
@@ -94,6 +94,11 @@ class Cluster(Schema):
     def kinds(self) -> tuple[str, ...]:
         """The name of its GPU, as the names of those of a `MixedCluster`."""
         return (self.gpu.name,)
+
+    @property
+    def nvlink(self) -> bool:
+        """Whether NVLink joins its GPUs."""
+        return self.intra.name.startswith("nvlink")
 
     @property
     def domain_gpus(self) -> int:

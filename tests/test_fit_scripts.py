@@ -30,13 +30,14 @@ from calibration.training import DRIVER_S, TRAFFIC, large_gemm_share, training_f
 from calibration.training_report import gemm_shares  # noqa: E402
 from fit_transfer import left_out_calls  # noqa: E402
 
-from calibration import across  # noqa: E402
+from calibration import across, kv  # noqa: E402
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out, rounded  # noqa: E402
 from rlsim.calibrate.fit.gemm import kernel_gemm  # noqa: E402
 from rlsim.calibrate.fit.kernels import operators_with  # noqa: E402
 from rlsim.calibrate.points import residual  # noqa: E402
 from rlsim.calibrate.write import write_yaml  # noqa: E402
+from rlsim.cost import engine_memory  # noqa: E402
 from rlsim.cost.calibration import FrontEndFit, HostFit  # noqa: E402
 from rlsim.cost.fits import ACROSS  # noqa: E402
 from rlsim.validate.calls import shipped_calls  # noqa: E402
@@ -257,3 +258,34 @@ def test_collectives_across_nodes_are_what_the_published_tests_say() -> None:
     large = [abs(e) for one, e in zip(measured, errors, strict=True) if one.op == "all_reduce" and one.size > 2**25]
     assert np.median(large) < 0.08
     assert across.across_section(errors).strip() in (ROOT / "docs" / "calibration.md").read_text()
+
+
+def test_kv_caches_are_what_engines_print() -> None:
+    """The shipped constants are the fit's; of models that it has not seen, KV tokens are within 2% at the median."""
+    logs = kv.logs()
+    assert len(logs) >= 44
+    assert kv.fit(logs) == kv.Constants()
+    context = [log.stated["context"] for log in logs if "context" in log.stated and (log.tp == 1 or log.pcie)]
+    assert round(np.median(context), 2) * engine_memory.GIB == engine_memory.CONTEXT_BYTES
+    errors = kv.left_out(logs)
+    for engine, median, p90 in (("vllm", 0.02, 0.2), ("vllm-v0", 0.04, 0.2), ("sglang", 0.03, 0.1)):
+        tokens = [
+            abs(e["tokens"]) for log, e in zip(logs, errors, strict=True) if log.engine == engine and "tokens" in e
+        ]
+        assert np.median(tokens) < median, engine
+        assert np.quantile(tokens, 0.9) < p90, engine
+    weights = [abs(e["weights"]) / log.stated["weights"] for log, e in zip(logs, errors, strict=True) if "weights" in e]
+    assert np.median(weights) < 0.01
+    assert kv.kv_section(errors).strip() in (ROOT / "docs" / "calibration.md").read_text()
+
+
+def test_a_published_sum_comes_out_whole() -> None:
+    """Qwen3-32B at TP 2 on H100 under vLLM 0.11.0: 30.59 GiB of weights, 5.64, 0.54, and 34.49 left for KV.
+
+    Without the logs of this model libraries are 0.3 GiB more at TP 2; all else is within 0.1."""
+    (log,) = [one for one in kv.logs() if (one.model_name, one.tp, one.release) == ("qwen3-32b", 2, "0.11.0")]
+    seen = kv.left_out(kv.logs())[kv.logs().index(log)]
+    assert (log.stated["weights"], log.stated["kv"]) == (30.59, 34.49)
+    assert max(abs(seen["weights"]), abs(seen["activations"])) < 0.1
+    assert abs(seen["libraries"]) < 0.4
+    assert abs(seen["tokens"]) < 0.01

@@ -43,7 +43,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
         try:
             memory = engine_memory(
                 placed.loaded,
-                cluster.gpu_at(0),
+                placed.loaded.kind(placed.gpus, "generation"),
                 placed.loaded.model,
                 tp,
                 resident_bytes=beside_bytes,

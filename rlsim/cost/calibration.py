@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim import catalogue
 from rlsim.cost.draw import Draw
+from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
 from rlsim.cost.fits import (
     Amount,
     CollectiveFits,
@@ -229,6 +230,11 @@ class Calibration(Fitted):
     def prefix_hits(self) -> Literal["scheduled", "prefilled"]:
         """When this engine lets responses share what one of them prefills: see `EngineConfig.prefix_hits`."""
         return "prefilled" if self.engine == "sglang" else "scheduled"
+
+    @property
+    def memory_rule(self) -> EngineMemory:
+        """How this release of the engine sizes its KV cache."""
+        return engine_memory_of(self.engine, self.release)
 
     def window_share(self, model_type: str) -> float | None:
         """Room in this engine's KV cache for each token of a sequence in layers with a window, over that in others.

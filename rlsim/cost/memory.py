@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rlsim.cost.attention_work import attention_work
+from rlsim.cost.engine_memory import SAMPLING_BYTES, VLLM, EngineMemory
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import KvShape
 from rlsim.cost.strategy import TrainStrategy
@@ -22,9 +23,12 @@ from rlsim.models import Model
 BF16 = 2
 FP32 = 4
 
-#: CUDA context (about 0.5 GB), NCCL buffers (0.34–0.39 GiB measured for 2 to 8 GPUs by aiconfigurator) and captured
-#: decode graphs (of the order of 1 GB). An assumption of the right order, not a measurement of any one engine.
+#: What a process that trains keeps beside its tensors: CUDA context (about 0.5 GB), NCCL's buffers and the allocator's
+#: gaps. An assumption of the right order; rollout engines have rules of their own (`engine_memory`).
 RESERVED_BYTES = 2.0 * 2**30
+
+#: The kernels of experts in MXFP4 take inputs of a multiple of so many numbers: weights are padded to it.
+MXFP4_BLOCK = 256
 
 #: Tokens whose logits are there at once where the head is fused with the loss, and bytes for each of these logits:
 #: veRL's `FusedLinearForPPOFunction` takes chunks of 512 tokens, with bf16 logits and up to four fp32 tensors of them.
@@ -59,9 +63,10 @@ def rollout_weight_bytes(model: Model, tp: int, pp: int = 1, layout: ReplicaLayo
     """Weights on one GPU of a replica: matrices, biases, embedding and head are sharded, norms and router replicated.
 
     KV projections are replicated when there are fewer KV heads than GPUs; of a quantised kv_b (latent attention) there
-    is a copy in bf16, for decoding in the latent (vLLM's `process_weights_after_loading`). With `pp` stages, those of
-    the fullest: it has ⌈layers / pp⌉ layers and the larger of the embedding (first stage) and the head with the final
-    norm (last stage). All GPUs of a stage share the experts, whether each is cut or they are dealt (`layout`). Raises
+    is a copy in bf16, for decoding in the latent (vLLM's `process_weights_after_loading`), experts in MXFP4 are padded.
+    With `pp` stages, those of the fullest: it has ⌈layers / pp⌉ layers and the larger of the embedding (first stage)
+    and the head with the final norm (last stage). All GPUs of a stage share the experts, whether each is cut or they
+    are dealt (`layout`). Raises
     `ConfigError` if `tp` or `pp` does not fit.
     """
     layout.check(model, tp)
@@ -69,6 +74,9 @@ def rollout_weight_bytes(model: Model, tp: int, pp: int = 1, layout: ReplicaLayo
 
     def layer_bytes(layer: Layer) -> float:
         moved = model.expert_bytes(layer) / gpus - model.expert_bytes(layer, tp) if tp < gpus else 0.0
+        if model.of_experts == "mxfp4":
+            padded = math.ceil(layer.hidden / MXFP4_BLOCK) * MXFP4_BLOCK
+            moved += model.expert_bytes(layer) / gpus * (padded / layer.hidden - 1)
         if isinstance(layer.attention, LatentAttention) and model.precision != "bf16":
             moved += BF16 * layer.attention.kv_b(tp).weights
         return model.layer_bytes(layer, tp) + moved
@@ -118,16 +126,36 @@ def kv_shape(model: Model, tp: int) -> KvShape:
     )
 
 
-def rollout_activation_bytes(model: Model, tp: int, max_batched_tokens: int, max_sequences: int) -> float:
-    """Peak working memory of one engine iteration on one GPU, as vLLM's profiling run would meet it.
+def rollout_activation_bytes(
+    model: Model,
+    tp: int,
+    max_batched_tokens: int,
+    max_sequences: int,
+    sampling_bytes: float = SAMPLING_BYTES,
+) -> float:
+    """Peak working memory of one engine iteration on one GPU, as vLLM's profiling run meets it.
 
-    The larger of a layer's live tensors (residual, normed input, gate and up, their product) for `max_batched_tokens`,
-    and sampling's logits of `max_sequences` over the whole vocabulary (bf16, and two fp32 copies).
+    The larger of a layer's live tensors for `max_batched_tokens`, and what sampling `max_sequences` takes
+    (`sampling_bytes` for each logit over the whole vocabulary, whatever TP) beside the hidden states.
     """
-    width = max(layer.mlp.active_width for layer in model.groups)
-    layer = max_batched_tokens * (2 * model.hidden_size + 3 * width / tp) * BF16
-    logits = 0 if model.scalar_head else max_sequences * model.vocab_size * (BF16 + 2 * FP32)
-    return float(max(layer, logits))
+    layer = max_batched_tokens * max(_live_width(layer, tp) for layer in model.groups) * BF16
+    if model.scalar_head:
+        return float(layer)
+    sampled = max_sequences * model.vocab_size * sampling_bytes
+    return float(max(layer, sampled + max_batched_tokens * model.hidden_size * BF16))
+
+
+def _live_width(layer: Layer, tp: int) -> float:
+    """Numbers for each token at a layer's peak: residual and input, then gate, up and their product of a dense MLP.
+
+    A mixture of experts has the output besides, and vLLM's `fused_moe` a copy of the token for each of its experts: its
+    gate and up, or later its output, in one buffer, their product in another. TP does not cut the output.
+    """
+    hidden, mlp = layer.hidden, layer.mlp
+    if not isinstance(mlp, Experts):
+        return 2 * hidden + 3 * mlp.active_width / tp
+    copies = mlp.active * (max(2 * mlp.width / tp, hidden) + mlp.width / tp)
+    return 3 * hidden + max(copies, 3 * mlp.shared_width / tp)
 
 
 def rollout_memory(
@@ -141,15 +169,16 @@ def rollout_memory(
     memory_utilization: float = 0.9,
     max_batched_tokens: int = 8192,
     max_sequences: int = 256,
-    reserved_bytes: float = RESERVED_BYTES,
+    rule: EngineMemory = VLLM,
+    nvlink: bool = True,
     resident_bytes: float = 0.0,
     min_tokens: int = 1,
 ) -> RolloutMemory:
-    """What a rollout replica of `tp` · `pp` GPUs keeps on each, and the KV pages left:
+    """What a rollout replica of `tp` · `pp` GPUs keeps on each, and the KV pages left, by the engine's `rule`:
 
-    (`memory_utilization` · memory − weights − activations − reserved − resident) / page, rounded down (vLLM's rule).
-    `reserved_bytes` are the CUDA context, communication buffers and decode graphs, `resident_bytes` what others hold on
-    the GPU meanwhile (training states that are not offloaded), `min_tokens` the KV the replica must at least hold.
+    vLLM's is (`memory_utilization` · memory − weights − activations − libraries and graphs − resident) / page, rounded
+    down. `nvlink`: it joins the replica's GPUs. `resident_bytes` are what others hold on the GPU meanwhile (training
+    states that are not offloaded), `min_tokens` the KV the replica must at least hold.
     With `pp` stages the fullest one decides; a page there holds a stage's layers only, so the replica has more of them.
     Groups of GPUs that share the sequences out (`layout`) have their own pages each, and must hold `min_tokens` each.
 
@@ -158,25 +187,27 @@ def rollout_memory(
     """
     weights = rollout_weight_bytes(model, tp, pp, layout)
     own_tp = layout.attention_tp(tp)
-    activations = rollout_activation_bytes(model, own_tp, max_batched_tokens, max_sequences)
+    activations = rollout_activation_bytes(model, own_tp, max_batched_tokens, max_sequences, rule.sampling_bytes)
+    beside = rule.beside_bytes(tp * pp, nvlink=nvlink)
     page = kv_page_bytes(model, own_tp, page_tokens, pp)
-    budget = memory_utilization * gpu.memory_bytes
-    pages = math.floor((budget - weights - activations - reserved_bytes - resident_bytes) / page)
+    room = rule.kv_bytes(gpu.memory_bytes, memory_utilization, weights, activations, beside, resident_bytes)
+    pages = math.floor(room / page)
     shape = kv_shape(model, own_tp)
     if not shape.fits(min_tokens, page_tokens, pages):
         needed = math.ceil(shape.units(min_tokens, page_tokens) / shape.page_units) * page
         parts = {
             "weights": weights,
             "activations": activations,
-            "context, communication and graphs": reserved_bytes,
+            "context, communication and graphs": beside,
             "other residents": resident_bytes,
             f"KV cache of {min_tokens} tokens": needed,
         }
+        have = sum(parts.values()) - needed + room
         degrees = {"TP": own_tp, "PP": pp, "EP": layout.ep, "DP of attention": layout.attention_dp}
         shown = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "TP")
-        raise _does_not_fit(f"{model.name} rollout at {shown}", parts, gpu, memory_utilization)
+        raise _does_not_fit(f"{model.name} rollout at {shown}", parts, gpu, memory_utilization, have)
     groups = layout.attention_dp
-    return RolloutMemory(weights, activations, reserved_bytes, page, page_tokens, pages * groups, groups)
+    return RolloutMemory(weights, activations, beside, page, page_tokens, pages * groups, groups)
 
 
 @dataclass(frozen=True)
@@ -405,13 +436,12 @@ def check_training(model: Model, gpu: Gpu, strategy: TrainStrategy, *, beside_by
         }
         layout = f"DP {strategy.dp}, TP {strategy.tp}, PP {strategy.pp}, "
         layout += f"EP {strategy.ep}, " * (strategy.ep > 1) + f"ZeRO {strategy.zero_stage}"
-        raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0)
+        raise _does_not_fit(f"{model.name} training ({layout})", parts, gpu, 1.0, gpu.memory_bytes)
     return memory
 
 
-def _does_not_fit(what: str, parts: dict[str, float], gpu: Gpu, share: float) -> CapacityError:
+def _does_not_fit(what: str, parts: dict[str, float], gpu: Gpu, share: float, have: float) -> CapacityError:
     listed = " + ".join(f"{name} {size / 1e9:.2f} GB" for name, size in parts.items() if size)
-    have = gpu.memory_bytes * share
     of = f"{share:g} of {gpu.memory_bytes / 1e9:.2f} GB on {gpu.name}" if share != 1 else f"of {gpu.name}"
     total = sum(parts.values())
     return CapacityError(f"{what} does not fit: {listed} = {total / 1e9:.2f} GB > {have / 1e9:.2f} GB ({of})")

@@ -95,6 +95,8 @@ class RolloutCostModel:
             memory_utilization=utilization,
             max_batched_tokens=batched,
             max_sequences=sequences,
+            rule=self.calibration.memory_rule,
+            nvlink=self.cluster.nvlink,
             resident_bytes=self._resident_bytes,
             min_tokens=min_tokens,
         ).pages

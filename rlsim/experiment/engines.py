@@ -11,7 +11,7 @@ from rlsim.cost.rollout import RolloutCostModel
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.sharing import Crowded, judge_bytes
 from rlsim.errors import CapacityError
-from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.build import Kind, LoadedExperiment
 from rlsim.hardware import Gpu
 from rlsim.models import Model
 from rlsim.policies.parts import ChunkStreaming
@@ -42,7 +42,7 @@ def beside_generation(plan: Plan, workflow: Workflow, streamed: Sequence[Call]) 
 
 def engine_memory(
     loaded: LoadedExperiment,
-    gpu: Gpu,
+    kind: Kind,
     model: Model,
     tp: int,
     *,
@@ -54,12 +54,14 @@ def engine_memory(
     engine = loaded.experiment.engine
     return rollout_memory(
         model,
-        gpu,
+        kind.cluster.gpu,
         tp,
         page_tokens=engine.page_tokens,
         memory_utilization=loaded.experiment.memory_utilization,
         max_batched_tokens=engine.max_num_batched_tokens,
         max_sequences=engine.max_num_seqs,
+        rule=kind.calibration.memory_rule,
+        nvlink=kind.cluster.nvlink,
         resident_bytes=resident_bytes,
         min_tokens=min_tokens,
         layout=layout,
@@ -105,7 +107,7 @@ def scorer_of(
     model, tp, engine = loaded.models[call.model], tp_of(placement), loaded.experiment.engine
     kind = loaded.kind(placement.gpus)
     cost = step_cost(model, tp, kind.cluster, kind.calibration)
-    pages = kv_pages(loaded, kind.cluster.gpu, model, tp, shared=placement.shared)
+    pages = kv_pages(loaded, kind, model, tp, shared=placement.shared)
     if pages * engine.page_tokens < loaded.longest_sequence:
         raise CapacityError(
             f"{model.name} at TP {tp}, which takes responses by the chunk, has room for {pages * engine.page_tokens} "
@@ -121,7 +123,7 @@ def tp_of(placement: Placement) -> int:
 
 
 def kv_pages(
-    loaded: LoadedExperiment, gpu: Gpu, model: Model, tp: int, *, shared: bool, resident_bytes: float = 0.0
+    loaded: LoadedExperiment, kind: Kind, model: Model, tp: int, *, shared: bool, resident_bytes: float = 0.0
 ) -> int:
     """Room for the KV cache of a scoring model, beside other calls or on GPUs that others leave while it works.
 
@@ -129,8 +131,8 @@ def kv_pages(
     """
     if shared:
         page_bytes = kv_page_bytes(model, tp, loaded.experiment.engine.page_tokens)
-        return int(KV_SHARE * gpu.memory_bytes / page_bytes)
-    return engine_memory(loaded, gpu, model, tp, resident_bytes=resident_bytes).pages
+        return int(KV_SHARE * kind.cluster.gpu.memory_bytes / page_bytes)
+    return engine_memory(loaded, kind, model, tp, resident_bytes=resident_bytes).pages
 
 
 def bytes_beside(loaded: LoadedExperiment, gpu: Gpu, model: Model, tp: int, offloaded_layers: int = 0) -> float:

@@ -32,7 +32,8 @@ class Judge:
         self._loaded, self._spec, self._model, self.beside = loaded, spec, model, beside
         self.gpus = reserved_gpus(spec, loaded.cluster) if beside is None else ()  # its own
         on = self.gpus or range(loaded.cluster.gpus)
-        self._cluster, self._calibration = loaded.kind(on, "workflow.reward.judge")
+        self._kind = loaded.kind(on, "workflow.reward.judge")
+        self._cluster, self._calibration = self._kind
         self.joins = may_join and beside is None and spec.while_training != "apart"
 
     @property
@@ -52,7 +53,7 @@ class Judge:
             slowdown = self.beside.slowdown
         pages = kv_pages(
             loaded,
-            self._cluster.gpu,
+            self._kind,
             model,
             spec.tp,
             shared=self.beside is not None,

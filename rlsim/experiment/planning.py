@@ -330,14 +330,17 @@ class PlanSpace:
         layout = loaded.replica
         groups, own_tp = layout.attention_dp, layout.attention_tp(tp)
         weight_bytes = rollout_weight_bytes(model, tp, pp, layout)
-        working = weight_bytes + rollout_activation_bytes(model, own_tp, batched, sequences)
+        kind = loaded.kind(range(strategy.gpus), "generation")
+        rule = kind.calibration.memory_rule
+        working = rollout_activation_bytes(model, own_tp, batched, sequences, rule.sampling_bytes)
+        beside = rule.beside_bytes(tp * pp, nvlink=kind.cluster.nvlink)
         replicas = self._dealt(strategy)
         shape = kv_shape(model, own_tp)
         units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in dealt) for dealt in replicas)
         pages = math.ceil(units / shape.page_units / groups)
         kv_bytes = (pages + 1) / (1 - engine.watermark) * kv_page_bytes(model, own_tp, engine.page_tokens, pp)
-        needed = working + RESERVED_BYTES + kv_bytes
-        return min(math.ceil(1000 * needed / self.gpu.memory_bytes) / 1000, loaded.experiment.memory_utilization)
+        needed = rule.share_for(kv_bytes, kind.cluster.gpu.memory_bytes, weight_bytes, working, beside)
+        return min(math.ceil(1000 * needed) / 1000, loaded.experiment.memory_utilization)
 
     def _dealt(self, strategy: TrainStrategy) -> set[tuple[tuple[int, int, int], ...]]:
         """The replicas' sequences, of replicas with the same ones once: prompt, counted from a replica's first, and the
@@ -356,7 +359,8 @@ class PlanSpace:
             # No replica waits for another.
             time_s = max(self._rollout_s(dealt, costs, replica) for dealt in self._dealt(strategy))
             taken = self._loaded.experiment.memory_utilization if memory_share is None else memory_share
-            yield Candidate(strategy, time_s, 0.0, taken * self.gpu.memory_bytes - RESERVED_BYTES, memory_share)
+            engine_bytes = max(taken * self.gpu.memory_bytes - RESERVED_BYTES, 0.0)
+            yield Candidate(strategy, time_s, 0.0, engine_bytes, memory_share)
 
     def _rollout_s(self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, replica: int) -> float:
         experiment = self._loaded.experiment

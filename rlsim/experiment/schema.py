@@ -325,7 +325,9 @@ class Experiment(Schema):
         "each, by GPU: `{h20: h20-vllm, h800: h800-vllm}`"
     )
     engine: EngineConfig = EngineConfig()
-    memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of GPU memory for the rollout engine")
+    memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="share of GPU memory for the rollout engine, as that counts it"
+    )
     routing: Literal["contiguous", "round_robin"] = Field(
         default="contiguous", description="how a step's responses are dealt to the replicas; veRL: contiguous"
     )

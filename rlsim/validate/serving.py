@@ -29,8 +29,9 @@ import numpy as np
 import pandas as pd
 
 from rlsim.cost.calibration import Calibration, Engine, FrontEndFit, HostFit, load_calibration
+from rlsim.cost.engine_memory import engine_memory_of
 from rlsim.cost.host import HostedStep
-from rlsim.cost.memory import RESERVED_BYTES, rollout_memory
+from rlsim.cost.memory import rollout_memory
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.errors import CalibrationError
@@ -59,22 +60,22 @@ QUANTITIES = ("tpot_s", "ttft_s")
 NO_HOST = HostFit(step_s=0.0, sequence_s=0.0, source="none")
 
 #: What else could be true of the runs, to see what the results hang on.
-VARIANTS: dict[str, dict[str, float | int]] = {
+VARIANTS: dict[str, dict[str, int]] = {
     "as assumed": {},
     "token budget 8,192, the engines' default": {"batched_tokens": 8192},
     "5 requests a user": {"rounds": 5},
     "40 requests a user": {"rounds": 40},
     "a place for every user": {"idle_slots": 0},
     "a place for all users but one": {"idle_slots": 1},
-    "KV cache of the usual reserve": {"reserved_bytes": RESERVED_BYTES},
+    "KV cache of an engine told the users": {"profiled_sequences": 0},
 }
 
-#: Bytes of a GPU that are neither weights, activations nor KV cache, at 90% of its memory. vLLM's is what its runs that
-#: queue for KV leave. SGLang's own rule keeps 12 GiB and more for activations and graphs (1.5 MiB for each of 8,192
-#: tokens of a chunk, 2 MiB for each graph's batch size), its runs leave a little less.
-RESERVED: dict[Engine, float] = {"vllm": 5.5 * 2**30, "sglang": 8.0 * 2**30, "trtllm": RESERVED_BYTES}
-#: TensorRT-LLM's KV cache is a share of what is free once weights and activations are there; as the generator sets it.
-SHARE_OF_FREE = {"trtllm": 0.8}
+#: Share of a GPU that each engine is given: vLLM's default; SGLang's own rule keeps 13.5 GiB for activations and graphs
+#: (1.5 MiB for each of 8,192 tokens of a chunk, 2 MiB for each graph's batch size), its runs leave a little less; of
+#: TensorRT-LLM as the generator sets it.
+SHARES: dict[Engine, float] = {"vllm": 0.9, "sglang": 0.8, "trtllm": 0.8}
+#: Sequences that the engine's memory is sized for where the benchmark does not say: vLLM's default on an H100.
+PROFILED_SEQUENCES = 1024
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Protocol:
     rounds: int | None = None  # requests per user
     batched_tokens: int | None = None  # token budget of an iteration
     idle_slots: int | None = None  # users that find no place in the engine
-    reserved_bytes: float | None = None  # of a GPU, beside weights, activations and KV cache
+    profiled_sequences: int = PROFILED_SEQUENCES  # that vLLM sizes its memory for; 0: as many as there are users
     simulated_rounds: int | None = None  # of those; the others are taken to go like all but the first
 
     def load(self, run: ServingRun) -> Load:
@@ -142,18 +143,20 @@ class Protocol:
 
     def pages(self, run: ServingRun) -> int:
         """KV pages of the engine."""
-        config, of_free = self.config(run), SHARE_OF_FREE.get(run.engine)
+        config = self.config(run)
         memory = rollout_memory(
             load_model(run.model),
             load_cluster(CLUSTER).gpu,
             run.tp,
             page_tokens=config.page_tokens,
-            memory_utilization=1.0 if of_free else 0.9,
+            memory_utilization=SHARES[run.engine],
             max_batched_tokens=config.max_num_batched_tokens,
-            max_sequences=config.max_num_seqs,
-            reserved_bytes=RESERVED[run.engine] if self.reserved_bytes is None else self.reserved_bytes,
+            max_sequences=max(config.max_num_seqs, self.profiled_sequences)
+            if run.engine == "vllm"
+            else run.concurrency,
+            rule=engine_memory_of(run.engine, SERVED[run.engine] if run.engine == "vllm" else ""),
         )
-        return int(memory.pages * (of_free or 1.0))
+        return memory.pages
 
 
 #: Columns of the table of runs: names, whole numbers, and other numbers.
@@ -281,7 +284,7 @@ def _variants(data: Path, progress: Callable[[str], None]) -> str:
     cells = []
     for name, changes in VARIANTS.items():
         progress(f"serving: {name}")
-        cells.append((name, *_means(serving_rows(data, Protocol(**changes)))))  # type: ignore[arg-type]
+        cells.append((name, *_means(serving_rows(data, Protocol(**changes)))))
     cells.append(("no host time, no front end", *_means(serving_rows(data, hosted=False))))
     return "Mean absolute errors of all runs, TPOT / TTFT:\n\n" + markdown(("assumption", *SERVED), cells)
 

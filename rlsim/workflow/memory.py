@@ -111,7 +111,8 @@ class PlanMemory:
         assert placement.strategy is not None
         if placement.memory_share is not None:
             gpu = self._cluster.gpu_at(placement.gpus[0])
-            return CallMemory({}, {"rollout engine": placement.memory_share * gpu.memory_bytes - RESERVED_BYTES})
+            engine_bytes = max(placement.memory_share * gpu.memory_bytes - RESERVED_BYTES, 0.0)
+            return CallMemory({}, {"rollout engine": engine_bytes})
         strategy = placement.strategy
         model = self._rollout or self._models[call.model]
         return CallMemory({}, {"weights": rollout_weight_bytes(model, strategy.tp, strategy.pp, self._replica)})

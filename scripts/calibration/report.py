@@ -12,6 +12,7 @@ from calibration.carried import PAIRS, carried_errors
 from calibration.catalogue import Catalogue
 from calibration.gpus import DERIVED
 from calibration.host import CLIENT_S
+from calibration.kv import kv_section
 from calibration.markdown import table
 from calibration.provenance import SCRIPT
 from calibration.tables import cpu_overheads, decode_sums
@@ -254,5 +255,6 @@ def report(catalogue: Catalogue) -> str:
         _derived(made),
         across_section(),
         _carried(catalogue),
+        kv_section(),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
