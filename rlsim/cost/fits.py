@@ -208,12 +208,16 @@ class LatentAttentionFit(Fitted):
     correction: Correction | None = Field(default=None, description="over batch, context, heads")
     prompt_launch_s: KernelSeconds = Field(description="all small kernels of a layer in a prefill")
     prompt_head_s: KernelSeconds = Field(description="of copies and elementwise kernels, per new token and head")
-    prompt_speed: float = Field(ge=0.1, le=10, description="prompt attention, times as fast as with grouped queries")
+    prompt_keys: tuple[float, ...] = Field(min_length=1, description="ascending knots: log2(mean keys per query)")
+    prompt_speed: tuple[Annotated[float, Field(ge=0.1, le=10)], ...] = Field(
+        description="prompt attention at the knots, times as fast as with grouped queries"
+    )
     latent_prompt_tokens: int = Field(ge=0, le=1_000_000, description="longest prompt that works in the latent")
 
     @model_validator(mode="after")
     def _knots(self) -> Self:
         _check_knots(self, "parallelism", "efficiency")
+        _check_knots(self, "prompt_keys", "prompt_speed")
         return self
 
 

@@ -49,16 +49,16 @@ kernel can read its KV that fast, so these rows were served from L2 in part what
 peak are left out.
 """
 
-MISSED = """**What is missed, and why.** SGLang's tables of B200 hold rows that are slow at random: a product in bf16 is PyTorch's in
-both engines' tables, yet 11% of SGLang's rows take over 20% longer than vLLM's, of every size alike, and next to none
-the other way. In bf16, fp8 and NVFP4 10 to 12% of its rows take over 15% longer than a larger product with the same
-weights (vLLM's: 4% in bf16 and NVFP4). No formula's 90th percentile is below that. SGLang's fp8_block on B200 is fitted
-with Hopper's choice of blocks, which describes rows not fitted better than tiles; DeepGEMM's own rule for Blackwell is
-another and was not tried. vLLM's fp8 on B200 (CUTLASS) jumps between blocks: 16% of its rows take over 15% longer than
-a larger product. Prompts in windows under SGLang: heads of 64 are 18% off at the 90th percentile by cross-validation,
-small groups of queries most, and finer knots do not help. vLLM's MLA prompts on B200 are 20 to 40% too fast for many
-sequences of 16 tokens and 15% for one of 32,768: their attention is that of grouped queries at one speed, while fits of
-its own attention came to 12% at the 90th percentile for a number of heads left out between others.
+MISSED = """\
+**What is missed, and why.** SGLang's tables of B200 hold rows that are slow at random: a product in bf16 is PyTorch's
+in both engines' tables, yet 11% of SGLang's rows take over 20% longer than vLLM's, of every size alike, and next to
+none the other way. In bf16, fp8 and NVFP4 10 to 12% of its rows take over 15% longer than a larger product with the
+same weights (vLLM's: 4% in bf16 and NVFP4). Its 90th percentiles of 15 to 21% are made of these.
+SGLang's fp8_block on B200 is fitted with Hopper's choice of blocks, which describes rows not fitted better than tiles;
+DeepGEMM's own rule for Blackwell is another and was not tried. vLLM's fp8 on B200 (CUTLASS) jumps between blocks: 16%
+of its rows take over 15% longer than a larger product. Prompts in windows under SGLang: heads of 64 are 18% off at the
+90th percentile by cross-validation (H100), small groups of queries most, and finer knots do not help. TensorRT-LLM's
+decode in windows and skewed routing in NVFP4 on B200 were not looked into again.
 """
 
 PHASES = ("decode", "prefill")
