@@ -34,7 +34,8 @@ FIT = LatentAttentionFit(
     flop_efficiency=0.6,
     prompt_launch_s=50e-6,
     prompt_head_s=2e-9,
-    prompt_speed=1.2,
+    prompt_keys=(0.0,),
+    prompt_speed=(1.2,),
     latent_prompt_tokens=64,
 )
 

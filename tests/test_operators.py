@@ -128,6 +128,18 @@ def test_attention_in_a_window_takes_a_factor_of_that_over_as_many_tokens() -> N
         assert window.prefill_attention_s(*shape) == pytest.approx(factor * plain.prefill_attention_s(*shape))
 
 
+def test_a_kernel_that_masks_goes_through_all_keys_of_prompts_beyond_their_window() -> None:
+    own = fits().prefill_attention.model_copy(update={"efficiency": (0.1,), "launch_s": 50e-6})
+    plain, masks = operators(), Operators(fits(masked_prefill={128: own}), REFERENCE)
+    slow = Operators(fits(prefill_attention=own), REFERENCE)
+    heads = 8, 2, 128
+    for chunks in ([(3000.0, 0.0)], [(50.0, 0.0), (10.0, 95.0)]):
+        assert masks.prefill_attention_s(chunks, *heads, 100) == slow.prefill_attention_s(chunks, *heads)
+    for chunks, dim, window in (([(100.0, 0.0)], 128, 100), ([(300.0, 0.0)], 64, 100), ([(300.0, 0.0)], 128, None)):
+        shape = 8, 2, dim, window
+        assert masks.prefill_attention_s(chunks, *shape) == plain.prefill_attention_s(chunks, *shape)
+
+
 def corrected(operator: str, axes: dict[str, tuple[float, ...]], factor: tuple[float, ...]) -> Operators:
     plain = fits()
     fit = getattr(plain, operator).model_copy(update={"correction": Correction.over(axes, factor)})

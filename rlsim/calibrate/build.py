@@ -219,6 +219,7 @@ BORROWED_ALONE = {
     "latent_attention": "latent_attention",
     "decode_windows": "decode_attention_windows",
     "prefill_windows": "prefill_attention_windows",
+    "masked_prefill": "prefill_attention_windows",
 }
 
 
@@ -242,7 +243,8 @@ def _operators(parts: _Parts, cold: bool) -> OperatorFits | None:
         for field, residual in BORROWED_ALONE.items():
             if lent := getattr(parts.base.operators, field):
                 found[field] = lent
-                parts.borrowed.append(residual)
+                if residual not in parts.borrowed:
+                    parts.borrowed.append(residual)
                 parts.borrow_residuals(residual)
     found["experts"], found["parallel_experts"] = _experts(parts)
     return None if parts.missing else with_quantised(OperatorFits.model_validate(found), _quantised(parts, cold))

@@ -118,6 +118,32 @@ class GemmFit(Fitted):
     correction: Correction | None = Field(default=None, description="over m, n, k")
 
 
+class DeepGemmFit(Fitted):
+    """`launch + quantise + (compute^p + memory^p)^(1/p)` of DeepGEMM on Hopper: compute = waves of the block that it
+    chooses (`cost.deepgemm`), each `k / 128 · step + ends`."""
+
+    precision: Literal["fp8_block"] = "fp8_block"
+    launch_s: KernelSeconds = Field(description="time of an empty kernel, with that which quantises activations")
+    quantise_block_s: KernelSeconds = Field(description="least time for each thread block of the kernel that quantises")
+    memory_efficiency: Share = Field(description="share of peak bandwidth, weights cold")
+    blend: Blend = Field(description="p: how sharply the slower of compute and memory hides the other")
+    step_s: KernelSeconds = Field(description="of 128 elements of k: what goes beside the products themselves")
+    efficiency: tuple[Efficiency, Efficiency, Efficiency] = Field(
+        description="share of an SM's peak beside step_s, in blocks of up to 64, of 128 and of 256 rows; above 1 where "
+        "two groups of warps hide a part of it"
+    )
+    uneven: Factor = Field(description="how much longer the products of a block take whose columns two scales share")
+    spilled: tuple[Factor, Factor] = Field(
+        description="how much longer steps take that want more registers than there are: blocks without multicast of "
+        "128 x 160, and of 128 x 192 or 256 x 128"
+    )
+    end_s: KernelSeconds = Field(description="start and end of a block of 128 x 128; as its area for others")
+    correction: Correction | None = Field(default=None, description="over m, n, k")
+
+
+ProductFit = GemmFit | DeepGemmFit
+
+
 class DecodeAttentionFit(Fitted):
     """`max(floor, stream)`: both grow with sequences and KV heads, stream also with the KV bytes."""
 
@@ -182,12 +208,16 @@ class LatentAttentionFit(Fitted):
     correction: Correction | None = Field(default=None, description="over batch, context, heads")
     prompt_launch_s: KernelSeconds = Field(description="all small kernels of a layer in a prefill")
     prompt_head_s: KernelSeconds = Field(description="of copies and elementwise kernels, per new token and head")
-    prompt_speed: float = Field(ge=0.1, le=10, description="prompt attention, times as fast as with grouped queries")
+    prompt_keys: tuple[float, ...] = Field(min_length=1, description="ascending knots: log2(mean keys per query)")
+    prompt_speed: tuple[Annotated[float, Field(ge=0.1, le=10)], ...] = Field(
+        description="prompt attention at the knots, times as fast as with grouped queries"
+    )
     latent_prompt_tokens: int = Field(ge=0, le=1_000_000, description="longest prompt that works in the latent")
 
     @model_validator(mode="after")
     def _knots(self) -> Self:
         _check_knots(self, "parallelism", "efficiency")
+        _check_knots(self, "prompt_keys", "prompt_speed")
         return self
 
 
@@ -242,7 +272,7 @@ class OperatorFits(Fitted):
     decode_attention: DecodeAttentionFit
     prefill_attention: PrefillAttentionFit
     memory_bound: MemoryOpFit
-    quantised_gemm: tuple[GemmFit, ...] = Field(
+    quantised_gemm: tuple[ProductFit, ...] = Field(
         default=(), description="one for each other precision that was measured"
     )
     decode_attention_fp8: DecodeAttentionFit | None = Field(default=None, description="on an FP8 KV cache")
@@ -254,6 +284,11 @@ class OperatorFits(Fitted):
     )
     prefill_windows: dict[Count, Correction] = Field(
         default={}, description="the same of prompts, over sequences, tokens (of each), kv_heads, group"
+    )
+    masked_prefill: dict[Count, PrefillAttentionFit] = Field(
+        default={},
+        description="head size -> the kernel for prompts beyond their window, where it goes through all keys before a "
+        "query and masks those out of the window",
     )
     latent_attention: LatentAttentionFit | None = Field(default=None, description="none: not measured on this GPU")
     experts: dict[Precision, ExpertsFit] = Field(default={}, description="mixtures of experts, by precision")
@@ -272,7 +307,7 @@ class OperatorFits(Fitted):
         return self
 
     @property
-    def gemms(self) -> dict[Precision, GemmFit]:
+    def gemms(self) -> dict[Precision, ProductFit]:
         """Matrix products by precision."""
         return {fit.precision: fit for fit in (self.gemm, *self.quantised_gemm)}
 

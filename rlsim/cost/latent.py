@@ -92,5 +92,7 @@ class LatentKernels:
             total += self.absorb_s(sum([new for new, _ in short])) + self._token_flop * pairs / rate
         if long:
             total += operators.gemm_s(sum([new + prior for new, prior in long]), heads * self._made, self._rank)
-            total += operators.prefill_attention_s(long, heads, heads, self._mean_dim) / fit.prompt_speed
+            keys = sum([new * (prior + new / 2) for new, prior in long]) / sum([new for new, _ in long])
+            speed = interpolate(fit.prompt_keys, fit.prompt_speed, log2(keys))
+            total += operators.prefill_attention_s(long, heads, heads, self._mean_dim) / speed
         return total

@@ -73,6 +73,8 @@ class Operators:
         self._decode_fits = _by_head_dim(fits.decode_attention, DECODE_AXES)
         self._memory_factor = surface_of(fits.memory_bound.correction, MEMORY_AXES)
         self._prefill_fits = _by_head_dim(fits.prefill_attention, PREFILL_AXES)
+        for size, fit in fits.masked_prefill.items():
+            self._prefill_fits[-size] = (fit, surface_of(fit.correction, PREFILL_AXES))
         self._decode_factors: dict[tuple[int, int], Surface] = {}
         self._prefill_factors: dict[tuple[float, int, int], Surface] = {}
         self._memory_factor_at: tuple[float, Surface | None] = (nan, None)
@@ -187,12 +189,16 @@ class Operators:
         """Seconds of one layer's causal attention over `chunks` of (new tokens, tokens already cached), one kernel.
 
         With a window a query attends to its last `window_tokens` tokens, and a block to that and its own queries;
-        what the kernel of prompts beyond their window takes more or less is a measured factor.
+        what the kernel of prompts beyond their window takes more or less is a measured factor. Kernels that mask
+        instead (`masked_prefill`) go through all keys.
 
         Work: `4 · q_heads · head_dim` FLOPs for each (query, key) pair, in blocks of queries; a block's last keys
         are masked but computed. Chunks with cached tokens are derived from the same formula (measured: none cached).
         """
         dim = head_dim if head_dim in self._prefill_fits else _ANY_DIM
+        if window_tokens is not None and -head_dim in self._prefill_fits:  # noqa: SIM102
+            if any(new + prior > window_tokens for new, prior in chunks):
+                dim, window_tokens = -head_dim, None
         (fit, surface), ref = self._prefill_fits[dim], self.reference
         block = fit.block_tokens
         shortest, longest_new, longest_context = self._prefill_range

@@ -5,7 +5,7 @@ from __future__ import annotations
 from calibration.gpus import DERIVED
 from calibration.training import carried_over
 from rlsim.cost.calibration import Calibration, Reference
-from rlsim.cost.fits import GemmFit, OperatorFits
+from rlsim.cost.fits import GemmFit, OperatorFits, ProductFit
 from rlsim.hardware import load_cluster
 
 #: The fewest rows that a block of a product is padded to: matrix instructions take tokens by 8 (PTX ISA, `wgmma` and
@@ -41,7 +41,9 @@ def carried_operators(source: Calibration, reference: Reference) -> OperatorFits
     if reference.sm_count == source.reference.sm_count:
         return operators
     plain = operators.without_corrections()
-    quantised = tuple(map(_with_few_rows, plain.quantised_gemm))
+    quantised: tuple[ProductFit, ...] = tuple(
+        _with_few_rows(fit) if isinstance(fit, GemmFit) else fit for fit in plain.quantised_gemm
+    )
     return plain.model_copy(update={"gemm": _with_few_rows(plain.gemm), "quantised_gemm": quantised})
 
 

@@ -18,6 +18,7 @@ class Gpu:
     versions: Mapping[Engine, str]  # the release fitted, by engine
     vidur: tuple[str, ...]  # layer tables for the elementwise kernels, of this GPU or the nearest one
     training: str = "0.5.10"  # release of SGLang whose products are taken for training, which `TRAFFIC` is fitted with
+    deepgemm: str = "0.5.10"  # release of SGLang whose products in fp8_block are nearest to vLLM's
 
     @property
     def elementwise_donor(self) -> str:
@@ -61,7 +62,7 @@ BLACKWELL: dict[Engine, str] = {"sglang": "0.5.14", "vllm": "0.24.0"}
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("b200-sxm", "b200_sxm", "8xb200", BLACKWELL, H100_VIDUR, "0.5.14"),
+        Gpu("b200-sxm", "b200_sxm", "8xb200", BLACKWELL, H100_VIDUR, "0.5.14", "0.5.14"),
         Gpu("h100-sxm", "h100_sxm", "8xh100", HOPPER, H100_VIDUR),
         Gpu("h200-sxm", "h200_sxm", "8xh200", HOPPER, H100_VIDUR),
         Gpu("a100-sxm-80gb", "a100_sxm", "8xa100", AMPERE, A100_VIDUR),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from calibration.gpus import Gpu
@@ -15,6 +16,7 @@ from calibration.training import large_gemm_share, training_fit
 from rlsim.calibrate.build import MIXTURE
 from rlsim.calibrate.fit import decode, gemm
 from rlsim.calibrate.fit.collectives import FITTED, kernel_collectives
+from rlsim.calibrate.fit.common import as_written
 from rlsim.calibrate.fit.decode import decode_rows, kernel_decode_attention
 from rlsim.calibrate.fit.elementwise import fit_elementwise
 from rlsim.calibrate.fit.experts import Experts, kernel_exchange, kernel_experts
@@ -31,7 +33,7 @@ from rlsim.calibrate.node import measured_node
 from rlsim.calibrate.points import Fitted, residual, residual_of
 from rlsim.calibrate.steps import NO_HOST
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, TrainingFit
-from rlsim.cost.fits import CollectiveFits, ExchangeFit, GemmFit, MemoryOpFit, OperatorFits
+from rlsim.cost.fits import CollectiveFits, DeepGemmFit, ExchangeFit, MemoryOpFit, OperatorFits, ProductFit
 from rlsim.hardware import load_cluster
 from rlsim.precision import Precision
 from rlsim.schema import Schema
@@ -92,22 +94,35 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     )
 
 
-def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fitted[GemmFit] | None:
-    """Products in fp8_block of vLLM, where its own table times the host: SGLang's, which run the same DeepGEMM, judged
-    by vLLM's rows long enough for the host not to matter. None if either engine has no such table."""
+def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fitted[ProductFit] | None:
+    """Products in fp8_block of vLLM, where its own table times the host: those of a release of SGLang that runs as old
+    a DeepGEMM, at the rate of vLLM's rows long enough for the host not to matter, and judged by such rows of weights
+    that the fit has not seen. None if either engine has no such table."""
     if engine != "vllm" or not all("fp8_block" in all_precisions(data, gpu, name) for name in ("vllm", "sglang")):
         return None
     precision: Precision = "fp8_block"
-    table = aiconfigurator.used_sizes(all_gemms(data, gpu.gemm("sglang"), precision))
+    table = aiconfigurator.used_sizes(all_gemms(data, gpu.gemm("sglang", gpu.deepgemm), precision))
     fit = kernel_gemm(table, ref, False, precision).fit
-    rows = aiconfigurator.used_sizes(all_gemms(data, gpu.gemm("vllm"), precision))
-    predicted_s = predict(kernel_of(precision), fit, ref, rows)
+    kernel, rows = kernel_of(precision), aiconfigurator.used_sizes(all_gemms(data, gpu.gemm("vllm"), precision))
+    predicted_s = predict(kernel, fit, ref, rows)
     host_s = float(rows.seconds[predicted_s < SHORT_PRODUCT_S].median())
-    points = compared(kernel_of(precision), fit, ref, rows[predicted_s > 3 * host_s], True)
+    unseen = pd.MultiIndex.from_frame(table[gemm_rows(table, ref, precision).test][["n", "k"]])
+    test, long = pd.MultiIndex.from_frame(rows[["n", "k"]]).isin(unseen), predicted_s > 3 * host_s
+    fit = _at_rate(fit, float(np.median((predicted_s / rows.seconds)[long & ~test])))
+    points = compared(kernel, fit, ref, rows[long & test], True)
     note = (
-        f"SGLang's fit against vLLM's products of over {3 * host_s * 1e3:.2f} ms, three times what launching one takes"
+        f"fit to SGLang {gpu.deepgemm} against vLLM's products of over {3 * host_s * 1e3:.2f} ms, three times what "
+        "launching one takes; shapes (n, k) not fitted"
     )
     return Fitted(fit, {"gemm_fp8_block": residual_of(points, table[["m", "n", "k"]], note)}, points)
+
+
+def _at_rate(fit: ProductFit, factor: float) -> ProductFit:
+    """`fit` with the blocks' share of the peak times `factor`."""
+    if isinstance(fit, DeepGemmFit):
+        return as_written(fit.model_copy(update={"efficiency": tuple(one * factor for one in fit.efficiency)}))
+    tiles = tuple(tile.model_copy(update={"efficiency": min(tile.efficiency * factor, 1.0)}) for tile in fit.tiles)
+    return as_written(fit.model_copy(update={"tiles": tiles}))
 
 
 def _windows(data: Path, source: Source) -> dict[str, pd.DataFrame]:

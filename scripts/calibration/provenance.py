@@ -16,8 +16,8 @@ GROUPED = (
     "1.2 to 1.7 times the peak bandwidth however large the KV cache, so they cannot have read what they state"
 )
 BORROWED = (
-    "products in fp8_block are SGLang's of the same GPU (both run DeepGEMM): vLLM's table was timed without CUDA "
-    "graphs, so with the host's time"
+    "products in fp8_block are SGLang's of the same GPU (both run DeepGEMM; the residual names the release), at the "
+    "rate of vLLM's long ones: vLLM's table was timed without CUDA graphs, so with the host's time"
 )
 COMMON = (COLD, SKEW, INTER, PAIR)
 

@@ -24,6 +24,7 @@ from rlsim.calibrate.fit.common import (
     squash,
     unsquash,
 )
+from rlsim.calibrate.fit.deepgemm import fit_deepgemm
 from rlsim.calibrate.fit.kernels import (
     Kernel,
     compared,
@@ -31,10 +32,11 @@ from rlsim.calibrate.fit.kernels import (
     distinct,
     enough_for_all_constants,
     few_constants,
+    predict,
 )
 from rlsim.calibrate.points import Fitted, residual_of
 from rlsim.cost.calibration import Reference
-from rlsim.cost.fits import GemmFit, Tile
+from rlsim.cost.fits import DeepGemmFit, GemmFit, ProductFit, Tile
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
 from rlsim.precision import WEIGHT_BYTES, Precision, peak_flop_per_s, product_bytes, quantising_bytes
@@ -72,7 +74,7 @@ def kernel_of(precision: Precision) -> Kernel:
 KERNEL = kernel_of("bf16")
 
 
-def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool, precision: Precision = "bf16") -> Fitted[GemmFit]:
+def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool, precision: Precision = "bf16") -> Fitted[ProductFit]:
     """Products of `table` (m, n, k, seconds), with bf16 activations and weights of that precision.
 
     `cold`: their weights were brought from memory, so every row counts; otherwise rows whose weights the L2 may have
@@ -83,6 +85,7 @@ def kernel_gemm(table: pd.DataFrame, ref: Reference, cold: bool, precision: Prec
     kernel = kernel_of(precision)
     test, hot, streamed = gemm_rows(table, seen, precision)
     full = enough_for_all_constants(ref, ~test & ~hot) and streamed.sum() >= 4 and (test & ~hot).any()
+    fit: ProductFit
     if full:
         with np.errstate(divide="ignore"):  # no slope at all: the fit takes its upper bound
             fit = fit_gemm(table, seen, precision)
@@ -134,8 +137,11 @@ def _weights_of(table: pd.DataFrame) -> pd.Series:
 # All constants --------------------------------------------------------------------------------------------------------
 
 
-def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16") -> GemmFit:
+def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16") -> ProductFit:
     """Fit the GEMM of one GPU. `table`: m, n, k, seconds.
+
+    In fp8_block the blocks are those that DeepGEMM chooses, where that describes a quarter of the weights to fit better
+    by a fit to the others.
 
     Rows that are memory-bound and whose weights are under 1.5 L2 are left out and only compared. The memory
     efficiency comes first, from products of few rows with weights beyond four times L2; the rest follows with it fixed.
@@ -143,8 +149,36 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16")
     test, hot, streamed = gemm_rows(table, ref, precision)
     efficiency = _memory_efficiency(table[streamed], ref, precision)
     rows = table[~test & ~hot]
+    many = len(table[["n", "k"]].drop_duplicates()) >= CORRECTED_SHAPES
+    if precision == "fp8_block" and many:
+        inner = held_out(_weights_of(rows))
+        seen, unseen = rows[~inner], rows[inner]
+        tiles, own = _with_tiles(seen, efficiency, ref, precision, many), _with_deepgemm(seen, efficiency, ref)
+        if _loss(own, unseen, ref) < _loss(tiles, unseen, ref):
+            return _with_deepgemm(rows, efficiency, ref)
+    return _with_tiles(rows, efficiency, ref, precision, many)
+
+
+def _some(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows enough for the constants, in their order."""
     chosen = np.random.default_rng(0).choice(np.arange(len(rows)), min(MOST_ROWS, len(rows)), replace=False)
-    some, by_rows = rows.iloc[np.sort(chosen)], precision != "bf16"
+    return rows.iloc[np.sort(chosen)]
+
+
+def _loss(fit: ProductFit, rows: pd.DataFrame, ref: Reference) -> float:
+    predicted = predict(kernel_of(fit.precision), fit, ref, rows)
+    return float(soft_l1(np.log(predicted / rows.seconds.to_numpy(float))).sum())
+
+
+def _with_deepgemm(rows: pd.DataFrame, efficiency: float, ref: Reference) -> DeepGemmFit:
+    """The fit of DeepGEMM's own choice of blocks, corrected."""
+    fit = fit_deepgemm(_some(rows), ref, efficiency)
+    return corrected(kernel_of(fit.precision), fit, ref, rows, KNOTS)
+
+
+def _with_tiles(rows: pd.DataFrame, efficiency: float, ref: Reference, precision: Precision, correct: bool) -> GemmFit:
+    """The fit of tiles of which the fastest is taken, or one for each range of rows."""
+    some, by_rows = _some(rows), precision != "bf16"
     best, shapes = (
         _search_by_rows(some, efficiency, ref, precision) if by_rows else (_search(some, efficiency, ref), TILES)
     )
@@ -162,9 +196,7 @@ def fit_gemm(table: pd.DataFrame, ref: Reference, precision: Precision = "bf16")
         splits=(1,) if by_rows else SPLITS,
     )
     fit = as_written(fit)
-    if len(table[["n", "k"]].drop_duplicates()) < CORRECTED_SHAPES:
-        return fit
-    return corrected(kernel_of(precision), fit, ref, rows, _knots(precision))
+    return corrected(kernel_of(precision), fit, ref, rows, _knots(precision)) if correct else fit
 
 
 def _memory_efficiency(rows: pd.DataFrame, ref: Reference, precision: Precision) -> float:

@@ -30,6 +30,7 @@ HIDDEN = 7168
 UNSEEN = (16, 64)  # heads on one GPU
 FEWEST_HEADS = 8  # of prompts: with fewer, L2 holds all weights of the layer that was measured over and over
 TINY = 64  # tokens of the contexts that give the floor
+PROMPT_KEYS = (3.0, 5.0, 7.0, 10.0, 12.0, 14.0)  # log2 of the mean keys per query, of prompts of 16 to 32,768 tokens
 PARALLELISM = (0.0, 2.0, 4.0, 6.0, 8.0, 10.0)
 KNOTS = {
     "batch": [4.0**e for e in range(6)],
@@ -40,7 +41,7 @@ KNOTS = {
 BLOCK_KNOTS = {**KNOTS, "heads": [16.0, 32.0, float(HEAD_BLOCK)]}
 ALL_KNOTS = {**KNOTS, "heads": [1.0, 8.0, 16.0, 32.0, 64.0, 128.0]}
 #: What is fitted to prompts.
-OF_PROMPTS = ("prompt_launch_s", "prompt_head_s", "prompt_speed", "latent_prompt_tokens")
+OF_PROMPTS = ("prompt_launch_s", "prompt_head_s", "prompt_keys", "prompt_speed", "latent_prompt_tokens")
 
 #: Nothing fitted yet: no launches, everything at its peak, prompts as grouped queries.
 _NONE = LatentAttentionFit(
@@ -52,7 +53,8 @@ _NONE = LatentAttentionFit(
     flop_efficiency=1.0,
     prompt_launch_s=0.0,
     prompt_head_s=0.0,
-    prompt_speed=1.0,
+    prompt_keys=(0.0,),
+    prompt_speed=(1.0,),
     latent_prompt_tokens=0,
 )
 
@@ -169,20 +171,33 @@ def _fit_decode(rows: pd.DataFrame, operators: Operators, knots: Knots) -> Laten
 
 
 def _fit_prompts(rows: pd.DataFrame, operators: Operators, fit: LatentAttentionFit) -> LatentAttentionFit:
-    """Three constants of long prompts, and which prompts work in the latent: the length that suits the rows best."""
+    """The constants of long prompts, and which prompts work in the latent: the length that suits the rows best."""
     tokens, y = (rows.batch * rows.new * rows.heads).to_numpy(float), rows.seconds.to_numpy(float)
+    keys = np.log2(rows.new.to_numpy(float) / 2.0)
     bare = {at: fit.model_copy(update={"latent_prompt_tokens": at}) for at in (0, 128, 256, 512, 1024)}
+    start = np.concatenate([[math.log(50e-6), math.log(1e-10)], np.full(len(PROMPT_KEYS), math.log(2.0))])
     found = {}
     for at, one in bare.items():
-        slow = _prompts_s(operators, one.model_copy(update={"prompt_speed": 1.0}), rows)
-        fast = _prompts_s(operators, one.model_copy(update={"prompt_speed": 10.0}), rows)
+        slow = _prompts_s(operators, one.model_copy(update={"prompt_speed": (1.0,)}), rows)
+        fast = _prompts_s(operators, one.model_copy(update={"prompt_speed": (10.0,)}), rows)
         attention, beside = (slow - fast) / 0.9, slow - (slow - fast) / 0.9
 
         def shown(p: Array, attention: Array = attention, beside: Array = beside) -> Array:
-            return np.asarray(np.exp(p[0]) + np.exp(p[1]) * tokens + attention / np.exp(p[2]) + beside)
+            speed = np.interp(keys, PROMPT_KEYS, _speeds(p))
+            return np.asarray(np.exp(p[0]) + np.exp(p[1]) * tokens + attention / speed + beside)
 
-        found[at] = fit_logs(shown, y, np.array([math.log(50e-6), math.log(1e-10), 0.0]), pull=0.03)
+        found[at] = fit_logs(shown, y, start, pull=0.3)
     best = min(found, key=lambda at: float(found[at].cost))
     p = found[best].x
-    update = {"prompt_launch_s": math.exp(p[0]), "prompt_head_s": math.exp(p[1]), "prompt_speed": math.exp(p[2])}
+    update = {
+        "prompt_launch_s": math.exp(p[0]),
+        "prompt_head_s": math.exp(p[1]),
+        "prompt_keys": PROMPT_KEYS,
+        "prompt_speed": tuple(_speeds(p).tolist()),
+    }
     return bare[best].model_copy(update=update)
+
+
+def _speeds(p: Array) -> Array:
+    """At `PROMPT_KEYS`; what no row tells stays within what can be meant."""
+    return np.asarray(np.clip(np.exp(p[2:]), 0.5, 5.0))

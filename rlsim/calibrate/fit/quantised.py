@@ -14,7 +14,7 @@ from rlsim.calibrate.fit.prefill import kernel_prefill_attention
 from rlsim.calibrate.measurements import Measurements
 from rlsim.calibrate.points import Fitted
 from rlsim.cost.calibration import Engine, Reference
-from rlsim.cost.fits import DecodeAttentionFit, GemmFit, OperatorFits, PrefillAttentionFit
+from rlsim.cost.fits import DecodeAttentionFit, OperatorFits, PrefillAttentionFit, ProductFit
 from rlsim.cost.operators import gemm_of
 from rlsim.precision import PRECISIONS
 
@@ -51,7 +51,7 @@ def quantised_of(operators: OperatorFits) -> Iterator[tuple[str, Any]]:
 
 def with_quantised(operators: OperatorFits, fits: list[Any]) -> OperatorFits:
     """`operators` with what `quantised_kernels` gives."""
-    update: dict[str, Any] = {"quantised_gemm": tuple(fit for fit in fits if isinstance(fit, GemmFit))}
+    update: dict[str, Any] = {"quantised_gemm": tuple(fit for fit in fits if isinstance(fit, ProductFit))}
     for slot, kind in (("decode_attention_fp8", DecodeAttentionFit), ("prefill_attention_fp8", PrefillAttentionFit)):
         update[slot] = next((fit for fit in fits if isinstance(fit, kind)), None)
     return operators.model_copy(update=update)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import held_out
+from rlsim.calibrate.fit.common import Array, held_out, soft_l1
 from rlsim.calibrate.fit.correction import fit_correction
-from rlsim.calibrate.fit.heads import GROUP, HEAD_DIM, OTHER_HEAD_DIMS, heads_of
-from rlsim.calibrate.fit.kernels import Knots
+from rlsim.calibrate.fit.heads import GROUP, HEAD_DIM, OTHER_HEAD_DIMS, heads_of, per_head_of_128
+from rlsim.calibrate.fit.kernels import FULL, Knots
+from rlsim.calibrate.fit.prefill import fit_prefill_attention
 from rlsim.calibrate.points import residual
 from rlsim.cost.calibration import Reference, Residual
-from rlsim.cost.fits import Correction, OperatorFits
+from rlsim.cost.fits import Correction, OperatorFits, PrefillAttentionFit
 from rlsim.cost.operators import Operators
 
 #: KV heads over the whole batch, and the window: with few, kernels do not split what a window holds over the SMs.
@@ -23,7 +25,7 @@ DECODE_KNOTS: Knots = {
 }
 PREFILL_KNOTS: Knots = {
     "sequences": [4.0**e for e in range(5)],
-    "tokens": [128.0, 256.0, 1024.0, 8192.0],
+    "tokens": [128.0, 256.0, 1024.0, 4096.0, 16384.0],
     "kv_heads": [1.0, 4.0, 16.0, 64.0],
     "group": [1.0, 8.0],
 }
@@ -45,16 +47,43 @@ def with_windows(
         test, knots = held_out(heads_of(rows)), DECODE_KNOTS if slot == "decode_windows" else PREFILL_KNOTS
         error = np.log(rows.seconds / _seconds(Operators(fits, ref), slot, rows)).to_numpy(float)
         factors: dict[int, Correction] = {}
-        for dim in sorted(rows.head_dim.unique()):
+        masked: dict[int, PrefillAttentionFit] = {}
+        for dim in map(int, sorted(rows.head_dim.unique())):
             own = ~test & (rows.head_dim == dim).to_numpy(bool)
-            if (factor := fit_correction(rows[own], knots, error[own])) is not None:
-                factors[int(dim)] = factor
-        fits = fits.model_copy(update={slot: factors})
+            if slot == "prefill_windows" and _masks(rows[own], error[own], fits, ref, dim):
+                masked[dim] = _masked(rows[own], ref, dim)
+            elif (factor := fit_correction(rows[own], knots, error[own])) is not None:
+                factors[dim] = factor
+        fits = fits.model_copy(update={slot: factors, **({"masked_prefill": masked} if masked else {})})
         unseen = rows[test]
         shown = _seconds(Operators(fits, ref), slot, unseen)
         operator = slot.replace("_windows", "_attention_windows")
         found[operator] = residual(shown, unseen.seconds, rows[["batch", "tokens", "window", "head_dim"]], NOTE)
     return fits, found
+
+
+def _masks(rows: pd.DataFrame, error: Array, fits: OperatorFits, ref: Reference, dim: int) -> bool:
+    """Whether prompts take as long as if the kernel went through all keys: tried on the longest of `rows` and on a
+    quarter of the batches and heads, by fits to the others. `error`: log of measured over the window's own formula."""
+    unseen = held_out(heads_of(rows)) | (rows.tokens == rows.tokens.max()).to_numpy(bool)
+    seen, rest = rows[~unseen], rows[unseen]
+    if len(seen) < FULL:
+        return False
+    factor = fit_correction(seen, PREFILL_KNOTS, error[~unseen])
+    cut = {"prefill_windows": {dim: factor} if factor else {}, "masked_prefill": {}}
+    whole = {"prefill_windows": {}, "masked_prefill": {dim: _masked(seen, ref, dim)}}
+
+    def off(update: Mapping[str, object]) -> float:
+        shown = _seconds(Operators(fits.model_copy(update=update), ref), "prefill_windows", rest)
+        return float(soft_l1(np.log(shown / rest.seconds.to_numpy(float))).sum())
+
+    return off(whole) < off(cut)
+
+
+def _masked(rows: pd.DataFrame, ref: Reference, dim: int) -> PrefillAttentionFit:
+    """The formula of all keys, which needs no correction."""
+    fit = fit_prefill_attention(rows.assign(new=rows.tokens, prior=0), per_head_of_128(ref, dim))
+    return fit.model_copy(update={"correction": None})
 
 
 def _seconds(operators: Operators, slot: str, rows: pd.DataFrame) -> list[float]:
