@@ -72,7 +72,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         _count("put_back", "prompts that were not finished and are generated again"),
         _count("resumed", "responses that came from an earlier step"),
         _count("paused", "responses that go on in a later step"),
-        _count("dropped", "prompts dropped for their rewards"),
+        _count("dropped", "prompts dropped: for their rewards, as too stale, or with an aborted response"),
         _count("waiting", "prompts waiting at the end of the step, to go on or to be generated again"),
         _count("timeouts", "responses whose reward call was ended by a timeout, of those trained on"),
         _tokens("longest_tokens", "longest response that was trained on"),

@@ -87,7 +87,7 @@ def _why(steady: pd.DataFrame) -> str:
     reasons = [
         (total["put_back"] > 0, "prompts that are not finished in time are generated again later"),
         (total["paused"] + total["resumed"] > 0, "responses that are not finished in time go on in a later step"),
-        (total["dropped"] > 0, "prompts are dropped for their rewards"),
+        (total["dropped"] > 0, "prompts are dropped, for their rewards or as too stale"),
         (total["wasted_tokens"] > 0, "the first to finish are trained on and others dropped"),
     ]
     return next((text for applies, text in reasons if applies), "")
