@@ -73,7 +73,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
         _count("resumed", "responses that came from an earlier step"),
         _count("paused", "responses that go on in a later step"),
         _count("dropped", "prompts dropped: for their rewards, as too stale, or with an aborted response"),
-        _count("waiting", "prompts waiting at the end of a step: to go on, to begin again, or complete for a later one"),
+        _count("waiting", "prompts that wait at the end: to go on, to begin again, or complete for a later step"),
         _count("timeouts", "responses whose reward call was ended by a timeout, of those trained on"),
         _tokens("longest_tokens", "longest response that was trained on"),
         _figure("bubble_fraction", "share of GPU time within step_time_s in which the GPU did nothing"),
