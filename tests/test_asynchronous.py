@@ -111,6 +111,26 @@ def test_a_bound_is_kept(stale: str, eta: int) -> None:
     check_tokens(steps)
 
 
+@pytest.mark.parametrize("alpha", [0.5, 1.5])
+def test_a_bound_of_part_of_an_update_is_rounded_up(alpha: float) -> None:
+    """As in ROLL's `ReplayBuffer.get_batch`: what was launched for that update is not thrown away."""
+    steps = run({"roll_flash": {"alpha": alpha, "tp": 1, "rollout_gpus": 4}}, workflow={"steps": 12}).steps
+    assert steps["staleness_max"].max() == np.ceil(alpha)
+    assert steps.loc[steps["step"] >= 4, "staleness_mean"].mean() == pytest.approx(alpha, abs=0.1)
+    assert steps["dropped"].sum() == steps["wasted_tokens"].sum() == 0
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("age", [1, 2])
+def test_a_step_of_nemo_rl_waits_for_its_own_prompts(age: int, in_flight: bool) -> None:
+    """Prompts are generated for one step: from step `age` on all are exactly so old, those with slow rewards too."""
+    rule = {"max_trajectory_age_steps": age, "in_flight_weight_updates": in_flight, "tp": 1, "rollout_gpus": 4}
+    steps = run({"nemo_async": rule}, workflow={"steps": 12}).steps
+    steady = steps[steps["step"] >= age]
+    assert (steady["staleness_max"] == age).all()
+    assert steady["staleness_mean"].to_numpy() == pytest.approx(age)
+
+
 def test_dropping_wastes_what_waiting_keeps() -> None:
     rules = [{"bounded_staleness": {"eta": 1, "stale": stale}} for stale in ("wait", "drop")]
     found = run(use("wait", rules[0]), use("drop", rules[1]), workflow={"steps": 12})

@@ -192,9 +192,19 @@ def test_a_backlog_is_what_grew_in_the_steady_steps() -> None:
 
 def test_a_backlog_that_falls_is_told_as_well() -> None:
     rows = [{"step": i, "steady": i > 0, "waiting": 2 - 2 * i, "trained": 8, "step_time_s": 9.0} for i in (0, 1)]
-    (note,) = rate_notes(table("steps", *(RUN | row for row in rows)), "a", 4, 8)
+    (note,) = rate_notes(table("steps", *(RUN | row | {"resumed": 1} for row in rows)), "a", 4, 8)
     assert note.startswith("a: 2 fewer prompts wait after the last counted step than before the first (100% of those")
     assert "so the throughput is too low" in note
+
+
+@pytest.mark.parametrize(("before", "after", "told"), [(2, 0, "high"), (0, 2, "low")])
+def test_complete_prompts_that_wait_are_work_done_before(before: int, after: int, told: str) -> None:
+    """In a rollout for all steps nothing is put off: those that wait are generated, and not yet trained on."""
+    rows = [{"step": i, "steady": i > 0, "waiting": (before, after)[i], "trained": 8} for i in (0, 1)]
+    (note,) = rate_notes(table("steps", *(RUN | row | {"step_time_s": 9.0} for row in rows)), "a", 4, 8)
+    assert "complete" in note
+    assert "longest" not in note
+    assert f"so the throughput is too {told}" in note
 
 
 def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path) -> None:

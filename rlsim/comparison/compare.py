@@ -13,7 +13,7 @@ import pandas as pd
 from rlsim.comparison.baseline import Baseline
 from rlsim.comparison.runs import Run, runs_in
 from rlsim.errors import ConfigError
-from rlsim.experiment.backlog import backlog, backlog_note
+from rlsim.experiment.backlog import backlog, backlog_note, waits_complete
 from rlsim.experiment.notes import EXPLAINED, ratio_note
 from rlsim.experiment.summary import CONFIDENCE, RATIOS, means, paired_ratio
 from rlsim.sweeps.differences import differences
@@ -104,7 +104,7 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
             notes += ratio_note(run.name, run.steps, against.name, against.steps, row["speedup"], row["token_speedup"])
         prompts, share = backlog(run.steps, run.config["workflow"]["responses"])
         if abs(share) > EXPLAINED:
-            late.append(backlog_note(run.name, prompts, share))
+            late.append(backlog_note(run.name, prompts, share, waits_complete(run.steps)))
         rows.append(row)
     shown = tuple(map(_column, [*axes, *beside]))
     told = (

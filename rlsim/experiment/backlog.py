@@ -33,13 +33,19 @@ def comparable(held_back: pd.Series[float]) -> pd.Series[bool]:
     return held_back.abs() <= MOST_HELD_BACK
 
 
-def backlog_note(systems: str, prompts: float, share: float) -> str:
-    """What the `backlog` of some systems means for their throughput."""
-    more, why, high = (
-        ("more", "they hold the longest responses", "high")
-        if prompts > 0
-        else ("fewer", "the longest responses of earlier steps are trained on as well", "low")
-    )
+def waits_complete(steps: pd.DataFrame) -> bool:
+    """Whether the prompts that wait under one system are complete, as in a rollout for all steps: none is put off."""
+    return not steps[["put_back", "paused", "resumed"]].to_numpy().any()
+
+
+def backlog_note(systems: str, prompts: float, share: float, complete: bool) -> str:
+    """What the `backlog` of some systems means for their throughput; `complete`: see `waits_complete`."""
+    more, why, high = {
+        (True, False): ("more", "they hold the longest responses", "high"),
+        (False, False): ("fewer", "the longest responses of earlier steps are trained on as well", "low"),
+        (True, True): ("more", "they are complete, more than these steps train on", "low"),
+        (False, True): ("fewer", "what earlier steps had complete is trained on as well", "high"),
+    }[prompts > 0, complete]
     count = f"{abs(prompts):,.1f}".removesuffix(".0")
     wait = "prompt waits" if count == "1" else "prompts wait"
     return (

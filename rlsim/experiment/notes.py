@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from rlsim.experiment.backlog import backlog, backlog_note
+from rlsim.experiment.backlog import backlog, backlog_note, waits_complete
 from rlsim.experiment.summary import means, paired_ratio
 
 #: A ratio of responses that differs by more than this from that of tokens is explained; so is a backlog of that share.
@@ -42,17 +42,17 @@ def rate_notes(steps: pd.DataFrame, baseline: str, responses: int, batch: int) -
     """Notes on the systems of one case, by name in `steps`: a batch is `batch` responses, `responses` a prompt."""
     by_seed, trained = means(steps, ["system", "seed"]).sort_index(), means(steps, ["system"])["trained"]
     mine = {str(system): own for system, own in steps.groupby("system", sort=False)}
-    put_off: dict[tuple[float, float], list[str]] = {}
+    put_off: dict[tuple[float, float, bool], list[str]] = {}
     for system, own in mine.items():
         if trained[system] < batch * (1 - 1e-9):
             yield (
                 f"{system} trains on {trained[system] / batch:.1%} of a batch each step: its step is shorter for that; "
                 "speedups count the responses trained on per second"
             )
-        if abs((late := backlog(own, responses))[1]) > EXPLAINED:
-            put_off.setdefault(late, []).append(system)
-    for (prompts, share), systems in put_off.items():
-        yield backlog_note(", ".join(systems), prompts, share)
+        if abs((grown := backlog(own, responses))[1]) > EXPLAINED:
+            put_off.setdefault((*grown, waits_complete(own)), []).append(system)
+    for late, systems in put_off.items():
+        yield backlog_note(", ".join(systems), *late)
     for system, own in mine.items() if baseline in mine else ():
         rates = by_seed.loc[system], by_seed.loc[baseline]
         ratios = [paired_ratio(*(one[rate] for one in rates))[0] for rate in ("responses_per_s", "tokens_per_s")]
@@ -87,7 +87,7 @@ def _why(steady: pd.DataFrame) -> str:
     reasons = [
         (total["put_back"] > 0, "prompts that are not finished in time are generated again later"),
         (total["paused"] + total["resumed"] > 0, "responses that are not finished in time go on in a later step"),
-        (total["dropped"] > 0, "prompts are dropped for their rewards"),
+        (total["dropped"] > 0, "prompts are dropped, for their rewards or as too stale"),
         (total["wasted_tokens"] > 0, "the first to finish are trained on and others dropped"),
     ]
     return next((text for applies, text in reasons if applies), "")

@@ -75,7 +75,10 @@ class RollFlash(Apart):
 
 
 class NeMoAsync(Apart):
-    """NeMo-RL's asynchronous GRPO: prompts at most so many steps ahead; a weight update waits for them, or does not."""
+    """NeMo-RL's asynchronous GRPO: prompts at most so many steps ahead; a weight update waits for them, or does not.
+
+    A prompt is generated for one step, which waits for all of its own (`ReplayBuffer.sample`): none is older.
+    """
 
     max_trajectory_age_steps: int = Field(default=1, ge=0, le=1000, description="updates that a response may be old")
     in_flight_weight_updates: bool = Field(default=False, description="update while responses are generated")
@@ -83,7 +86,10 @@ class NeMoAsync(Apart):
 
     def parts(self) -> Sequence[Part]:
         rule = BoundedStaleness(
-            eta=self.max_trajectory_age_steps, interrupt=self.in_flight_weight_updates, updated_kv=self.updated_kv
+            eta=self.max_trajectory_age_steps,
+            stale="wait",
+            interrupt=self.in_flight_weight_updates,
+            updated_kv=self.updated_kv,
         )
         return (*self.common(), rule)
 

@@ -21,8 +21,9 @@ from rlsim.workflow.graph import Workflow
 ROUNDING = 1e-9
 
 
-#: Of prompts beyond the bound: a step trains on them all the same; or it keeps places for those under way that reach
-#: the bound, and waits for them; or they are dropped. With the last two no step trains on one beyond it.
+#: Of prompts beyond the bound, rounded up to whole updates: a step trains on them all the same; or it keeps places for
+#: those under way that reach the bound, and waits for them; or they are dropped. With the last two no step trains on
+#: one beyond it.
 Stale = Literal["train", "wait", "drop"]
 Order = Literal["oldest", "ready", "longest", "freshest"]
 
@@ -31,13 +32,14 @@ class BoundedStaleness(Schema, Continuous):
     """A prompt begins only while all admitted so far are at most B · (version + 1 + η).
 
     That is AReaL's rule (Fu et al. 2025), and ROLL Flash's: with all that are under way, wait or are trained on at most
-    (1 + α) · B. Taken in the order of their launch, prompts are never older than η updates. New weights interrupt what
+    (1 + α) · B. Taken in the order of their launch, prompts are never older than η updates, rounded up: with a bound of
+    half an update half a batch is one update old (ROLL's `ReplayBuffer.get_batch`). New weights interrupt what
     is generated; with `recompute` the KV cache is thrown away and computed again under the new weights.
     """
 
     eta: float = Field(default=4, ge=0, le=1000, description="updates that a response may be old; 0: synchronous")
     order: Order = Field(default="oldest", description="which prompts a step takes first: by their oldest tokens, …")
-    stale: Stale = Field(default="train", description="what becomes of prompts more than eta updates old")
+    stale: Stale = Field(default="train", description="what becomes of prompts more than eta updates old, rounded up")
     concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
     interrupt: bool = Field(default=True, description="new weights interrupt responses; if not, they wait for them")
     updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
@@ -75,10 +77,10 @@ class BoundedStaleness(Schema, Continuous):
         return ready.number
 
     def usable(self, ready: Ready, staleness: int) -> bool:  # noqa: ARG002
-        return self.stale == "train" or staleness <= self.eta
+        return self.stale == "train" or staleness <= self.ahead
 
     def awaited(self, staleness: int) -> bool:
-        return self.stale == "wait" and staleness + 1 > self.eta
+        return self.stale == "wait" and staleness >= self.ahead
 
 
 class SyncQuota(Schema, Continuous):
