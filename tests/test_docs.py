@@ -3,7 +3,8 @@
 Every fenced block of a page says what it is. In one temporary folder a page, from top to bottom:
 
 - `<!-- file: NAME -->` before a block writes it there; a Python file is only written, not run.
-- ```sh blocks run, line by line; ```python blocks run as scripts.
+- ```sh blocks run, line by line; ```python blocks run as scripts. Lines that only call `rlsim` run in this process, as
+  starting one for each of them takes longer than most do; scripts and all other lines run in processes of their own.
 - `<!-- run with: OPTIONS -->` adds options to the `rlsim` lines of a block that run or search (small sizes). Where no
   output is shown, `rlsim run` draws no worlds.
 - `<!-- in a checkout -->` runs a block in the repository; `<!-- fails -->` expects exit code 2.
@@ -14,18 +15,20 @@ Every fenced block of a page says what it is. In one temporary folder a page, fr
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from conftest import TINY
+from conftest import TINY, Command
 
 import rlsim
 from rlsim.experiment.systems import parse_systems
@@ -37,6 +40,7 @@ NAMES = [page.name for page in PAGES]
 FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*?) -->\n+)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+SHELL = set("|&;<>()$`\\*?[~")  # what means something to a shell
 ROOMS = r"(?:rlsim|docs|scripts|traces|calibration|experiments|tests)/[\w./-]+\w"
 
 
@@ -71,18 +75,26 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def _on_one_core() -> None:
+@pytest.fixture
+def one_core() -> Iterator[None]:
     """`--workers` is by default one for each core: to start a second one takes longer than these examples do."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)
-        os.sched_setaffinity(0, {cores[own]})
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)
+    os.sched_setaffinity(0, {sorted(cores)[own]})
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 class Runner:
     """Runs the blocks of one page in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, call: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rlsim, self.monkeypatch = call, monkeypatch
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        monkeypatch.setenv("COLUMNS", "120")
         self.folder = folder / "page"
         self.folder.mkdir()
         self.output = ""
@@ -92,7 +104,6 @@ class Runner:
         self._tool(tools / "python", "")
         self.environment = os.environ | {
             "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-            "COLUMNS": "120",
             "PYTHONIOENCODING": "utf-8",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
@@ -122,7 +133,7 @@ class Runner:
             case "sh", _:
                 self.output = "".join(self.shell(line, block) for line in block.text.splitlines() if line.strip())
             case "python", "":
-                self.output = self.call(["python", "-c", block.text], self.folder, 0)
+                self.output = self.process(["python", "-c", block.text], self.folder, 0)
             case _:
                 pytest.fail(f"a block of {block.language or 'no language'} that no comment explains")
 
@@ -134,9 +145,23 @@ class Runner:
             command, hash_, comment = line.partition("#")
             line = f"{command} {' '.join(options)} {hash_}{comment}"
         folder = ROOT if block.kind == "in a checkout" else self.folder
-        return self.call(["sh", "-c", line], folder, 2 if block.kind == "fails" else 0)
+        expected = 2 if block.kind == "fails" else 0
+        if line.startswith("rlsim ") and not SHELL & set(line.partition("#")[0]):
+            return self.command(line, folder, expected)
+        return self.process(["sh", "-c", line], folder, expected)
 
-    def call(self, command: list[str], folder: Path, expected: int) -> str:
+    def command(self, line: str, folder: Path, expected: int) -> str:
+        """A command of rlsim as a process of its own would do it: it has seen no code of the page before."""
+        importlib.invalidate_caches()
+        self.monkeypatch.chdir(folder)
+        done = self.rlsim(*shlex.split(line, comments=True)[1:])
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(str(self.folder)):
+                del sys.modules[name]
+        assert done.code == expected, f"{line}\n{done.out}{done.err}"
+        return done.out + done.err
+
+    def process(self, command: list[str], folder: Path, expected: int) -> str:
         done = subprocess.run(
             command,
             cwd=folder,
@@ -145,21 +170,21 @@ class Runner:
             text=True,
             encoding="utf-8",
             timeout=300,
-            preexec_fn=_on_one_core,
         )
         assert done.returncode == expected, f"{command[-1]}\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_run(name: str, tmp_path: Path) -> None:
-    runner = Runner(tmp_path)
+def test_examples_run(name: str, tmp_path: Path, call: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(tmp_path, call, monkeypatch)
     for block in blocks(ROOT / "docs" / name):
         try:
             runner.run(block)
-        except AssertionError as error:
-            pytest.fail(f"docs/{name}:{block.line}: {error}")
+        except (Exception, pytest.fail.Exception) as error:
+            raise AssertionError(f"docs/{name}:{block.line}: {error}") from error
 
 
 @pytest.mark.parametrize("name", NAMES)
