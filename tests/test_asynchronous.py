@@ -271,6 +271,9 @@ def test_every_system_keeps_every_invariant(drawn: tuple[Any, dict[str, Any], di
     steps, responses = found.steps, found.responses
     assert (steps["trained"] == sizes["prompts"] * sizes["responses"]).all()
     assert (steps["staleness_max"] <= steps["step"]).all()
+    ((name, parameters),) = system.items()
+    bounds = {"roll_flash": np.ceil(parameters.get("alpha", 1)), "nemo_async": 1, "streamrl": 1}
+    assert (steps["staleness_max"] <= bounds.get(name, np.inf)).all(), "these refuse what is older"
     assert steps["step_time_s"].sum() == pytest.approx(found.calls["end_at"].max(), rel=1e-9)
     check_tokens(steps)
     check_gpus(found.spans)

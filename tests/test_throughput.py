@@ -301,6 +301,25 @@ def test_warmup_is_a_setting_and_an_option(tmp_path: Path) -> None:
     assert pd.read_parquet(tmp_path / "out" / "steps.parquet")["steady"].tolist() == [False, True] * 2
 
 
+def test_systems_of_several_periods_are_measured_over_whole_ones_of_all_or_of_each() -> None:
+    """Of 8 steps 2 to 5 are left between the margins, of 10 steps 2 to 7: one period of 6 steps."""
+    plan = ONE_STEP_OFF["systems"][0]["use"][1]
+    systems = [{"name": f"lag{lag}", "use": ["verl", {"lagged": {"lag": lag}}, plan]} for lag in (1, 2)]
+    given = {"systems": systems, "baseline": "lag1"}
+
+    def counted(steps: int) -> tuple[dict[str, list[int]], list[str]]:
+        found = rlsim.run(ONE_STEP_OFF, overrides={**given, "workflow.steps": steps})
+        steady = found.steps[found.steps["steady"]]
+        return steady.groupby("system")["step"].agg(list).to_dict(), found.notes
+
+    both, notes = counted(10)
+    assert both == {"lag1": [2, 3, 4, 5, 6, 7], "lag2": [2, 3, 4, 5, 6, 7]}
+    assert "means are of 6 of 10 steps, numbers 2 to 7 counted from 0" in notes
+    each, notes = counted(8)
+    assert each == {"lag1": [2, 3, 4, 5], "lag2": [2, 3, 4]}
+    assert "means of lag2, in whole periods of theirs, are of 3 of 8 steps, numbers 2 to 4 counted from 0" in notes
+
+
 def test_steps_that_end_in_bursts_are_measured_over_whole_periods() -> None:
     """On shared GPUs a lag of 2 lets two generations follow each other: steps end in pairs."""
     systems = [{"name": "apart", "use": [{"verl": {"tp": 1}}]}]

@@ -109,7 +109,7 @@ class Case:
         return [(spec, seed) for spec in needed.values() for seed in self._samplers]
 
     def simulate(self, spec: SystemSpec, seed: int) -> None:
-        self._done[spec.key, seed] = simulated(self.simulator, spec, self._samplers[seed], self.steady)
+        self._done[spec.key, seed] = simulated(self.simulator, spec, self._samplers[seed], self.steady(spec))
 
     def jobs(self, first: int) -> list[Job]:
         """The same as jobs, numbered from `first`: one a run, but all of a system whose plan is to be searched for."""
@@ -121,7 +121,9 @@ class Case:
                 runs.append((spec, self.experiment.seed_list))
         plans = dict(self.simulator.plans.found)
         return [
-            Job.of(f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady, plans)
+            Job.of(
+                f"{n}: {self.name} {spec.name}", self.experiment, *self._place, spec, seeds, self.steady(spec), plans
+            )
             for n, (spec, seeds) in enumerate(runs, first)
         ]
 
@@ -201,17 +203,19 @@ class Case:
         return True
 
     @cached_property
-    def overlap(self) -> int:
-        """Steps that may run beside another under some system."""
-        return max((self.simulator.overlap(spec.make()) for spec in self.systems), default=0)
+    def overlaps(self) -> frozenset[int]:
+        """Steps that may run beside another, under each of the systems."""
+        return frozenset(self.simulator.overlap(spec.make()) for spec in self.systems) or frozenset({0})
 
-    @cached_property
-    def steady(self) -> range:
-        return self.experiment.workflow.steady(self.overlap)
+    def steady(self, spec: SystemSpec) -> range:
+        """The steps of a system that means count."""
+        own = self.simulator.overlap(spec.make())
+        return self.experiment.workflow.steady(max(self.overlaps), *(overlap + 1 for overlap in (own, *self.overlaps)))
 
     def _rate_notes(self) -> Iterable[str]:
         workflow, ran = self.experiment.workflow, self._ran.items()
-        yield from steady_note(self.steady, workflow.steps, self.overlap)
+        steady = {spec.name: self.steady(spec) for spec in self.systems}
+        yield from steady_note(steady, workflow.steps, max(self.overlaps))
         if ran:
             steps = pd.concat(self._steps(key).assign(system=name) for name, key in ran)
             yield from rate_notes(steps, self.baseline, workflow.responses, workflow.prompts * workflow.responses)

@@ -18,15 +18,24 @@ PUT_OFF = ("put_back", "paused", "resumed", "dropped")
 CONSIDERABLE = 0.05
 
 
-def steady_note(steady: range, steps: int, overlap: int) -> Iterator[str]:
-    """Which steps the means leave out, where that is not plain."""
-    if overlap and len(steady) == steps:
+def steady_note(steady: Mapping[str, range], steps: int, overlap: int) -> Iterator[str]:
+    """Which steps the means of each system leave out, where that is not plain."""
+    windows = sorted(set(steady.values()), key=len)
+    if overlap and all(len(window) == steps for window in windows):
         yield (
             f"means include steps in which the pipeline of overlapping steps fills or drains: {steps} are too few to "
             f"leave them out (workflow.steps: {3 * overlap + 1} or more)"
         )
-    elif len(steady) < steps:
-        yield f"means are of {len(steady)} of {steps} steps, numbers {steady.start} to {steady.stop - 1} counted from 0"
+        return
+    for window in windows:
+        if len(window) == steps:
+            continue
+        whose = ", ".join(name for name, own in steady.items() if own == window)
+        of = f" of {whose}, in whole periods of theirs," if len(windows) > 1 else ""
+        yield (
+            f"means{of} are of {len(window)} of {steps} steps, numbers {window.start} to {window.stop - 1} counted "
+            "from 0"
+        )
 
 
 def kinds_note(kinds: Sequence[str]) -> Iterator[str]:

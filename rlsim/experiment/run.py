@@ -148,7 +148,8 @@ def checked_cases(
     if not any(case.systems for case in cases):
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
     for case in cases:
-        _ = case.steady  # raises if a warm-up leaves nothing to measure
+        for spec in case.systems:
+            case.steady(spec)  # raises if a warm-up leaves nothing to measure
     return cases
 
 

@@ -176,16 +176,20 @@ class WorkflowSpec(Schema):
             raise ValueError(f"warmup {self.warmup} leaves none of {self.steps} steps to measure")
         return self
 
-    def steady(self, overlap: int) -> range:
+    def steady(self, overlap: int, *periods: int) -> range:
         """The steps that means count, where up to `overlap` steps run beside another; all if there are too few.
 
-        Overlapping steps may end in bursts that come again every `overlap` + 1 steps: only whole periods are counted.
-        Raises `ConfigError` if `warmup` leaves none.
+        Overlapping steps may end in bursts that come again every `overlap` + 1 steps. Where systems are compared,
+        `overlap` is the largest of theirs and `periods` are those of all in steps, this system's first. Counted are as
+        many steps as are whole periods of all, or of this system alone if there are too few. Raises `ConfigError` if
+        `warmup` leaves none.
         """
         first, period = overlap if self.warmup is None else self.warmup, overlap + 1
-        whole = (self.steps - overlap - first) // period * period
-        if whole > 0:
-            return range(first, first + whole)
+        left = self.steps - overlap - first
+        if left >= period:
+            common = math.lcm(period, *periods)
+            whole = common if common <= left else periods[0] if periods else period
+            return range(first, first + left // whole * whole)
         if self.warmup:
             raise ConfigError(
                 f"workflow.warmup {self.warmup} of {self.steps} steps leaves too few to measure where {overlap} more "
