@@ -179,7 +179,9 @@ def test_two_kinds_of_gpu_each_generate_at_their_own_rate() -> None:
         "seeds": 1,
         "systems": [{"name": "hybrid", "use": [*common, "hybrid_rollout"]}],
     }
-    stays = rlsim.run(experiment).stays.query("left == 'finished'")
+    found = rlsim.run(experiment)
+    assert (found.steps["gen_bound_s"] < found.steps["gen_time_s"]).all(), "which knows of both kinds"
+    stays = found.stays.query("left == 'finished'")
     on = {kind: stays.query(f"gpu {there} 16") for kind, there in (("h20", "<"), ("h100", ">="))}
     assert len(on["h20"])
     assert len(on["h100"])
@@ -252,6 +254,7 @@ def test_every_system_that_borrows_keeps_every_invariant(drawn: tuple[list[Any],
 
 FOUR: dict[str, Any] = {"split": {"rollout_gpus": 4}}
 TP1 = {"verl": {"tp": 1}}
+TRAINING = {name: {"gpus": "4-7"} for name in ("old_log_prob", "train")}
 JUDGE = {
     "workflow": {"reward": {"judge": {"model": "qwen2.5-1.5b"}}},
     "trace": {"path": "rollpacker-judge", "cap": "1K"},
@@ -268,6 +271,11 @@ JUDGE = {
             [{"verl": {"tp": 16}}, {"split": {"rollout_gpus": 16}}],
             {"cluster": "3x8xh800", "model": "llama-3.1-8b"},
             "replicas of 16 GPUs, as generation has them, do not divide the 8 GPUs of a node that train has",
+        ),
+        (
+            [TP1, {"plan": {"calls": {"generate": {"gpus": "0-3", "tp": 2, "pp": 2}, **TRAINING}}}],
+            {},
+            "replicas on GPUs of training have TP only: leave pp out of the plan's generation",
         ),
     ],
 )
