@@ -273,7 +273,7 @@ JUDGE = {
             "replicas of 16 GPUs, as generation has them, do not divide the 8 GPUs of a node that train has",
         ),
         (
-            [TP1, {"plan": {"calls": {"generate": {"gpus": "0-3", "tp": 2, "pp": 2}, **TRAINING}}}],
+            [{"plan": {"calls": {"generate": {"gpus": "0-3", "tp": 2, "pp": 2}, **TRAINING}}}],
             {},
             "replicas on GPUs of training have TP only: leave pp out of the plan's generation",
         ),
