@@ -54,6 +54,11 @@ class RolloutMemory:
         return self.pages / self.groups * self.page_bytes
 
     @property
+    def total_bytes(self) -> float:
+        """All of it on this GPU, the KV cache full and the engine at its peak."""
+        return self.weight_bytes + self.activation_bytes + self.reserved_bytes + self.kv_bytes
+
+    @property
     def capacity_tokens(self) -> int:
         """Context tokens that the replica can hold."""
         return self.pages * self.page_tokens
@@ -66,8 +71,7 @@ def rollout_weight_bytes(model: Model, tp: int, pp: int = 1, layout: ReplicaLayo
     is a copy in bf16, for decoding in the latent (vLLM's `process_weights_after_loading`), experts in MXFP4 are padded.
     With `pp` stages, those of the fullest: it has ⌈layers / pp⌉ layers and the larger of the embedding (first stage)
     and the head with the final norm (last stage). All GPUs of a stage share the experts, whether each is cut or they
-    are dealt (`layout`). Raises
-    `ConfigError` if `tp` or `pp` does not fit.
+    are dealt (`layout`). Raises `ConfigError` if `tp` or `pp` does not fit.
     """
     layout.check(model, tp)
     gpus, tp = tp, layout.attention_tp(tp)

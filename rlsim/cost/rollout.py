@@ -9,7 +9,7 @@ from functools import cache
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.lookups import Lookups
-from rlsim.cost.memory import kv_page_bytes, rollout_memory
+from rlsim.cost.memory import RolloutMemory, kv_page_bytes, rollout_memory
 from rlsim.cost.pipeline import pipelined_step_cost
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.step import StepCost
@@ -84,6 +84,10 @@ class RolloutCostModel:
 
     def _capacity_pages(self, tp: int, min_tokens: int = 1) -> int:
         """KV pages of a replica at `tp`; raises `CapacityError` if it cannot hold `min_tokens`."""
+        return self.memory(tp, min_tokens).pages
+
+    def memory(self, tp: int, min_tokens: int = 1) -> RolloutMemory:
+        """What a replica at `tp` keeps on each GPU; raises `CapacityError` if it cannot hold `min_tokens`."""
         utilization, batched, sequences = self._limits
         return rollout_memory(
             self.model,
@@ -99,7 +103,7 @@ class RolloutCostModel:
             nvlink=self.cluster.nvlink,
             resident_bytes=self._resident_bytes,
             min_tokens=min_tokens,
-        ).pages
+        )
 
     def _host_kv(self, tp: int) -> HostKv:
         """Host memory for KV pages that a replica at `tp` has no room for."""

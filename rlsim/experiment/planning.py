@@ -358,8 +358,7 @@ class PlanSpace:
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
             # No replica waits for another.
             time_s = max(self._rollout_s(dealt, costs, replica) for dealt in self._dealt(strategy))
-            taken = self._loaded.experiment.memory_utilization if memory_share is None else memory_share
-            engine_bytes = max(taken * self.gpu.memory_bytes - RESERVED_BYTES, 0.0)
+            engine_bytes = max(costs.memory(replica).total_bytes - RESERVED_BYTES, 0.0)  # which any process has here
             yield Candidate(strategy, time_s, 0.0, engine_bytes, memory_share)
 
     def _rollout_s(self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, replica: int) -> float:

@@ -41,7 +41,8 @@ def describe_cluster(measured: Measurements, facts: MachineFacts) -> Cluster:
         intra=_link(measured, facts, gpu.memory_bytes_per_s / 2.0),
         host=Link(name="pcie" if facts.device == "cuda" else "memory", bytes_per_s=host_rate, latency_s=1e-6),
     )
-    return as_written(cluster)
+    written = as_written(cluster)
+    return written.model_copy(update={"gpu": gpu}) if known else written
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
