@@ -1,0 +1,153 @@
+"""README's table of errors is what the validation page says: each number in it is read from the page's tables here."""
+
+import re
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+
+import pytest
+
+from rlsim.validate.page import read_sections
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = read_sections(ROOT / "docs" / "validation.md")
+
+
+def cells(part: str) -> list[list[str]]:
+    """The cells of all table rows of a part of the page."""
+    rows = [row for row in PAGE[part].splitlines() if row.startswith("| ")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def errors(part: str, case: str, quantity: str, kind: str = "output|input") -> list[Decimal]:
+    """Errors, percent, of the predictions whose case, quantity and kind are these regular expressions as a whole."""
+    found = [
+        Decimal(row[5].strip("%"))
+        for row in cells(part)
+        if len(row) == 7
+        and all(re.fullmatch(*one) for one in ((case, row[0]), (quantity, row[1]), (kind, row[2])))
+        and re.fullmatch(r"[+-][\d.]+%", row[5])
+    ]
+    assert found, (part, case, quantity)
+    return found
+
+
+def means(part: str, what: str, quantity: str, column: int = 4) -> list[Decimal]:
+    """Mean errors, percent (median: column 5, p90: 6), of the groups, from the tables over many rows."""
+    found = [
+        Decimal(row[column].strip("%"))
+        for row in cells(part)
+        if len(row) == 8 and row[2] in ("left-out", "output") and re.fullmatch(what, row[0])
+        and re.fullmatch(quantity, row[1])
+    ]  # fmt: skip
+    assert found, (part, what, quantity)
+    return found
+
+
+def number(value: Decimal) -> int:
+    return int(value.quantize(Decimal(1), ROUND_HALF_UP))
+
+
+def sign(value: Decimal) -> str:
+    """As README writes an error."""
+    return f"{number(value):+d}%".replace("-", "−").replace("+0%", "0%")
+
+
+def span(values: list[Decimal]) -> str:
+    """As README writes a range of errors."""
+    return f"{sign(min(values))} to {sign(max(values))}"
+
+
+def size(values: list[Decimal]) -> str:
+    """As README writes a range of sizes of errors."""
+    low, high = (number(edge([abs(value) for value in values])) for edge in (min, max))
+    return f"{low} to {high}%" if low < high else f"{low}%"
+
+
+def one(part: str, case: str, quantity: str, kind: str = "output|input") -> str:
+    """As README writes the error of one prediction."""
+    (value,) = errors(part, case, quantity, kind)
+    return sign(value)
+
+
+def rollpacker(size_b: str, suffix: str) -> str:
+    parts = f"{size_b}-(tail-batching|reward|planner|rollpacker){suffix}"
+    whole = one("rollpacker", f"{size_b}-rollpacker{suffix}", "speedup")
+    return f"{size_b.upper()} {span(errors('rollpacker', parts, 'speedup'))}, as a whole {whole}"
+
+
+def published(part: str, case: str, quantity: str) -> str:
+    (row,) = [row for row in cells(part) if len(row) == 7 and row[:2] == [case, quantity]]
+    return f"({row[4]}, published {row[3]})"
+
+
+def transferred(engine: str) -> str:
+    return size(means("transfer", engine, "tpot_s"))
+
+
+KERNELS = "h[12]00-sxm-(vllm|sglang|trtllm)"
+H20, A100 = "verl/row-(10|11|12|28|29)", "verl/row-[234]"
+ASYNC = "asynchronous"
+STATED = {
+    "kernels": lambda: (
+        f"median {size(means('kernels', KERNELS, '.*', 5))}, p90 {size(means('kernels', KERNELS, '.*', 6))}"
+    ),
+    "transfer": lambda: (
+        f"vLLM {transferred('vllm')}, SGLang {transferred('sglang')}, TensorRT-LLM {transferred('trtllm')} "
+        f"(TP8 {transferred('trtllm/llama-3.1-8b/tp8')}); {size(means('transfer', 'vllm|sglang|trtllm', 'ttft_s'))}"
+    ),
+    "rollout": lambda: (
+        f"{size(errors('rollout', 'cpu/[a-z0-9]*', 'makespan_s'))}; "
+        f"{size(errors('rollout', 'cpu/[a-z0-9]*', 'step_median_error'))}"
+    ),
+    "pat": lambda: (
+        f"generation {one('pat', 'h100-24k-verl', 'gen_time_s')} and {one('pat', 'h100-24k', 'gen_time_s')} (SGLang, "
+        f"PAT's engine), {one('pat', 'h100-24k-vllm-verl', 'gen_time_s')} and "
+        f"{one('pat', 'h100-24k-vllm', 'gen_time_s')} (vLLM)"
+    ),
+    "rollpacker, not fitted": lambda: (
+        f"{rollpacker('7b', '-unfitted')} {published('rollpacker', '7b-rollpacker-unfitted', 'speedup')}; "
+        f"{rollpacker('32b', '-unfitted')} {published('rollpacker', '32b-rollpacker-unfitted', 'speedup')}"
+    ),
+    "rollpacker, fitted": lambda: f"{rollpacker('7b', '')}; {rollpacker('32b', '')}",
+    "oppo and real": lambda: (
+        f"{span(errors('oppo', '.*', 'speedup'))}; "
+        f"{span(errors('real', '.*', 'iteration_s, (scheduled|with outside)'))}"
+    ),
+    "weight syncs": lambda: span(errors("weight_sync", ".*", "sync_s", "output")),
+    "nemo-rl": lambda: span(errors("steps", "nemo-rl/.*", "step_time_s")),
+    "nemo-rl, mixtures": lambda: span(errors("steps", "nemo-rl-moe/.*", "step_time_s")),
+    "megatron": lambda: (
+        f"{span(errors('steps', 'megatron-moe/.*', 'iteration_s'))}, mean "
+        f"{size([sum(map(abs, found)) / len(found) for found in [errors('steps', 'megatron-moe/.*', 'iteration_s')]])}"
+    ),
+    "verl": lambda: (
+        f"{span(errors('steps', A100, 'step_time_s'))}; {span(errors('steps', H20, 'step_time_s'))} (log-probs and "
+        f"updates {span(errors('steps', H20, 'old_log_prob_s|train_s'))})"
+    ),
+    "realhf": lambda: (
+        f"heuristic plans {span(errors('steps', 'realhf/llama-2-34b/heuristic/.*', 'step_time_s'))}, searched ones "
+        f"{span(errors('steps', 'realhf/llama-2-34b/searched/.*', 'step_time_s'))}; the fitted 7B rows "
+        f"{span(errors('steps', 'realhf/llama-2-7b/.*', 'step_time_s'))}"
+    ),
+    "areal": lambda: (
+        f"{span(errors(ASYNC, 'areal/(synchronous|eta4)', 'step_time_s'))}; {one(ASYNC, 'areal/eta4', 'gain')}"
+    ),
+    "verl one step off": lambda: (
+        f"phases {span(errors(ASYNC, 'verl/one-step-off-16', '(generate|old_log_prob|train)_s'))}, step "
+        f"{one(ASYNC, 'verl/one-step-off-16', 'step_time_s')}; {one(ASYNC, 'verl/one-step-off-16', 'gain')}"
+    ),
+    "verl fully asynchronous": lambda: (
+        f"{one(ASYNC, 'verl/fully-async-32', 'step_time_s')}; {one(ASYNC, 'verl/fully-async-32', 'gain')}"
+    ),
+}
+
+
+@pytest.mark.parametrize("row", STATED)
+def test_readme_states_the_errors_of_the_page(row: str) -> None:
+    assert f"| {STATED[row]()}" in README
+
+
+def test_readme_has_no_row_of_errors_but_these() -> None:
+    table = README[README.index("| part | what is compared | error |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) == len(STATED)
