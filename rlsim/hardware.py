@@ -255,13 +255,24 @@ def node_types() -> dict[str, Cluster]:
     return {name.partition("x")[2]: load(path, Cluster) for name, path in catalogue.names("clusters").items()}
 
 
+def spread_evenly(nodes: int, most: int) -> int:
+    """Nodes of each NVLink domain if `nodes` nodes take as few domains of at most `most` as they need.
+
+    As many in each where the number divides, as schedulers place the nodes of a job in segments (Slurm's `--segment`):
+    32 nodes are 16 in each of two racks of 18. Else all domains but the last are full.
+    """
+    domains = -(-nodes // most)
+    return most if domains == 1 or nodes % domains else nodes // domains
+
+
 def load_any_cluster(cluster: str | Mapping[str, Any], source: str = "") -> AnyCluster:
     """A cluster by name, by a `.yaml` path, or spelled out as a mapping (see `Cluster` and `MixedCluster`).
 
     A name is nodes x GPUs of a node x GPU, the nodes left out if it is one: `4x8xh100`, `2xh100`. Nodes are those of
-    `rlsim list clusters`, or parts of them. Groups of several kinds are joined by a plus: `2x8xh20+1x8xh800`. `source`
-    is the file that a mapping is from, for error messages. Raises `CatalogueError` for an unknown cluster, and
-    `ConfigError` for a mapping or groups with mistakes (an unknown GPU among them).
+    `rlsim list clusters`, or parts of them, those of racks spread by `spread_evenly`. Groups of several kinds are
+    joined by a plus: `2x8xh20+1x8xh800`. `source` is the file that a mapping is from, for error messages. Raises
+    `CatalogueError` for an unknown cluster, and `ConfigError` for a mapping or groups with mistakes (an unknown GPU
+    among them).
     """
     if not isinstance(cluster, str):
         return validate(cluster, MixedCluster, source) if "groups" in cluster else validate(cluster, Cluster, source)
@@ -297,4 +308,6 @@ def _named(cluster: str, *, joined: bool = False) -> Cluster:
         )
     name = cluster.lower() if nodes > 1 else f"{named['gpus']}x{named['gpu']}"
     size = {"name": name, "nodes": nodes, "gpus_per_node": int(named["gpus"])}
+    if not joined:
+        size["nodes_per_domain"] = spread_evenly(nodes, node.nodes_per_domain)
     return validate({**node.model_dump(), **size, **({} if linked else {"inter": None})}, Cluster, name)

@@ -38,7 +38,8 @@ def test_clusters_are_made_of_the_nodes_of_the_catalogue(kind: str) -> None:
             load_cluster(f"2x8x{kind}")
     else:
         several = load_cluster(f"128x4x{kind}")
-        size = {"name": f"128x4x{kind}", "nodes": 128, "gpus_per_node": 4}
+        domain = 16 if node.nodes_per_domain > 1 else 1  # 128 nodes in eight racks of 18
+        size = {"name": f"128x4x{kind}", "nodes": 128, "gpus_per_node": 4, "nodes_per_domain": domain}
         assert several == node.model_copy(update=size)
         assert Cluster.model_validate(several.model_dump()) == several
 

@@ -32,7 +32,9 @@ def collectives(cluster: Cluster) -> Collectives:
         ("2x4xgb200", 8, 8),
         ("18x4xgb200", 72, 72),
         ("36x4xgb300", 144, 72),
-        ("20x4xgb300", 80, 72),
+        ("20x4xgb300", 80, 40),  # ten nodes in each of two racks
+        ("32x4xgb200", 128, 64),
+        ("19x4xgb200", 76, 72),  # does not divide by two: a full rack and one node
         ("4x2xgb200", 8, 8),
         ("64x8xh100", 512, 8),
     ],
@@ -96,6 +98,16 @@ def run_spec() -> dict[str, Any]:
         "trace": {"fixed": 512, "cap": 1024},
         "workflow": {"algorithm": "grpo", "prompts": 8, "responses": 4, "steps": 1},
     }
+
+
+def test_a_tp_group_lies_in_one_rack(run_spec: dict[str, Any]) -> None:
+    names = ("generate", "old_log_prob", "ref_log_prob", "train")
+    calls = {name: {"gpus": "64-79", "tp": 16} for name in names}
+    spec = run_spec | {"calibration": "gb200-vllm", "systems": [{"name": "one", "use": [{"plan": {"calls": calls}}]}]}
+    why = r"TP 16 group on GPUs 64-79, on NVLink domains 0 and 1 of 72 GPUs each: a TP group needs GPUs of one NVLink"
+    with pytest.raises(RlsimError, match=why):
+        run(spec | {"cluster": "36x4xgb200"})
+    run(spec | {"cluster": "32x4xgb200"})  # racks of 64
 
 
 def test_groups_of_several_kinds_have_whole_domains() -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import mean_ratio, means, paired_ratio
-from rlsim.hardware import Cluster, node_types
+from rlsim.hardware import Cluster, node_types, spread_evenly
 
 #: A doubling of the GPUs pays while it is at least so many times as fast: the added ones do half of what the others do.
 WORTH = 1.5
@@ -35,10 +35,11 @@ def shape(cluster: Cluster, gpus: int) -> tuple[int, int]:
 def resized(cluster: Cluster, gpus: int) -> tuple[dict[str, Any], str]:
     """The cluster with so many GPUs, as an experiment spells it, and what was assumed."""
     nodes, per_node = shape(cluster, gpus)
+    domain = spread_evenly(nodes, cluster.nodes_per_domain)
     spelled: dict[str, Any] = {"name": f"{nodes}x{per_node}x{cluster.gpu.name}", "gpu": cluster.gpu.model_dump()}
-    spelled |= {"nodes": nodes, "gpus_per_node": per_node, "nodes_per_domain": cluster.nodes_per_domain}
+    spelled |= {"nodes": nodes, "gpus_per_node": per_node, "nodes_per_domain": domain}
     inter, assumed = cluster.inter, ""
-    if nodes > cluster.nodes_per_domain and inter is None:
+    if nodes > domain and inter is None:
         kinds = [kind for kind, node in node_types().items() if node.gpu.name == cluster.gpu.name and node.inter]
         lender = node_types()[kinds[0] if kinds else LENDER]
         inter = lender.inter

@@ -49,7 +49,7 @@ def clusters() -> None:
     _print(("name", "a node", "joined by", "beyond"), rows)
     typer.echo(
         "Several nodes, or part of one: nodes x GPUs of a node x GPU, such as 2x8xh100, 16x8xh100, 4x4xa100, 2xh100;\n"
-        "18x4xgb200 is a rack whose 18 nodes are one NVLink domain.\n"
+        "18x4xgb200 is a rack whose 18 nodes are one NVLink domain; 32x4xgb200 is 16 nodes in each of two racks.\n"
         "Several kinds of GPU: groups of as many GPUs per node, joined by a plus, such as 2x8xh20+1x8xh800.\n"
         "-: the link between nodes is not known; spell out a cluster of several nodes."
     )

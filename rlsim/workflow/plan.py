@@ -137,17 +137,22 @@ def check_meshes(workflow: Workflow, plan: Plan, cluster: AnyCluster) -> None:
 
 
 def check_mesh(call: Call, placement: Placement, cluster: AnyCluster) -> None:
-    """Raises `ConfigError` for a TP group on more nodes than it needs, or a call (no sync) on several kinds of GPU."""
+    """Raises `ConfigError` for a TP group on more nodes or NVLink domains than it needs, or for a call (no sync) on
+    several kinds of GPU."""
     if placement.gpus and call.kind != "sync":
         cluster.around(placement.gpus, f"call {call.name}")
     tp = 1 if placement.strategy is None else placement.strategy.tp
     for group in placement.replicas(tp):
-        nodes = sorted({cluster.node_of(gpu) for gpu in group})
-        if len(nodes) > -(-tp // cluster.gpus_per_node):
-            raise ConfigError(
-                f"call {call.name} has a TP {tp} group on GPUs {group[0]}-{group[-1]}, on nodes {nodes[0]} and "
-                f"{nodes[-1]} of {cluster.gpus_per_node} GPUs each: a TP group needs GPUs of one node"
-            )
+        for what, number_of, gpus in (
+            ("node", cluster.node_of, cluster.gpus_per_node),
+            ("NVLink domain", cluster.domain_of, cluster.domain_gpus),
+        ):
+            numbers = sorted(set(map(number_of, group)))
+            if len(numbers) > -(-tp // gpus):
+                raise ConfigError(
+                    f"call {call.name} has a TP {tp} group on GPUs {group[0]}-{group[-1]}, on {what}s {numbers[0]} and "
+                    f"{numbers[-1]} of {gpus} GPUs each: a TP group needs GPUs of one {what}, or all of several"
+                )
 
 
 def colocated(
