@@ -313,8 +313,8 @@ class ControlContext:
         if not divides_nodes(tp, self.node_gpus):
             odd = next((gpus for gpus in self.node_gpus if tp < 1 or gpus % tp), self.node_gpus[0])
             raise ConfigError(
-                f"tp {tp} does not divide the {odd} GPUs of a node or NVLink domain, and is not that of whole ones that "
-                f"divide all {len(self.node_gpus)}"
+                f"tp {tp} does not divide the {odd} GPUs of a node or NVLink domain, and is not that of whole ones "
+                f"that divide all {len(self.node_gpus)}"
             )
         if tp > max(self.node_gpus):
             needed, tokens = self.cap_tokens + self.prompt_tokens, self.costs.capacity_pages(tp) * self.page_tokens
