@@ -55,8 +55,9 @@ class Simulator:
             )
         if graph.windows and (training.mini_batches % graph.windows or training.epochs > 1):
             raise ConfigError(
-                f"training on a batch in {graph.windows} parts needs training.epochs: 1 and as many mini-batches in "
-                f"each (got epochs {training.epochs} and mini_batches {training.mini_batches})"
+                f"training on a batch in {graph.windows} parts needs training.epochs: 1 and training.mini_batches: "
+                f"{graph.windows} or a multiple of it (got epochs {training.epochs} and mini_batches "
+                f"{training.mini_batches})"
             )
         if graph.windows and loaded.experiment.workflow.prompts % graph.windows:
             raise ConfigError(
