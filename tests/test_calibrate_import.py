@@ -141,6 +141,17 @@ def test_aiconfigurator_units_and_rows(systems: Path) -> None:
     assert "h100_sxm/gemm/vllm/0.14.0/gemm_perf.parquet" in read.sources[0].files
 
 
+def test_aiconfigurator_takes_the_attention_kernel_that_the_engine_chooses(systems: Path) -> None:
+    path = systems / "h100_sxm" / "attention" / "vllm" / "0.14.0" / "generation_attention_perf.parquet"
+    before, table = gpu_read(systems).table("decode_attention"), pd.read_parquet(path)
+    by_shape = table.assign(kernel_source=table.kernel_source.where(table.batch_size < 128, "for_large_batches"))
+    some = table[(table.batch_size == 8) & (table.head_dim == 128)]
+    instead = some.assign(kernel_source="flashinfer", latency=some.latency * 3)
+    elsewhere = instead.assign(batch_size=9)  # the same kernel, where the engine's own was not measured
+    pd.concat([by_shape, instead, elsewhere]).to_parquet(path)
+    pd.testing.assert_frame_equal(gpu_read(systems).table("decode_attention"), before)
+
+
 def test_aiconfigurator_published_rates(systems: Path) -> None:
     reference = aiconfigurator.reference(systems / "h100_sxm", load_gpu("h100-sxm"), None)
     assert reference.memory_bytes_per_s == 3.35e12

@@ -308,13 +308,32 @@ def _attention(path: Path, kv: KvPrecision = "bf16", *, windows: bool = False) -
     if windows or "window_size" in table:
         sizes = table.get("window_size", pd.Series(0, index=table.index))
         table = table.assign(window_size=sizes)[(sizes > 0) == windows]
-    table = _timed(path, table, needed[2:])
+    table = _of_engines_choice(_timed(path, table, needed[2:]))
     table = table.assign(
         kv_heads=table.num_key_value_heads.where(table.num_key_value_heads > 0, table.num_heads),
         q_heads=table.num_heads,
         batch=table.batch_size,
     )
     return table[table.q_heads <= MOST_HEADS]
+
+
+def _of_engines_choice(table: pd.DataFrame) -> pd.DataFrame:
+    """Without the kernels that were measured beside the one with most rows of its head size, at the same shapes.
+
+    Kernels at different shapes are the engine's own choice by shape. At the same shapes they are what a user can choose
+    instead: SGLang on B200 runs `trtllm_mha` unless it is told otherwise, and `flashinfer` and `triton` lie beside it.
+    """
+    if "kernel_source" not in table or table.empty:
+        return table
+    shape = ["num_heads", "num_key_value_heads", "batch_size", "isl", "step"]
+    kept = []
+    for _, rows in table.groupby("head_dim", sort=False):
+        most = rows.kernel_source.value_counts().index[0]
+        measured = pd.MultiIndex.from_frame(rows.loc[rows.kernel_source == most, shape])
+        shared = pd.MultiIndex.from_frame(rows[shape]).isin(measured)
+        beside = set(rows.kernel_source[shared]) - {most}
+        kept.append(rows[~rows.kernel_source.isin(beside)])
+    return pd.concat(kept).sort_index()
 
 
 def _collectives(path: Path, table: pd.DataFrame, ref: Reference | None) -> pd.DataFrame:
