@@ -68,13 +68,10 @@ MISSED = {
     ("h200-sxm-sglang", "gemm"): (0.055, 0.16),
     # SGLang's of the release that runs as old a DeepGEMM, at vLLM's rate: another engine's fit, just over 6% on H100
     ("vllm", "gemm_fp8_block"): (0.061, 0.16),
-    # few rows, of which held-out pairs of batch and heads are a fifth; what sets these apart was not found
-    ("sglang", "prefill_attention_heads_of_64"): (0.085, 0.25),
-    ("sglang", "prefill_attention_fp8"): (0.065, 0.35),
+    # heads of 64: few rows, of which held-out pairs of batch and heads are a fifth
+    ("sglang", "prefill_attention_heads_of_64"): (0.065, 0.18),
     # rows served from L2 in part, as for heads of 128
     ("trtllm", "decode_attention_heads_of_64"): (0.065, 0.21),
-    # few rows with heads of 64: small groups of queries take up to twice the usual time; with heads of 256 4% at p90
-    ("sglang", "prefill_attention_windows"): (0.035, 0.23),
     # this kernel reads more than the window, the more the longer the context, which the factor knows nothing of
     ("trtllm", "decode_attention_windows"): (0.13, 0.61),
 }
@@ -82,7 +79,6 @@ MISSED = {
 ELSEWHERE = {
     # TensorRT-LLM's reads more than the window, as on Hopper, and vLLM's on L40S likewise
     "decode_attention_windows": (0.18, 0.04),
-    "prefill_attention_heads_of_256": (0.09, 0.04),  # SGLang on Blackwell; 90th percentile 51%, not looked into
     # SGLang's 90th percentiles on B200 are 19% in fp8, 20% in fp8_block and 21% in NVFP4: the same product of
     # PyTorch's, in its table and vLLM's, differs by 3% at the median and 21% there; one row in ten takes over 20%
     # longer in SGLang's

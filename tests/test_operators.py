@@ -200,6 +200,20 @@ def test_prefill_attention_by_hand() -> None:
     assert operators().prefill_attention_s([(1000, 0)], 1, 1, 128) == pytest.approx(alone, rel=0.02)
 
 
+def test_packed_prefill_attention_by_hand() -> None:
+    # 1000 tokens, 100 heads of which five share a KV head: 50 blocks of 20 tokens over 20, 40, ... 1000 keys
+    own = fits().prefill_attention.model_copy(update={"packed": True})
+    no_memory = REFERENCE.model_copy(update={"memory_bytes_per_s": 1e20})
+    plain = Operators(fits(), no_memory).prefill_attention_s
+    packed = Operators(fits(prefill_attention=own), no_memory).prefill_attention_s
+    expected = 5e-6 + 4 * 128 * 100 * 20 * (20 * 50 * 51 / 2) / (100e12 * 0.5)
+    assert packed([(1000, 0)], 100, 20, 128) == pytest.approx(expected, rel=0.02)
+    assert packed([(1000, 0)], 20, 20, 128) == plain([(1000, 0)], 20, 20, 128)
+    # 20 tokens of one KV head's five heads are one block, 21 are two: one over 20 keys, one over 40
+    one, two = (packed([(tokens, 0)] * 6400, 5, 1, 128) for tokens in (20, 21))
+    assert (two - 5e-6) / (one - 5e-6) == pytest.approx(3.0, rel=0.05)
+
+
 def test_memory_bound_is_launch_plus_bytes() -> None:
     assert operators().memory_bound_s(1e6, tokens=8) == pytest.approx(2e-6 + 2e-6)
 

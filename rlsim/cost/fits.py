@@ -174,6 +174,7 @@ class PrefillAttentionFit(Fitted):
     kv_precision: KvPrecision = "bf16"
     launch_s: KernelSeconds
     block_tokens: Count = Field(description="queries per block")
+    packed: bool = Field(default=False, description="a block holds queries of all heads that share a KV head")
     overhead_tokens: float = Field(ge=0, le=1e6, description="start and end of a block, as extra keys")
     blend: Blend
     keys: tuple[Amount, ...] = Field(min_length=1, description="ascending knots: mean keys per query")

@@ -192,15 +192,17 @@ class Operators:
         what the kernel of prompts beyond their window takes more or less is a measured factor. Kernels that mask
         instead (`masked_prefill`) go through all keys.
 
-        Work: `4 · q_heads · head_dim` FLOPs for each (query, key) pair, in blocks of queries; a block's last keys
-        are masked but computed. Chunks with cached tokens are derived from the same formula (measured: none cached).
+        Work: `4 · q_heads · head_dim` FLOPs for each (query, key) pair, in blocks of queries, of one head or of all
+        that share a KV head; a block's last keys are masked but computed. Chunks with cached tokens are derived from
+        the same formula (measured: none cached).
         """
         dim = head_dim if head_dim in self._prefill_fits else _ANY_DIM
         if window_tokens is not None and -head_dim in self._prefill_fits:  # noqa: SIM102
             if any(new + prior > window_tokens for new, prior in chunks):
                 dim, window_tokens = -head_dim, None
         (fit, surface), ref = self._prefill_fits[dim], self.reference
-        block = fit.block_tokens
+        heads = q_heads // kv_heads if fit.packed else 1  # whose queries are in one block
+        block = fit.block_tokens / heads
         shortest, longest_new, longest_context = self._prefill_range
         outside: tuple[float, float] | None = None
         cut = False  # by the window
@@ -211,7 +213,7 @@ class Operators:
             reached = prior + new
             if new < shortest or new > longest_new or reached > longest_context:
                 outside = (new, prior)
-            n = -(-new // block)
+            n = -(-new * heads // fit.block_tokens)
             end = prior + n * block
             blocks += n
             tokens += new
@@ -239,7 +241,7 @@ class Operators:
             self.count("prefill_attention", new=outside[0], context=sum(outside))
         queries = blocks * block
         work = block * (keys / 2 + blocks * fit.overhead_tokens)
-        longest = block * (last + fit.overhead_tokens)
+        longest = fit.block_tokens * (last + fit.overhead_tokens)
         flop = 4.0 * head_dim
         rate = ref.bf16_flop_per_s * interpolate(fit.keys, fit.efficiency, work / queries)
         total_s = flop * q_heads * work / rate

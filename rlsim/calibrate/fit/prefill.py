@@ -27,6 +27,7 @@ from rlsim.calibrate.fit.kernels import (
     distinct,
     enough_for_all_constants,
     few_constants,
+    predict,
 )
 from rlsim.calibrate.points import Fitted, join, residual_of
 from rlsim.cost.calibration import Reference
@@ -37,6 +38,7 @@ LONG_PROMPT = 1024  # tokens of the prompts that have a residual of their own
 BLOCK = 128  # queries of one block
 KEYS = (128.0, 192.0, 320.0, 576.0, 1088.0, 2112.0, 4160.0, 8256.0)
 MEMORY_EFFICIENCY = 0.8
+PACKED_GAIN = 0.1  # of the mean error, for the less simple formula
 SMALL_BLOCKS = (16, 64, 128)  # queries per block: the one that suits the rows best is kept
 SMALL_BLEND = 4.0
 KNOTS = {
@@ -82,7 +84,7 @@ def _of_one_head_dim(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAtten
     full = enough_for_all_constants(ref, ~test) and (test & long).any()
     if full:
         table, note = whole, "prompts of 16 tokens or more"
-        fit = fit_prefill_attention(table[~test], ref)
+        fit = _plain_or_packed(table[~test], ref)
     else:
         test, cached = held_out_rows(heads_of(table)), cached.head(0)
         fit, note = small_prefill_attention(table[~test], ref), ""
@@ -101,17 +103,27 @@ def _of_one_head_dim(table: pd.DataFrame, ref: Reference) -> Fitted[PrefillAtten
     return Fitted(fit, residuals, points)
 
 
-def fit_prefill_attention(rows: pd.DataFrame, ref: Reference) -> PrefillAttentionFit:
+def _plain_or_packed(rows: pd.DataFrame, ref: Reference) -> PrefillAttentionFit:
+    """Blocks of one head's queries, or of those of all heads that share a KV head where these describe `rows` better
+    by `PACKED_GAIN`. FlashAttention 3 packs heads so, which shows in prompts of few tokens."""
+    plain, packed = (fit_prefill_attention(rows, ref, packed=one) for one in (False, True))
+    shown = [np.log(predict(KERNEL, fit, ref, rows) / rows.seconds.to_numpy(float)) for fit in (plain, packed)]
+    errors = [float(np.abs(one).mean()) for one in shown]
+    return packed if errors[1] < (1.0 - PACKED_GAIN) * errors[0] else plain
+
+
+def fit_prefill_attention(rows: pd.DataFrame, ref: Reference, *, packed: bool = False) -> PrefillAttentionFit:
     """All constants of causal prompt attention with nothing cached, from the columns of `KNOTS`, batch, kv_heads and
-    seconds (head size 128)."""
+    seconds (head size 128). `packed`: blocks hold queries of all heads that share a KV head."""
     b, s, q, kv, y = columns_of(rows, ("batch", "new", "q_heads", "kv_heads", "seconds"))
-    blocks = np.ceil(s / BLOCK)
+    heads = q / kv if packed else np.ones_like(q)
+    block, blocks = BLOCK / heads, np.ceil(s * heads / BLOCK)
 
     def shown(p: Array) -> Array:
         overhead, blend, single = np.exp(p[1]), 1.0 + np.exp(p[2]), squash(p[3])
-        keys = BLOCK * (blocks + 1.0) / 2.0 + overhead
-        work = b * blocks * BLOCK * keys
-        longest = BLOCK * (blocks * BLOCK + overhead)
+        keys = block * (blocks + 1.0) / 2.0 + overhead
+        work = b * blocks * block * keys
+        longest = BLOCK * (blocks * block + overhead)
         total_s = 512.0 * q * work / (ref.bf16_flop_per_s * np.interp(keys, KEYS, squash(p[4:])))
         longest_s = 512.0 * longest * ref.sm_count / (ref.bf16_flop_per_s * single)
         compute = (total_s**blend + longest_s**blend) ** (1 / blend)
@@ -124,6 +136,7 @@ def fit_prefill_attention(rows: pd.DataFrame, ref: Reference) -> PrefillAttentio
     fit = PrefillAttentionFit(
         launch_s=math.exp(p[0]) * 1e-6,
         block_tokens=BLOCK,
+        packed=packed,
         overhead_tokens=math.exp(p[1]),
         blend=1.0 + math.exp(p[2]),
         keys=KEYS,

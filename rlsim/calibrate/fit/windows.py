@@ -29,6 +29,9 @@ PREFILL_KNOTS: Knots = {
     "kv_heads": [1.0, 4.0, 16.0, 64.0],
     "group": [1.0, 8.0],
 }
+#: Windows of this size are Llama 4's chunks (SGLang's rows take the time of chunks, not of windows). A prompt's chunks
+#: are sequences of their own to rlsim, without a factor.
+CHUNK = 8192
 NOTE = "sequences beyond their window; (batch, heads) not fitted; KV from L2 too"
 
 
@@ -40,7 +43,10 @@ def with_windows(
     found: dict[str, Residual] = {}
     for slot, table in tables.items():
         dims = (HEAD_DIM, *OTHER_HEAD_DIMS)
-        rows = table[(table.q_heads <= GROUP * table.kv_heads) & table.head_dim.isin(dims)].reset_index(drop=True)
+        used = (table.q_heads <= GROUP * table.kv_heads) & table.head_dim.isin(dims)
+        if slot == "prefill_windows":
+            used &= table.window < CHUNK
+        rows = table[used].reset_index(drop=True)
         if rows.empty:
             continue
         rows = rows.assign(tiles=rows.batch * rows.kv_heads, sequences=rows.batch, group=rows.q_heads / rows.kv_heads)
