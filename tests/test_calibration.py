@@ -86,6 +86,9 @@ ELSEWHERE = {
     "latent_attention_prompts": (0.06, 0.03),  # B200's 90th percentile is 17%
 }
 EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
+#: What keeps these on B200 too: attention (but of prompts on an FP8 KV cache, SGLang: 18.5%), balanced mixtures, and
+#: products in bf16.
+ON_B200 = re.compile(r"(decode|prefill)_attention(?!_fp8$)|latent|experts_[a-z0-9_]*(?<!_skewed)$|gemm$")
 #: What is fitted to nothing like it: median, 90th percentile and bias.
 SKEWED = (0.09, 0.25, 0.08)  # experts of unequal popularity
 EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
@@ -121,7 +124,7 @@ def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
         assert abs(found.bias) < bias, operator
         if operator == "gemm":
             assert found.p90 < 0.18
-        if name.startswith("b200") and operator.startswith("experts") and not operator.endswith("_skewed"):
+        if name.startswith("b200") and ON_B200.match(operator):
             assert (found.median <= EXPERTS[0]) & (found.p90 <= EXPERTS[1]), operator
 
 
