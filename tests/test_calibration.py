@@ -88,7 +88,7 @@ ELSEWHERE = {
 EXPERTS = (0.06, 0.18)  # of mixtures, on models that no fit has seen
 #: What keeps these on B200 too: attention (but of prompts on an FP8 KV cache, SGLang: 18.5%), balanced mixtures, and
 #: products in bf16.
-ON_B200 = re.compile(r"(decode|prefill)_attention(?!_fp8$)|latent|experts_[a-z0-9_]*(?<!_skewed)$|gemm$")
+ON_B200 = re.compile(r"decode_attention|prefill_attention(?!_fp8$)|latent|experts_[a-z0-9_]*(?<!_skewed)$|gemm$")
 #: What is fitted to nothing like it: median, 90th percentile and bias.
 SKEWED = (0.09, 0.25, 0.08)  # experts of unequal popularity
 EXCHANGE = (0.07, 0.22, 0.05)  # DeepEP at hidden sizes that its curves have not seen
