@@ -76,19 +76,18 @@ class MicroBatching:
         return strategy.packing == "first_fit" and not (strategy.micro_batches or strategy.micro_batch_sequences)
 
     def _packed(self, sizes: Floats, ranks: int, backward: bool) -> MicroBatches:
-        """Those of one mini-batch, `TrainStrategy.packing` first_fit: what is padded belongs to a pack's last sequence."""
+        """Those of one mini-batch by `first_fit`; a micro-batch is padded by making its last sequence longer."""
         bins = first_fit(sizes, self._strategy.budget(backward=backward), ranks)
-        rows, columns = ranks, max(math.ceil(len(bins) / ranks), 1)
-        tokens = np.zeros((rows, columns))
-        pairs = {reach: np.zeros((rows, columns)) for reach in self._shares}
+        shape = ranks, max(math.ceil(len(bins) / ranks), 1)
+        tokens, pairs = np.zeros(shape), {reach: np.zeros(shape) for reach in self._shares}
         for rank in range(ranks):
-            own = [sizes[members] for members in bins[rank::ranks]]
-            longest = max((float(pack.sum()) for pack in own), default=0.0)
-            for column, pack in enumerate(own):
+            packs = [sizes[members] for members in bins[rank::ranks]]
+            longest = max((float(one.sum()) for one in packs), default=0.0)
+            for column, one in enumerate(packs):
                 if self._strategy.pp > 1:
-                    pack[-1] += longest - pack.sum()
-                tokens[rank, column] = pack.sum()
-                for reach, of in self._pairs(pack).items():
+                    one[-1] += longest - one.sum()
+                tokens[rank, column] = one.sum()
+                for reach, of in self._pairs(one).items():
                     pairs[reach][rank, column] = of.sum()
         return MicroBatches(tokens, pairs)
 

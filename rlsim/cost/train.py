@@ -45,9 +45,9 @@ OPTIMIZER_BYTES = 42.0
 LOGIT_BYTES = 16.0
 
 
-#: The host's seconds to launch the forward pass of a layer with experts; the backward pass takes `BACKWARD_LINEAR` times
-#: that. Megatron Core's dispatcher waits for the number of every expert's tokens, so that the host cannot launch ahead.
-#: Fitted to one published iteration of pre-training on H800 (`scripts/fit_expert_launch.py`).
+#: The host's seconds to launch the forward pass of a layer with experts; the backward pass takes `BACKWARD_LINEAR`
+#: times that. Megatron Core's dispatcher waits for the number of every expert's tokens, so that the host cannot launch
+#: ahead. Fitted to one published iteration of pre-training on H800 (`scripts/fit_expert_launch.py`).
 EXPERT_LAUNCH_S = 4.12e-3
 
 
