@@ -41,7 +41,7 @@ from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost import engine_memory  # noqa: E402
 from rlsim.cost.calibration import FrontEndFit, HostFit  # noqa: E402
 from rlsim.cost.fits import ACROSS  # noqa: E402
-from rlsim.cost.train import EXPERT_LAUNCH_S  # noqa: E402
+from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S  # noqa: E402
 from rlsim.validate.calls import shipped_calls  # noqa: E402
 from rlsim.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 

@@ -11,7 +11,8 @@ from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import training_memory
 from rlsim.cost.packing import deal, first_fit, pack
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency, TrainTime
+from rlsim.cost.train import TrainCost, TrainTime
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model

@@ -8,7 +8,8 @@ from test_train import H100, IDEAL, LLAMA, Free, Ring, cost
 
 from rlsim.cost.micro_batches import MicroBatching
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import host_copy_s
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model

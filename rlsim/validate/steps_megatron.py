@@ -19,7 +19,8 @@ import numpy as np
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import EXPERT_LAUNCH_S, TrainCost
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 from rlsim.validate.rows import Kind, Row
