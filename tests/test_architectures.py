@@ -14,7 +14,8 @@ from rlsim.cost.memory import kv_page_bytes, rollout_weight_bytes, stage_parts, 
 from rlsim.cost.reallocation import common_bytes
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.check import check_experiment
 from rlsim.hardware import load_cluster

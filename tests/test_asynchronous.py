@@ -131,6 +131,16 @@ def test_a_step_of_nemo_rl_waits_for_its_own_prompts(age: int, in_flight: bool) 
     assert steady["staleness_mean"].to_numpy() == pytest.approx(age)
 
 
+@pytest.mark.parametrize("age", [1, 2])
+def test_nemo_rl_has_as_many_batches_under_way_as_it_may_be_ahead(age: int) -> None:
+    """A prompt begins when one that is under way is complete (`_inflight_sema`)."""
+    rule = {"max_trajectory_age_steps": age, "in_flight_weight_updates": True, "tp": 1, "rollout_gpus": 4}
+    prompts = run({"nemo_async": rule}, workflow={"steps": 12}).responses.groupby("prompt_id")
+    begun, ended = prompts["start_at"].min().dropna(), prompts["scored_at"].max().dropna()
+    under_way = [(begun <= at).sum() - (ended < at).sum() for at in begun]
+    assert max(under_way) == age * 8
+
+
 def test_dropping_wastes_what_waiting_keeps() -> None:
     rules = [{"bounded_staleness": {"eta": 1, "stale": stale}} for stale in ("wait", "drop")]
     found = run(use("wait", rules[0]), use("drop", rules[1]), workflow={"steps": 12})

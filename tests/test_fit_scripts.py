@@ -28,6 +28,7 @@ from calibration.stacks import Fit, fit_stacks  # noqa: E402
 from calibration.tables import DATA  # noqa: E402
 from calibration.training import DRIVER_S, TRAFFIC, large_gemm_share, training_fit  # noqa: E402
 from calibration.training_report import gemm_shares  # noqa: E402
+from fit_expert_launch import fitted_s  # noqa: E402
 from fit_transfer import left_out_calls  # noqa: E402
 
 from calibration import across, kv  # noqa: E402
@@ -40,6 +41,7 @@ from rlsim.calibrate.write import write_yaml  # noqa: E402
 from rlsim.cost import engine_memory  # noqa: E402
 from rlsim.cost.calibration import FrontEndFit, HostFit  # noqa: E402
 from rlsim.cost.fits import ACROSS  # noqa: E402
+from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S  # noqa: E402
 from rlsim.validate.calls import shipped_calls  # noqa: E402
 from rlsim.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 
@@ -52,6 +54,10 @@ tables = pytest.mark.skipif(
 def test_the_scripts_make_every_shipped_calibration_and_no_other() -> None:
     assert Catalogue.names() == NAMES
     assert Catalogue.names() == sorted(path.stem for path in (ROOT / "calibration").glob("*.yaml"))
+
+
+def test_launches_of_a_layer_with_experts_are_those_of_the_published_iteration() -> None:
+    assert fitted_s() == pytest.approx(EXPERT_LAUNCH_S, rel=2e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)

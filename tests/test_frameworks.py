@@ -276,8 +276,9 @@ def test_synchronous_nemo(tmp_path: Path) -> None:
     }  # fmt: skip
     assert data["training"] == {
         "backend": "fsdp", "tp": 2, "micro_batch_tokens": 8192, "log_prob_micro_batch_tokens": 8192,
-        "recompute": "full", "offload": True, "mini_batches": 2,
+        "recompute": "full", "packing": "first_fit", "offload": True, "host_memory": "pageable", "mini_batches": 2,
     }  # fmt: skip
+    assert data["weight_sync"] == "naive"
     assert data["trace"]["cap"] == 2048
     assert system(draft) == [{"verl": {"tp": 1}}]
     assert "grpo.num_prompts_per_step (mine.yaml:3)" in draft.text()
@@ -300,12 +301,18 @@ def test_asynchronous_nemo_inherits(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert data["trace"]["cap"] == 1024
     assert "offload" not in data["training"]
+    assert data["weight_sync"] == "multi_sender"
     assert data["training"]["micro_batch_tokens"] == 2048 * 4
     assert data["training"]["log_prob_micro_batch_tokens"] == 2048 * 2  # of the child's batch, by the parent's formula
     assert data["workflow"]["steps"] == 5 + 3 * 3
     assert "policy.model_name (base.yaml:11)" in draft.text()
     assert "of the files that it inherits from" in draft.unread[-1]
     runs(draft, tmp_path)
+
+
+def test_nemo_may_have_the_optimizer_leave_the_gpus_for_log_probs(tmp_path: Path) -> None:
+    training = nemo(tmp_path, "++policy.offload_optimizer_for_logprob=true", text=ASYNC).data()["training"]
+    assert (training["offload"], training["host_memory"]) == (True, "pageable")
 
 
 def test_generation_apart_without_asynchrony(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from rlsim.cost.collectives import Collectives
 from rlsim.cost.groups import Groups
 from rlsim.cost.layout import Layout
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import RlsimError
 from rlsim.experiment.result import Result
 from rlsim.hardware import load_cluster

@@ -25,7 +25,7 @@ from rlsim.cost.operators import Operators
 from rlsim.cost.products import Products
 from rlsim.cost.roofline import RooflineStep
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainEfficiency
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.weight_sync import QUANTISING_BYTES
 from rlsim.errors import CalibrationError, ConfigError
 from rlsim.experiment.build import LoadedExperiment

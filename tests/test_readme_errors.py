@@ -3,6 +3,7 @@
 import re
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -118,8 +119,8 @@ STATED = {
     "nemo-rl": lambda: span(errors("steps", "nemo-rl/.*", "step_time_s")),
     "nemo-rl, mixtures": lambda: span(errors("steps", "nemo-rl-moe/.*", "step_time_s")),
     "megatron": lambda: (
-        f"{span(errors('steps', 'megatron-moe/.*', 'iteration_s'))}, mean "
-        f"{size([sum(map(abs, found)) / len(found) for found in [errors('steps', 'megatron-moe/.*', 'iteration_s')]])}"
+        f"{span(errors('steps', 'megatron-moe/.*', 'iteration_s', 'output'))}, mean "
+        f"{size([mean(map(abs, errors('steps', 'megatron-moe/.*', 'iteration_s', 'output')))])}"
     ),
     "verl": lambda: (
         f"{span(errors('steps', A100, 'step_time_s'))}; {span(errors('steps', H20, 'step_time_s'))} (log-probs and "

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import training_memory
-from rlsim.cost.packing import deal, pack
+from rlsim.cost.packing import deal, first_fit, pack
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency, TrainTime
+from rlsim.cost.train import TrainCost, TrainTime
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster, load_cluster
 from rlsim.models import load_model
@@ -246,6 +247,24 @@ def test_packing_is_within_grahams_bound(work: list[int], bins: int) -> None:
     assert sorted(i for group in packed for i in group) == list(range(len(work)))
     # Graham 1969: no bin ends later than the mean load plus the largest item.
     assert max(sum(work[i] for i in group) for group in packed) <= sum(work) / bins + max(work)
+
+
+def test_first_fit_by_hand() -> None:
+    """Longest first, each into the first bin with room; one above the capacity is alone; splits make up a multiple."""
+    sizes = np.array([30.0, 60.0, 110.0, 50.0, 40.0, 20.0])
+    assert first_fit(sizes, 100.0, 1) == [[2], [1, 4], [3, 0, 5]]
+    assert first_fit(sizes, 100.0, 2) == [[2], [1, 4], [3, 0], [5]]
+    assert first_fit(sizes, 100.0, 4) == [[2], [1, 4], [3, 0], [5]]
+    assert first_fit(sizes[:2], 100.0, 4) == [[1], [0]]  # one sequence each, and two ranks have none
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 5))
+def test_first_fit_keeps_every_item_and_the_capacity(sizes: list[int], ranks: int) -> None:
+    bins = first_fit(np.array(sizes, dtype=float), 100.0, ranks)
+    assert sorted(item for members in bins for item in members) == list(range(len(sizes)))
+    assert all(0 < sum(sizes[item] for item in members) <= 100 for members in bins)
+    assert len(bins) % ranks == 0 or len(bins) == len(sizes)
+    assert len(bins) < 2 * sum(sizes) / 100 + ranks  # but for at most one, bins are half full on average
 
 
 def test_dealing_balances_long_tails() -> None:

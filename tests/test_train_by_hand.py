@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from test_train import H100, IDEAL, LLAMA, Free, Ring, cost
 
+from rlsim.cost.micro_batches import MicroBatching
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import host_copy_s
 from rlsim.hardware import load_cluster
+from rlsim.models import load_model
 
 PARAMETERS = 8_030_261_248
 MATRICES, LAYER = 218_103_808, 218_112_000  # weights of a layer: in matrices, and with 8,192 of norms
@@ -251,3 +254,51 @@ def test_a_rank_without_sequences_says_nothing() -> None:
     assert alone.communication_s == pytest.approx(32 * 2 * 1000 * 4096 * 2 / 1e9)
     assert beside.communication_s == pytest.approx(alone.communication_s / 2)  # in the mean
     assert beside.total_s == pytest.approx(alone.total_s)
+
+
+def test_packs_are_padded_where_there_are_stages() -> None:
+    """70 + 20 and 60 tokens in packs of 100: one stage works on 150, several on twice 90, the 60 made longer."""
+    lengths = [60.0, 20.0, 70.0]
+    alone = MicroBatching(LLAMA, TrainStrategy(packing="first_fit", micro_batch_tokens=100))
+    assert alone.of_part(lengths, backward=True).tokens.tolist() == [[90.0, 60.0]]
+    stages = MicroBatching(LLAMA, TrainStrategy(packing="first_fit", micro_batch_tokens=100, pp=2))
+    padded = stages.of_part(lengths, backward=True)
+    assert padded.tokens.tolist() == [[90.0, 90.0]]
+    (pairs,) = padded.pairs.values()
+    assert pairs.tolist() == [[70 * 71 / 2 + 20 * 21 / 2, 90 * 91 / 2]]
+
+
+def test_packs_of_a_mini_batch_are_dealt_in_turn() -> None:
+    """Four sequences of two ranks: 90, 80, 30 and 15 make packs of 90, 80 + 15 and 30, and the 15 a fourth."""
+    strategy = TrainStrategy(packing="first_fit", micro_batch_tokens=100, dp=2)
+    first, second = MicroBatching(LLAMA, strategy).of_call([30, 90, 15, 80, *[100] * 4], 2, backward=True)
+    assert first.tokens.tolist() == [[90.0, 30.0], [80.0, 15.0]]
+    assert second.tokens.tolist() == [[100.0, 100.0]] * 2
+
+
+def test_pageable_states_by_hand() -> None:
+    """12 bytes of each parameter out at 1.8 GB/s and in at 16.1 GB/s; weights, pinned, over the link as ever."""
+    pinned, pageable = (cost(IDEAL, Free(), offload=True, host_memory=kind) for kind in ("pinned", "pageable"))
+    states, weights_s = 12 * PARAMETERS, host_copy_s(2 * PARAMETERS, H100.host)
+    assert pageable.unload_s(backward=True) == pytest.approx(weights_s + states / 1.8e9)
+    assert pageable.load_s(backward=True) == pytest.approx(weights_s + states / 16.1e9)
+    assert pinned.load_s(backward=True) == pinned.unload_s(backward=True)
+    assert pinned.load_s(backward=True) == pytest.approx(host_copy_s(14 * PARAMETERS, H100.host))
+    assert pageable.load_s(backward=False) == pinned.load_s(backward=False) == pytest.approx(weights_s)
+    train = pageable.train_s([1000])
+    assert train.offload_s == pytest.approx(pageable.load_s(backward=True) + pageable.unload_s(backward=True))
+
+
+def test_a_layer_with_experts_takes_no_less_than_its_launches() -> None:
+    """Forward once, backward twice, recomputed once more; layers without experts are launched in no time."""
+    model, lengths = load_model("qwen3-30b-a3b"), [16.0]
+    waits = TrainEfficiency(flop=1.0, expert_launch_s=0.1)
+    for recompute, passes in (("none", 3), ("full", 4)):
+        call = TrainCost(model, H100, Free(), TrainStrategy(recompute=recompute, ep=1), waits)  # type: ignore[arg-type]
+        assert call.part_time(lengths, backward=True).total_s == pytest.approx(48 * passes * 0.1, rel=0.01)
+        assert call.forward_s(lengths).total_s == pytest.approx(48 * 0.1, rel=0.01)
+    busy = TrainCost(model, H100, Free(), TrainStrategy(), TrainEfficiency(flop=0.5, expert_launch_s=1e-5))
+    idle = TrainCost(model, H100, Free(), TrainStrategy(), TrainEfficiency(flop=0.5))
+    assert busy.forward_s([8192.0]) == idle.forward_s([8192.0])
+    dense = cost(waits, Free()).forward_s(lengths)
+    assert dense == cost(TrainEfficiency(flop=1.0), Free()).forward_s(lengths)

@@ -20,7 +20,8 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.memory import activation_bytes_per_token, inference_memory, stage_parts, training_memory
 from rlsim.cost.reallocation import Reallocation, common_bytes
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.cost.transfer import gather_s
 from rlsim.cost.weight_sync import WeightSync
 from rlsim.errors import CapacityError, ConfigError

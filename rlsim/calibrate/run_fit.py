@@ -15,7 +15,8 @@ from rlsim.calibrate.run_rollout import RolloutTimes
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.flops import forward_flops
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.errors import CalibrationError
 from rlsim.hardware import Cluster
 from rlsim.models import Model

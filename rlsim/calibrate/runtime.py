@@ -17,7 +17,8 @@ from rlsim.cost.calibration import Calibration, Reference, Residual, RuntimeFit,
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.fits import CollectiveFits
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.models import Model
 
 FRAMEWORKS = ("fsdp", "megatron")  # what experiments train with

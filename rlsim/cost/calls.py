@@ -12,7 +12,8 @@ from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
 from rlsim.cost.replica import PLAIN, ReplicaLayout
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S, TrainEfficiency
 from rlsim.cost.transfer import weight_sync_s
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError
@@ -56,7 +57,7 @@ class CallCosts:
         if self._draw.number:
             forward = min((forward or flop) / self._draw.call("inference"), 1.0)
             flop = min(flop / self._draw.call("train"), 1.0)
-        self._efficiency = TrainEfficiency(flop=flop, forward=forward)
+        self._efficiency = TrainEfficiency(flop=flop, forward=forward, expert_launch_s=EXPERT_LAUNCH_S)
         self.call_s = calibration.training.call_s.get(backend, 0.0)
         calibration.check_precision(precision)
         self._precision: Precision = precision

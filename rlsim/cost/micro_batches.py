@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rlsim.cost.attention_work import Reach
 from rlsim.cost.flops import linear_flops, pair_flops, token_flops
-from rlsim.cost.packing import Floats, deal, pack
+from rlsim.cost.packing import Floats, deal, first_fit, pack
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.models import Model
 
@@ -24,7 +24,7 @@ class MicroBatches:
 
 
 class MicroBatching:
-    """Micro-batches of a model under a strategy, of nearly equal work, by veRL's rules."""
+    """Micro-batches of a model under a strategy: of nearly equal work, by veRL's rules, or packed by NeMo-RL's."""
 
     def __init__(self, model: Model, strategy: TrainStrategy) -> None:
         self._strategy = strategy
@@ -44,6 +44,9 @@ class MicroBatching:
         if sizes.ndim != 1 or (len(sizes) and sizes.min() < 0):
             raise ValueError("lengths must be a flat sequence of token counts")
         strategy, pairs = self._strategy, self._pairs(sizes)
+        if self._packs:
+            chunks = np.array_split(np.arange(len(sizes), dtype=np.intp), mini_batches)
+            return [self._packed(sizes[chunk], strategy.dp, backward) for chunk in chunks]
         work = self._work(sizes, pairs)
         shares = [np.array_split(indices, mini_batches) for indices in deal(work, strategy.dp)]
         result = []
@@ -61,9 +64,32 @@ class MicroBatching:
     def of_part(self, lengths: npt.ArrayLike, *, backward: bool) -> MicroBatches:
         """Those of one rank that works on some sequences of a call."""
         sizes = np.asarray(lengths, dtype=np.float64)
+        if self._packs:
+            return self._packed(sizes, 1, backward)
         pairs, everything = self._pairs(sizes), np.arange(len(sizes), dtype=np.intp)
         count = self._within_budget(sizes, backward)
         return self._sums(sizes, pairs, [everything], [self._bins(self._work(sizes, pairs), count)], count)
+
+    @property
+    def _packs(self) -> bool:
+        strategy = self._strategy
+        return strategy.packing == "first_fit" and not (strategy.micro_batches or strategy.micro_batch_sequences)
+
+    def _packed(self, sizes: Floats, ranks: int, backward: bool) -> MicroBatches:
+        """Those of one mini-batch by `first_fit`; a micro-batch is padded by making its last sequence longer."""
+        bins = first_fit(sizes, self._strategy.budget(backward=backward), ranks)
+        shape = ranks, max(math.ceil(len(bins) / ranks), 1)
+        tokens, pairs = np.zeros(shape), {reach: np.zeros(shape) for reach in self._shares}
+        for rank in range(ranks):
+            packs = [sizes[members] for members in bins[rank::ranks]]
+            longest = max((float(one.sum()) for one in packs), default=0.0)
+            for column, one in enumerate(packs):
+                if self._strategy.pp > 1:
+                    one[-1] += longest - one.sum()
+                tokens[rank, column] = one.sum()
+                for reach, of in self._pairs(one).items():
+                    pairs[reach][rank, column] = of.sum()
+        return MicroBatches(tokens, pairs)
 
     def _pairs(self, sizes: Floats) -> dict[Reach, Floats]:
         return {reach: reach.pairs(sizes) for reach in self._shares}

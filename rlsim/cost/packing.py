@@ -47,3 +47,24 @@ def pack(work: Sequence[float], bins: int) -> list[list[int]]:
         packed[i].append(item)
         heapq.heapreplace(heap, (load + work[item], i))
     return packed
+
+
+def first_fit(sizes: Floats, capacity: float, ranks: int) -> list[list[int]]:
+    """Indices of `sizes` in bins of that capacity: largest first, each into the first bin with room for it.
+
+    An item above the capacity has a bin of its own. Bins are a multiple of `ranks`, made up by splitting those of most
+    items, or as many as items. NeMo-RL's packer (`nemo_rl/data/packing/algorithms.py`) is a variant of this.
+    """
+    room = np.empty(len(sizes))
+    bins: list[list[int]] = []
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        fits = np.flatnonzero(room[: len(bins)] >= sizes[item])
+        at = int(fits[0]) if len(fits) else len(bins)
+        if at == len(bins):
+            bins.append([])
+            room[at] = max(capacity, sizes[item])
+        bins[at].append(item)
+        room[at] -= sizes[item]
+    while len(bins) % ranks and len(bins) < len(sizes):
+        bins.append([max(bins, key=len).pop()])
+    return bins

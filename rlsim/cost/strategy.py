@@ -11,6 +11,8 @@ from rlsim.models import Model
 
 Recompute = Literal["none", "selective", "full"]
 GradientType = Literal["fp32", "bf16"]
+Packing = Literal["balanced", "first_fit"]
+HostMemory = Literal["pinned", "pageable"]
 Logits = Literal["bf16", "fp32", "fused"]
 
 
@@ -45,8 +47,13 @@ class TrainStrategy:
       default, or `bf16`.
     - `recompute`: `full` keeps each layer's input only; `selective` recomputes norms and the MLP's activation function,
       which costs next to no time. Attention is a flash kernel: its score matrix is never stored.
+    - `packing`: how sequences become micro-batches by token budget. `balanced`: those of a rank, of nearly equal work,
+      in as few as the budget has room for their sum (veRL). `first_fit`: longest first, each into the first micro-batch
+      that has room for it, over all ranks, dealt out in turn; where there are pipeline stages, which pass on tensors of
+      one size, padded to the longest of the rank (NeMo-RL's `sequence_packing`).
     - `offload`: weights and optimizer states live in host memory between calls (veRL's `param_offload` and
-      `optimizer_offload`).
+      `optimizer_offload`). `host_memory`: whether the optimizer's states there are pinned, or pageable and allocated
+      anew each time (`tensor.to("cpu")`: NeMo-RL's Megatron worker).
     - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
     - `logits`: what log-probabilities are computed from: all logits of a micro-batch in `bf16` (veRL's FSDP, with flash
       attention's cross entropy) or in `fp32` (Megatron's vocabulary-parallel cross entropy), or `fused`: those of a
@@ -70,7 +77,9 @@ class TrainStrategy:
     shard_gpus: int | None = None
     gradients: GradientType = "fp32"
     recompute: Recompute = "full"
+    packing: Packing = "balanced"
     offload: bool = False
+    host_memory: HostMemory = "pinned"
     sequence_parallel: bool = False
     logits: Logits = "bf16"
 

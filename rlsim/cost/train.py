@@ -25,7 +25,8 @@ from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching
 from rlsim.cost.packing import Floats
 from rlsim.cost.strategy import TrainStrategy
-from rlsim.cost.transfer import host_copy_s
+from rlsim.cost.train_efficiency import TrainEfficiency
+from rlsim.cost.transfer import host_copy_s, pageable_copy_s
 from rlsim.errors import ConfigError
 from rlsim.hardware import Cluster
 from rlsim.layers import Experts, Layer
@@ -43,37 +44,6 @@ OPTIMIZER_BYTES = 42.0
 
 #: Memory traffic per logit and pass: bf16 logits (4), an fp32 copy (8), log-softmax (4).
 LOGIT_BYTES = 16.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainEfficiency:
-    """What share of the data-sheet peaks the kernels of a training framework reach.
-
-    `flop` is that of the linear layers and absorbs what the model leaves out (gaps between kernels, unfused
-    element-wise kernels); `forward` the same of calls without gradient, if a run showed another one. `attention` is
-    flash attention's on long sequences, and `overhead_tokens` the length at which half of that is reached: measured
-    A100 0.66 and 290, H100 0.62 and 600 tokens (aiconfigurator commit 095f58a, context_attention, SGLang 0.5.10,
-    forward). `memory` is that of memory-bound kernels: measured norms 0.3, activations 0.5, additions 0.9 of peak
-    bandwidth on A100 and H100 (Vidur commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
-    `fp8_saved`: seconds that FP8 products of the layers save of each second that they would take at the bf16 peak.
-    """
-
-    flop: float
-    forward: float | None = None
-    fp8_saved: float = 0.0
-    attention: float = 0.62
-    overhead_tokens: float = 400.0
-    memory: float = 0.55
-
-    def __post_init__(self) -> None:
-        for key in ("flop", "forward", "attention", "memory"):
-            if getattr(self, key) is not None and not 0 < getattr(self, key) <= 1:
-                raise ConfigError(f"training efficiency: {key} must lie in (0, 1], got {getattr(self, key)}")
-
-    @property
-    def layers(self) -> float:
-        """The share of the bf16 peak that the layers' products reach; in FP8 it may be above 1."""
-        return 1.0 / (1.0 / self.flop - self.fp8_saved) if self.fp8_saved else self.flop
 
 
 @dataclass(frozen=True)
@@ -136,12 +106,14 @@ class _Layers:
     expert_s: float = 0.0
     expert_weights_s: float = 0.0
     sent_bytes: float = 0.0
+    launch_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Passes:
     """How often each kind of work is done in one micro-batch, relative to one forward pass."""
 
+    launches: float
     linear: float
     attention: float
     memory: float
@@ -150,7 +122,7 @@ class _Passes:
     backward: bool
 
 
-_FORWARD = _Passes(linear=1, attention=1, memory=1, tensor_parallel=1, head=1, backward=False)
+_FORWARD = _Passes(launches=1, linear=1, attention=1, memory=1, tensor_parallel=1, head=1, backward=False)
 
 
 class TrainCost:
@@ -223,6 +195,7 @@ class TrainCost:
             attention_token_s=work.token_flops / split / (flops * efficiency.attention),
             kv_bytes=work.exchanged * BF16 / strategy.tp,
             parts=(own, *([routed] if routed else [])),
+            launch_s=efficiency.expert_launch_s if isinstance(layer.mlp, Experts) else 0.0,
             **apart,
         )
 
@@ -247,7 +220,7 @@ class TrainCost:
         """An inference call: log-probabilities (or a critic's values) of every token, no gradient."""
         micro = self._batching.of_call(lengths, 1, backward=False)
         time = self._mini_batch(micro[0], self._passes(backward=False))
-        return time + TrainTime(offload_s=self._offload_s(BF16))
+        return time + TrainTime(offload_s=self._offload_s(backward=False))
 
     def train_s(self, lengths: npt.ArrayLike, mini_batches: int = 1, epochs: int = 1) -> TrainTime:
         """A training call: `epochs` passes over the batch in `mini_batches` optimizer steps each.
@@ -261,7 +234,7 @@ class TrainCost:
         update = self.update_time()
         for micro in self._batching.of_call(lengths, mini_batches, backward=True):
             total += self._mini_batch(micro, passes) + update
-        return total * epochs + TrainTime(offload_s=self._offload_s(BF16 + 3 * FP32))
+        return total * epochs + TrainTime(offload_s=self._offload_s(backward=True))
 
     # A call in pieces: samples as they come, on one data-parallel replica after another ------------------------------
 
@@ -278,8 +251,12 @@ class TrainCost:
         return TrainTime(communication_s=self._reduce_s(), optimizer_s=self._optimizer_s())
 
     def load_s(self, *, backward: bool) -> float:
-        """Seconds to bring this GPU's share of the states in from host memory, or out; 0 without offload."""
-        return self._offload_s(BF16 + 3 * FP32 if backward else BF16) / 2
+        """Seconds to bring this GPU's share of the states in from host memory; 0 without offload."""
+        return self._copied_s(backward=backward, out=False)
+
+    def unload_s(self, *, backward: bool) -> float:
+        """Seconds to bring them out again."""
+        return self._copied_s(backward=backward, out=True)
 
     # Work ------------------------------------------------------------------------------------------------------------
 
@@ -290,6 +267,7 @@ class TrainCost:
         again = 1 if self.strategy.recompute == "full" else 0
         elementwise = 0 if self.strategy.recompute == "none" else 1
         return _Passes(
+            launches=1 + BACKWARD_LINEAR + again,
             linear=1 + BACKWARD_LINEAR + again,
             attention=1 + BACKWARD_ATTENTION + again,
             memory=1 + BACKWARD_MEMORY + elementwise,
@@ -392,7 +370,8 @@ class TrainCost:
             routed = self._mean_tokens(tokens) * strategy.expert_imbalance
             compute += np.maximum(routed * layer.expert_s, layer.expert_weights_s * (routed > 0)) * passes.linear
             exposed += self._dispatch_s(routed * layer.sent_bytes) * passes.tensor_parallel
-        return compute, exposed
+        launched_s = layer.launch_s * passes.launches * (tokens > 0)
+        return np.maximum(compute, launched_s - exposed), exposed
 
     def _dispatch_s(self, sent_bytes: Floats) -> Floats:
         """Seconds of bringing tokens to their experts and back, once each, where a GPU sends `sent_bytes`.
@@ -464,16 +443,24 @@ class TrainCost:
         shares = [(n, spread.sharded_over if spread.zero_stage >= 1 else 1) for n, spread in self._parts]
         return sum(OPTIMIZER_BYTES * n / share / self._memory_bytes_per_s for n, share in shares)
 
-    def _offload_s(self, bytes_per_parameter: float) -> float:
-        """In from host memory before the call and out after it, of this GPU's share of the states."""
-        zero = self.strategy.zero_stage
-        if not self.strategy.offload:
+    def _offload_s(self, *, backward: bool) -> float:
+        """In from host memory before the call and out after it."""
+        return self.load_s(backward=backward) + self.unload_s(backward=backward)
+
+    def _copied_s(self, *, backward: bool, out: bool) -> float:
+        """This GPU's weights, and with `backward` the optimizer's states, one way."""
+        strategy, host = self.strategy, self.cluster.host
+        if not strategy.offload:
             return 0.0
-        total = 0.0
+        weights, states = 0.0, 0.0
         for local, spread in self._parts:
-            total += BF16 * local / (spread.sharded_over if zero == 3 else 1)
-            total += (bytes_per_parameter - BF16) * local / (spread.sharded_over if zero >= 1 else 1)
-        return 2 * host_copy_s(total, self.cluster.host)
+            weights += BF16 * local / (spread.sharded_over if strategy.zero_stage == 3 else 1)
+            states += 3 * FP32 * local / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
+        if not backward:
+            return host_copy_s(weights, host)
+        if strategy.host_memory == "pinned":
+            return host_copy_s(weights + states, host)
+        return host_copy_s(weights, host) + pageable_copy_s(states, host, out=out)
 
     @cached_property
     def _parts(self) -> list[tuple[float, TrainStrategy]]:

@@ -24,6 +24,19 @@ def host_copy_s(bytes_per_gpu: float, host: Link) -> float:
     return host.latency_s + bytes_per_gpu * host.shared_by_gpus / host.bytes_per_s if bytes_per_gpu > 0 else 0.0
 
 
+#: Out to pageable host memory that is allocated for it, and back in, bytes/s of a GPU: what Nsight Systems showed of
+#: NeMo-RL's `offload_before_refit` on H100, and a copy to memory that was there before (github.com/NVIDIA-NeMo/RL issue
+#: 3976). As far off as that: 2.8 GB/s of a diffusion model on H200 (sgl-project/sglang pull request 32032).
+PAGEABLE_OUT_BYTES_PER_S = 1.8e9
+PAGEABLE_IN_BYTES_PER_S = 16.1e9
+
+
+def pageable_copy_s(bytes_per_gpu: float, host: Link, *, out: bool) -> float:
+    """As `host_copy_s`, out to pageable memory or back in."""
+    slow_s = bytes_per_gpu / (PAGEABLE_OUT_BYTES_PER_S if out else PAGEABLE_IN_BYTES_PER_S)
+    return max(slow_s, host_copy_s(bytes_per_gpu, host))
+
+
 @dataclass(frozen=True)
 class HostKv:
     """Host memory for KV pages that the GPUs of one replica have no room for: how many, and the way back."""

@@ -162,7 +162,9 @@ class PlacedExperiment:
             gradients=training.gradients,
             zero_stage=training.stage,
             recompute=training.recompute,
+            packing=training.packing,
             offload=training.offload,
+            host_memory=training.host_memory,
             logits=logits_of(training.backend, training.fused_kernels),
         )
 

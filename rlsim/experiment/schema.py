@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rlsim.cost.strategy import GradientType, Recompute
+from rlsim.cost.strategy import GradientType, HostMemory, Packing, Recompute
 from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import ConfigError, shown
 from rlsim.schema import Name, Schema, name_of, placed
@@ -273,6 +273,12 @@ class TrainingSpec(Schema):
         default="fp32", description="type in which gradients are accumulated and reduced over GPUs"
     )
     recompute: Recompute = Field(default="full", description="activation recomputation")
+    packing: Packing = Field(
+        default="balanced",
+        description="sequences into micro-batches by token budget. balanced: those of a rank, of nearly equal work "
+        "(veRL); first_fit: longest first, each where it has room, padded to the longest where there are pipeline "
+        "stages (NeMo-RL's sequence_packing)",
+    )
     fused_kernels: bool = Field(
         default=False, description="veRL's `use_fused_kernels`: log-probs by chunks of tokens, never all logits at once"
     )
@@ -285,6 +291,11 @@ class TrainingSpec(Schema):
         "prompt and the cap together); veRL: 0.2 us",
     )
     offload: bool = Field(default=False, description="keep weights and optimizer states in host memory between calls")
+    host_memory: HostMemory = Field(
+        default="pinned",
+        description="of the optimizer's states with `offload`: pinned, or pageable and allocated anew each time, which "
+        "takes 1.8 GB/s of a GPU (NeMo-RL's Megatron worker)",
+    )
     mini_batches: int = Field(default=1, ge=1, le=10_000, description="optimizer steps per training step")
     epochs: int = Field(default=1, ge=1, le=1000, description="passes over a step's batch")
 

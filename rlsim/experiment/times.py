@@ -57,8 +57,8 @@ class ExperimentTimes:
         train = call.kind == "train"
         # Every part fills and drains the pipeline: with several times as many micro-batches as stages that is little.
         tokens = strategy.budget(backward=train) * (1 if strategy.pp == 1 else 4 * strategy.pp)
-        load_s = cost.load_s(backward=train)
-        finish = [*(cost.update_time().named if train else ()), *([("offload", load_s)] if load_s else ())]
+        load_s, unload_s = cost.load_s(backward=train), cost.unload_s(backward=train)
+        finish = [*(cost.update_time().named if train else ()), *([("offload", unload_s)] if unload_s else ())]
         guests = guests_of(self._placed, call, tokens) if train and self._workflow.elastic else None
         return Pieces(lambda lengths: cost.part_time(lengths, backward=train).named, tokens, load_s, finish, guests)
 

@@ -13,6 +13,7 @@ from rlsim.init.unlike import Table
 GRPO, ASYNC, POLICY = "grpo.", "grpo.async_grpo.", "policy."
 GENERATION, DTENSOR, MEGATRON = POLICY + "generation.", POLICY + "dtensor_cfg.", POLICY + "megatron_cfg."
 COLOCATED = GENERATION + "colocated."
+OFFLOAD_FOR_LOGPROB = POLICY + "offload_optimizer_for_logprob"
 
 DEFAULTS: dict[str, Any] = {
     GRPO + "num_prompts_per_step": 32,
@@ -42,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     MEGATRON + "distributed_data_parallel_config.grad_reduce_in_fp32": False,
     MEGATRON + "optimizer.use_distributed_optimizer": True,
     COLOCATED + "enabled": True,
+    OFFLOAD_FOR_LOGPROB: False,
     GENERATION + "vllm_cfg.tensor_parallel_size": 1,
     GENERATION + "vllm_cfg.gpu_memory_utilization": 0.6,
     GENERATION + "sglang_cfg.tp_size": 1,
@@ -95,7 +97,6 @@ UNLIKE: Table = (
     (DTENSOR + "lora_cfg.enabled", "on", "LoRA: here all weights are trained"),
     (POLICY + "logprob_chunk_size", "set", "log-probs by chunks of the sequence"),
     (POLICY + "draft.enabled", "on", "a draft model for speculative decoding"),
-    (POLICY + "offload_optimizer_for_logprob", "on", "the optimizer leaves the GPUs for log-probs"),
     (POLICY + "dynamic_batching.enabled", "on", "sequences padded to a multiple of a length inside a micro-batch"),
     ("env.reward_model.enabled", "on", "a reward model scores: here a check of 10 ms (workflow.reward)"),
     ("data_plane.enabled", "on", "batches by way of a data plane"),

@@ -92,6 +92,7 @@ def from_nemo(sources: Sequence[str], options: Options) -> Draft:
     offloading = parts.add_offloading(config, draft, VLLM, SGLANG, gpus)
     quantised = parts.add_precision(config, draft, PRECISION, {"fp8": "fp8_block"}, KV_PRECISION)
     _systems(config, draft, generation)
+    draft.entries["weight_sync"] = _weight_sync(config, apart=generation.gpus is not None)
     memory = ENGINE_KEYS[generation.engine]["memory"]
     share = Entry(config.share(memory), config.where(memory))
     parts.add_memory(draft, share, options.folder, apart=generation.gpus is not None)
@@ -185,6 +186,14 @@ def _systems(config: Settings, draft: Draft, generation: _Generation) -> None:
     }
     said = joined(where, *map(config.where, (_AGE, _IN_FLIGHT, _RECOMPUTE_KV)))
     parts.add_systems(draft, tp, said, more, apart=("nemo_async", rule))
+
+
+def _weight_sync(config: Settings, *, apart: bool) -> Entry:
+    """Whole tensors one by one on the same GPUs; elsewhere a broadcast that all of the trainer's GPUs take part in."""
+    said = config.where(COLOCATED + "enabled")
+    if apart:
+        return Entry("multi_sender", f"{said}: trainers and engines are one group, `init_collective`")
+    return Entry("naive", f"{said}: tensor by tensor, `stream_weights_via_ipc_zmq`")
 
 
 def _missing(config: Settings) -> list[str]:

@@ -7,7 +7,17 @@ import math
 from rlsim.init.draft import Draft, Entry
 from rlsim.init.parts import joined, of_sequences, recompute
 from rlsim.init.settings import Settings
-from rlsim.nemo.defaults import COLOCATED, DTENSOR, FP8, FP8_RECIPE, FP8_RECIPES, GRPO, MEGATRON, POLICY
+from rlsim.nemo.defaults import (
+    COLOCATED,
+    DTENSOR,
+    FP8,
+    FP8_RECIPE,
+    FP8_RECIPES,
+    GRPO,
+    MEGATRON,
+    OFFLOAD_FOR_LOGPROB,
+    POLICY,
+)
 from rlsim.trace import Trace
 
 _PACKING, _DYNAMIC = POLICY + "sequence_packing.", POLICY + "dynamic_batching."
@@ -44,12 +54,16 @@ def add_training(
     entries["log_prob_micro_batch_tokens"] = _micro_batch(config, "logprob", trace, cap)
     checkpoints = (MEGATRON if megatron else DTENSOR) + "activation_checkpointing"
     entries["recompute"] = recompute(config, checkpoints, MEGATRON + "recompute_granularity" if megatron else "")
+    if config.flag(_PACKING + "enabled"):
+        entries["packing"] = Entry("first_fit", config.where(_PACKING + "enabled"))
     cpu = DTENSOR + "cpu_offload"
     if not megatron and config.flag(cpu):
         entries["offload"] = Entry(True, config.where(cpu))
-    elif not apart:
-        where = config.where(COLOCATED + "enabled")
-        entries["offload"] = Entry(True, f"{where}: the states leave the GPUs while they generate")
+    elif not apart or config.flag(OFFLOAD_FOR_LOGPROB):
+        where = config.where(OFFLOAD_FOR_LOGPROB if apart else COLOCATED + "enabled")
+        meanwhile = "log-probs are computed" if apart else "they generate"
+        entries["offload"] = Entry(True, f"{where}: the states leave the GPUs while {meanwhile}")
+        entries["host_memory"] = Entry("pageable", "copied by tensor.to('cpu')")
     keys = (GRPO + "num_prompts_per_step", GRPO + "num_generations_per_prompt")
     responses = config.whole(keys[0]) * config.whole(keys[1])
     batch = config.whole(_BATCH)

@@ -88,6 +88,7 @@ class NeMoAsync(Apart):
         rule = BoundedStaleness(
             eta=self.max_trajectory_age_steps,
             stale="wait",
+            concurrent_batches=max(self.max_trajectory_age_steps, 1),
             interrupt=self.in_flight_weight_updates,
             updated_kv=self.updated_kv,
         )

@@ -41,6 +41,7 @@ class BoundedStaleness(Schema, Continuous):
     order: Order = Field(default="oldest", description="which prompts a step takes first: by their oldest tokens, …")
     stale: Stale = Field(default="train", description="what becomes of prompts more than eta updates old, rounded up")
     concurrent: int | None = Field(default=None, ge=1, description="most prompts under way; default: no limit")
+    concurrent_batches: int | None = Field(default=None, ge=1, description="the same in batches of a step")
     interrupt: bool = Field(default=True, description="new weights interrupt responses; if not, they wait for them")
     updated_kv: UpdatedKv = Field(default="recompute", description="what becomes of the KV cache in an update")
     rolling: bool = Field(
@@ -57,6 +58,8 @@ class BoundedStaleness(Schema, Continuous):
         room = math.floor(view.prompts * (view.version + 1 + self.eta) + ROUNDING) - view.admitted
         if self.concurrent is not None:
             room = min(room, self.concurrent - view.running)
+        if self.concurrent_batches is not None:
+            room = min(room, self.concurrent_batches * view.prompts - view.running)
         return max(room, 0)
 
     def room(self, view: OpenView) -> int | Mapping[int, int]:

@@ -10,7 +10,7 @@ none of these.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,11 @@ import numpy as np
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import EXPERT_LAUNCH_S
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
-from rlsim.validate.rows import Row
+from rlsim.validate.rows import Kind, Row
 
 CALIBRATION = "h100-vllm"
 
@@ -50,7 +52,12 @@ class Iteration:
         cut = f"tp{self.tp}-pp{self.pp}-ep{self.ep}" + f"-vpp{self.interleaved}" * (self.interleaved > 1)
         return f"megatron-moe/{self.model}/{cut}/{self.micro_batch}x{self.tokens}-{self.recompute}"
 
-    def simulated_s(self) -> float:
+    @property
+    def kind(self) -> Kind:
+        """The launches of a layer with experts are fitted to the iteration whose micro-batches are the smallest."""
+        return "input" if self.tp == 4 else "output"
+
+    def simulated_s(self, expert_launch_s: float = EXPERT_LAUNCH_S) -> float:
         """The same by rlsim, with the share of the peak of the calibration, which no mixture was fitted to."""
         cluster = load_cluster(f"{self.gpus // 8}x8xh800")
         costs = CallCosts({"actor": load_model(self.model)}, cluster, load_calibration(CALIBRATION), "megatron")
@@ -59,7 +66,10 @@ class Iteration:
             dp=self.gpus // (self.tp * self.pp), tp=self.tp, pp=self.pp, ep=self.ep, zero_stage=1,
             sequence_parallel=self.tp > 1, micro_batch_sequences=self.micro_batch, **kinds,
         )  # fmt: skip
-        time = costs.of("actor", strategy).train_s(np.full(self.sequences, float(self.tokens)))
+        call = costs.of("actor", strategy)
+        efficiency = replace(call.efficiency, expert_launch_s=expert_launch_s)
+        call = TrainCost(call.model, cluster, costs.collectives, strategy, efficiency)
+        time = call.train_s(np.full(self.sequences, float(self.tokens)))
         return time.total_s - time.bubble_s * (1 - 1 / self.interleaved)
 
 
@@ -81,4 +91,4 @@ ITERATIONS = (
 def megatron_rows() -> Iterator[Row]:
     """Every published iteration beside rlsim's."""
     for one in ITERATIONS:
-        yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s())
+        yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s(), kind=one.kind)

@@ -34,17 +34,8 @@ MODELS = {
     "Qwen3-235B": "nemo-rl-moe/qwen3-235b-a22b",
     "DeepSeek V3": "nemo-rl-moe/deepseek-v3",
 }
-#: GRPO one step off policy: generation may use weights of the step before the last. Log-probs begin when those of the
-#: last one are on their way, the policy's first.
-OFF_POLICY = (
-    "generate -> reward",
-    "generate -> old_log_prob",
-    "generate -> ref_log_prob",
-    "reward -> train",
-    "old_log_prob -> train",
-    "ref_log_prob -> train",
-    "train -> weight_sync",
-)
+#: Steps that are simulated: colocated, and one step off policy, where the first are not steady.
+STEPS, STEPS_OFF = 10, 20
 
 row = partial(Row, "steps")
 
@@ -97,10 +88,13 @@ def _spent(recipe: dict[str, Any], model: str, run: Mapping[Hashable, Any], call
 
 
 def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> dict[str, Any]:
-    """A recipe as an experiment, without the trace's path."""
+    """A recipe as an experiment, without the trace's path.
+
+    Of v0.4 alone: the optimizer's states leave the GPUs before log-probs with generation on other GPUs, too
+    (`MegatronPolicyWorker.prepare_for_lp_inference`; made optional by github.com/NVIDIA-NeMo/RL pull request 1404).
+    """
     asynchronous = bool(recipe["async_on"])
     batch = {"prompts": int(recipe["prompts_per_step"]), "responses": int(recipe["n"])}
-    degrees = {name: int(recipe[f"train_{name}"]) for name in ("tp", "pp", "cp", "ep")}
     samples = batch["prompts"] * batch["responses"]
     return {
         "name": str(model),
@@ -109,40 +103,29 @@ def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> d
         "calibration": CALIBRATION,
         "memory_utilization": float(recipe["gpu_mem_util"]),
         "trace": {"cap": int(recipe["max_total_len"]) - prompt_tokens, "default_prompt_tokens": prompt_tokens},
-        "workflow": {**batch, **(_off_policy() if asynchronous else {"steps": 3})},
+        "workflow": {**batch, "steps": STEPS_OFF if asynchronous else STEPS},
         "training": {
             "backend": "megatron",
             "gradients": "bf16",
-            **degrees,
+            **{name: int(recipe[f"train_{name}"]) for name in ("tp", "pp", "cp", "ep")},
             "micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["train_mbs"]),
             "log_prob_micro_batch_tokens": int(recipe["max_total_len"]) * int(recipe["logprob_bs"]),
+            "packing": "first_fit",
             "recompute": "full" if recipe["act_ckpt"] else "none",
-            "offload": not asynchronous,
+            "offload": True,
+            "host_memory": "pageable",
             "mini_batches": samples // int(recipe["train_gbs"]),
         },
+        "weight_sync": "multi_sender" if asynchronous else "naive",
         "seeds": 1,
-        "systems": [_split(recipe, degrees) if asynchronous else {"verl": {"tp": int(recipe["gen_tp"])}}],
+        "systems": [{"nemo_async": _off_policy(recipe)} if asynchronous else {"verl": {"tp": int(recipe["gen_tp"])}}],
     }
 
 
-def _off_policy() -> dict[str, Any]:
-    kinds = {
-        "generate": ("generate", "actor"), "reward": ("reward", "reward"), "old_log_prob": ("inference", "actor"),
-        "ref_log_prob": ("inference", "reference"), "train": ("train", "actor"), "weight_sync": ("sync", "actor"),
-    }  # fmt: skip
-    calls = [{"name": name, "kind": kind, "model": model} for name, (kind, model) in kinds.items()]
-    syncs = [
-        {"source": "weight_sync", "target": call, "lag": lag} for call, lag in (("generate", 2), ("old_log_prob", 1))
-    ]
-    order = {"source": "old_log_prob", "target": "ref_log_prob", "barrier": True}
-    edges = [*OFF_POLICY, *syncs, order]
-    return {"algorithm": "custom", "calls": calls, "edges": edges, "group_advantage": True, "steps": 7}
-
-
-def _split(recipe: dict[str, Any], degrees: dict[str, int]) -> dict[str, Any]:
-    """Generation on the first GPUs, the rest on the others."""
-    rollout, total = int(recipe["rollout_gpus"]), int(recipe["total_gpus"])
-    others = {"gpus": f"{rollout}-{total - 1}", **degrees}
-    calls = {"generate": {"gpus": f"0-{rollout - 1}", "tp": int(recipe["gen_tp"])}}
-    calls |= dict.fromkeys(("old_log_prob", "train"), others) | {"ref_log_prob": {**others, "offload": True}}
-    return {"name": "split", "use": [{"plan": {"calls": calls}}]}
+def _off_policy(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tp": int(recipe["gen_tp"]),
+        "rollout_gpus": int(recipe["rollout_gpus"]),
+        "max_trajectory_age_steps": int(recipe["max_trajectory_age"]),
+        "in_flight_weight_updates": bool(recipe["in_flight_weight_updates"]),
+    }

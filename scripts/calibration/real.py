@@ -8,7 +8,8 @@ import numpy as np
 
 from calibration.stacks import Ring, Timing
 from rlsim.cost.strategy import Recompute, TrainStrategy
-from rlsim.cost.train import TrainCost, TrainEfficiency
+from rlsim.cost.train import TrainCost
+from rlsim.cost.train_efficiency import TrainEfficiency
 from rlsim.hardware import load_cluster
 from rlsim.models import load_model
 
