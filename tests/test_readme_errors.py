@@ -117,6 +117,7 @@ STATED = {
     ),
     "weight syncs": lambda: span(errors("weight_sync", ".*", "sync_s", "output")),
     "nemo-rl": lambda: span(errors("steps", "nemo-rl/.*", "step_time_s")),
+    "nemo-rl, GB200": lambda: one("steps", "nemo-rl-gb200/.*", "tokens_per_s_gpu"),
     "nemo-rl, mixtures": lambda: span(errors("steps", "nemo-rl-moe/.*", "step_time_s")),
     "megatron": lambda: (
         f"{span(errors('steps', 'megatron-moe/.*', 'iteration_s', 'output'))}, mean "

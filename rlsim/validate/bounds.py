@@ -149,6 +149,7 @@ BOUNDS: tuple[Bound, ...] = (
     Bound("asynchronous", "*", "gain", "mean", 0.20),
     Bound("asynchronous", "*", "*", "mean", 0.25),
     Bound("steps", "nemo-rl", "gain", "mean", 0.15),
+    Bound("steps", "nemo-rl-gb200", "tokens_per_s_gpu", "mean", 0.15),
     Bound("steps", "nemo-rl-moe", "gain", "mean", 0.21, _MIXED_GAIN),
     Bound("steps", "nemo-rl-moe", "step_time_s", "mean", 0.14),
     Bound("steps", "verl", "generate_s", "mean", 0.34, _SHARED),

@@ -1,4 +1,5 @@
-"""Measured steps of NeMo-RL v0.4 on H100: dense models and mixtures of experts, on policy and one step off policy."""
+"""Measured steps of NeMo-RL: v0.4 on H100, dense models and mixtures of experts, on policy and one step off policy; a
+later dense one on GB200."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from rlsim.validate.steps_stated import seconds
 PERFORMANCE = "rl_timings/nemo_perf.csv"
 RECIPES = "rl_timings/nemo_recipes.csv"
 RELEASE = "v0.4"
-CALIBRATION = "h100-vllm"
+#: By GPUs of a node: the node, and its calibration.
+NODES = {8: ("8xh100", "h100-vllm"), 4: ("4xgb200", "gb200-vllm")}
+#: The release whose recipe is that of the row on GB200, which is of the weeks before the next.
+GB200_RELEASE = "v0.6.0"
 #: Columns of the table on mixtures of experts.
 SPENT = (
     "row", "generation s", "log-probs s", "update s", "weights s", "TP", "batch",
@@ -46,7 +50,7 @@ def nemo_rows(data: Path, options: Options) -> tuple[list[Row], list[str], list[
     recipes = pd.read_csv(data / RECIPES).query(f"release == '{RELEASE}.0'").set_index("recipe")
     table = pd.read_csv(data / PERFORMANCE).query(f"release == '{RELEASE}'")
     known: dict[tuple[str, str], tuple[float, float]] = {}  # measured and simulated steps of a model
-    rows: list[Row] = []
+    rows = [_on_gb200(data)]
     refused: list[str] = []
     spent: list[str] = []
     for run in table[table["model"].isin(MODELS)].to_dict("records"):
@@ -72,13 +76,27 @@ def nemo_rows(data: Path, options: Options) -> tuple[list[Row], list[str], list[
     return rows, refused, spent
 
 
+def _on_gb200(data: Path) -> Row:
+    """Tokens a second and GPU of Llama-3.1-8B on policy on eight GB200s, with the lengths of the same row on H100."""
+    table = pd.read_csv(data / PERFORMANCE).query("model == 'LLAMA3.1_8B' and off_policy_steps == 0").set_index("gpu")
+    run, like = (table.loc[gpu].to_dict() for gpu in ("GB200", "H100"))
+    recipes = pd.read_csv(data / RECIPES).query(f"release == '{GB200_RELEASE}'").set_index("recipe")
+    recipe = {str(key): value for key, value in recipes.loc[str(run["recipe"])].items()}
+    experiment = nemo_experiment(recipe, "llama-3.1-8b", round(like["tokens_per_sample_implied"] - like["mean_len"]))
+    tokens = run["samples_per_step"] * like["tokens_per_sample_implied"]
+    simulated = tokens / seconds(experiment, like["mean_len"])["step"] / run["n_gpus"]
+    note = "guessed: the lengths of the row on H100"
+    return row("nemo-rl-gb200/llama-3.1-8b/on-policy", "tokens_per_s_gpu", run["tok_s_gpu"], simulated, note)
+
+
 def _spent(recipe: dict[str, Any], model: str, run: Mapping[Hashable, Any], calls: dict[str, float]) -> str:
     """Cells of `SPENT`: seconds of the calls, and milliseconds of a decode step of the full batch, its responses half
     grown."""
     tp, samples = int(recipe["gen_tp"]), int(recipe["prompts_per_step"]) * int(recipe["n"])
     gpus = int(recipe["rollout_gpus"] if recipe["async_on"] else recipe["total_gpus"])
     batch = samples * tp // gpus
-    step = RooflineStep(load_model(model), tp, load_cluster(f"{recipe['nodes']}x8xh100"), load_calibration(CALIBRATION))
+    node, calibration = NODES[int(recipe["gpus_per_node"])]
+    step = RooflineStep(load_model(model), tp, load_cluster(f"{recipe['nodes']}x{node}"), load_calibration(calibration))
     parts = step.breakdown(batch, batch * (run["tokens_per_sample_implied"] - run["mean_len"] / 2))
     shown = [1e3 * parts.pop(name) for name in ("products", "attention", "all_reduce", "host")]
     inference_s = calls["old_log_prob"] + calls["ref_log_prob"]
@@ -96,11 +114,12 @@ def nemo_experiment(recipe: dict[str, Any], model: str, prompt_tokens: int) -> d
     asynchronous = bool(recipe["async_on"])
     batch = {"prompts": int(recipe["prompts_per_step"]), "responses": int(recipe["n"])}
     samples = batch["prompts"] * batch["responses"]
+    node, calibration = NODES[int(recipe["gpus_per_node"])]
     return {
         "name": str(model),
-        "cluster": f"{recipe['nodes']}x8xh100",
+        "cluster": f"{recipe['nodes']}x{node}",
         "model": model,
-        "calibration": CALIBRATION,
+        "calibration": calibration,
         "memory_utilization": float(recipe["gpu_mem_util"]),
         "trace": {"cap": int(recipe["max_total_len"]) - prompt_tokens, "default_prompt_tokens": prompt_tokens},
         "workflow": {**batch, "steps": STEPS_OFF if asynchronous else STEPS},
