@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ class Model(Config):
 
     # Layers ----------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Every layer, first to last."""
         return layers_of(self)
 
-    @property
+    @cached_property
     def groups(self) -> Mapping[Layer, int]:
         """The different layers, and how many there are of each."""
         return self.stages(1)[0]
@@ -215,18 +215,20 @@ class Model(Config):
         kept = sum(count * layer.attention.state_elements for layer, count in self.groups.items())
         return kept * self.dtype_bytes
 
-    def sequence_bytes(self, tokens: int) -> float:
-        """KV cache and state of one sequence of so many tokens: layers with a window keep no more than its tokens,
+    def sequence_bytes(self, *tokens: int) -> float:
+        """KV cache and state of sequences of so many tokens: layers with a window keep no more than its tokens,
         those with chunks the last one's, or what `kv_window_share` says."""
         kept = 0.0
         for layer, count in self.groups.items():
             window = None if self.kv_window_share is not None else layer.attention.window_tokens
             if window is None:
-                there = tokens
+                there = sum(tokens)
+            elif layer.attention.chunked:
+                there = sum((one - 1) % window + 1 for one in tokens if one)
             else:
-                there = (tokens - 1) % window + 1 if layer.attention.chunked and tokens else min(tokens, window)
+                there = sum(min(one, window) for one in tokens)
             kept += count * self.cached_elements(layer) * there
-        return kept * self.kv_element_bytes + self.state_bytes
+        return kept * self.kv_element_bytes + len(tokens) * self.state_bytes
 
     # Tensor parallelism ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_args
+from typing import Annotated, Any, Self, TypeVar, cast, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -22,6 +22,13 @@ class Schema(BaseModel):
     """A frozen record that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields set to other values; what cached properties made of the old ones is left behind."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in copied.__dict__.keys() - type(copied).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
 
 def name_of(value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,13 @@ class Called(NamedTuple):
 
 
 Command = Callable[..., Called]
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collecting have made is there to stay: looking for garbage in it took a tenth of all time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

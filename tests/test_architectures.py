@@ -172,10 +172,12 @@ def test_what_a_sequence_caches() -> None:
     assert windows.kv_bytes_per_token == 24 * 2 * 8 * 64 * 2
     assert windows.sequence_bytes(100) == 100 * windows.kv_bytes_per_token
     assert windows.sequence_bytes(1000) == (12 * 1000 + 12 * 128) * 2 * 8 * 64 * 2
+    assert windows.sequence_bytes(100, 1000) == windows.sequence_bytes(100) + windows.sequence_bytes(1000)
     hybrid = load_model("qwen3-next-80b-a3b")  # 12 of 48 layers cache, 36 have a state
     assert hybrid.kv_bytes_per_token == 12 * 2 * 2 * 256 * 2
     assert hybrid.state_bytes == 36 * 2 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
     assert hybrid.sequence_bytes(1000) == 1000 * hybrid.kv_bytes_per_token + hybrid.state_bytes
+    assert hybrid.sequence_bytes(1000, 1000) == 2 * hybrid.sequence_bytes(1000)
     gemma = load_model("gemma-3-27b")  # every sixth of 62 layers is full
     assert sum(layer.attention.window_tokens is None for layer in gemma.layers) == 10
 

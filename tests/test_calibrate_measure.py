@@ -472,7 +472,7 @@ def test_a_whole_run_on_the_cpu_gives_a_calibration_that_simulates(
     from rlsim.calibrate.measure import session
 
     def first_points(setup: GridSetup) -> list[Phase]:
-        enough = {"gemm": 12, "collective": 18}
+        enough = {"gemm": 12, "collective": 18, "decode_step": 4, "prefill_step": 4}
         return [{name: found[: enough.get(name, 7)] for name, found in phase.items()} for phase in plan(setup)]
 
     monkeypatch.setattr(suite_module, "NOISY", float("inf"))

@@ -176,3 +176,11 @@ def test_records_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_model("qwen3-8b").hidden_size = 1  # type: ignore[misc]
     assert isinstance(load_model("qwen3-8b"), Model)
+
+
+def test_a_copy_has_layers_of_its_own() -> None:
+    model = load_model("llama-3.1-8b")
+    assert sum(model.groups.values()) == len(model.layers) == 32
+    shorter = model.model_copy(update={"num_hidden_layers": 4})
+    assert sum(shorter.groups.values()) == len(shorter.layers) == 4
+    assert shorter == model.model_copy(update={"num_hidden_layers": 4}), "what was worked out is no part of a model"

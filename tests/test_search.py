@@ -436,7 +436,7 @@ def test_descent_reaches_the_optimum_of_a_node_within_a_percent(scaling, memory_
     problem = ppo_node(seed=3, scaling=scaling, memory_gib=memory_gib)
     best = brute_force(problem, start_evaluations=50_000).cost_s
     for seed in range(2):
-        found = descent(problem, Budget(evaluations=800_000), seed=seed)
+        found = descent(problem, Budget(evaluations=400_000), seed=seed)
         assert best * (1 - 1e-12) <= found.cost_s <= best * 1.01
 
 

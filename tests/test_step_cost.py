@@ -247,7 +247,7 @@ def test_profile_mistakes() -> None:
     with pytest.raises(CalibrationError, match="one row per token count"):
         ProfileStep(1, [DecodeCurve(1, [0], [1.0])], [1, 2], [1], [[1.0]])
     with pytest.raises(CalibrationError, match="no batch size has two contexts"):
-        profile_of(roofline(), [64], [1024], kv_budget_tokens=1000)
+        profile_of(roofline(), (64,), (1024,), kv_budget_tokens=1000)
 
 
 def test_step_cost_prefers_a_measured_profile() -> None:

@@ -123,7 +123,8 @@ def test_a_system_that_trains_on_less_is_never_shown_faster_than_its_throughput(
     texts = {"run": output("run", "x.json", "--out", ran)}
     step, gen, true = flattering(ran)
     assert min(step, gen) > 1.2 * true, "the step times must flatter, or nothing is tested"
-    texts["sweep"] = output("sweep", "x.json", "--grid", "memory_utilization=[0.8, 0.9]", "--out", swept)
+    grid = ("--grid", "memory_utilization=[0.8, 0.9]", "--workers", "1")
+    texts["sweep"] = output("sweep", "x.json", *grid, "--out", swept)
     texts["compare"] = output("compare", ran)
     texts["compare of a sweep"] = output("compare", swept)
     texts["compare, CSV"] = output("compare", ran, "--csv", "-")
@@ -134,7 +135,8 @@ def test_a_system_that_trains_on_less_is_never_shown_faster_than_its_throughput(
         assert 0 < max(drawn_speedups(page, "stopper")) < 1.1 * true
     skip = [name for name in BUILTIN if name not in ("verl", "pat")]
     options = [option for name in skip for option in ("--skip", name)]
-    texts["advise"] = output("advise", "x.json", "--out", advised, "--top", "1", "--most", "1", *options)
+    options += ["--top", "1", "--most", "1", "--workers", "1"]
+    texts["advise"] = output("advise", "x.json", "--out", advised, *options)
     result = rlsim.read_result(ran)
     texts["findings"] = " ".join(findings(result))
     for name, text in texts.items():

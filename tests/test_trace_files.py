@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,15 @@ def test_files_that_are_not_traces(tmp_path: Path, name: str, content: bytes, me
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TraceError, match=message):
         read_trace(tmp_path / name)
+
+
+def test_a_file_is_read_again_once_it_has_changed(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", GOOD)
+    known = read_trace(path)
+    assert read_trace(path) is known
+    written(path, GOOD.assign(response_tokens=[7, 8, 9]))
+    os.utime(path, ns=(0, 0))  # a clock of a few milliseconds may not tell the two apart
+    assert read_trace(path).response_tokens.tolist() == [7, 8, 9]
 
 
 def test_ids_stay_what_they_are(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -213,11 +214,15 @@ def _along(knots: Sequence[float], values: Sequence[float], x: float) -> float:
 PREFILL_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-def profile_of(step: StepCost, batches: Sequence[int], contexts: Sequence[int], kv_budget_tokens: float) -> ProfileStep:
+@lru_cache(maxsize=16)
+def profile_of(
+    step: StepCost, batches: tuple[int, ...], contexts: tuple[int, ...], kv_budget_tokens: float
+) -> ProfileStep:
     """PAT's offline profile of a replica: decode steps at every batch and context (tokens per sequence) within the
     KV budget.
 
-    A batch with fewer than two points in the budget is left out, as is a context that never fits.
+    A batch with fewer than two points in the budget is left out, as is a context that never fits. A policy is made
+    anew for each run, and for each check before it; all that look at the same replica share its profile.
     """
     curves = []
     for batch in sorted(set(batches)):

@@ -171,8 +171,7 @@ class RolloutCostModel:
 
     def _kept_tokens(self, contexts: Sequence[int]) -> float:
         """The tokens whose KV in all layers is as large as what these sequences keep."""
-        model = self.model
-        return sum(map(model.sequence_bytes, contexts)) / model.kv_bytes_per_token
+        return self.model.sequence_bytes(*contexts) / self.model.kv_bytes_per_token
 
 
 def powers_of_two(gpus: int) -> list[int]:

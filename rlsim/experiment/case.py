@@ -168,8 +168,9 @@ class Case:
     def tables(self) -> list[Frames]:
         collected = []
         for spec, alternatives in self.systems.items():
-            best, chosen = max(alternatives, key=lambda item: self._responses_per_s(item[0]))
+            best, chosen = alternatives[0]
             if len(alternatives) > 1:
+                best, chosen = max(alternatives, key=lambda item: self._responses_per_s(item[0]))
                 self.chosen[spec.name] = chosen
             self._ran[spec.name] = best.key
             collected += [named(self._done[best.key, seed], self.name, spec.name, seed) for seed in self._samplers]

@@ -71,7 +71,25 @@ def run_loaded(
     worlds = worlds_of(experiment, cases)
     experiment = experiment.model_copy(update={"certainty": worlds})  # for the manifest
     together = Together(progress or (lambda *_: None), len(experiment.seed_list), worlds)
-    told = together.calibrated
+    collected = _ran(cases, together.calibrated, execute, strict)
+    tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
+    result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
+    if not worlds:
+        return result
+    found = {case.name: case.simulator.plans.found for case in cases}
+    settled = with_settings(experiment, {"baseline": cases[0].baseline, "certainty": 0}, shown)
+
+    def in_world(number: int, seed: int) -> pd.DataFrame:
+        world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
+        there = checked_cases(world, folder, shown, optional, found)
+        return pd.concat([frames["steps"] for frames in _ran(there, together.world(number), execute)])
+
+    drawn = in_worlds(worlds, experiment.seed_list, cases[0].baseline, result.steps, in_world)
+    return replace(result, manifest={**result.manifest, "worlds": drawn})
+
+
+def _ran(cases: Sequence[Case], told: Progress, execute: Execute | None, strict: bool = False) -> list[Frames]:
+    """The tables of all runs of these cases, done; raises `CapacityError` if no system could run."""
     if execute is None:
         _simulate(cases, told)
     else:
@@ -84,20 +102,7 @@ def run_loaded(
             case.lookups().refuse_extrapolated(", ".join(c.name for c in case.loaded.calibrations.values()))
     if not collected:
         raise CapacityError("no system could run:\n" + "\n".join(note for case in cases for note in case.notes))
-    tables = {table: pd.concat([f[table] for f in collected], ignore_index=True) for table in TABLES}
-    result = Result(**tables, manifest=manifest_of(experiment, cases, collected))
-    if not worlds:
-        return result
-    found = {case.name: case.simulator.plans.found for case in cases}
-    settled = with_settings(experiment, {"baseline": cases[0].baseline, "certainty": 0}, shown)
-
-    def in_world(number: int, seed: int) -> Result:
-        world = with_settings(settled, {"draw": number, "seeds": [seed]}, shown)
-        told = together.world(number)
-        return run_loaded(world, shown, folder, progress=told, execute=execute, optional=optional, plans=found)
-
-    drawn = in_worlds(worlds, experiment.seed_list, result, in_world)
-    return replace(result, manifest={**result.manifest, "worlds": drawn})
+    return collected
 
 
 def _simulate(cases: Sequence[Case], told: Progress) -> None:

@@ -19,6 +19,13 @@ _TIMES = (
     "waiting_time_s", "switch_time_s",
 )  # fmt: skip
 _COUNTS = ("trained", "tokens", "trained_response_tokens", "response_tokens", "wasted_tokens", "switches")
+#: Columns of `steps` that are a mean or share of another column.
+_SHARES = {
+    "staleness_mean": "trained",
+    "stale_token_share": "trained_response_tokens",
+    "rollout_idle": "step_time_s",
+    "trainer_idle": "step_time_s",
+}
 #: Columns of `steps` that `means` needs.
 MEASURED = (
     "steady", *_TIMES, *_COUNTS, "bubble_fraction", "tail_fraction", "gen_bound_s", "rollout_idle", "trainer_idle",
@@ -50,40 +57,38 @@ def means(steps: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     rows = steps[steps["steady"]]
     held_s = rows["step_time_s"]
     busy_s = (1.0 - rows["bubble_fraction"]) * held_s
-    weighted = rows.assign(
-        bubble_s=rows["bubble_fraction"] * held_s,
-        busy_s=busy_s,
-        tail_s=rows["tail_fraction"] * busy_s,
-        rollout_idle=rows["rollout_idle"] * held_s,
-        trainer_idle=rows["trainer_idle"] * held_s,
-        staleness_mean=rows["staleness_mean"] * rows["trained"],
-        stale_token_share=rows["stale_token_share"] * rows["trained_response_tokens"],
-    )
-    grouped = weighted.groupby(list(by), sort=False)
+    weighted = {
+        "bubble_s": rows["bubble_fraction"] * held_s,
+        "busy_s": busy_s,
+        "tail_s": rows["tail_fraction"] * busy_s,
+        **{share: rows[share] * rows[whole] for share, whole in _SHARES.items()},
+    }
+    kept = rows[[*by, *_TIMES, *_COUNTS, "gen_bound_s", "staleness_p95", "staleness_max"]]
+    grouped = pd.concat([kept, pd.DataFrame(weighted)], axis=1).groupby(list(by), sort=False)
     sums = grouped[[*_TIMES, *_COUNTS, "bubble_s", "busy_s", "tail_s", "gen_bound_s"]].sum().astype(float)
-    found = sums[[*_TIMES, "switches", "trained"]].div(grouped.size(), axis=0)
-    found["staleness_p95"], found["staleness_max"] = grouped["staleness_p95"].mean(), grouped["staleness_max"].max()
-    for share, whole in (
-        ("staleness_mean", "trained"),
-        ("stale_token_share", "trained_response_tokens"),
-        ("rollout_idle", "step_time_s"),
-        ("trainer_idle", "step_time_s"),
-    ):
-        found[share] = grouped[share].sum(min_count=1) / sums[whole]
-    found["bubble_fraction"] = sums["bubble_s"] / sums["step_time_s"]
-    found["tail_fraction"] = (sums["tail_s"] / sums["busy_s"]).fillna(0.0)
-    found["wasted_fraction"] = sums["wasted_tokens"] / sums["response_tokens"].clip(lower=1.0)
-    found["bound_share"] = sums["gen_bound_s"] / sums["gen_time_s"].where(sums["gen_time_s"] > 0)
-    for rate, amount in (
-        ("responses_per_s", "trained"),
-        ("tokens_per_s", "tokens"),
-        ("response_tokens_per_s", "trained_response_tokens"),
-        ("generated_tokens_per_s", "response_tokens"),
-    ):
-        found[rate] = sums[amount] / sums["step_time_s"]
-    for rate, time in (("responses_per_gen_s", "gen_time_s"), ("responses_per_gen_p90_s", "gen_p90_time_s")):
-        found[rate] = sums["trained"] / sums[time].where(sums[time] > 0)
-    return found
+    shares = grouped[[*_SHARES]].sum(min_count=1)
+    total = {str(name): sums[name].to_numpy() for name in sums}
+    generated_s, generated_p90_s = (np.where(total[time] > 0, total[time], np.nan) for time in _TIMES[1:3])
+    count = grouped.size().to_numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tail = total["tail_s"] / total["busy_s"]
+        found = {
+            **{name: total[name] / count for name in (*_TIMES, "switches", "trained")},
+            "staleness_p95": grouped["staleness_p95"].mean(),
+            "staleness_max": grouped["staleness_max"].max(),
+            **{share: shares[share].to_numpy() / total[whole] for share, whole in _SHARES.items()},
+            "bubble_fraction": total["bubble_s"] / total["step_time_s"],
+            "tail_fraction": np.where(np.isnan(tail), 0.0, tail),
+            "wasted_fraction": total["wasted_tokens"] / np.maximum(total["response_tokens"], 1.0),
+            "bound_share": total["gen_bound_s"] / generated_s,
+            "responses_per_s": total["trained"] / total["step_time_s"],
+            "tokens_per_s": total["tokens"] / total["step_time_s"],
+            "response_tokens_per_s": total["trained_response_tokens"] / total["step_time_s"],
+            "generated_tokens_per_s": total["response_tokens"] / total["step_time_s"],
+            "responses_per_gen_s": total["trained"] / generated_s,
+            "responses_per_gen_p90_s": total["trained"] / generated_p90_s,
+        }
+    return pd.DataFrame(found, index=sums.index)
 
 
 def summarise(steps: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:

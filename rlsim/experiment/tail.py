@@ -53,10 +53,17 @@ def _replicas(decoding: pd.DataFrame) -> tuple[Integers, pd.DataFrame]:
 
 def _spans_of(spans: pd.DataFrame, place: pd.DataFrame) -> pd.DataFrame:
     """The spans in which these replicas iterated with decodes: owner, start_at, end_at, kind."""
-    own = spans[spans["kind"].isin(("decode", "mixed")) & spans["label"].str.startswith("replica ")]
-    own = own.assign(replica=own["label"].str.removeprefix("replica ").astype(np.int64))
-    numbered = place[["step", "replica"]].assign(owner=np.arange(len(place)))
-    return own.merge(numbered, on=["step", "replica"])[["owner", "start_at", "end_at", "kind"]]
+    steps, replicas = (place[name].to_numpy(np.int64) for name in ("step", "replica"))
+    width = int(replicas.max()) + 1
+    numbers = steps * width + replicas  # ascending, as `_replicas` has them
+    code, labels = pd.factorize(spans["label"].to_numpy(object))
+    of_label = [int(name.removeprefix("replica ")) if name.startswith("replica ") else width for name in labels]
+    replica = np.array(of_label, np.int64)[code]
+    wanted = spans["step"].to_numpy(np.int64) * width + replica
+    owner = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
+    own = (replica < width) & (numbers[owner] == wanted) & spans["kind"].isin(("decode", "mixed")).to_numpy()
+    found: pd.DataFrame = spans.loc[own, ["start_at", "end_at", "kind"]]
+    return found.assign(owner=owner[own])
 
 
 def _constant_batches(decoding: pd.DataFrame, owner: Integers, spans: pd.DataFrame) -> tuple[Any, ...]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 
-from rlsim.experiment.result import Result
-from rlsim.experiment.summary import summarise
+from rlsim.experiment.summary import means
 
 #: Called with (runs done, runs in all, what runs next).
 Progress = Callable[[int, int, str], None]
@@ -36,23 +35,30 @@ class Together:
 
 
 def in_worlds(
-    number: int, seeds: Sequence[int], calibrated: Result, run: Callable[[int, int], Result]
+    number: int, seeds: Sequence[int], baseline: str, calibrated: pd.DataFrame, run: Callable[[int, int], pd.DataFrame]
 ) -> dict[str, dict[str, list[float]]]:
     """By case and system: how many times as large its speedup is in worlds 1 to `number` as it is `calibrated`.
 
     Worlds take the seeds in turn, one each, and are compared on the same one. `run` is given the number of a world and
-    a seed, and runs all systems in it. A world in which a system does not fit is missing in that system's list.
+    a seed, and runs all systems in it; what it returns and `calibrated` are rows of `steps`. A world in which a system
+    does not fit is missing in that system's list.
     """
+    known = {seed: _speedups(steps, baseline) for seed, steps in calibrated.groupby("seed")}
     found: dict[str, dict[str, list[float]]] = {}
     for world in range(1, number + 1):
         seed = seeds[(world - 1) % len(seeds)]
-        known = _speedups(summarise(calibrated.steps[calibrated.steps["seed"] == seed], calibrated.manifest))
-        for (case, system), speedup in _speedups(run(world, seed).summary()).items():
-            if known.get((case, system)):
-                found.setdefault(case, {}).setdefault(system, []).append(speedup / known[case, system])
+        for (case, system), speedup in _speedups(run(world, seed), baseline).items():
+            if known[seed].get((case, system)):
+                found.setdefault(case, {}).setdefault(system, []).append(speedup / known[seed][case, system])
     return found
 
 
-def _speedups(summary: pd.DataFrame) -> dict[tuple[str, str], float]:
-    rows = summary.dropna(subset=["speedup"])
-    return dict(zip(zip(rows["case"], rows["system"], strict=True), rows["speedup"], strict=True))
+def _speedups(steps: pd.DataFrame, baseline: str) -> dict[tuple[str, str], float]:
+    """Those of one seed, by case and system; none in a case whose baseline did not run."""
+    rows = means(steps, ["case", "system"]).reset_index()
+    rates = dict(zip(zip(rows["case"], rows["system"], strict=True), rows["responses_per_s"], strict=True))
+    return {
+        (case, system): rate / rates[case, baseline]
+        for (case, system), rate in rates.items()
+        if (case, baseline) in rates
+    }

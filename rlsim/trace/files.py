@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,22 @@ def read_trace(path: str | Path, *, cap_tokens: int | None = None) -> Trace:
 
     `cap_tokens`: the cap it was sampled under, if the file does not say it. Constant columns `model` and `source`
     become the trace's source. Raises `TraceError` with file and row for anything that is not a valid trace.
+    A file that has not changed since it was last read is not read again.
     """
     path = Path(path)
+    try:
+        file = path.stat()
+    except (OSError, ValueError):
+        return _read_trace(path, cap_tokens)  # which says why it cannot be read
+    return _known_trace(path, cap_tokens, file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size)
+
+
+@lru_cache(maxsize=8)
+def _known_trace(path: Path, cap_tokens: int | None, *_: int) -> Trace:
+    return _read_trace(path, cap_tokens)
+
+
+def _read_trace(path: Path, cap_tokens: int | None) -> Trace:
     frame, meta, row_name = read_table(path)
     if cap_tokens is not None:
         meta = meta.model_copy(update={"cap_tokens": cap_tokens})

@@ -308,12 +308,12 @@ def calibrations(_: Path) -> Iterable[Seed]:
 @collected
 def calibration_values(_: Path) -> Iterable[Seed]:
     """What all shipped calibrations hold, already parsed."""
-    from ruamel.yaml import YAML
+    from rlsim.reading import parse_yaml
 
     texts = {path.stem: path.read_bytes() for path in sorted((ROOT / "calibration").glob("*.yaml"))}
     texts["profile"] = next(seed.files["c.yaml"] for seed in calibrations() if seed.name == "profile")
     for name, text in texts.items():
-        yield Seed(name, {"c.json": json.dumps(YAML(typ="safe").load(text.decode())).encode()}, "c.json")
+        yield Seed(name, {"c.json": json.dumps(parse_yaml(text.decode(), name)).encode()}, "c.json")
 
 
 @collected
