@@ -174,8 +174,11 @@ class Replica:
 
     def renew(self, version: int) -> None:
         """Its weights are of this version from now on, while it stands still."""
-        for request, context, _ in self.contexts():
-            request.end_run(self.version, context - request.prompt_tokens)
+        step = self.progress()
+        for request in self._batch:
+            request.end_run(self.version, request.offset + step - request.prompt_tokens)
+        for request in self._not_decoding():
+            request.end_run(self.version, request.generated)
             request.has_kv &= self._kept  # of what came here while it stood still
         self.version = version
 
@@ -353,13 +356,12 @@ class Replica:
 
     def _lose_kv(self) -> None:
         """What is running or prefilling goes to the front of the queue, in the order of its admission."""
-        admitted = [request for request in self.requests() if request.order]
-        self.remove(frozenset(request.id for request in admitted), "updated")
-        for request in admitted:
-            request.arrived_at = self.env.now
-        self._scheduler.waiting.extendleft(reversed(admitted))
-        if self._batch.cache:
-            self._batch.cache.flush()
+        now, lost = self.env.now, [*self._batch.lose_kv(), *self._scheduler.lose_kv()]
+        self._stays.add(lost, now, "updated")
+        lost.sort(key=attrgetter("order"))
+        for request in lost:
+            request.order, request.arrived_at = 0, now
+        self._scheduler.waiting.extendleft(reversed(lost))
 
     def _only_just(self, start: float) -> bool:
         """Whether an iteration that began at `start` began at this very moment."""
@@ -408,7 +410,7 @@ class Replica:
             self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
         self._scheduler.trim()
         left = batch.complete()
-        finished = [request for request in left if request.finished]
+        finished = [request for request in left if request.finished] if left else left
         if finished:
             for request in finished:
                 request.finished_at = now
