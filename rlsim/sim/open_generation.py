@@ -43,7 +43,8 @@ class _Group:
 
     def version(self, now: Callable[[Request], int]) -> int:
         """Of the weights that generated the oldest token; `now`, that of the present ones, if there was no other."""
-        return min(min(request.runs).version if request.runs else now(request) for request in self.requests)
+        known = [version for request in self.requests for version, _ in request.runs]
+        return min(known + [now(request) for request in self.requests if not request.runs])
 
 
 class _Window(NamedTuple):

@@ -187,7 +187,7 @@ class Request:
     def end_run(self, version: int, generated: int) -> None:
         """With so many tokens, those that stand in no run yet are of weights of this version."""
         runs = self.runs
-        tokens = generated - sum([run.tokens for run in runs]) if runs else generated
+        tokens = generated - sum([tokens for _, tokens in runs]) if runs else generated
         if not tokens:
             return
         if runs and runs[-1].version == version:
@@ -200,7 +200,7 @@ class Request:
 
         `version` is that of the step's weights, which generated those that stand in no run.
         """
-        own = self.generated - sum([run.tokens for run in self.runs])
+        own = self.generated - sum([tokens for _, tokens in self.runs])
         return (*self.runs, Run(version, own)) if own else self.runs
 
     def resume(self, id: int, version: int) -> Request:  # noqa: A002

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -127,7 +128,10 @@ def _versions(requests: Sequence[Request], version: int, trained_version: int) -
     if version < trained_version:
         stale += np.fromiter(map(attrgetter("generated"), requests), np.int64, len(requests))
     known = [i for i, request in enumerate(requests) if request.runs]
-    runs = [requests[i].runs_under(version) for i in known]
-    oldest[known] = [min(each)[0] for each in runs]
-    stale[known] = [sum([tokens for made_by, tokens in each if made_by < trained_version]) for each in runs]
+    if known:
+        runs = [requests[i].runs_under(version) for i in known]
+        made_by, tokens = np.fromiter(chain.from_iterable(chain.from_iterable(runs)), np.int64).reshape(-1, 2).T
+        first = np.append(0, np.cumsum([len(each) for each in runs[:-1]], dtype=np.int64))
+        oldest[known] = np.minimum.reduceat(made_by, first)
+        stale[known] = np.add.reduceat(np.where(made_by < trained_version, tokens, 0), first)
     return {"version": oldest, "stale_tokens": stale}
