@@ -172,8 +172,9 @@ class OpenGeneration(RolloutControl):
         return lent
 
     def _finished(self, responses: Sequence[Request]) -> None:
+        version = self._rollout.version_of(responses[0])  # all are of one replica
         for request in responses:
-            request.end_run(self._rollout.version_of(request), request.generated)
+            request.end_run(version, request.generated)
         if self.scores:
             self._desk.submit(responses, self._judge, self._counted)
             return

@@ -71,7 +71,7 @@ class Outcome:
     def settle(self) -> None:
         """The run is over: spans of a rollout for all steps belong to the step in which they begin."""
         steps = len(self.step_ends) - 1
-        for i, (gpus, start_at, end_at, kind, tp, step, *others) in enumerate(self.spans):
+        for i, (gpus, start_at, end_at, kind, tp, step, label, shared) in enumerate(self.spans):
             if step == NO_STEP:
                 began = min(bisect_right(self.step_ends, start_at), steps)
-                self.spans[i] = Span(gpus, start_at, end_at, kind, tp, began, *others)
+                self.spans[i] = Span(gpus, start_at, end_at, kind, tp, began, label, shared)

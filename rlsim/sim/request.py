@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from math import isnan
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
 from rlsim.precision import KvPrecision, Precision
 from rlsim.schema import Schema
 from rlsim.units import Bytes, Seconds, Tokens
+
+if TYPE_CHECKING:
+    from rlsim.sim.prefix_cache import Cached
 
 NAN = float("nan")
 
@@ -126,6 +129,7 @@ class Request:
         "offset",
         "order",
         "position",
+        "prefix",
         "predicted_tokens",
         "preemptions",
         "prefill_left",
@@ -169,6 +173,7 @@ class Request:
         self.has_kv = False  # while waiting: its KV has just arrived with it
         self.hit_tokens = 0  # of its context, that the prefix cache had when it was last admitted without KV
         self.shared_pages = 0  # while admitted: of its prompt, held together with other responses to it
+        self.prefix: Cached  # where these are
         self.start_tokens = 0  # context when it was last admitted
         self.replica = -1
         self.tps: tuple[int, ...] = ()  # tensor-parallel degrees it ran under, in order

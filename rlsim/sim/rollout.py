@@ -237,7 +237,7 @@ class Rollout(RolloutState):
 
     def _finished(self, replica: Replica, left: list[Request]) -> None:
         """These have left the replica: complete, or with their budgets used up."""
-        finished = [request for request in left if request.finished]
+        finished = [request for request in left if request.generated >= request.response_tokens]
         self.finished += len(finished)
         if self._asks and finished:
             lengths = [request.generated for request in finished]
