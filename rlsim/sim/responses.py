@@ -124,14 +124,17 @@ def _across_steps(requests: Sequence[Request], paused: Container[int] | None) ->
 def _versions(requests: Sequence[Request], version: int, trained_version: int) -> dict[str, NDArray[Any]]:
     """The columns on which weights generated what; see `Responses.of`."""
     oldest = np.full(len(requests), version, np.int64)
+    own = np.fromiter(map(attrgetter("generated"), requests), np.int64, len(requests))  # in no run: of the step's version
     stale = np.zeros(len(requests), np.int64)
-    if version < trained_version:
-        stale += np.fromiter(map(attrgetter("generated"), requests), np.int64, len(requests))
-    known = [i for i, request in enumerate(requests) if request.runs]
-    if known:
-        runs = [requests[i].runs_under(version) for i in known]
-        made_by, tokens = np.fromiter(chain.from_iterable(chain.from_iterable(runs)), np.int64).reshape(-1, 2).T
-        first = np.append(0, np.cumsum([len(each) for each in runs[:-1]], dtype=np.int64))
-        oldest[known] = np.minimum.reduceat(made_by, first)
+    runs = list(map(attrgetter("runs"), requests))
+    if known := [i for i, each in enumerate(runs) if each]:
+        flat = chain.from_iterable(chain.from_iterable(runs))
+        made_by, tokens = np.fromiter(flat, np.int64).reshape(-1, 2).T
+        first = np.cumsum([0, *(len(runs[i]) for i in known)])[:-1]
+        own[known] -= np.add.reduceat(tokens, first)
         stale[known] = np.add.reduceat(np.where(made_by < trained_version, tokens, 0), first)
+        of_runs = np.minimum.reduceat(made_by, first)
+        oldest[known] = np.where(own[known] > 0, np.minimum(of_runs, version), of_runs)
+    if version < trained_version:
+        stale += own
     return {"version": oldest, "stale_tokens": stale}
