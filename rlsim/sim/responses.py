@@ -124,9 +124,8 @@ def _across_steps(requests: Sequence[Request], paused: Container[int] | None) ->
 def _versions(requests: Sequence[Request], version: int, trained_version: int) -> dict[str, NDArray[Any]]:
     """The columns on which weights generated what; see `Responses.of`."""
     oldest = np.full(len(requests), version, np.int64)
-    own = np.fromiter(
-        map(attrgetter("generated"), requests), np.int64, len(requests)
-    )  # in no run: of the step's version
+    # Tokens that stand in no run: of the step's version.
+    own = np.fromiter(map(attrgetter("generated"), requests), np.int64, len(requests))
     stale = np.zeros(len(requests), np.int64)
     runs = list(map(attrgetter("runs"), requests))
     if known := [i for i, each in enumerate(runs) if each]:
